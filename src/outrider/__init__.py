@@ -1,0 +1,68 @@
+"""Outrider: edge–cloud speculative decoding for language and audio-language models."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from outrider.errors import (
+    AudioError,
+    InputError,
+    ModelError,
+    OutriderError,
+    PromptError,
+    SettingsError,
+    StateError,
+    VocabularyMismatch,
+)
+
+if TYPE_CHECKING:
+    from outrider.api import SpeculativeDecoder as SpeculativeDecoder
+    from outrider.api import StreamEvent as StreamEvent
+    from outrider.api import connect as connect
+    from outrider.api import local as local
+    from outrider.config import GenerationSettings as GenerationSettings
+    from outrider.core.gate import gate as gate
+    from outrider.core.outcome import Result as Result
+    from outrider.engines.load import load_engine as load_engine
+    from outrider.prompts.audio import Audio as Audio
+
+__version__ = "0.1.0"
+
+_LAZY = {  # what needs torch is imported on first use, so that `outrider --help` answers at once
+    "SpeculativeDecoder": "outrider.api",
+    "StreamEvent": "outrider.api",
+    "connect": "outrider.api",
+    "local": "outrider.api",
+    "GenerationSettings": "outrider.config",
+    "gate": "outrider.core.gate",
+    "Result": "outrider.core.outcome",
+    "load_engine": "outrider.engines.load",
+    "Audio": "outrider.prompts.audio",
+}
+
+__all__ = [
+    "Audio",
+    "AudioError",
+    "GenerationSettings",
+    "InputError",
+    "ModelError",
+    "OutriderError",
+    "PromptError",
+    "Result",
+    "SettingsError",
+    "SpeculativeDecoder",
+    "StateError",
+    "StreamEvent",
+    "VocabularyMismatch",
+    "connect",
+    "gate",
+    "load_engine",
+    "local",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'outrider' has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

@@ -1,0 +1,271 @@
+"""The Python entry point: `SpeculativeDecoder`, and `connect` and `local` to give it a verifier."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from outrider.config import GenerationSettings, OnLoop, Scope, check_choice
+from outrider.core.acceptance import rule
+from outrider.core.decoder import Decoder, Event, Plan
+from outrider.core.gate import Always, Gate
+from outrider.core.gate import gate as parse_gate
+from outrider.core.lookahead import lookahead
+from outrider.core.outcome import Result, guarantee
+from outrider.core.policy import Policy
+from outrider.core.sequence import Source
+from outrider.core.stopping import StopRules
+from outrider.core.text import Transcript
+from outrider.edge.drafter import Drafter
+from outrider.edge.drivers import Link, sequential
+from outrider.engines.base import Prompt, Reader
+from outrider.engines.load import load_engine
+from outrider.errors import PromptError, SettingsError
+from outrider.prompts.audio import is_silent
+from outrider.prompts.chat import PromptLike, encode
+from outrider.verifiers.base import Conditions, Verifier, shared_vocabulary
+from outrider.verifiers.local import LocalVerifier, describe
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """What became of one token, as text.
+
+    kind: provisional (drafted), confirmed, or revised (this token replaces the one at `index`, and every token after
+    it is void). text: the piece that the token adds; empty while a character is incomplete. source: who decided it.
+    """
+
+    kind: Literal["provisional", "confirmed", "revised"]
+    index: int
+    token_id: int
+    text: str
+    source: Source
+
+
+class SpeculativeDecoder:
+    """Drafts with one model, verifies with another.
+
+    Args:
+        draft: the edge engine; None leaves everything to the verifier (cloud-only).
+        verifier: what judges the drafts; None leaves everything to the edge (edge-only).
+        gate: which blocks are verified ("always": the output is exact); see `outrider.gate`.
+        k: tokens per block, 1 to 64, or "auto" to draft for as long as the drafter is sure.
+        accept: the acceptance rule, "exact" unless told otherwise.
+        scope: what becomes of skipped tokens that the verifier later finds it would have changed: "block" leaves
+            and counts them, "repair" rolls back to the first.
+        on_loop: what a loop in the output leads to: "escalate" the next block (the default with a verifier),
+            "sample" one token (the default without), "stop", or "ignore".
+
+    Raises:
+        SettingsError: settings that contradict each other.
+        VocabularyMismatch: the two models do not share a vocabulary.
+    """
+
+    def __init__(
+        self,
+        draft: Any = None,
+        verifier: Verifier | None = None,
+        *,
+        gate: str | Gate = "always",
+        k: int | str = 5,
+        accept: str = "exact",
+        scope: Scope = "block",
+        on_loop: OnLoop | None = None,
+    ) -> None:
+        if draft is None and verifier is None:
+            raise SettingsError("neither a drafter nor a verifier: there is no model to generate with")
+        self.draft, self.verifier = draft, verifier
+        self.gate = parse_gate(gate) if isinstance(gate, str) else gate
+        self.accept, self._rule = accept, rule(accept)
+        self.lookahead = lookahead(k) if draft is not None else None
+        self.on_loop: OnLoop = on_loop or ("escalate" if verifier is not None else "sample")
+        self.scope: Scope = scope
+        self._check()
+        self._target = verifier.describe() if verifier is not None else describe(draft)
+        self._vocab_size = self._target.vocab_size
+        if draft is not None and verifier is not None:
+            self._vocab_size = shared_vocabulary(describe(draft), self._target)
+
+    def _check(self) -> None:
+        check_choice("scope", self.scope, Scope)
+        check_choice("on_loop", self.on_loop, OnLoop)
+        if self.verifier is None and self.on_loop == "escalate":
+            raise SettingsError("on_loop 'escalate' needs a verifier to escalate to")
+        if self.verifier is not None and self.on_loop == "sample":
+            raise SettingsError("on_loop 'sample' is for edge-only decoding: with a verifier, escalate")
+        if self.verifier is None and not isinstance(self.gate, Always):
+            raise SettingsError(f"gate {self.gate} has no verifier to decide about")
+        if self.draft is None and not isinstance(self.gate, Always):
+            raise SettingsError(f"gate {self.gate} has no drafter to judge")
+        if self.scope == "repair" and self.gate.exact:
+            raise SettingsError("scope 'repair' is for gates that skip blocks; this one leaves nothing to repair")
+
+    # Generating ---------------------------------------------------------------------------------------------
+
+    def generate(self, prompt: PromptLike, **settings: Any) -> Result:
+        """Generate to the end.
+
+        Args:
+            prompt: text, a list of token ids, chat messages, or `outrider.Audio`.
+            settings: the fields of `GenerationSettings` by name.
+
+        Raises:
+            InputError: a setting, prompt or recording that cannot be used; nothing was computed.
+        """
+        run = self._start(prompt, settings)
+        for _ in run.events():
+            pass
+        return run.result()
+
+    def stream(self, prompt: PromptLike, **settings: Any) -> Generator[StreamEvent, None, Result]:
+        """Generate, telling what becomes of each token. The `Result` is the generator's return value."""
+        run = self._start(prompt, settings)
+        yield from run.stream()
+        return run.result()
+
+    def encode(self, prompt: PromptLike) -> Prompt:
+        """The prompt as the models read it."""
+        return encode(self._encoder, prompt)
+
+    @property
+    def _encoder(self) -> Any:
+        if self.draft is not None:
+            return self.draft
+        if not isinstance(self.verifier, LocalVerifier):
+            raise SettingsError("cloud-only decoding over a network needs an edge tokenizer")
+        return self.verifier.engine
+
+    def _start(self, prompt: PromptLike, values: dict[str, Any]) -> _Run:
+        settings = GenerationSettings.build(values)
+        encoded = self.encode(prompt)
+        self._check_length(encoded, settings)
+        rules = self._rules(settings)
+        if rules.needs_text and self._encoder.tokenizer is None:
+            raise SettingsError("stop strings and sentences need a tokenizer, and the model came without one")
+        if any(token >= self._vocab_size for token in settings.suppress_tokens):
+            raise SettingsError(f"suppress_tokens: ids go up to {self._vocab_size - 1}")
+        return _Run(self, encoded, settings, rules)
+
+    def _check_length(self, prompt: Prompt, settings: GenerationSettings) -> None:
+        for side in filter(None, (describe(self.draft) if self.draft is not None else None, self._target)):
+            total = len(prompt.ids) + settings.max_new_tokens
+            if side.max_length is not None and total > side.max_length:
+                raise PromptError(
+                    f"a prompt of {len(prompt.ids)} tokens and max_new_tokens {settings.max_new_tokens} make {total}: "
+                    f"{side.name} holds {side.max_length}"
+                )
+
+    def _rules(self, settings: GenerationSettings) -> StopRules:
+        eos = () if settings.ignore_eos else self._target.eos_ids
+        return StopRules(settings.max_new_tokens, eos, settings.stop, settings.sentences, settings.min_new_tokens)
+
+    def _plan(self, rules: StopRules) -> Plan:
+        has_verifier = self.verifier is not None
+        return Plan(rules, self.gate, self._rule, self.lookahead, has_verifier, self.on_loop, self.scope)
+
+    def _drafter(self, prompt: Prompt, settings: GenerationSettings) -> Drafter | None:
+        if self.draft is None or self.lookahead is None:
+            return None
+        policy = Policy.build(settings, self._target.eos_ids, self._vocab_size, len(prompt.ids))
+        needs_signals = self.gate.needs_signals or self.lookahead.needs_signals
+        needs_q = self._rule.needs_q and self.verifier is not None
+        return Drafter(Reader(self.draft, prompt, "drafter"), policy, needs_signals=needs_signals, needs_q=needs_q)
+
+    def _link(self, prompt: Prompt, settings: GenerationSettings) -> Link | None:
+        if self.verifier is None:
+            return None
+        conditions = Conditions(settings, self.accept, self._vocab_size)
+        return Link(self.verifier, lambda verifier: verifier.open(prompt, conditions))
+
+
+class _Run:
+    """One generation: decoder, drafter and link, opened together and closed together."""
+
+    def __init__(
+        self, owner: SpeculativeDecoder, prompt: Prompt, settings: GenerationSettings, rules: StopRules
+    ) -> None:
+        self._owner, self._prompt, self._settings, self._rules = owner, prompt, settings, rules
+        self._tokenizer = owner._encoder.tokenizer
+        self._decoder = Decoder(prompt.ids, owner._plan(rules), self._decode if rules.needs_text else None)
+
+    def events(self) -> Iterator[Event]:
+        """Run the loop; time it; close what was opened, whatever happens."""
+        owner, decoder, stats = self._owner, self._decoder, self._decoder.stats
+        started = time.perf_counter()
+        drafter = owner._drafter(self._prompt, self._settings)
+        link = owner._link(self._prompt, self._settings)
+        judge = None if link is None else (link.verify if drafter is not None else link.generate)
+        try:
+            for event in sequential(decoder, drafter, judge):
+                if not stats.ttft_s and event.kind != "provisional":
+                    stats.ttft_s = time.perf_counter() - started
+                yield event
+            stats.total_s = time.perf_counter() - started
+        finally:
+            for opened in (drafter, link):
+                if opened is not None:
+                    opened.close()
+
+    def stream(self) -> Iterator[StreamEvent]:
+        transcript = Transcript(self._decode_visible)
+        for event in self.events():
+            if event.index < len(transcript.ids) and event.kind == "revised":
+                transcript.rewind(event.index)
+            if event.index == len(transcript.ids):
+                transcript.push(event.token)
+            text = transcript.pieces[event.index]
+            yield StreamEvent(event.kind, event.index, event.token, text, event.source)
+
+    def result(self) -> Result:
+        decoder, stats = self._decoder, self._decoder.stats
+        action = decoder.next()
+        sources = list(decoder.sequence.sources)
+        ties = sorted(index for index in decoder.near_ties if index < len(sources))
+        stats.count_sources(sources)
+        stats.near_ties = len(ties)
+        ids = decoder.sequence.generated
+        return Result(
+            text=self._decode_visible(ids) if self._tokenizer is not None else None,
+            token_ids=ids,
+            finish_reason=action.reason,  # type: ignore[union-attr]
+            guarantee=guarantee(stats, lossless_rule=self._owner._rule.lossless),
+            prompt_tokens=len(self._prompt.ids),
+            stats=stats,
+            sources=sources,
+            near_ties=ties,
+            warnings=self._warnings(),
+        )
+
+    def _warnings(self) -> list[str]:
+        if self._prompt.audio is not None and is_silent(self._prompt.audio):
+            return ["the recording is silent: there is no speech to describe"]
+        return []
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _decode_visible(self, ids: list[int]) -> str:
+        if self._tokenizer is None:
+            return ""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def local(engine: Any) -> LocalVerifier:
+    """A verifier in this process."""
+    return LocalVerifier(engine)
+
+
+def connect(target: str, **options: Any) -> Verifier | None:
+    """The verifier that a text names: "local:MODEL" (options as for `load_engine`), or None for "none".
+
+    Raises:
+        SettingsError: a target of another form.
+    """
+    if target == "none":
+        return None
+    kind, _, model = target.partition(":")
+    if kind != "local" or not model:
+        raise SettingsError(f"cloud {target!r}: expected local:MODEL or none")
+    return LocalVerifier(load_engine("demo:cloud" if model == "demo" else model, **options))

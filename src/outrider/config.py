@@ -1,0 +1,96 @@
+"""Settings: frozen, validated on construction. Unknown keys raise; nothing is corrected in silence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from outrider.errors import SettingsError
+
+OnLoop = Literal["escalate", "sample", "stop", "ignore"]
+Scope = Literal["block", "repair"]
+
+SEED_LIMIT = 2**64
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """What to generate, whoever generates it: drafter, verifier and baselines read the same.
+
+    temperature 0 is greedy. top_k 0, top_p 1, min_p 0 keep everything. no_repeat_ngram_size 0 is off. stop strings
+    stay in the text. sentences ends the output after that many complete sentences, but not before min_new_tokens.
+    suppress_tokens are never emitted.
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    stop: tuple[str, ...] = ()
+    sentences: int | None = None
+    ignore_eos: bool = False
+    suppress_tokens: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "min_new_tokens", "top_k", "seed", "no_repeat_ngram_size"):
+            _need(_is_whole(getattr(self, name)), f"{name} is a whole number, not {getattr(self, name)!r}")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            _need(_is_number(getattr(self, name)), f"{name} is a finite number, not {getattr(self, name)!r}")
+        _need(self.max_new_tokens >= 1, "max_new_tokens is 1 or more")
+        _need(0 <= self.min_new_tokens <= self.max_new_tokens, "min_new_tokens is between 0 and max_new_tokens")
+        _need(self.temperature >= 0, "temperature is 0 (greedy) or more")
+        _need(self.top_k >= 0, "top_k is 0 (off) or more")
+        _need(0 < self.top_p <= 1, "top_p is above 0 and at most 1")
+        _need(0 <= self.min_p <= 1, "min_p is between 0 and 1")
+        _need(0 <= self.seed < SEED_LIMIT, "seed is between 0 and 2^64 − 1")
+        _need(self.repetition_penalty > 0, "repetition_penalty is above 0 (1 is off)")
+        _need(self.no_repeat_ngram_size >= 0, "no_repeat_ngram_size is 0 (off) or more")
+        _need(self.sentences is None or (_is_whole(self.sentences) and self.sentences >= 1), "sentences is 1 or more")
+        self._check_texts()
+
+    def _check_texts(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        object.__setattr__(self, "suppress_tokens", tuple(self.suppress_tokens or ()))
+        _need(all(isinstance(text, str) and text for text in self.stop), "a stop string is a text that is not empty")
+        _need(all(_is_whole(t) and t >= 0 for t in self.suppress_tokens), "suppress_tokens are token ids")
+        if self.temperature == 0:
+            used = [name for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)) if getattr(self, name) != off]
+            _need(not used, f"{', '.join(used)} needs a temperature above 0: greedy decoding would ignore it")
+
+    @classmethod
+    def build(cls, values: Mapping[str, Any]) -> GenerationSettings:
+        """From keyword arguments.
+
+        Raises:
+            SettingsError: a name that is no setting (with the names that are), or a value out of range.
+        """
+        names = [f.name for f in fields(cls)]
+        unknown = sorted(set(values) - set(names))
+        _need(not unknown, f"unknown setting {', '.join(unknown)}: expected any of {', '.join(names)}")
+        return cls(**values)
+
+
+def check_choice(name: str, value: Any, choices: Any) -> None:
+    """Raise SettingsError unless `value` is one of a Literal's members."""
+    options = get_args(choices)
+    _need(value in options, f"{name} {value!r}: expected one of {', '.join(options)}")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _need(condition: bool, message: str) -> None:
+    if not condition:
+        raise SettingsError(message)

@@ -1,0 +1,211 @@
+"""Verification is arithmetic: from (drafts, the target's rows) to a verdict.
+
+Letters as in the papers: p the target's distribution at a position and q the drafter's, both after constraints and
+filters; d the drafted token; k the block length. Row i of the target is what follows prefix + d₁…dᵢ.
+
+    exact      accept d while it is the token that the target itself would choose (argmax, or its draw with the
+               shared noise); the output is the target's own, token for token (MATHS: ids only)
+    residual   accept d with probability min(1, p(d)/q(d)), else draw from max(0, p−q): the target's distribution,
+               more acceptances, needs the very q that was drawn from (Leviathan et al., 2023; Chen et al., 2023)
+    rank:N     accept d if it is among the target's N best                          } lossy: guarantee
+    margin:D   accept d if log p(best) − log p(d) ≤ D                               } "best-effort"
+    typical:E  accept d if p(d) > min(E, √E·exp(−H(p))) (Hewitt et al., 2022)       }
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.core.policy import Policy
+from outrider.core.sampling import Distribution, Stream, Support
+from outrider.errors import SettingsError
+
+RESIDUAL_SHORTLIST = 32  # tokens of q that the drafter draws from, and sends, in residual mode
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verifier's answer for one block.
+
+    accepted: how many drafts stand. next_token: the correction, or the bonus after a full acceptance.
+    near_ties: offsets from the base (drafts, then next_token) whose choice was within the engine's numeric noise.
+    audited, disagreed: skipped tokens seen in passing, and how many of them the target would have changed.
+    """
+
+    round: int
+    accepted: int
+    next_token: int
+    near_ties: tuple[int, ...] = ()
+    audited: int = 0
+    disagreed: int = 0
+
+
+class Rule(Protocol):
+    """An acceptance rule. `lossless` means that the output keeps the target's distribution."""
+
+    lossless: bool
+    needs_q: bool
+
+    def accepts(self, p: Distribution, d: int, q: Support | None) -> bool: ...
+
+    def replacement(self, p: Distribution, q: Support | None) -> int:
+        """The token to emit where `accepts` said no."""
+        ...
+
+
+@dataclass(frozen=True)
+class Exact:
+    lossless = True
+    needs_q = False
+
+    def accepts(self, p: Distribution, d: int, q: Support | None) -> bool:
+        return d == p.choice
+
+    def replacement(self, p: Distribution, q: Support | None) -> int:
+        return p.choice
+
+    def __str__(self) -> str:
+        return "exact"
+
+
+@dataclass(frozen=True)
+class Residual:
+    lossless = True
+    needs_q = True
+
+    def accepts(self, p: Distribution, d: int, q: Support | None) -> bool:
+        assert q is not None  # guaranteed by `judge`
+        return p.uniform(Stream.ACCEPT) * q.probability(d) < p.support.probability(d)
+
+    def replacement(self, p: Distribution, q: Support | None) -> int:
+        """A draw from max(0, p − q), with noise of its own: the drafter has used the shared noise up."""
+        assert q is not None
+        mass = p.support.logp.exp()
+        shared = (p.support.ids[:, None] == q.ids[None, :].to(p.support.ids.device)).float()
+        left = torch.clamp(mass - shared @ q.logp.exp().to(mass.device), min=0.0)
+        if not left.any():  # p and q equal but for rounding
+            left = mass
+        rest = Support(p.support.ids, torch.log(left / left.sum()))
+        return rest.draw(p.sampling.seed, p.position, Stream.RESIDUAL)
+
+    def __str__(self) -> str:
+        return "residual"
+
+
+@dataclass(frozen=True)
+class _Tolerant:
+    """Accepts what the target finds good enough; where it does not, the target's own choice is emitted."""
+
+    limit: float
+    lossless = False
+    needs_q = False
+
+    def accepts(self, p: Distribution, d: int, q: Support | None) -> bool:
+        return d == p.choice or (math.isfinite(float(p.row[d])) and self._tolerates(p, d))
+
+    def _tolerates(self, p: Distribution, d: int) -> bool:
+        raise NotImplementedError
+
+    def replacement(self, p: Distribution, q: Support | None) -> int:
+        return p.choice
+
+
+class Rank(_Tolerant):
+    def _tolerates(self, p: Distribution, d: int) -> bool:
+        return int((p.row > p.row[d]).sum()) < self.limit
+
+    def __str__(self) -> str:
+        return f"rank:{self.limit:g}"
+
+
+class Margin(_Tolerant):
+    def _tolerates(self, p: Distribution, d: int) -> bool:
+        return float(p.logp.max() - p.logp[d]) <= self.limit
+
+    def __str__(self) -> str:
+        return f"margin:{self.limit:g}"
+
+
+class Typical(_Tolerant):
+    def _tolerates(self, p: Distribution, d: int) -> bool:
+        probabilities = p.logp.exp()
+        entropy = float(torch.special.entr(probabilities).sum())
+        return float(probabilities[d]) > min(self.limit, math.sqrt(self.limit) * math.exp(-entropy))
+
+    def __str__(self) -> str:
+        return f"typical:{self.limit:g}"
+
+
+def rule(spec: str) -> Rule:
+    """The acceptance rule that a text such as "exact" or "rank:20" names.
+
+    Raises:
+        SettingsError: an unknown name, or a limit that is missing or out of range.
+    """
+    name, _, limit = spec.partition(":")
+    if name in ("exact", "residual"):
+        if limit:
+            raise SettingsError(f"accept {spec!r}: {name} takes no number")
+        return Exact() if name == "exact" else Residual()
+    if name not in ("rank", "margin", "typical"):
+        raise SettingsError(f"accept {spec!r}: expected exact, residual, rank:N, margin:D or typical:E")
+    return _tolerant(name, limit, spec)
+
+
+def _tolerant(name: str, limit: str, spec: str) -> Rule:
+    try:
+        value = int(limit) if name == "rank" else float(limit)
+    except ValueError:
+        raise SettingsError(f"accept {spec!r}: {name} needs a number, as in {name}:{_EXAMPLES[name]}") from None
+    if not (math.isfinite(value) and value >= _LOWEST[name]) or (name == "typical" and not 0 < value <= 1):
+        raise SettingsError(f"accept {spec!r}: {value:g} is out of range")
+    return {"rank": Rank, "margin": Margin, "typical": Typical}[name](value)
+
+
+_EXAMPLES = {"rank": "20", "margin": "0.5", "typical": "0.09"}
+_LOWEST = {"rank": 1.0, "margin": 0.0, "typical": 0.0}
+
+
+def judge(
+    round_: int,
+    ids: list[int],
+    base: int,
+    rows: Tensor,
+    policy: Policy,
+    accept: Rule,
+    q: Seq[Support] | None = None,
+    noise: float = 0.0,
+) -> Verdict:
+    """The verdict on the drafts ids[base:], k of them.
+
+    rows: float32 [k+1, V]; row i follows ids[:base+i]. q: for `residual`, what each draft was drawn from.
+    noise: a lead below this many logits counts as a near-tie (0 for float32 engines).
+    """
+    if accept.needs_q and (q is None or len(q) != len(ids) - base):
+        raise SettingsError("residual acceptance needs the distribution that each draft was drawn from")
+    ties: list[int] = []
+    for i, d in enumerate(ids[base:]):
+        p = policy.distribution(rows[i], ids, base + i)
+        if noise and p.lead < noise:
+            ties.append(i)
+        if not accept.accepts(p, d, q[i] if q else None):
+            return Verdict(round_, i, accept.replacement(p, q[i] if q else None), tuple(ties))
+    k = len(ids) - base
+    p = policy.distribution(rows[k], ids, base + k)
+    if noise and p.lead < noise:
+        ties.append(k)
+    return Verdict(round_, k, p.choice, tuple(ties))
+
+
+def audit(ids: list[int], start: int, base: int, rows: Tensor, policy: Policy) -> int:
+    """How many of the skipped tokens ids[start:base] the target would have chosen differently.
+
+    rows: float32 [≥ base−start, V]; row j follows ids[:start+j]. They come for free with the catch-up prefill.
+    """
+    return sum(policy.distribution(rows[n - start], ids, n).choice != ids[n] for n in range(start, base))

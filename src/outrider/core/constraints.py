@@ -1,0 +1,129 @@
+"""Repetition penalty, no-repeat n-gram, minimum length and bans: one chain, the same code on both sides.
+
+Each constraint is a pure function of a row and of *that position's own prefix* (prompt, output and the earlier
+drafts of the block), equal to transformers' processors of the same name and applied in transformers' order. What
+makes it fast is `PrefixIndex`, a memo over the last prefix seen: it pops and pushes to reach the prefix that is
+asked for, so it cannot disagree with the tokens, whatever was rolled back in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class PrefixIndex:
+    """The distinct tokens and the n-grams of a prefix, maintained incrementally."""
+
+    def __init__(self, ngram: int = 0) -> None:
+        self._ngram = ngram
+        self._ids: list[int] = []
+        self._counts: dict[int, int] = {}
+        self._distinct = torch.empty(256, dtype=torch.long)  # a stack: tokens in order of first appearance
+        self._followers: dict[tuple[int, ...], list[int]] = {}
+
+    def move_to(self, ids: list[int], length: int) -> None:
+        """Index the prefix ids[:length]: amortised O(what changed), plus one comparison of the common part."""
+        common = _common_length(self._ids, ids, length)
+        while len(self._ids) > common:
+            self._pop()
+        for token in ids[common:length]:
+            self._push(token)
+
+    @property
+    def seen(self) -> Tensor:
+        """int64 [distinct]: the distinct tokens of the prefix."""
+        return self._distinct[: len(self._counts)]
+
+    def completions(self) -> list[int]:
+        """Tokens that would repeat an n-gram of the prefix (transformers' NoRepeatNGram)."""
+        if len(self._ids) + 1 < self._ngram:
+            return []
+        return self._followers.get(self._tail(len(self._ids)), [])
+
+    def _tail(self, end: int) -> tuple[int, ...]:
+        return tuple(self._ids[end - self._ngram + 1 : end])
+
+    def _push(self, token: int) -> None:
+        if self._ngram and len(self._ids) >= self._ngram - 1:
+            self._followers.setdefault(self._tail(len(self._ids)), []).append(token)
+        self._ids.append(token)
+        self._counts[token] = self._counts.get(token, 0) + 1
+        if self._counts[token] == 1:
+            if len(self._counts) > len(self._distinct):
+                self._distinct = torch.cat([self._distinct, torch.empty_like(self._distinct)])
+            self._distinct[len(self._counts) - 1] = token
+
+    def _pop(self) -> None:
+        token = self._ids.pop()
+        self._counts[token] -= 1
+        if not self._counts[token]:
+            del self._counts[token]  # first seen here, so it is the top of the stack
+        if self._ngram and len(self._ids) >= self._ngram - 1:
+            self._followers[self._tail(len(self._ids))].pop()
+
+
+def _common_length(old: list[int], new: list[int], length: int) -> int:
+    shared = min(len(old), length)
+    if old[:shared] == new[:shared]:
+        return shared
+    return next(i for i in range(shared) if old[i] != new[i])
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """The settings of the chain. `prompt_length` tells generated tokens from the prompt."""
+
+    repetition_penalty: float = 1.0
+    no_repeat_ngram: int = 0
+    min_new_tokens: int = 0
+    eos_ids: tuple[int, ...] = ()
+    banned_ids: tuple[int, ...] = ()
+    prompt_length: int = 0
+
+    def active(self, length: int) -> bool:
+        """Whether anything applies to the row that follows a prefix of `length` tokens."""
+        return bool(
+            self.repetition_penalty != 1.0 or self.no_repeat_ngram or self.banned_ids or self.eos_banned(length)
+        )
+
+    def eos_banned(self, length: int) -> bool:
+        return bool(self.eos_ids) and length - self.prompt_length < self.min_new_tokens
+
+    def apply(self, row: Tensor, ids: list[int], length: int, index: PrefixIndex) -> Tensor:
+        """The row (float32 [V]) that follows ids[:length], constrained; the given row is left as it was."""
+        if not self.active(length):
+            return row
+        row = row.clone()
+        if self.repetition_penalty != 1.0 or self.no_repeat_ngram:
+            index.move_to(ids, length)
+        if self.repetition_penalty != 1.0:
+            _penalise(row, index.seen.to(row.device), self.repetition_penalty)
+        if self.no_repeat_ngram:
+            _ban(row, index.completions())
+        if self.eos_banned(length):
+            _ban(row, self.eos_ids)
+        _ban(row, self.banned_ids)
+        return row
+
+    def index(self) -> PrefixIndex:
+        """A memo to pass to `apply`; one per reader, never shared between threads."""
+        return PrefixIndex(self.no_repeat_ngram)
+
+
+def _penalise(row: Tensor, seen: Tensor, penalty: float) -> None:
+    """Negative scores × penalty, others ÷ penalty, once per distinct token, prompt included.
+
+    Dividing a negative logit would *raise* its probability: the prototype's bug.
+    """
+    seen = seen[seen < row.shape[-1]]  # prompt placeholders may lie outside the shared vocabulary
+    scores = row[seen]
+    row[seen] = torch.where(scores < 0, scores * penalty, scores / penalty)
+
+
+def _ban(row: Tensor, ids: list[int] | tuple[int, ...]) -> None:
+    inside = [token for token in ids if token < row.shape[-1]]
+    if inside:
+        row[torch.tensor(inside, device=row.device)] = -torch.inf

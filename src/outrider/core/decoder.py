@@ -1,0 +1,282 @@
+"""The loop, without I/O.
+
+`Decoder` is a state machine. A driver asks it what to do `next()`, does that, and hands back what came of it:
+
+    Draft(count)  →  decoder.drafted(proposals)     let the drafter propose up to `count` more tokens
+    Verify(…)     →  decoder.decided(verdict)       let the verifier judge the pending block
+    Done(reason)                                    the output is complete
+
+Everything that could be decided in two places is decided here, once: what is committed and on whose word, when a
+block is complete, whether it goes to the verifier, and where the output ends. Drivers move data; engines own
+caches; neither keeps a token of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal
+
+from outrider.config import OnLoop, Scope
+from outrider.core.acceptance import Rule, Verdict
+from outrider.core.gate import Decision, Gate, Signals
+from outrider.core.lookahead import Lookahead
+from outrider.core.loops import loop_period
+from outrider.core.outcome import Stats
+from outrider.core.sampling import Support
+from outrider.core.sequence import Sequence, Source
+from outrider.core.stopping import Decode, Reason, StopRules, stop_reason
+from outrider.errors import StateError
+
+MAX_PROVISIONAL = 64  # pending tokens after which a trigger gate asks for a verdict all the same
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One drafted token. signals: where a gate or lookahead needs them. q: what it was drawn from (residual)."""
+
+    token: int
+    signals: Signals | None = None
+    q: Support | None = None
+    left_loop: bool = False
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Propose up to `count` tokens; with `leave_loop`, draw the first one at random from the best few."""
+
+    count: int
+    leave_loop: bool = False
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Judge draft_ids, which follow the committed tokens.
+
+    base_length: committed tokens, prompt included. new_ids: those of them that the verifier has not seen.
+    """
+
+    round: int
+    base_length: int
+    new_ids: tuple[int, ...]
+    draft_ids: tuple[int, ...]
+    q: tuple[Support, ...] = ()
+
+
+@dataclass(frozen=True)
+class Done:
+    reason: Reason
+
+
+Action = Draft | Verify | Done
+
+
+@dataclass(frozen=True)
+class Event:
+    """A token became provisional, confirmed, or was revised; `index` counts generated tokens from 0.
+
+    A revised event stands for its token *and* says that every token after it is void.
+    """
+
+    kind: Literal["provisional", "confirmed", "revised"]
+    index: int
+    token: int
+    source: Source
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How drafting and verification work together in one generation.
+
+    lookahead is None without a drafter (cloud-only); has_verifier is False without a verifier (edge-only).
+    """
+
+    rules: StopRules
+    gate: Gate
+    accept: Rule
+    lookahead: Lookahead | None
+    has_verifier: bool
+    on_loop: OnLoop
+    scope: Scope = "block"
+
+
+class Decoder:
+    """One generation. `decode` turns ids into text for text rules; None where there are none."""
+
+    def __init__(self, prompt_ids: Seq[int], plan: Plan, decode: Decode | None = None) -> None:
+        self.plan = plan
+        self.sequence = Sequence(prompt_ids)
+        self.stats = Stats()
+        self.near_ties: set[int] = set()
+        self._decode = decode
+        self._events: list[Event] = []
+        self._block: list[Proposal] = []  # since the last decision of the gate
+        self._undecided: list[Proposal] = []  # behind every pending token: what a verdict will settle
+        self._shared = len(prompt_ids)  # how much of the sequence the verifier knows
+        self._looked_until = 0  # loops are sought in what was generated after this point
+        self._loop_found = False
+        self._asked: Verify | None = None  # the verdict that is awaited
+        self._reason: Reason | None = None
+
+    # What a driver sees -------------------------------------------------------------------------------------
+
+    def next(self) -> Action:
+        """What to do now. Asking again changes nothing."""
+        while self._reason is None:
+            if self._asked is not None:
+                return self._asked
+            wanted = self._wanted()
+            if wanted > 0:
+                return Draft(wanted, leave_loop=self._must_leave_loop())
+            if self._escalates():
+                self._asked = self._verify()
+            else:
+                self._skip_block()
+        return Done(self._reason)
+
+    def drafted(self, proposals: Seq[Proposal]) -> None:
+        """Take the drafter's proposals. Those after the end of the block are dropped."""
+        for proposal in proposals:
+            if self._wanted() <= 0:
+                break
+            self._draft(proposal)
+            if proposal.left_loop:
+                self._watch_from_here()
+            if not self.plan.has_verifier:
+                self._commit_pending(Source.SAMPLED if proposal.left_loop else Source.EDGE)
+                if self._reason is not None or self._loop_found:
+                    break
+
+    def decided(self, verdict: Verdict) -> None:
+        """Take the verdict on the block that `next` asked about."""
+        asked, self._asked = self._asked, None
+        if asked is None or verdict.round != asked.round or not 0 <= verdict.accepted <= len(asked.draft_ids):
+            raise StateError(f"{verdict} does not answer {asked}")
+        self._shared = asked.base_length + verdict.accepted + 1
+        self._record(verdict, asked)
+        self._commit_verdict(verdict, len(asked.draft_ids))
+        self._block.clear()
+        self._undecided.clear()
+
+    def events(self) -> list[Event]:
+        """What became of tokens since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    # Drafting -----------------------------------------------------------------------------------------------
+
+    def _wanted(self) -> int:
+        """How many more tokens belong to the current block."""
+        plan, sequence = self.plan, self.sequence
+        room = plan.rules.max_new_tokens - len(sequence.sources) - sequence.pending_count
+        if plan.lookahead is None or room <= 0 or self._reason is not None:
+            return 0
+        if self._block and self._block[-1].token in plan.rules.eos_ids:
+            return 0
+        signals = [proposal.signals for proposal in self._block if proposal.signals is not None]
+        return min(room, plan.lookahead.more(len(self._block), signals))
+
+    def _draft(self, proposal: Proposal) -> None:
+        self.stats.drafted += 1
+        self.sequence.draft(proposal.token)
+        self._block.append(proposal)
+        self._undecided.append(proposal)
+        self._emit("provisional", len(self.sequence.ids) - 1, Source.EDGE)
+
+    def _must_leave_loop(self) -> bool:
+        return self._loop_found and self.plan.on_loop == "sample"
+
+    # Deciding -----------------------------------------------------------------------------------------------
+
+    def _escalates(self) -> bool:
+        """Whether the complete block goes to the verifier: the one place where gate, loop and end are combined."""
+        if not self.plan.has_verifier:
+            return False
+        self.stats.blocks += 1
+        decision = self._decision()
+        self.stats.escalated += decision.escalate
+        self.stats.forced_by_loop += decision.reason == "loop"
+        return decision.escalate
+
+    def _decision(self) -> Decision:
+        block = [proposal.signals for proposal in self._block if proposal.signals is not None]
+        decision = self.plan.gate.decide(block)
+        if not decision.escalate and self._loop_found and self.plan.on_loop == "escalate":
+            return Decision(True, "loop")
+        if not decision.escalate and self.plan.gate.exact and self._must_settle():
+            return Decision(True, "end of the provisional stretch")
+        return decision
+
+    def _must_settle(self) -> bool:
+        """Provisional tokens cannot wait any longer: an end is in sight, or there are too many."""
+        sequence, rules = self.sequence, self.plan.rules
+        at_end = len(sequence.sources) + sequence.pending_count >= rules.max_new_tokens
+        return at_end or sequence.pending_count >= MAX_PROVISIONAL or sequence.ids[-1] in rules.eos_ids
+
+    def _verify(self) -> Verify:
+        self.stats.rounds += 1
+        if self._loop_found:
+            self._watch_from_here()
+        sequence = self.sequence
+        if self.plan.scope == "repair":
+            sequence.reopen(self._shared)
+        base = sequence.committed_length
+        q = tuple(proposal.q for proposal in self._undecided if proposal.q is not None)
+        return Verify(self.stats.rounds, base, tuple(sequence.ids[self._shared : base]), tuple(sequence.pending), q)
+
+    def _skip_block(self) -> None:
+        """The gate was satisfied: commit on the drafter's word, or (trigger) leave the block provisional."""
+        if not self.plan.has_verifier:
+            self.stats.blocks += 1
+        elif not self.plan.gate.exact:
+            while self.sequence.pending_count and self._reason is None:
+                self._commit_pending(Source.EDGE)
+            self.sequence.discard()
+            if self.plan.scope == "block":
+                self._undecided.clear()
+        self._block.clear()
+
+    # Committing ---------------------------------------------------------------------------------------------
+
+    def _commit_pending(self, source: Source) -> None:
+        self.sequence.accept(source)
+        self._committed(source)
+
+    def _commit_verdict(self, verdict: Verdict, drafts: int) -> None:
+        for n in range(verdict.accepted):
+            self._commit_pending(Source.ACCEPTED)
+            if self._reason is not None:
+                self.stats.verified += n + 1
+                self.sequence.discard()
+                return
+        self.stats.verified += drafts
+        source = Source.BONUS if verdict.accepted == drafts else Source.CORRECTION
+        revised = self.sequence.pending_count > 0
+        self.sequence.replace_pending(verdict.next_token, source)
+        self._committed(source, revised)
+
+    def _committed(self, source: Source, revised: bool = False) -> None:
+        """After each committed token: the event, the stop rules, the watch for loops."""
+        self._emit("revised" if revised else "confirmed", self.sequence.committed_length - 1, source)
+        generated = self.sequence.generated
+        self._reason = stop_reason(self.plan.rules, generated, self._decode)
+        if self._reason is None and self.plan.on_loop != "ignore" and not self._loop_found:
+            self._loop_found = loop_period(generated[self._looked_until :]) is not None
+            if self._loop_found and self.plan.on_loop == "stop":
+                self._reason = "loop"
+
+    def _watch_from_here(self) -> None:
+        """One intervention per loop: seek the next one only in what is generated from now on."""
+        self._loop_found = False
+        self._looked_until = len(self.sequence.sources)
+
+    # Recording ----------------------------------------------------------------------------------------------
+
+    def _record(self, verdict: Verdict, asked: Verify) -> None:
+        base = asked.base_length - self.sequence.prompt_length
+        self.near_ties |= {base + offset for offset in verdict.near_ties}
+        self.stats.audited += verdict.audited
+        self.stats.disagreed += verdict.disagreed
+
+    def _emit(self, kind: Literal["provisional", "confirmed", "revised"], at: int, source: Source) -> None:
+        self._events.append(Event(kind, at - self.sequence.prompt_length, self.sequence.ids[at], source))

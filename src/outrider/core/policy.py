@@ -1,0 +1,50 @@
+"""The decode policy: how a row of logits becomes a token. One object for drafter, verifier and baselines alike."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from outrider.config import GenerationSettings
+from outrider.core.constraints import Constraints
+from outrider.core.sampling import Distribution, Sampling, Stream, Support, support
+
+LOOP_SHORTLIST = 5
+LOOP_TEMPERATURE = 0.8
+
+
+class Policy:
+    """Constraints, then sampling, over the vocabulary that both models share.
+
+    vocab_size: rows are cut to this many entries; what lies beyond is padding that no tokenizer can name.
+    """
+
+    def __init__(self, constraints: Constraints, sampling: Sampling, vocab_size: int) -> None:
+        self.constraints, self.sampling, self.vocab_size = constraints, sampling, vocab_size
+        self._index = constraints.index()
+
+    @classmethod
+    def build(
+        cls, settings: GenerationSettings, eos_ids: tuple[int, ...], vocab_size: int, prompt_length: int
+    ) -> Policy:
+        """The policy that `settings` ask for, with the target's EOS ids."""
+        constraints = Constraints(
+            settings.repetition_penalty,
+            settings.no_repeat_ngram_size,
+            settings.min_new_tokens,
+            () if settings.ignore_eos else eos_ids,
+            settings.suppress_tokens,
+            prompt_length,
+        )
+        sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, settings.min_p, settings.seed)
+        return cls(constraints, sampling, vocab_size)
+
+    def distribution(self, row: Tensor, ids: list[int], length: int) -> Distribution:
+        """What follows ids[:length], given the model's raw row (float32 [≥ vocab_size])."""
+        row = self.constraints.apply(row[: self.vocab_size], ids, length, self._index)
+        return Distribution(row, self.sampling, length)
+
+    def leave_loop(self, row: Tensor, ids: list[int], length: int) -> int:
+        """A seeded draw from the five best at temperature 0.8 (`--on-loop sample`)."""
+        constrained = self.distribution(row, ids, length).row
+        options: Support = support(constrained, Sampling(LOOP_TEMPERATURE, top_k=LOOP_SHORTLIST))
+        return options.draw(self.sampling.seed, length, Stream.LOOP)

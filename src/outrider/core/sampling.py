@@ -1,0 +1,175 @@
+"""How a token is chosen from one row of logits, in a way that two machines can agree on.
+
+Filters are those of transformers, in its order: temperature, top-k, top-p, min-p. Draws use the Gumbel-max trick
+with noise g_n(v) that depends on (seed, position n, token v) alone: a draw from any distribution π at n is
+argmax_v [log π(v) + g_n(v)]. Drafter and verifier share the noise, so equal distributions give equal tokens, and
+the verifier's token is the one that it would have drawn alone (MATHS: "Sampled, shared randomness").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NUCLEUS_SHORTLIST = 1024  # a nucleus is nearly always inside the best 1,024; sorting 150k entries costs 10 ms
+
+
+class Stream(IntEnum):
+    """Independent uses of randomness at one position; their draws never correlate."""
+
+    TOKEN = 0  # the shared noise with which both sides draw
+    ACCEPT = 1  # the coin of residual acceptance
+    RESIDUAL = 2  # the draw from max(0, p − q)
+    LOOP = 3  # the draw that leaves a loop
+
+
+def uniform(seed: int, position: int, count: int, stream: Stream = Stream.TOKEN) -> np.ndarray:
+    """`count` uniforms in (0, 1), float64, keyed by (seed, stream, position) and by nothing else.
+
+    Philox4x64: counter based, so the value of entry v does not depend on which others are drawn, on the device,
+    or on the machine (Salmon et al., 2011).
+    """
+    key = np.array([seed, int(stream)], dtype=np.uint64)
+    counter = np.array([0, position, 0, 0], dtype=np.uint64)
+    bits = np.random.Philox(key=key, counter=counter).random_raw(count)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53 + 2.0**-54
+
+
+def gumbel(seed: int, position: int, ids: Tensor, stream: Stream = Stream.TOKEN) -> Tensor:
+    """Standard Gumbel noise of the tokens `ids`: float64 [len(ids)] on their device."""
+    index = ids.cpu().numpy()
+    u = uniform(seed, position, int(index.max()) + 1, stream)[index]
+    return torch.from_numpy(-np.log(-np.log(u))).to(ids.device)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep everything."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True)
+class Support:
+    """The tokens that can be drawn, with their normalised log-probabilities.
+
+    ids: int64 [m]; logp: float32 [m], logsumexp 0.
+    """
+
+    ids: Tensor
+    logp: Tensor
+
+    def draw(self, seed: int, position: int, stream: Stream = Stream.TOKEN) -> int:
+        """The Gumbel-max draw at `position`."""
+        return int(self.ids[torch.argmax(self.logp.double() + gumbel(seed, position, self.ids, stream))])
+
+    def probability(self, token: int) -> float:
+        """π(token): 0 outside the support."""
+        return float(self.logp[self.ids == token].exp().sum())
+
+    def head(self, count: int) -> Support:
+        """The `count` likeliest tokens, renormalised."""
+        if count >= len(self.ids):
+            return self
+        best = torch.topk(self.logp, count)
+        return Support(self.ids[best.indices], torch.log_softmax(best.values, -1))
+
+
+def support(row: Tensor, sampling: Sampling) -> Support:
+    """Filter a row of logits (float32 [V], −inf where banned) as transformers' warpers do."""
+    scores = row / sampling.temperature
+    ids = _candidates(scores, sampling.top_k)
+    ids, scores = ids, scores[ids]
+    for keep in (_nucleus(scores, sampling.top_p), _above_floor(scores, sampling.min_p)):
+        if keep is not None:
+            ids, scores = ids[keep], scores[keep]
+    return Support(ids, torch.log_softmax(scores, -1))
+
+
+def _candidates(scores: Tensor, top_k: int) -> Tensor:
+    """Ids of the finite scores, at least as good as the k-th best (ties with it stay, as in transformers)."""
+    if 0 < top_k < scores.shape[-1]:
+        kth = torch.topk(scores, top_k).values[-1]
+        return torch.nonzero((scores >= kth) & torch.isfinite(scores)).flatten()
+    return torch.nonzero(torch.isfinite(scores)).flatten()
+
+
+def _nucleus(scores: Tensor, top_p: float) -> Tensor | None:
+    """Indices of the smallest set of likeliest entries whose mass reaches top_p; None keeps all."""
+    if top_p >= 1.0:
+        return None
+    total = torch.logsumexp(scores, -1)
+    for size in (min(NUCLEUS_SHORTLIST, len(scores)), len(scores)):
+        best = torch.topk(scores, size)
+        mass = torch.exp(best.values - total).cumsum(-1)
+        if mass[-1] >= top_p or size == len(scores):
+            break
+    before = mass - torch.exp(best.values - total)
+    keep = before < top_p
+    keep[0] = True
+    return best.indices[keep].sort().values
+
+
+def _above_floor(scores: Tensor, min_p: float) -> Tensor | None:
+    """Indices of the entries with probability ≥ min_p × the largest; None keeps all."""
+    if min_p <= 0.0:
+        return None
+    probabilities = torch.softmax(scores, -1)
+    return torch.nonzero(probabilities >= min_p * probabilities.max()).flatten()
+
+
+class Distribution:
+    """One position's distribution after constraints, and the token chosen from it. Everything is lazy.
+
+    row: float32 [V], constrained logits, −inf where banned. position: the absolute index of the token to choose.
+    """
+
+    def __init__(self, row: Tensor, sampling: Sampling, position: int) -> None:
+        self.row, self.sampling, self.position = row, sampling, position
+
+    @cached_property
+    def choice(self) -> int:
+        """The token that this model alone would emit here: its argmax, or its Gumbel draw."""
+        if self.sampling.greedy:
+            return int(torch.argmax(self.row))
+        return self.support.draw(self.sampling.seed, self.position)
+
+    @cached_property
+    def support(self) -> Support:
+        """What can be drawn. Greedy: one token with probability 1."""
+        if self.sampling.greedy:
+            return Support(torch.tensor([self.choice]), torch.zeros(1))
+        return support(self.row, self.sampling)
+
+    @cached_property
+    def logp(self) -> Tensor:
+        """float32 [V]: log-probabilities at the sampling temperature (1 when greedy), before top-k/p."""
+        return torch.log_softmax(self.row / (self.sampling.temperature or 1.0), -1)
+
+    def uniform(self, stream: Stream) -> float:
+        return float(uniform(self.sampling.seed, self.position, 1, stream)[0])
+
+    @cached_property
+    def lead(self) -> float:
+        """By how much the choice beats the runner-up, in logits: what numeric noise must exceed to change it."""
+        scores = self.row
+        if not self.sampling.greedy:
+            if len(self.support.ids) < 2:
+                return float("inf")
+            noise = gumbel(self.sampling.seed, self.position, self.support.ids)
+            scores = (self.support.logp.double() + noise) * self.sampling.temperature
+        best = torch.topk(scores, min(2, scores.shape[-1])).values
+        return float(best[0] - best[1]) if len(best) == 2 else float("inf")

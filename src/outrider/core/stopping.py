@@ -1,0 +1,81 @@
+"""When generation ends: EOS ids, length, stop strings, N sentences.
+
+Rules look at generated tokens only, one token at a time, in this order; the first that fires ends the output with
+that token. Nothing else ends it: no newline, no role name, no loop.
+
+A stop string counts when it is completed by a token, wherever it began: in the same token, in an earlier one, or in
+the middle of a block. The text keeps it, as in transformers, so that text and ids stay in agreement.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Reason = Literal["eos", "length", "stop", "sentences", "loop"]
+Decode = Callable[[list[int]], str]
+
+WINDOW_MARGIN: Final = 8  # tokens decoded before a stop string could begin: some decoders trim their first token
+
+_CLOSERS: Final = "\"'”’」』）)】》"
+_FULL_STOP: Final = re.compile(rf"[。！？!?]+[{_CLOSERS}]*|\.+[{_CLOSERS}]*(?=\s|$)")
+_ABBREVIATION: Final = re.compile(
+    r"(?:\b(?:Mr|Mrs|Ms|Dr|Prof|St|Jr|Sr|vs|etc|cf|approx|No|Fig|Vol)|\b[A-HJ-Za-z]|\b(?:e\.g|i\.e|a\.m|p\.m|U\.S))$"
+)
+
+
+@dataclass(frozen=True)
+class StopRules:
+    """What was asked for. `sentences` never fires before `min_new_tokens` tokens."""
+
+    max_new_tokens: int
+    eos_ids: tuple[int, ...] = ()
+    strings: tuple[str, ...] = ()
+    sentences: int | None = None
+    min_new_tokens: int = 0
+
+    @property
+    def needs_text(self) -> bool:
+        return bool(self.strings) or self.sentences is not None
+
+
+def stop_reason(rules: StopRules, generated: list[int], decode: Decode | None) -> Reason | None:
+    """Whether the last of `generated` ends the output. `decode` is needed where `rules.needs_text`."""
+    if generated[-1] in rules.eos_ids:
+        return "eos"
+    if rules.strings and decode and _completes_stop_string(rules.strings, generated, decode):
+        return "stop"
+    if rules.sentences is not None and decode and len(generated) >= rules.min_new_tokens:
+        if count_sentences(decode(generated)) >= rules.sentences:
+            return "sentences"
+    return "length" if len(generated) >= rules.max_new_tokens else None
+
+
+def _completes_stop_string(strings: tuple[str, ...], generated: list[int], decode: Decode) -> bool:
+    """True if a stop string ends inside the last token. A token carries at least one byte, which bounds the look back."""
+    reach = max(len(text.encode()) for text in strings) + WINDOW_MARGIN
+    tail = decode(generated[-reach:])
+    return any(text in tail for text in strings)
+
+
+def count_sentences(text: str) -> int:
+    """Complete sentences in Chinese or English text.
+
+    。！？!? end a sentence at once. A full stop does where white space or the end of the text follows, unless it
+    belongs to a number that may go on ("3."), an initial or a common abbreviation.
+    """
+    return sum(_ends_sentence(text, match) for match in _FULL_STOP.finditer(text))
+
+
+def _ends_sentence(text: str, match: re.Match[str]) -> bool:
+    if not match.group().startswith("."):
+        return True
+    before = text[: match.start()]
+    if not before.strip():
+        return False
+    at_end = match.end() == len(text)
+    if at_end and (before[-1:].isdigit() or match.group().startswith("..")):
+        return False
+    return not _ABBREVIATION.search(before)

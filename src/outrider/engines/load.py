@@ -1,0 +1,160 @@
+"""From a name to an engine: a directory, a hub id, a `.gguf` file, a bundled checkpoint, or a loaded model."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+from outrider.engines.torch import TorchEngine
+from outrider.errors import ModelError, SettingsError
+
+log = logging.getLogger(__name__)
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+BUNDLED = Path(__file__).parent.parent / "demo"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def load_engine(model: Any, *, tokenizer: Any = None, dtype: str = "auto", device: str = "auto") -> TorchEngine:
+    """Load a model and give it KV slots.
+
+    Args:
+        model: a directory or hub id of transformers checkpoints, a `.gguf` file, "demo:edge" or "demo:cloud" (the
+            bundled pair), or a transformers model that is loaded already (`tokenizer` then goes with it).
+        dtype: float32, bfloat16, float16; auto is float32 on a CPU and the checkpoint's own on a GPU.
+        device: a torch device such as cpu or cuda:1; auto is cuda where there is one.
+
+    Raises:
+        ModelError: no such checkpoint, unreadable, or one whose cache cannot be truncated.
+        SettingsError: an unknown dtype or device.
+    """
+    if not isinstance(model, (str, Path)):
+        return TorchEngine(model, tokenizer, name=type(model).__name__)
+    target = _device(device)
+    path = locate(str(model))
+    options = {"dtype": _dtype(dtype, target)}
+    log.info("loading %s as %s on %s", model, options["dtype"], target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # remarks of the loading library about checkpoints are not ours to fix
+        try:
+            parts = _load_gguf(path, options) if path.endswith(".gguf") else _load_transformers(path, options)
+        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+            raise ModelError(f"cannot load {model}: {_first_line(error)}") from error
+    loaded, tokenizer, extractor = parts
+    return TorchEngine(loaded.to(target), tokenizer, extractor, name=str(model))
+
+
+def locate(name: str) -> str:
+    """The path of a local checkpoint, or a hub id as it is.
+
+    Raises:
+        ModelError: it is neither an existing path nor of the form "owner/name".
+    """
+    if name in ("demo:edge", "demo:cloud"):
+        return str(BUNDLED / name.removeprefix("demo:"))
+    path = Path(name).expanduser()
+    if name.endswith(".gguf"):
+        if not path.is_file():
+            raise ModelError(f"no such file: {name}")
+        return str(path)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{name} is not a checkpoint: it has no config.json")
+        return str(path)
+    if path.exists() or not _HUB_ID.fullmatch(name):
+        raise ModelError(f"no such model: {name} (give a checkpoint's directory, a .gguf file, a hub id, or demo)")
+    return name
+
+
+def _load_transformers(path: str, options: dict[str, Any]) -> tuple[Any, Any, Any]:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path)
+    if config.is_encoder_decoder:
+        raise ModelError(f"{path}: {config.model_type} is an encoder-decoder; outrider takes decoder-only models")
+    auto = _class_for(config)
+    model = auto.from_pretrained(path, **options)
+    return model, _tokenizer(path), _extractor(path) if config.model_type in _AUDIO_TYPES else None
+
+
+_AUDIO_TYPES = ("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen2_audio")
+
+
+def _class_for(config: Any) -> Any:
+    import transformers
+
+    if config.model_type.startswith("qwen2_5_omni"):
+        return transformers.Qwen2_5OmniThinkerForConditionalGeneration
+    if config.model_type == "qwen2_audio":
+        return transformers.Qwen2AudioForConditionalGeneration
+    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
+        raise ModelError(f"{config.model_type} is not a causal language model that outrider can drive")
+    return transformers.AutoModelForCausalLM
+
+
+def _load_gguf(path: str, options: dict[str, Any]) -> tuple[Any, Any, Any]:
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise ModelError(f"{path}: reading GGUF files needs the package {package}: pip install 'outrider[gguf]'")
+    import transformers
+
+    file = Path(path)
+    if hasattr(transformers, "GgufConfig"):
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    auto, tokenizers = transformers.AutoModelForCausalLM, transformers.AutoTokenizer
+    model = auto.from_pretrained(str(file.parent), gguf_file=file.name, **options)
+    return model, tokenizers.from_pretrained(str(file.parent), gguf_file=file.name), None
+
+
+def _tokenizer(path: str) -> Any:
+    """The checkpoint's tokenizer with its chat template, or None where it has none."""
+    from transformers import AutoTokenizer
+
+    folder = Path(path)
+    if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    return AutoTokenizer.from_pretrained(path)
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def _extractor(path: str) -> Any:
+    from transformers import WhisperFeatureExtractor
+
+    folder = Path(path)
+    if folder.is_dir() and not (folder / "preprocessor_config.json").is_file():
+        return None
+    return WhisperFeatureExtractor.from_pretrained(path)
+
+
+def _dtype(name: str, device: Any) -> Any:
+    import torch
+
+    if name not in DTYPES:
+        raise SettingsError(f"dtype {name!r}: expected one of {', '.join(DTYPES)}")
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    return getattr(torch, name)
+
+
+def _device(name: str) -> Any:
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise SettingsError(f"device {name!r}: {_first_line(error)}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SettingsError(f"device {name!r}: this machine shows no CUDA device")
+    return device
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,45 @@
+"""Everything outrider raises on purpose.
+
+OutriderError
+├── InputError            what the user gave cannot be used; nothing was computed (exit code 2)
+│   ├── SettingsError     a setting is out of range, unknown, or contradicts another
+│   ├── PromptError       a prompt that is empty, too long, or of a kind the model does not take
+│   ├── AudioError        a recording that is unreadable, empty, too short, too long, or not finite
+│   └── ModelError        a checkpoint that is missing, unreadable or unsuitable, named
+│       └── VocabularyMismatch   the pair does not share a vocabulary
+└── StateError            the two sides of a session disagree about its tokens: a bug or a bad peer
+"""
+
+from __future__ import annotations
+
+
+class OutriderError(Exception):
+    """Base of every error that outrider raises on purpose."""
+
+
+class InputError(OutriderError):
+    """What was given cannot be used. Raised before any model work."""
+
+
+class SettingsError(InputError):
+    """A setting is out of range, unknown, or contradicts another one."""
+
+
+class PromptError(InputError):
+    """A prompt that is empty, too long, or of a kind the model does not take."""
+
+
+class AudioError(InputError):
+    """A recording that is unreadable, empty, too short, too long, or holds non-finite samples."""
+
+
+class ModelError(InputError):
+    """A checkpoint that is missing, unreadable or unsuitable; the message names it."""
+
+
+class VocabularyMismatch(ModelError):
+    """Drafter and target do not share a vocabulary; the message names the first differing token."""
+
+
+class StateError(OutriderError):
+    """Tokens and KV cache, or edge and verifier, disagree about a sequence."""

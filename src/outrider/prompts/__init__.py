@@ -1,0 +1,1 @@
+"""What goes in: chat templates, recordings, caption tasks."""

@@ -1,0 +1,102 @@
+"""Recordings: from a file or an array to 16 kHz mono, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outrider.errors import AudioError
+
+SAMPLE_RATE = 16_000
+MIN_SECONDS = 0.1
+MAX_SECONDS = 3600.0  # refused before anything is decoded; a model's own limit comes on top
+SILENCE_PEAK = 1e-4  # −80 dBFS
+
+
+@dataclass(frozen=True)
+class Audio:
+    """A recording to caption: `Audio("a.wav", task="detailed", lang="zh")`.
+
+    source: a path, or a waveform as floats in [−1, 1], [samples] or [samples, channels], with its sampling_rate.
+    instruction: what to ask instead of the caption task.
+    """
+
+    source: str | Path | np.ndarray
+    task: str = "default"
+    lang: str = "en"
+    sampling_rate: int = SAMPLE_RATE
+    instruction: str | None = field(default=None, kw_only=True)
+
+
+def load(audio: Audio) -> np.ndarray:
+    """The waveform: float32 [samples], 16 kHz mono.
+
+    Raises:
+        AudioError: unreadable, not audio, empty, shorter than 0.1 s, longer than an hour, or not finite.
+    """
+    if isinstance(audio.source, np.ndarray):
+        name, wave, rate = "the waveform", audio.source, audio.sampling_rate
+    else:
+        name = str(audio.source)
+        wave, rate = _read(Path(audio.source))
+    return _prepare(name, wave, rate)
+
+
+def is_silent(waveform: np.ndarray) -> bool:
+    """True where nothing reaches −80 dBFS: there is no speech to describe."""
+    return bool(np.abs(waveform).max() < SILENCE_PEAK)
+
+
+def check_length(waveform: np.ndarray, limit: float, model: str) -> None:
+    """Raise AudioError where the model would have to cut the recording."""
+    seconds = len(waveform) / SAMPLE_RATE
+    if seconds > limit:
+        raise AudioError(f"the recording lasts {seconds:.1f} s; {model} takes at most {limit:g} s: split it")
+
+
+def _read(path: Path) -> tuple[np.ndarray, int]:
+    import soundfile
+
+    if not path.exists():
+        raise AudioError(f"{path}: no such file")
+    if not path.is_file():
+        raise AudioError(f"{path}: not a file")
+    try:
+        info: Any = soundfile.info(str(path))
+        if info.duration > MAX_SECONDS:
+            raise AudioError(f"{path}: lasts {info.duration:.0f} s; at most {MAX_SECONDS:.0f} s are read")
+        wave, rate = soundfile.read(str(path), dtype="float32", always_2d=True)
+    except (soundfile.LibsndfileError, OSError) as error:
+        kind = "empty file" if path.stat().st_size == 0 else f"not audio that can be read ({error})"
+        raise AudioError(f"{path}: {kind}") from error
+    return wave, int(rate)
+
+
+def _prepare(name: str, wave: np.ndarray, rate: int) -> np.ndarray:
+    if wave.ndim not in (1, 2) or not np.issubdtype(wave.dtype, np.floating):
+        raise AudioError(f"{name}: expected floats [samples] or [samples, channels], not {wave.dtype} {wave.shape}")
+    if rate <= 0:
+        raise AudioError(f"{name}: a sampling rate of {rate} Hz")
+    if not np.isfinite(wave).all():
+        raise AudioError(f"{name}: holds samples that are not finite (NaN or infinity)")
+    seconds = len(wave) / rate
+    if seconds < MIN_SECONDS:
+        raise AudioError(
+            f"{name}: lasts {seconds:.3f} s; at least {MIN_SECONDS} s are needed" if len(wave) else f"{name}: empty"
+        )
+    return _to_16k(_to_mono(wave.astype(np.float32)), rate)
+
+
+def _to_mono(wave: np.ndarray) -> np.ndarray:
+    return wave if wave.ndim == 1 else wave.mean(axis=1)
+
+
+def _to_16k(wave: np.ndarray, rate: int) -> np.ndarray:
+    if rate == SAMPLE_RATE:
+        return wave
+    import soxr
+
+    return np.asarray(soxr.resample(wave, rate, SAMPLE_RATE), dtype=np.float32)

@@ -1,0 +1,86 @@
+"""From what a user gives (text, ids, chat messages, a recording) to the ids that both models read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from outrider.engines.base import Prompt
+from outrider.errors import PromptError
+from outrider.prompts import audio as recordings
+from outrider.prompts import captions
+from outrider.prompts.audio import Audio
+
+Messages = Seq[dict[str, Any]]
+PromptLike = str | Seq[int] | Messages | Audio
+
+
+def encode(engine: Any, prompt: PromptLike) -> Prompt:
+    """The prompt as the engine's model reads it.
+
+    Raises:
+        PromptError: empty, an id outside the vocabulary, no tokenizer or chat template where one is needed.
+        AudioError: the recording cannot be used.
+    """
+    if isinstance(prompt, Audio):
+        return _encode_audio(engine, prompt)
+    if isinstance(prompt, str):
+        return Prompt(_checked(engine, _tokenizer(engine)(prompt)["input_ids"]))
+    if not isinstance(prompt, Seq) or isinstance(prompt, bytes):
+        raise PromptError(f"a prompt is text, token ids, chat messages or Audio, not {type(prompt).__name__}")
+    if len(prompt) and isinstance(prompt[0], dict):
+        return Prompt(_checked(engine, _from_messages(engine, prompt)))  # type: ignore[arg-type]
+    return Prompt(_checked(engine, prompt))  # type: ignore[arg-type]
+
+
+def _encode_audio(engine: Any, prompt: Audio) -> Prompt:
+    messages = captions.messages(prompt.task, prompt.lang)
+    if prompt.instruction is not None:
+        messages[0]["content"][1]["text"] = prompt.instruction
+    waveform = recordings.load(prompt)
+    front = getattr(engine, "audio", None)
+    if front is None:
+        raise PromptError(f"{engine.name} takes no audio: give an audio-language model")
+    recordings.check_length(waveform, front.max_seconds, engine.name)
+    ids = _from_messages(engine, messages)
+    return Prompt(_checked(engine, _expand(ids, front.placeholder, front.token_count(len(waveform)))), waveform)
+
+
+def _expand(ids: Seq[int], placeholder: int, count: int) -> list[int]:
+    """Put `count` placeholders where the template has one."""
+    if list(ids).count(placeholder) != 1:
+        raise PromptError(f"the chat template places {list(ids).count(placeholder)} recordings; exactly one is needed")
+    at = list(ids).index(placeholder)
+    return [*ids[:at], *[placeholder] * count, *ids[at + 1 :]]
+
+
+def _from_messages(engine: Any, messages: Messages) -> list[int]:
+    tokenizer = _tokenizer(engine)
+    if not tokenizer.chat_template:
+        raise PromptError(f"{engine.name} has no chat template: give plain text or token ids")
+    from jinja2 import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except (TemplateError, KeyError, TypeError, AttributeError) as error:
+        raise PromptError(f"the chat template does not take these messages: {error}") from error
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _tokenizer(engine: Any) -> Any:
+    if engine.tokenizer is None:
+        raise PromptError(f"{engine.name} came without a tokenizer: give token ids")
+    return engine.tokenizer
+
+
+def _checked(engine: Any, ids: Seq[int]) -> tuple[int, ...]:
+    if not len(ids):
+        raise PromptError("the prompt is empty: it has no tokens")
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise PromptError(f"a token id is a whole number, not {token!r}")
+        if not 0 <= token < engine.vocab_size:
+            raise PromptError(
+                f"token id {token} is outside the vocabulary of {engine.name} (0 to {engine.vocab_size - 1})"
+            )
+    return tuple(ids)

@@ -1,0 +1,75 @@
+"""The verifier in this process: an engine and its sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+from outrider.core.acceptance import Verdict, rule
+from outrider.core.decoder import Verify
+from outrider.core.policy import Policy
+from outrider.engines.base import Engine, Prompt, Reader
+from outrider.errors import PromptError, StateError
+from outrider.verifiers.base import Conditions, Description
+from outrider.verifiers.session import Session
+
+
+class LocalVerifier:
+    """Verdicts from an engine on this machine (`--cloud local:MODEL`)."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._sessions: dict[int, Session] = {}
+        self._numbers = count(1)
+
+    def describe(self) -> Description:
+        return describe(self.engine)
+
+    def open(self, prompt: Prompt, conditions: Conditions) -> int:
+        check_conditioning(self.engine, prompt)
+        policy = Policy.build(conditions.settings, self.engine.eos_ids, conditions.vocab_size, len(prompt.ids))
+        reader = Reader(self.engine, prompt, "verifier")
+        number = next(self._numbers)
+        self._sessions[number] = Session(reader, prompt.ids, policy, rule(conditions.accept), self.engine.noise)
+        return number
+
+    def verify(self, session: int, request: Verify) -> Verdict:
+        return self._find(session).verify(request)
+
+    def generate(self, session: int) -> Iterator[Verdict]:
+        found = self._find(session)
+        while True:
+            yield found.verify(Verify(found.rounds + 1, len(found.ids), (), ()))
+
+    def close(self, session: int) -> None:
+        self._find(session).reader.close()
+        del self._sessions[session]
+
+    def _find(self, session: int) -> Session:
+        if session not in self._sessions:
+            raise StateError(f"session {session} is not open")
+        return self._sessions[session]
+
+
+def describe(engine: Engine) -> Description:
+    """An engine as the other side sees it."""
+    vocabulary = list(getattr(engine, "vocabulary", []))
+    return Description(
+        engine.name, engine.vocab_size, engine.eos_ids, engine.fingerprint, engine.max_length, vocabulary
+    )
+
+
+def check_conditioning(engine: Engine, prompt: Prompt) -> None:
+    """Refuse a prompt that would mean something else to this engine than to the one that encoded it.
+
+    Raises:
+        PromptError: audio for a text model, or another number of audio tokens for the same recording.
+    """
+    if prompt.audio is None:
+        return
+    front = getattr(engine, "audio", None)
+    if front is None:
+        raise PromptError(f"{engine.name} takes no audio, so it cannot verify what was heard")
+    here, there = front.token_count(len(prompt.audio)), prompt.ids.count(front.placeholder)
+    if here != there:
+        raise PromptError(f"{engine.name} makes {here} audio tokens of the recording, the drafter {there}")
