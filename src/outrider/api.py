@@ -79,6 +79,7 @@ class SpeculativeDecoder:
         self.draft, self.verifier = draft, verifier
         self.gate = parse_gate(gate) if isinstance(gate, str) else gate
         self.accept, self._rule = accept, rule(accept)
+        self.k = k
         self.lookahead = lookahead(k) if draft is not None else None
         self.on_loop: OnLoop = on_loop or ("escalate" if verifier is not None else "sample")
         self.scope: Scope = scope
@@ -125,6 +126,21 @@ class SpeculativeDecoder:
         yield from run.stream()
         return run.result()
 
+    @property
+    def tokenizer(self) -> Any:
+        """The pair's tokenizer, or None."""
+        return self._encoder.tokenizer
+
+    def decode(self, ids: list[int]) -> str:
+        """Token ids as text, without special tokens; empty where there is no tokenizer."""
+        return _decode(self.tokenizer, ids, visible_only=True)
+
+    def summary(self) -> str:
+        """One line that says what was resolved: models, number formats, block length, gate and rule."""
+        sides = [f"edge {_place(self.draft)}" if self.draft is not None else "edge none"]
+        sides.append(f"cloud {_place(getattr(self.verifier, 'engine', None))}" if self.verifier else "cloud none")
+        return " · ".join([*sides, f"k {self.k}", f"gate {self.gate}", f"accept {self.accept}", f"loop {self.on_loop}"])
+
     def encode(self, prompt: PromptLike) -> Prompt:
         """The prompt as the models read it."""
         return encode(self._encoder, prompt)
@@ -142,7 +158,7 @@ class SpeculativeDecoder:
         encoded = self.encode(prompt)
         self._check_length(encoded, settings)
         rules = self._rules(settings)
-        if rules.needs_text and self._encoder.tokenizer is None:
+        if rules.needs_text and self.tokenizer is None:
             raise SettingsError("stop strings and sentences need a tokenizer, and the model came without one")
         if any(token >= self._vocab_size for token in settings.suppress_tokens):
             raise SettingsError(f"suppress_tokens: ids go up to {self._vocab_size - 1}")
@@ -187,7 +203,6 @@ class _Run:
         self, owner: SpeculativeDecoder, prompt: Prompt, settings: GenerationSettings, rules: StopRules
     ) -> None:
         self._owner, self._prompt, self._settings, self._rules = owner, prompt, settings, rules
-        self._tokenizer = owner._encoder.tokenizer
         self._decoder = Decoder(prompt.ids, owner._plan(rules), self._decode if rules.needs_text else None)
 
     def events(self) -> Iterator[Event]:
@@ -209,7 +224,7 @@ class _Run:
                     opened.close()
 
     def stream(self) -> Iterator[StreamEvent]:
-        transcript = Transcript(self._decode_visible)
+        transcript = Transcript(self._owner.decode)
         for event in self.events():
             if event.index < len(transcript.ids) and event.kind == "revised":
                 transcript.rewind(event.index)
@@ -227,7 +242,7 @@ class _Run:
         stats.near_ties = len(ties)
         ids = decoder.sequence.generated
         return Result(
-            text=self._decode_visible(ids) if self._tokenizer is not None else None,
+            text=self._owner.decode(ids) if self._owner.tokenizer is not None else None,
             token_ids=ids,
             finish_reason=action.reason,  # type: ignore[union-attr]
             guarantee=guarantee(stats, lossless_rule=self._owner._rule.lossless),
@@ -244,12 +259,20 @@ class _Run:
         return []
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return _decode(self._owner.tokenizer, ids, visible_only=False)
 
-    def _decode_visible(self, ids: list[int]) -> str:
-        if self._tokenizer is None:
-            return ""
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+def _decode(tokenizer: Any, ids: list[int], *, visible_only: bool) -> str:
+    if tokenizer is None:
+        return ""
+    return str(tokenizer.decode(ids, skip_special_tokens=visible_only, clean_up_tokenization_spaces=False))
+
+
+def _place(engine: Any) -> str:
+    """A model's name, number format and device."""
+    if engine is None:
+        return "elsewhere"
+    return f"{engine.name} ({str(engine.dtype).removeprefix('torch.')}, {engine.device})"
 
 
 def local(engine: Any) -> LocalVerifier:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
+
+from outrider.core import rows
 
 
 class PrefixIndex:
@@ -21,7 +23,7 @@ class PrefixIndex:
         self._ngram = ngram
         self._ids: list[int] = []
         self._counts: dict[int, int] = {}
-        self._distinct = torch.empty(256, dtype=torch.long)  # a stack: tokens in order of first appearance
+        self._distinct = np.empty(256, dtype=np.int64)  # a stack: tokens in order of first appearance
         self._followers: dict[tuple[int, ...], list[int]] = {}
 
     def move_to(self, ids: list[int], length: int) -> None:
@@ -33,7 +35,7 @@ class PrefixIndex:
             self._push(token)
 
     @property
-    def seen(self) -> Tensor:
+    def seen(self) -> np.ndarray:
         """int64 [distinct]: the distinct tokens of the prefix."""
         return self._distinct[: len(self._counts)]
 
@@ -41,19 +43,20 @@ class PrefixIndex:
         """Tokens that would repeat an n-gram of the prefix (transformers' NoRepeatNGram)."""
         if len(self._ids) + 1 < self._ngram:
             return []
-        return self._followers.get(self._tail(len(self._ids)), [])
+        return self._followers.get(self._tail(), [])
 
-    def _tail(self, end: int) -> tuple[int, ...]:
-        return tuple(self._ids[end - self._ngram + 1 : end])
+    def _tail(self) -> tuple[int, ...]:
+        return tuple(self._ids[len(self._ids) - self._ngram + 1 :])
 
     def _push(self, token: int) -> None:
         if self._ngram and len(self._ids) >= self._ngram - 1:
-            self._followers.setdefault(self._tail(len(self._ids)), []).append(token)
+            self._followers.setdefault(self._tail(), []).append(token)
         self._ids.append(token)
-        self._counts[token] = self._counts.get(token, 0) + 1
-        if self._counts[token] == 1:
-            if len(self._counts) > len(self._distinct):
-                self._distinct = torch.cat([self._distinct, torch.empty_like(self._distinct)])
+        count = self._counts.get(token, 0)
+        self._counts[token] = count + 1
+        if not count:
+            if len(self._counts) > self._distinct.size:
+                self._distinct = np.concatenate([self._distinct, np.empty_like(self._distinct)])
             self._distinct[len(self._counts) - 1] = token
 
     def _pop(self) -> None:
@@ -62,7 +65,7 @@ class PrefixIndex:
         if not self._counts[token]:
             del self._counts[token]  # first seen here, so it is the top of the stack
         if self._ngram and len(self._ids) >= self._ngram - 1:
-            self._followers[self._tail(len(self._ids))].pop()
+            self._followers[self._tail()].pop()
 
 
 def _common_length(old: list[int], new: list[int], length: int) -> int:
@@ -96,11 +99,11 @@ class Constraints:
         """The row (float32 [V]) that follows ids[:length], constrained; the given row is left as it was."""
         if not self.active(length):
             return row
-        row = row.clone()
+        row = rows.copy(row)
         if self.repetition_penalty != 1.0 or self.no_repeat_ngram:
             index.move_to(ids, length)
         if self.repetition_penalty != 1.0:
-            _penalise(row, index.seen.to(row.device), self.repetition_penalty)
+            _penalise(row, index.seen, self.repetition_penalty)
         if self.no_repeat_ngram:
             _ban(row, index.completions())
         if self.eos_banned(length):
@@ -113,17 +116,17 @@ class Constraints:
         return PrefixIndex(self.no_repeat_ngram)
 
 
-def _penalise(row: Tensor, seen: Tensor, penalty: float) -> None:
+def _penalise(row: Tensor, seen: np.ndarray, penalty: float) -> None:
     """Negative scores × penalty, others ÷ penalty, once per distinct token, prompt included.
 
     Dividing a negative logit would *raise* its probability: the prototype's bug.
     """
-    seen = seen[seen < row.shape[-1]]  # prompt placeholders may lie outside the shared vocabulary
-    scores = row[seen]
-    row[seen] = torch.where(scores < 0, scores * penalty, scores / penalty)
+    at = seen[seen < row.shape[-1]]  # audio placeholders may lie beyond the shared vocabulary
+    scores = rows.take(row, at)
+    rows.put(row, at, np.where(scores < 0, scores * np.float32(penalty), scores / np.float32(penalty)))
 
 
 def _ban(row: Tensor, ids: list[int] | tuple[int, ...]) -> None:
-    inside = [token for token in ids if token < row.shape[-1]]
-    if inside:
-        row[torch.tensor(inside, device=row.device)] = -torch.inf
+    at = np.array([token for token in ids if token < row.shape[-1]], dtype=np.int64)
+    if at.size:
+        rows.put(row, at, -np.inf)

@@ -16,6 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.core import rows
+
+GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 NUCLEUS_SHORTLIST = 1024  # a nucleus is nearly always inside the best 1,024; sorting 150k entries costs 10 ms
 
 
@@ -28,22 +31,26 @@ class Stream(IntEnum):
     LOOP = 3  # the draw that leaves a loop
 
 
-def uniform(seed: int, position: int, count: int, stream: Stream = Stream.TOKEN) -> np.ndarray:
-    """`count` uniforms in (0, 1), float64, keyed by (seed, stream, position) and by nothing else.
+def uniforms(seed: int, position: int, tokens: np.ndarray, stream: Stream = Stream.TOKEN) -> np.ndarray:
+    """Uniforms in (0, 1) for `tokens` (integers), float64, keyed by (seed, stream, position, token) alone.
 
-    Philox4x64: counter based, so the value of entry v does not depend on which others are drawn, on the device,
-    or on the machine (Salmon et al., 2011).
+    A key per (seed, stream, position) comes from Philox4x64 (Salmon et al., 2011); the value of token v is the v-th
+    output of SplitMix64 (Steele et al., 2014) from that key, which can be computed for any v by itself: the same on
+    every device and machine, and a short list of candidates costs no more than it is long.
     """
-    key = np.array([seed, int(stream)], dtype=np.uint64)
-    counter = np.array([0, position, 0, 0], dtype=np.uint64)
-    bits = np.random.Philox(key=key, counter=counter).random_raw(count)
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53 + 2.0**-54
+    philox = np.random.Philox(
+        key=np.array([seed, int(stream)], dtype=np.uint64), counter=np.array([0, position, 0, 0], dtype=np.uint64)
+    )
+    x = np.uint64(philox.random_raw()) + (tokens.astype(np.uint64) + np.uint64(1)) * GOLDEN_GAMMA
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53 + 2.0**-54
 
 
 def gumbel(seed: int, position: int, ids: Tensor, stream: Stream = Stream.TOKEN) -> Tensor:
     """Standard Gumbel noise of the tokens `ids`: float64 [len(ids)] on their device."""
-    index = ids.cpu().numpy()
-    u = uniform(seed, position, int(index.max()) + 1, stream)[index]
+    u = uniforms(seed, position, ids.cpu().numpy(), stream)
     return torch.from_numpy(-np.log(-np.log(u))).to(ids.device)
 
 
@@ -74,7 +81,7 @@ class Support:
 
     def draw(self, seed: int, position: int, stream: Stream = Stream.TOKEN) -> int:
         """The Gumbel-max draw at `position`."""
-        return int(self.ids[torch.argmax(self.logp.double() + gumbel(seed, position, self.ids, stream))])
+        return int(self.ids[rows.best(self.logp.double() + gumbel(seed, position, self.ids, stream))])
 
     def probability(self, token: int) -> float:
         """π(token): 0 outside the support."""
@@ -92,7 +99,7 @@ def support(row: Tensor, sampling: Sampling) -> Support:
     """Filter a row of logits (float32 [V], −inf where banned) as transformers' warpers do."""
     scores = row / sampling.temperature
     ids = _candidates(scores, sampling.top_k)
-    ids, scores = ids, scores[ids]
+    scores = scores[ids]
     for keep in (_nucleus(scores, sampling.top_p), _above_floor(scores, sampling.min_p)):
         if keep is not None:
             ids, scores = ids[keep], scores[keep]
@@ -100,11 +107,19 @@ def support(row: Tensor, sampling: Sampling) -> Support:
 
 
 def _candidates(scores: Tensor, top_k: int) -> Tensor:
-    """Ids of the finite scores, at least as good as the k-th best (ties with it stay, as in transformers)."""
+    """Ids, ascending, of the scores that are not banned and at least as good as the k-th best.
+
+    Ties with the k-th stay, as in transformers.
+    """
     if 0 < top_k < scores.shape[-1]:
-        kth = torch.topk(scores, top_k).values[-1]
-        return torch.nonzero((scores >= kth) & torch.isfinite(scores)).flatten()
-    return torch.nonzero(torch.isfinite(scores)).flatten()
+        best = torch.topk(scores, top_k)
+        kth = best.values[-1]
+        if kth > -torch.inf and int((scores >= kth).sum()) == top_k:
+            return best.indices.sort().values
+        return torch.nonzero((scores >= kth) & (scores > -torch.inf)).flatten()
+    if scores.min() > -torch.inf:
+        return torch.arange(scores.shape[-1], device=scores.device)
+    return torch.nonzero(scores > -torch.inf).flatten()
 
 
 def _nucleus(scores: Tensor, top_p: float) -> Tensor | None:
@@ -144,7 +159,7 @@ class Distribution:
     def choice(self) -> int:
         """The token that this model alone would emit here: its argmax, or its Gumbel draw."""
         if self.sampling.greedy:
-            return int(torch.argmax(self.row))
+            return rows.best(self.row)
         return self.support.draw(self.sampling.seed, self.position)
 
     @cached_property
@@ -160,16 +175,12 @@ class Distribution:
         return torch.log_softmax(self.row / (self.sampling.temperature or 1.0), -1)
 
     def uniform(self, stream: Stream) -> float:
-        return float(uniform(self.sampling.seed, self.position, 1, stream)[0])
+        return float(uniforms(self.sampling.seed, self.position, np.zeros(1, np.int64), stream)[0])
 
     @cached_property
     def lead(self) -> float:
         """By how much the choice beats the runner-up, in logits: what numeric noise must exceed to change it."""
-        scores = self.row
-        if not self.sampling.greedy:
-            if len(self.support.ids) < 2:
-                return float("inf")
-            noise = gumbel(self.sampling.seed, self.position, self.support.ids)
-            scores = (self.support.logp.double() + noise) * self.sampling.temperature
-        best = torch.topk(scores, min(2, scores.shape[-1])).values
-        return float(best[0] - best[1]) if len(best) == 2 else float("inf")
+        if self.sampling.greedy:
+            return rows.lead(self.row)
+        noise = gumbel(self.sampling.seed, self.position, self.support.ids)
+        return rows.lead((self.support.logp.double() + noise) * self.sampling.temperature)

@@ -47,14 +47,18 @@ def stop_reason(rules: StopRules, generated: list[int], decode: Decode | None) -
         return "eos"
     if rules.strings and decode and _completes_stop_string(rules.strings, generated, decode):
         return "stop"
-    if rules.sentences is not None and decode and len(generated) >= rules.min_new_tokens:
-        if count_sentences(decode(generated)) >= rules.sentences:
-            return "sentences"
+    if rules.sentences is not None and decode and _has_sentences(rules, generated, decode):
+        return "sentences"
     return "length" if len(generated) >= rules.max_new_tokens else None
 
 
+def _has_sentences(rules: StopRules, generated: list[int], decode: Decode) -> bool:
+    assert rules.sentences is not None
+    return len(generated) >= rules.min_new_tokens and count_sentences(decode(generated)) >= rules.sentences
+
+
 def _completes_stop_string(strings: tuple[str, ...], generated: list[int], decode: Decode) -> bool:
-    """True if a stop string ends inside the last token. A token carries at least one byte, which bounds the look back."""
+    """True if a stop string ends inside the last token. A token carries a byte at least, which bounds the look back."""
     reach = max(len(text.encode()) for text in strings) + WINDOW_MARGIN
     tail = decode(generated[-reach:])
     return any(text in tail for text in strings)

@@ -51,6 +51,8 @@ class _Layer(CacheLayerMixin):
         owner = self._owner
         if self.keys is None or self.keys.shape[0] < owner.slots or self.keys.shape[2] < owner.capacity:
             self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
         return owner.write(self.keys, key_states), owner.write(self.values, value_states)
 
     def get_mask_sizes(self, *args: object) -> tuple[int, int]:

@@ -1,0 +1,228 @@
+"""What the commands do, once their options are parsed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from outrider.api import SpeculativeDecoder
+from outrider.cli import view
+from outrider.cli.options import Decoding, Models, Output, Speculation, build_decoder, check
+from outrider.config import GenerationSettings
+from outrider.core.outcome import Result
+from outrider.core.text import Transcript
+from outrider.engines.load import BUNDLED
+from outrider.errors import AudioError, OutriderError, PromptError
+from outrider.prompts.audio import Audio, load
+
+STDERR = Console(stderr=True)
+
+
+def run_demo(speculation: Speculation, decoding: Decoding, output: Output) -> int:
+    """`outrider demo`: the bundled clips, each in its own language."""
+    clips = json.loads((BUNDLED / "clips" / "clips.json").read_text(encoding="utf-8"))
+    jobs = [
+        Audio(BUNDLED / "clips" / clip["file"], lang=clip["lang"], task=("default", "detailed", "concise")[n % 3])
+        for n, clip in enumerate(clips)
+    ]
+    titles = [f"{clip['file']}  “{clip['text']}”" for clip in clips]
+    return _caption_all(jobs, titles, Models(), speculation, decoding, output)
+
+
+def run_caption(
+    files: Sequence[str],
+    lang: str,
+    task: str,
+    models: Models,
+    speculation: Speculation,
+    decoding: Decoding,
+    output: Output,
+) -> int:
+    """`outrider caption`: every file is tried; those that cannot be used are named, and the exit code is then 1."""
+    if not files:
+        raise PromptError("no recording was given: outrider caption AUDIO…")
+    jobs = [Audio(Path(name), task=task, lang=lang) for name in files]
+    return _caption_all(jobs, list(files), models, speculation, decoding, output)
+
+
+def run_generate(
+    prompt: str | None,
+    prompt_ids: str | None,
+    chat: bool,
+    models: Models,
+    speculation: Speculation,
+    decoding: Decoding,
+    output: Output,
+) -> int:
+    """`outrider generate`."""
+    given = _prompt(prompt, prompt_ids, chat)
+    GenerationSettings.build(decoding.settings())
+    decoder = _load(models, speculation, output)
+    result = decoder.generate(given, **decoding.settings())
+    _report(result, output, decoder)
+    return 0
+
+
+def _prompt(text: str | None, ids: str | None, chat: bool) -> Any:
+    if text is not None and ids is not None:
+        raise PromptError("give the prompt as text or as --prompt-ids, not both")
+    if ids is not None:
+        if chat:
+            raise PromptError("--chat wraps a text; --prompt-ids are taken as they are")
+        return _parse_ids(ids)
+    if text is None:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise PromptError("no prompt was given: as an argument, as --prompt-ids, or on standard input")
+        text = sys.stdin.read()
+    if not text:
+        raise PromptError("the prompt is empty")
+    return [{"role": "user", "content": text}] if chat else text
+
+
+def _parse_ids(text: str) -> list[int]:
+    try:
+        ids = [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise PromptError(f'--prompt-ids {text!r}: expected whole numbers, as in "1 2 3"') from None
+    if not ids:
+        raise PromptError("--prompt-ids names no token")
+    return ids
+
+
+# Captions ---------------------------------------------------------------------------------------------------
+
+
+def _caption_all(
+    jobs: Sequence[Audio],
+    titles: Sequence[str],
+    models: Models,
+    speculation: Speculation,
+    decoding: Decoding,
+    output: Output,
+) -> int:
+    check(models, speculation)
+    GenerationSettings.build(decoding.settings())
+    failures = {n: error for n, job in enumerate(jobs) if (error := _unusable(job)) is not None}
+    decoder = _load(models, speculation, output) if len(failures) < len(jobs) else None
+    done: list[tuple[str, Result]] = []
+    with _progress(len(jobs), output) as advance:
+        for n, (job, title) in enumerate(zip(jobs, titles, strict=True)):
+            if n not in failures and decoder is not None:
+                try:
+                    result = decoder.generate(job, **decoding.settings())
+                    _print_caption(job, title, result, output, decoder)
+                    done.append((Path(str(job.source)).name, result))
+                except OutriderError as error:
+                    failures[n] = error
+            if n in failures:
+                _print_failure(job, failures[n], output)
+            advance()
+    if done and not output.json and decoder is not None:
+        _print_table(done)
+    return 1 if failures else 0
+
+
+def _unusable(job: Audio) -> OutriderError | None:
+    """What is wrong with a recording, found before any model is loaded."""
+    try:
+        load(job)
+    except AudioError as error:
+        return error
+    return None
+
+
+def _print_caption(job: Audio, title: str, result: Result, output: Output, decoder: SpeculativeDecoder) -> None:
+    if output.json:
+        _print_json({"file": str(job.source), "lang": job.lang, "task": job.task, **result.to_json()})
+        return
+    console = Console()
+    view.show(console, title, pieces(decoder, result), result)
+    console.print()
+
+
+def _print_failure(job: Audio, error: OutriderError, output: Output) -> None:
+    STDERR.print(f"outrider: {error}", markup=False, highlight=False, soft_wrap=True)
+    if output.json:
+        _print_json({"file": str(job.source), "error": {"type": type(error).__name__, "message": str(error)}})
+
+
+# Output -----------------------------------------------------------------------------------------------------
+
+
+def _report(result: Result, output: Output, decoder: SpeculativeDecoder) -> None:
+    if output.json:
+        _print_json(result.to_json())
+        return
+    view.show(Console(), "", pieces(decoder, result), result)
+    Console().print()
+    _print_table([("", result)])
+
+
+def _print_table(done: list[tuple[str, Result]]) -> None:
+    console = Console()
+    console.print(view.legend(source for _, result in done for source in result.sources))
+    console.print(view.table(done))
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value, ensure_ascii=False), flush=True)  # noqa: T201
+
+
+def pieces(decoder: SpeculativeDecoder, result: Result) -> list[str]:
+    """The text of each token of a result; without a tokenizer, its id."""
+    if decoder.tokenizer is None:
+        return [f"{token} " for token in result.token_ids]
+    transcript = Transcript(decoder.decode)
+    for token in result.token_ids:
+        transcript.push(token)
+    if transcript.pieces:
+        transcript.pieces[-1] += transcript.flush()
+    return transcript.pieces
+
+
+# Set-up -----------------------------------------------------------------------------------------------------
+
+
+def _load(models: Models, speculation: Speculation, output: Output) -> SpeculativeDecoder:
+    _quieten(output)
+    with STDERR.status("loading models") if STDERR.is_terminal else _nothing():
+        decoder = build_decoder(models, speculation)
+    STDERR.print(decoder.summary(), style="dim", markup=False, highlight=False, soft_wrap=True)
+    return decoder
+
+
+def _quieten(output: Output) -> None:
+    """Logs on stderr; the model library's own bars and remarks only with --verbose."""
+    from transformers.utils import logging as transformers_logging
+
+    level = logging.DEBUG if output.verbose else logging.WARNING
+    logging.basicConfig(level=level, handlers=[RichHandler(console=STDERR, show_path=False)], format="%(message)s")
+    if not output.verbose:
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+
+
+@contextmanager
+def _progress(total: int, output: Output) -> Iterator[Any]:
+    """A bar on stderr for a batch that someone watches."""
+    if total < 2 or not STDERR.is_terminal:
+        yield lambda: None
+        return
+    columns = (TextColumn("captions"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=STDERR, transient=True) as progress:
+        task = progress.add_task("captions", total=total)
+        yield lambda: progress.advance(task)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield

@@ -1,0 +1,119 @@
+"""`outrider`: the command line. Exit codes: 0 ok, 2 bad usage or input, 1 failure."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, CycloptsError, Parameter
+
+from outrider import __version__
+from outrider.cli.options import Decoding, Models, Output, Speculation
+from outrider.errors import InputError, OutriderError
+
+app = App(
+    name="outrider",
+    help="Edge–cloud speculative decoding for language and audio-language models.",
+    version=__version__,
+    help_format="plaintext",
+)
+
+
+@app.command
+def demo(
+    *, speculation: Speculation = Speculation(), decoding: Decoding = Decoding(), output: Output = Output()
+) -> int:
+    """Caption the bundled clips with the bundled pair, and show who decided each token."""
+    from outrider.cli.commands import run_demo
+
+    return run_demo(speculation, decoding, output)
+
+
+@app.command
+def caption(
+    *audio: str,
+    lang: Literal["zh", "en"] = "en",
+    task: Literal["default", "detailed", "concise"] = "default",
+    models: Models = Models(),
+    speculation: Speculation = Speculation(),
+    decoding: Decoding = Decoding(),
+    output: Output = Output(),
+) -> int:
+    """Describe how the speech in each recording sounds.
+
+    Parameters
+    ----------
+    audio
+        Recordings, in any format that libsndfile reads.
+    lang
+        The caption's language.
+    task
+        How much to say.
+    """
+    from outrider.cli.commands import run_caption
+
+    return run_caption(audio, lang, task, models, speculation, decoding, output)
+
+
+@app.command
+def generate(
+    prompt: str | None = None,
+    *,
+    prompt_ids: str | None = None,
+    chat: Annotated[bool, Parameter(negative="")] = False,
+    models: Models = Models(),
+    speculation: Speculation = Speculation(),
+    decoding: Decoding = Decoding(),
+    output: Output = Output(),
+) -> int:
+    """Continue a text, or answer it.
+
+    Parameters
+    ----------
+    prompt
+        The text; read from standard input where neither it nor --prompt-ids is given.
+    prompt_ids
+        Token ids instead, as in "1 2 3".
+    chat
+        Put the prompt through the model's chat template, as the user's turn.
+    """
+    from outrider.cli.commands import run_generate
+
+    return run_generate(prompt, prompt_ids, chat, models, speculation, decoding, output)
+
+
+def main() -> None:
+    """Parse, run, and turn every error into a line on stderr and an exit code."""
+    sys.exit(_guarded(partial(_run, sys.argv[1:])))
+
+
+def _run(tokens: list[str]) -> int:
+    result: Any = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+    return result if isinstance(result, int) else 0
+
+
+def _guarded(run: Callable[[], int]) -> int:
+    try:
+        return run()
+    except CycloptsError as error:
+        return _complain(str(error), 2)
+    except InputError as error:
+        return _complain(str(error), 2)
+    except OutriderError as error:
+        return _complain(str(error), 1)
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 1
+    except KeyboardInterrupt:
+        return _complain("interrupted", 130)
+    except Exception as error:  # the process's outermost loop: whatever is left is a bug of ours
+        logging.getLogger("outrider").debug("unexpected error", exc_info=True)
+        return _complain(f"unexpected {type(error).__name__}: {error} (see --verbose)", 1)
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"outrider: {message}", file=sys.stderr)  # noqa: T201
+    return code
