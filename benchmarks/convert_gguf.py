@@ -21,8 +21,8 @@ def convert(source: Path, folder: Path) -> Path:
     model = AutoModelForCausalLM.from_pretrained(
         str(source.parent), quantization_config=GgufConfig(dequantize=True), **options
     )
-    del model.config.quantization_config  # the weights are dense now, and could not be saved otherwise
-    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):  # 5.17: the weights are dense now, and could not be saved with it
+        del model.config.quantization_config
     model.save_pretrained(target)
     AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name).save_pretrained(target)
     return target

@@ -182,7 +182,16 @@ class TorchEngine:
                 f"{self.name} ({type(self.model).__name__}): its cache cannot be truncated: after a roll-back its "
                 f"logits differ by {worst:.3g} from a plain forward's"
             )
-        return 0.0 if self.dtype == torch.float32 else 2 * float((block - single).abs().max())
+        return 0.0 if self.dtype == torch.float32 else _noise(block, single, self.dtype)
+
+
+def _noise(block: Tensor, single: Tensor, dtype: torch.dtype) -> float:
+    """How close two logits must be for a change of the forward's shape to swap them.
+
+    Twice the largest difference seen, and at least one rounding step of the number format at the largest logit.
+    """
+    measured = 2 * float((block - single).abs().max())
+    return max(measured, torch.finfo(dtype).eps * float(block.abs().max()))
 
 
 def _last_rows(logits: Tensor, padding: int, rows: int) -> Tensor:

@@ -1,0 +1,76 @@
+"""The transformers engine: which models it takes, which it refuses by name, and that rows are transformers' own."""
+
+import pytest
+import torch
+
+from outrider.engines.base import Prompt, Reader
+from outrider.engines.torch import TorchEngine
+from outrider.errors import ModelError, PromptError, StateError
+from tests.engines.tiny import engine, model, tokens
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "mistral", "gemma3", "gpt2"])
+def test_rows_equal_a_plain_forward(kind: str) -> None:
+    made = engine(kind)
+    ids = tokens(30)
+    slot = made.open(Prompt(tuple(ids)))
+    rows = torch.cat([made.forward(slot, ids[:13]), made.forward(slot, ids[13:14]), made.forward(slot, ids[14:])])
+    with torch.inference_mode():
+        plain = made.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    assert rows.dtype == torch.float32
+    torch.testing.assert_close(rows, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "bloom", "lfm2"])
+def test_a_model_that_cannot_truncate_is_refused_by_name(kind: str) -> None:
+    with pytest.raises(ModelError, match=r"(?i)" + kind):
+        TorchEngine(model(kind))
+
+
+def test_a_cache_that_ignores_roll_backs_is_caught_by_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.engines.slots.SlotCache.truncate", lambda self, slot, length: None)
+    with pytest.raises(ModelError, match="cannot be truncated"):
+        TorchEngine(model("qwen2"))
+
+
+def test_eager_attention_gives_the_same_rows() -> None:
+    eager = model("llama")
+    eager.set_attn_implementation("eager")
+    made, ids = TorchEngine(eager), tokens(10)
+    rows = made.forward(made.open(Prompt(tuple(ids))), ids)
+    other = engine("llama")
+    torch.testing.assert_close(rows, other.forward(other.open(Prompt(tuple(ids))), ids), rtol=1e-4, atol=1e-4)
+
+
+def test_only_the_rows_that_are_wanted_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine("qwen2")
+    seen: list[int] = []
+    head = made.model.lm_head
+    hook = head.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
+    made.forward(made.open(Prompt((1,))), tokens(40), 3)
+    hook.remove()
+    assert seen == [3]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_noise_is_measured_in_short_formats_and_zero_in_float32(dtype: torch.dtype) -> None:
+    assert engine("qwen2").noise == 0.0
+    assert 0.0 < TorchEngine(model("qwen2").to(dtype)).noise < 1.0
+
+
+def test_audio_for_a_text_model_is_refused() -> None:
+    import numpy as np
+
+    with pytest.raises(PromptError, match="takes no audio"):
+        engine("qwen2").open(Prompt((1,), np.zeros(16000, np.float32)))
+
+
+def test_a_reader_feeds_what_the_cache_lacks_and_nothing_twice() -> None:
+    made = engine("qwen2")
+    ids = tokens(10)
+    reader = Reader(made, Prompt(tuple(ids)), "test")
+    first = reader.read(ids, 1)
+    with pytest.raises(StateError, match="0 tokens are new"):
+        reader.read(ids, 1)
+    reader.settle(len(ids))
+    torch.testing.assert_close(reader.read(ids, 1), first)

@@ -1,0 +1,103 @@
+"""Recordings: whatever libsndfile reads becomes 16 kHz mono; everything else is named."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from outrider.errors import AudioError
+from outrider.prompts.audio import SAMPLE_RATE, Audio, check_length, is_silent, load
+
+
+def tone(seconds: float, rate: int = SAMPLE_RATE, hertz: float = 440.0) -> np.ndarray:
+    return (0.5 * np.sin(2 * np.pi * hertz * np.arange(int(seconds * rate)) / rate)).astype(np.float32)
+
+
+@pytest.mark.parametrize("suffix", ["wav", "flac", "ogg", "mp3"])
+@pytest.mark.parametrize("rate", [8000, 16000, 44100])
+def test_formats_and_rates_become_16k_mono(tmp_path: Path, suffix: str, rate: int) -> None:
+    path = tmp_path / f"a.{suffix}"
+    stereo = np.stack([tone(1.0, rate), tone(1.0, rate)], axis=1)
+    soundfile.write(path, stereo, rate)
+    wave = load(Audio(path))
+    assert wave.ndim == 1
+    assert wave.dtype == np.float32
+    assert abs(len(wave) / SAMPLE_RATE - 1.0) < 0.15  # lossy encoders pad
+    spectrum = np.abs(np.fft.rfft(wave[4000:12000]))
+    assert abs(np.argmax(spectrum) * SAMPLE_RATE / 8000 - 440) < 5
+
+
+def test_telephone_mu_law_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "prompt.wav"
+    soundfile.write(path, tone(0.5, 8000), 8000, subtype="ULAW")
+    assert len(load(Audio(path))) == SAMPLE_RATE // 2
+
+
+def test_a_waveform_is_taken_as_it_is() -> None:
+    wave = tone(0.3)
+    np.testing.assert_array_equal(load(Audio(wave)), wave)
+    assert len(load(Audio(tone(0.3, 8000), sampling_rate=8000))) == len(wave)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "empty file"),
+        (b"not audio at all, just words " * 50, "not audio"),
+        (b"RIFF\x24\x00\x00\x00WAVEfmt ", "not audio"),
+    ],
+)
+def test_what_is_not_audio_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "strange.wav"
+    path.write_bytes(content)
+    with pytest.raises(AudioError, match=f"strange.wav.*{message}"):
+        load(Audio(path))
+
+
+def test_missing_files_and_folders_are_named(tmp_path: Path) -> None:
+    with pytest.raises(AudioError, match="no such file"):
+        load(Audio(tmp_path / "gone.wav"))
+    with pytest.raises(AudioError, match="not a file"):
+        load(Audio(tmp_path))
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05])
+def test_too_short_is_refused(tmp_path: Path, seconds: float) -> None:
+    path = tmp_path / "short.wav"
+    soundfile.write(path, tone(seconds), SAMPLE_RATE)
+    with pytest.raises(AudioError, match=r"short.wav"):
+        load(Audio(path))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_samples_that_are_not_finite_are_refused(bad: float) -> None:
+    wave = tone(0.5)
+    wave[100] = bad
+    with pytest.raises(AudioError, match="not finite"):
+        load(Audio(wave))
+
+
+def test_integers_and_three_axes_are_refused() -> None:
+    for wave in (np.zeros(8000, np.int16), np.zeros((8, 8, 8), np.float32)):
+        with pytest.raises(AudioError, match="expected floats"):
+            load(Audio(wave))
+
+
+def test_an_hour_is_the_limit_and_is_checked_before_decoding(tmp_path: Path) -> None:
+    path = tmp_path / "long.flac"
+    soundfile.write(path, np.zeros(8000 * 3601, np.float32), 8000)
+    with pytest.raises(AudioError, match="3601 s"):
+        load(Audio(path))
+
+
+def test_longer_than_the_model_takes_is_never_cut_in_silence() -> None:
+    with pytest.raises(AudioError, match=r"31.0 s.*at most 30 s"):
+        check_length(tone(31.0), 30.0, "the model")
+    check_length(tone(30.0), 30.0, "the model")
+
+
+def test_silence_and_clipping_are_audio() -> None:
+    assert is_silent(load(Audio(np.zeros(SAMPLE_RATE, np.float32))))
+    clipped = np.clip(4 * tone(0.5), -1, 1).astype(np.float32)
+    assert not is_silent(load(Audio(clipped)))
