@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.live import Live
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -67,9 +68,26 @@ def run_generate(
     given = _prompt(prompt, prompt_ids, chat)
     GenerationSettings.build(decoding.settings())
     decoder = _load(models, speculation, output)
-    result = decoder.generate(given, **decoding.settings())
-    _report(result, output, decoder)
+    if output.json or not Console().is_terminal:
+        _report(decoder.generate(given, **decoding.settings()), output, decoder)
+    else:
+        _print_table([("", _watch(decoder, given, decoding))])
     return 0
+
+
+def _watch(decoder: SpeculativeDecoder, given: Any, decoding: Decoding) -> Result:
+    """Generate on a terminal: tokens appear when they are drafted and take their colour when they are decided."""
+    strip = view.Strip()
+    stream = decoder.stream(given, **decoding.settings())
+    with Live(console=Console(), vertical_overflow="visible") as live:
+        while True:
+            try:
+                strip.take(next(stream))
+            except StopIteration as end:
+                result: Result = end.value
+                live.update(view.coloured(pieces(decoder, result), result.sources))
+                return result
+            live.update(strip.text)
 
 
 def _prompt(text: str | None, ids: str | None, chat: bool) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -87,6 +88,8 @@ def generate(
 
 def main() -> None:
     """Parse, run, and turn every error into a line on stderr and an exit code."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # the model libraries' bars are for people who watch
     sys.exit(_guarded(partial(_run, sys.argv[1:])))
 
 

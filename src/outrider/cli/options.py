@@ -146,9 +146,10 @@ def build_decoder(models: Models, speculation: Speculation) -> SpeculativeDecode
     from outrider.api import SpeculativeDecoder, connect
     from outrider.engines.load import load_engine, locate
 
-    edge = None if models.edge == "none" else ("demo:edge" if models.edge == "demo" else models.edge)
-    for name in (edge, models.cloud.removeprefix("local:") if models.cloud.startswith("local:") else None):
-        if name not in (None, "demo"):
+    edge = None if models.edge == "none" else models.edge
+    cloud = models.cloud.removeprefix("local:")
+    for name in (edge, cloud):
+        if name not in (None, "none"):
             locate(str(name))
     placed = {"dtype": models.dtype, "device": models.device}
     verifier = connect(models.cloud, **placed)

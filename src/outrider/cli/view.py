@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from outrider.api import StreamEvent
 from outrider.core.outcome import Result
 from outrider.core.sequence import Source
 
@@ -71,3 +72,21 @@ def show(console: Console, title: str, pieces: Sequence[str], result: Result) ->
     console.print(coloured(pieces, result.sources), soft_wrap=True)
     for warning in result.warnings:
         console.print(Text(f"warning: {warning}", "magenta"))
+
+
+class Strip:
+    """Tokens as they come, go and are decided; what is provisional is dim."""
+
+    def __init__(self) -> None:
+        self._tokens: list[tuple[str, str]] = []
+
+    def take(self, event: StreamEvent) -> None:
+        """Show what became of one token."""
+        if event.kind == "revised":
+            del self._tokens[event.index :]
+        style = "dim" if event.kind == "provisional" else STYLES[event.source]
+        self._tokens[event.index : event.index + 1] = [(event.text, style)]
+
+    @property
+    def text(self) -> Text:
+        return Text.assemble(*self._tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import re
 import warnings
@@ -16,6 +17,7 @@ log = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BUNDLED = Path(__file__).parent.parent / "demo"
+_BUNDLED_NAMES = {"demo": "edge", "demo:edge": "edge", "demo:cloud": "cloud"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -23,8 +25,8 @@ def load_engine(model: Any, *, tokenizer: Any = None, dtype: str = "auto", devic
     """Load a model and give it KV slots.
 
     Args:
-        model: a directory or hub id of transformers checkpoints, a `.gguf` file, "demo:edge" or "demo:cloud" (the
-            bundled pair), or a transformers model that is loaded already (`tokenizer` then goes with it).
+        model: a directory or hub id of transformers checkpoints, a `.gguf` file, "demo:edge" (or "demo") or
+            "demo:cloud" for the bundled pair, or a transformers model that is loaded already (with its `tokenizer`).
         dtype: float32, bfloat16, float16; auto is float32 on a CPU and the checkpoint's own on a GPU.
         device: a torch device such as cpu or cuda:1; auto is cuda where there is one.
 
@@ -54,8 +56,8 @@ def locate(name: str) -> str:
     Raises:
         ModelError: it is neither an existing path nor of the form "owner/name".
     """
-    if name in ("demo:edge", "demo:cloud"):
-        return str(BUNDLED / name.removeprefix("demo:"))
+    if name in _BUNDLED_NAMES:
+        return str(BUNDLED / _BUNDLED_NAMES[name])
     path = Path(name).expanduser()
     if name.endswith(".gguf"):
         if not path.is_file():
@@ -117,7 +119,19 @@ def _tokenizer(path: str) -> Any:
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
-    return AutoTokenizer.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if not tokenizer.chat_template:  # Qwen2.5-Omni and Qwen2-Audio keep it with the processor
+        tokenizer.chat_template = _processor_template(path)
+    return tokenizer
+
+
+def _processor_template(path: str) -> str | None:
+    from transformers.utils import cached_file
+
+    file = cached_file(path, "chat_template.json", _raise_exceptions_for_missing_entries=False)
+    if file is None:
+        return None
+    return str(json.loads(Path(file).read_text(encoding="utf-8"))["chat_template"])
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")

@@ -1,0 +1,145 @@
+"""The command line, as a user meets it: a process, its output, its exit code."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+BUNDLED = Path(__file__).parents[2] / "src" / "outrider" / "demo"
+CLIP = BUNDLED / "clips" / json.loads((BUNDLED / "clips" / "clips.json").read_text(encoding="utf-8"))[0]["file"]
+
+
+def outrider(*arguments: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "outrider", *map(str, arguments)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    given = {"input": stdin} if stdin is not None else {"stdin": subprocess.DEVNULL}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, **given)
+
+
+def test_help_answers_at_once_and_loads_no_model_library() -> None:
+    fastest = min(_seconds("--help") for _ in range(3))
+    assert fastest < 0.5
+    code = "import sys; sys.argv = ['outrider', '--help']\nfrom outrider.cli import main\n"
+    code += "try: main.main()\nexcept SystemExit: pass\nassert not {'torch', 'transformers'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+
+
+def _seconds(*arguments: str) -> float:
+    started = time.perf_counter()
+    assert outrider(*arguments).returncode == 0
+    return time.perf_counter() - started
+
+
+def test_version() -> None:
+    from outrider import __version__
+
+    assert outrider("--version").stdout.strip() == __version__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["generate", "hi", "--k", "0"], "k"),
+        (["generate", "hi", "--k", "many"], "many"),
+        (["generate", "hi", "--gate", "entropie:1"], "entropie"),
+        (["generate", "hi", "--gate", "entropy:x"], "x"),
+        (["generate", "hi", "--accept", "rank"], "rank"),
+        (["generate", "hi", "--cloud", "grcp://x"], "grcp"),
+        (["generate", "hi", "--cloud", "local:"], "local:"),
+        (["generate", "hi", "--edge", "none", "--cloud", "none"], "no model"),
+        (["generate", "hi", "--edge", "/no/such/model"], "/no/such/model"),
+        (["generate", "hi", "--edge", "missing.gguf"], "missing.gguf"),
+        (["generate", "hi", "--temperature", "-1"], "temperature"),
+        (["generate", "hi", "--top-k", "5"], "top_k"),
+        (["generate", "hi", "--min-new-tokens", "500"], "min_new_tokens"),
+        (["generate", "hi", "--max-new-tokens", "0"], "max_new_tokens"),
+        (["generate", "hi", "--device", "toaster"], "toaster"),
+        (["generate", "hi", "--dtype", "int3"], "int3"),
+        (["generate", "hi", "--unknown-option", "1"], "unknown-option"),
+        (["generate", ""], "empty"),
+        (["generate", "--prompt-ids", "1 two"], "1 two"),
+        (["generate", "--prompt-ids", ""], "no token"),
+        (["generate", "--prompt-ids", "99999999"], "99999999"),
+        (["generate", "hi", "--prompt-ids", "1"], "not both"),
+        (["generate", "--prompt-ids", "1", "--chat"], "--chat"),
+        (["generate", "hi", "--gate", "entropy:1", "--cloud", "none"], "gate"),
+        (["generate", "hi", "--scope", "repair"], "repair"),
+        (["generate", "hi", "--on-loop", "sample"], "sample"),
+        (["caption"], "recording"),
+        (["caption", "a.wav", "--lang", "fr"], "fr"),
+        (["sing"], "sing"),
+    ],
+)
+def test_bad_usage_is_named_in_one_line_with_exit_code_2(arguments: list[str], named: str) -> None:
+    done = outrider(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_no_prompt_at_all_is_refused() -> None:
+    assert outrider("generate", stdin="").returncode == 2
+
+
+def test_json_result_has_the_contract_s_keys_and_adds_up() -> None:
+    done = outrider("generate", "--json", "--max-new-tokens", "12", stdin="hello")
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    result = json.loads(line)
+    assert {"text", "token_ids", "finish_reason", "guarantee", "prompt_tokens", "stats"} <= set(result)
+    stats = result["stats"]
+    wanted = "rounds blocks escalated forced_by_loop loop_sampled drafted verified accepted corrected bonus "
+    wanted += "cloud_tokens edge_tokens bytes_up bytes_down media_bytes_up ttft_s total_s"
+    assert set(wanted.split()) <= set(stats)
+    assert stats["cloud_tokens"] + stats["edge_tokens"] == len(result["token_ids"])
+    assert stats["accepted"] + stats["corrected"] + stats["bonus"] == stats["cloud_tokens"]
+    assert result["guarantee"] == "exact"
+
+
+def test_prompt_ids_and_modes_agree() -> None:
+    arguments = ["generate", "--json", "--prompt-ids", "5 6 7", "--max-new-tokens", "8", "--ignore-eos"]
+    both = json.loads(outrider(*arguments).stdout)
+    cloud = json.loads(outrider(*arguments, "--edge", "none").stdout)
+    edge = json.loads(outrider(*arguments, "--cloud", "none").stdout)
+    assert both["token_ids"] == cloud["token_ids"]
+    assert len(both["token_ids"]) == 8
+    assert (both["guarantee"], cloud["guarantee"], edge["guarantee"]) == ("exact", "exact", "edge-only")
+
+
+def test_captions_of_a_batch_go_on_past_bad_files(tmp_path: Path) -> None:
+    garbage, empty, silent = tmp_path / "garbage.wav", tmp_path / "empty.wav", tmp_path / "silent.wav"
+    garbage.write_bytes(b"no audio here" * 100)
+    empty.write_bytes(b"")
+    soundfile.write(silent, np.zeros(16000, np.float32), 16000)
+    done = outrider("caption", garbage, CLIP, empty, silent, tmp_path / "gone.wav", "--lang", "zh", "--json")
+    assert done.returncode == 1
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["file"] for line in lines] == list(map(str, (garbage, CLIP, empty, silent, tmp_path / "gone.wav")))
+    assert [bool(line.get("text")) for line in lines] == [False, True, False, True, False]
+    assert "silent" in lines[3]["warnings"][0]
+    for name in ("garbage.wav", "empty.wav", "gone.wav"):
+        assert name in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_batch_of_bad_files_loads_no_model(tmp_path: Path) -> None:
+    done = outrider("caption", tmp_path / "gone.wav", "--edge", "owner/not-a-model")
+    assert done.returncode == 1
+    assert "gone.wav" in done.stderr
+    assert "not-a-model" not in done.stderr
+
+
+def test_the_demo_captions_every_clip_and_explains_its_colours() -> None:
+    done = outrider("demo")
+    assert done.returncode == 0, done.stderr
+    for word in ("escalated", "accepted", "cloud share", "corrections", "seconds", "drafted, verified"):
+        assert word in done.stdout
+    clips = json.loads((BUNDLED / "clips" / "clips.json").read_text(encoding="utf-8"))
+    assert all(clip["file"] in done.stdout for clip in clips)
