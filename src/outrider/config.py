@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -56,8 +56,12 @@ class GenerationSettings:
         self._check_texts()
 
     def _check_texts(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        object.__setattr__(self, "suppress_tokens", tuple(self.suppress_tokens or ()))
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        _need(isinstance(stop, (list, tuple)), f"stop is a text or a list of texts, not {stop!r}")
+        _need(isinstance(self.suppress_tokens, (list, tuple)), "suppress_tokens is a list of token ids")
+        _need(isinstance(self.ignore_eos, bool), f"ignore_eos is True or False, not {self.ignore_eos!r}")
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "suppress_tokens", tuple(self.suppress_tokens))
         _need(all(isinstance(text, str) and text for text in self.stop), "a stop string is a text that is not empty")
         _need(all(_is_whole(t) and t >= 0 for t in self.suppress_tokens), "suppress_tokens are token ids")
         if self.temperature == 0:
@@ -83,12 +87,19 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
     _need(value in options, f"{name} {value!r}: expected one of {', '.join(options)}")
 
 
+def plain_number(value: float) -> str:
+    """A number as people write it, with every digit that it takes to read the same number again."""
+    return repr(value).removesuffix(".0")
+
+
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) <= sys.float_info.max  # false for NaN, infinities, and integers beyond any float
 
 
 def _need(condition: bool, message: str) -> None:

@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from outrider.config import plain_number
 from outrider.core.policy import Policy
 from outrider.core.sampling import Distribution, Stream, Support
 from outrider.errors import SettingsError
@@ -121,7 +122,7 @@ class Rank(_Tolerant):
         return int((p.row > p.row[d]).sum()) < self.limit
 
     def __str__(self) -> str:
-        return f"rank:{self.limit:g}"
+        return f"rank:{plain_number(self.limit)}"
 
 
 class Margin(_Tolerant):
@@ -129,7 +130,7 @@ class Margin(_Tolerant):
         return float(p.logp.max() - p.logp[d]) <= self.limit
 
     def __str__(self) -> str:
-        return f"margin:{self.limit:g}"
+        return f"margin:{plain_number(self.limit)}"
 
 
 class Typical(_Tolerant):
@@ -139,7 +140,7 @@ class Typical(_Tolerant):
         return float(probabilities[d]) > min(self.limit, math.sqrt(self.limit) * math.exp(-entropy))
 
     def __str__(self) -> str:
-        return f"typical:{self.limit:g}"
+        return f"typical:{plain_number(self.limit)}"
 
 
 def rule(spec: str) -> Rule:

@@ -75,7 +75,8 @@ Action = Draft | Verify | Done
 class Event:
     """A token became provisional, confirmed, or was revised; `index` counts generated tokens from 0.
 
-    A revised event stands for its token *and* says that every token after it is void.
+    A revised event stands for its token *and* says that every token after it is void. What is still provisional when
+    the output is done is void too.
     """
 
     kind: Literal["provisional", "confirmed", "revised"]
@@ -149,9 +150,10 @@ class Decoder:
 
     def decided(self, verdict: Verdict) -> None:
         """Take the verdict on the block that `next` asked about."""
-        asked, self._asked = self._asked, None
+        asked = self._asked
         if asked is None or verdict.round != asked.round or not 0 <= verdict.accepted <= len(asked.draft_ids):
             raise StateError(f"{verdict} does not answer {asked}")
+        self._asked = None
         self._shared = asked.base_length + verdict.accepted + 1
         self._record(verdict, asked)
         self._commit_verdict(verdict, len(asked.draft_ids))
@@ -178,6 +180,7 @@ class Decoder:
 
     def _draft(self, proposal: Proposal) -> None:
         self.stats.drafted += 1
+        self.stats.blocks += not self._block
         self.sequence.draft(proposal.token)
         self._block.append(proposal)
         self._undecided.append(proposal)
@@ -192,7 +195,7 @@ class Decoder:
         """Whether the complete block goes to the verifier: the one place where gate, loop and end are combined."""
         if not self.plan.has_verifier:
             return False
-        self.stats.blocks += 1
+        self.stats.blocks += not self._block  # cloud-only: nothing was drafted
         decision = self._decision()
         self.stats.escalated += decision.escalate
         self.stats.forced_by_loop += decision.reason == "loop"
@@ -215,9 +218,9 @@ class Decoder:
 
     def _verify(self) -> Verify:
         self.stats.rounds += 1
+        sequence = self.sequence
         if self._loop_found:
             self._watch_from_here()
-        sequence = self.sequence
         if self.plan.scope == "repair":
             sequence.reopen(self._shared)
         base = sequence.committed_length
@@ -226,9 +229,7 @@ class Decoder:
 
     def _skip_block(self) -> None:
         """The gate was satisfied: commit on the drafter's word, or (trigger) leave the block provisional."""
-        if not self.plan.has_verifier:
-            self.stats.blocks += 1
-        elif not self.plan.gate.exact:
+        if self.plan.has_verifier and not self.plan.gate.exact:
             while self.sequence.pending_count and self._reason is None:
                 self._commit_pending(Source.EDGE)
             self.sequence.discard()
@@ -253,6 +254,7 @@ class Decoder:
         source = Source.BONUS if verdict.accepted == drafts else Source.CORRECTION
         revised = self.sequence.pending_count > 0
         self.sequence.replace_pending(verdict.next_token, source)
+        self._looked_until = min(self._looked_until, len(self.sequence.sources) - 1)  # a repair may have cut below it
         self._committed(source, revised)
 
     def _committed(self, source: Source, revised: bool = False) -> None:

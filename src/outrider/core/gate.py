@@ -21,6 +21,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from outrider.config import plain_number
 from outrider.errors import SettingsError
 
 Name = Literal["entropy", "margin", "maxprob", "logprob"]
@@ -117,7 +118,7 @@ class Threshold:
         return min(values) if self.signal == "margin" else max(values)
 
     def __str__(self) -> str:
-        return f"{self.signal}{'.mean' if self.mean else ''}:{self.limit:g}"
+        return f"{self.signal}{'.mean' if self.mean else ''}:{plain_number(self.limit)}"
 
 
 @dataclass(frozen=True)

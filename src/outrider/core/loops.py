@@ -27,6 +27,6 @@ def loop_period(tokens: Seq[int]) -> int | None:
         need = tail_needed(period)
         if len(tail) < need:
             return None
-        if tail[-need + period :] == tail[-need:-period]:
+        if tail[-1] == tail[-1 - period] and tail[-need + period :] == tail[-need:-period]:
             return period
     return None

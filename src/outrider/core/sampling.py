@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.core import rows
+from outrider.errors import SettingsError
 
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 NUCLEUS_SHORTLIST = 1024  # a nucleus is nearly always inside the best 1,024; sorting 150k entries costs 10 ms
@@ -45,7 +46,7 @@ def uniforms(seed: int, position: int, tokens: np.ndarray, stream: Stream = Stre
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     x ^= x >> np.uint64(31)
-    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53 + 2.0**-54
+    return np.minimum((x >> np.uint64(11)).astype(np.float64) * 2.0**-53 + 2.0**-54, 1.0 - 2.0**-53)
 
 
 def gumbel(seed: int, position: int, ids: Tensor, stream: Stream = Stream.TOKEN) -> Tensor:
@@ -99,8 +100,11 @@ def support(row: Tensor, sampling: Sampling) -> Support:
     """Filter a row of logits (float32 [V], −inf where banned) as transformers' warpers do."""
     scores = row / sampling.temperature
     ids = _candidates(scores, sampling.top_k)
+    if not len(ids):
+        raise SettingsError("the constraints leave no token to choose: every one of them is banned here")
     scores = scores[ids]
-    for keep in (_nucleus(scores, sampling.top_p), _above_floor(scores, sampling.min_p)):
+    for filtered, limit in ((_nucleus, sampling.top_p), (_above_floor, sampling.min_p)):
+        keep = filtered(scores, limit)
         if keep is not None:
             ids, scores = ids[keep], scores[keep]
     return Support(ids, torch.log_softmax(scores, -1))

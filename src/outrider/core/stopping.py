@@ -54,7 +54,10 @@ def stop_reason(rules: StopRules, generated: list[int], decode: Decode | None) -
 
 def _has_sentences(rules: StopRules, generated: list[int], decode: Decode) -> bool:
     assert rules.sentences is not None
-    return len(generated) >= rules.min_new_tokens and count_sentences(decode(generated)) >= rules.sentences
+    if len(generated) < rules.min_new_tokens:
+        return False
+    count = count_sentences(decode(generated))
+    return count >= rules.sentences and count > count_sentences(decode(generated[:-1]))
 
 
 def _completes_stop_string(strings: tuple[str, ...], generated: list[int], decode: Decode) -> bool:

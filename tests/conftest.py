@@ -1,0 +1,21 @@
+"""What every test shares: one torch thread (the machine's cores belong to xdist), and the way to the helpers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from hypothesis import HealthCheck, settings
+
+HERE = Path(__file__).parent
+for folder in (HERE, HERE / "equivalence"):  # fakes.py and tiny_models.py, under any import mode
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch.set_num_threads(1)
+
+settings.register_profile("outrider", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("outrider")

@@ -1,0 +1,82 @@
+"""Counters, the guarantee, and the JSON of a result."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from outrider.core.outcome import Result, Stats, guarantee
+from outrider.core.sequence import Source
+
+E, S, A, C, B = Source.EDGE, Source.SAMPLED, Source.ACCEPTED, Source.CORRECTION, Source.BONUS
+
+
+def stats_of(sources: list[Source]) -> Stats:
+    stats = Stats()
+    stats.count_sources(sources)
+    return stats
+
+
+def test_counting_sources() -> None:
+    stats = stats_of([A, A, A, C, B, E, S, A])
+    assert (stats.accepted, stats.corrected, stats.bonus) == (4, 1, 1)
+    assert (stats.cloud_tokens, stats.edge_tokens, stats.loop_sampled) == (6, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("sources", "lossless", "expected"),
+    [
+        ([A, C, B], True, "exact"),
+        ([A, C, B], False, "best-effort"),
+        ([A, C, B, E], True, "best-effort"),
+        ([E, A], False, "best-effort"),
+        ([E, E, S], True, "edge-only"),
+        ([E, E], False, "edge-only"),
+    ],
+)
+def test_the_guarantee_is_judged_by_what_was_done(sources: list[Source], lossless: bool, expected: str) -> None:
+    assert guarantee(stats_of(sources), lossless_rule=lossless) == expected
+
+
+def test_rates_are_those_of_the_vocabulary() -> None:
+    stats = stats_of([A, A, C, E])
+    stats.verified, stats.blocks, stats.escalated = 5, 4, 1
+    assert (stats.acceptance_rate, stats.escalation_rate, stats.cloud_share) == (2 / 5, 1 / 4, 3 / 4)
+
+
+def test_a_rate_of_nothing_is_none() -> None:
+    assert (Stats().acceptance_rate, Stats().escalation_rate, Stats().cloud_share) == (None, None, None)
+
+
+def result(**changes: object) -> Result:
+    values = {
+        "text": "社区",
+        "token_ids": [5, 6],
+        "finish_reason": "eos",
+        "guarantee": "exact",
+        "prompt_tokens": 3,
+        "stats": Stats(total_s=1 / 3),
+        "sources": [A, B],
+        "near_ties": [1],
+    }
+    return Result(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_json_has_the_keys_of_the_design() -> None:
+    out = json.loads(json.dumps(result().to_json()))
+    design = "text token_ids finish_reason guarantee prompt_tokens stats"
+    assert set(design.split()) <= set(out)
+    counters = (
+        "rounds blocks escalated forced_by_loop loop_sampled drafted verified accepted corrected bonus cloud_tokens "
+        "edge_tokens bytes_up bytes_down media_bytes_up ttft_s total_s"
+    )
+    assert set(counters.split()) <= set(out["stats"])
+
+
+def test_json_values() -> None:
+    out = result().to_json()
+    assert (out["text"], out["token_ids"], out["near_ties"], out["warnings"]) == ("社区", [5, 6], [1], [])
+    assert out["sources"] == ["accepted", "bonus"]
+    assert out["stats"]["total_s"] == 0.333333
+    assert result(text=None).to_json()["text"] is None
