@@ -19,12 +19,17 @@ STAND_INS = {  # checkpoints that a reader would fetch from a hub
 
 
 def fences(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    """The fenced blocks of a page that carry this language."""
+    pattern = r"^```([a-z]*)\n(.*?)^```$"
+    found = re.findall(pattern, page.read_text(encoding="utf-8"), re.M | re.S)
+    return [text for name, text in found if name == language]
 
 
 def commands() -> list[str]:
     lines = [line for page in PAGES for block in fences(page, "") for line in block.splitlines()]
-    return [line.split("  #")[0].strip() for line in lines if line.startswith("outrider ")]
+    shown = [line.split("  #")[0].strip() for line in lines if line.startswith("outrider ")]
+    assert shown, "the pages show no command: the search for them is broken"
+    return shown
 
 
 @pytest.fixture

@@ -139,7 +139,7 @@ def test_a_batch_of_bad_files_loads_no_model(tmp_path: Path) -> None:
 def test_the_demo_captions_every_clip_and_explains_its_colours() -> None:
     done = outrider("demo")
     assert done.returncode == 0, done.stderr
-    for word in ("escalated", "accepted", "cloud share", "corrections", "seconds", "drafted, verified"):
+    for word in ("escalated", "accepted", "by cloud", "corrected", "seconds", "drafted, verified"):
         assert word in done.stdout
     clips = json.loads((BUNDLED / "clips" / "clips.json").read_text(encoding="utf-8"))
     assert all(clip["file"] in done.stdout for clip in clips)

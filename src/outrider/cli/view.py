@@ -45,10 +45,10 @@ def legend(sources: Iterable[Source]) -> Text:
 
 def table(rows: Sequence[tuple[str, Result]]) -> Table:
     """One row per result."""
-    out = Table(box=None, pad_edge=False, header_style="bold")
+    out = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
     for name in ("", "guarantee", "tokens"):
         out.add_column(name, justify="left" if name != "tokens" else "right")
-    for name in ("escalated", "accepted", "cloud share", "corrections", "seconds"):
+    for name in ("escalated", "accepted", "by cloud", "corrected", "seconds"):
         out.add_column(name, justify="right")
     for label, result in rows:
         out.add_row(label, *_cells(result))

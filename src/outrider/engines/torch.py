@@ -16,8 +16,8 @@ from outrider.engines.families import AudioLanguage, MaskLike, Text
 from outrider.engines.slots import SlotCache
 from outrider.errors import ModelError, PromptError
 
-PROBE_LENGTH = 12
-PROBE_TAIL = 3
+PROBE_HEAD, PROBE_STEP = 9, 3  # tokens read before a roll-back, and in one block after it
+NOISE_HEAD, NOISE_TAIL = 64, 12  # the same where rounding is to be measured as well
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.2}  # of the spread of the logits
 
 
@@ -163,35 +163,34 @@ class TorchEngine:
     def _probe(self) -> float:
         """Prove on a few tokens that truncating works with this model, and measure its numeric noise.
 
-        The same tokens are read without a cache, as a block after a roll-back, and one by one; all three must agree.
+        The same tokens are read without a cache, in blocks after a roll-back, and one by one; all must agree, but for
+        rounding. In short formats the reading is longer, since each forward's rounding lives on in the cache.
         """
-        ids = [7 * i % max(self.vocab_size - 1, 1) for i in range(1, PROBE_LENGTH + 1)]
-        head, tail = ids[:-PROBE_TAIL], ids[-PROBE_TAIL:]
-        plain = self._family.reference(torch.tensor([ids], device=self.device))[0, -PROBE_TAIL:].float()
+        exact = self.dtype == torch.float32
+        head, tail = (PROBE_HEAD, PROBE_STEP) if exact else (NOISE_HEAD, NOISE_TAIL)
+        head = min(head, (self.max_length or head + tail) - tail)
+        ids = [7 * i % max(self.vocab_size - 1, 1) for i in range(1, head + tail + 1)]
+        plain = self._family.reference(torch.tensor([ids], device=self.device))[0, head:].float()
         slot = self.open(Prompt(tuple(ids)))
-        self.forward(slot, [*head, *reversed(tail)], 1)
-        self.truncate(slot, len(head))
-        block = self.forward(slot, tail)
-        self.truncate(slot, len(head))
-        single = torch.cat([self.forward(slot, [token]) for token in tail])
+        self.forward(slot, [*ids[:head], *reversed(ids[head:])], 1)
+        blocks = self._read_in_steps(slot, ids, head, PROBE_STEP)
+        self.truncate(slot, 0)
+        for part in (ids[: head // 3], ids[head // 3 : head]):
+            self.forward(slot, part, 1)
+        single = self._read_in_steps(slot, ids, head, 1)
         self.close(slot)
-        spread = float(plain.std()) + 1e-6
-        worst = max(float((block - plain).abs().max()), float((single - plain).abs().max()))
-        if not worst <= PROBE_TOLERANCE[self.dtype] * spread:
+        worst = max(float((a - b).abs().max()) for a, b in ((blocks, plain), (single, plain), (blocks, single)))
+        if not worst <= PROBE_TOLERANCE[self.dtype] * (float(plain.std()) + 1e-6):
             raise ModelError(
                 f"{self.name} ({type(self.model).__name__}): its cache cannot be truncated: after a roll-back its "
                 f"logits differ by {worst:.3g} from a plain forward's"
             )
-        return 0.0 if self.dtype == torch.float32 else _noise(block, single, self.dtype)
+        return 0.0 if exact else 2 * max(worst, torch.finfo(self.dtype).eps * float(plain.abs().max()))
 
-
-def _noise(block: Tensor, single: Tensor, dtype: torch.dtype) -> float:
-    """How close two logits must be for a change of the forward's shape to swap them.
-
-    Twice the largest difference seen, and at least one rounding step of the number format at the largest logit.
-    """
-    measured = 2 * float((block - single).abs().max())
-    return max(measured, torch.finfo(dtype).eps * float(block.abs().max()))
+    def _read_in_steps(self, slot: int, ids: Seq[int], head: int, step: int) -> Tensor:
+        """Roll back to the first `head` tokens and read the rest, `step` at a time."""
+        self.truncate(slot, head)
+        return torch.cat([self.forward(slot, ids[i : i + step]) for i in range(head, len(ids), step)])
 
 
 def _last_rows(logits: Tensor, padding: int, rows: int) -> Tensor:

@@ -1,0 +1,1 @@
+"""How the bundled demonstration pair was made, re-runnable: `python -m training.train --help`."""
