@@ -39,7 +39,7 @@ class InstantEngine:
     fingerprint = "instant"
 
     def __init__(self, vocab_size: int, length: int, wrong_every: int = 0) -> None:
-        self.vocab_size = vocab_size
+        self.vocab_size = self.row_count = vocab_size
         generator = torch.Generator().manual_seed(0)
         self._rows = torch.randn(64, vocab_size, generator=generator)
         plan = torch.randint(0, vocab_size, (length,), generator=generator).tolist()

@@ -106,6 +106,7 @@ class ScriptedEngine:
     ) -> None:
         self.rows, self.vocab_size, self.eos_ids = rows, vocab_size, tuple(eos_ids)
         self.tokenizer, self.name, self.padding = tokenizer, name, padding
+        self.row_count = vocab_size + padding
         self.opened: list[Prompt] = []
         self.slots: dict[int, Slot] = {}
         self.forwards = self.fed = self.refed = self.media_sent = 0
@@ -204,7 +205,9 @@ class ScriptedVerifier:
         self._length: dict[int, int] = {}
 
     def describe(self) -> Description:
-        return Description("scripted verifier", self.vocab_size, self.eos_ids, f"scripted-{self.vocab_size}", None)
+        return Description(
+            "scripted verifier", self.vocab_size, self.vocab_size, self.eos_ids, f"scripted-{self.vocab_size}", None
+        )
 
     def open(self, prompt: Prompt, conditions: Conditions) -> int:
         self.opened.append((prompt, conditions))

@@ -171,7 +171,7 @@ def hear(tower: Any, mels: Tensor, frames: Tensor) -> Tensor:
     for layer in tower.layers:
         x = _audio_layer(layer, x, visible[:, None, None])
     x = x.reshape(batch, -1, 2, x.shape[-1]).mean(2)
-    return tower.proj(tower.ln_post(x))  # type: ignore[no-any-return]
+    return tower.proj(tower.ln_post(x))
 
 
 def _audio_layer(layer: Any, x: Tensor, visible: Tensor) -> Tensor:
@@ -198,4 +198,4 @@ def logits(model: Any, audio_id: int, ids: Tensor, mels: Tensor, frames: Tensor,
     embeds = torch.where(place[:, :, None], spread, embeds)
     positions = torch.arange(ids.shape[1], device=ids.device).expand(3, ids.shape[0], -1)
     out = text(inputs_embeds=embeds, position_ids=positions, use_cache=False).last_hidden_state
-    return model.lm_head(out if last is None else out[:, -last:])  # type: ignore[no-any-return]
+    return model.lm_head(out if last is None else out[:, -last:])

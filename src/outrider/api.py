@@ -44,6 +44,25 @@ class StreamEvent:
     source: Source
 
 
+def check_modes(gate: Gate, scope: str, on_loop: str | None, *, has_drafter: bool, has_verifier: bool) -> None:
+    """Raise SettingsError where settings contradict each other; needs no model."""
+    check_choice("scope", scope, Scope)
+    if on_loop is not None:
+        check_choice("on_loop", on_loop, OnLoop)
+    if not has_drafter and not has_verifier:
+        raise SettingsError("neither a drafter nor a verifier: there is no model to generate with")
+    if not has_verifier and on_loop == "escalate":
+        raise SettingsError("on_loop 'escalate' needs a verifier to escalate to")
+    if has_verifier and on_loop == "sample":
+        raise SettingsError("on_loop 'sample' is for edge-only decoding: with a verifier, escalate")
+    if not has_verifier and not isinstance(gate, Always):
+        raise SettingsError(f"gate {gate} has no verifier to decide about")
+    if not has_drafter and not isinstance(gate, Always):
+        raise SettingsError(f"gate {gate} has no drafter to judge")
+    if scope == "repair" and gate.exact:
+        raise SettingsError("scope 'repair' is for gates that skip blocks; this one leaves nothing to repair")
+
+
 class SpeculativeDecoder:
     """Drafts with one model, verifies with another.
 
@@ -74,8 +93,6 @@ class SpeculativeDecoder:
         scope: Scope = "block",
         on_loop: OnLoop | None = None,
     ) -> None:
-        if draft is None and verifier is None:
-            raise SettingsError("neither a drafter nor a verifier: there is no model to generate with")
         self.draft, self.verifier = draft, verifier
         self.gate = parse_gate(gate) if isinstance(gate, str) else gate
         self.accept, self._rule = accept, rule(accept)
@@ -83,25 +100,11 @@ class SpeculativeDecoder:
         self.lookahead = lookahead(k) if draft is not None else None
         self.on_loop: OnLoop = on_loop or ("escalate" if verifier is not None else "sample")
         self.scope: Scope = scope
-        self._check()
+        check_modes(self.gate, scope, on_loop, has_drafter=draft is not None, has_verifier=verifier is not None)
         self._target = verifier.describe() if verifier is not None else describe(draft)
-        self._vocab_size = self._target.vocab_size
+        self._draft_vocabulary = self._target_vocabulary = self._target.vocab_size
         if draft is not None and verifier is not None:
-            self._vocab_size = shared_vocabulary(describe(draft), self._target)
-
-    def _check(self) -> None:
-        check_choice("scope", self.scope, Scope)
-        check_choice("on_loop", self.on_loop, OnLoop)
-        if self.verifier is None and self.on_loop == "escalate":
-            raise SettingsError("on_loop 'escalate' needs a verifier to escalate to")
-        if self.verifier is not None and self.on_loop == "sample":
-            raise SettingsError("on_loop 'sample' is for edge-only decoding: with a verifier, escalate")
-        if self.verifier is None and not isinstance(self.gate, Always):
-            raise SettingsError(f"gate {self.gate} has no verifier to decide about")
-        if self.draft is None and not isinstance(self.gate, Always):
-            raise SettingsError(f"gate {self.gate} has no drafter to judge")
-        if self.scope == "repair" and self.gate.exact:
-            raise SettingsError("scope 'repair' is for gates that skip blocks; this one leaves nothing to repair")
+            self._draft_vocabulary, self._target_vocabulary = shared_vocabulary(describe(draft), self._target)
 
     # Generating ---------------------------------------------------------------------------------------------
 
@@ -156,13 +159,20 @@ class SpeculativeDecoder:
     def _start(self, prompt: PromptLike, values: dict[str, Any]) -> _Run:
         settings = GenerationSettings.build(values)
         encoded = self.encode(prompt)
-        self._check_length(encoded, settings)
+        self._check_prompt(encoded, settings)
         rules = self._rules(settings)
         if rules.needs_text and self.tokenizer is None:
             raise SettingsError("stop strings and sentences need a tokenizer, and the model came without one")
-        if any(token >= self._vocab_size for token in settings.suppress_tokens):
-            raise SettingsError(f"suppress_tokens: ids go up to {self._vocab_size - 1}")
+        if any(token >= self._target_vocabulary for token in settings.suppress_tokens):
+            raise SettingsError(f"suppress_tokens: ids go up to {self._target_vocabulary - 1}")
         return _Run(self, encoded, settings, rules)
+
+    def _check_prompt(self, prompt: Prompt, settings: GenerationSettings) -> None:
+        """Both models must be able to read the prompt, and to hold what follows."""
+        highest, limit = max(prompt.ids), self._target.row_count
+        if highest >= limit:
+            raise PromptError(f"{self._target.name} cannot read token {highest}: it has {limit} rows")
+        self._check_length(prompt, settings)
 
     def _check_length(self, prompt: Prompt, settings: GenerationSettings) -> None:
         for side in filter(None, (describe(self.draft) if self.draft is not None else None, self._target)):
@@ -184,7 +194,7 @@ class SpeculativeDecoder:
     def _drafter(self, prompt: Prompt, settings: GenerationSettings) -> Drafter | None:
         if self.draft is None or self.lookahead is None:
             return None
-        policy = Policy.build(settings, self._target.eos_ids, self._vocab_size, len(prompt.ids))
+        policy = Policy.build(settings, self._target.eos_ids, self._draft_vocabulary, len(prompt.ids))
         needs_signals = self.gate.needs_signals or self.lookahead.needs_signals
         needs_q = self._rule.needs_q and self.verifier is not None
         return Drafter(Reader(self.draft, prompt, "drafter"), policy, needs_signals=needs_signals, needs_q=needs_q)
@@ -192,7 +202,7 @@ class SpeculativeDecoder:
     def _link(self, prompt: Prompt, settings: GenerationSettings) -> Link | None:
         if self.verifier is None:
             return None
-        conditions = Conditions(settings, self.accept, self._vocab_size)
+        conditions = Conditions(settings, self.accept, self._target_vocabulary)
         return Link(self.verifier, lambda verifier: verifier.open(prompt, conditions))
 
 

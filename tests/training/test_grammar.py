@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-
 from training.grammar import VALUES, caption, combinations, emotion, parse, stated
 from training.phrases import CONCISE, DEFAULT, DETAILED, EMOTIONS
 from training.sentences import sentences
@@ -54,4 +53,6 @@ def test_held_out_sentences_are_not_trained_on() -> None:
     for lang in ("zh", "en"):
         train = {" ".join(units) for units in sentences(lang, held_out=False)}
         held = {" ".join(units) for units in sentences(lang, held_out=True)}
-        assert len(train) >= 78 and len(held) >= 16 and not train & held
+        assert len(train) >= 78
+        assert len(held) >= 16
+        assert not train & held

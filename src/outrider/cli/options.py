@@ -159,16 +159,16 @@ def build_decoder(models: Models, speculation: Speculation) -> SpeculativeDecode
 
 def check(models: Models, speculation: Speculation) -> None:
     """Raise SettingsError for what is wrong with the options themselves."""
+    from outrider.api import check_modes
     from outrider.core.acceptance import rule
     from outrider.core.gate import gate
     from outrider.core.lookahead import lookahead
 
-    if models.edge == "none" and models.cloud == "none":
-        raise SettingsError("--edge none and --cloud none leave no model to generate with")
     if models.cloud != "none" and not models.cloud.removeprefix("local:").strip():
         raise SettingsError("--cloud local: needs a model after the colon")
     if models.cloud != "none" and not models.cloud.startswith("local:"):
         raise SettingsError(f"--cloud {models.cloud!r}: expected local:MODEL or none")
-    gate(speculation.gate)
+    present = {"has_drafter": models.edge != "none", "has_verifier": models.cloud != "none"}
+    check_modes(gate(speculation.gate), speculation.scope, speculation.on_loop, **present)
     rule(speculation.accept)
     lookahead(speculation.k)

@@ -44,6 +44,7 @@ class Link:
 def sequential(decoder: Decoder, drafter: Drafter | None, judge: Judge | None) -> Iterator[Event]:
     """Draft, wait for the verdict, draft on. Edge-only without `judge`, cloud-only without `drafter`."""
     while not isinstance(action := decoder.next(), Done):
+        yield from decoder.events()  # blocks that the gate let pass
         match action:
             case Draft() if drafter is not None:
                 decoder.drafted(drafter.draft(decoder.sequence.ids, action))
@@ -54,3 +55,4 @@ def sequential(decoder: Decoder, drafter: Drafter | None, judge: Judge | None) -
         if drafter is not None:
             drafter.settle(len(decoder.sequence.ids))
         yield from decoder.events()
+    yield from decoder.events()

@@ -38,7 +38,8 @@ class Engine(Protocol):
 
     name: str
     tokenizer: Any  # a transformers tokenizer, or None
-    vocab_size: int  # rows that a tokenizer can name
+    vocab_size: int  # ids that a tokenizer can name
+    row_count: int  # ids that the model can read: the named ones and padding
     eos_ids: tuple[int, ...]
     max_length: int | None  # positions that the model was made for
     noise: float  # logits; a lead below it may flip between a 1-token and a k-token forward (0 in float32)

@@ -55,7 +55,8 @@ class TorchEngine:
         self._cache = SlotCache(self._text_config.num_hidden_layers)
         self._media: dict[int, _Media] = {}
         self.device, self.dtype = model.device, model.dtype
-        self.vocab_size = _named_rows(model, tokenizer)
+        self.row_count = int(self._text_config.vocab_size)
+        self.vocab_size = _named(tokenizer, self.row_count)
         self.eos_ids = _eos_ids(model)
         self.max_length: int | None = getattr(self._text_config, "max_position_embeddings", None)
         self.noise = self._probe()
@@ -220,12 +221,9 @@ def _settle_attention(model: Any) -> bool:
     return current == "eager"
 
 
-def _named_rows(model: Any, tokenizer: Any) -> int:
-    """Rows of logits that the tokenizer can name; what lies beyond is padding."""
-    rows = int(model.config.get_text_config().vocab_size)
-    if tokenizer is None:
-        return rows
-    return min(rows, max(tokenizer.get_vocab().values()) + 1)
+def _named(tokenizer: Any, rows: int) -> int:
+    """How many ids the tokenizer can name; what lies beyond is padding."""
+    return rows if tokenizer is None else min(rows, max(tokenizer.get_vocab().values()) + 1)
 
 
 def _eos_ids(model: Any) -> tuple[int, ...]:

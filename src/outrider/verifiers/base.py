@@ -17,10 +17,15 @@ MAX_EXTRA_TOKENS = 128  # as in llama.cpp: vocabularies may differ in size by th
 
 @dataclass(frozen=True)
 class Description:
-    """What the edge must know of a verifier before it drafts for it. vocabulary: token strings by id, or empty."""
+    """What the edge must know of a verifier before it drafts for it.
+
+    vocab_size: tokens that have a name. row_count: ids that can be read, padding included. vocabulary: token strings
+    by id, or empty where the model came without a tokenizer.
+    """
 
     name: str
     vocab_size: int
+    row_count: int
     eos_ids: tuple[int, ...]
     fingerprint: str
     max_length: int | None
@@ -29,7 +34,7 @@ class Description:
 
 @dataclass(frozen=True)
 class Conditions:
-    """How a session decodes. vocab_size: the vocabulary that both models share."""
+    """How a session decodes. vocab_size: the ids that the target may emit."""
 
     settings: GenerationSettings
     accept: str
@@ -56,27 +61,46 @@ class Verifier(Protocol):
     def close(self, session: int) -> None: ...
 
 
-def shared_vocabulary(edge: Description, cloud: Description) -> int:
-    """How many token ids mean the same to both models.
+def shared_vocabulary(edge: Description, cloud: Description) -> tuple[int, int]:
+    """How many ids the drafter may draft, and how many the target may emit.
+
+    The target keeps every token that its tokenizer names, or its output would not be its own; the drafter must be able
+    to read them all, be it as padding rows. Without tokenizers, what both have rows for is shared.
 
     Raises:
-        VocabularyMismatch: two ids differ (the first is named), or the sizes do by more than 128.
+        VocabularyMismatch: two ids differ (the first is named), the sizes differ by more than 128, or the drafter has
+            no row for a token that the target may emit.
     """
     size = min(edge.vocab_size, cloud.vocab_size)
-    if edge.fingerprint == cloud.fingerprint:
-        return size
-    if edge.vocabulary and cloud.vocabulary:
-        for token, (ours, theirs) in enumerate(zip(edge.vocabulary, cloud.vocabulary, strict=False)):
-            if ours != theirs:
-                raise VocabularyMismatch(
-                    f"{edge.name} and {cloud.name} do not share a vocabulary: token {token} is {ours!r} there and "
-                    f"{theirs!r} here"
-                )
+    if not (edge.vocabulary and cloud.vocabulary):
+        _check_extra(edge, cloud)
+        return size, size
+    if edge.fingerprint != cloud.fingerprint:
+        _check_names(edge, cloud)
+        _check_extra(edge, cloud)
+    if cloud.vocab_size > edge.row_count:
+        token = edge.row_count
+        raise VocabularyMismatch(
+            f"{cloud.name} may emit token {token} ({cloud.vocabulary[token]!r}), which {edge.name} cannot read: "
+            f"it has {token} rows"
+        )
+    return size, cloud.vocab_size
+
+
+def _check_names(edge: Description, cloud: Description) -> None:
+    for token, (theirs, ours) in enumerate(zip(edge.vocabulary, cloud.vocabulary, strict=False)):
+        if theirs != ours:
+            raise VocabularyMismatch(
+                f"{edge.name} and {cloud.name} do not share a vocabulary: token {token} is {theirs!r} in the first and "
+                f"{ours!r} in the second"
+            )
+
+
+def _check_extra(edge: Description, cloud: Description) -> None:
     extra = abs(edge.vocab_size - cloud.vocab_size)
     if extra > MAX_EXTRA_TOKENS:
         larger, smaller = (edge, cloud) if edge.vocab_size > cloud.vocab_size else (cloud, edge)
         raise VocabularyMismatch(
-            f"{larger.name} has {extra} tokens more than {smaller.name}, the first of them {size}: "
+            f"{larger.name} has {extra} tokens more than {smaller.name}, the first of them {smaller.vocab_size}: "
             f"at most {MAX_EXTRA_TOKENS} are taken for padding"
         )
-    return size

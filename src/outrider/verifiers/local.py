@@ -55,7 +55,13 @@ def describe(engine: Engine) -> Description:
     """An engine as the other side sees it."""
     vocabulary = list(getattr(engine, "vocabulary", []))
     return Description(
-        engine.name, engine.vocab_size, engine.eos_ids, engine.fingerprint, engine.max_length, vocabulary
+        engine.name,
+        engine.vocab_size,
+        engine.row_count,
+        engine.eos_ids,
+        engine.fingerprint,
+        engine.max_length,
+        vocabulary,
     )
 
 

@@ -45,7 +45,8 @@ class Session:
     def _again(self, request: Verify) -> Verdict:
         assert self._last is not None
         asked, verdict = self._last
-        if (asked.base_length, asked.draft_ids) != (request.base_length, request.draft_ids):
+        same = ("base_length", "new_ids", "draft_ids")
+        if any(getattr(asked, name) != getattr(request, name) for name in same):
             raise StateError(f"round {request.round} was answered already, for other tokens")
         return verdict
 
