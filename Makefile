@@ -2,12 +2,14 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
+BASE   := $(VENV)/.installed
+STAMP  := $(VENV)/.installed-for-work
+PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 MODELS := .cache/models
 
 .PHONY: demo test check format lint types test-real bench clean
 
-demo: $(STAMP)
+demo: $(BASE)
 	$(BIN)/outrider demo
 
 test: $(STAMP)
@@ -29,16 +31,21 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# Real checkpoints, assembled beforehand into $(MODELS); see docs/structure.md.
+# A real pair, put into $(MODELS) beforehand; see docs/structure.md.
 test-real: $(STAMP)
 	$(BIN)/pytest -m real
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/loop_overhead.py
 
-$(STAMP): pyproject.toml constraints.txt
+$(BASE): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "outrider needs Python 3.11 or newer: make PYTHON=…")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,gguf,training]'
+	$(PIP) --editable .
+	touch $@
+
+$(STAMP): $(BASE)
+	$(PIP) --editable '.[dev,gguf,training]'
 	touch $@
 
 clean:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.errors import (
     AudioError,
+    DecodingError,
     InputError,
     ModelError,
     OutriderError,
@@ -44,6 +45,7 @@ _LAZY = {  # what needs torch is imported on first use, so that `outrider --help
 __all__ = [
     "Audio",
     "AudioError",
+    "DecodingError",
     "GenerationSettings",
     "InputError",
     "ModelError",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from outrider.config import GenerationSettings, OnLoop, Scope, check_choice
-from outrider.core.acceptance import rule
+from outrider.core.acceptance import Exact, Rule, rule
 from outrider.core.decoder import Decoder, Event, Plan
 from outrider.core.gate import Always, Gate
 from outrider.core.gate import gate as parse_gate
@@ -23,7 +24,7 @@ from outrider.edge.drivers import Link, sequential
 from outrider.engines.base import Prompt, Reader
 from outrider.engines.load import load_engine
 from outrider.errors import PromptError, SettingsError
-from outrider.prompts.audio import is_silent
+from outrider.prompts.audio import check_length, is_silent
 from outrider.prompts.chat import PromptLike, encode
 from outrider.verifiers.base import Conditions, Verifier, shared_vocabulary
 from outrider.verifiers.local import LocalVerifier, describe
@@ -44,8 +45,10 @@ class StreamEvent:
     source: Source
 
 
-def check_modes(gate: Gate, scope: str, on_loop: str | None, *, has_drafter: bool, has_verifier: bool) -> None:
-    """Raise SettingsError where settings contradict each other; needs no model."""
+def check_modes(
+    gate: Gate, accept: Rule, scope: str, on_loop: str | None, *, has_drafter: bool, has_verifier: bool
+) -> None:
+    """Raise SettingsError where settings contradict each other or would do nothing; needs no model."""
     check_choice("scope", scope, Scope)
     if on_loop is not None:
         check_choice("on_loop", on_loop, OnLoop)
@@ -59,6 +62,8 @@ def check_modes(gate: Gate, scope: str, on_loop: str | None, *, has_drafter: boo
         raise SettingsError(f"gate {gate} has no verifier to decide about")
     if not has_drafter and not isinstance(gate, Always):
         raise SettingsError(f"gate {gate} has no drafter to judge")
+    if not (has_drafter and has_verifier) and not isinstance(accept, Exact):
+        raise SettingsError(f"accept {accept} is about drafts and verdicts: it needs a drafter and a verifier")
     if scope == "repair" and gate.exact:
         raise SettingsError("scope 'repair' is for gates that skip blocks; this one leaves nothing to repair")
 
@@ -93,6 +98,7 @@ class SpeculativeDecoder:
         scope: Scope = "block",
         on_loop: OnLoop | None = None,
     ) -> None:
+        _check_kinds(draft, verifier)
         self.draft, self.verifier = draft, verifier
         self.gate = parse_gate(gate) if isinstance(gate, str) else gate
         self.accept, self._rule = accept, rule(accept)
@@ -100,7 +106,8 @@ class SpeculativeDecoder:
         self.lookahead = lookahead(k) if draft is not None else None
         self.on_loop: OnLoop = on_loop or ("escalate" if verifier is not None else "sample")
         self.scope: Scope = scope
-        check_modes(self.gate, scope, on_loop, has_drafter=draft is not None, has_verifier=verifier is not None)
+        sides = {"has_drafter": draft is not None, "has_verifier": verifier is not None}
+        check_modes(self.gate, self._rule, scope, on_loop, **sides)
         self._target = verifier.describe() if verifier is not None else describe(draft)
         self._draft_vocabulary = self._target_vocabulary = self._target.vocab_size
         if draft is not None and verifier is not None:
@@ -124,10 +131,19 @@ class SpeculativeDecoder:
         return run.result()
 
     def stream(self, prompt: PromptLike, **settings: Any) -> Generator[StreamEvent, None, Result]:
-        """Generate, telling what becomes of each token. The `Result` is the generator's return value."""
-        run = self._start(prompt, settings)
-        yield from run.stream()
-        return run.result()
+        """Generate, telling what becomes of each token. The `Result` is the generator's return value.
+
+        Raises at once, as `generate` does. Half a character at the very end of the output has no piece.
+        """
+        return self._start(prompt, settings).stream()
+
+    @property
+    def lossless(self) -> bool:
+        """Whether an output that verdicts decided throughout is the target's own.
+
+        A residual verdict keeps the target's distribution only if what is verified was not chosen by a gate.
+        """
+        return self._rule.lossless and (self.gate.exact or not self._rule.needs_q)
 
     @property
     def tokenizer(self) -> Any:
@@ -172,6 +188,10 @@ class SpeculativeDecoder:
         highest, limit = max(prompt.ids), self._target.row_count
         if highest >= limit:
             raise PromptError(f"{self._target.name} cannot read token {highest}: it has {limit} rows")
+        if prompt.audio is not None:
+            if not self._target.audio_seconds:
+                raise PromptError(f"{self._target.name} takes no audio, so it cannot verify what was heard")
+            check_length(prompt.audio, self._target.audio_seconds, self._target.name)
         self._check_length(prompt, settings)
 
     def _check_length(self, prompt: Prompt, settings: GenerationSettings) -> None:
@@ -222,18 +242,18 @@ class _Run:
         drafter = owner._drafter(self._prompt, self._settings)
         link = owner._link(self._prompt, self._settings)
         judge = None if link is None else (link.verify if drafter is not None else link.generate)
-        try:
+        with ExitStack() as closing:
+            if drafter is not None:
+                closing.callback(drafter.close)
+            if link is not None:
+                closing.callback(link.close)
             for event in sequential(decoder, drafter, judge):
                 if not stats.ttft_s and event.kind != "provisional":
                     stats.ttft_s = time.perf_counter() - started
                 yield event
             stats.total_s = time.perf_counter() - started
-        finally:
-            for opened in (drafter, link):
-                if opened is not None:
-                    opened.close()
 
-    def stream(self) -> Iterator[StreamEvent]:
+    def stream(self) -> Generator[StreamEvent, None, Result]:
         transcript = Transcript(self._owner.decode)
         for event in self.events():
             if event.index < len(transcript.ids) and event.kind == "revised":
@@ -242,6 +262,7 @@ class _Run:
                 transcript.push(event.token)
             text = transcript.pieces[event.index]
             yield StreamEvent(event.kind, event.index, event.token, text, event.source)
+        return self.result()
 
     def result(self) -> Result:
         decoder, stats = self._decoder, self._decoder.stats
@@ -255,7 +276,7 @@ class _Run:
             text=self._owner.decode(ids) if self._owner.tokenizer is not None else None,
             token_ids=ids,
             finish_reason=action.reason,  # type: ignore[union-attr]
-            guarantee=guarantee(stats, lossless_rule=self._owner._rule.lossless),
+            guarantee=guarantee(stats, lossless=self._owner.lossless),
             prompt_tokens=len(self._prompt.ids),
             stats=stats,
             sources=sources,
@@ -285,8 +306,21 @@ def _place(engine: Any) -> str:
     return f"{engine.name} ({str(engine.dtype).removeprefix('torch.')}, {engine.device})"
 
 
+def _check_kinds(draft: Any, verifier: Any) -> None:
+    if draft is not None and not hasattr(draft, "forward_many"):
+        raise SettingsError(f"draft is an engine, as from load_engine(…), not {type(draft).__name__}")
+    if verifier is not None and not hasattr(verifier, "describe"):
+        raise SettingsError(f"verifier is one from local(…) or connect(…), not {type(verifier).__name__}")
+
+
 def local(engine: Any) -> LocalVerifier:
-    """A verifier in this process."""
+    """A verifier in this process.
+
+    Raises:
+        SettingsError: `engine` is no engine.
+    """
+    if not hasattr(engine, "forward_many"):
+        raise SettingsError(f"local() takes an engine, as from load_engine(…), not {type(engine).__name__}")
     return LocalVerifier(engine)
 
 
@@ -296,6 +330,8 @@ def connect(target: str, **options: Any) -> Verifier | None:
     Raises:
         SettingsError: a target of another form.
     """
+    if not isinstance(target, str):
+        raise SettingsError(f"a cloud is a text such as local:MODEL, not {target!r}")
     if target == "none":
         return None
     kind, _, model = target.partition(":")

@@ -45,14 +45,18 @@ class GenerationSettings:
             _need(_is_number(getattr(self, name)), f"{name} is a finite number, not {getattr(self, name)!r}")
         _need(self.max_new_tokens >= 1, "max_new_tokens is 1 or more")
         _need(0 <= self.min_new_tokens <= self.max_new_tokens, "min_new_tokens is between 0 and max_new_tokens")
-        _need(self.temperature >= 0, "temperature is 0 (greedy) or more")
+        _need(self.temperature >= 0, f"temperature is 0 (greedy) or more, not {self.temperature}")
         _need(self.top_k >= 0, "top_k is 0 (off) or more")
-        _need(0 < self.top_p <= 1, "top_p is above 0 and at most 1")
+        _need(0 < self.top_p <= 1, f"top_p is above 0 and at most 1, not {self.top_p}")
         _need(0 <= self.min_p <= 1, "min_p is between 0 and 1")
         _need(0 <= self.seed < SEED_LIMIT, "seed is between 0 and 2^64 − 1")
-        _need(self.repetition_penalty > 0, "repetition_penalty is above 0 (1 is off)")
+        penalty = self.repetition_penalty
+        _need(0.01 <= penalty <= 100, f"repetition_penalty is between 0.01 and 100 (1 is off), not {penalty}")
         _need(self.no_repeat_ngram_size >= 0, "no_repeat_ngram_size is 0 (off) or more")
-        _need(self.sentences is None or (_is_whole(self.sentences) and self.sentences >= 1), "sentences is 1 or more")
+        _need(
+            self.sentences is None or (_is_whole(self.sentences) and self.sentences >= 1),
+            "sentences is a whole number, 1 or more",
+        )
         self._check_texts()
 
     def _check_texts(self) -> None:

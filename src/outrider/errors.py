@@ -7,6 +7,7 @@ OutriderError
 │   ├── AudioError        a recording that is unreadable, empty, too short, too long, or not finite
 │   └── ModelError        a checkpoint that is missing, unreadable or unsuitable, named
 │       └── VocabularyMismatch   the pair does not share a vocabulary
+├── DecodingError         the model leaves nothing to choose from: NaN logits, or every token banned
 └── StateError            the two sides of a session disagree about its tokens: a bug or a bad peer
 """
 
@@ -39,6 +40,10 @@ class ModelError(InputError):
 
 class VocabularyMismatch(ModelError):
     """Drafter and target do not share a vocabulary; the message names the first differing token."""
+
+
+class DecodingError(OutriderError):
+    """No token can be chosen: the model's logits are not numbers, or the constraints ban every token."""
 
 
 class StateError(OutriderError):

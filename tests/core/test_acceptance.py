@@ -382,3 +382,10 @@ def test_only_exact_and_residual_are_lossless_and_only_residual_needs_q() -> Non
 def test_errors_say_what_would_be_right(spec: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         rule(spec)
+
+
+@pytest.mark.parametrize("spec", ["rank:2", "margin:5", "typical:0.01"])
+def test_a_tolerant_rule_never_accepts_what_the_filters_exclude(spec: str) -> None:
+    row = torch.tensor([1.0, 0.9, 0.8])
+    assert rule(spec).accepts(Distribution(row, Sampling(temperature=1.0), 0), 1, None)
+    assert not rule(spec).accepts(Distribution(row, Sampling(temperature=1.0, top_k=1), 0), 1, None)

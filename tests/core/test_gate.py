@@ -142,8 +142,7 @@ def test_who_needs_signals_and_who_is_exact() -> None:
         (False, False),
         (True, False),
     ]
-    assert not gate("never|never").needs_signals
-    assert gate("never|entropy:1").needs_signals
+    assert gate("margin:1|entropy:1").needs_signals
 
 
 # Text -----------------------------------------------------------------------------------------------------------
@@ -161,7 +160,7 @@ def test_who_needs_signals_and_who_is_exact() -> None:
         ("entropy:1.5|logprob:2", AnyOf((Threshold("entropy", 1.5), Threshold("logprob", 2.0)))),
         (" entropy:1.5 | logprob:2 ", AnyOf((Threshold("entropy", 1.5), Threshold("logprob", 2.0)))),
         ("trigger:entropy:1.5", Trigger(Threshold("entropy", 1.5))),
-        ("trigger:entropy:1|never", Trigger(AnyOf((Threshold("entropy", 1.0), Never())))),
+        ("trigger:entropy:1|margin:2", Trigger(AnyOf((Threshold("entropy", 1.0), Threshold("margin", 2.0))))),
     ],
 )
 def test_parsing(spec: str, expected: object) -> None:
@@ -171,7 +170,7 @@ def test_parsing(spec: str, expected: object) -> None:
 limits = st.floats(0, 1e6, allow_subnormal=False)
 thresholds = st.builds(Threshold, st.sampled_from(NAMES), limits, st.booleans())
 singles = st.one_of(thresholds, st.just(Always()), st.just(Never()))
-gates = st.one_of(singles, st.lists(singles, min_size=2, max_size=3).map(lambda parts: AnyOf(tuple(parts))))
+gates = st.one_of(singles, st.lists(thresholds, min_size=2, max_size=3).map(lambda parts: AnyOf(tuple(parts))))
 
 
 @settings(max_examples=100, deadline=None)
@@ -196,6 +195,9 @@ def test_what_people_write_is_printed_as_they_wrote_it(spec: str) -> None:
         ("always:1", "expected always, never"),
         ("trigger:", "expected always, never"),
         ("entropy:1|", "expected always, never"),
+        ("entropy:1|never", "stand alone"),
+        ("always|never", "stand alone"),
+        ("trigger:trigger:never", "said once"),
         ("entropy", "'' is not a number; write for example entropy:1.5"),
         ("entropy:", "'' is not a number"),
         ("entropy:high", "'high' is not a number"),

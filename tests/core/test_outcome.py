@@ -36,7 +36,7 @@ def test_counting_sources() -> None:
     ],
 )
 def test_the_guarantee_is_judged_by_what_was_done(sources: list[Source], lossless: bool, expected: str) -> None:
-    assert guarantee(stats_of(sources), lossless_rule=lossless) == expected
+    assert guarantee(stats_of(sources), lossless=lossless) == expected
 
 
 def test_rates_are_those_of_the_vocabulary() -> None:

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from outrider.core.sampling import Distribution, Sampling, Stream, Support, gumbel, support, uniforms
+from outrider.errors import DecodingError
 
 INF = math.inf
 seeds = st.integers(0, 2**64 - 1)
@@ -368,3 +369,16 @@ def test_the_coin_is_its_streams_first_uniform() -> None:
     coin = Distribution(P.log(), Sampling(1.0, seed=8), 4).uniform(Stream.ACCEPT)
     assert coin == one(8, 4, Stream.ACCEPT)
     assert coin != one(8, 4, Stream.TOKEN)
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-6])
+def test_a_tiny_temperature_is_greedy_and_never_overflows(temperature: float) -> None:
+    row = torch.tensor([1.0, 30.0, -5.0, 29.5])
+    assert Distribution(row, Sampling(temperature=temperature, seed=3), 0).choice == 1
+
+
+@pytest.mark.parametrize("row", [[float("nan"), 1.0, 2.0], [float("-inf")] * 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_anything_to_choose_is_an_error(row: list[float], temperature: float) -> None:
+    with pytest.raises(DecodingError, match="position 7"):
+        _ = Distribution(torch.tensor(row), Sampling(temperature=temperature), 7).choice

@@ -92,3 +92,21 @@ def test_a_ragged_batch_equals_single_forwards(kind: str) -> None:
     for one, many in zip(single, batched, strict=True):
         torch.testing.assert_close(many, one, rtol=1e-4, atol=1e-4)
     assert [model.kv_len(slot) for slot in slots] == [prefix + new for prefix, new in lengths]
+
+
+def test_a_batch_with_one_slot_twice_or_too_many_rows_is_refused() -> None:
+    model = engine("qwen2")
+    slot = model.open(PROMPT)
+    with pytest.raises(StateError, match="twice"):
+        model.forward_many([Feed(slot, [1], 1), Feed(slot, [2], 1)])
+    with pytest.raises(StateError, match="3 rows wanted of 1"):
+        model.forward(slot, [1], 3)
+
+
+def test_padding_never_runs_past_a_table_of_positions() -> None:
+    model = engine("gpt2")
+    nearly_full, short = model.open(PROMPT), model.open(PROMPT)
+    model.forward(nearly_full, tokens(508), 1)
+    rows = model.forward_many([Feed(nearly_full, [3, 4], 1), Feed(short, tokens(40), 1)])
+    alone = model.open(PROMPT)
+    torch.testing.assert_close(rows[0], model.forward(alone, [*tokens(508), 3, 4], 1), rtol=1e-4, atol=1e-4)

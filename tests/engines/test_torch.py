@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers as tf
 
 from outrider.engines.base import Prompt, Reader
 from outrider.engines.torch import TorchEngine
@@ -74,3 +75,45 @@ def test_a_reader_feeds_what_the_cache_lacks_and_nothing_twice() -> None:
         reader.read(ids, 1)
     reader.settle(len(ids))
     torch.testing.assert_close(reader.read(ids, 1), first)
+
+
+def test_longrope_is_used_only_where_its_factors_do_not_change() -> None:
+    config = tf.Phi3Config(
+        vocab_size=97,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=256,
+        original_max_position_embeddings=32,
+        pad_token_id=0,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+            "original_max_position_embeddings": 32,
+        },
+    )
+    assert TorchEngine(tf.Phi3ForCausalLM(config)).max_length == 32
+
+
+def test_a_model_that_mixes_slots_up_in_a_batch_is_refused() -> None:
+    torch.manual_seed(0)
+    config = tf.GPTNeoConfig(
+        vocab_size=97, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]
+    )
+    made = tf.GPTNeoForCausalLM(config).eval()
+    for weight in made.parameters():
+        if weight.dim() > 1:
+            weight.data.normal_(0, 0.3)
+    with pytest.raises(ModelError, match="local"):
+        TorchEngine(made)
+
+
+def test_a_cache_that_mixes_slots_up_in_a_batch_is_caught_by_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = TorchEngine._mask
+    monkeypatch.setattr(TorchEngine, "_mask", lambda self, at: mask(self, at.max(0, keepdim=True).values.expand_as(at)))
+    with pytest.raises(ModelError, match="beside another slot"):
+        TorchEngine(model("qwen2"))

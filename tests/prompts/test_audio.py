@@ -101,3 +101,20 @@ def test_silence_and_clipping_are_audio() -> None:
     assert is_silent(load(Audio(np.zeros(SAMPLE_RATE, np.float32))))
     clipped = np.clip(4 * tone(0.5), -1, 1).astype(np.float32)
     assert not is_silent(load(Audio(clipped)))
+
+
+@pytest.mark.parametrize("source", [None, 5, b"x", [0.1] * 16000, object()])
+def test_what_is_no_recording_is_refused(source: object) -> None:
+    with pytest.raises(AudioError, match="a recording is a path"):
+        load(Audio(source))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scale", [1e3, 1e30, 1e200])
+def test_samples_that_are_no_waveform_are_refused(scale: float) -> None:
+    with pytest.raises(AudioError, match="samples as large as"):
+        load(Audio(tone(0.5).astype(np.float64) * scale))
+
+
+def test_swapped_axes_are_pointed_out() -> None:
+    with pytest.raises(AudioError, match="axes may be swapped"):
+        load(Audio(np.zeros((2, 16000), np.float32)))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import Group, Parameter
+from cyclopts import Group, Parameter, Token
 
 from outrider.config import OnLoop, Scope
 from outrider.errors import SettingsError
@@ -17,6 +18,21 @@ MODELS = Group("Models", sort_key=1)
 SPECULATION = Group("Speculation", sort_key=2)
 DECODING = Group("Decoding", sort_key=3)
 OUTPUT = Group("Output", sort_key=4)
+
+
+def _whole(type_: Any, tokens: Sequence[Token]) -> int:
+    """A whole number; left to itself the parser cuts 1.5 down to 1."""
+    try:
+        return int(tokens[0].value)
+    except ValueError:
+        raise SettingsError(f"{tokens[0].keyword or 'argument'}: {tokens[0].value!r} is not a whole number") from None
+
+
+def _block_length(type_: Any, tokens: Sequence[Token]) -> int | str:
+    return "auto" if tokens[0].value == "auto" else _whole(type_, tokens)
+
+
+Whole = Annotated[int, Parameter(converter=_whole)]
 
 
 @Parameter(name="*", group=MODELS)
@@ -53,17 +69,18 @@ class Speculation:
         Tokens per block, 1 to 64, or auto: for as long as the drafter is sure.
     gate
         Which blocks are verified: always, never, SIGNAL:THRESHOLD with SIGNAL entropy, margin, maxprob or logprob,
-        any-of with |. Blocks that are sure enough are skipped, which is lossy; with the prefix trigger: they stay
-        provisional until a verdict and the result stays exact.
+        SIGNAL.mean for the mean over the block, any-of with |. Blocks that are sure enough are skipped, which is
+        lossy; with the prefix trigger: they stay provisional until a verdict and the result stays exact.
     accept
         exact, residual, rank:N, margin:D or typical:E.
     scope
         What becomes of skipped tokens that the verifier would have changed: block leaves them, repair rolls back.
     on_loop
-        When the output loops: escalate the next block, sample one token (edge-only), stop, or ignore.
+        When the output loops: escalate the next block (the default), sample one token (the default without a
+        cloud), stop, or ignore.
     """
 
-    k: int | Literal["auto"] = 5
+    k: Annotated[int | Literal["auto"], Parameter(converter=_block_length)] = 5
     gate: str = "always"
     accept: str = "exact"
     scope: Scope = "block"
@@ -103,17 +120,17 @@ class Decoding:
         Do not stop at the end-of-sequence token.
     """
 
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0
+    max_new_tokens: Whole = 128
+    min_new_tokens: Whole = 0
     temperature: float = 0.0
-    top_k: int = 0
+    top_k: Whole = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0
+    seed: Whole = 0
     repetition_penalty: float = 1.0
-    no_repeat_ngram: int = 0
+    no_repeat_ngram: Whole = 0
     stop: Annotated[tuple[str, ...], Parameter(negative="")] = ()
-    sentences: int | None = None
+    sentences: Annotated[int | None, Parameter(converter=_whole)] = None
     ignore_eos: Annotated[bool, Parameter(negative="")] = False
 
     def settings(self) -> dict[str, Any]:
@@ -169,6 +186,6 @@ def check(models: Models, speculation: Speculation) -> None:
     if models.cloud != "none" and not models.cloud.startswith("local:"):
         raise SettingsError(f"--cloud {models.cloud!r}: expected local:MODEL or none")
     present = {"has_drafter": models.edge != "none", "has_verifier": models.cloud != "none"}
-    check_modes(gate(speculation.gate), speculation.scope, speculation.on_loop, **present)
-    rule(speculation.accept)
+    accept = rule(speculation.accept)
+    check_modes(gate(speculation.gate), accept, speculation.scope, speculation.on_loop, **present)
     lookahead(speculation.k)

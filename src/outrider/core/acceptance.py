@@ -9,7 +9,9 @@ filters; d the drafted token; k the block length. Row i of the target is what fo
                more acceptances, needs the very q that was drawn from (Leviathan et al., 2023; Chen et al., 2023)
     rank:N     accept d if it is among the target's N best                          } lossy: guarantee
     margin:D   accept d if log p(best) − log p(d) ≤ D                               } "best-effort"
-    typical:E  accept d if p(d) > min(E, √E·exp(−H(p))) (Hewitt et al., 2022)       }
+    typical:E  accept d if p(d) > min(E, √E·exp(−H(p))) (Cai et al., 2024)          }
+
+The lossy rules never accept what constraints or filters exclude; they rank what is left by p before top-k and top-p.
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ class _Tolerant:
     needs_q = False
 
     def accepts(self, p: Distribution, d: int, q: Support | None) -> bool:
-        return d == p.choice or (math.isfinite(float(p.row[d])) and self._tolerates(p, d))
+        return d == p.choice or (p.allows(d) and self._tolerates(p, d))
 
     def _tolerates(self, p: Distribution, d: int) -> bool:
         raise NotImplementedError
@@ -149,6 +151,8 @@ def rule(spec: str) -> Rule:
     Raises:
         SettingsError: an unknown name, or a limit that is missing or out of range.
     """
+    if not isinstance(spec, str):
+        raise SettingsError(f"accept is a text such as exact or rank:20, not {spec!r}")
     name, _, limit = spec.partition(":")
     if name in ("exact", "residual"):
         if limit:
@@ -190,6 +194,7 @@ def judge(
     """
     if accept.needs_q and (q is None or len(q) != len(ids) - base):
         raise SettingsError("residual acceptance needs the distribution that each draft was drawn from")
+    noise *= policy.noise_gain
     ties: list[int] = []
     for i, d in enumerate(ids[base:]):
         p = policy.distribution(rows[i], ids, base + i)

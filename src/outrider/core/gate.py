@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from outrider.config import plain_number
+from outrider.core.sampling import tempered
 from outrider.errors import SettingsError
 
 Name = Literal["entropy", "margin", "maxprob", "logprob"]
@@ -60,7 +61,7 @@ class Gate(Protocol):
 
 def measure(row: Tensor, token: int, temperature: float) -> Signals:
     """The signals of `token`, drawn from the raw logits `row` (float32 [V]); temperature 0 counts as 1."""
-    logq = torch.log_softmax(row / (temperature or 1.0), -1)
+    logq = torch.log_softmax(tempered(row, temperature), -1)
     best = torch.topk(logq, min(2, logq.shape[-1])).values.exp()
     entropy = -float(torch.dot(logq.exp(), torch.clamp(logq, min=torch.finfo(logq.dtype).min)))
     second = float(best[1]) if len(best) == 2 else 0.0
@@ -108,7 +109,8 @@ class Threshold:
         return self._decision(value > self.limit, value, ">" if value > self.limit else "<=")
 
     def _decision(self, unsure: bool, value: float, sign: str) -> Decision:
-        return Decision(unsure, f"{self.signal} {value:.3g} {sign} {self.limit:g}")
+        name = f"{self.signal}.mean" if self.mean else self.signal
+        return Decision(unsure, f"{name} {value:.3g} {sign} {self.limit:g}")
 
     def _value(self, values: list[float]) -> float:
         if not values:
@@ -164,12 +166,19 @@ def gate(spec: str) -> Gate:
     Raises:
         SettingsError: an unknown signal, or a threshold that is missing or not a finite number ≥ 0.
     """
+    if not isinstance(spec, str):
+        raise SettingsError(f"a gate is a text such as entropy:1.5, not {spec!r}")
     prefix, _, rest = spec.partition(":")
     if prefix == "trigger":
-        return Trigger(gate(rest))
+        inner = gate(rest)
+        if isinstance(inner, Trigger):
+            raise SettingsError(f"gate {spec!r}: trigger: is said once")
+        return Trigger(inner)
     parts = tuple(_single(part.strip(), spec) for part in spec.split("|"))
     if len(parts) == 1:
         return parts[0]
+    if any(isinstance(part, (Always, Never)) for part in parts):
+        raise SettingsError(f"gate {spec!r}: always and never stand alone; | joins thresholds")
     return AnyOf(parts)
 
 

@@ -67,14 +67,14 @@ class Stats:
         self.edge_tokens = len(sources) - self.cloud_tokens
 
 
-def guarantee(stats: Stats, *, lossless_rule: bool) -> Guarantee:
+def guarantee(stats: Stats, *, lossless: bool) -> Guarantee:
     """What the output is worth, judged by what was done and not by what was planned.
 
     exact: every token was decided by a lossless verdict. edge-only: the verifier decided none. Else best-effort.
     """
     if stats.cloud_tokens == 0:
         return "edge-only"
-    if stats.edge_tokens == 0 and lossless_rule:
+    if stats.edge_tokens == 0 and lossless:
         return "exact"
     return "best-effort"
 

@@ -43,8 +43,14 @@ class Policy:
         row = self.constraints.apply(row[: self.vocab_size], ids, length, self._index)
         return Distribution(row, self.sampling, length)
 
+    @property
+    def noise_gain(self) -> float:
+        """By how much the constraints can enlarge a difference between two logits."""
+        penalty = self.constraints.repetition_penalty
+        return max(penalty, 1.0 / penalty)
+
     def leave_loop(self, row: Tensor, ids: list[int], length: int) -> int:
-        """A seeded draw from the five best at temperature 0.8 (`--on-loop sample`)."""
+        """A seeded draw from the five best at temperature 0.8 (`--on-loop sample`). row: float32 [≥ vocab_size]."""
         constrained = self.distribution(row, ids, length).row
         options: Support = support(constrained, Sampling(LOOP_TEMPERATURE, top_k=LOOP_SHORTLIST))
         return options.draw(self.sampling.seed, length, Stream.LOOP)

@@ -8,6 +8,7 @@ the verifier's token is the one that it would have drawn alone (MATHS: "Sampled,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor
 
 from outrider.core import rows
-from outrider.errors import SettingsError
+from outrider.errors import DecodingError
 
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+COLDEST = 1e-30  # float32 can still divide by it, and nothing but the best survives
 NUCLEUS_SHORTLIST = 1024  # a nucleus is nearly always inside the best 1,024; sorting 150k entries costs 10 ms
 
 
@@ -98,16 +100,19 @@ class Support:
 
 def support(row: Tensor, sampling: Sampling) -> Support:
     """Filter a row of logits (float32 [V], −inf where banned) as transformers' warpers do."""
-    scores = row / sampling.temperature
+    scores = tempered(row, sampling.temperature)
     ids = _candidates(scores, sampling.top_k)
-    if not len(ids):
-        raise SettingsError("the constraints leave no token to choose: every one of them is banned here")
     scores = scores[ids]
     for filtered, limit in ((_nucleus, sampling.top_p), (_above_floor, sampling.min_p)):
         keep = filtered(scores, limit)
         if keep is not None:
             ids, scores = ids[keep], scores[keep]
     return Support(ids, torch.log_softmax(scores, -1))
+
+
+def tempered(row: Tensor, temperature: float) -> Tensor:
+    """The row at a temperature (0 counts as 1), shifted so that its best is 0: no temperature can overflow it."""
+    return (row - row.max()) / (max(temperature, COLDEST) if temperature else 1.0)
 
 
 def _candidates(scores: Tensor, top_k: int) -> Tensor:
@@ -161,9 +166,16 @@ class Distribution:
 
     @cached_property
     def choice(self) -> int:
-        """The token that this model alone would emit here: its argmax, or its Gumbel draw."""
+        """The token that this model alone would emit here: its argmax, or its Gumbel draw.
+
+        Raises:
+            DecodingError: the row holds NaN, or every token is banned.
+        """
+        best = rows.best(self.row)  # NaN counts as the largest
+        if not math.isfinite(float(self.row[best])):
+            raise DecodingError(f"no token can be chosen at position {self.position}: NaN logits, or all are banned")
         if self.sampling.greedy:
-            return rows.best(self.row)
+            return best
         return self.support.draw(self.sampling.seed, self.position)
 
     @cached_property
@@ -176,7 +188,13 @@ class Distribution:
     @cached_property
     def logp(self) -> Tensor:
         """float32 [V]: log-probabilities at the sampling temperature (1 when greedy), before top-k/p."""
-        return torch.log_softmax(self.row / (self.sampling.temperature or 1.0), -1)
+        return torch.log_softmax(tempered(self.row, self.sampling.temperature), -1)
+
+    def allows(self, token: int) -> bool:
+        """Whether constraints and filters leave this token a chance."""
+        if self.sampling.greedy:
+            return math.isfinite(float(self.row[token]))
+        return bool((self.support.ids == token).any())
 
     def uniform(self, stream: Stream) -> float:
         return float(uniforms(self.sampling.seed, self.position, np.zeros(1, np.int64), stream)[0])

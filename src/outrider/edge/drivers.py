@@ -34,7 +34,10 @@ class Link:
         """The next verdict of cloud-only decoding, as one stream for the whole output."""
         if self._stream is None:
             self._stream = self._verifier.generate(self.session)
-        return next(self._stream)
+        verdict = next(self._stream, None)
+        if verdict is None:
+            raise StateError("the verifier ended its stream before the output was complete")
+        return verdict
 
     def close(self) -> None:
         if self._session is not None:

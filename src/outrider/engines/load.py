@@ -21,21 +21,24 @@ _BUNDLED_NAMES = {"demo": "edge", "demo:edge": "edge", "demo:cloud": "cloud"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def load_engine(model: Any, *, tokenizer: Any = None, dtype: str = "auto", device: str = "auto") -> TorchEngine:
+def load_engine(
+    model: Any, *, tokenizer: Any = None, extractor: Any = None, dtype: str = "auto", device: str = "auto"
+) -> TorchEngine:
     """Load a model and give it KV slots.
 
     Args:
         model: a directory or hub id of transformers checkpoints, a `.gguf` file, "demo:edge" (or "demo") or
-            "demo:cloud" for the bundled pair, or a transformers model that is loaded already (with its `tokenizer`).
+            "demo:cloud" for the bundled pair, or a transformers model that is loaded already.
+        tokenizer, extractor: instead of the checkpoint's own; a loaded model comes without.
         dtype: float32, bfloat16, float16; auto is float32 on a CPU and the checkpoint's own on a GPU.
         device: a torch device such as cpu or cuda:1; auto is cuda where there is one.
 
     Raises:
-        ModelError: no such checkpoint, unreadable, or one whose cache cannot be truncated.
-        SettingsError: an unknown dtype or device.
+        ModelError: no such checkpoint, unreadable, lacking weights, or one whose cache cannot be truncated.
+        SettingsError: an unknown dtype or device, or one for a model that is loaded already.
     """
     if not isinstance(model, (str, Path)):
-        return TorchEngine(model, tokenizer, name=type(model).__name__)
+        return _wrap(model, tokenizer, extractor, dtype, device)
     target = _device(device)
     path = locate(str(model))
     options = {"dtype": _dtype(dtype, target)}
@@ -44,10 +47,37 @@ def load_engine(model: Any, *, tokenizer: Any = None, dtype: str = "auto", devic
         warnings.simplefilter("ignore")  # remarks of the loading library about checkpoints are not ours to fix
         try:
             parts = _load_gguf(path, options) if path.endswith(".gguf") else _load_transformers(path, options)
-        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+            loaded = parts[0].to(target)
+        except _foreign_errors() as error:
             raise ModelError(f"cannot load {model}: {_first_line(error)}") from error
-    loaded, tokenizer, extractor = parts
-    return TorchEngine(loaded.to(target), tokenizer, extractor, name=str(model))
+    return TorchEngine(loaded, tokenizer or parts[1], extractor or parts[2], name=str(model))
+
+
+def _wrap(model: Any, tokenizer: Any, extractor: Any, dtype: str, device: str) -> TorchEngine:
+    if not hasattr(model, "config") or not hasattr(model, "forward"):
+        raise ModelError(f"a model is a name or a transformers model, not {type(model).__name__}")
+    if (dtype, device) != ("auto", "auto"):
+        raise SettingsError("dtype and device are for models given by name; move a loaded model with its own .to()")
+    return TorchEngine(model, tokenizer, extractor)
+
+
+def _foreign_errors() -> tuple[type[Exception], ...]:
+    """What reading a checkpoint can raise, in the libraries that read it."""
+    from huggingface_hub import errors
+    from safetensors import SafetensorError
+
+    strict = getattr(errors, "StrictDataclassError", OSError)
+    return (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        ImportError,
+        SafetensorError,
+        strict,
+    )
 
 
 def locate(name: str) -> str:
@@ -58,6 +88,8 @@ def locate(name: str) -> str:
     """
     if name in _BUNDLED_NAMES:
         return str(BUNDLED / _BUNDLED_NAMES[name])
+    if not name.strip():
+        raise ModelError("a model's name is empty: give a checkpoint's directory, a .gguf file, a hub id, or demo")
     path = Path(name).expanduser()
     if name.endswith(".gguf"):
         if not path.is_file():
@@ -79,8 +111,16 @@ def _load_transformers(path: str, options: dict[str, Any]) -> tuple[Any, Any, An
     if config.is_encoder_decoder:
         raise ModelError(f"{path}: {config.model_type} is an encoder-decoder; outrider takes decoder-only models")
     auto = _class_for(config)
-    model = auto.from_pretrained(path, **options)
+    model = _complete(path, *auto.from_pretrained(path, output_loading_info=True, **options))
     return model, _tokenizer(path), _extractor(path) if config.model_type in _AUDIO_TYPES else None
+
+
+def _complete(path: str, model: Any, report: dict[str, Any]) -> Any:
+    """The model, unless the loading library had to invent weights that the checkpoint lacks."""
+    lacking = sorted(map(str, report.get("missing_keys", ())))
+    if lacking:
+        raise ModelError(f"{path} lacks {len(lacking)} of the model's weights, the first {lacking[0]}")
+    return model
 
 
 _AUDIO_TYPES = ("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen2_audio")
@@ -108,7 +148,8 @@ def _load_gguf(path: str, options: dict[str, Any]) -> tuple[Any, Any, Any]:
     if hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     auto, tokenizers = transformers.AutoModelForCausalLM, transformers.AutoTokenizer
-    model = auto.from_pretrained(str(file.parent), gguf_file=file.name, **options)
+    loaded = auto.from_pretrained(str(file.parent), gguf_file=file.name, output_loading_info=True, **options)
+    model = _complete(path, *loaded)
     return model, tokenizers.from_pretrained(str(file.parent), gguf_file=file.name), None
 
 
@@ -164,7 +205,9 @@ def _device(name: str) -> Any:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise SettingsError(f"device {name!r}: {_first_line(error)}") from None
+        raise SettingsError(f"device {name!r}: expected cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise SettingsError(f"device {name!r}: expected cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SettingsError(f"device {name!r}: this machine shows no CUDA device")
     return device

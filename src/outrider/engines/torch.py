@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.engines.base import Feed, Prompt
 from outrider.engines.families import AudioLanguage, MaskLike, Text
 from outrider.engines.slots import SlotCache
-from outrider.errors import ModelError, PromptError
+from outrider.errors import ModelError, PromptError, StateError
 
 PROBE_HEAD, PROBE_STEP = 9, 3  # tokens read before a roll-back, and in one block after it
 NOISE_HEAD, NOISE_TAIL = 64, 12  # the same where rounding is to be measured as well
@@ -58,7 +58,7 @@ class TorchEngine:
         self.row_count = int(self._text_config.vocab_size)
         self.vocab_size = _named(tokenizer, self.row_count)
         self.eos_ids = _eos_ids(model)
-        self.max_length: int | None = getattr(self._text_config, "max_position_embeddings", None)
+        self.max_length = _max_length(self._text_config)
         self.noise = self._probe()
 
     @property
@@ -106,6 +106,7 @@ class TorchEngine:
 
     @torch.inference_mode()
     def forward_many(self, feeds: Seq[Feed]) -> list[Tensor]:
+        _check_feeds(feeds)
         width = max(len(feed.ids) for feed in feeds)
         starts = [self.kv_len(feed.slot) for feed in feeds]
         # Shorter feeds are padded at the end; what the padding writes lies beyond the slot's length: never seen.
@@ -114,7 +115,10 @@ class TorchEngine:
         media = self._place_media(feeds, starts, width)
         keep = max(width - len(feed.ids) + feed.rows for feed in feeds)
         self._cache.begin([feed.slot for feed in feeds], positions)
-        logits = self._family.logits(ids, positions, self._mask(positions), self._cache, keep, media)
+        # Padding takes its row's last real position: a table of positions may end there.
+        ends = torch.tensor([start + len(feed.ids) - 1 for feed, start in zip(feeds, starts, strict=True)])
+        read_at = torch.minimum(positions, ends.to(self.device)[:, None])
+        logits = self._family.logits(ids, read_at, self._mask(positions), self._cache, keep, media)
         for feed, start in zip(feeds, starts, strict=True):
             self._cache.lengths[feed.slot] = start + len(feed.ids)
         return [_last_rows(logits[i], width - len(feed.ids), feed.rows) for i, feed in enumerate(feeds)]
@@ -170,8 +174,11 @@ class TorchEngine:
         exact = self.dtype == torch.float32
         head, tail = (PROBE_HEAD, PROBE_STEP) if exact else (NOISE_HEAD, NOISE_TAIL)
         head = min(head, (self.max_length or head + tail) - tail)
+        if head < PROBE_STEP:
+            raise ModelError(f"{self.name} holds {self.max_length} positions: too few to work with")
         ids = [7 * i % max(self.vocab_size - 1, 1) for i in range(1, head + tail + 1)]
-        plain = self._family.reference(torch.tensor([ids], device=self.device))[0, head:].float()
+        whole = self._family.reference(torch.tensor([ids], device=self.device))[0].float()
+        plain = whole[head:]
         slot = self.open(Prompt(tuple(ids)))
         self.forward(slot, [*ids[:head], *reversed(ids[head:])], 1)
         blocks = self._read_in_steps(slot, ids, head, PROBE_STEP)
@@ -179,19 +186,56 @@ class TorchEngine:
         for part in (ids[: head // 3], ids[head // 3 : head]):
             self.forward(slot, part, 1)
         single = self._read_in_steps(slot, ids, head, 1)
+        batched = self._read_beside_another(slot, ids, head)
         self.close(slot)
-        worst = max(float((a - b).abs().max()) for a, b in ((blocks, plain), (single, plain), (blocks, single)))
+        beside = torch.cat([plain, whole[PROBE_STEP : PROBE_STEP + 1]])
+        pairs = ((blocks, plain), (single, plain), (batched, beside), (blocks, single))
+        worst = float(torch.stack([(a - b).abs().max() for a, b in pairs]).max())
         if not worst <= PROBE_TOLERANCE[self.dtype] * (float(plain.std()) + 1e-6):
             raise ModelError(
-                f"{self.name} ({type(self.model).__name__}): its cache cannot be truncated: after a roll-back its "
-                f"logits differ by {worst:.3g} from a plain forward's"
+                f"{self.name} ({type(self.model).__name__}): its cache cannot be truncated: after a roll-back, or "
+                f"beside another slot, its logits differ by {worst:.3g} from a plain forward's"
             )
         return 0.0 if exact else 2 * max(worst, torch.finfo(self.dtype).eps * float(plain.abs().max()))
+
+    def _read_beside_another(self, slot: int, ids: Seq[int], head: int) -> Tensor:
+        """Roll back to the probe's head and read the rest in one batch with a shorter sequence; rows of both."""
+        self.truncate(slot, head)
+        other = self.open(Prompt(tuple(ids)))
+        self.forward(other, ids[:2], 1)
+        tail = ids[head:]
+        rows = self.forward_many([Feed(slot, tail, len(tail)), Feed(other, ids[2 : PROBE_STEP + 1], 1)])
+        self.close(other)
+        return torch.cat(rows)
 
     def _read_in_steps(self, slot: int, ids: Seq[int], head: int, step: int) -> Tensor:
         """Roll back to the first `head` tokens and read the rest, `step` at a time."""
         self.truncate(slot, head)
         return torch.cat([self.forward(slot, ids[i : i + step]) for i in range(head, len(ids), step)])
+
+
+def _check_feeds(feeds: Seq[Feed]) -> None:
+    slots = [feed.slot for feed in feeds]
+    if len(set(slots)) < len(slots):
+        raise StateError(f"one slot stands twice in a batch: {slots}")
+    for feed in feeds:
+        if not 0 < feed.rows <= len(feed.ids):
+            raise StateError(f"slot {feed.slot}: {feed.rows} rows wanted of {len(feed.ids)} fed tokens")
+
+
+def _max_length(config: Any) -> int | None:
+    """Positions that the model was made for.
+
+    LongRoPE changes its factors past the original length, for what is cached already and for every slot in a batch:
+    such a model is used up to there.
+    """
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", limit
+        )
+    return limit
 
 
 def _last_rows(logits: Tensor, padding: int, rows: int) -> Tensor:
@@ -207,9 +251,10 @@ def _windows(config: Any, name: str) -> dict[str, int | None]:
     """Attention kinds of the layers, with their sliding windows. Any other kind keeps a state that has no length."""
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+    kinds |= set(getattr(config, "attention_layers", ())) & {"local"}  # GPT-Neo masks by buffer offset, not by slot
     strange = kinds - {"full_attention", "sliding_attention"}
     if strange:
-        raise ModelError(f"{name}: layers of kind {', '.join(sorted(strange))} keep a state that cannot be truncated")
+        raise ModelError(f"{name}: layers of kind {', '.join(sorted(strange))} cannot be rolled back slot by slot")
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
 
 

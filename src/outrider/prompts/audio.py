@@ -12,7 +12,9 @@ from outrider.errors import AudioError
 
 SAMPLE_RATE = 16_000
 MIN_SECONDS = 0.1
+MAX_CHANNELS = 64
 MAX_SECONDS = 3600.0  # refused before anything is decoded; a model's own limit comes on top
+MAX_PEAK = 100.0  # beyond this it is no waveform in [−1, 1], however clipped
 SILENCE_PEAK = 1e-4  # −80 dBFS
 
 
@@ -37,6 +39,9 @@ def load(audio: Audio) -> np.ndarray:
     Raises:
         AudioError: unreadable, not audio, empty, shorter than 0.1 s, longer than an hour, or not finite.
     """
+    if not isinstance(audio.source, (str, Path, np.ndarray)):
+        kind = type(audio.source).__name__
+        raise AudioError(f"a recording is a path or a numpy array of floats, not {kind}")
     if isinstance(audio.source, np.ndarray):
         name, wave, rate = "the waveform", audio.source, audio.sampling_rate
     else:
@@ -82,11 +87,15 @@ def _prepare(name: str, wave: np.ndarray, rate: int) -> np.ndarray:
         raise AudioError(f"{name}: a sampling rate of {rate} Hz")
     if not np.isfinite(wave).all():
         raise AudioError(f"{name}: holds samples that are not finite (NaN or infinity)")
+    if wave.ndim == 2 and wave.shape[1] > MAX_CHANNELS:
+        raise AudioError(f"{name}: {wave.shape[1]} channels; expected [samples, channels], the axes may be swapped")
     seconds = len(wave) / rate
     if seconds < MIN_SECONDS:
         raise AudioError(
             f"{name}: lasts {seconds:.3f} s; at least {MIN_SECONDS} s are needed" if len(wave) else f"{name}: empty"
         )
+    if np.abs(wave).max() > MAX_PEAK:
+        raise AudioError(f"{name}: samples as large as {np.abs(wave).max():.3g}; expected floats in [−1, 1]")
     return _to_16k(_to_mono(wave.astype(np.float32)), rate)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from numbers import Integral
 from typing import Any
 
 from outrider.engines.base import Prompt
@@ -25,11 +26,13 @@ def encode(engine: Any, prompt: PromptLike) -> Prompt:
     if isinstance(prompt, Audio):
         return _encode_audio(engine, prompt)
     if isinstance(prompt, str):
+        if not prompt.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in prompt):
+            raise PromptError("the prompt holds half a surrogate pair: it is not text")
         return Prompt(_checked(engine, _tokenizer(engine)(prompt)["input_ids"]))
     if not isinstance(prompt, Seq) or isinstance(prompt, bytes):
         raise PromptError(f"a prompt is text, token ids, chat messages or Audio, not {type(prompt).__name__}")
     if len(prompt) and isinstance(prompt[0], dict):
-        return Prompt(_checked(engine, _from_messages(engine, prompt)))  # type: ignore[arg-type]
+        return Prompt(_checked(engine, _without_audio(engine, _from_messages(engine, prompt))))  # type: ignore[arg-type]
     return Prompt(_checked(engine, prompt))  # type: ignore[arg-type]
 
 
@@ -67,6 +70,14 @@ def _from_messages(engine: Any, messages: Messages) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def _without_audio(engine: Any, ids: list[int]) -> list[int]:
+    """Refuse messages that speak of a recording: the model would answer as if it had heard one."""
+    front = getattr(engine, "audio", None)
+    if front is not None and front.placeholder in ids:
+        raise PromptError("these messages have an audio part but no recording comes with them: give outrider.Audio")
+    return ids
+
+
 def _tokenizer(engine: Any) -> Any:
     if engine.tokenizer is None:
         raise PromptError(f"{engine.name} came without a tokenizer: give token ids")
@@ -77,10 +88,10 @@ def _checked(engine: Any, ids: Seq[int]) -> tuple[int, ...]:
     if not len(ids):
         raise PromptError("the prompt is empty: it has no tokens")
     for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int):
+        if isinstance(token, bool) or not isinstance(token, Integral):
             raise PromptError(f"a token id is a whole number, not {token!r}")
         if not 0 <= token < engine.vocab_size:
             raise PromptError(
                 f"token id {token} is outside the vocabulary of {engine.name} (0 to {engine.vocab_size - 1})"
             )
-    return tuple(ids)
+    return tuple(int(token) for token in ids)

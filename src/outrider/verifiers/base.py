@@ -20,7 +20,8 @@ class Description:
     """What the edge must know of a verifier before it drafts for it.
 
     vocab_size: tokens that have a name. row_count: ids that can be read, padding included. vocabulary: token strings
-    by id, or empty where the model came without a tokenizer.
+    by id, or empty where the model came without a tokenizer. max_length: positions that the model was made for, if
+    limited. audio_seconds: the longest recording that it takes; 0 where it takes none.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Description:
     eos_ids: tuple[int, ...]
     fingerprint: str
     max_length: int | None
+    audio_seconds: float = 0.0
     vocabulary: list[str] = field(default_factory=list, repr=False)
 
 
@@ -65,34 +67,30 @@ def shared_vocabulary(edge: Description, cloud: Description) -> tuple[int, int]:
     """How many ids the drafter may draft, and how many the target may emit.
 
     The target keeps every token that its tokenizer names, or its output would not be its own; the drafter must be able
-    to read them all, be it as padding rows. Without tokenizers, what both have rows for is shared.
+    to read them all, be it as padding rows.
 
     Raises:
         VocabularyMismatch: two ids differ (the first is named), the sizes differ by more than 128, or the drafter has
             no row for a token that the target may emit.
     """
-    size = min(edge.vocab_size, cloud.vocab_size)
-    if not (edge.vocabulary and cloud.vocabulary):
-        _check_extra(edge, cloud)
-        return size, size
     if edge.fingerprint != cloud.fingerprint:
         _check_names(edge, cloud)
         _check_extra(edge, cloud)
     if cloud.vocab_size > edge.row_count:
         token = edge.row_count
+        name = f" ({cloud.vocabulary[token]!r})" if cloud.vocabulary else ""
         raise VocabularyMismatch(
-            f"{cloud.name} may emit token {token} ({cloud.vocabulary[token]!r}), which {edge.name} cannot read: "
-            f"it has {token} rows"
+            f"{cloud.name} may emit token {token}{name}, which {edge.name} cannot read: it has {token} rows"
         )
-    return size, cloud.vocab_size
+    return min(edge.vocab_size, cloud.vocab_size), cloud.vocab_size
 
 
 def _check_names(edge: Description, cloud: Description) -> None:
-    for token, (theirs, ours) in enumerate(zip(edge.vocabulary, cloud.vocabulary, strict=False)):
-        if theirs != ours:
+    for token, (first, second) in enumerate(zip(edge.vocabulary, cloud.vocabulary, strict=False)):
+        if first != second:
             raise VocabularyMismatch(
-                f"{edge.name} and {cloud.name} do not share a vocabulary: token {token} is {theirs!r} in the first and "
-                f"{ours!r} in the second"
+                f"{edge.name} and {cloud.name} do not share a vocabulary: token {token} is {first!r} in the first and "
+                f"{second!r} in the second"
             )
 
 

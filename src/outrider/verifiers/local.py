@@ -53,7 +53,7 @@ class LocalVerifier:
 
 def describe(engine: Engine) -> Description:
     """An engine as the other side sees it."""
-    vocabulary = list(getattr(engine, "vocabulary", []))
+    front = getattr(engine, "audio", None)
     return Description(
         engine.name,
         engine.vocab_size,
@@ -61,7 +61,8 @@ def describe(engine: Engine) -> Description:
         engine.eos_ids,
         engine.fingerprint,
         engine.max_length,
-        vocabulary,
+        front.max_seconds if front is not None else 0.0,
+        list(getattr(engine, "vocabulary", [])),
     )
 
 
