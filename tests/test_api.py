@@ -1,0 +1,76 @@
+"""The Python entry point: what it refuses, and when."""
+
+import numpy as np
+import pytest
+
+from outrider import Audio, PromptError, SettingsError, SpeculativeDecoder, connect, gate, load_engine, local
+from tests.engines.tiny import engine
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"draft": "demo"},
+        {"draft": 5},
+        {"verifier": "demo"},
+        {"verifier": "engine"},
+        {"draft": "engine", "accept": 3},
+        {"draft": "engine", "gate": 5},
+        {"draft": "engine", "k": 1.5},
+        {"draft": "engine", "scope": "word"},
+        {"draft": "engine", "on_loop": "panic"},
+        {"draft": "engine", "accept": "rank:20"},
+        {"draft": "engine", "gate": "entropy:1"},
+    ],
+)
+def test_what_makes_no_decoder_is_refused_with_a_typed_error(arguments: dict[str, object]) -> None:
+    made = {name: engine("qwen2") if value == "engine" else value for name, value in arguments.items()}
+    with pytest.raises(SettingsError):
+        SpeculativeDecoder(**made)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [lambda: local("demo"), lambda: local(None), lambda: connect(None), lambda: gate(5)])
+def test_helpers_refuse_what_they_cannot_use(make: object) -> None:
+    with pytest.raises(SettingsError):
+        make()  # type: ignore[operator]
+
+
+def test_stream_raises_before_it_is_read() -> None:
+    decoder = SpeculativeDecoder(engine("qwen2"))
+    with pytest.raises(SettingsError):
+        decoder.stream([1, 2], temperature=-1)
+
+
+def test_a_text_model_cannot_verify_what_was_heard_and_says_so_before_any_work() -> None:
+    edge = load_engine("demo:edge")
+    text_only = load_engine("demo:cloud")
+    text_only._family.audio = None
+    decoder = SpeculativeDecoder(edge, local(text_only))
+    with pytest.raises(PromptError, match="cannot verify what was heard"):
+        decoder.generate(Audio(np.zeros(16_000, np.float32)))
+
+
+def test_an_output_chosen_by_a_gate_and_accepted_by_the_residual_rule_is_not_exact() -> None:
+    pair = (engine("qwen2", 0), local(engine("qwen2", 0)))
+    always = SpeculativeDecoder(*pair, accept="residual")
+    skipping = SpeculativeDecoder(*pair, accept="residual", gate="logprob:0")
+    settings = {"max_new_tokens": 6, "temperature": 1.0}
+    assert always.generate([1, 2, 3], **settings).guarantee == "exact"
+    assert skipping.generate([1, 2, 3], **settings).guarantee == "best-effort"
+
+
+def test_the_stream_ends_with_the_result_and_its_pieces_make_its_text() -> None:
+    decoder = SpeculativeDecoder(load_engine("demo:edge"), local(load_engine("demo:cloud")))
+    stream = decoder.stream("你好", max_new_tokens=12)
+    texts: list[str] = []
+    while True:
+        try:
+            event = next(stream)
+        except StopIteration as end:
+            result = end.value
+            break
+        if event.kind == "revised":
+            del texts[event.index :]
+        texts[event.index : event.index + 1] = [event.text]
+    assert "".join(texts[: len(result.token_ids)]) == result.text.rstrip("\ufffd")
