@@ -60,12 +60,9 @@ class GenerationSettings:
         self._check_texts()
 
     def _check_texts(self) -> None:
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        _need(isinstance(stop, (list, tuple)), f"stop is a text or a list of texts, not {stop!r}")
-        _need(isinstance(self.suppress_tokens, (list, tuple)), "suppress_tokens is a list of token ids")
+        _need(isinstance(self.stop, tuple), f"stop is a text or a list of texts, not {self.stop!r}")
+        _need(isinstance(self.suppress_tokens, tuple), "suppress_tokens is a list of token ids")
         _need(isinstance(self.ignore_eos, bool), f"ignore_eos is True or False, not {self.ignore_eos!r}")
-        object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "suppress_tokens", tuple(self.suppress_tokens))
         _need(all(isinstance(text, str) and text for text in self.stop), "a stop string is a text that is not empty")
         _need(all(_is_whole(t) and t >= 0 for t in self.suppress_tokens), "suppress_tokens are token ids")
         if self.temperature == 0:
@@ -82,13 +79,20 @@ class GenerationSettings:
         names = [f.name for f in fields(cls)]
         unknown = sorted(set(values) - set(names))
         _need(not unknown, f"unknown setting {', '.join(unknown)}: expected any of {', '.join(names)}")
-        return cls(**values)
+        return cls(**{name: _as_tuple(name, value) for name, value in values.items()})
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:
     """Raise SettingsError unless `value` is one of a Literal's members."""
     options = get_args(choices)
     _need(value in options, f"{name} {value!r}: expected one of {', '.join(options)}")
+
+
+def _as_tuple(name: str, value: Any) -> Any:
+    """A single stop string, and lists of texts or ids, as the tuples that the settings hold."""
+    if name == "stop" and isinstance(value, str):
+        return (value,)
+    return tuple(value) if name in ("stop", "suppress_tokens") and isinstance(value, list) else value
 
 
 def plain_number(value: float) -> str:

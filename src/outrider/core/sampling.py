@@ -111,8 +111,10 @@ def support(row: Tensor, sampling: Sampling) -> Support:
 
 
 def tempered(row: Tensor, temperature: float) -> Tensor:
-    """The row at a temperature (0 counts as 1), shifted so that its best is 0: no temperature can overflow it."""
-    return (row - row.max()) / (max(temperature, COLDEST) if temperature else 1.0)
+    """The row at a temperature (0 counts as 1); shifted so that its best is 0 only where it would overflow."""
+    divisor = max(temperature, COLDEST) if temperature else 1.0
+    scores = row / divisor
+    return scores if torch.isfinite(scores.max()) else (row - row.max()) / divisor
 
 
 def _candidates(scores: Tensor, top_k: int) -> Tensor:
