@@ -133,6 +133,25 @@ def test_captions_of_a_batch_go_on_past_bad_files(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_names_that_are_no_text_or_hold_control_sequences_do_no_harm(tmp_path: Path) -> None:
+    wave, rate = soundfile.read(CLIP)
+    strange = os.fsdecode(os.fsencode(tmp_path) + b"/bad\xff.wav")
+    escape = str(tmp_path / "\x1b[31mred.wav")
+    for name in (strange, escape):
+        soundfile.write(os.fsencode(name), wave, rate, format="WAV")
+    for option in ([], ["--json"]):
+        done = outrider("caption", strange, escape, *option)
+        assert done.returncode == 0, done.stderr
+        assert "\x1b" not in done.stdout
+
+
+def test_a_recording_that_is_too_long_is_named(tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "long.wav", np.full(16000 * 31, 0.1, np.float32), 16000)
+    done = outrider("caption", tmp_path / "long.wav", CLIP)
+    assert done.returncode == 1
+    assert "long.wav lasts 31.0 s" in done.stderr.replace("\n", " ")
+
+
 def test_a_batch_of_bad_files_loads_no_model(tmp_path: Path) -> None:
     done = outrider("caption", tmp_path / "gone.wav", "--edge", "owner/not-a-model")
     assert done.returncode == 1

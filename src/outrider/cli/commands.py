@@ -138,7 +138,7 @@ def _caption_all(
                 try:
                     result = decoder.generate(job, **decoding.settings())
                     _print_caption(job, title, result, output, decoder)
-                    done.append((Path(str(job.source)).name, result))
+                    done.append((printable(Path(str(job.source)).name), result))
                 except OutriderError as error:
                     failures[n] = error
             if n in failures:
@@ -163,12 +163,12 @@ def _print_caption(job: Audio, title: str, result: Result, output: Output, decod
         _print_json({"file": str(job.source), "lang": job.lang, "task": job.task, **result.to_json()})
         return
     console = Console()
-    view.show(console, title, pieces(decoder, result), result)
+    view.show(console, printable(title), pieces(decoder, result), result)
     console.print()
 
 
 def _print_failure(job: Audio, error: OutriderError, output: Output) -> None:
-    STDERR.print(f"outrider: {error}", markup=False, highlight=False, soft_wrap=True)
+    STDERR.print(f"outrider: {printable(str(error))}", markup=False, highlight=False, soft_wrap=True)
     if output.json:
         _print_json({"file": str(job.source), "error": {"type": type(error).__name__, "message": str(error)}})
 
@@ -192,7 +192,13 @@ def _print_table(done: list[tuple[str, Result]]) -> None:
 
 
 def _print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value, ensure_ascii=False), flush=True)  # noqa: T201
+    text = json.dumps(value, ensure_ascii=False)
+    print(text.encode("utf-8", "backslashreplace").decode(), flush=True)  # noqa: T201
+
+
+def printable(name: str) -> str:
+    """A file's name as it can be shown: without control sequences, and without bytes that are no text."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
 
 def pieces(decoder: SpeculativeDecoder, result: Result) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,11 @@ def is_silent(waveform: np.ndarray) -> bool:
     return bool(np.abs(waveform).max() < SILENCE_PEAK)
 
 
-def check_length(waveform: np.ndarray, limit: float, model: str) -> None:
+def check_length(waveform: np.ndarray, limit: float, model: str, name: str = "the recording") -> None:
     """Raise AudioError where the model would have to cut the recording."""
     seconds = len(waveform) / SAMPLE_RATE
     if seconds > limit:
-        raise AudioError(f"the recording lasts {seconds:.1f} s; {model} takes at most {limit:g} s: split it")
+        raise AudioError(f"{name} lasts {seconds:.1f} s; {model} takes at most {limit:g} s: split it")
 
 
 def _read(path: Path) -> tuple[np.ndarray, int]:
@@ -70,10 +71,11 @@ def _read(path: Path) -> tuple[np.ndarray, int]:
     if not path.is_file():
         raise AudioError(f"{path}: not a file")
     try:
-        info: Any = soundfile.info(str(path))
+        file = os.fsencode(path)  # a name need not be valid text
+        info: Any = soundfile.info(file)
         if info.duration > MAX_SECONDS:
             raise AudioError(f"{path}: lasts {info.duration:.0f} s; at most {MAX_SECONDS:.0f} s are read")
-        wave, rate = soundfile.read(str(path), dtype="float32", always_2d=True)
+        wave, rate = soundfile.read(file, dtype="float32", always_2d=True)
     except (soundfile.LibsndfileError, OSError) as error:
         kind = "empty file" if path.stat().st_size == 0 else f"not audio that can be read ({error})"
         raise AudioError(f"{path}: {kind}") from error

@@ -44,7 +44,8 @@ def _encode_audio(engine: Any, prompt: Audio) -> Prompt:
     front = getattr(engine, "audio", None)
     if front is None:
         raise PromptError(f"{engine.name} takes no audio: give an audio-language model")
-    recordings.check_length(waveform, front.max_seconds, engine.name)
+    name = "the recording" if hasattr(prompt.source, "dtype") else str(prompt.source)
+    recordings.check_length(waveform, front.max_seconds, engine.name, name)
     ids = _from_messages(engine, messages)
     return Prompt(_checked(engine, _expand(ids, front.placeholder, front.token_count(len(waveform)))), waveform)
 
