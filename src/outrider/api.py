@@ -108,10 +108,13 @@ class SpeculativeDecoder:
         self.scope: Scope = scope
         sides = {"has_drafter": draft is not None, "has_verifier": verifier is not None}
         check_modes(self.gate, self._rule, scope, on_loop, **sides)
-        self._target = verifier.describe() if verifier is not None else describe(draft)
+        # Described once: a description lists the whole vocabulary.
+        self._sides = [describe(draft)] if draft is not None else []
+        self._sides += [verifier.describe()] if verifier is not None else []
+        self._target = self._sides[-1]
         self._draft_vocabulary = self._target_vocabulary = self._target.vocab_size
         if draft is not None and verifier is not None:
-            self._draft_vocabulary, self._target_vocabulary = shared_vocabulary(describe(draft), self._target)
+            self._draft_vocabulary, self._target_vocabulary = shared_vocabulary(*self._sides)
 
     # Generating ---------------------------------------------------------------------------------------------
 
@@ -195,8 +198,8 @@ class SpeculativeDecoder:
         self._check_length(prompt, settings)
 
     def _check_length(self, prompt: Prompt, settings: GenerationSettings) -> None:
-        for side in filter(None, (describe(self.draft) if self.draft is not None else None, self._target)):
-            total = len(prompt.ids) + settings.max_new_tokens
+        total = len(prompt.ids) + settings.max_new_tokens
+        for side in self._sides:
             if side.max_length is not None and total > side.max_length:
                 raise PromptError(
                     f"a prompt of {len(prompt.ids)} tokens and max_new_tokens {settings.max_new_tokens} make {total}: "
