@@ -11,6 +11,9 @@ from outrider.errors import SettingsError
 
 OnLoop = Literal["escalate", "sample", "stop", "ignore"]
 Scope = Literal["block", "repair"]
+DriverName = Literal["sequential", "pipelined"]
+OnCloudLoss = Literal["fail", "edge-only", "wait"]
+Privacy = Literal["tokens", "features", "audio"]
 
 SEED_LIMIT = 2**64
 

@@ -8,6 +8,9 @@ OutriderError
 │   └── ModelError        a checkpoint that is missing, unreadable or unsuitable, named
 │       └── VocabularyMismatch   the pair does not share a vocabulary
 ├── DecodingError         the model leaves nothing to choose from: NaN logits, or every token banned
+├── CloudError            the cloud service and we could not work together
+│   ├── CloudLost         it cannot be reached, or did not answer in time: trying again may help
+│   └── CloudRefused      it answered, and said no: identity, a limit, another model; trying again does not help
 └── StateError            the two sides of a session disagree about its tokens: a bug or a bad peer
 """
 
@@ -44,6 +47,18 @@ class VocabularyMismatch(ModelError):
 
 class DecodingError(OutriderError):
     """No token can be chosen: the model's logits are not numbers, or the constraints ban every token."""
+
+
+class CloudError(OutriderError):
+    """The cloud service and we could not work together."""
+
+
+class CloudLost(CloudError):
+    """The cloud cannot be reached, or did not answer in time, through all retries; trying again may help."""
+
+
+class CloudRefused(CloudError):
+    """The cloud answered and said no: who we are, a limit, another model. Trying again does not help."""
 
 
 class StateError(OutriderError):
