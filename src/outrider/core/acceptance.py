@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -39,6 +39,7 @@ class Verdict:
     accepted: how many drafts stand. next_token: the correction, or the bonus after a full acceptance.
     near_ties: offsets from the base (drafts, then next_token) whose choice was within the engine's numeric noise.
     audited, disagreed: skipped tokens seen in passing, and how many of them the target would have changed.
+    queue_s, compute_s: seconds that a service took over it; no part of what it says.
     """
 
     round: int
@@ -47,6 +48,8 @@ class Verdict:
     near_ties: tuple[int, ...] = ()
     audited: int = 0
     disagreed: int = 0
+    queue_s: float = field(default=0.0, compare=False)
+    compute_s: float = field(default=0.0, compare=False)
 
 
 class Rule(Protocol):

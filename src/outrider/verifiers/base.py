@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 from outrider.config import GenerationSettings
@@ -19,9 +20,9 @@ MAX_EXTRA_TOKENS = 128  # as in llama.cpp: vocabularies may differ in size by th
 class Description:
     """What the edge must know of a verifier before it drafts for it.
 
-    vocab_size: tokens that have a name. row_count: ids that can be read, padding included. vocabulary: token strings
-    by id, or empty where the model came without a tokenizer. max_length: positions that the model was made for, if
-    limited. audio_seconds: the longest recording that it takes; 0 where it takes none.
+    vocab_size: tokens that have a name. row_count: ids that can be read, padding included. max_length: positions that
+    a sequence may have, if limited. audio_seconds: the longest recording that it takes; 0 where it takes none.
+    read_vocabulary: fetches the token strings by id; asked only where fingerprints differ, for there may be many.
     """
 
     name: str
@@ -31,7 +32,12 @@ class Description:
     fingerprint: str
     max_length: int | None
     audio_seconds: float = 0.0
-    vocabulary: list[str] = field(default_factory=list, repr=False)
+    read_vocabulary: Callable[[], list[str]] = field(default=list, repr=False, compare=False)
+
+    @cached_property
+    def vocabulary(self) -> list[str]:
+        """Token strings by id; empty where the model came without a tokenizer."""
+        return self.read_vocabulary()
 
 
 @dataclass(frozen=True)

@@ -19,36 +19,53 @@ class LocalVerifier:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, tuple[Session, Reader]] = {}
         self._numbers = count(1)
 
     def describe(self) -> Description:
         return describe(self.engine)
 
     def open(self, prompt: Prompt, conditions: Conditions) -> int:
-        check_conditioning(self.engine, prompt)
-        policy = Policy.build(conditions.settings, self.engine.eos_ids, conditions.vocab_size, len(prompt.ids))
-        reader = Reader(self.engine, prompt, "verifier")
+        session = open_session(self.engine, prompt, conditions)
         number = next(self._numbers)
-        self._sessions[number] = Session(reader, prompt.ids, policy, rule(conditions.accept), self.engine.noise)
+        self._sessions[number] = session, Reader(self.engine, prompt, "verifier")
         return number
 
     def verify(self, session: int, request: Verify) -> Verdict:
-        return self._find(session).verify(request)
+        found, reader = self._find(session)
+        reading = found.ask(request)
+        if isinstance(reading, Verdict):
+            return reading
+        reader.settle(reading.start)
+        verdict = found.judge(reading, reader.read(reading.ids, reading.rows))
+        reader.settle(len(found.ids))
+        return verdict
 
     def generate(self, session: int) -> Iterator[Verdict]:
-        found = self._find(session)
+        found, _ = self._find(session)
         while True:
-            yield found.verify(Verify(found.rounds + 1, len(found.ids), (), ()))
+            yield self.verify(session, Verify(found.rounds + 1, len(found.ids), (), ()))
 
     def close(self, session: int) -> None:
-        self._find(session).reader.close()
+        self._find(session)[1].close()
         del self._sessions[session]
 
-    def _find(self, session: int) -> Session:
+    def _find(self, session: int) -> tuple[Session, Reader]:
         if session not in self._sessions:
             raise StateError(f"session {session} is not open")
         return self._sessions[session]
+
+
+def open_session(engine: Engine, prompt: Prompt, conditions: Conditions, committed: tuple[int, ...] = ()) -> Session:
+    """The verifier's half of a sequence that begins with `prompt`, and has `committed` after it already.
+
+    Raises:
+        PromptError: the prompt means something else to this engine than to the one that encoded it.
+    """
+    check_conditioning(engine, prompt)
+    prompt_length = len(prompt.ids)
+    policy = Policy.build(conditions.settings, engine.eos_ids, conditions.vocab_size, prompt_length)
+    return Session((*prompt.ids, *committed), prompt_length, policy, rule(conditions.accept), engine.noise)
 
 
 def describe(engine: Engine) -> Description:
@@ -62,7 +79,7 @@ def describe(engine: Engine) -> Description:
         engine.fingerprint,
         engine.max_length,
         front.max_seconds if front is not None else 0.0,
-        list(getattr(engine, "vocabulary", [])),
+        lambda: list(getattr(engine, "vocabulary", [])),
     )
 
 

@@ -1,20 +1,43 @@
-"""The verifier's half of a sequence: its tokens, its place in the engine, and the arithmetic of a verdict."""
+"""The verifier's half of a sequence: its tokens, and the arithmetic of a verdict. It holds no cache and does no I/O.
+
+    session.ask(request)  →  Reading(ids, rows)      what the engine must read, and of how many tokens rows are wanted
+    session.judge(reading, rows)  →  Verdict         and the session has moved on
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from outrider.core.acceptance import Rule, Verdict, audit, judge
 from outrider.core.decoder import Verify
 from outrider.core.policy import Policy
-from outrider.engines.base import Reader
 from outrider.errors import StateError
 
 
-class Session:
-    """`ids` holds what is committed as far as this side knows: the prompt, then what verdicts and the edge added."""
+@dataclass(frozen=True)
+class Reading:
+    """What a verdict needs: the logits after each of the last `rows` of `ids`. start: tokens known before."""
 
-    def __init__(self, reader: Reader, prompt_ids: tuple[int, ...], policy: Policy, rule: Rule, noise: float) -> None:
-        self.ids: list[int] = list(prompt_ids)
-        self.reader = reader
+    request: Verify
+    ids: list[int]
+    start: int
+
+    @property
+    def rows(self) -> int:
+        return len(self.ids) - self.start + 1
+
+
+class Session:
+    """`ids` holds what is committed as far as this side knows: the prompt, then what verdicts and the edge added.
+
+    prompt_length: what comes after it may be forgotten by `rewind`.
+    """
+
+    def __init__(self, ids: tuple[int, ...], prompt_length: int, policy: Policy, rule: Rule, noise: float) -> None:
+        self.ids: list[int] = list(ids)
+        self.prompt_length = prompt_length
         self._policy, self._rule, self._noise = policy, rule, noise
         self._last: tuple[Verify, Verdict] | None = None
 
@@ -22,8 +45,8 @@ class Session:
     def rounds(self) -> int:
         return self._last[0].round if self._last else 0
 
-    def verify(self, request: Verify) -> Verdict:
-        """Judge a block. The same request again gets the same verdict and changes nothing.
+    def ask(self, request: Verify) -> Reading | Verdict:
+        """What must be read to judge a block; for the same request again, the same verdict.
 
         Raises:
             StateError: the edge's base length is not ours (both are named), or the round was answered for others.
@@ -36,11 +59,38 @@ class Session:
                 f"round {request.round}: the edge's base length is {request.base_length}, but this session has "
                 f"{start} tokens and was sent {len(request.new_ids)} new ones"
             )
-        verdict = self._judge([*self.ids, *request.new_ids, *request.draft_ids], start, request)
+        return Reading(request, [*self.ids, *request.new_ids, *request.draft_ids], start)
+
+    def judge(self, reading: Reading, rows: Tensor) -> Verdict:
+        """The verdict. rows: float32 [reading.rows, V]: first the audit's (skipped tokens), then the drafts'."""
+        request, ids, start = reading.request, reading.ids, reading.start
+        base = request.base_length
+        verdict = judge(
+            request.round, ids, base, rows[base - start :], self._policy, self._rule, request.q, self._noise
+        )
+        if base > start:
+            disagreed = audit(ids, start, base, rows, self._policy)
+            verdict = Verdict(
+                verdict.round, verdict.accepted, verdict.next_token, verdict.near_ties, base - start, disagreed
+            )
         self.ids += [*request.new_ids, *request.draft_ids[: verdict.accepted], verdict.next_token]
-        self.reader.settle(len(self.ids))
         self._last = (request, verdict)
         return verdict
+
+    def rewind(self, length: int) -> None:
+        """Forget all but the first `length` tokens, and the last answer if it was about what is forgotten.
+
+        Raises:
+            StateError: there are fewer, or the prompt itself would be cut.
+        """
+        if not self.prompt_length <= length <= len(self.ids):
+            raise StateError(
+                f"the edge resumes at {length} tokens, but this session has {len(self.ids)}, "
+                f"{self.prompt_length} of them the prompt"
+            )
+        if length < len(self.ids):
+            del self.ids[length:]
+            self._last = None
 
     def _again(self, request: Verify) -> Verdict:
         assert self._last is not None
@@ -49,16 +99,3 @@ class Session:
         if any(getattr(asked, name) != getattr(request, name) for name in same):
             raise StateError(f"round {request.round} was answered already, for other tokens")
         return verdict
-
-    def _judge(self, ids: list[int], start: int, request: Verify) -> Verdict:
-        """Read what the cache lacks; its last rows are the audit's (skipped tokens), then the verdict's."""
-        base = request.base_length
-        self.reader.settle(start)
-        rows = self.reader.read(ids, len(ids) - start + 1)
-        verdict = judge(
-            request.round, ids, base, rows[base - start :], self._policy, self._rule, request.q, self._noise
-        )
-        if base == start:
-            return verdict
-        disagreed = audit(ids, start, base, rows, self._policy)
-        return Verdict(verdict.round, verdict.accepted, verdict.next_token, verdict.near_ties, base - start, disagreed)

@@ -1,0 +1,191 @@
+"""Between the wire's messages and our dataclasses. What a peer sent is checked here for form, before anyone uses it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import torch
+from google.protobuf.message import DecodeError
+
+from outrider.config import GenerationSettings
+from outrider.core import acceptance
+from outrider.core.decoder import Verify
+from outrider.core.sampling import Support
+from outrider.errors import OutriderError
+from outrider.wire import schema
+
+DIGEST_BYTES = 8
+Code = schema.Error
+
+
+class Refusal(OutriderError):
+    """A frame is refused; becomes an Error frame. code: one of schema.Error's. retry_after: seconds."""
+
+    def __init__(self, code: int, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.code, self.retry_after = code, retry_after
+
+    @property
+    def kind(self) -> str:
+        """The code's name in lower case."""
+        return schema.Error.Code.Name(self.code).lower()  # type: ignore[arg-type]
+
+
+def parse_request(data: bytes) -> schema.Request:
+    """A frame from an edge.
+
+    Raises:
+        Refusal: it is no message of the protocol, or holds no frame that this version knows.
+    """
+    try:
+        request = schema.Request.FromString(data)
+    except DecodeError as error:
+        raise Refusal(Code.INVALID, "a frame that cannot be read") from error
+    if request.WhichOneof("frame") is None:
+        raise Refusal(Code.INVALID, "a frame of no kind that this version knows")
+    return request
+
+
+def error(refusal: Refusal) -> schema.Answer:
+    retry = max(0, math.ceil(refusal.retry_after * 1000))
+    return schema.Answer(error=schema.Error(code=refusal.code, message=str(refusal), retry_after_ms=retry))  # type: ignore[arg-type]
+
+
+# Token ids ------------------------------------------------------------------------------------------------------
+
+
+def digest(ids: Seq[int], media: bytes = b"") -> bytes:
+    """The first 8 bytes of SHA-256 over ids (little-endian uint32), then media."""
+    return hashlib.sha256(np.asarray(ids, dtype="<u4").tobytes() + media).digest()[:DIGEST_BYTES]
+
+
+def pack_ids(ids: Seq[int]) -> schema.Ids:
+    """Ids with runs folded, where there are runs worth it."""
+    array = np.asarray(ids, dtype=np.int64)
+    starts = np.flatnonzero(np.diff(array, prepend=-1))
+    if len(starts) > len(array) * 0.6:
+        return schema.Ids(token=ids)
+    return schema.Ids(token=array[starts].tolist(), count=np.diff(starts, append=len(array)).tolist())
+
+
+def unpack_ids(packed: schema.Ids, limit: int, what: str) -> tuple[int, ...]:
+    """At most `limit` ids.
+
+    Raises:
+        Refusal: too many, or counts that do not fit the tokens. The sum is checked before anything is unfolded.
+    """
+    if packed.count and len(packed.count) != len(packed.token):
+        raise Refusal(Code.INVALID, f"{what}: {len(packed.count)} counts for {len(packed.token)} tokens")
+    total = sum(packed.count) if packed.count else len(packed.token)
+    if total > limit:
+        raise Refusal(Code.PROMPT, f"{what} of {total} tokens: this service takes at most {limit}")
+    if not packed.count:
+        return tuple(packed.token)
+    return tuple(token for token, count in zip(packed.token, packed.count, strict=True) for _ in range(count))
+
+
+def check_ids(ids: Iterable[int], limit: int, what: str) -> None:
+    """Raise Refusal where an id lies beyond what can be read."""
+    highest = max(ids, default=0)
+    if highest >= limit:
+        raise Refusal(Code.INVALID, f"{what}: token {highest} lies beyond {limit - 1}")
+
+
+# Settings -------------------------------------------------------------------------------------------------------
+
+_CARRIED = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+_CARRIED += ("repetition_penalty", "no_repeat_ngram_size", "ignore_eos", "suppress_tokens")
+
+
+def pack_settings(settings: GenerationSettings) -> schema.Settings:
+    """What shapes the target's choices; stop strings and sentences stay on the edge."""
+    values: dict[str, Any] = {name: getattr(settings, name) for name in _CARRIED}
+    for name in ("top_p", "repetition_penalty"):
+        if values[name] == 1.0:
+            del values[name]
+    return schema.Settings(**values)
+
+
+def unpack_settings(packed: schema.Settings) -> GenerationSettings:
+    """Validated as the edge's own would be.
+
+    Raises:
+        SettingsError: out of range, or in contradiction.
+    """
+    values: dict[str, Any] = {name: getattr(packed, name) for name in _CARRIED}
+    for name in ("top_p", "repetition_penalty"):
+        if not packed.HasField(name):  # type: ignore[arg-type]
+            del values[name]
+    return GenerationSettings.build({**values, "suppress_tokens": tuple(packed.suppress_tokens)})
+
+
+# Verify and verdict ---------------------------------------------------------------------------------------------
+
+
+def pack_verify(request: Verify) -> schema.Request:
+    q = [schema.Shortlist(ids=part.ids.tolist(), logp=part.logp.tolist()) for part in request.q]
+    frame = schema.Verify(
+        round=request.round,
+        base_length=request.base_length,
+        new_ids=request.new_ids,
+        draft_ids=request.draft_ids,
+        q=q,
+    )
+    return schema.Request(verify=frame)
+
+
+def unpack_verify(frame: schema.Verify, vocab_size: int, row_count: int) -> Verify:
+    """Raises Refusal where round, ids or q are not what a session can use."""
+    if frame.round < 1:
+        raise Refusal(Code.INVALID, "rounds count from 1")
+    if len(frame.draft_ids) > schema.MAX_DRAFTS:
+        raise Refusal(Code.TOO_LARGE, f"{len(frame.draft_ids)} drafts: at most {schema.MAX_DRAFTS} in one request")
+    check_ids(frame.new_ids, row_count, "new_ids")
+    check_ids(frame.draft_ids, vocab_size, "draft_ids")
+    if frame.q and len(frame.q) != len(frame.draft_ids):
+        raise Refusal(Code.INVALID, f"{len(frame.q)} distributions for {len(frame.draft_ids)} drafts")
+    q = tuple(_unpack_shortlist(part, vocab_size) for part in frame.q)
+    return Verify(frame.round, frame.base_length, tuple(frame.new_ids), tuple(frame.draft_ids), q)
+
+
+def _unpack_shortlist(part: schema.Shortlist, vocab_size: int) -> Support:
+    if not part.ids or len(part.ids) != len(part.logp) or len(part.ids) > acceptance.RESIDUAL_SHORTLIST:
+        raise Refusal(Code.INVALID, f"a distribution of {len(part.ids)} ids and {len(part.logp)} log-probabilities")
+    check_ids(part.ids, vocab_size, "q")
+    logp = torch.tensor(list(part.logp))
+    if len(set(part.ids)) < len(part.ids) or not abs(float(torch.logsumexp(logp, -1))) < 1e-3:
+        raise Refusal(Code.INVALID, "q is no distribution: repeated ids, or a sum that is not 1")
+    return Support(torch.tensor(list(part.ids)), logp)
+
+
+def pack_verdict(verdict: acceptance.Verdict, drafts: int) -> schema.Answer:
+    frame = schema.Verdict(
+        round=verdict.round,
+        accepted=verdict.accepted,
+        next_token=verdict.next_token,
+        reason=int(verdict.accepted == drafts),  # type: ignore[arg-type]
+        near_ties=verdict.near_ties,
+        audited=verdict.audited,
+        disagreed=verdict.disagreed,
+        queue_us=round(verdict.queue_s * 1e6),
+        compute_us=round(verdict.compute_s * 1e6),
+    )
+    return schema.Answer(verdict=frame)
+
+
+def unpack_verdict(frame: schema.Verdict) -> acceptance.Verdict:
+    return acceptance.Verdict(
+        frame.round,
+        frame.accepted,
+        frame.next_token,
+        tuple(frame.near_ties),
+        frame.audited,
+        frame.disagreed,
+        frame.queue_us / 1e6,
+        frame.compute_us / 1e6,
+    )
