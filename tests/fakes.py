@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -23,8 +25,9 @@ from outrider.core.decoder import Verify
 from outrider.core.policy import Policy
 from outrider.core.stopping import StopRules, stop_reason
 from outrider.engines.base import Feed, Prompt
-from outrider.errors import StateError
-from outrider.verifiers.base import Conditions, Description
+from outrider.errors import CloudLost, StateError
+from outrider.verifiers.base import Conditions, Description, Verifier
+from outrider.wire.ledger import Ledger
 
 Rows = Callable[[tuple[int, ...]], Tensor]  # prefix → float32 [V]
 
@@ -233,6 +236,79 @@ class ScriptedVerifier:
     def close(self, session: int) -> None:
         self.closed.append(session)
         del self._length[session]
+
+
+class LateVerdict(Future[Verdict]):
+    """An answer that arrives after it was looked for so many times: a network without a clock."""
+
+    def __init__(self, polls: int) -> None:
+        super().__init__()
+        self.polls = polls
+
+    def done(self) -> bool:
+        self.polls -= 1
+        return self.polls < 0
+
+
+class FarVerifier:
+    """Another verifier behind a scripted network: its answers are late, and some calls are lost.
+
+    polls: after how many looks the answers arrive, in turn. losses: numbers of the calls (0 is the first; open, verify,
+    submit and each step of a stream are calls) that end in CloudLost. heard: a lost call reached the verifier all the
+    same, and only its answer was lost. `calls` counts; `closed` lists sessions.
+    """
+
+    def __init__(
+        self, inner: Verifier, *, polls: Seq[int] = (0,), losses: Collection[int] = (), heard: bool = False
+    ) -> None:
+        self.inner, self.losses, self.heard = inner, losses, heard
+        self.calls = 0
+        self.requests: list[Verify] = []
+        self.closed: list[int] = []
+        self._polls = cycle(polls)
+
+    def describe(self) -> Description:
+        return self.inner.describe()
+
+    def open(self, prompt: Prompt, conditions: Conditions) -> int:
+        self._pass(None)
+        return self.inner.open(prompt, conditions)
+
+    def verify(self, session: int, request: Verify) -> Verdict:
+        self.requests.append(request)
+        self._pass(lambda: self.inner.verify(session, request))
+        return self.inner.verify(session, request)
+
+    def ledger(self, session: int) -> Ledger:
+        return Ledger()
+
+    def submit(self, session: int, request: Verify) -> Future[Verdict]:
+        """A loss shows at once where the call's number is even, and in the future where it is odd."""
+        if self.calls in self.losses and self.calls % 2 == 0:
+            self.verify(session, request)
+        future = LateVerdict(next(self._polls))
+        try:
+            future.set_result(self.verify(session, request))
+        except CloudLost as lost:
+            future.set_exception(lost)
+        return future
+
+    def generate(self, session: int) -> Iterator[Verdict]:
+        stream = self.inner.generate(session)
+        while True:
+            self._pass(None)
+            yield next(stream)
+
+    def close(self, session: int) -> None:
+        self.closed.append(session)
+        self.inner.close(session)
+
+    def _pass(self, reach: Callable[[], object] | None) -> None:
+        number, self.calls = self.calls, self.calls + 1
+        if number in self.losses:
+            if self.heard and reach is not None:
+                reach()
+            raise CloudLost(f"call {number} was lost")
 
 
 def plain(rows: Rows, prompt: Seq[int], vocab_size: int, *, eos: Collection[int] = (), **settings: Any) -> list[int]:

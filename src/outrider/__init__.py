@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.errors import (
     AudioError,
+    CloudError,
+    CloudLost,
+    CloudRefused,
     DecodingError,
     InputError,
     ModelError,
@@ -20,20 +23,20 @@ from outrider.errors import (
 if TYPE_CHECKING:
     from outrider.api import SpeculativeDecoder as SpeculativeDecoder
     from outrider.api import StreamEvent as StreamEvent
-    from outrider.api import connect as connect
     from outrider.api import local as local
     from outrider.config import GenerationSettings as GenerationSettings
     from outrider.core.gate import gate as gate
     from outrider.core.outcome import Result as Result
     from outrider.engines.load import load_engine as load_engine
     from outrider.prompts.audio import Audio as Audio
+    from outrider.verifiers.connect import connect as connect
 
 __version__ = "0.1.0"
 
 _LAZY = {  # what needs torch is imported on first use, so that `outrider --help` answers at once
     "SpeculativeDecoder": "outrider.api",
     "StreamEvent": "outrider.api",
-    "connect": "outrider.api",
+    "connect": "outrider.verifiers.connect",
     "local": "outrider.api",
     "GenerationSettings": "outrider.config",
     "gate": "outrider.core.gate",
@@ -45,6 +48,9 @@ _LAZY = {  # what needs torch is imported on first use, so that `outrider --help
 __all__ = [
     "Audio",
     "AudioError",
+    "CloudError",
+    "CloudLost",
+    "CloudRefused",
     "DecodingError",
     "GenerationSettings",
     "InputError",

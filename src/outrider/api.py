@@ -1,4 +1,4 @@
-"""The Python entry point: `SpeculativeDecoder`, and `connect` and `local` to give it a verifier."""
+"""The Python entry point: `SpeculativeDecoder`, and `local` to give it a verifier in this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from outrider.config import GenerationSettings, OnLoop, Scope, check_choice
+from outrider.config import DriverName, GenerationSettings, OnCloudLoss, OnLoop, Privacy, Scope, check_choice
 from outrider.core.acceptance import Exact, Rule, rule
 from outrider.core.decoder import Decoder, Event, Plan
 from outrider.core.gate import Always, Gate
@@ -20,14 +20,15 @@ from outrider.core.sequence import Source
 from outrider.core.stopping import StopRules
 from outrider.core.text import Transcript
 from outrider.edge.drafter import Drafter
-from outrider.edge.drivers import Link, sequential
+from outrider.edge.drivers import pipelined, sequential
+from outrider.edge.link import Link, PipelinedVerifier
 from outrider.engines.base import Prompt, Reader
-from outrider.engines.load import load_engine
 from outrider.errors import PromptError, SettingsError
 from outrider.prompts.audio import check_length, is_silent
 from outrider.prompts.chat import PromptLike, encode
-from outrider.verifiers.base import Conditions, Verifier, shared_vocabulary
+from outrider.verifiers.base import Conditions, Description, Verifier, shared_vocabulary
 from outrider.verifiers.local import LocalVerifier, describe
+from outrider.wire.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,33 @@ class StreamEvent:
 
 
 def check_modes(
-    gate: Gate, accept: Rule, scope: str, on_loop: str | None, *, has_drafter: bool, has_verifier: bool
+    gate: Gate,
+    accept: Rule,
+    scope: str,
+    on_loop: str | None,
+    driver: str,
+    on_cloud_loss: str | None,
+    *,
+    has_drafter: bool,
+    has_verifier: bool,
+    remote: bool,
 ) -> None:
-    """Raise SettingsError where settings contradict each other or would do nothing; needs no model."""
+    """Raise SettingsError where settings contradict each other or would do nothing; needs no model.
+
+    remote: the verifier is asked across a network.
+    """
     check_choice("scope", scope, Scope)
+    check_choice("driver", driver, DriverName)
     if on_loop is not None:
         check_choice("on_loop", on_loop, OnLoop)
+    if on_cloud_loss is not None:
+        check_choice("on_cloud_loss", on_cloud_loss, OnCloudLoss)
+        if not remote:
+            raise SettingsError(f"on_cloud_loss {on_cloud_loss!r}: this verifier is not across a network")
+    if driver == "pipelined" and not (has_drafter and remote):
+        raise SettingsError("driver 'pipelined' needs a drafter, and a verifier across a network")
+    if on_cloud_loss == "edge-only" and not has_drafter:
+        raise SettingsError("on_cloud_loss 'edge-only' needs a drafter to go on with")
     if not has_drafter and not has_verifier:
         raise SettingsError("neither a drafter nor a verifier: there is no model to generate with")
     if not has_verifier and on_loop == "escalate":
@@ -81,6 +103,11 @@ class SpeculativeDecoder:
             and counts them, "repair" rolls back to the first.
         on_loop: what a loop in the output leads to: "escalate" the next block (the default with a verifier),
             "sample" one token (the default without), "stop", or "ignore".
+        driver: "sequential" waits for each verdict; "pipelined" drafts on meanwhile, with the same output.
+        on_cloud_loss: where the cloud cannot be reached: "fail" with CloudLost (the default for exact gates),
+            go on "edge-only" (the default for gates that skip), or "wait".
+        privacy: the most that leaves the edge: "tokens" (the verifier then knows less than the drafter, and the
+            result says so), "features" (what the drafter's model makes of a recording), or "audio".
 
     Raises:
         SettingsError: settings that contradict each other.
@@ -97,8 +124,12 @@ class SpeculativeDecoder:
         accept: str = "exact",
         scope: Scope = "block",
         on_loop: OnLoop | None = None,
+        driver: DriverName = "sequential",
+        on_cloud_loss: OnCloudLoss | None = None,
+        privacy: Privacy = "audio",
     ) -> None:
         _check_kinds(draft, verifier)
+        check_choice("privacy", privacy, Privacy)
         self.draft, self.verifier = draft, verifier
         self.gate = parse_gate(gate) if isinstance(gate, str) else gate
         self.accept, self._rule = accept, rule(accept)
@@ -106,8 +137,13 @@ class SpeculativeDecoder:
         self.lookahead = lookahead(k) if draft is not None else None
         self.on_loop: OnLoop = on_loop or ("escalate" if verifier is not None else "sample")
         self.scope: Scope = scope
+        self.driver: DriverName = driver
+        goes_on = draft is not None and not self.gate.exact
+        self.on_cloud_loss: OnCloudLoss = on_cloud_loss or ("edge-only" if goes_on else "fail")
+        self.privacy: Privacy = privacy
         sides = {"has_drafter": draft is not None, "has_verifier": verifier is not None}
-        check_modes(self.gate, self._rule, scope, on_loop, **sides)
+        remote = isinstance(verifier, PipelinedVerifier)
+        check_modes(self.gate, self._rule, scope, on_loop, driver, on_cloud_loss, **sides, remote=remote)
         # Described once: a description lists the whole vocabulary.
         self._sides = [describe(draft)] if draft is not None else []
         self._sides += [verifier.describe()] if verifier is not None else []
@@ -160,8 +196,15 @@ class SpeculativeDecoder:
     def summary(self) -> str:
         """One line that says what was resolved: models, number formats, block length, gate and rule."""
         sides = [f"edge {_place(self.draft)}" if self.draft is not None else "edge none"]
-        sides.append(f"cloud {_place(getattr(self.verifier, 'engine', None))}" if self.verifier else "cloud none")
+        sides.append(f"cloud {self._cloud_place()}")
         return " · ".join([*sides, f"k {self.k}", f"gate {self.gate}", f"accept {self.accept}", f"loop {self.on_loop}"])
+
+    def _cloud_place(self) -> str:
+        if self.verifier is None:
+            return "none"
+        if isinstance(self.verifier, LocalVerifier):
+            return _place(self.verifier.engine)
+        return f"{self._target.name}, {self.driver}, on loss {self.on_cloud_loss}, privacy {self.privacy}"
 
     def encode(self, prompt: PromptLike) -> Prompt:
         """The prompt as the models read it."""
@@ -171,9 +214,7 @@ class SpeculativeDecoder:
     def _encoder(self) -> Any:
         if self.draft is not None:
             return self.draft
-        if not isinstance(self.verifier, LocalVerifier):
-            raise SettingsError("cloud-only decoding over a network needs an edge tokenizer")
-        return self.verifier.engine
+        return self.verifier.engine if isinstance(self.verifier, LocalVerifier) else _Nameless(self._target)
 
     def _start(self, prompt: PromptLike, values: dict[str, Any]) -> _Run:
         settings = GenerationSettings.build(values)
@@ -225,8 +266,31 @@ class SpeculativeDecoder:
     def _link(self, prompt: Prompt, settings: GenerationSettings) -> Link | None:
         if self.verifier is None:
             return None
-        conditions = Conditions(settings, self.accept, self._target_vocabulary)
-        return Link(self.verifier, lambda verifier: verifier.open(prompt, conditions))
+        shared = self._shared(prompt)
+        conditions = Conditions(settings, self.accept, self._target_vocabulary, self.withholds(prompt))
+        return Link(self.verifier, lambda verifier: verifier.open(shared, conditions), self.on_cloud_loss)
+
+    def _shared(self, prompt: Prompt) -> Prompt:
+        """The prompt as far as `privacy` lets it leave the edge."""
+        if prompt.audio is None or self.privacy == "audio":
+            return prompt
+        if self.privacy == "tokens":
+            return Prompt(prompt.ids)
+        return Prompt(prompt.ids, features=self._encoder.audio.features(prompt.audio))
+
+    def withholds(self, prompt: Prompt) -> bool:
+        """Whether the verifier sees less of this prompt than the drafter does."""
+        return self.verifier is not None and self.privacy == "tokens" and prompt.heard
+
+
+class _Nameless:
+    """What stands in for an edge model where there is none, only a cloud across a network: ids in, ids out."""
+
+    tokenizer = None
+    audio = None
+
+    def __init__(self, target: Description) -> None:
+        self.name, self.vocab_size = target.name, target.vocab_size
 
 
 class _Run:
@@ -237,6 +301,7 @@ class _Run:
     ) -> None:
         self._owner, self._prompt, self._settings, self._rules = owner, prompt, settings, rules
         self._decoder = Decoder(prompt.ids, owner._plan(rules), self._decode if rules.needs_text else None)
+        self._ledger = Ledger()
 
     def events(self) -> Iterator[Event]:
         """Run the loop; time it; close what was opened, whatever happens."""
@@ -244,17 +309,24 @@ class _Run:
         started = time.perf_counter()
         drafter = owner._drafter(self._prompt, self._settings)
         link = owner._link(self._prompt, self._settings)
-        judge = None if link is None else (link.verify if drafter is not None else link.generate)
         with ExitStack() as closing:
             if drafter is not None:
                 closing.callback(drafter.close)
             if link is not None:
                 closing.callback(link.close)
-            for event in sequential(decoder, drafter, judge):
+            for event in self._drive(drafter, link):
                 if not stats.ttft_s and event.kind != "provisional":
                     stats.ttft_s = time.perf_counter() - started
                 yield event
             stats.total_s = time.perf_counter() - started
+            if link is not None:
+                self._ledger = link.ledger()
+
+    def _drive(self, drafter: Drafter | None, link: Link | None) -> Iterator[Event]:
+        if drafter is not None and link is not None and self._owner.driver == "pipelined":
+            return pipelined(self._decoder, drafter, link)
+        judge = None if link is None else (link.verify if drafter is not None else link.generate)
+        return sequential(self._decoder, drafter, judge)
 
     def stream(self) -> Generator[StreamEvent, None, Result]:
         transcript = Transcript(self._owner.decode)
@@ -274,23 +346,32 @@ class _Run:
         ties = sorted(index for index in decoder.near_ties if index < len(sources))
         stats.count_sources(sources)
         stats.near_ties = len(ties)
+        stats.bytes_up, stats.bytes_down = self._ledger.up.total(), self._ledger.down.total()
+        stats.media_bytes_up = self._ledger.up["media"]
         ids = decoder.sequence.generated
         return Result(
             text=self._owner.decode(ids) if self._owner.tokenizer is not None else None,
             token_ids=ids,
             finish_reason=action.reason,  # type: ignore[union-attr]
-            guarantee=guarantee(stats, lossless=self._owner.lossless),
+            guarantee=guarantee(stats, lossless=self._owner.lossless and not self._owner.withholds(self._prompt)),
             prompt_tokens=len(self._prompt.ids),
             stats=stats,
             sources=sources,
             near_ties=ties,
             warnings=self._warnings(),
+            ledger=self._ledger.to_json(),
         )
 
     def _warnings(self) -> list[str]:
+        found = []
         if self._prompt.audio is not None and is_silent(self._prompt.audio):
-            return ["the recording is silent: there is no speech to describe"]
-        return []
+            found.append("the recording is silent: there is no speech to describe")
+        if self._owner.withholds(self._prompt) and self._decoder.stats.cloud_tokens:
+            found.append("the cloud did not get the recording (privacy tokens): its verdicts are about the text alone")
+        if self._decoder.stats.cloud_lost:
+            decided = self._decoder.stats.cloud_tokens
+            found.append(f"the cloud was lost after it had decided {decided} tokens: the rest is the edge's own")
+        return found
 
     def _decode(self, ids: list[int]) -> str:
         return _decode(self._owner.tokenizer, ids, visible_only=False)
@@ -304,8 +385,6 @@ def _decode(tokenizer: Any, ids: list[int], *, visible_only: bool) -> str:
 
 def _place(engine: Any) -> str:
     """A model's name, number format and device."""
-    if engine is None:
-        return "elsewhere"
     return f"{engine.name} ({str(engine.dtype).removeprefix('torch.')}, {engine.device})"
 
 
@@ -325,19 +404,3 @@ def local(engine: Any) -> LocalVerifier:
     if not hasattr(engine, "forward_many"):
         raise SettingsError(f"local() takes an engine, as from load_engine(…), not {type(engine).__name__}")
     return LocalVerifier(engine)
-
-
-def connect(target: str, **options: Any) -> Verifier | None:
-    """The verifier that a text names: "local:MODEL" (options as for `load_engine`), or None for "none".
-
-    Raises:
-        SettingsError: a target of another form.
-    """
-    if not isinstance(target, str):
-        raise SettingsError(f"a cloud is a text such as local:MODEL, not {target!r}")
-    if target == "none":
-        return None
-    kind, _, model = target.partition(":")
-    if kind != "local" or not model:
-        raise SettingsError(f"cloud {target!r}: expected local:MODEL or none")
-    return LocalVerifier(load_engine("demo:cloud" if model == "demo" else model, **options))

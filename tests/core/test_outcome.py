@@ -39,6 +39,15 @@ def test_the_guarantee_is_judged_by_what_was_done(sources: list[Source], lossles
     assert guarantee(stats_of(sources), lossless=lossless) == expected
 
 
+@pytest.mark.parametrize("sources", [[A, C, B, E], [A, A, E], [E, E]])
+def test_a_cloud_that_was_lost_leaves_an_edge_only_result_and_honest_counters(sources: list[Source]) -> None:
+    stats = stats_of(sources)
+    stats.cloud_lost = True
+    assert guarantee(stats, lossless=True) == "edge-only"
+    assert stats.cloud_tokens == len(sources) - sources.count(E)
+    assert result(stats=stats).to_json()["stats"]["cloud_lost"] is True
+
+
 def test_rates_are_those_of_the_vocabulary() -> None:
     stats = stats_of([A, A, C, E])
     stats.verified, stats.blocks, stats.escalated = 5, 4, 1

@@ -21,7 +21,8 @@ from outrider.core.policy import Policy
 from outrider.core.sequence import Source
 from outrider.core.stopping import StopRules
 from outrider.edge.drafter import Drafter
-from outrider.edge.drivers import Link, sequential
+from outrider.edge.drivers import sequential
+from outrider.edge.link import Link
 from outrider.engines.base import Prompt, Reader
 from outrider.verifiers.base import Conditions
 from outrider.verifiers.local import LocalVerifier

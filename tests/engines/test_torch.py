@@ -1,9 +1,13 @@
 """The transformers engine: which models it takes, which it refuses by name, and that rows are transformers' own."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import transformers as tf
 
+from outrider import load_engine
 from outrider.engines.base import Prompt, Reader
 from outrider.engines.torch import TorchEngine
 from outrider.errors import ModelError, PromptError, StateError
@@ -117,3 +121,20 @@ def test_a_cache_that_mixes_slots_up_in_a_batch_is_caught_by_the_probe(monkeypat
     monkeypatch.setattr(TorchEngine, "_mask", lambda self, at: mask(self, at.max(0, keepdim=True).values.expand_as(at)))
     with pytest.raises(ModelError, match="beside another slot"):
         TorchEngine(model("qwen2"))
+
+
+def test_identity_tells_checkpoints_apart_and_is_the_same_everywhere() -> None:
+    first = engine("qwen2").identity
+    assert len(first) == 16
+    assert TorchEngine(model("qwen2")).identity == first
+    assert len({first, engine("qwen2", 1).identity, engine("llama").identity}) == 3
+    assert TorchEngine(model("qwen2").to(torch.bfloat16)).identity != first
+    tuned = model("qwen2")
+    tuned.model.layers[1].mlp.down_proj.weight.data += 1e-3
+    assert TorchEngine(tuned).identity != first
+
+
+def test_identity_is_the_same_in_another_process() -> None:
+    script = "from outrider import load_engine; print(load_engine('demo:edge').identity)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == load_engine("demo:edge").identity != load_engine("demo:cloud").identity

@@ -5,9 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from outrider.errors import AudioError
-from outrider.prompts.audio import SAMPLE_RATE, Audio, check_length, is_silent, load
+from outrider.prompts.audio import SAMPLE_RATE, Audio, check_length, exponent, is_silent, load
 
 
 def tone(seconds: float, rate: int = SAMPLE_RATE, hertz: float = 440.0) -> np.ndarray:
@@ -34,10 +36,53 @@ def test_telephone_mu_law_is_read(tmp_path: Path) -> None:
     assert len(load(Audio(path))) == SAMPLE_RATE // 2
 
 
-def test_a_waveform_is_taken_as_it_is() -> None:
+def test_a_waveform_is_taken_as_it_is_but_for_its_rounding_to_16_bits() -> None:
     wave = tone(0.3)
-    np.testing.assert_array_equal(load(Audio(wave)), wave)
+    np.testing.assert_allclose(load(Audio(wave)), wave, rtol=0, atol=0.5 / 32768)
     assert len(load(Audio(tone(0.3, 8000), sampling_rate=8000))) == len(wave)
+
+
+@pytest.mark.parametrize("suffix", ["wav", "flac"])
+def test_a_16_bit_recording_comes_out_bit_for_bit(tmp_path: Path, suffix: str) -> None:
+    integers = np.random.default_rng(0).integers(-32768, 32768, 16000).astype(np.int16)
+    integers[:2] = -32768, 32767
+    path = tmp_path / f"a.{suffix}"
+    soundfile.write(path, integers, SAMPLE_RATE)
+    wave = load(Audio(path))
+    assert wave.tobytes() == soundfile.read(path, dtype="float32")[0].tobytes()
+    assert wave.tobytes() == (integers / np.float32(32768)).tobytes()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    peak=st.one_of(
+        st.floats(1e-6, 100.0),
+        st.sampled_from([2.0**e * (1 + n / 65536) for e in range(7) for n in range(-3, 6)]),  # where e changes
+    ),
+    seed=st.integers(0, 99),
+    signs=st.sampled_from([(1, 1), (1, -1), (-1, 1)]),
+)
+def test_any_waveform_falls_on_a_16_bit_grid_and_stays_there(peak: float, seed: int, signs: tuple[int, int]) -> None:
+    wave = np.random.default_rng(seed).uniform(-peak, peak, 1600).astype(np.float32)
+    wave[:2] = peak * np.array(signs)
+    once = load(Audio(wave))
+    e = exponent(once)
+    scaled = once * np.float32(2.0 ** (15 - e))
+    assert np.array_equal(scaled, np.rint(scaled))
+    assert scaled.min() >= -32768
+    assert scaled.max() <= 32767
+    assert 0 <= e <= 7
+    assert peak > 1 or e == 0
+    assert np.abs(once - wave).max() <= 2.0 ** (e - 15) * (2 if e == 0 and peak > 1 else 1)
+    assert load(Audio(once)).tobytes() == once.tobytes()
+
+
+def test_a_loud_waveform_whose_resampling_overshoots_is_named() -> None:
+    square = np.repeat(np.tile([100.0, -100.0], 200), 10)
+    steps = np.sign(np.random.default_rng(0).standard_normal(8000)) * 100.0
+    assert exponent(load(Audio(square, sampling_rate=16000))) == 7
+    with pytest.raises(AudioError, match="samples as large as"):
+        load(Audio(steps, sampling_rate=44100))
 
 
 @pytest.mark.parametrize(

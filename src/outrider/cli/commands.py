@@ -17,7 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from outrider.api import SpeculativeDecoder
 from outrider.cli import view
-from outrider.cli.options import Decoding, Models, Output, Speculation, build_decoder, check
+from outrider.cli.child import cloud_process
+from outrider.cli.options import Decoding, Models, Network, Output, Speculation, build_decoder, check
 from outrider.config import GenerationSettings
 from outrider.core.outcome import Result
 from outrider.core.text import Transcript
@@ -28,15 +29,18 @@ from outrider.prompts.audio import Audio, load
 STDERR = Console(stderr=True)
 
 
-def run_demo(speculation: Speculation, decoding: Decoding, output: Output) -> int:
-    """`outrider demo`: the bundled clips, each in its own language."""
+def run_demo(speculation: Speculation, network: Network, decoding: Decoding, output: Output) -> int:
+    """`outrider demo`: the bundled clips, each in its own language, with a cloud of its own beside this process."""
     clips = json.loads((BUNDLED / "clips" / "clips.json").read_text(encoding="utf-8"))
     jobs = [
         Audio(BUNDLED / "clips" / clip["file"], lang=clip["lang"], task=("default", "detailed", "concise")[n % 3])
         for n, clip in enumerate(clips)
     ]
     titles = [f"{clip['file']}  “{clip['text']}”" for clip in clips]
-    return _caption_all(jobs, titles, Models(), speculation, decoding, output)
+    check(Models(cloud="grpc://127.0.0.1:1"), speculation, network)
+    with cloud_process("demo") as address:
+        models = Models(cloud=f"grpc://{address}")
+        return _caption_all(jobs, titles, models, speculation, network, decoding, output)
 
 
 def run_caption(
@@ -45,6 +49,7 @@ def run_caption(
     task: str,
     models: Models,
     speculation: Speculation,
+    network: Network,
     decoding: Decoding,
     output: Output,
 ) -> int:
@@ -52,7 +57,7 @@ def run_caption(
     if not files:
         raise PromptError("no recording was given: outrider caption AUDIO…")
     jobs = [Audio(Path(name), task=task, lang=lang) for name in files]
-    return _caption_all(jobs, list(files), models, speculation, decoding, output)
+    return _caption_all(jobs, list(files), models, speculation, network, decoding, output)
 
 
 def run_generate(
@@ -61,13 +66,14 @@ def run_generate(
     chat: bool,
     models: Models,
     speculation: Speculation,
+    network: Network,
     decoding: Decoding,
     output: Output,
 ) -> int:
     """`outrider generate`."""
     given = _prompt(prompt, prompt_ids, chat)
     GenerationSettings.build(decoding.settings())
-    decoder = _load(models, speculation, output)
+    decoder = _load(models, speculation, network, output)
     if output.json or not Console().is_terminal:
         _report(decoder.generate(given, **decoding.settings()), output, decoder)
     else:
@@ -124,13 +130,14 @@ def _caption_all(
     titles: Sequence[str],
     models: Models,
     speculation: Speculation,
+    network: Network,
     decoding: Decoding,
     output: Output,
 ) -> int:
-    check(models, speculation)
+    check(models, speculation, network)
     GenerationSettings.build(decoding.settings())
     failures = {n: error for n, job in enumerate(jobs) if (error := _unusable(job)) is not None}
-    decoder = _load(models, speculation, output) if len(failures) < len(jobs) else None
+    decoder = _load(models, speculation, network, output) if len(failures) < len(jobs) else None
     done: list[tuple[str, Result]] = []
     with _progress(len(jobs), output) as advance:
         for n, (job, title) in enumerate(zip(jobs, titles, strict=True)):
@@ -216,10 +223,10 @@ def pieces(decoder: SpeculativeDecoder, result: Result) -> list[str]:
 # Set-up -----------------------------------------------------------------------------------------------------
 
 
-def _load(models: Models, speculation: Speculation, output: Output) -> SpeculativeDecoder:
+def _load(models: Models, speculation: Speculation, network: Network, output: Output) -> SpeculativeDecoder:
     _quieten(output)
     with STDERR.status("loading models") if STDERR.is_terminal else _nothing():
-        decoder = build_decoder(models, speculation)
+        decoder = build_decoder(models, speculation, network)
     STDERR.print(decoder.summary(), style="dim", markup=False, highlight=False, soft_wrap=True)
     return decoder
 

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from outrider import __version__
-from outrider.cli.options import Decoding, Models, Output, Speculation
+from outrider.cli.cloud import Capacity, Operation, Security
+from outrider.cli.options import Decoding, Models, Network, Output, Speculation
 from outrider.errors import InputError, OutriderError
 
 app = App(
@@ -25,12 +26,16 @@ app = App(
 
 @app.command
 def demo(
-    *, speculation: Speculation = Speculation(), decoding: Decoding = Decoding(), output: Output = Output()
+    *,
+    speculation: Speculation = Speculation(),
+    network: Network = Network(),
+    decoding: Decoding = Decoding(),
+    output: Output = Output(),
 ) -> int:
-    """Caption the bundled clips with the bundled pair, and show who decided each token."""
+    """Caption the bundled clips with the bundled pair, edge and cloud in two processes, and show who decided each token."""
     from outrider.cli.commands import run_demo
 
-    return run_demo(speculation, decoding, output)
+    return run_demo(speculation, network, decoding, output)
 
 
 @app.command
@@ -40,6 +45,7 @@ def caption(
     task: Literal["default", "detailed", "concise"] = "default",
     models: Models = Models(),
     speculation: Speculation = Speculation(),
+    network: Network = Network(),
     decoding: Decoding = Decoding(),
     output: Output = Output(),
 ) -> int:
@@ -56,7 +62,7 @@ def caption(
     """
     from outrider.cli.commands import run_caption
 
-    return run_caption(audio, lang, task, models, speculation, decoding, output)
+    return run_caption(audio, lang, task, models, speculation, network, decoding, output)
 
 
 @app.command
@@ -67,6 +73,7 @@ def generate(
     chat: Annotated[bool, Parameter(negative="")] = False,
     models: Models = Models(),
     speculation: Speculation = Speculation(),
+    network: Network = Network(),
     decoding: Decoding = Decoding(),
     output: Output = Output(),
 ) -> int:
@@ -83,7 +90,30 @@ def generate(
     """
     from outrider.cli.commands import run_generate
 
-    return run_generate(prompt, prompt_ids, chat, models, speculation, decoding, output)
+    return run_generate(prompt, prompt_ids, chat, models, speculation, network, decoding, output)
+
+
+@app.command
+def cloud(
+    model: str,
+    *,
+    listen: str = "127.0.0.1:7070",
+    security: Security = Security(),
+    capacity: Capacity = Capacity(),
+    operation: Operation = Operation(),
+) -> int:
+    """Serve verification to edges, until SIGTERM.
+
+    Parameters
+    ----------
+    model
+        The verifier: a directory, hub id, .gguf file, or "demo".
+    listen
+        HOST:PORT; port 0 takes a free one. An address that other machines can reach needs TLS and tokens.
+    """
+    from outrider.cli.cloud import run_cloud
+
+    return run_cloud(model, listen, security, capacity, operation)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter, Token
 
-from outrider.config import OnLoop, Scope
+from outrider.config import DriverName, OnCloudLoss, OnLoop, Privacy, Scope
 from outrider.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 MODELS = Group("Models", sort_key=1)
 SPECULATION = Group("Speculation", sort_key=2)
-DECODING = Group("Decoding", sort_key=3)
-OUTPUT = Group("Output", sort_key=4)
+NETWORK = Group("Network", sort_key=3)
+DECODING = Group("Decoding", sort_key=4)
+OUTPUT = Group("Output", sort_key=5)
 
 
 def _whole(type_: Any, tokens: Sequence[Token]) -> int:
@@ -45,7 +46,7 @@ class Models:
     edge
         The drafter: a directory, hub id, .gguf file, "demo", or "none" for cloud-only.
     cloud
-        The verifier: local:MODEL, or "none" for edge-only.
+        The verifier: grpc://HOST:PORT (a running outrider cloud), local:MODEL, or "none" for edge-only.
     dtype
         auto is float32 on a CPU and the checkpoint's own on a GPU.
     device
@@ -85,6 +86,57 @@ class Speculation:
     accept: str = "exact"
     scope: Scope = "block"
     on_loop: OnLoop | None = None
+
+
+@Parameter(name="*", group=NETWORK)
+@dataclass(frozen=True)
+class Network:
+    """How edge and cloud get on; for --cloud grpc://…
+
+    Parameters
+    ----------
+    driver
+        sequential waits for each verdict; pipelined drafts on meanwhile, with the same output.
+    on_cloud_loss
+        When the cloud cannot be reached: fail (the default for exact gates), edge-only (the default for gates that
+        skip), or wait.
+    privacy
+        The most that may be sent: tokens (ids only), features (what the model makes of a recording), or audio.
+    net
+        Emulate a network on the way, as in rtt=50ms,jitter=5ms,bw=2Mbit.
+    token_file
+        A file that holds the bearer token for the cloud.
+    tls
+        Encrypt, and check the cloud's certificate against the system's authorities.
+    ca
+        Encrypt, and check against the authorities in this PEM file.
+    cert
+        This edge's own certificate (PEM), for mutual TLS.
+    key
+        Its key (PEM).
+    deadline
+        Seconds that one answer may take before it is asked for again.
+    patience
+        Seconds of attempts before the cloud counts as lost.
+    """
+
+    driver: DriverName = "sequential"
+    on_cloud_loss: OnCloudLoss | None = None
+    privacy: Privacy = "audio"
+    net: str | None = None
+    token_file: str | None = None
+    tls: Annotated[bool, Parameter(negative="")] = False
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    deadline: float = 30.0
+    patience: float = 10.0
+
+    def connection(self) -> dict[str, Any]:
+        """The keyword arguments of `connect` for a cloud across a network; only what was asked for."""
+        names = ("net", "token_file", "tls", "ca", "cert", "key", "deadline", "patience")
+        given = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in given.items() if value != getattr(Network, name)}
 
 
 @Parameter(name="*", group=DECODING)
@@ -157,35 +209,49 @@ class Output:
     verbose: Annotated[bool, Parameter(negative="", alias="-v")] = False
 
 
-def build_decoder(models: Models, speculation: Speculation) -> SpeculativeDecoder:
-    """Load what the options name. Settings are checked before any model is."""
-    check(models, speculation)
-    from outrider.api import SpeculativeDecoder, connect
+def build_decoder(models: Models, speculation: Speculation, network: Network) -> SpeculativeDecoder:
+    """Load what the options name. Settings are checked before any model is, and the cloud is asked first."""
+    check(models, speculation, network)
+    from outrider.api import SpeculativeDecoder
     from outrider.engines.load import load_engine, locate
+    from outrider.verifiers.connect import connect
 
     edge = None if models.edge == "none" else models.edge
-    cloud = models.cloud.removeprefix("local:")
-    for name in (edge, cloud):
-        if name not in (None, "none"):
-            locate(str(name))
     placed = {"dtype": models.dtype, "device": models.device}
-    verifier = connect(models.cloud, **placed)
+    if edge is not None:
+        locate(edge)
+    verifier = connect(models.cloud, **(placed if models.cloud.startswith("local:") else network.connection()))
+    if verifier is not None and not models.cloud.startswith("local:"):
+        verifier.describe()  # who cannot be reached is known before a model is loaded
     draft = None if edge is None else load_engine(edge, **placed)
-    return SpeculativeDecoder(draft, verifier, **asdict(speculation))
+    together = {name: getattr(network, name) for name in ("driver", "on_cloud_loss", "privacy")}
+    return SpeculativeDecoder(draft, verifier, **asdict(speculation), **together)
 
 
-def check(models: Models, speculation: Speculation) -> None:
-    """Raise SettingsError for what is wrong with the options themselves."""
+def check(models: Models, speculation: Speculation, network: Network) -> None:
+    """Raise InputError for what is wrong with the options themselves."""
     from outrider.api import check_modes
     from outrider.core.acceptance import rule
     from outrider.core.gate import gate
     from outrider.core.lookahead import lookahead
+    from outrider.engines.load import locate
+    from outrider.verifiers.connect import parse_target
 
-    if models.cloud != "none" and not models.cloud.removeprefix("local:").strip():
-        raise SettingsError("--cloud local: needs a model after the colon")
-    if models.cloud != "none" and not models.cloud.startswith("local:"):
-        raise SettingsError(f"--cloud {models.cloud!r}: expected local:MODEL or none")
-    present = {"has_drafter": models.edge != "none", "has_verifier": models.cloud != "none"}
-    accept = rule(speculation.accept)
-    check_modes(gate(speculation.gate), accept, speculation.scope, speculation.on_loop, **present)
+    target = parse_target(models.cloud)
+    if target.kind != "grpc" and network.connection():
+        used = ", ".join(f"--{name.replace('_', '-')}" for name in network.connection())
+        raise SettingsError(f"{used}: only for --cloud grpc://HOST:PORT, and this is {models.cloud}")
+    if target.kind == "local":
+        locate(target.model)
+    check_modes(
+        gate(speculation.gate),
+        rule(speculation.accept),
+        speculation.scope,
+        speculation.on_loop,
+        network.driver,
+        network.on_cloud_loss,
+        has_drafter=models.edge != "none",
+        has_verifier=target.kind != "none",
+        remote=target.kind == "grpc",
+    )
     lookahead(speculation.k)

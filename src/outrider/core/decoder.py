@@ -4,7 +4,19 @@
 
     Draft(count)  →  decoder.drafted(proposals)     let the drafter propose up to `count` more tokens
     Verify(…)     →  decoder.decided(verdict)       let the verifier judge the pending block
+                     decoder.lose_verifier()        or go on without it
     Done(reason)                                    the output is complete
+
+While a verdict is awaited, a driver may draft on from a guess: that the whole block is accepted, and that the bonus
+token is the drafter's own next token. So what is drafted ahead is a plain continuation of the pending block:
+
+    |<--- committed --->|<--- pending --->|<------- ahead ------->|      context = all of it
+                        |    (asked)      | guess | next blocks …
+
+    decoder.ahead()  →  decoder.drafted_ahead(proposals)     until the verdict is there
+
+Where the guess was right, the rest of `ahead` is taken as if it were drafted only then; else it is dropped. Either
+way the output is that of a driver which waits.
 
 Everything that could be decided in two places is decided here, once: what is committed and on whose word, when a
 block is complete, whether it goes to the verifier, and where the output ends. Drivers move data; engines own
@@ -14,11 +26,11 @@ caches; neither keeps a token of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from outrider.config import OnLoop, Scope
-from outrider.core.acceptance import Rule, Verdict
+from outrider.core.acceptance import Exact, Rule, Verdict
 from outrider.core.gate import Decision, Gate, Signals
 from outrider.core.lookahead import Lookahead
 from outrider.core.loops import loop_period
@@ -28,7 +40,7 @@ from outrider.core.sequence import Sequence, Source
 from outrider.core.stopping import Decode, Reason, StopRules, stop_reason
 from outrider.errors import StateError
 
-MAX_PROVISIONAL = 64  # pending tokens after which a trigger gate asks for a verdict all the same
+MAX_PROVISIONAL = 64  # pending tokens after which a verdict is asked for, and tokens drafted ahead at most
 
 
 @dataclass(frozen=True)
@@ -100,6 +112,11 @@ class Plan:
     on_loop: OnLoop
     scope: Scope = "block"
 
+    @property
+    def cut_is_free(self) -> bool:
+        """True where the output does not depend on how it is cut into blocks."""
+        return self.gate.exact and isinstance(self.accept, Exact)
+
 
 class Decoder:
     """One generation. `decode` turns ids into text for text rules; None where there are none."""
@@ -113,6 +130,7 @@ class Decoder:
         self._events: list[Event] = []
         self._block: list[Proposal] = []  # since the last decision of the gate
         self._undecided: list[Proposal] = []  # behind every pending token: what a verdict will settle
+        self._ahead: list[Proposal] = []  # drafted while a verdict is awaited, behind all pending tokens
         self._shared = len(prompt_ids)  # how much of the sequence the verifier knows
         self._looked_until = 0  # loops are sought in what was generated after this point
         self._loop_found = False
@@ -127,12 +145,13 @@ class Decoder:
             if self._asked is not None:
                 return self._asked
             wanted = self._wanted()
-            if wanted > 0:
-                return Draft(wanted, leave_loop=self._must_leave_loop())
-            if self._escalates():
-                self._asked = self._verify()
+            if wanted <= 0:
+                self._end_block()
+            elif self._ahead_is_usable():
+                self._draft(self._ahead.pop(0))
             else:
-                self._skip_block()
+                return Draft(wanted, leave_loop=self._must_leave_loop())
+        self._ahead.clear()
         return Done(self._reason)
 
     def drafted(self, proposals: Seq[Proposal]) -> None:
@@ -140,13 +159,37 @@ class Decoder:
         for proposal in proposals:
             if self._wanted() <= 0:
                 break
+            self.stats.drafted += 1
             self._draft(proposal)
-            if proposal.left_loop:
-                self._watch_from_here()
-            if not self.plan.has_verifier:
-                self._commit_pending(Source.SAMPLED if proposal.left_loop else Source.EDGE)
-                if self._reason is not None or self._loop_found:
-                    break
+            if not self.plan.has_verifier and self._loop_found:
+                break
+
+    def ahead(self) -> Draft | None:
+        """What may be drafted behind `context` while a verdict is awaited: one token more, or nothing."""
+        if self._asked is None or self.plan.lookahead is None or len(self._ahead) >= MAX_PROVISIONAL:
+            return None
+        last = self._ahead[-1].token if self._ahead else self.sequence.ids[-1]
+        # The first one only guesses the bonus token: of no use without room behind it.
+        useless = last in self.plan.rules.eos_ids or self._room <= max(len(self._ahead), 1)
+        return None if useless else Draft(1)
+
+    def drafted_ahead(self, proposals: Seq[Proposal]) -> None:
+        """Take what was drafted ahead. What `ahead` would not have asked for is dropped."""
+        for proposal in proposals:
+            if self.ahead() is None:
+                break
+            self.stats.drafted += 1
+            self._ahead.append(proposal)
+
+    @property
+    def context(self) -> list[int]:
+        """The tokens that drafting continues from: the sequence, and what was drafted ahead of it."""
+        return self.sequence.ids + [proposal.token for proposal in self._ahead]
+
+    @property
+    def context_length(self) -> int:
+        """How many tokens `context` has: a drafter's cache must hold a proper prefix of them."""
+        return len(self.sequence.ids) + len(self._ahead)
 
     def decided(self, verdict: Verdict) -> None:
         """Take the verdict on the block that `next` asked about."""
@@ -155,10 +198,26 @@ class Decoder:
             raise StateError(f"{verdict} does not answer {asked}")
         self._asked = None
         self._shared = asked.base_length + verdict.accepted + 1
+        self._ahead = self._ahead[1:] if self._guessed(verdict, asked) else []
         self._record(verdict, asked)
         self._commit_verdict(verdict, len(asked.draft_ids))
         self._block.clear()
         self._undecided.clear()
+
+    def lose_verifier(self) -> None:
+        """The cloud cannot be reached: what is provisional stands on the edge's word, and the edge goes on alone.
+
+        Raises:
+            StateError: there is no drafter either.
+        """
+        if self.plan.lookahead is None:
+            raise StateError("the verifier is lost, and there is no drafter to go on with")
+        on_loop: OnLoop = "sample" if self.plan.on_loop == "escalate" else self.plan.on_loop
+        self.plan = replace(self.plan, has_verifier=False, on_loop=on_loop)
+        self.stats.cloud_lost = True
+        self._asked = None
+        self._commit_on_the_edges_word()
+        self._block.clear()
 
     def events(self) -> list[Event]:
         """What became of tokens since the last call."""
@@ -167,29 +226,70 @@ class Decoder:
 
     # Drafting -----------------------------------------------------------------------------------------------
 
+    @property
+    def _room(self) -> int:
+        """How many tokens may follow the pending ones."""
+        return self.plan.rules.max_new_tokens - len(self.sequence.sources) - self.sequence.pending_count
+
     def _wanted(self) -> int:
         """How many more tokens belong to the current block."""
-        plan, sequence = self.plan, self.sequence
-        room = plan.rules.max_new_tokens - len(sequence.sources) - sequence.pending_count
-        if plan.lookahead is None or room <= 0 or self._reason is not None:
+        return 0 if self._reason is not None else self._more(self._block, self._room)
+
+    def _more(self, block: list[Proposal], room: int) -> int:
+        """How many more tokens belong to `block`, with `room` for that many behind it."""
+        plan = self.plan
+        if plan.lookahead is None or room <= 0 or (block and block[-1].token in plan.rules.eos_ids):
             return 0
-        if self._block and self._block[-1].token in plan.rules.eos_ids:
-            return 0
-        signals = [proposal.signals for proposal in self._block if proposal.signals is not None]
-        return min(room, plan.lookahead.more(len(self._block), signals))
+        signals = [proposal.signals for proposal in block if proposal.signals is not None]
+        return min(room, plan.lookahead.more(len(block), signals))
 
     def _draft(self, proposal: Proposal) -> None:
-        self.stats.drafted += 1
         self.stats.blocks += not self._block
         self.sequence.draft(proposal.token)
         self._block.append(proposal)
         self._undecided.append(proposal)
         self._emit("provisional", len(self.sequence.ids) - 1, Source.EDGE)
+        if proposal.left_loop:
+            self._watch_from_here()
+        if not self.plan.has_verifier:
+            self._commit_pending(Source.SAMPLED if proposal.left_loop else Source.EDGE)
 
     def _must_leave_loop(self) -> bool:
         return self._loop_found and self.plan.on_loop == "sample"
 
+    # Drafting ahead -----------------------------------------------------------------------------------------
+
+    def _guessed(self, verdict: Verdict, asked: Verify) -> bool:
+        """Whether the verdict is what was guessed, so that what was drafted ahead continues the output."""
+        accepted_all = verdict.accepted == len(asked.draft_ids)
+        return accepted_all and bool(self._ahead) and self._ahead[0].token == verdict.next_token
+
+    def _ahead_is_usable(self) -> bool:
+        """Whether a token is there that would be drafted now. A loop that must be left is left by another one."""
+        if self._must_leave_loop():
+            self._ahead.clear()
+        return bool(self._ahead)
+
+    def _whole_block_ahead(self) -> int:
+        """The length of the next block, if it was drafted ahead to its end; else 0."""
+        ends = (n for n in range(1, len(self._ahead) + 1) if self._more(self._ahead[:n], self._room - n) <= 0)
+        return next(ends, 0)
+
+    def _add_blocks_ahead(self) -> None:
+        """Let the request that is being made take whole blocks along that were drafted ahead."""
+        while 0 < (length := self._whole_block_ahead()) <= MAX_PROVISIONAL - self.sequence.pending_count:
+            self._block.clear()
+            for _ in range(length):
+                self._draft(self._ahead.pop(0))
+            self._escalates()  # asked for the count: the block goes along in any case
+
     # Deciding -----------------------------------------------------------------------------------------------
+
+    def _end_block(self) -> None:
+        if self._escalates():
+            self._asked = self._verify()
+        else:
+            self._skip_block()
 
     def _escalates(self) -> bool:
         """Whether the complete block goes to the verifier: the one place where gate, loop and end are combined."""
@@ -221,6 +321,8 @@ class Decoder:
         sequence = self.sequence
         if self._loop_found:
             self._watch_from_here()
+        if self.plan.cut_is_free:
+            self._add_blocks_ahead()
         if self.plan.scope == "repair":
             sequence.reopen(self._shared)
         base = sequence.committed_length
@@ -230,9 +332,7 @@ class Decoder:
     def _skip_block(self) -> None:
         """The gate was satisfied: commit on the drafter's word, or (trigger) leave the block provisional."""
         if self.plan.has_verifier and not self.plan.gate.exact:
-            while self.sequence.pending_count and self._reason is None:
-                self._commit_pending(Source.EDGE)
-            self.sequence.discard()
+            self._commit_on_the_edges_word()
             if self.plan.scope == "block":
                 self._undecided.clear()
         self._block.clear()
@@ -242,6 +342,11 @@ class Decoder:
     def _commit_pending(self, source: Source) -> None:
         self.sequence.accept(source)
         self._committed(source)
+
+    def _commit_on_the_edges_word(self) -> None:
+        while self.sequence.pending_count and self._reason is None:
+            self._commit_pending(Source.EDGE)
+        self.sequence.discard()
 
     def _commit_verdict(self, verdict: Verdict, drafts: int) -> None:
         for n in range(verdict.accepted):

@@ -17,7 +17,8 @@ class Stats:
 
     verified: drafted tokens that a verdict decided. audited / disagreed: skipped tokens that the verifier saw in
     passing, and how many it would have changed. near_ties: positions of the output whose choice lay within the
-    numeric noise of the verifier's number format (always 0 in float32).
+    numeric noise of the verifier's number format (always 0 in float32). drafted: also what was drafted ahead in vain.
+    cloud_lost: the verifier could not be reached any more, and the edge went on alone.
     """
 
     rounds: int = 0
@@ -35,6 +36,7 @@ class Stats:
     audited: int = 0
     disagreed: int = 0
     near_ties: int = 0
+    cloud_lost: bool = False
     bytes_up: int = 0
     bytes_down: int = 0
     media_bytes_up: int = 0
@@ -70,9 +72,10 @@ class Stats:
 def guarantee(stats: Stats, *, lossless: bool) -> Guarantee:
     """What the output is worth, judged by what was done and not by what was planned.
 
-    exact: every token was decided by a lossless verdict. edge-only: the verifier decided none. Else best-effort.
+    exact: every token was decided by a lossless verdict. edge-only: the verifier decided none, or was lost on the way.
+    Else best-effort.
     """
-    if stats.cloud_tokens == 0:
+    if stats.cloud_tokens == 0 or stats.cloud_lost:
         return "edge-only"
     if stats.edge_tokens == 0 and lossless:
         return "exact"
@@ -85,7 +88,8 @@ class Result:
 
     token_ids holds generated tokens only, the EOS or the stop string included. text is their decoding without
     special tokens, None where the model came without a tokenizer. sources says who decided each token.
-    near_ties lists the indices (into token_ids) that `stats.near_ties` counts.
+    near_ties lists the indices (into token_ids) that `stats.near_ties` counts. ledger: bytes on the network by kind of
+    frame, "up" and "down"; their sums are stats.bytes_up and bytes_down.
     """
 
     text: str | None
@@ -97,6 +101,7 @@ class Result:
     sources: list[Source] = field(repr=False)
     near_ties: list[int] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    ledger: dict[str, dict[str, int]] = field(default_factory=dict, repr=False)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary with DESIGN's keys."""

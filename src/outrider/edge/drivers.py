@@ -7,55 +7,44 @@ from collections.abc import Callable, Iterator
 from outrider.core.acceptance import Verdict
 from outrider.core.decoder import Decoder, Done, Draft, Event, Verify
 from outrider.edge.drafter import Drafter
+from outrider.edge.link import Link
 from outrider.errors import StateError
-from outrider.verifiers.base import Verifier
 
-Judge = Callable[[Verify], Verdict]
-
-
-class Link:
-    """The session with the verifier, opened by the first block that is escalated and not before."""
-
-    def __init__(self, verifier: Verifier, open_session: Callable[[Verifier], int]) -> None:
-        self._verifier, self._open = verifier, open_session
-        self._session: int | None = None
-        self._stream: Iterator[Verdict] | None = None
-
-    @property
-    def session(self) -> int:
-        if self._session is None:
-            self._session = self._open(self._verifier)
-        return self._session
-
-    def verify(self, request: Verify) -> Verdict:
-        return self._verifier.verify(self.session, request)
-
-    def generate(self, request: Verify) -> Verdict:
-        """The next verdict of cloud-only decoding, as one stream for the whole output."""
-        if self._stream is None:
-            self._stream = self._verifier.generate(self.session)
-        verdict = next(self._stream, None)
-        if verdict is None:
-            raise StateError("the verifier ended its stream before the output was complete")
-        return verdict
-
-    def close(self) -> None:
-        if self._session is not None:
-            self._verifier.close(self._session)
+Judge = Callable[[Verify], Verdict | None]  # None: the cloud is lost, and the edge is to go on alone
 
 
 def sequential(decoder: Decoder, drafter: Drafter | None, judge: Judge | None) -> Iterator[Event]:
     """Draft, wait for the verdict, draft on. Edge-only without `judge`, cloud-only without `drafter`."""
-    while not isinstance(action := decoder.next(), Done):
-        yield from decoder.events()  # blocks that the gate let pass
+    while True:
+        action = decoder.next()
+        if drafter is not None:
+            drafter.settle(decoder.context_length)
+        yield from decoder.events()
         match action:
+            case Done():
+                return
             case Draft() if drafter is not None:
-                decoder.drafted(drafter.draft(decoder.sequence.ids, action))
+                decoder.drafted(drafter.draft(decoder.context, action))
             case Verify() if judge is not None:
-                decoder.decided(judge(action))
+                _hand_over(decoder, judge(action))
             case _:
                 raise StateError(f"{action} was asked of nobody")
-        if drafter is not None:
-            drafter.settle(len(decoder.sequence.ids))
-        yield from decoder.events()
-    yield from decoder.events()
+
+
+def pipelined(decoder: Decoder, drafter: Drafter, link: Link) -> Iterator[Event]:
+    """The same, but draft on while the verdict is in flight: a right guess costs no round trip."""
+
+    def judge(request: Verify) -> Verdict | None:
+        pending = link.submit(request)
+        while not pending.done() and (action := decoder.ahead()) is not None:
+            decoder.drafted_ahead(drafter.draft(decoder.context, action))
+        return pending.result()
+
+    return sequential(decoder, drafter, judge)
+
+
+def _hand_over(decoder: Decoder, verdict: Verdict | None) -> None:
+    if verdict is None:
+        decoder.lose_verifier()
+    else:
+        decoder.decided(verdict)

@@ -10,18 +10,33 @@ import numpy as np
 from torch import Tensor
 
 from outrider.core.sequence import check_cache
-from outrider.errors import StateError
+from outrider.errors import PromptError, StateError
 
 
 @dataclass(frozen=True)
 class Prompt:
     """What a model is conditioned on.
 
-    ids: tokens, audio placeholders expanded. audio: float32 [samples], 16 kHz mono, or None.
+    ids: tokens, audio placeholders expanded. audio: float32 [samples], 16 kHz mono. features: float32 [mels, frames]
+    instead, from `AudioInput.features`, where the recording itself stays behind. With neither, placeholders are read as
+    ordinary tokens: the recording is withheld.
+
+    Raises:
+        PromptError: both a recording and features.
     """
 
     ids: tuple[int, ...]
     audio: np.ndarray | None = None
+    features: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        if self.audio is not None and self.features is not None:
+            raise PromptError("a prompt has a recording or its features, not both")
+
+    @property
+    def heard(self) -> bool:
+        """True where a recording comes with it, as a waveform or as features."""
+        return self.audio is not None or self.features is not None
 
 
 @dataclass(frozen=True)
@@ -82,22 +97,27 @@ class Reader:
 
     def __init__(self, engine: Engine, prompt: Prompt, owner: str) -> None:
         self.engine, self.owner = engine, owner
-        self._slot = engine.open(prompt)
+        self.slot = engine.open(prompt)
+
+    @property
+    def known(self) -> int:
+        """How many tokens the cache holds."""
+        return self.engine.kv_len(self.slot)
 
     def read(self, ids: Seq[int], rows: int) -> Tensor:
         """Bring the cache up to `ids` and return the logits after each of the last `rows`: float32 [rows, V]."""
-        known = self.engine.kv_len(self._slot)
+        known = self.known
         if rows > len(ids) - known:
             raise StateError(
                 f"{self.owner}: {rows} rows wanted but only {len(ids) - known} tokens are new to the cache"
             )
-        return self.engine.forward(self._slot, ids[known:], rows)
+        return self.engine.forward(self.slot, ids[known:], rows)
 
     def settle(self, length: int) -> None:
         """Roll back to a proper prefix of the first `length` tokens: those after them were void."""
-        if self.engine.kv_len(self._slot) >= length:
-            self.engine.truncate(self._slot, length - 1)
-        check_cache(length, self.engine.kv_len(self._slot), self.owner)
+        if self.known >= length:
+            self.engine.truncate(self.slot, length - 1)
+        check_cache(length, self.known, self.owner)
 
     def close(self) -> None:
-        self.engine.close(self._slot)
+        self.engine.close(self.slot)

@@ -5,18 +5,20 @@
                  0                    capacity
 
 What lies beyond a slot's length is never visible: a query at position i sees key positions ≤ i only, and the next
-forward overwrites what it passes over. So a roll-back is one assignment to one integer. Buffers grow by doubling.
+forward overwrites what it passes over. So a roll-back is one assignment to one integer. Buffers grow by doubling, up
+to their limits; while one grows, its old copy is held beside the new one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from outrider.errors import StateError
+from outrider.errors import PromptError, StateError
 
 FIRST_CAPACITY = 256
 
@@ -34,7 +36,8 @@ class _Layer(CacheLayerMixin):
         self._owner = owner
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys, self.values = self._grown(self.keys, key_states), self._grown(self.values, value_states)
+        self.keys = self._grown(self.keys, key_states)  # one at a time: only one old copy is held
+        self.values = self._grown(self.values, value_states)
         self.is_initialized = True
 
     def _grown(self, old: Tensor | None, like: Tensor) -> Tensor:
@@ -66,27 +69,46 @@ class _Layer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """The cache of one engine. `begin` says which slots and positions the next forward is about."""
+    """The cache of one engine. `begin` says which slots the next forward is about, and `advance` that it is done.
 
-    def __init__(self, layers: int) -> None:
+    max_slots, max_length: what the buffers never grow past, slots and positions a slot; None: no limit.
+    """
+
+    def __init__(self, layers: int, max_slots: int | None = None, max_length: int | None = None) -> None:
+        self.max_slots, self.max_length = max_slots, max_length
         self.slots = 1
-        self.capacity = FIRST_CAPACITY
+        self.capacity = _grown(FIRST_CAPACITY, 1, max_length)
         self.lengths: list[int] = []
         self.span = 0
         self._free: list[int] = []
-        self._rows = torch.zeros(1, dtype=torch.long)
-        self._positions = torch.zeros(1, 1, dtype=torch.long)
+        self._work = _Work.plan([0], [0], [1], torch.device("cpu"))
         super().__init__(layers=[_Layer(self) for _ in range(layers)])
 
+    @property
+    def in_use(self) -> int:
+        """Slots that are open."""
+        return len(self.lengths) - len(self._free)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """All keys and values that are held: [slots, heads, capacity, dim]."""
+        held = [buffer for layer in self.layers for buffer in (layer.keys, layer.values)]
+        return [buffer for buffer in held if buffer is not None]
+
     def allocate(self) -> int:
-        """A slot of length 0."""
+        """A slot of length 0.
+
+        Raises:
+            StateError: all of `max_slots` are open.
+        """
         if self._free:
             slot = self._free.pop()
+        elif len(self.lengths) == self.max_slots:
+            raise StateError(f"all {self.max_slots} slots of the cache are in use")
         else:
             slot = len(self.lengths)
             self.lengths.append(0)
-            while self.slots < len(self.lengths):
-                self.slots *= 2
+            self.slots = _grown(self.slots, len(self.lengths), self.max_slots)
         self.lengths[slot] = 0
         return slot
 
@@ -110,19 +132,75 @@ class SlotCache(Cache):
         if not 0 <= slot < len(self.lengths) or slot in self._free:
             raise StateError(f"slot {slot} is not open")
 
-    def begin(self, rows: Seq[int], positions: Tensor) -> None:
-        """Announce a forward: row i of the batch is slot rows[i], its tokens at positions[i] (int64 [B, T])."""
-        self.span = int(positions.max()) + 1
-        while self.capacity < self.span:
-            self.capacity *= 2
-        self._rows = torch.tensor(rows, device=positions.device)
-        self._positions = positions
+    def begin(self, rows: Seq[int], counts: Seq[int], device: torch.device) -> Tensor:
+        """Announce a forward: row i of the batch appends counts[i] tokens to slot rows[i].
+
+        Returns their positions, int64 [B, max(counts)]; padding at a row's end repeats the row's last real position,
+        since a model's table of positions may end there.
+
+        Raises:
+            PromptError: a slot would pass `max_length`; nothing has changed.
+        """
+        starts = [self.lengths[row] for row in rows]
+        longest = max(start + count for start, count in zip(starts, counts, strict=True))
+        if self.max_length is not None and longest > self.max_length:
+            raise PromptError(f"a sequence of {longest} positions: the cache holds at most {self.max_length} of each")
+        self.span = longest
+        self.capacity = _grown(self.capacity, longest, self.max_length)
+        self._work = _Work.plan(rows, starts, counts, device)
+        return self._work.positions
+
+    def advance(self) -> None:
+        """The forward that was announced is done: what it wrote counts."""
+        for row, count in zip(self._work.rows, self._work.counts, strict=True):
+            self.lengths[row] += count
 
     def write(self, buffer: Tensor, new: Tensor) -> Tensor:
         """Store `new` [B, heads, T, dim] and return [B, heads, span, dim]."""
-        if len(new) == 1:
-            row, start = int(self._rows[0]), int(self._positions[0, 0])
-            buffer[row, :, start : start + new.shape[2]] = new[0]
-            return buffer[row : row + 1, :, : self.span]
-        buffer[self._rows[:, None], :, self._positions] = new.transpose(1, 2)
-        return buffer[self._rows, :, : self.span]
+        work = self._work
+        work.store(buffer, new)
+        seen = buffer[:, :, : self.span]
+        if work.neighbours:
+            return seen[work.rows[0] : work.rows[-1] + 1]
+        return seen.index_select(0, work.slots)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Where one forward writes: token t of row i, at positions[i, t] of slot rows[i]; nothing for padding.
+
+    positions: int64 [B, T]. slots: int64 [B]. neighbours: the rows are consecutive slots, so a view shows them all.
+    real: where in the batch, flattened, tokens are that are no padding; None if all are.
+    """
+
+    rows: Seq[int]
+    counts: Seq[int]
+    positions: Tensor
+    slots: Tensor
+    neighbours: bool
+    real: Tensor | None
+
+    @classmethod
+    def plan(cls, rows: Seq[int], starts: Seq[int], counts: Seq[int], device: torch.device) -> _Work:
+        first, new = torch.tensor(starts)[:, None], torch.tensor(counts)[:, None]
+        steps = torch.arange(max(counts))
+        positions = (first + torch.minimum(steps, new - 1)).to(device)
+        ragged = min(counts) < max(counts)
+        real = (steps < new).flatten().nonzero()[:, 0].to(device) if ragged else None
+        neighbours = list(rows) == list(range(rows[0], rows[0] + len(rows)))
+        return cls(rows, counts, positions, torch.tensor(rows, device=device), neighbours, real)
+
+    def store(self, buffer: Tensor, new: Tensor) -> None:
+        """Put `new` [B, heads, T, dim] into [slots, heads, capacity, dim]."""
+        slots = self.slots[:, None].expand_as(self.positions).flatten()
+        positions, tokens = self.positions.flatten(), new.transpose(1, 2).flatten(0, 1)
+        if self.real is not None:
+            slots, positions, tokens = slots[self.real], positions[self.real], tokens[self.real]
+        buffer[slots, :, positions] = tokens
+
+
+def _grown(size: int, wanted: int, limit: int | None) -> int:
+    """`size`, doubled until it holds what is wanted, but never past the limit."""
+    while size < wanted:
+        size *= 2
+    return size if limit is None else min(size, limit)

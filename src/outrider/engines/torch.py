@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.engines import attention
 from outrider.engines.base import Feed, Prompt
 from outrider.engines.families import AudioLanguage, MaskLike, Text
 from outrider.engines.slots import SlotCache
@@ -51,7 +52,7 @@ class TorchEngine:
         self._family = AudioLanguage(model, extractor) if _is_audio(model) else Text(model)
         self._text_config = model.config.get_text_config()
         self._windows = _windows(self._text_config, self.name)
-        self._additive_mask = _settle_attention(model)
+        self._additive_mask = _settle_attention(model, self._family.language, self._text_config)
         self._cache = SlotCache(self._text_config.num_hidden_layers)
         self._media: dict[int, _Media] = {}
         self.device, self.dtype = model.device, model.dtype
@@ -60,6 +61,7 @@ class TorchEngine:
         self.eos_ids = _eos_ids(model)
         self.max_length = _max_length(self._text_config)
         self.noise = self._probe()
+        self.position_bytes = sum(b.nbytes // (b.shape[0] * b.shape[2]) for b in self._cache.buffers)
 
     @property
     def audio(self) -> Any:
@@ -78,15 +80,66 @@ class TorchEngine:
             return []
         return [str(token) for token in self.tokenizer.convert_ids_to_tokens(list(range(self.vocab_size)))]
 
+    @cached_property
+    def identity(self) -> str:
+        """A hash that tells checkpoints apart: the class, the parameters' names and shapes, some values of each.
+
+        Equal wherever the same checkpoint is loaded in the same dtype by the same release of transformers.
+        """
+        digest = hashlib.sha256(type(self.model).__name__.encode())
+        for name, weight in sorted(self.model.named_parameters()):
+            digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+            digest.update(_sample(weight).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    # Memory -------------------------------------------------------------------------------------------------
+
+    @property
+    def cache_bytes(self) -> int:
+        """What the buffers of keys and values hold now."""
+        return sum(buffer.nbytes for buffer in self._cache.buffers)
+
+    def reserve(self, budget: int, max_length: int) -> int:
+        """Never hold more than `budget` bytes of keys and values, for sequences of up to `max_length` positions.
+
+        Returns how many slots that allows. While one buffer grows, its old copy comes on top: it is freed before the
+        next one grows.
+
+        Raises:
+            ModelError: not one sequence fits.
+            StateError: slots are open.
+        """
+        if self._cache.in_use:
+            raise StateError(f"{self.name}: memory is reserved before slots are opened; {self._cache.in_use} are open")
+        if max_length < 1:
+            raise ModelError(f"{self.name}: a sequence of at most {max_length} positions holds nothing")
+        length = min(max_length, _max_length(self._text_config) or max_length)
+        smallest = self.position_bytes * length
+        if budget < smallest:
+            raise ModelError(
+                f"{self.name}: a sequence of {length} positions needs a cache of {smallest} bytes; the budget is {budget}"
+            )
+        slots = budget // smallest
+        self._cache = SlotCache(len(self._cache.layers), slots, length)
+        self.max_length = length
+        return slots
+
     # Slots --------------------------------------------------------------------------------------------------
 
     def open(self, prompt: Prompt) -> int:
-        if prompt.audio is not None and self.audio is None:
-            raise PromptError(f"{self.name} takes no audio")
+        if prompt.heard:
+            self._check_media(prompt)
         slot = self._cache.allocate()
-        if prompt.audio is not None:
+        if prompt.heard:
             self._media[slot] = _Media(prompt)
         return slot
+
+    def _check_media(self, prompt: Prompt) -> None:
+        if self.audio is None:
+            raise PromptError(f"{self.name} takes no audio")
+        placed, made = prompt.ids.count(self.audio.placeholder), self.audio.prompt_tokens(prompt)
+        if placed != made:
+            raise PromptError(f"{placed} audio placeholders for {made} audio embeddings")
 
     def close(self, slot: int) -> None:
         self._cache.release(slot)
@@ -107,21 +160,18 @@ class TorchEngine:
     @torch.inference_mode()
     def forward_many(self, feeds: Seq[Feed]) -> list[Tensor]:
         _check_feeds(feeds)
-        width = max(len(feed.ids) for feed in feeds)
-        starts = [self.kv_len(feed.slot) for feed in feeds]
-        # Shorter feeds are padded at the end; what the padding writes lies beyond the slot's length: never seen.
-        ids = torch.tensor([[*feed.ids, *[0] * (width - len(feed.ids))] for feed in feeds], device=self.device)
-        positions = torch.tensor(starts, device=self.device)[:, None] + torch.arange(width, device=self.device)
-        media = self._place_media(feeds, starts, width)
-        keep = max(width - len(feed.ids) + feed.rows for feed in feeds)
-        self._cache.begin([feed.slot for feed in feeds], positions)
-        # Padding takes its row's last real position: a table of positions may end there.
-        ends = torch.tensor([start + len(feed.ids) - 1 for feed, start in zip(feeds, starts, strict=True)])
-        read_at = torch.minimum(positions, ends.to(self.device)[:, None])
-        logits = self._family.logits(ids, read_at, self._mask(positions), self._cache, keep, media)
-        for feed, start in zip(feeds, starts, strict=True):
-            self._cache.lengths[feed.slot] = start + len(feed.ids)
-        return [_last_rows(logits[i], width - len(feed.ids), feed.rows) for i, feed in enumerate(feeds)]
+        starts = {feed.slot: self.kv_len(feed.slot) for feed in feeds}
+        ordered = sorted(feeds, key=lambda feed: feed.slot)  # neighbouring slots are read without a copy
+        positions = self._cache.begin([feed.slot for feed in ordered], [len(feed.ids) for feed in ordered], self.device)
+        width = positions.shape[1]
+        ids = torch.tensor([[*feed.ids, *[0] * (width - len(feed.ids))] for feed in ordered], device=self.device)
+        media = self._place_media(ordered, [starts[feed.slot] for feed in ordered], width)
+        columns = _wanted_columns(feeds)
+        wanted = torch.tensor(columns, device=self.device)
+        logits = self._family.logits(ids, positions, self._mask(positions), self._cache, wanted, media)
+        self._cache.advance()
+        rows = {feed.slot: _rows_of(feed, logits[i], columns) for i, feed in enumerate(ordered)}
+        return [rows[feed.slot] for feed in feeds]
 
     def _mask(self, positions: Tensor) -> MaskLike:
         """Which keys each query may see: [B, 1, T, span] per kind of attention layer."""
@@ -151,15 +201,15 @@ class TorchEngine:
             fed = [n for n, i in enumerate(holders) if start <= i < start + len(feed.ids)]
             at[row, [holders[n] - start for n in fed]] = True
             if fed:
-                embeds.append(self._embeds(media, len(holders))[fed[0] : fed[-1] + 1])
+                embeds.append(self._embeds(media)[fed[0] : fed[-1] + 1])
         return _Placed(at, torch.cat(embeds)) if embeds else None
 
-    def _embeds(self, media: _Media, placeholders: int) -> Tensor:
+    def _embeds(self, media: _Media) -> Tensor:
         if media.embeds is None:
-            assert media.prompt.audio is not None  # open() makes _Media for audio prompts only
-            media.embeds = self.audio.embed(media.prompt.audio)
-            if len(media.embeds) != placeholders:
-                raise PromptError(f"{placeholders} audio placeholders for {len(media.embeds)} audio embeddings")
+            prompt = media.prompt
+            features = prompt.features if prompt.audio is None else self.audio.features(prompt.audio)
+            media.embeds = self.audio.embed_features(features)
+            assert len(media.embeds) == self.audio.prompt_tokens(prompt)  # which open() compared with the prompt
         return media.embeds
 
     # Proof --------------------------------------------------------------------------------------------------
@@ -238,9 +288,15 @@ def _max_length(config: Any) -> int | None:
     return limit
 
 
-def _last_rows(logits: Tensor, padding: int, rows: int) -> Tensor:
-    end = logits.shape[0] - padding
-    return logits[end - rows : end].float()
+def _wanted_columns(feeds: Seq[Feed]) -> list[int]:
+    """Columns of a batch from which any feed wants a row, in order: a long prefill wants but its last."""
+    return sorted({column for feed in feeds for column in range(len(feed.ids) - feed.rows, len(feed.ids))})
+
+
+def _rows_of(feed: Feed, logits: Tensor, columns: Seq[int]) -> Tensor:
+    """A feed's rows, float32 [rows, V], among the wanted columns' logits [columns, V]."""
+    first = columns.index(len(feed.ids) - feed.rows)
+    return logits[first : first + feed.rows].float()
 
 
 def _is_audio(model: Any) -> bool:
@@ -258,12 +314,23 @@ def _windows(config: Any, name: str) -> dict[str, int | None]:
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
 
 
-def _settle_attention(model: Any) -> bool:
-    """Make the model read our 4-D masks; True if it wants them additive."""
+def _settle_attention(model: Any, language: Any, config: Any) -> bool:
+    """Make the model read our 4-D masks, and grouped heads without a copy; True if it wants masks additive."""
     current = getattr(model.config, "_attn_implementation", "eager")
-    if current not in ("sdpa", "eager"):
+    if current == "eager":
+        return True
+    if current != "sdpa":
         model.set_attn_implementation("sdpa")
-    return current == "eager"
+    grouped = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) < config.num_attention_heads
+    if grouped:
+        language.set_attn_implementation(attention.NAME)
+    return grouped
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """Up to 64 values, spread over a parameter: float32, on the CPU."""
+    flat = weight.detach().flatten()
+    return flat[:: -(-flat.numel() // 64) or 1].float().cpu()
 
 
 def _named(tokenizer: Any, rows: int) -> int:

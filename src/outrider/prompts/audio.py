@@ -17,6 +17,8 @@ MAX_CHANNELS = 64
 MAX_SECONDS = 3600.0  # refused before anything is decoded; a model's own limit comes on top
 MAX_PEAK = 100.0  # beyond this it is no waveform in [−1, 1], however clipped
 SILENCE_PEAK = 1e-4  # −80 dBFS
+FULL_SCALE = 32_768  # steps of a 16-bit sample from 0 to 1
+MAX_EXPONENT = 7  # 2^7 holds MAX_PEAK
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Audio:
 
 
 def load(audio: Audio) -> np.ndarray:
-    """The waveform: float32 [samples], 16 kHz mono.
+    """The waveform: float32 [samples], 16 kHz mono, on a 16-bit grid (`on_grid`), so that it can be sent unchanged.
 
     Raises:
         AudioError: unreadable, not audio, empty, shorter than 0.1 s, longer than an hour, or not finite.
@@ -49,6 +51,44 @@ def load(audio: Audio) -> np.ndarray:
         name = str(audio.source)
         wave, rate = _read(Path(audio.source))
     return _prepare(name, wave, rate)
+
+
+def exponent(waveform: np.ndarray) -> int:
+    """The e of the grid that a waveform is put on: the smallest for which nothing clips.
+
+    A recording with a peak of 1 stays at 0, though +1 is one step more than 16 bits hold: it is set to the last step,
+    as sound cards do. That the limit for this is one step higher makes `on_grid` idempotent: what is rounded on the
+    next, coarser grid never comes back to 0.
+    """
+    peak, low, high = np.abs(waveform).max(), waveform.min(), waveform.max()
+    if peak * FULL_SCALE <= FULL_SCALE + 1:
+        return 0
+    held = (
+        e
+        for e in range(1, MAX_EXPONENT + 1)
+        if np.rint(high * FULL_SCALE / 2**e) < FULL_SCALE and np.rint(low * FULL_SCALE / 2**e) >= -FULL_SCALE
+    )
+    return next(held, MAX_EXPONENT)
+
+
+def steps(waveform: np.ndarray, e: int) -> np.ndarray:
+    """The integers n of a waveform n · 2^(e−15): int16 [samples]."""
+    scaled = np.rint(waveform * np.float32(FULL_SCALE / 2**e))
+    return np.clip(scaled, -FULL_SCALE, FULL_SCALE - 1).astype(np.int16)
+
+
+def from_steps(integers: np.ndarray, e: int) -> np.ndarray:
+    """The waveform n · 2^(e−15) of int16 [samples]: float32, exactly."""
+    return integers.astype(np.float32) * np.float32(2**e / FULL_SCALE)
+
+
+def on_grid(waveform: np.ndarray) -> np.ndarray:
+    """A waveform rounded to n · 2^(e−15), with n a 16-bit integer and the `exponent` e: what FLAC carries unchanged.
+
+    float32 [samples] → float32 [samples]; one that is on the grid already is returned as it is, bit for bit.
+    """
+    e = exponent(waveform)
+    return from_steps(steps(waveform, e), e)
 
 
 def is_silent(waveform: np.ndarray) -> bool:
@@ -96,9 +136,15 @@ def _prepare(name: str, wave: np.ndarray, rate: int) -> np.ndarray:
         raise AudioError(
             f"{name}: lasts {seconds:.3f} s; at least {MIN_SECONDS} s are needed" if len(wave) else f"{name}: empty"
         )
-    if np.abs(wave).max() > MAX_PEAK:
+    _check_peak(name, wave, MAX_PEAK)
+    resampled = _to_16k(_to_mono(wave.astype(np.float32)), rate)
+    _check_peak(name, resampled, (FULL_SCALE - 1) * 2**MAX_EXPONENT / FULL_SCALE)  # resampling overshoots
+    return on_grid(resampled)
+
+
+def _check_peak(name: str, wave: np.ndarray, limit: float) -> None:
+    if np.abs(wave).max() > limit:
         raise AudioError(f"{name}: samples as large as {np.abs(wave).max():.3g}; expected floats in [−1, 1]")
-    return _to_16k(_to_mono(wave.astype(np.float32)), rate)
 
 
 def _to_mono(wave: np.ndarray) -> np.ndarray:

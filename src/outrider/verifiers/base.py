@@ -42,11 +42,13 @@ class Description:
 
 @dataclass(frozen=True)
 class Conditions:
-    """How a session decodes. vocab_size: the ids that the target may emit."""
+    """How a session decodes. vocab_size: the ids that the target may emit. withheld: there is a recording, and the
+    verifier does not get it (`--privacy tokens`)."""
 
     settings: GenerationSettings
     accept: str
     vocab_size: int
+    withheld: bool = False
 
 
 class Verifier(Protocol):

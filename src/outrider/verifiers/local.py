@@ -89,11 +89,11 @@ def check_conditioning(engine: Engine, prompt: Prompt) -> None:
     Raises:
         PromptError: audio for a text model, or another number of audio tokens for the same recording.
     """
-    if prompt.audio is None:
+    if not prompt.heard:
         return
     front = getattr(engine, "audio", None)
     if front is None:
         raise PromptError(f"{engine.name} takes no audio, so it cannot verify what was heard")
-    here, there = front.token_count(len(prompt.audio)), prompt.ids.count(front.placeholder)
+    here, there = front.prompt_tokens(prompt), prompt.ids.count(front.placeholder)
     if here != there:
         raise PromptError(f"{engine.name} makes {here} audio tokens of the recording, the drafter {there}")

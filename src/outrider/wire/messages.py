@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ class Refusal(OutriderError):
     @property
     def kind(self) -> str:
         """The code's name in lower case."""
-        return schema.Error.Code.Name(self.code).lower()  # type: ignore[arg-type]
+        return schema.Error.Code.Name(self.code).lower()
 
 
 def parse_request(data: bytes) -> schema.Request:
@@ -98,8 +99,8 @@ def check_ids(ids: Iterable[int], limit: int, what: str) -> None:
 
 # Settings -------------------------------------------------------------------------------------------------------
 
-_CARRIED = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
-_CARRIED += ("repetition_penalty", "no_repeat_ngram_size", "ignore_eos", "suppress_tokens")
+_LOCAL = ("stop", "sentences")  # text, and the edge's business
+_CARRIED = tuple(f.name for f in fields(GenerationSettings) if f.name not in _LOCAL)
 
 
 def pack_settings(settings: GenerationSettings) -> schema.Settings:
@@ -119,7 +120,7 @@ def unpack_settings(packed: schema.Settings) -> GenerationSettings:
     """
     values: dict[str, Any] = {name: getattr(packed, name) for name in _CARRIED}
     for name in ("top_p", "repetition_penalty"):
-        if not packed.HasField(name):  # type: ignore[arg-type]
+        if not packed.HasField(name):
             del values[name]
     return GenerationSettings.build({**values, "suppress_tokens": tuple(packed.suppress_tokens)})
 

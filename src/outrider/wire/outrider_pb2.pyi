@@ -79,7 +79,7 @@ class Request(_message.Message):
     generate: Generate
     resume: Resume
     close: Close
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., media: _Optional[_Union[Media, _Mapping]] = ..., verify: _Optional[_Union[Verify, _Mapping]] = ..., generate: _Optional[_Union[Generate, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[Open, _Mapping[str, object]]] = ..., media: _Optional[_Union[Media, _Mapping[str, object]]] = ..., verify: _Optional[_Union[Verify, _Mapping[str, object]]] = ..., generate: _Optional[_Union[Generate, _Mapping[str, object]]] = ..., resume: _Optional[_Union[Resume, _Mapping[str, object]]] = ..., close: _Optional[_Union[Close, _Mapping[str, object]]] = ...) -> None: ...
 
 class Answer(_message.Message):
     __slots__ = ("opened", "verdict", "error")
@@ -89,7 +89,7 @@ class Answer(_message.Message):
     opened: Opened
     verdict: Verdict
     error: Error
-    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping[str, object]]] = ..., verdict: _Optional[_Union[Verdict, _Mapping[str, object]]] = ..., error: _Optional[_Union[Error, _Mapping[str, object]]] = ...) -> None: ...
 
 class Ids(_message.Message):
     __slots__ = ("token", "count")
@@ -147,7 +147,7 @@ class Open(_message.Message):
     committed: Ids
     media: MediaKind
     conditioning: bytes
-    def __init__(self, protocol: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., model: _Optional[bytes] = ..., settings: _Optional[_Union[Settings, _Mapping]] = ..., accept: _Optional[str] = ..., vocab_size: _Optional[int] = ..., prompt: _Optional[_Union[Ids, _Mapping]] = ..., committed: _Optional[_Union[Ids, _Mapping]] = ..., media: _Optional[_Union[MediaKind, str]] = ..., conditioning: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., model: _Optional[bytes] = ..., settings: _Optional[_Union[Settings, _Mapping[str, object]]] = ..., accept: _Optional[str] = ..., vocab_size: _Optional[int] = ..., prompt: _Optional[_Union[Ids, _Mapping[str, object]]] = ..., committed: _Optional[_Union[Ids, _Mapping[str, object]]] = ..., media: _Optional[_Union[MediaKind, str]] = ..., conditioning: _Optional[bytes] = ...) -> None: ...
 
 class Media(_message.Message):
     __slots__ = ("data", "more")
@@ -185,7 +185,7 @@ class Verify(_message.Message):
     new_ids: _containers.RepeatedScalarFieldContainer[int]
     draft_ids: _containers.RepeatedScalarFieldContainer[int]
     q: _containers.RepeatedCompositeFieldContainer[Shortlist]
-    def __init__(self, round: _Optional[int] = ..., base_length: _Optional[int] = ..., new_ids: _Optional[_Iterable[int]] = ..., draft_ids: _Optional[_Iterable[int]] = ..., q: _Optional[_Iterable[_Union[Shortlist, _Mapping]]] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., base_length: _Optional[int] = ..., new_ids: _Optional[_Iterable[int]] = ..., draft_ids: _Optional[_Iterable[int]] = ..., q: _Optional[_Iterable[_Union[Shortlist, _Mapping[str, object]]]] = ...) -> None: ...
 
 class Shortlist(_message.Message):
     __slots__ = ("ids", "logp")

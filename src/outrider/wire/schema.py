@@ -62,6 +62,7 @@ __all__ = [
     "VocabularyRequest",
 ]
 
+NONE, AUDIO, FEATURES, WITHHELD = range(4)  # MediaKind
 VERSION = 1
 SERVICE = "outrider.v1.Verifier"
 MAX_DRAFTS = 64

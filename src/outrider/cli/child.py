@@ -1,0 +1,37 @@
+"""A cloud of our own, in a second process: what `outrider demo` runs against."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from outrider.errors import OutriderError
+
+END = 5.0  # s that it gets to end by itself
+
+
+@contextmanager
+def cloud_process(model: str, *options: str) -> Iterator[str]:
+    """`outrider cloud MODEL` on a free port of this machine; yields its HOST:PORT.
+
+    Raises:
+        OutriderError: it ended before it listened; its own message stands on stderr.
+    """
+    command = [sys.executable, "-m", "outrider", "cloud", model, "--listen", "127.0.0.1:0", "--json", "--grace", "0"]
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None  # a pipe, as asked
+            line = child.stdout.readline()
+            if not line:
+                said = child.communicate()[1].strip()
+                raise OutriderError(f"the cloud process ended before it listened: {said}")
+            yield json.loads(line)["listening"]
+        finally:
+            child.terminate()
+            try:
+                child.communicate(timeout=END)
+            except subprocess.TimeoutExpired:
+                child.kill()

@@ -1,0 +1,189 @@
+"""`outrider cloud`: its options, and from them to a serving process."""
+
+from __future__ import annotations
+
+import asyncio
+import json as jsonlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Group, Parameter
+
+from outrider.cli.options import Whole
+from outrider.errors import SettingsError
+
+if TYPE_CHECKING:
+    from outrider.cloud.server import Server, Serving
+
+SECURITY = Group("Security", sort_key=1)
+CAPACITY = Group("Capacity", sort_key=2)
+OPERATION = Group("Operation", sort_key=3)
+
+
+@Parameter(name="*", group=SECURITY)
+@dataclass(frozen=True)
+class Security:
+    """Who may connect.
+
+    Parameters
+    ----------
+    tokens
+        A file with one NAME TOKEN per line: whoever connects must show a token.
+    tls_cert
+        The service's certificate chain (PEM).
+    tls_key
+        Its key (PEM).
+    client_ca
+        Authorities (PEM) whose certificates clients must show: mutual TLS.
+    insecure
+        Listen on a public address without TLS and tokens.
+    """
+
+    tokens: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    client_ca: str | None = None
+    insecure: Annotated[bool, Parameter(negative="")] = False
+
+
+@Parameter(name="*", group=CAPACITY)
+@dataclass(frozen=True)
+class Capacity:
+    """How much is served.
+
+    Parameters
+    ----------
+    kv_budget
+        Bytes for the sessions' KV caches, as in 512MiB.
+    max_context
+        Tokens that one session may hold, prompt and output.
+    max_sessions
+        Sessions, whether or not they have a cache at the moment.
+    max_sessions_per_identity
+        The same, for one token or certificate.
+    max_prompt
+        Tokens of a prompt; the context is the limit otherwise.
+    max_media
+        Bytes of one recording as sent.
+    max_media_total
+        Bytes of all recordings that are kept for sessions.
+    max_rate
+        Requests per second of one identity; unlimited otherwise.
+    idle
+        Seconds after which an unused session ends.
+    """
+
+    kv_budget: str = "1GiB"
+    max_context: Whole = 4096
+    max_sessions: Whole = 1024
+    max_sessions_per_identity: Whole = 256
+    max_prompt: Whole | None = None
+    max_media: str = "8MiB"
+    max_media_total: str = "512MiB"
+    max_rate: float | None = None
+    idle: float = 600.0
+
+
+@Parameter(name="*", group=OPERATION)
+@dataclass(frozen=True)
+class Operation:
+    """How it runs.
+
+    Parameters
+    ----------
+    dtype
+        auto is float32 on a CPU and the checkpoint's own on a GPU.
+    device
+        A torch device such as cpu or cuda:0; auto is cuda where there is one.
+    metrics
+        HOST:PORT for Prometheus metrics.
+    grace
+        Seconds that sessions at work get to finish after SIGTERM.
+    log_format
+        text or json lines, on stderr; neither holds any user's text.
+    json
+        One JSON line on stdout once it listens.
+    verbose
+        Log every session.
+    """
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+    metrics: str | None = None
+    grace: float = 30.0
+    log_format: Literal["text", "json"] = "text"
+    json: Annotated[bool, Parameter(negative="")] = False
+    verbose: Annotated[bool, Parameter(negative="", alias="-v")] = False
+
+
+def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, operation: Operation) -> int:
+    """Load the model and serve it until told to stop."""
+    from outrider.cloud import logs
+    from outrider.engines.load import load_engine, locate
+
+    serving = build_serving(listen, security, capacity, operation)
+    name = "demo:cloud" if model == "demo" else model
+    locate(name)
+    logs.configure("INFO" if operation.verbose else "WARNING", json=operation.log_format == "json", stream=sys.stderr)
+    from outrider.cloud.server import run
+
+    engine = load_engine(name, dtype=operation.dtype, device=operation.device)
+
+    def listening(server: Server) -> None:
+        where = f"{serving.host}:{server.port}"
+        if operation.json:
+            print(jsonlib.dumps({"listening": where, "model": engine.name}), flush=True)  # noqa: T201
+        print(f"outrider: serving {engine.name} at grpc://{where}", file=sys.stderr, flush=True)  # noqa: T201
+
+    asyncio.run(run(engine, serving, listening))
+    return 0
+
+
+def build_serving(listen: str, security: Security, capacity: Capacity, operation: Operation) -> Serving:
+    """Every option checked, before a model is loaded.
+
+    Raises:
+        SettingsError: what is wrong, and with which option.
+    """
+    from outrider.cloud.limits import MESSAGE_OVERHEAD, Limits, parse_bytes
+    from outrider.cloud.security import Tokens, check_listen, parse_address
+    from outrider.cloud.server import Serving
+
+    host, port = parse_address(listen)
+    tls = _server_tls(security)
+    tokens = Tokens.load(Path(security.tokens)) if security.tokens is not None else None
+    check_listen(host, tls=tls is not None, tokens=tokens is not None, insecure=security.insecure)
+    media = parse_bytes(capacity.max_media)
+    limits = Limits(
+        max_sessions=capacity.max_sessions,
+        max_sessions_per_identity=capacity.max_sessions_per_identity,
+        max_prompt_tokens=capacity.max_prompt,
+        max_media_bytes=media,
+        max_media_total=parse_bytes(capacity.max_media_total),
+        max_message_bytes=media + MESSAGE_OVERHEAD,
+        max_rate=capacity.max_rate,
+        idle_seconds=capacity.idle,
+    )
+    if not 0 <= operation.grace < float("inf"):
+        raise SettingsError(f"--grace {operation.grace}: a number of seconds")
+    if capacity.max_context < 2:
+        raise SettingsError(f"--max-context {capacity.max_context}: 2 tokens or more")
+    metrics_at = parse_address(operation.metrics) if operation.metrics is not None else None
+    budget = parse_bytes(capacity.kv_budget)
+    return Serving(host, port, limits, tokens, tls, budget, capacity.max_context, metrics_at, operation.grace)
+
+
+def _server_tls(security: Security):  # type: ignore[no-untyped-def]
+    from outrider.wire.tls import ServerTls
+
+    given = (security.tls_cert, security.tls_key)
+    if given == (None, None):
+        if security.client_ca is not None:
+            raise SettingsError("--client-ca needs --tls-cert and --tls-key")
+        return None
+    if None in given:
+        raise SettingsError("--tls-cert and --tls-key come together")
+    authority = Path(security.client_ca) if security.client_ca is not None else None
+    return ServerTls(Path(str(security.tls_cert)), Path(str(security.tls_key)), authority)

@@ -1,0 +1,213 @@
+"""Many sessions, one engine: what was asked is read together, a little at a time, and judged one by one.
+
+One thread owns the engine. Each step
+
+    admit     what was asked since: repeats are answered, the rest gets a slot and is planned
+    read      all short blocks in as few forwards as their widths allow; then one chunk of the long prefills
+    judge     those that are read to the end
+
+so a long prefill delays the others' verdicts by one chunk at most, and within a kind the first to come is served first.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from outrider.cloud.metrics import Metrics
+from outrider.cloud.seats import Seats
+from outrider.cloud.sessions import Record
+from outrider.core.acceptance import Verdict
+from outrider.core.decoder import Verify
+from outrider.engines.base import Engine, Feed, Reader
+from outrider.errors import OutriderError
+from outrider.verifiers.session import Reading
+
+log = logging.getLogger(__name__)
+
+SHORT = 96  # tokens; a block is read at once, anything longer in chunks
+NARROW = 16  # tokens; padding up to here costs less than a second forward
+
+
+@dataclass(eq=False)
+class Job:
+    """One request on its way. `reading` is set once it is admitted."""
+
+    record: Record
+    request: Verify
+    future: Future[Verdict] = field(default_factory=Future)
+    arrived: float = field(default_factory=time.perf_counter)
+    admitted: float = 0.0
+    reading: Reading | None = None
+
+
+class Batcher:
+    """Owner of the engine's thread.
+
+    chunk: tokens of long prefills per step, over all of them. max_batch: sessions in one forward.
+    """
+
+    def __init__(self, engine: Engine, slots: int, metrics: Metrics, *, chunk: int = 256, max_batch: int = 64) -> None:
+        self._engine, self._metrics = engine, metrics
+        self.seats = Seats(engine, slots, metrics)
+        self._chunk, self._max_batch = chunk, max_batch
+        self._wake = threading.Condition()
+        self._inbox: list[Job] = []
+        self._leavers: list[Record] = []
+        self._running = False
+        self._jobs: list[Job] = []
+        self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
+
+    def start(self) -> None:
+        self._running = True
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Finish the step at hand and end the thread; what is left unanswered is cancelled."""
+        with self._wake:
+            self._running = False
+            self._wake.notify()
+        self._thread.join()
+        for job in [*self._jobs, *self._inbox]:
+            job.future.cancel()
+
+    def submit(self, record: Record, request: Verify) -> Future[Verdict]:
+        """Ask for a verdict; at most one at a time of each session."""
+        job = Job(record, request)
+        with self._wake:
+            self._inbox.append(job)
+            self._wake.notify()
+        return job.future
+
+    def leave(self, record: Record) -> None:
+        """The session is over: its slot is free from the next step on."""
+        with self._wake:
+            self._leavers.append(record)
+            self._wake.notify()
+
+    @property
+    def queued(self) -> int:
+        return len(self._inbox) + sum(job.reading is None for job in self._jobs)
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while self._running and not (self._inbox or self._leavers or self._jobs):
+                    self._wake.wait()
+                if not self._running:
+                    return
+                arrived, self._inbox = self._inbox, []
+                leavers, self._leavers = self._leavers, []
+            for record in leavers:
+                self.seats.leave(record)
+            self._jobs += [job for job in arrived if job.future.set_running_or_notify_cancel()]
+            self._step()
+
+    # One step -----------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        for job in list(self._jobs):
+            if job.reading is None:
+                self._attempt([job], self._admit, job)
+        reading = [job for job in self._jobs if job.reading is not None]
+        short = [job for job in reading if self._left(job) <= SHORT]
+        for group in groups(short, self._left, self._max_batch):
+            self._attempt(group, self._read, group, [self._left(job) for job in group])
+        long = [job for job in reading if job not in short]
+        if long:
+            long = long[: max(1, self._chunk // SHORT)]
+            self._attempt(long, self._read, long, self._shares(long))
+
+    def _admit(self, job: Job) -> None:
+        """Plan a request, if it can have a slot; a repeat needs none."""
+        asked = job.record.session.ask(job.request)
+        if isinstance(asked, Verdict):
+            self._finish(job, asked)
+            return
+        busy = {other.record for other in self._jobs if other.reading is not None}
+        if self.seats.take(job.record, busy):
+            self.seats.reader(job.record).settle(asked.start)
+            job.reading, job.admitted = asked, time.perf_counter()
+            self._metrics.queued(job.admitted - job.arrived)
+
+    def _shares(self, jobs: Seq[Job]) -> list[int]:
+        """How many tokens of each long prefill to read now; the last part must hold all the rows that are wanted."""
+        share = max(1, self._chunk // len(jobs))
+        lefts = [(self._left(job), self._reading(job).rows) for job in jobs]
+        return [left if left <= max(share, rows) else min(share, left - rows) for left, rows in lefts]
+
+    def _read(self, jobs: Seq[Job], counts: Seq[int]) -> None:
+        started = time.perf_counter()
+        feeds = [self._feed(job, count) for job, count in zip(jobs, counts, strict=True)]
+        rows = self._engine.forward_many(feeds)
+        self._metrics.batch(len(jobs), sum(counts), time.perf_counter() - started)
+        for job, its in zip(jobs, rows, strict=True):
+            if not self._left(job):
+                self._attempt([job], self._judge, job, its)
+
+    def _feed(self, job: Job, count: int) -> Feed:
+        reading, known = self._reading(job), self._reader(job).known
+        rows = reading.rows if count == self._left(job) else 1
+        return Feed(self._reader(job).slot, reading.ids[known : known + count], rows)
+
+    def _judge(self, job: Job, rows: Tensor) -> None:
+        reading, session = self._reading(job), job.record.session
+        verdict = session.judge(reading, rows)
+        self._reader(job).settle(len(session.ids))
+        now = time.perf_counter()
+        verdict = replace(verdict, queue_s=job.admitted - job.arrived, compute_s=now - job.admitted)
+        self._metrics.verdict(len(job.request.draft_ids), verdict.accepted, now - job.arrived)
+        self._finish(job, verdict)
+
+    def _finish(self, job: Job, outcome: Verdict | BaseException) -> None:
+        self._jobs.remove(job)
+        if isinstance(outcome, BaseException):
+            job.future.set_exception(outcome)
+        else:
+            job.future.set_result(outcome)
+
+    def _attempt(self, jobs: Seq[Job], do, *args: object) -> None:  # type: ignore[no-untyped-def]
+        """Do it; if it fails, these jobs fail and nobody else's. The thread's outermost guard."""
+        try:
+            do(*args)
+        except OutriderError as error:
+            self._fail(jobs, error)
+        except Exception as error:  # out of memory, a bug: whatever it was, the service goes on
+            log.exception("the engine failed")
+            self._fail(jobs, error)
+
+    def _fail(self, jobs: Seq[Job], error: BaseException) -> None:
+        for job in [job for job in jobs if job in self._jobs]:
+            if job.reading is not None:
+                self.seats.vacate(job.record)  # its cache may hold anything
+            self._finish(job, error)
+
+    def _left(self, job: Job) -> int:
+        """Tokens that the job's cache lacks."""
+        return len(self._reading(job).ids) - self._reader(job).known
+
+    def _reader(self, job: Job) -> Reader:
+        return self.seats.reader(job.record)
+
+    @staticmethod
+    def _reading(job: Job) -> Reading:
+        assert job.reading is not None  # admitted
+        return job.reading
+
+
+def groups(jobs: Seq[Job], width, most: int) -> list[list[Job]]:  # type: ignore[no-untyped-def]
+    """Jobs to read in one forward each: none is padded to more than twice its width, or NARROW tokens."""
+    out: list[list[Job]] = []
+    for job in sorted(jobs, key=width):
+        first = width(out[-1][0]) if out else 0
+        if out and len(out[-1]) < most and width(job) <= max(NARROW, 2 * first):
+            out[-1].append(job)
+        else:
+            out.append([job])
+    return out

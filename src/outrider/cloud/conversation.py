@@ -1,0 +1,195 @@
+"""One stream of one edge, frame by frame: what is allowed when, and what each frame does to the session."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outrider.cloud.sessions import Record
+from outrider.core.acceptance import Verdict
+from outrider.core.acceptance import rule as acceptance_rule
+from outrider.core.decoder import Verify
+from outrider.engines.base import Prompt
+from outrider.verifiers.base import Conditions
+from outrider.verifiers.local import open_session
+from outrider.wire import schema
+from outrider.wire.media import unpack_media
+from outrider.wire.messages import (
+    Code,
+    Refusal,
+    check_ids,
+    digest,
+    pack_verdict,
+    unpack_ids,
+    unpack_settings,
+    unpack_verify,
+)
+
+if TYPE_CHECKING:
+    from outrider.cloud.service import Service
+
+log = logging.getLogger(__name__)
+
+CARRYING = (schema.AUDIO, schema.FEATURES)  # kinds of media that Media frames bring
+
+
+@dataclass
+class _Opening:
+    """An Open whose media is still on its way."""
+
+    frame: schema.Open
+    media: bytearray
+
+
+class Conversation:
+    """What a stream has said so far. `take` raises what `refusal` in service.py turns into an Error frame."""
+
+    def __init__(self, service: Service, identity: str) -> None:
+        self._service, self._identity = service, identity
+        self._opening: _Opening | None = None
+        self._record: Record | None = None
+
+    def take(self, request: schema.Request) -> AsyncIterator[schema.Answer]:
+        """The answers to one frame."""
+        kind = request.WhichOneof("frame")
+        if self._opening is not None and kind != "media":
+            raise Refusal(Code.INVALID, f"{kind} where media was announced")
+        match kind:
+            case "open":
+                return self._open(request.open)
+            case "media":
+                return self._media(request.media)
+            case "resume":
+                return self._resume(request.resume)
+            case "verify":
+                return self._verify(request.verify)
+            case "generate":
+                return self._generate(request.generate)
+            case _:
+                return self._close()
+
+    # Opening ------------------------------------------------------------------------------------------------
+
+    async def _open(self, frame: schema.Open) -> AsyncIterator[schema.Answer]:
+        self._check_unused()
+        self._service.check_opening(frame)
+        if frame.media in CARRYING:
+            self._opening = _Opening(frame, bytearray())
+            return
+        yield await self._begin(frame, b"")
+
+    async def _media(self, frame: schema.Media) -> AsyncIterator[schema.Answer]:
+        if self._opening is None:
+            raise Refusal(Code.INVALID, "media that no opening announced")
+        opening, limit = self._opening, self._service.limits.max_media_bytes
+        if len(opening.media) + len(frame.data) > limit:
+            raise Refusal(Code.TOO_LARGE, f"media: at most {limit} bytes are taken here")
+        opening.media += frame.data
+        if not frame.more:
+            self._opening = None
+            yield await self._begin(opening.frame, bytes(opening.media))
+
+    async def _begin(self, frame: schema.Open, media: bytes) -> schema.Answer:
+        record = await asyncio.to_thread(self._build, frame, media)
+        record.stream = self
+        self._service.sessions.add(record)
+        self._record = record
+        self._service.metrics.opened()
+        log.info("session opened", extra=self._fields(tokens=len(record.session.ids), bytes=len(media)))
+        return schema.Answer(opened=schema.Opened(session=record.id))
+
+    def _build(self, frame: schema.Open, media: bytes) -> Record:
+        """A session out of its opening. In a worker thread: media takes time to unpack."""
+        service, engine = self._service, self._service.engine
+        limit = service.prompt_limit
+        ids = unpack_ids(frame.prompt, limit, "a prompt")
+        committed = unpack_ids(frame.committed, limit - len(ids), "a prompt with its output")
+        if not ids:
+            raise Refusal(Code.PROMPT, "the prompt is empty")
+        check_ids((*ids, *committed), engine.row_count, "the prompt")
+        if frame.conditioning != digest(ids, media):
+            raise Refusal(Code.CONDITIONING, "prompt and media are not those that the opening announced")
+        settings = unpack_settings(frame.settings)
+        check_ids(settings.suppress_tokens, engine.vocab_size, "suppress_tokens")
+        conditions = Conditions(settings, frame.accept or "exact", frame.vocab_size)
+        acceptance_rule(conditions.accept)
+
+        def load_prompt() -> Prompt:
+            return unpack_media(engine, ids, frame.media, media)
+
+        session = open_session(engine, load_prompt(), conditions, committed)
+        return Record(self._identity, session, settings, load_prompt, len(media))
+
+    async def _resume(self, frame: schema.Resume) -> AsyncIterator[schema.Answer]:
+        self._check_unused()
+        record = self._service.sessions.find(frame.session, self._identity)
+        record.stream = self  # from here on, the stream that had it is out
+        if record.pending is not None:
+            await asyncio.wait([asyncio.wrap_future(record.pending)])
+        session = record.session
+        known = session.ids[: frame.length]
+        if not session.prompt_length <= frame.length <= len(session.ids) or digest(known) != frame.digest:
+            self._service.sessions.drop(record)
+            raise Refusal(Code.UNKNOWN_SESSION, "this session holds other tokens than the edge's")
+        session.rewind(frame.length)
+        self._record = record
+        self._service.sessions.touch(record)
+        log.info("session resumed", extra=self._fields(tokens=frame.length))
+        yield schema.Answer(opened=schema.Opened(session=record.id))
+
+    def _check_unused(self) -> None:
+        self._service.check_serving()
+        if self._record is not None:
+            raise Refusal(Code.INVALID, "this stream has its session already: one stream, one session")
+
+    # Deciding -----------------------------------------------------------------------------------------------
+
+    async def _verify(self, frame: schema.Verify) -> AsyncIterator[schema.Answer]:
+        record, engine = self._own(), self._service.engine
+        request = unpack_verify(frame, engine.vocab_size, engine.row_count)
+        yield pack_verdict(await self._decide(record, request), len(request.draft_ids))
+
+    async def _generate(self, frame: schema.Generate) -> AsyncIterator[schema.Answer]:
+        """The target's own tokens until one ends the output, as far as this side can tell."""
+        record, engine = self._own(), self._service.engine
+        first = schema.Verify(round=frame.round, base_length=frame.base_length, new_ids=frame.new_ids)
+        request = unpack_verify(first, engine.vocab_size, engine.row_count)
+        ends = self._service.end_ids(record)
+        for _ in range(self._service.room(record)):
+            verdict = await self._decide(record, request)
+            self._service.metrics.generated()
+            yield pack_verdict(verdict, 0)
+            if verdict.next_token in ends:
+                return
+            request = Verify(request.round + 1, len(record.session.ids), (), ())
+
+    async def _decide(self, record: Record, request: Verify) -> Verdict:
+        service = self._service
+        service.check_rate(self._identity)
+        service.check_length(request)
+        if record.stream is not self:
+            raise Refusal(Code.UNKNOWN_SESSION, "this session was resumed on another stream")
+        record.pending = service.batcher.submit(record, request)
+        verdict = await asyncio.wrap_future(record.pending)
+        service.sessions.touch(record)
+        return verdict
+
+    async def _close(self) -> AsyncIterator[schema.Answer]:
+        record = self._own()
+        self._record = None
+        self._service.sessions.drop(record)
+        log.info("session closed", extra=self._fields(tokens=len(record.session.ids)))
+        return
+        yield
+
+    def _own(self) -> Record:
+        if self._record is None:
+            raise Refusal(Code.INVALID, "a stream begins with an Open or a Resume")
+        return self._record
+
+    def _fields(self, **more: int) -> dict[str, object]:
+        name = self._record.name if self._record is not None else "-"
+        return {"session": name, "identity": self._identity, **more}

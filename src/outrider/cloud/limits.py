@@ -1,0 +1,139 @@
+"""How much of the service one caller, and all of them together, may use."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.errors import SettingsError
+
+MIB = 2**20
+MESSAGE_OVERHEAD = 64 * 2**10  # bytes of ids and settings that travel in the same message as the media
+LARGEST_MESSAGE = 2**31 - 1  # bytes: gRPC's own limit is an int32
+_UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KiB": 2**10, "MiB": MIB, "GiB": 2**30, "TiB": 2**40}
+_BYTES = re.compile(r"([0-9]{1,15}) ?([A-Za-z]*)")
+_ROUNDING = 1e-6  # seconds: less than this is arithmetic, not haste
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of the service, validated.
+
+    Sizes are bytes, times seconds. max_rate: requests per second and identity, of which `burst` may come at once; None
+    is unlimited. A session ends after idle_seconds without a request; its cache slot may go to another session after
+    slot_idle_seconds. max_prompt_tokens: None leaves the model's own limit. max_media_bytes: of one session, 0 takes
+    no media; max_media_total: what all sessions together may keep.
+
+    Raises:
+        SettingsError: a value out of range, or max_message_bytes that cannot hold max_media_bytes.
+    """
+
+    max_sessions: int = 1024
+    max_sessions_per_identity: int = 256
+    max_prompt_tokens: int | None = None
+    max_media_bytes: int = 8 * MIB
+    max_media_total: int = 512 * MIB
+    max_message_bytes: int = 9 * MIB
+    max_rate: float | None = None
+    burst: int = 50
+    idle_seconds: float = 600
+    slot_idle_seconds: float = 60
+
+    def __post_init__(self) -> None:
+        for name in ("max_sessions", "max_sessions_per_identity", "max_message_bytes", "burst"):
+            _check_whole(name, getattr(self, name))
+        for name in ("idle_seconds", "slot_idle_seconds"):
+            _check_positive(name, getattr(self, name))
+        if self.max_prompt_tokens is not None:
+            _check_whole("max_prompt_tokens", self.max_prompt_tokens)
+        if self.max_rate is not None:
+            _check_positive("max_rate", self.max_rate)
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        _check_whole("max_media_bytes", self.max_media_bytes, least=0)
+        _check_whole("max_media_total", self.max_media_total, least=self.max_media_bytes)
+        _need(
+            self.max_message_bytes <= LARGEST_MESSAGE, f"max_message_bytes is at most {LARGEST_MESSAGE}, gRPC's limit"
+        )
+        needed = self.max_media_bytes + MESSAGE_OVERHEAD
+        _need(
+            self.max_message_bytes >= needed,
+            f"max_message_bytes {self.max_message_bytes} cannot hold max_media_bytes {self.max_media_bytes} and a "
+            f"prompt: it is at least {needed}",
+        )
+
+
+class RateLimiter:
+    """A token bucket for each identity: `burst` requests at once, `rate` per second from then on. Not thread-safe.
+
+    Of a bucket only the time at which it is full again is kept. Entries stand in the order of their last request, and
+    full ones leave from the front, so that what is kept is bounded by the requests of the last burst/rate seconds.
+    """
+
+    def __init__(self, rate: float | None, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`rate` None lets everything through.
+
+        Raises:
+            SettingsError: a rate that is not above 0, a burst below 1.
+        """
+        _check_whole("burst", burst)
+        if rate is not None:
+            _check_positive("max_rate", rate)
+        self._interval = 0.0 if rate is None else 1 / rate
+        self._burst, self._clock = burst, clock
+        self._full_at: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        """How many identities are remembered."""
+        return len(self._full_at)
+
+    def take(self, identity: str) -> float:
+        """0 where the request may go, which uses it up; else the seconds to wait, which uses nothing up."""
+        if not self._interval:
+            return 0.0
+        now = self._clock()
+        self._forget(now)
+        full_at = max(self._full_at.get(identity, now), now) + self._interval
+        wait = full_at - now - self._burst * self._interval
+        if wait > _ROUNDING:
+            return wait
+        self._full_at.pop(identity, None)  # the newest goes to the end
+        self._full_at[identity] = full_at
+        return 0.0
+
+    def _forget(self, now: float) -> None:
+        while self._full_at and self._full_at[oldest := next(iter(self._full_at))] <= now:
+            del self._full_at[oldest]
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "1000", "800kB" (10³) or "512MiB" (2²⁰).
+
+    Raises:
+        SettingsError: anything else, a unit such as "M" that is either 10⁶ or 2²⁰ included.
+    """
+    found = _BYTES.fullmatch(text.strip())
+    if not found or found[2] not in _UNITS:
+        raise SettingsError(f"{text!r} is no size: write a whole number and a unit, such as 512MiB, 2GiB or 800kB")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def _check_whole(name: str, value: Any, least: int = 1) -> None:
+    _need(isinstance(value, int) and not isinstance(value, bool), f"{name} is a whole number, not {value!r}")
+    _need(value >= least, f"{name} is {least} or more, not {value}")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    _need(isinstance(value, (int, float)) and not isinstance(value, bool), f"{name} is a number, not {value!r}")
+    _need(0 < value <= sys.float_info.max, f"{name} is a finite number above 0, not {value}")
+
+
+def _need(condition: bool, message: str) -> None:
+    if not condition:
+        raise SettingsError(message)

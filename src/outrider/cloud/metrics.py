@@ -1,0 +1,143 @@
+"""What the service counts, for Prometheus. Each method is named by what happened; nothing here decides anything."""
+
+from __future__ import annotations
+
+from threading import Thread
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, start_http_server
+
+from outrider.errors import SettingsError
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+
+class Metrics:
+    """One service's figures, in a registry of their own. Times are seconds, sizes bytes.
+
+    The acceptance rate is outrider_accepted_total ÷ outrider_drafts_total, over any window.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._server: tuple[WSGIServer, Thread] | None = None
+        self._make_gauges()
+        self._make_histograms()
+        self._make_counters()
+
+    def _make_gauges(self) -> None:
+        self._sessions = self._gauge("outrider_sessions", "sessions open now")
+        self._slots_used = self._gauge("outrider_slots_used", "cache slots that hold a session")
+        self._slots_total = self._gauge("outrider_slots_total", "cache slots there are")
+        self._cache_bytes = self._gauge("outrider_cache_bytes", "bytes that the KV caches take")
+        self._queue_length = self._gauge("outrider_queue_length", "requests that wait for a batch")
+
+    def _make_histograms(self) -> None:
+        self._queue_seconds = self._histogram("outrider_queue_seconds", "wait of a request for its batch", SECONDS)
+        self._batch_size = self._histogram("outrider_batch_size", "requests in a forward", ROWS)
+        self._batch_tokens = self._histogram("outrider_batch_tokens", "tokens in a forward", TOKENS)
+        self._forward_seconds = self._histogram("outrider_forward_seconds", "time of a forward", SECONDS)
+        self._verify_seconds = self._histogram("outrider_verify_seconds", "from request to verdict", SECONDS)
+
+    def _make_counters(self) -> None:
+        self._drafts = self._counter("outrider_drafts", "draft tokens that were verified")
+        self._accepted = self._counter("outrider_accepted", "draft tokens that were accepted")
+        self._verdicts = self._counter("outrider_verdicts", "verdicts given")
+        self._generated = self._counter("outrider_generated", "tokens of cloud-only decoding")
+        self._opened = self._counter("outrider_sessions_opened", "sessions opened")
+        self._rebuilt = self._counter("outrider_sessions_rebuilt", "sessions whose cache was computed again")
+        self._expired = self._counter("outrider_sessions_expired", "sessions ended for being idle")
+        self._evictions = self._counter("outrider_evictions", "cache slots taken from an idle session")
+        self._errors = self._counter("outrider_errors", "requests that failed", "kind")
+        self._bytes = self._counter("outrider_bytes", "bytes of messages", "direction")
+
+    def occupancy(self, sessions: int, slots_used: int, slots_total: int, cache_bytes: int) -> None:
+        self._sessions.set(sessions)
+        self._slots_used.set(slots_used)
+        self._slots_total.set(slots_total)
+        self._cache_bytes.set(cache_bytes)
+
+    def queue_length(self, requests: int) -> None:
+        """So many requests wait now."""
+        self._queue_length.set(requests)
+
+    def queued(self, seconds: float) -> None:
+        """A request left the queue, having waited this long."""
+        self._queue_seconds.observe(seconds)
+
+    def batch(self, size: int, tokens: int, seconds: float) -> None:
+        """A forward of `size` requests and `tokens` tokens in all is done."""
+        self._batch_size.observe(size)
+        self._batch_tokens.observe(tokens)
+        self._forward_seconds.observe(seconds)
+
+    def verdict(self, drafts: int, accepted: int, seconds: float) -> None:
+        """A verdict was given, this long after its request arrived."""
+        self._verdicts.inc()
+        self._drafts.inc(drafts)
+        self._accepted.inc(accepted)
+        self._verify_seconds.observe(seconds)
+
+    def generated(self, tokens: int = 1) -> None:
+        self._generated.inc(tokens)
+
+    def opened(self) -> None:
+        self._opened.inc()
+
+    def rebuilt(self) -> None:
+        self._rebuilt.inc()
+
+    def expired(self, sessions: int = 1) -> None:
+        self._expired.inc(sessions)
+
+    def evicted(self) -> None:
+        self._evictions.inc()
+
+    def error(self, kind: str) -> None:
+        """A request failed. `kind` is one of our own few words: every new one is a new series."""
+        self._errors.labels(kind).inc()
+
+    def received(self, size: int) -> None:
+        self._bytes.labels("in").inc(size)
+
+    def sent(self, size: int) -> None:
+        self._bytes.labels("out").inc(size)
+
+    def text(self) -> str:
+        """The figures in Prometheus' text format."""
+        return generate_latest(self.registry).decode()
+
+    def serve(self, host: str, port: int) -> int:
+        """Serve the figures over HTTP until `close`; the port that was bound (0 lets the system choose).
+
+        Raises:
+            SettingsError: the address cannot be bound.
+        """
+        if self._server is not None:
+            raise RuntimeError("these metrics are served already: close them first")
+        try:
+            self._server = start_http_server(port, host or "0.0.0.0", self.registry)
+        except (OSError, OverflowError) as error:
+            raise SettingsError(f"metrics cannot be served on {host or '0.0.0.0'}, port {port}: {error}") from error
+        return self._server[0].server_port
+
+    def close(self) -> None:
+        """Stop serving, if it was begun; may be called twice."""
+        if self._server is None:
+            return
+        (server, thread), self._server = self._server, None
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    def _gauge(self, name: str, about: str) -> Gauge:
+        return Gauge(name, about, registry=self.registry)
+
+    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, about, buckets=buckets, registry=self.registry)
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        """prometheus_client adds the `_total`."""
+        return Counter(name, about, labels, registry=self.registry)

@@ -1,0 +1,149 @@
+"""From a loaded engine to a listening process, and its orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from outrider.cloud.batcher import Batcher
+from outrider.cloud.limits import Limits
+from outrider.cloud.metrics import Metrics
+from outrider.cloud.security import Tokens
+from outrider.cloud.service import Service
+from outrider.engines.torch import TorchEngine
+from outrider.errors import SettingsError
+from outrider.wire import schema
+from outrider.wire.tls import ServerTls
+
+log = logging.getLogger(__name__)
+
+KEEPALIVE_MS = 60_000  # a peer that vanished without a word is noticed
+LAST_WORDS = 0.2  # s between not-serving and the first check of whether everyone has left
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How a service runs. budget: bytes for KV slots. max_length: positions of a session. grace: s to drain."""
+
+    host: str
+    port: int
+    limits: Limits = field(default_factory=Limits)
+    tokens: Tokens | None = None
+    tls: ServerTls | None = None
+    budget: int = 2**30
+    max_length: int = 4096
+    metrics_at: tuple[str, int] | None = None
+    grace: float = 30.0
+
+
+class Server:
+    """One service on one address. `port` is known once it is started."""
+
+    def __init__(self, engine: TorchEngine, serving: Serving) -> None:
+        self._serving = serving
+        self.metrics = Metrics()
+        slots = engine.reserve(serving.budget, serving.max_length)
+        max_length = min(serving.max_length, engine.max_length or serving.max_length)
+        log.info("slots reserved", extra={"slots": slots, "tokens": max_length, "bytes": serving.budget})
+        self._batcher = Batcher(engine, slots, self.metrics)
+        self.service = Service(
+            engine,
+            self._batcher,
+            limits=serving.limits,
+            metrics=self.metrics,
+            tokens=serving.tokens,
+            max_length=max_length,
+        )
+        self._health = health.aio.HealthServicer()
+        self.port = 0
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            SettingsError: the address cannot be bound.
+        """
+        serving = self._serving
+        self._grpc = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", serving.limits.max_message_bytes),
+                ("grpc.so_reuseport", 0),
+                ("grpc.http2.bdp_probe", 0),
+                ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+            ]
+        )
+        self._grpc.add_generic_rpc_handlers((self.service.handlers(),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        self.port = self._bind(f"{_bracketed(serving.host)}:{serving.port}")
+        if serving.metrics_at is not None:
+            self.metrics.serve(*serving.metrics_at)
+        self._batcher.start()
+        await self._grpc.start()
+        await self._serve_health(health_pb2.HealthCheckResponse.SERVING)
+        self._upkeep = asyncio.create_task(self.service.upkeep())
+
+    async def drain(self) -> None:
+        """Take no new sessions, let those at work finish for up to `grace` seconds, then end."""
+        self.service.draining = True
+        await self._serve_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        log.info("draining", extra={"sessions": len(self.service.sessions)})
+        deadline = asyncio.get_running_loop().time() + self._serving.grace
+        await asyncio.sleep(min(LAST_WORDS, self._serving.grace))
+        while self.service.streams and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.05)
+        await self.stop()
+
+    async def stop(self) -> None:
+        await self._grpc.stop(0.1)
+        self._upkeep.cancel()
+        await asyncio.gather(self._upkeep, return_exceptions=True)
+        await asyncio.to_thread(self._batcher.stop)
+        self.metrics.close()
+        log.info("stopped")
+
+    def _bind(self, address: str) -> int:
+        tls = self._serving.tls
+        try:
+            if tls is None:
+                return self._grpc.add_insecure_port(address)
+            return self._grpc.add_secure_port(address, tls.credentials())
+        except RuntimeError as error:
+            raise SettingsError(f"cannot listen on {address}: is it taken, or not this machine's?") from error
+
+    async def _serve_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for name in ("", schema.SERVICE):
+            await self._health.set(name, status)
+
+
+async def run(engine: TorchEngine, serving: Serving, listening: Callable[[Server], None]) -> None:
+    """Serve until SIGTERM or SIGINT, then drain; a second signal ends it at once."""
+    server = Server(engine, serving)
+    await server.start()
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def asked() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked)
+    listening(server)
+    await stop.wait()
+    draining = asyncio.create_task(server.drain())
+    hurrying = asyncio.create_task(hurry.wait())
+    await asyncio.wait({draining, hurrying}, return_when=asyncio.FIRST_COMPLETED)
+    if not draining.done():
+        draining.cancel()
+        await asyncio.gather(draining, return_exceptions=True)
+        await server.stop()
+    hurrying.cancel()
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,192 @@
+"""The verification service as gRPC methods: who may call, what is refused, and how errors look to a peer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+
+from outrider.cloud.batcher import Batcher
+from outrider.cloud.conversation import Conversation
+from outrider.cloud.limits import Limits, RateLimiter
+from outrider.cloud.metrics import Metrics
+from outrider.cloud.security import Tokens, Unauthenticated, identity_of
+from outrider.cloud.sessions import Record, Sessions
+from outrider.core.decoder import Verify
+from outrider.engines.torch import TorchEngine
+from outrider.errors import AudioError, DecodingError, InputError, OutriderError, PromptError, SettingsError, StateError
+from outrider.verifiers.local import describe
+from outrider.wire import schema
+from outrider.wire.messages import Code, Refusal, error, parse_request
+
+log = logging.getLogger(__name__)
+
+VOCABULARY_PART = 4096  # tokens in one message
+RETRY_DRAINING = 0.5  # s
+
+_CODES: tuple[tuple[type[OutriderError], int], ...] = (
+    (SettingsError, Code.SETTINGS),
+    (PromptError, Code.PROMPT),
+    (AudioError, Code.PROMPT),
+    (InputError, Code.INVALID),
+    (StateError, Code.BASE_LENGTH),
+    (DecodingError, Code.DECODING),
+)
+
+
+class Service:
+    """State of one service: engine and batcher, sessions, limits.
+
+    max_length: positions that a session may have; None is the model's own limit.
+    """
+
+    def __init__(
+        self,
+        engine: TorchEngine,
+        batcher: Batcher,
+        *,
+        limits: Limits,
+        metrics: Metrics,
+        tokens: Tokens | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        self.engine, self.batcher, self.limits, self.metrics = engine, batcher, limits, metrics
+        self.sessions = Sessions(limits, self._gone)
+        self.draining = False
+        self.streams = 0
+        self._tokens = tokens
+        self._rate = RateLimiter(limits.max_rate, limits.burst)
+        self._description = describe(engine)
+        self.max_length = max_length if max_length is not None else engine.max_length
+
+    # gRPC methods -------------------------------------------------------------------------------------------
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """The service's methods; frames stay bytes, so that what cannot be parsed is refused by us."""
+        methods = {
+            "Describe": grpc.unary_unary_rpc_method_handler(self.describe),
+            "Vocabulary": grpc.unary_stream_rpc_method_handler(self.vocabulary),
+            "Session": grpc.stream_stream_rpc_method_handler(self.session),
+        }
+        return grpc.method_handlers_generic_handler(schema.SERVICE, methods)
+
+    async def describe(self, _: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        await self._identity(context)
+        own = self._description
+        answer = schema.DescribeAnswer(
+            protocol=schema.VERSION,
+            name=own.name,
+            vocab_size=own.vocab_size,
+            row_count=own.row_count,
+            eos_ids=own.eos_ids,
+            fingerprint=own.fingerprint.encode(),
+            model=self.engine.identity.encode(),
+            max_length=self.max_length or 0,
+            audio_seconds=own.audio_seconds,
+            max_drafts=schema.MAX_DRAFTS,
+        )
+        return answer.SerializeToString()
+
+    async def vocabulary(self, _: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        await self._identity(context)
+        names = self._description.vocabulary
+        for start in range(0, len(names), VOCABULARY_PART):
+            yield schema.VocabularyPart(tokens=names[start : start + VOCABULARY_PART]).SerializeToString()
+
+    async def session(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        conversation = Conversation(self, await self._identity(context))
+        self.streams += 1
+        try:
+            async for data in requests:
+                self.metrics.received(len(data))
+                async for answer in conversation.take(parse_request(data)):
+                    yield self._sent(answer)
+        except Exception as raised:  # the stream's outermost guard: a peer gets a typed error, never a traceback
+            refusal = as_refusal(raised)
+            self.metrics.error(refusal.kind)
+            log.info("refused", extra={"kind": refusal.kind, "reason": type(raised).__name__})
+            yield self._sent(error(refusal))
+        finally:
+            self.streams -= 1
+
+    async def _identity(self, context: grpc.aio.ServicerContext) -> str:
+        try:
+            return identity_of(context.auth_context(), context.invocation_metadata() or (), self._tokens)
+        except Unauthenticated as refused:
+            self.metrics.error("unauthenticated")
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(refused))
+            raise
+
+    def _sent(self, answer: schema.Answer) -> bytes:
+        data: bytes = answer.SerializeToString()
+        self.metrics.sent(len(data))
+        return data
+
+    # What conversations ask ---------------------------------------------------------------------------------
+
+    def check_serving(self) -> None:
+        if self.draining:
+            raise Refusal(Code.DRAINING, "this service is going down: connect again", RETRY_DRAINING)
+
+    def check_opening(self, frame: schema.Open) -> None:
+        """Protocol, vocabulary and model are those that this side described."""
+        if frame.protocol != schema.VERSION:
+            raise Refusal(Code.PROTOCOL, f"protocol {frame.protocol}: this service speaks {schema.VERSION}")
+        if frame.fingerprint != self._description.fingerprint.encode():
+            raise Refusal(Code.VOCABULARY, f"{self.engine.name} has another vocabulary than the edge compared with")
+        if frame.model != self.engine.identity.encode():
+            raise Refusal(Code.MODEL, f"{self.engine.name} is another model than the one that was described")
+        if not 0 < frame.vocab_size <= self._description.vocab_size:
+            raise Refusal(Code.INVALID, f"vocab_size {frame.vocab_size}: between 1 and {self._description.vocab_size}")
+
+    def check_rate(self, identity: str) -> None:
+        wait = self._rate.take(identity)
+        if wait > 0:
+            raise Refusal(Code.LIMIT, f"{identity} asks more than {self.limits.max_rate:g} times per second", wait)
+
+    def check_length(self, request: Verify) -> None:
+        total = request.base_length + len(request.draft_ids) + 1
+        if self.max_length is not None and total > self.max_length:
+            raise Refusal(Code.PROMPT, f"a sequence of {total} tokens: this service holds {self.max_length}")
+
+    @property
+    def prompt_limit(self) -> int:
+        """Tokens of a prompt, output that is settled included."""
+        limits = [limit for limit in (self.limits.max_prompt_tokens, self.max_length) if limit is not None]
+        return min(limits, default=2**20)
+
+    def room(self, record: Record) -> int:
+        """How many tokens a session may still generate."""
+        session = record.session
+        left = session.prompt_length + record.settings.max_new_tokens - len(session.ids)
+        return left if self.max_length is None else min(left, self.max_length - len(session.ids) - 1)
+
+    def end_ids(self, record: Record) -> tuple[int, ...]:
+        return () if record.settings.ignore_eos else self.engine.eos_ids
+
+    def _gone(self, record: Record) -> None:
+        self.batcher.leave(record)
+
+    # Upkeep -------------------------------------------------------------------------------------------------
+
+    async def upkeep(self, every: float = 1.0) -> None:
+        """Expire what is idle and report what is used, for as long as the service runs."""
+        while True:
+            self.metrics.expired(self.sessions.expire())
+            seats = self.batcher.seats
+            self.metrics.occupancy(len(self.sessions), len(seats), seats.total, self.engine.cache_bytes)
+            self.metrics.queue_length(self.batcher.queued)
+            await asyncio.sleep(every)
+
+
+def as_refusal(raised: Exception) -> Refusal:
+    """What a peer is told. Only our own errors speak for themselves."""
+    if isinstance(raised, Refusal):
+        return raised
+    for kind, code in _CODES:
+        if isinstance(raised, kind):
+            return Refusal(code, str(raised))
+    log.error("an internal error", exc_info=raised)
+    return Refusal(Code.INTERNAL, "an internal error of this service; its log says more")

@@ -1,0 +1,115 @@
+"""Who is being served: the sessions of a service, each with its tokens, its owner, and what it was conditioned on.
+
+A session outlives the stream that opened it and the KV slot that it sits in. Slots are the engine's and belong to the
+batcher's thread (seats.py); everything here belongs to the service's event loop.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from outrider.cloud.limits import Limits
+from outrider.config import GenerationSettings
+from outrider.core.acceptance import Verdict
+from outrider.engines.base import Prompt
+from outrider.verifiers.session import Session
+from outrider.wire.messages import Code, Refusal
+
+SESSION_BYTES = 16
+RETRY_FULL = 1.0  # s; when a full service may be asked again
+
+
+@dataclass(eq=False)
+class Record:
+    """One session. load_prompt: unpacks its media anew, for a slot that has to be filled again."""
+
+    identity: str
+    session: Session
+    settings: GenerationSettings
+    load_prompt: Callable[[], Prompt]
+    media_bytes: int = 0
+    id: bytes = field(default_factory=lambda: secrets.token_bytes(SESSION_BYTES))
+    touched: float = 0.0
+    stream: object | None = None  # the one that may use it: the last to open or resume it
+    pending: Future[Verdict] | None = None  # the verdict being computed, which nothing may overtake
+
+    @property
+    def name(self) -> str:
+        """For logs: enough to tell sessions apart, too little to resume one."""
+        return self.id[:4].hex()
+
+
+class Sessions:
+    """All sessions of one service. on_gone is told of each that ends, however it ends."""
+
+    def __init__(
+        self, limits: Limits, on_gone: Callable[[Record], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._limits, self._on_gone, self._clock = limits, on_gone, clock
+        self._records: dict[bytes, Record] = {}  # least recently used first
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(list(self._records.values()))
+
+    def add(self, record: Record) -> None:
+        """Take a new session in.
+
+        Raises:
+            Refusal: as many as the service, or this identity, may have; or no room for its media.
+        """
+        self._check_room(record)
+        self._records[record.id] = record
+        self.touch(record)
+
+    def find(self, id_: bytes, identity: str) -> Record:
+        """The session, if it is this identity's. Another's is as unknown as one that never was."""
+        record = self._records.get(id_)
+        if record is None or record.identity != identity:
+            raise Refusal(Code.UNKNOWN_SESSION, "this session is not known here: it expired, or was never opened")
+        return record
+
+    def touch(self, record: Record) -> None:
+        """It was used now."""
+        record.touched = self._clock()
+        self._records[record.id] = self._records.pop(record.id, record)
+
+    def drop(self, record: Record) -> None:
+        """End a session. Again does nothing."""
+        if self._records.pop(record.id, None) is not None:
+            self._on_gone(record)
+
+    def expire(self) -> int:
+        """End sessions that were idle for too long; how many."""
+        oldest = self._clock() - self._limits.idle_seconds
+        gone = [record for record in self if record.touched < oldest and record.pending is None]
+        for record in gone:
+            self.drop(record)
+        return len(gone)
+
+    def _check_room(self, record: Record) -> None:
+        limits = self._limits
+        if len(self) >= limits.max_sessions:
+            raise Refusal(Code.LIMIT, f"all {limits.max_sessions} sessions of this service are taken", RETRY_FULL)
+        own = sum(other.identity == record.identity for other in self)
+        if own >= limits.max_sessions_per_identity:
+            raise Refusal(Code.LIMIT, f"{record.identity} has {own} sessions open, as many as it may", RETRY_FULL)
+        self._make_room_for_media(record.media_bytes)
+
+    def _make_room_for_media(self, wanted: int) -> None:
+        """Media is kept for sessions that lose their slot; the longest idle give way, and their edges send it again."""
+        held = sum(record.media_bytes for record in self)
+        for record in self:
+            if held + wanted <= self._limits.max_media_total:
+                return
+            if record.media_bytes and record.pending is None:
+                held -= record.media_bytes
+                self.drop(record)
+        if held + wanted > self._limits.max_media_total:
+            raise Refusal(Code.LIMIT, "no room for more media: too many recordings are in use", RETRY_FULL)

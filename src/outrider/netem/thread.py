@@ -1,0 +1,102 @@
+"""A link for code that has no event loop: synchronous clients, tests and benchmarks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Thread
+from types import TracebackType
+from typing import TypeVar
+
+from outrider.netem.conditions import Conditions
+from outrider.netem.link import UNCONDITIONED, Link
+
+T = TypeVar("T")
+
+
+class LinkThread:
+    """A Link in a thread and event loop of its own, from `with` to its end; every method from any thread.
+
+    It listens on 127.0.0.1 at `port`, or on the Unix socket `path` if one is given. A change is in force when the
+    method returns. It shares the interpreter lock: while another thread computes in pure Python, a hop may wait for
+    sys.getswitchinterval() (5 ms).
+
+    Raises:
+        OSError, ValueError: on entering, if it cannot listen.
+    """
+
+    def __init__(
+        self, host: str, port: int, conditions: Conditions = UNCONDITIONED, *, seed: int = 0, path: str | None = None
+    ) -> None:
+        self._link = Link(host, port, conditions, seed=seed)
+        self._path = path
+        self._started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        self._thread = Thread(target=lambda: asyncio.run(self._run()), name="outrider-link", daemon=True)
+
+    def __enter__(self) -> LinkThread:
+        self._thread.start()
+        self._loop, self._stop = self._started.result()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    @property
+    def port(self) -> int | None:
+        """Where it listens; None on a Unix socket."""
+        return self._link.port
+
+    @property
+    def up(self) -> int:
+        """Bytes forwarded from clients to the target."""
+        return self._link.up
+
+    @property
+    def down(self) -> int:
+        """Bytes forwarded from the target to clients."""
+        return self._link.down
+
+    @property
+    def connections(self) -> int:
+        """Connections accepted so far."""
+        return self._link.connections
+
+    @property
+    def conditions(self) -> Conditions:
+        """Assignable at any time, as in Link."""
+        return self._link.conditions
+
+    @conditions.setter
+    def conditions(self, conditions: Conditions) -> None:
+        self._call(lambda: setattr(self._link, "conditions", conditions))
+
+    def cut(self) -> None:
+        """As Link.cut."""
+        self._call(self._link.cut)
+
+    def stall(self, seconds: float) -> None:
+        """As Link.stall."""
+        self._call(lambda: self._link.stall(seconds))
+
+    def block(self, blocked: bool) -> None:
+        """As Link.block."""
+        self._call(lambda: self._link.block(blocked))
+
+    def _call(self, function: Callable[[], T]) -> T:
+        async def run() -> T:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
+
+    async def _run(self) -> None:
+        stop = asyncio.Event()
+        try:
+            await (self._link.start() if self._path is None else self._link.start_unix(self._path))
+        except (OSError, ValueError) as error:
+            self._started.set_exception(error)
+            return
+        self._started.set_result((asyncio.get_running_loop(), stop))
+        await stop.wait()
+        await self._link.close()

@@ -1,0 +1,132 @@
+"""From the text that names a cloud to a verifier."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from outrider.engines.load import load_engine
+from outrider.errors import SettingsError
+from outrider.netem.conditions import Conditions, conditions
+from outrider.verifiers.base import Verifier
+from outrider.verifiers.local import LocalVerifier
+
+EXPECTED = "expected grpc://HOST:PORT, local:MODEL or none"
+_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s:/@\[\]]+):(?P<port>\d{1,5})/?")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a `--cloud` text names."""
+
+    kind: Literal["none", "local", "grpc"]
+    model: str = ""
+    host: str = ""
+    port: int = 0
+
+
+def parse_target(text: str) -> Target:
+    """Take "grpc://host:port", "local:MODEL" or "none" apart.
+
+    Raises:
+        SettingsError: any other text.
+    """
+    if not isinstance(text, str):
+        raise SettingsError(f"a cloud is a text such as grpc://host:7070 or local:MODEL, not {text!r}")
+    if text == "none":
+        return Target("none")
+    kind, _, rest = text.partition(":")
+    if kind == "local":
+        if not rest.strip():
+            raise SettingsError("cloud local: needs a model after the colon")
+        return Target("local", "demo:cloud" if rest == "demo" else rest)
+    address = _ADDRESS.fullmatch(rest.removeprefix("//")) if kind == "grpc" and rest.startswith("//") else None
+    if address is None or not 0 < int(address["port"]) < 65536:
+        raise SettingsError(f"cloud {text!r}: {EXPECTED}")
+    return Target("grpc", host=address["host"].strip("[]"), port=int(address["port"]))
+
+
+def connect(target: str, **options: Any) -> Verifier | None:
+    """The verifier that a text names.
+
+    "local:MODEL" takes the options of `load_engine`. "grpc://HOST:PORT", a running `outrider cloud`, takes token or
+    token_file; tls=True (the system's authorities) or ca (a PEM file); cert and key for mutual TLS; net, an emulated
+    network such as "rtt=50ms,bw=2Mbit"; deadline and patience in seconds. "none" is None. Nothing is sent yet.
+
+    Raises:
+        SettingsError: a target of another form, or an option that it does not take.
+        ModelError: the local model cannot be loaded.
+    """
+    parsed = parse_target(target)
+    if parsed.kind == "none":
+        _refuse(options, "cloud none")
+        return None
+    if parsed.kind == "local":
+        return LocalVerifier(load_engine(parsed.model, **options))
+    return _remote(parsed, **_known(options))
+
+
+def _known(options: dict[str, Any]) -> dict[str, Any]:
+    names = {"token", "token_file", "tls", "ca", "cert", "key", "net", "deadline", "patience"}
+    _refuse({name: value for name, value in options.items() if name not in names}, "cloud grpc://…")
+    return options
+
+
+def _refuse(options: dict[str, Any], what: str) -> None:
+    if options:
+        raise SettingsError(f"{what} takes no {', '.join(sorted(options))}")
+
+
+def _remote(
+    target: Target,
+    *,
+    token: str | None = None,
+    token_file: str | None = None,
+    tls: bool = False,
+    ca: str | None = None,
+    cert: str | None = None,
+    key: str | None = None,
+    net: str | Conditions | None = None,
+    deadline: float = 30.0,
+    patience: float = 10.0,
+) -> Verifier:
+    from outrider.verifiers.remote import RemoteVerifier
+    from outrider.wire.tls import ClientTls
+
+    for name, seconds in (("deadline", deadline), ("patience", patience)):
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
+            raise SettingsError(f"{name} is a number of seconds above 0, not {seconds!r}")
+    if token is not None and token_file is not None:
+        raise SettingsError("give token or token_file, not both")
+    token = _read_token(token_file) if token_file is not None else token
+    encrypted = tls or any(name is not None for name in (ca, cert, key))
+    if token is not None and not encrypted and not _is_loopback(target.host):
+        raise SettingsError(f"a token for {target.host} would cross the network unencrypted: add tls or ca")
+    paths = [None if name is None else Path(name) for name in (ca, cert, key)]
+    link = net if isinstance(net, Conditions) else conditions(net) if net is not None else Conditions()
+    secured = ClientTls(*paths) if encrypted else None
+    return RemoteVerifier(
+        target.host, target.port, tls=secured, token=token, net=link, deadline=deadline, patience=patience
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name: whatever it resolves to now, it may not tomorrow
+        return False
+
+
+def _read_token(file: str) -> str:
+    try:
+        token = Path(file).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"cannot read a token from {file}: {getattr(error, 'strerror', None) or error}") from error
+    if not token or not token.isprintable() or " " in token:
+        raise SettingsError(f"{file} holds no token: expected one word")
+    return token

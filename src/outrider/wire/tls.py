@@ -1,0 +1,141 @@
+"""Certificates of both ends, checked before anything listens or connects."""
+
+from __future__ import annotations
+
+import re
+import ssl
+from datetime import UTC, datetime
+from pathlib import Path
+
+import grpc
+
+from outrider.errors import SettingsError
+
+_CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+_MISMATCH = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED")  # OpenSSL: another key, or kind
+_UTC_TIME, _VERSION = 0x17, 0xA0  # DER tags
+
+
+class ServerTls:
+    """The server's certificate and key, and, for mutual TLS, the authority whose clients are let in. All PEM files.
+
+    Raises:
+        SettingsError: a file that is missing, unreadable, not PEM, encrypted, not valid today, or a key that is
+            another certificate's.
+    """
+
+    def __init__(self, cert: Path, key: Path, client_ca: Path | None = None) -> None:
+        self._pair = _load_pair(cert, key)
+        self._client_ca = None if client_ca is None else _load_authorities(client_ca)
+
+    @property
+    def mutual(self) -> bool:
+        """Whether a client needs a certificate."""
+        return self._client_ca is not None
+
+    def credentials(self) -> grpc.ServerCredentials:
+        return grpc.ssl_server_credentials([self._pair], self._client_ca, require_client_auth=self.mutual)
+
+
+class ClientTls:
+    """The authority that vouches for the server (None: those that gRPC ships), and our own certificate, if any.
+
+    Raises:
+        SettingsError: as for ServerTls; a certificate without its key, or a key without its certificate.
+    """
+
+    def __init__(self, ca: Path | None = None, cert: Path | None = None, key: Path | None = None) -> None:
+        self._ca = None if ca is None else _load_authorities(ca)
+        self._key, self._cert = None, None
+        if cert is not None and key is not None:
+            self._key, self._cert = _load_pair(cert, key)
+        elif cert is not None or key is not None:
+            raise SettingsError(f"{cert or key}: a client's certificate and its key are given together")
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(self._ca, self._key, self._cert)
+
+
+def _load_pair(cert: Path, key: Path) -> tuple[bytes, bytes]:
+    """(key, certificate chain), as gRPC orders them."""
+    chain, secret = _read(cert), _read(key)
+    _check_dates(cert, _certificates(cert, chain)[:1])  # the first is ours, the rest its authorities
+    if b"ENCRYPTED" in secret:
+        raise SettingsError(f"{key} is encrypted, which gRPC cannot open: give the key without a passphrase")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")  # "": never ask on a terminal
+    except ssl.SSLError as error:
+        if error.reason in _MISMATCH:
+            raise SettingsError(f"{key} does not belong to the certificate {cert}") from error
+        raise SettingsError(f"{key} is no usable PEM private key for {cert} ({error.reason})") from error
+    return secret, chain
+
+
+def _load_authorities(path: Path) -> bytes:
+    data = _read(path)
+    _check_dates(path, _certificates(path, data))
+    return data
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _certificates(path: Path, data: bytes) -> list[bytes]:
+    """The certificates in a PEM file, as DER, each of which OpenSSL could parse."""
+    try:
+        found = [ssl.PEM_cert_to_DER_cert(text.decode("ascii")) for text in _CERTIFICATE.findall(data)]
+        if found:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=b"".join(found))
+    except (ssl.SSLError, ValueError) as error:
+        raise SettingsError(f"{path} holds a damaged certificate") from error
+    if not found:
+        raise SettingsError(f"{path} holds no PEM certificate (-----BEGIN CERTIFICATE-----)")
+    return found
+
+
+def _check_dates(path: Path, certificates: list[bytes]) -> None:
+    """At least one must be valid today: bundles of authorities keep old ones."""
+    now, spans = datetime.now(UTC), [_validity(certificate) for certificate in certificates]
+    if any(begin <= now <= end for begin, end in spans):
+        return
+    begin, end = max(spans, key=lambda span: span[1])
+    problem = f"expired on {end:%Y-%m-%d %H:%M}" if end < now else f"is not valid before {begin:%Y-%m-%d %H:%M}"
+    raise SettingsError(f"{path} {problem} UTC; it is {now:%Y-%m-%d %H:%M} UTC here")
+
+
+def _validity(certificate: bytes) -> tuple[datetime, datetime]:
+    """notBefore and notAfter, which the standard library only tells of a peer's certificate.
+
+    RFC 5280, 4.1: Certificate ::= {tbs, …}; tbs ::= {[0] version (optional), serial, signature algorithm, issuer,
+    validity {notBefore, notAfter}, …}. OpenSSL has parsed these bytes before: they are well-formed.
+    """
+    (_, outer), *_ = _elements(certificate)
+    (_, tbs), *_ = _elements(outer)
+    parts = [part for part in _elements(tbs) if part[0] != _VERSION]
+    begin, end = (_moment(tag, text) for tag, text in _elements(parts[3][1]))
+    return begin, end
+
+
+def _elements(der: bytes) -> list[tuple[int, bytes]]:
+    """The (tag, content) pairs that follow each other in DER bytes."""
+    found, at = [], 0
+    while at < len(der):
+        tag, size, at = der[at], der[at + 1], at + 2
+        if size & 0x80:  # the length itself is that many bytes long
+            long = size & 0x7F
+            size, at = int.from_bytes(der[at : at + long], "big"), at + long
+        found.append((tag, der[at : at + size]))
+        at += size
+    return found
+
+
+def _moment(tag: int, text: bytes) -> datetime:
+    """UTCTime (two-digit years are 1950 to 2049) or GeneralizedTime; RFC 5280 allows both in this one form."""
+    digits = text.decode("ascii")
+    if tag == _UTC_TIME:
+        digits = ("19" if digits[:2] >= "50" else "20") + digits
+    return datetime.strptime(digits, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC)

@@ -1,0 +1,120 @@
+"""Recordings in a model: as a waveform, as features, or withheld; and when their embeddings are given back."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.engines.base import Prompt
+from outrider.engines.torch import TorchEngine
+from outrider.errors import PromptError
+from outrider.prompts.media import pack_features, unpack_features
+from tests.equivalence.tiny_models import clip, feature_extractor, tiny_engine, tiny_model
+
+FAMILIES = ("omni", "qwen2-audio")
+
+
+def heard(engine: TorchEngine, samples: int) -> tuple[int, ...]:
+    front = engine.audio
+    return (5, 6, *[front.placeholder] * front.token_count(samples), 7, 8)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("samples", [1_600, 8_001, 16_000, 24_159, 31_399, 31_400, 31_841, 32_000])
+def test_features_carry_all_that_is_heard(family: str, samples: int) -> None:
+    front, wave = tiny_engine(family).audio, clip(2.0)[:samples]
+    features = front.features(wave)
+    assert features.dtype == np.float32
+    assert features.shape[0] == front.mels == 128
+    assert features.shape[1] <= front.max_frames
+    sent = unpack_features(pack_features(features), front.mels, front.max_frames)
+    embeds = front.embed_features(sent)
+    assert len(embeds) == front.token_count(samples) == front.feature_tokens(features.shape[1])
+    assert torch.equal(embeds, front.embed(wave))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("samples", [1_600, 9_999, 31_400, 32_000])
+@pytest.mark.parametrize("loudness", [1.0, 1e-3, 0.0])
+def test_embeddings_are_those_of_the_family_s_own_processor(family: str, samples: int, loudness: float) -> None:
+    """Quiet recordings and silence too: their padding is not cut off at the loudest minus 8."""
+    wave = clip(2.0)[:samples] * np.float32(loudness)
+    made = tiny_engine(family)
+    ids = heard(made, samples)
+    out = feature_extractor(family)(
+        wave, sampling_rate=16_000, padding="max_length", return_attention_mask=True, return_tensors="pt"
+    )
+    media = {"input_features": out["input_features"], "feature_attention_mask": out["attention_mask"]}
+    tensor = torch.tensor([ids])
+    with torch.inference_mode():
+        plain = tiny_model(family)(input_ids=tensor, attention_mask=torch.ones_like(tensor), **media).logits[0]
+    rows = made.forward(made.open(Prompt(ids, wave)), ids)
+    torch.testing.assert_close(rows, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_with_features_is_read_as_one_with_the_recording(family: str) -> None:
+    made, wave = tiny_engine(family), clip(1.3)
+    ids = heard(made, len(wave))
+    prompts = (Prompt(ids, wave), Prompt(ids, features=made.audio.features(wave)))
+    whole, parts = (made.open(prompt) for prompt in prompts)
+    rows = made.forward(whole, ids)
+    assert torch.equal(made.forward(parts, ids), rows)
+    made.truncate(parts, 4)  # inside the recording
+    torch.testing.assert_close(made.forward(parts, ids[4:]), rows[4:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_withheld_recording_is_read_as_ordinary_tokens(family: str) -> None:
+    made, wave = tiny_engine(family), clip(0.7)
+    ids = heard(made, len(wave))
+    deaf = made.forward(made.open(Prompt(ids)), ids)
+    embeds = made.model.get_input_embeddings()(torch.tensor([ids]))
+    with torch.inference_mode():
+        plain = tiny_model(family)(inputs_embeds=embeds, attention_mask=torch.ones(1, len(ids)).long()).logits[0]
+    torch.testing.assert_close(deaf, plain, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(deaf, made.forward(made.open(Prompt(ids, wave)), ids))
+
+
+def test_a_prompt_has_a_recording_or_features_not_both() -> None:
+    with pytest.raises(PromptError, match="not both"):
+        Prompt((1,), clip(0.5), np.zeros((128, 50), np.float32))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        (np.zeros((80, 60), np.float32), r"float32 \[128, frames\].*80, 60"),
+        (np.zeros((128, 60), np.float64), "float64"),
+        (np.zeros((1, 128, 60), np.float32), r"1, 128, 60"),
+        (np.zeros((128, 1_100), np.float32), "1100 frames"),
+        (np.zeros((128, 2), np.float32), "2 frames"),
+        (np.zeros((128, 40), np.float32), "14 audio placeholders for"),
+    ],
+)
+def test_features_that_do_not_belong_to_the_prompt_are_refused(family: str, features: np.ndarray, message: str) -> None:
+    made = tiny_engine(family)
+    front = made.audio
+    ids = (5, *[front.placeholder] * 14, 6)
+    with pytest.raises(PromptError, match=message):
+        made.open(Prompt(ids, features=features))
+
+
+def test_another_number_of_placeholders_is_refused_before_anything_is_computed() -> None:
+    made, wave = tiny_engine("omni"), clip(1.0)
+    with pytest.raises(PromptError, match="26 audio placeholders for 25 audio embeddings"):
+        made.open(Prompt((*heard(made, len(wave)), made.audio.placeholder), wave))
+
+
+def test_embeddings_are_freed_on_close() -> None:
+    made, wave = tiny_engine("omni"), clip(1.0)
+    slot = made.open(Prompt(heard(made, len(wave)), wave))
+    made.forward(slot, heard(made, len(wave)), 1)
+    embeds = weakref.ref(made._media[slot].embeds)
+    assert embeds() is not None
+    made.close(slot)
+    gc.collect()
+    assert embeds() is None

@@ -1,0 +1,215 @@
+"""Certificates: a real handshake for each arrangement, and a named refusal for each mistake."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+
+from outrider.errors import SettingsError
+from outrider.wire.tls import ClientTls, ServerTls, _validity
+from tests.certificates import DAY, Authority, private_pem
+
+METHOD = "/test/Who"
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@contextmanager
+def serving(tls: ServerTls) -> Iterator[str]:
+    """A server that answers with its caller's common name; its address."""
+    def who(_: bytes, context: grpc.ServicerContext) -> bytes:
+        return b",".join(context.auth_context().get("x509_common_name", []))
+
+    class Handler(grpc.GenericRpcHandler):
+        def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+            return grpc.unary_unary_rpc_method_handler(who)
+
+    with ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool, handlers=[Handler()])
+        port = server.add_secure_port("127.0.0.1:0", tls.credentials())
+        server.start()
+        try:
+            yield f"localhost:{port}"
+        finally:
+            server.stop(None).wait()
+
+
+def ask(address: str, tls: ClientTls) -> bytes:
+    with grpc.secure_channel(address, tls.credentials()) as channel:
+        return channel.unary_unary(METHOD)(b"", timeout=10)
+
+
+def test_a_server_is_recognised(authority: Authority) -> None:
+    issued = authority.server()
+    tls = ServerTls(issued.cert, issued.key)
+    assert not tls.mutual
+    with serving(tls) as address:
+        assert ask(address, ClientTls(authority.ca)) == b""
+
+
+def test_another_authoritys_server_is_refused(authority: Authority, tmp_path: Path) -> None:
+    issued = authority.server()
+    with serving(ServerTls(issued.cert, issued.key)) as address, pytest.raises(grpc.RpcError):
+        ask(address, ClientTls(Authority(tmp_path, "other-ca").ca))
+
+
+def test_mutual_tls_knows_the_client(authority: Authority) -> None:
+    issued, edge = authority.server(), authority.client("edge-7")
+    tls = ServerTls(issued.cert, issued.key, authority.ca)
+    assert tls.mutual
+    with serving(tls) as address:
+        assert ask(address, ClientTls(authority.ca, edge.cert, edge.key)) == b"edge-7"
+
+
+def test_mutual_tls_refuses_a_client_without_a_certificate(authority: Authority) -> None:
+    issued = authority.server()
+    with serving(ServerTls(issued.cert, issued.key, authority.ca)) as address, pytest.raises(grpc.RpcError):
+        ask(address, ClientTls(authority.ca))
+
+
+def test_mutual_tls_refuses_another_authoritys_client(authority: Authority, tmp_path: Path) -> None:
+    issued, stranger = authority.server(), Authority(tmp_path, "other-ca").client()
+    with serving(ServerTls(issued.cert, issued.key, authority.ca)) as address, pytest.raises(grpc.RpcError):
+        ask(address, ClientTls(authority.ca, stranger.cert, stranger.key))
+
+
+def test_authorities_that_grpc_ships_are_the_default() -> None:
+    assert isinstance(ClientTls().credentials(), grpc.ChannelCredentials)
+
+
+def test_a_missing_file_is_named(authority: Authority, tmp_path: Path) -> None:
+    issued, nowhere = authority.server(), tmp_path / "nowhere.pem"
+    for arguments in ((nowhere, issued.key), (issued.cert, nowhere), (issued.cert, issued.key, nowhere)):
+        with pytest.raises(SettingsError, match=r"nowhere\.pem cannot be read: No such file"):
+            ServerTls(*arguments)
+    with pytest.raises(SettingsError, match=r"nowhere\.pem cannot be read"):
+        ClientTls(nowhere)
+
+
+def test_a_folder_is_no_file(authority: Authority, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="cannot be read: Is a directory"):
+        ClientTls(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", bytes(range(256))])
+def test_a_file_that_is_not_pem_is_named(authority: Authority, tmp_path: Path, content: bytes) -> None:
+    issued, other = authority.server(), tmp_path / "other.pem"
+    other.write_bytes(content)
+    with pytest.raises(SettingsError, match=r"other\.pem holds no PEM certificate"):
+        ServerTls(other, issued.key)
+    with pytest.raises(SettingsError, match=r"other\.pem is no usable PEM private key"):
+        ServerTls(issued.cert, other)
+    with pytest.raises(SettingsError, match=r"other\.pem holds no PEM certificate"):
+        ServerTls(issued.cert, issued.key, other)
+
+
+@pytest.mark.parametrize("body", ["AAAA", "not base64!", "é"])
+def test_a_damaged_certificate_is_named(tmp_path: Path, body: str) -> None:
+    path = tmp_path / "damaged.pem"
+    path.write_text(f"-----BEGIN CERTIFICATE-----\n{body}\n-----END CERTIFICATE-----\n", encoding="utf-8")
+    with pytest.raises(SettingsError, match=r"damaged\.pem holds a damaged certificate"):
+        ClientTls(path)
+
+
+def test_a_truncated_certificate_is_damaged(authority: Authority) -> None:
+    lines = authority.ca.read_text().splitlines()
+    authority.ca.write_text("\n".join([*lines[:3], lines[-1]]))
+    with pytest.raises(SettingsError, match="damaged certificate"):
+        ClientTls(authority.ca)
+
+
+def test_certificate_and_key_swapped_names_the_file(authority: Authority) -> None:
+    issued = authority.server()
+    with pytest.raises(SettingsError, match=r"localhost\.key holds no PEM certificate"):
+        ServerTls(issued.key, issued.cert)
+
+
+def test_a_key_of_another_certificate_is_refused(authority: Authority) -> None:
+    one, other = authority.server("one"), authority.server("other")
+    with pytest.raises(SettingsError, match=r"other\.key does not belong to the certificate .*one\.crt"):
+        ServerTls(one.cert, other.key)
+    with pytest.raises(SettingsError, match=r"other\.key does not belong to the certificate .*one\.crt"):
+        ClientTls(None, one.cert, other.key)
+
+
+def test_a_key_of_another_kind_is_refused(authority: Authority) -> None:
+    issued = authority.server()
+    issued.key.write_bytes(private_pem(rsa.generate_private_key(65537, 2048)))
+    with pytest.raises(SettingsError, match="does not belong to the certificate"):
+        ServerTls(issued.cert, issued.key)
+
+
+def test_an_encrypted_key_is_refused_without_asking_for_its_passphrase(authority: Authority) -> None:
+    issued = authority.server()
+    issued.key.write_bytes(private_pem(ec.generate_private_key(ec.SECP256R1()), b"secret"))
+    with pytest.raises(SettingsError, match=r"localhost\.key is encrypted"):
+        ServerTls(issued.cert, issued.key)
+
+
+def test_certificate_and_key_come_together(authority: Authority) -> None:
+    issued = authority.client()
+    for arguments in ((None, issued.cert, None), (None, None, issued.key)):
+        with pytest.raises(SettingsError, match="are given together"):
+            ClientTls(*arguments)
+
+
+def test_an_expired_certificate_is_refused_with_its_date(authority: Authority) -> None:
+    issued = authority.server(end=datetime.now(UTC) - 2 * DAY)
+    day = (datetime.now(UTC) - 2 * DAY).strftime("%Y-%m-%d")
+    with pytest.raises(SettingsError, match=rf"localhost\.crt expired on {day} "):
+        ServerTls(issued.cert, issued.key)
+
+
+def test_a_certificate_of_the_future_is_refused(authority: Authority) -> None:
+    issued = authority.server(begin=datetime.now(UTC) + DAY, end=datetime.now(UTC) + 2 * DAY)
+    with pytest.raises(SettingsError, match=r"localhost\.crt is not valid before"):
+        ServerTls(issued.cert, issued.key)
+
+
+def test_a_bundle_may_hold_old_authorities_but_not_only_those(authority: Authority, tmp_path: Path) -> None:
+    old = Authority(tmp_path, "old-ca", end=datetime.now(UTC) - DAY)
+    with pytest.raises(SettingsError, match=r"old-ca\.pem expired"):
+        ClientTls(old.ca)
+    bundle = tmp_path / "bundle.pem"
+    bundle.write_bytes("# 机构\n".encode() + old.ca.read_bytes() + authority.ca.read_bytes())
+    ClientTls(bundle)
+
+
+def test_only_the_first_certificate_of_a_chain_is_ours(authority: Authority, tmp_path: Path) -> None:
+    old = Authority(tmp_path, "old-ca", end=datetime.now(UTC) - DAY)
+    issued = authority.server()
+    own = issued.cert.read_bytes()
+    issued.cert.write_bytes(own + old.ca.read_bytes())
+    ServerTls(issued.cert, issued.key)
+    expired = authority.server(end=datetime.now(UTC) - DAY)
+    expired.cert.write_bytes(expired.cert.read_bytes() + authority.ca.read_bytes())
+    with pytest.raises(SettingsError, match="expired"):
+        ServerTls(expired.cert, expired.key)
+
+
+@pytest.mark.parametrize("year", [1949, 1950, 1999, 2000, 2049, 2050, 2120])
+def test_dates_are_read_as_cryptography_reads_them(authority: Authority, year: int) -> None:
+    """RFC 5280: years up to 2049 have two digits, later ones four."""
+    issued = authority.server(begin=datetime(1950, 1, 1), end=datetime(max(year, 1950), 6, 1, 2, 3, 4))
+    certificate = x509.load_pem_x509_certificate(issued.cert.read_bytes())
+    found = _validity(ssl.PEM_cert_to_DER_cert(issued.cert.read_text()))
+    assert found == (certificate.not_valid_before_utc, certificate.not_valid_after_utc)
+
+
+def test_dates_of_long_names_are_found(tmp_path: Path) -> None:
+    """Names beyond 127 bytes make DER's lengths take more than one byte."""
+    issued = Authority(tmp_path, "x" * 60).server("y" * 60, tuple(f"host-{i}.example" for i in range(30)))
+    begin, end = _validity(ssl.PEM_cert_to_DER_cert(issued.cert.read_text()))
+    assert begin < datetime.now(UTC) < end
