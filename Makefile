@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed-for-work
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 MODELS := .cache/models
 
-.PHONY: demo test check format lint types test-real bench clean
+.PHONY: demo test check format lint types test-real proto bench clean
 
 demo: $(BASE)
 	$(BIN)/outrider demo
@@ -34,6 +34,12 @@ types: $(STAMP)
 # A real pair, put into $(MODELS) beforehand; see docs/structure.md.
 test-real: $(STAMP)
 	$(BIN)/pytest -m real
+
+# Compiles the protocol; the results are committed, and a test compares them with the .proto.
+proto: $(STAMP)
+	cd src && ../$(BIN)/python -m grpc_tools.protoc -I . --pyi_out=. \
+	  --descriptor_set_out=outrider/wire/outrider.binpb outrider/wire/outrider.proto
+	sed -i -E 's/ _Mapping([],])/ _Mapping[str, object]\1/g' src/outrider/wire/outrider_pb2.pyi
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/loop_overhead.py

@@ -138,12 +138,12 @@ class SpeculativeDecoder:
         self.on_loop: OnLoop = on_loop or ("escalate" if verifier is not None else "sample")
         self.scope: Scope = scope
         self.driver: DriverName = driver
-        goes_on = draft is not None and not self.gate.exact
-        self.on_cloud_loss: OnCloudLoss = on_cloud_loss or ("edge-only" if goes_on else "fail")
         self.privacy: Privacy = privacy
         sides = {"has_drafter": draft is not None, "has_verifier": verifier is not None}
         remote = isinstance(verifier, PipelinedVerifier)
         check_modes(self.gate, self._rule, scope, on_loop, driver, on_cloud_loss, **sides, remote=remote)
+        goes_on = draft is not None and not self.gate.exact
+        self.on_cloud_loss: OnCloudLoss = on_cloud_loss or ("edge-only" if goes_on else "fail")
         # Described once: a description lists the whole vocabulary.
         self._sides = [describe(draft)] if draft is not None else []
         self._sides += [verifier.describe()] if verifier is not None else []
@@ -319,7 +319,10 @@ class _Run:
                     stats.ttft_s = time.perf_counter() - started
                 yield event
             stats.total_s = time.perf_counter() - started
+            if drafter is not None:
+                stats.draft_s = drafter.seconds
             if link is not None:
+                stats.wait_s = link.seconds
                 self._ledger = link.ledger()
 
     def _drive(self, drafter: Drafter | None, link: Link | None) -> Iterator[Event]:

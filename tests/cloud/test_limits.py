@@ -13,7 +13,7 @@ from outrider.errors import SettingsError
 
 WHOLE = ("max_sessions", "max_sessions_per_identity", "max_prompt_tokens", "max_message_bytes", "burst")
 BYTES = ("max_media_bytes", "max_media_total")
-TIMES = ("max_rate", "idle_seconds", "slot_idle_seconds")
+TIMES = ("max_rate", "idle_seconds")
 
 
 class Clock:
@@ -116,6 +116,24 @@ def test_full_buckets_are_forgotten() -> None:
         limiter.take(f"visitor {number}")
         clock.now += 0.5
     assert len(limiter) <= 5 / 0.5 + 1
+
+
+def test_a_busy_identity_does_not_keep_the_others_remembered() -> None:
+    clock = Clock()
+    limiter = RateLimiter(rate=1, burst=5, clock=clock)
+    for number in range(1000):
+        limiter.take("busy"), limiter.take(f"visitor {number}")
+        clock.now += 0.5
+    assert len(limiter) <= 2 * 5 / 0.5
+
+
+def test_a_full_bucket_that_is_still_remembered_holds_no_more_than_the_burst() -> None:
+    clock = Clock()
+    limiter = RateLimiter(rate=1, burst=10, clock=clock)
+    assert not any(limiter.take("busy") for _ in range(10))  # full again at 10 s, and in front
+    limiter.take("lab")
+    clock.now += 9
+    assert [limiter.take("lab") for _ in range(12)] == pytest.approx([*[0] * 10, 1, 1])
 
 
 def test_a_bucket_that_is_not_full_is_not_forgotten() -> None:

@@ -76,6 +76,11 @@ def test_a_histogram_counts_in_its_buckets() -> None:
     metrics.queued(0.02)
     assert value(metrics, "outrider_queue_seconds_bucket", le="0.01") == 0
     assert value(metrics, "outrider_queue_seconds_bucket", le="0.025") == 1
+    metrics.batch(size=200, tokens=10_000, seconds=0.001)
+    assert value(metrics, "outrider_batch_size_bucket", le="128.0") == 0
+    assert value(metrics, "outrider_batch_size_bucket", le="256.0") == 1
+    assert value(metrics, "outrider_batch_tokens_bucket", le="4096.0") == 0
+    assert value(metrics, "outrider_batch_tokens_bucket", le="16384.0") == 1
 
 
 def test_services_do_not_share_figures() -> None:

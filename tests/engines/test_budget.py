@@ -54,7 +54,7 @@ def test_more_positions_than_the_model_has_are_not_reserved() -> None:
 
 def test_a_budget_for_less_than_one_sequence_is_refused_with_the_smallest_that_would_do() -> None:
     made = fresh()
-    with pytest.raises(ModelError, match=rf"{made.position_bytes * 100} bytes; the budget is 99"):
+    with pytest.raises(ModelError, match=rf"{made.position_bytes * 100} bytes of cache; the budget is 99"):
         made.reserve(99, 100)
     with pytest.raises(ModelError, match="at most 0 positions"):
         made.reserve(10**9, 0)
@@ -81,7 +81,7 @@ def test_a_position_too_many_is_refused_before_any_work_and_changes_nothing() ->
     made.forward(short, tokens(3), 1)
     hook = made.model.register_forward_pre_hook(lambda *args: pytest.fail("computed"))
     for feeds in ([Feed(long, tokens(6), 1)], [Feed(short, tokens(2), 1), Feed(long, tokens(6), 6)]):
-        with pytest.raises(PromptError, match="101 positions.*at most 100"):
+        with pytest.raises(PromptError, match=r"101 positions.*at most 100"):
             made.forward_many(feeds)
     hook.remove()
     assert (made.kv_len(long), made.kv_len(short)) == (95, 3)

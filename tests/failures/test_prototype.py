@@ -83,8 +83,8 @@ class FeedsTwice(Reader):
     """Each forward begins with the last token that the cache has already."""
 
     def read(self, ids: Any, rows: int) -> torch.Tensor:
-        known = max(0, min(self.engine.kv_len(self._slot), len(ids)) - 1)
-        return self.engine.forward(self._slot, ids[known:], rows)
+        known = max(0, min(self.engine.kv_len(self.slot), len(ids)) - 1)
+        return self.engine.forward(self.slot, ids[known:], rows)
 
 
 class AdvancesOnCommit(Reader):
@@ -93,13 +93,13 @@ class AdvancesOnCommit(Reader):
     _fed: tuple[int, ...] | list[int] = ()
 
     def read(self, ids: Any, rows: int) -> torch.Tensor:
-        self._fed = list(ids)[self.engine.kv_len(self._slot) :]
+        self._fed = list(ids)[self.engine.kv_len(self.slot) :]
         return super().read(ids, rows)
 
     def settle(self, length: int) -> None:
         if self._fed:
-            self.engine.forward(self._slot, self._fed)
-        check_cache(length, self.engine.kv_len(self._slot), self.owner)
+            self.engine.forward(self.slot, self._fed)
+        check_cache(length, self.engine.kv_len(self.slot), self.owner)
 
 
 @pytest.mark.parametrize("mutant", [FeedsTwice, AdvancesOnCommit])
@@ -169,8 +169,8 @@ class PrefillsTwice(Reader):
     """The whole prompt, and then its last token once more."""
 
     def read(self, ids: Any, rows: int) -> torch.Tensor:
-        if self.engine.kv_len(self._slot) == 0:
-            return self.engine.forward(self._slot, [*ids, ids[-1]], rows)
+        if self.engine.kv_len(self.slot) == 0:
+            return self.engine.forward(self.slot, [*ids, ids[-1]], rows)
         return super().read(ids, rows)
 
 
@@ -481,8 +481,8 @@ class ResendsMedia(Reader):
         self._prompt = prompt
 
     def settle(self, length: int) -> None:
-        self.engine.close(self._slot)
-        self._slot = self.engine.open(self._prompt)
+        self.engine.close(self.slot)
+        self.slot = self.engine.open(self._prompt)
 
 
 def test_a_recording_is_sent_with_every_call(monkeypatch: Patch) -> None:
@@ -491,13 +491,13 @@ def test_a_recording_is_sent_with_every_call(monkeypatch: Patch) -> None:
     encoded = {"drafter": 0, "verifier": 0}
 
     def count(engine: Any, side: str) -> None:
-        embed = engine.audio.embed
+        embed = engine.audio.embed_features
 
-        def counting(waveform: np.ndarray) -> torch.Tensor:
+        def counting(features: np.ndarray) -> torch.Tensor:
             encoded[side] += 1
-            return embed(waveform)
+            return embed(features)
 
-        monkeypatch.setattr(engine.audio, "embed", counting)
+        monkeypatch.setattr(engine.audio, "embed_features", counting)
 
     count(draft, "drafter")
     count(target, "verifier")
@@ -524,7 +524,7 @@ def test_an_edge_only_run_loads_the_second_model(monkeypatch: Patch) -> None:
         dummy = connect("local:the 7B model")
         return None if target == "none" else dummy
 
-    monkeypatch.setattr("outrider.api.load_engine", load)
+    monkeypatch.setattr("outrider.verifiers.connect.load_engine", load)
     assert connect("none") is None
     engine = ScriptedEngine(TARGET, V)
     result = SpeculativeDecoder(engine, connect("none"), on_loop="ignore").generate(list(PROMPT), max_new_tokens=4)
@@ -563,13 +563,19 @@ def test_exceptions_are_swallowed_and_empty_captions_saved(monkeypatch: Patch) -
         decoder.generate(list(PROMPT), max_new_tokens=LENGTH)
 
 
+OUTERMOST = {  # a process, a thread, a stream: whatever reaches these is told, and the others go on
+    "cli/main.py": 1,
+    "cloud/batcher.py": 1,
+    "cloud/service.py": 1,
+}
+
+
 def test_no_broad_except_anywhere_but_outermost() -> None:
     source = Path(outrider.__file__).parent
     for path in source.rglob("*.py"):
-        if path.parent.name != "cli":
-            text = path.read_text(encoding="utf-8")
-            assert "except Exception" not in text, path
-            assert "except:" not in text, path
+        text = path.read_text(encoding="utf-8")
+        assert text.count("except Exception") == OUTERMOST.get(path.relative_to(source).as_posix(), 0), path
+        assert "except:" not in text, path
 
 
 class EveryOther:

@@ -30,6 +30,15 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _small_heap() -> Iterator[None]:
+    """`run` collects garbage every time; what torch brought need not be searched."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 class Server:
     """Serves until its block ends; echoes unless told otherwise."""
 
@@ -231,9 +240,11 @@ def test_jitter_spreads_the_round_trip() -> None:
     async def scenario() -> None:
         async with echoing("rtt=20ms,jitter=8ms") as (_, _, reader, writer):
             await ping(reader, writer)
-            times = [await ping(reader, writer) for _ in range(14)]
+            times = [0.02]
+            while len(times) < 99 and not (min(times) < 0.017 and max(times) > 0.023):
+                times.append(await ping(reader, writer))
             assert 0.004 <= min(times) < 0.017
-            assert max(times) > 0.022
+            assert max(times) > 0.023
 
     run(scenario())
 

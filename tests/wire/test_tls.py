@@ -29,6 +29,7 @@ def authority(tmp_path: Path) -> Authority:
 @contextmanager
 def serving(tls: ServerTls) -> Iterator[str]:
     """A server that answers with its caller's common name; its address."""
+
     def who(_: bytes, context: grpc.ServicerContext) -> bytes:
         return b",".join(context.auth_context().get("x509_common_name", []))
 

@@ -25,9 +25,8 @@ class Limits:
     """Limits of the service, validated.
 
     Sizes are bytes, times seconds. max_rate: requests per second and identity, of which `burst` may come at once; None
-    is unlimited. A session ends after idle_seconds without a request; its cache slot may go to another session after
-    slot_idle_seconds. max_prompt_tokens: None leaves the model's own limit. max_media_bytes: of one session, 0 takes
-    no media; max_media_total: what all sessions together may keep.
+    is unlimited. A session ends after idle_seconds without a request. max_prompt_tokens: None leaves the model's own
+    limit. max_media_bytes: of one session, 0 takes no media; max_media_total: what all sessions together may keep.
 
     Raises:
         SettingsError: a value out of range, or max_message_bytes that cannot hold max_media_bytes.
@@ -42,13 +41,11 @@ class Limits:
     max_rate: float | None = None
     burst: int = 50
     idle_seconds: float = 600
-    slot_idle_seconds: float = 60
 
     def __post_init__(self) -> None:
         for name in ("max_sessions", "max_sessions_per_identity", "max_message_bytes", "burst"):
             _check_whole(name, getattr(self, name))
-        for name in ("idle_seconds", "slot_idle_seconds"):
-            _check_positive(name, getattr(self, name))
+        _check_positive("idle_seconds", self.idle_seconds)
         if self.max_prompt_tokens is not None:
             _check_whole("max_prompt_tokens", self.max_prompt_tokens)
         if self.max_rate is not None:

@@ -384,6 +384,8 @@ class Decoder:
         self.near_ties |= {base + offset for offset in verdict.near_ties}
         self.stats.audited += verdict.audited
         self.stats.disagreed += verdict.disagreed
+        self.stats.queue_s += verdict.queue_s
+        self.stats.verify_s += verdict.compute_s
 
     def _emit(self, kind: Literal["provisional", "confirmed", "revised"], at: int, source: Source) -> None:
         self._events.append(Event(kind, at - self.sequence.prompt_length, self.sequence.ids[at], source))

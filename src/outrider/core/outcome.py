@@ -42,6 +42,10 @@ class Stats:
     media_bytes_up: int = 0
     ttft_s: float = 0.0
     total_s: float = 0.0
+    draft_s: float = 0.0
+    wait_s: float = 0.0
+    queue_s: float = 0.0
+    verify_s: float = 0.0
 
     @property
     def acceptance_rate(self) -> float | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from torch import Tensor
 
 from outrider.core.acceptance import RESIDUAL_SHORTLIST
@@ -17,9 +19,11 @@ class Drafter:
     def __init__(self, reader: Reader, policy: Policy, *, needs_signals: bool, needs_q: bool) -> None:
         self._reader, self._policy = reader, policy
         self._needs_signals, self._needs_q = needs_signals, needs_q
+        self.seconds = 0.0  # spent drafting
 
     def draft(self, ids: list[int], action: Draft) -> list[Proposal]:
         """Up to action.count proposals that follow `ids`; an EOS ends the block early."""
+        started = time.perf_counter()
         ids = list(ids)
         proposals: list[Proposal] = []
         for n in range(action.count):
@@ -28,6 +32,7 @@ class Drafter:
             ids.append(proposals[-1].token)
             if ids[-1] in self._policy.constraints.eos_ids:
                 break
+        self.seconds += time.perf_counter() - started
         return proposals
 
     def settle(self, length: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Protocol, TypeVar, runtime_checkable
@@ -70,6 +71,7 @@ class Link:
         self._session: int | None = None
         self._stream: Iterator[Verdict] | None = None
         self._lost = False
+        self.seconds = 0.0  # spent waiting for verdicts
 
     @property
     def session(self) -> int:
@@ -111,6 +113,7 @@ class Link:
     def _insist(self, ask: Callable[[], T]) -> T | None:
         """What `ask` answers, as far as `on_loss` goes to get it."""
         while True:
+            started = time.perf_counter()
             try:
                 answer = ask()
             except CloudLost as lost:
@@ -122,6 +125,8 @@ class Link:
             else:
                 self._lost = False
                 return answer
+            finally:
+                self.seconds += time.perf_counter() - started
 
     def _note(self, lost: CloudLost) -> None:
         """One warning per loss, however often it is asked again; "fail" has its exception."""

@@ -25,7 +25,7 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """As transformers' `sdpa`, which it calls for all but few tokens, grouped heads and our additive mask.
 
-    query [B, heads, T, D], key and value [B, kv heads, span, D], attention_mask float [B, 1, T, span] → [B, T, heads, D]
+    query [B, heads, T, D], key and value [B, shared heads, span, D], attention_mask [B, 1, T, span] → [B, T, heads, D]
     """
     if not _foldable(query, key, attention_mask, kwargs):
         plain = ALL_ATTENTION_FUNCTIONS["sdpa"]

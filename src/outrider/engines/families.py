@@ -31,7 +31,7 @@ class Text:
     def logits(
         self, ids: Tensor, positions: Tensor, mask: MaskLike, cache: Any, columns: Tensor, media: Any = None
     ) -> Tensor:
-        """Logits of some columns, [B, columns, V], in the model's dtype. ids, positions: int64 [B, T]; columns: int64."""
+        """Logits of some columns, [B, C, V], in the model's dtype. ids, positions: int64 [B, T]; columns: int64 [C]."""
         kwargs: dict[str, Any] = {self._cache_name: cache, "use_cache": True, "return_dict": True}
         if self._keeps_rows:
             kwargs["logits_to_keep"] = columns

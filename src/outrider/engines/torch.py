@@ -117,7 +117,7 @@ class TorchEngine:
         smallest = self.position_bytes * length
         if budget < smallest:
             raise ModelError(
-                f"{self.name}: a sequence of {length} positions needs a cache of {smallest} bytes; the budget is {budget}"
+                f"{self.name}: a sequence of {length} positions needs {smallest} bytes of cache; the budget is {budget}"
             )
         slots = budget // smallest
         self._cache = SlotCache(len(self._cache.layers), slots, length)

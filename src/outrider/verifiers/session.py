@@ -1,7 +1,7 @@
 """The verifier's half of a sequence: its tokens, and the arithmetic of a verdict. It holds no cache and does no I/O.
 
-    session.ask(request)  →  Reading(ids, rows)      what the engine must read, and of how many tokens rows are wanted
-    session.judge(reading, rows)  →  Verdict         and the session has moved on
+session.ask(request)  →  Reading(ids, rows)      what the engine must read, and of how many tokens rows are wanted
+session.judge(reading, rows)  →  Verdict         and the session has moved on
 """
 
 from __future__ import annotations

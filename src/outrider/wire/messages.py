@@ -21,6 +21,7 @@ from outrider.errors import OutriderError
 from outrider.wire import schema
 
 DIGEST_BYTES = 8
+TENTHS = 1e4  # tenths of a millisecond in a second
 Code = schema.Error
 
 
@@ -169,12 +170,12 @@ def pack_verdict(verdict: acceptance.Verdict, drafts: int) -> schema.Answer:
         round=verdict.round,
         accepted=verdict.accepted,
         next_token=verdict.next_token,
-        reason=int(verdict.accepted == drafts),  # type: ignore[arg-type]
+        reason=int(verdict.accepted < drafts),  # type: ignore[arg-type]
         near_ties=verdict.near_ties,
         audited=verdict.audited,
         disagreed=verdict.disagreed,
-        queue_us=round(verdict.queue_s * 1e6),
-        compute_us=round(verdict.compute_s * 1e6),
+        queue_tenths=round(verdict.queue_s * TENTHS),
+        compute_tenths=round(verdict.compute_s * TENTHS),
     )
     return schema.Answer(verdict=frame)
 
@@ -187,6 +188,6 @@ def unpack_verdict(frame: schema.Verdict) -> acceptance.Verdict:
         tuple(frame.near_ties),
         frame.audited,
         frame.disagreed,
-        frame.queue_us / 1e6,
-        frame.compute_us / 1e6,
+        frame.queue_tenths / TENTHS,
+        frame.compute_tenths / TENTHS,
     )
