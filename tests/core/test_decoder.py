@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.core.acceptance import Exact, Verdict
-from outrider.core.decoder import MAX_PROVISIONAL, Decoder, Done, Draft, Event, Plan, Proposal, Verify
+from outrider.core.decoder import MAX_PROVISIONAL, MAX_UNREPAIRED, Decoder, Done, Draft, Event, Plan, Proposal, Verify
 from outrider.core.gate import Always, Decision, Gate, Never, Signals, Trigger
 from outrider.core.lookahead import ConfidenceStop, FixedK
 from outrider.core.sampling import Support
@@ -318,6 +318,20 @@ def test_repair_puts_skipped_blocks_before_the_verifier() -> None:
     assert kinds(decoder.events()) == [("confirmed", 0, 1), ("revised", 1, 7)]
     assert decoder.stats.verified == 6
     balanced(decoder)
+
+
+def test_repair_asks_before_more_was_skipped_than_one_request_holds() -> None:
+    decoder, n = start(gate=Script(), scope="repair", limit=400, on_loop="ignore"), 0
+    while isinstance(decoder.next(), Draft):
+        propose(decoder, 10 + n % 7, 20 + n % 11, 40 + n % 13)
+        n += 1
+    request = decoder.next()
+    assert isinstance(request, Verify)
+    assert MAX_UNREPAIRED <= len(request.draft_ids) < MAX_UNREPAIRED + 3
+    block = start(gate=Script(), scope="block", limit=400, on_loop="ignore")
+    for n in range(133):
+        propose(block, 10 + n % 7, 20 + n % 11, 40 + n % 13)
+    assert block.stats.rounds == 0, "nothing has to be repaired there, and the gate decides alone"
 
 
 def test_repair_that_finds_nothing_to_repair() -> None:

@@ -40,6 +40,7 @@ from outrider.core.sequence import Sequence, Source
 from outrider.core.stopping import Decode, Reason, StopRules, stop_reason
 from outrider.errors import StateError
 
+MAX_UNREPAIRED = 128  # skipped tokens after which scope "repair" asks for a verdict all the same
 MAX_PROVISIONAL = 64  # pending tokens after which a verdict is asked for, and tokens drafted ahead at most
 
 
@@ -308,7 +309,13 @@ class Decoder:
             return Decision(True, "loop")
         if not decision.escalate and self.plan.gate.exact and self._must_settle():
             return Decision(True, "end of the provisional stretch")
+        if not decision.escalate and self._must_repair():
+            return Decision(True, "repair")
         return decision
+
+    def _must_repair(self) -> bool:
+        """So many tokens were skipped that one request could hardly hold them all."""
+        return self.plan.scope == "repair" and len(self.sequence.ids) - self._shared >= MAX_UNREPAIRED
 
     def _must_settle(self) -> bool:
         """Provisional tokens cannot wait any longer: an end is in sight, or there are too many."""

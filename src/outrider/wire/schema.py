@@ -65,4 +65,4 @@ __all__ = [
 NONE, AUDIO, FEATURES, WITHHELD = range(4)  # MediaKind
 VERSION = 1
 SERVICE = "outrider.v1.Verifier"
-MAX_DRAFTS = 64
+MAX_DRAFTS = 256
