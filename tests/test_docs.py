@@ -5,10 +5,15 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 import soundfile
+
+from certificates import Authority
+from outrider.cli.child import cloud_process
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -32,27 +37,71 @@ def commands() -> list[str]:
     return shown
 
 
+TOKEN = "a-token-that-is-long-enough"
+PLAIN, SECURED = "127.0.0.1:7070", "cloud.example:7070"  # the addresses that the pages name
+
+
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a recording, as the examples expect."""
+    """A folder with a recording, certificates and tokens, as the examples expect."""
     clip = next(iter(sorted((ROOT / "src/outrider/demo/clips").glob("*.*g*"))))
     wave, rate = soundfile.read(clip)
     soundfile.write(tmp_path / "speech.wav", wave, rate)
+    authority = Authority(tmp_path, "ca")
+    issued = authority.server("cloud", ["localhost"])
+    for source, name in ((authority.ca, "ca.pem"), (issued.cert, "cloud.pem"), (issued.key, "cloud.key")):
+        if source != tmp_path / name:
+            shutil.copy(source, tmp_path / name)
+    (tmp_path / "tokens.txt").write_text(f"reader {TOKEN}\n")
+    (tmp_path / "tokens.txt").chmod(0o600)
+    (tmp_path / "token.txt").write_text(TOKEN)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
+@contextmanager
+def reachable(text: str) -> Iterator[str]:
+    """The text with the addresses that it names replaced by those of clouds that run."""
+    with ExitStack() as stack:
+        if PLAIN in text:
+            text = text.replace(PLAIN, stack.enter_context(cloud_process("demo")))
+        if SECURED in text:
+            options = ("--tls-cert", "cloud.pem", "--tls-key", "cloud.key", "--tokens", "tokens.txt")
+            port = stack.enter_context(cloud_process("demo", *options)).rpartition(":")[2]
+            text = text.replace(SECURED, f"localhost:{port}")
+        yield text
+
+
 @pytest.mark.parametrize("line", commands())
 def test_every_command_shown_runs(line: str, workplace: Path) -> None:
-    words = [STAND_INS.get(word, word) for word in shlex.split(line)]
-    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    if line.startswith("outrider cloud") and "--help" not in line:
+        serves(line)
+        return
+    with reachable(line) as line:
+        words = [STAND_INS.get(word, word) for word in shlex.split(line)]
+        done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def serves(line: str) -> None:
+    """The command listens, and ends in order when it is asked to."""
+    words = shlex.split(line.replace(":7070", ":0").replace(":9090", ":0"))
+    with subprocess.Popen([sys.executable, "-m", *words], stderr=subprocess.PIPE, text=True) as child:
+        assert child.stderr is not None
+        said = ""
+        while "serving" not in said:
+            read = child.stderr.readline()
+            assert read, said
+            said += read
+        child.terminate()
+        assert child.wait(timeout=60) == 0, said + child.stderr.read()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_python_example_runs(page: Path, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for block in fences(page, "python"):
-        exec(compile(block, page.name, "exec"), {})
+        with reachable(block) as code:
+            exec(compile(code, page.name, "exec"), {})
 
 
 def test_the_demo_s_output_in_the_readme_is_a_real_one() -> None:
@@ -75,7 +124,9 @@ def test_every_file_that_a_page_links_to_exists() -> None:
 
 def test_make_targets_that_are_named_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    named = {name for page in PAGES for name in re.findall(r"`?make ([a-z-]+)", page.read_text(encoding="utf-8"))}
+    named = {
+        name for page in PAGES for name in re.findall(r"(?:`|^)make ([a-z-]+)", page.read_text(encoding="utf-8"), re.M)
+    }
     assert named
     for name in named:
         assert re.search(rf"^{name}:", makefile, re.M), name
