@@ -96,7 +96,7 @@ def generate(
 @app.command
 def cloud(
     model: str,
-    /
+    /,
     *,
     listen: str = "127.0.0.1:7070",
     security: Security = Security(),
