@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed-for-work
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 MODELS := .cache/models
 
-.PHONY: demo test check format lint types test-real proto bench clean
+.PHONY: demo test check format lint types test-real test-chaos test-soak proto bench clean
 
 demo: $(BASE)
 	$(BIN)/outrider demo
@@ -34,6 +34,14 @@ types: $(STAMP)
 # A real pair, put into $(MODELS) beforehand; see docs/structure.md.
 test-real: $(STAMP)
 	$(BIN)/pytest -m real
+
+# 200 generations while the server is killed and the link cut, stalled and slowed down.
+test-chaos: $(STAMP)
+	$(BIN)/pytest -m chaos -n auto
+
+# 64 sessions at once, then 2,000 one after another, on one server.
+test-soak: $(STAMP)
+	$(BIN)/pytest -m soak -s
 
 # Compiles the protocol; the results are committed, and a test compares them with the .proto.
 proto: $(STAMP)

@@ -96,6 +96,7 @@ class ScriptedEngine:
     noise = 0.0
     max_length: int | None = None
     audio: Any = None
+    position_bytes = 1
 
     def __init__(
         self,
@@ -113,10 +114,26 @@ class ScriptedEngine:
         self.opened: list[Prompt] = []
         self.slots: dict[int, Slot] = {}
         self.forwards = self.fed = self.refed = self.media_sent = 0
+        self._reserved: int | None = None
 
     @property
     def fingerprint(self) -> str:
         return f"scripted-{self.vocab_size}"
+
+    @property
+    def identity(self) -> str:
+        return f"{self.name}-weights"
+
+    @property
+    def cache_bytes(self) -> int:
+        return sum(len(slot.tokens) for slot in self.slots.values()) * self.position_bytes
+
+    def reserve(self, budget: int, max_length: int) -> int:
+        """Slots of `max_length` positions within a budget; more may not be opened from now on."""
+        assert not self.slots, "memory is reserved before slots are opened"
+        self.max_length = max_length if self.max_length is None else min(self.max_length, max_length)
+        self._reserved = budget // (self.position_bytes * self.max_length)
+        return self._reserved
 
     @property
     def open_slots(self) -> list[int]:
@@ -124,6 +141,7 @@ class ScriptedEngine:
 
     def open(self, prompt: Prompt) -> int:
         assert prompt.ids, "a prompt without tokens reached the engine"
+        assert self._reserved is None or len(self.slots) < self._reserved, "more slots than were reserved"
         self.opened.append(prompt)
         slot = len(self.opened) + 100  # never 0, never reused: a mixed-up number is seen at once
         self.slots[slot] = Slot(prompt)
@@ -149,6 +167,7 @@ class ScriptedEngine:
         state = self._find(slot)
         self._feed(state, ids)
         end = len(state.tokens)
+        assert self._reserved is None or end <= (self.max_length or end), "a slot holds more than was reserved"
         known = [self.rows(tuple(state.tokens[:n])) for n in range(end - rows + 1, end + 1)]
         return torch.stack([torch.cat([row, torch.full((self.padding,), 99.0)]) for row in known])
 
@@ -161,7 +180,7 @@ class ScriptedEngine:
         expected = prompt.ids[start : start + len(ids)]
         assert tuple(ids[: len(expected)]) == expected, "the slot was not given its prompt"
         self.refed += state.remembers(start, ids)
-        if prompt.audio is not None and expected:
+        if prompt.audio is not None and expected and not (start and state.media_sent):
             assert not state.media_sent, "a recording was encoded twice"
             state.media_sent += 1
             self.media_sent += 1
@@ -173,6 +192,17 @@ class ScriptedEngine:
         if slot not in self.slots:
             raise StateError(f"{self.name}: slot {slot} is not open")
         return self.slots[slot]
+
+
+class ScriptedFront:
+    """How recordings enter a scripted engine: a placeholder for every 0.1 s, or for every frame of its features."""
+
+    placeholder, mels, max_frames, max_seconds = 1, 4, 20, 2.0
+
+    def prompt_tokens(self, prompt: Prompt) -> int:
+        if prompt.audio is not None:
+            return -(-len(prompt.audio) // 1600)
+        return 0 if prompt.features is None else prompt.features.shape[1]
 
 
 class OracleEngine(ScriptedEngine):

@@ -305,7 +305,7 @@ class _Run:
 
     def events(self) -> Iterator[Event]:
         """Run the loop; time it; close what was opened, whatever happens."""
-        owner, decoder, stats = self._owner, self._decoder, self._decoder.stats
+        owner, stats = self._owner, self._decoder.stats
         started = time.perf_counter()
         drafter = owner._drafter(self._prompt, self._settings)
         link = owner._link(self._prompt, self._settings)

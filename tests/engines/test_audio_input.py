@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from outrider.engines.base import Prompt
+from outrider.engines.families import _with_frames
 from outrider.engines.torch import TorchEngine
 from outrider.errors import PromptError
 from outrider.prompts.media import pack_features, unpack_features
@@ -118,3 +119,11 @@ def test_embeddings_are_freed_on_close() -> None:
     made.close(slot)
     gc.collect()
     assert embeds() is None
+
+
+@pytest.mark.parametrize("samples", [1_600, 8_001, 16_000, 31_360, 31_399, 31_841, 32_000])
+def test_the_whole_window_is_rebuilt_from_its_first_frames(samples: int) -> None:
+    front, wave = tiny_engine("qwen2-audio").audio, clip(2.0)[:samples]
+    whole = feature_extractor("qwen2-audio")(wave, sampling_rate=16_000, padding="max_length", return_tensors="np")
+    rebuilt = _with_frames(front.features(wave), front.max_frames - front._tail)
+    np.testing.assert_array_equal(rebuilt, whole["input_features"][0])

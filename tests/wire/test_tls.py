@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -15,6 +17,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from outrider.errors import SettingsError
+from outrider.wire.channel import Channel
+from outrider.wire.status import Disconnected
 from outrider.wire.tls import ClientTls, ServerTls, _validity
 from tests.certificates import DAY, Authority, private_pem
 
@@ -48,8 +52,18 @@ def serving(tls: ServerTls) -> Iterator[str]:
 
 
 def ask(address: str, tls: ClientTls) -> bytes:
-    with grpc.secure_channel(address, tls.credentials()) as channel:
-        return channel.unary_unary(METHOD)(b"", timeout=10)
+    host, _, port = address.partition(":")
+
+    async def work() -> bytes:
+        loop = asyncio.get_running_loop()
+        dial = partial(loop.create_connection, host=host, port=int(port), ssl=tls.context(), server_hostname=host)
+        channel = Channel(dial, address)
+        try:
+            return await channel.unary(METHOD, b"", 10)
+        finally:
+            await channel.close()
+
+    return asyncio.run(work())
 
 
 def test_a_server_is_recognised(authority: Authority) -> None:
@@ -62,7 +76,10 @@ def test_a_server_is_recognised(authority: Authority) -> None:
 
 def test_another_authoritys_server_is_refused(authority: Authority, tmp_path: Path) -> None:
     issued = authority.server()
-    with serving(ServerTls(issued.cert, issued.key)) as address, pytest.raises(grpc.RpcError):
+    with (
+        serving(ServerTls(issued.cert, issued.key)) as address,
+        pytest.raises(Disconnected, match="certificate verify"),
+    ):
         ask(address, ClientTls(Authority(tmp_path, "other-ca").ca))
 
 
@@ -76,18 +93,22 @@ def test_mutual_tls_knows_the_client(authority: Authority) -> None:
 
 def test_mutual_tls_refuses_a_client_without_a_certificate(authority: Authority) -> None:
     issued = authority.server()
-    with serving(ServerTls(issued.cert, issued.key, authority.ca)) as address, pytest.raises(grpc.RpcError):
+    with serving(ServerTls(issued.cert, issued.key, authority.ca)) as address, pytest.raises(Disconnected):
         ask(address, ClientTls(authority.ca))
 
 
 def test_mutual_tls_refuses_another_authoritys_client(authority: Authority, tmp_path: Path) -> None:
     issued, stranger = authority.server(), Authority(tmp_path, "other-ca").client()
-    with serving(ServerTls(issued.cert, issued.key, authority.ca)) as address, pytest.raises(grpc.RpcError):
+    with serving(ServerTls(issued.cert, issued.key, authority.ca)) as address, pytest.raises(Disconnected):
         ask(address, ClientTls(authority.ca, stranger.cert, stranger.key))
 
 
-def test_authorities_that_grpc_ships_are_the_default() -> None:
-    assert isinstance(ClientTls().credentials(), grpc.ChannelCredentials)
+def test_this_systems_authorities_are_the_default_and_everything_is_verified(authority: Authority) -> None:
+    for context in (ClientTls().context(), ClientTls(authority.ca).context()):
+        assert context.verify_mode is ssl.CERT_REQUIRED
+        assert context.check_hostname
+        assert context.minimum_version >= ssl.TLSVersion.TLSv1_2
+    assert len(ClientTls(authority.ca).context().get_ca_certs()) == 1
 
 
 def test_a_missing_file_is_named(authority: Authority, tmp_path: Path) -> None:

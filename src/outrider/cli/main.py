@@ -32,7 +32,7 @@ def demo(
     decoding: Decoding = Decoding(),
     output: Output = Output(),
 ) -> int:
-    """Caption the bundled clips with the bundled pair, edge and cloud in two processes, and show who decided each token."""
+    """Caption the bundled clips, edge and cloud in two processes, and show who decided each token."""
     from outrider.cli.commands import run_demo
 
     return run_demo(speculation, network, decoding, output)

@@ -2,7 +2,7 @@
 
 One thread owns the engine. Each step
 
-    admit     what was asked since: repeats are answered, the rest gets a slot and is planned
+    admit     what was asked since: repeats are answered, the rest is planned and gets a slot, once there is one
     read      all short blocks in as few forwards as their widths allow; then one chunk of the long prefills
     judge     those that are read to the end
 
@@ -28,6 +28,7 @@ from outrider.core.decoder import Verify
 from outrider.engines.base import Engine, Feed, Reader
 from outrider.errors import OutriderError
 from outrider.verifiers.session import Reading
+from outrider.wire.messages import Code, Refusal
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +38,14 @@ NARROW = 16  # tokens; padding up to here costs less than a second forward
 
 @dataclass(eq=False)
 class Job:
-    """One request on its way. `reading` is set once it is admitted."""
+    """One request on its way. reading: what it must read, once it was looked at. admitted: when it got its slot."""
 
     record: Record
     request: Verify
     future: Future[Verdict] = field(default_factory=Future)
     arrived: float = field(default_factory=time.perf_counter)
-    admitted: float = 0.0
     reading: Reading | None = None
+    admitted: float | None = None
 
 
 class Batcher:
@@ -60,7 +61,7 @@ class Batcher:
         self._wake = threading.Condition()
         self._inbox: list[Job] = []
         self._leavers: list[Record] = []
-        self._running = False
+        self._running = self._ended = False
         self._jobs: list[Job] = []
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
 
@@ -69,20 +70,28 @@ class Batcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Finish the step at hand and end the thread; what is left unanswered is cancelled."""
+        """Finish the step at hand, end the thread and give the slots back; what is left unanswered is refused."""
         with self._wake:
-            self._running = False
+            self._running, self._ended = False, True
             self._wake.notify()
-        self._thread.join()
-        for job in [*self._jobs, *self._inbox]:
-            job.future.cancel()
+        if self._thread.is_alive():
+            self._thread.join()
+        for job in self._jobs:
+            job.future.set_exception(_ended())
+        for job in self._inbox:
+            _refuse(job)
+        self._jobs, self._inbox = [], []
+        self.seats.clear()
 
     def submit(self, record: Record, request: Verify) -> Future[Verdict]:
         """Ask for a verdict; at most one at a time of each session."""
         job = Job(record, request)
         with self._wake:
-            self._inbox.append(job)
-            self._wake.notify()
+            if self._ended:
+                _refuse(job)
+            else:
+                self._inbox.append(job)
+                self._wake.notify()
         return job.future
 
     def leave(self, record: Record) -> None:
@@ -93,7 +102,7 @@ class Batcher:
 
     @property
     def queued(self) -> int:
-        return len(self._inbox) + sum(job.reading is None for job in self._jobs)
+        return len(self._inbox) + sum(job.admitted is None for job in self._jobs)
 
     def _run(self) -> None:
         while True:
@@ -104,18 +113,32 @@ class Batcher:
                     return
                 arrived, self._inbox = self._inbox, []
                 leavers, self._leavers = self._leavers, []
-            for record in leavers:
-                self.seats.leave(record)
             self._jobs += [job for job in arrived if job.future.set_running_or_notify_cancel()]
-            self._step()
+            try:
+                self._part(leavers)
+                self._step()
+            except Exception as error:  # the thread's outermost guard: without the thread, nobody is answered again
+                log.exception("the batcher failed")
+                for job in list(self._jobs):
+                    self._finish(job, error)
+
+    def _part(self, leavers: Seq[Record]) -> None:
+        for record in leavers:
+            for job in [job for job in self._jobs if job.record is record]:
+                self._finish(job, Refusal(Code.UNKNOWN_SESSION, "this session has ended"))
+            self.seats.leave(record)
 
     # One step -----------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         for job in list(self._jobs):
             if job.reading is None:
-                self._attempt([job], self._admit, job)
-        reading = [job for job in self._jobs if job.reading is not None]
+                self._attempt([job], self._plan, job)
+        busy = {job.record for job in self._jobs if job.admitted is not None}
+        for job in list(self._jobs):
+            if job.admitted is None:
+                self._attempt([job], self._admit, job, busy)
+        reading = [job for job in self._jobs if job.admitted is not None]
         short = [job for job in reading if self._left(job) <= SHORT]
         for group in groups(short, self._left, self._max_batch):
             self._attempt(group, self._read, group, [self._left(job) for job in group])
@@ -124,17 +147,21 @@ class Batcher:
             long = long[: max(1, self._chunk // SHORT)]
             self._attempt(long, self._read, long, self._shares(long))
 
-    def _admit(self, job: Job) -> None:
-        """Plan a request, if it can have a slot; a repeat needs none."""
+    def _plan(self, job: Job) -> None:
+        """What must be read for a request; a repeat is answered at once."""
         asked = job.record.session.ask(job.request)
         if isinstance(asked, Verdict):
             self._finish(job, asked)
-            return
-        busy = {other.record for other in self._jobs if other.reading is not None}
+        else:
+            job.reading = asked
+
+    def _admit(self, job: Job, busy: set[Record]) -> None:
+        """Give a request a slot, if there is one whose session is not `busy`."""
         if self.seats.take(job.record, busy):
-            self.seats.reader(job.record).settle(asked.start)
-            job.reading, job.admitted = asked, time.perf_counter()
+            self._reader(job).settle(self._reading(job).start)
+            job.admitted = time.perf_counter()
             self._metrics.queued(job.admitted - job.arrived)
+            busy.add(job.record)
 
     def _shares(self, jobs: Seq[Job]) -> list[int]:
         """How many tokens of each long prefill to read now; the last part must hold all the rows that are wanted."""
@@ -160,8 +187,8 @@ class Batcher:
         reading, session = self._reading(job), job.record.session
         verdict = session.judge(reading, rows)
         self._reader(job).settle(len(session.ids))
-        now = time.perf_counter()
-        verdict = replace(verdict, queue_s=job.admitted - job.arrived, compute_s=now - job.admitted)
+        now, admitted = time.perf_counter(), job.admitted or 0.0
+        verdict = replace(verdict, queue_s=admitted - job.arrived, compute_s=now - admitted)
         self._metrics.verdict(len(job.request.draft_ids), verdict.accepted, now - job.arrived)
         self._finish(job, verdict)
 
@@ -173,7 +200,7 @@ class Batcher:
             job.future.set_result(outcome)
 
     def _attempt(self, jobs: Seq[Job], do, *args: object) -> None:  # type: ignore[no-untyped-def]
-        """Do it; if it fails, these jobs fail and nobody else's. The thread's outermost guard."""
+        """Do it; if it fails, these jobs fail and nobody else's."""
         try:
             do(*args)
         except OutriderError as error:
@@ -197,8 +224,18 @@ class Batcher:
 
     @staticmethod
     def _reading(job: Job) -> Reading:
-        assert job.reading is not None  # admitted
+        assert job.reading is not None  # planned
         return job.reading
+
+
+def _refuse(job: Job) -> None:
+    """End a job that nobody has looked at."""
+    if job.future.set_running_or_notify_cancel():
+        job.future.set_exception(_ended())
+
+
+def _ended() -> Refusal:
+    return Refusal(Code.DRAINING, "this service is going down: connect again")
 
 
 def groups(jobs: Seq[Job], width, most: int) -> list[list[Job]]:  # type: ignore[no-untyped-def]

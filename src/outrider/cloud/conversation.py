@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outrider.cloud.sessions import Record
 from outrider.core.acceptance import Verdict
-from outrider.core.acceptance import rule as acceptance_rule
 from outrider.core.decoder import Verify
 from outrider.engines.base import Prompt
 from outrider.verifiers.base import Conditions
@@ -23,6 +23,7 @@ from outrider.wire.messages import (
     check_ids,
     digest,
     pack_verdict,
+    unpack_accept,
     unpack_ids,
     unpack_settings,
     unpack_verify,
@@ -71,12 +72,19 @@ class Conversation:
             case _:
                 return self._close()
 
+    def end(self) -> None:
+        """The stream is over. The session stays, for another stream to resume."""
+        self._forget_opening()
+        if self._record is not None and self._record.stream is self:
+            self._record.stream = None
+
     # Opening ------------------------------------------------------------------------------------------------
 
     async def _open(self, frame: schema.Open) -> AsyncIterator[schema.Answer]:
         self._check_unused()
         self._service.check_opening(frame)
         if frame.media in CARRYING:
+            self._service.check_hearing()
             self._opening = _Opening(frame, bytearray())
             return
         yield await self._begin(frame, b"")
@@ -87,13 +95,22 @@ class Conversation:
         opening, limit = self._opening, self._service.limits.max_media_bytes
         if len(opening.media) + len(frame.data) > limit:
             raise Refusal(Code.TOO_LARGE, f"media: at most {limit} bytes are taken here")
+        self._service.expect_media(len(frame.data))
         opening.media += frame.data
         if not frame.more:
-            self._opening = None
             yield await self._begin(opening.frame, bytes(opening.media))
+            self._forget_opening()
+
+    def _forget_opening(self) -> None:
+        """Its media is a session's now, or nobody's."""
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            self._service.expect_media(-len(opening.media))
 
     async def _begin(self, frame: schema.Open, media: bytes) -> schema.Answer:
+        self._service.check_rate(self._identity)
         record = await asyncio.to_thread(self._build, frame, media)
+        self._service.check_serving()
         record.stream = self
         self._service.sessions.add(record)
         self._record = record
@@ -104,21 +121,19 @@ class Conversation:
     def _build(self, frame: schema.Open, media: bytes) -> Record:
         """A session out of its opening. In a worker thread: media takes time to unpack."""
         service, engine = self._service, self._service.engine
-        limit = service.prompt_limit
-        ids = unpack_ids(frame.prompt, limit, "a prompt")
-        committed = unpack_ids(frame.committed, limit - len(ids), "a prompt with its output")
+        ids = unpack_ids(frame.prompt, service.prompt_limit, "a prompt")
+        committed = unpack_ids(frame.committed, service.length_limit - len(ids), "the output")
         if not ids:
             raise Refusal(Code.PROMPT, "the prompt is empty")
         check_ids((*ids, *committed), engine.row_count, "the prompt")
         if frame.conditioning != digest(ids, media):
             raise Refusal(Code.CONDITIONING, "prompt and media are not those that the opening announced")
-        settings = unpack_settings(frame.settings)
-        check_ids(settings.suppress_tokens, engine.vocab_size, "suppress_tokens")
-        conditions = Conditions(settings, frame.accept or "exact", frame.vocab_size)
-        acceptance_rule(conditions.accept)
+        settings = unpack_settings(frame.settings, engine.vocab_size)
+        conditions = Conditions(settings, unpack_accept(frame.accept), frame.vocab_size)
+        kind: int = frame.media
 
         def load_prompt() -> Prompt:
-            return unpack_media(engine, ids, frame.media, media)
+            return unpack_media(engine, ids, kind, media)
 
         session = open_session(engine, load_prompt(), conditions, committed)
         return Record(self._identity, session, settings, load_prompt, len(media))
@@ -128,7 +143,8 @@ class Conversation:
         record = self._service.sessions.find(frame.session, self._identity)
         record.stream = self  # from here on, the stream that had it is out
         if record.pending is not None:
-            await asyncio.wait([asyncio.wrap_future(record.pending)])
+            await _settled(record.pending)
+        self._check_mine(record)  # another stream may have come since
         session = record.session
         known = session.ids[: frame.length]
         if not session.prompt_length <= frame.length <= len(session.ids) or digest(known) != frame.digest:
@@ -149,16 +165,21 @@ class Conversation:
 
     async def _verify(self, frame: schema.Verify) -> AsyncIterator[schema.Answer]:
         record, engine = self._own(), self._service.engine
-        request = unpack_verify(frame, engine.vocab_size, engine.row_count)
+        request = unpack_verify(frame, record.session.vocab_size, engine.row_count)
         yield pack_verdict(await self._decide(record, request), len(request.draft_ids))
 
     async def _generate(self, frame: schema.Generate) -> AsyncIterator[schema.Answer]:
-        """The target's own tokens until one ends the output, as far as this side can tell."""
+        """The target's own tokens until one ends the output, as far as this side can tell.
+
+        At least one is asked for: a wrong base length is an error, however little room it leaves.
+        """
         record, engine = self._own(), self._service.engine
         first = schema.Verify(round=frame.round, base_length=frame.base_length, new_ids=frame.new_ids)
-        request = unpack_verify(first, engine.vocab_size, engine.row_count)
-        ends = self._service.end_ids(record)
-        for _ in range(self._service.room(record)):
+        request = unpack_verify(first, record.session.vocab_size, engine.row_count)
+        ends, room = self._service.end_ids(record), self._service.room(record, request.base_length)
+        if room < 1 and request.base_length == len(record.session.ids) + len(request.new_ids):
+            raise Refusal(Code.INVALID, f"a sequence of {request.base_length} tokens is complete: none may follow")
+        for _ in range(max(1, room)):
             verdict = await self._decide(record, request)
             self._service.metrics.generated()
             yield pack_verdict(verdict, 0)
@@ -168,10 +189,9 @@ class Conversation:
 
     async def _decide(self, record: Record, request: Verify) -> Verdict:
         service = self._service
+        self._check_mine(record)
         service.check_rate(self._identity)
         service.check_length(request)
-        if record.stream is not self:
-            raise Refusal(Code.UNKNOWN_SESSION, "this session was resumed on another stream")
         record.pending = service.batcher.submit(record, request)
         verdict = await asyncio.wrap_future(record.pending)
         service.sessions.touch(record)
@@ -179,9 +199,10 @@ class Conversation:
 
     async def _close(self) -> AsyncIterator[schema.Answer]:
         record = self._own()
-        self._record = None
+        self._check_mine(record)
         self._service.sessions.drop(record)
         log.info("session closed", extra=self._fields(tokens=len(record.session.ids)))
+        self._record = None
         return
         yield
 
@@ -190,6 +211,17 @@ class Conversation:
             raise Refusal(Code.INVALID, "a stream begins with an Open or a Resume")
         return self._record
 
+    def _check_mine(self, record: Record) -> None:
+        if record.stream is not self:
+            raise Refusal(Code.UNKNOWN_SESSION, "this session has ended, or was resumed on another stream")
+
     def _fields(self, **more: int) -> dict[str, object]:
         name = self._record.name if self._record is not None else "-"
         return {"session": name, "identity": self._identity, **more}
+
+
+async def _settled(pending: Future[Verdict]) -> None:
+    """Wait until a verdict is there, or cannot be: who asked will hear of that. Being cancelled leaves it in peace."""
+    waiting = asyncio.wrap_future(pending)
+    waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+    await asyncio.wait([waiting])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Set
 
 from outrider.cloud.metrics import Metrics
 from outrider.cloud.sessions import Record
@@ -23,8 +23,8 @@ class Seats:
     def reader(self, record: Record) -> Reader:
         return self._readers[record]
 
-    def take(self, record: Record, busy: Collection[Record]) -> bool:
-        """Give a session a slot, if it has none; false where all are `busy`."""
+    def take(self, record: Record, busy: Set[Record]) -> bool:
+        """Give a session a slot, if it has none; false where all are `busy`, which have one each."""
         if record in self._readers:
             return True
         if len(self) >= self.total and not self._evict(busy):
@@ -37,21 +37,28 @@ class Seats:
 
     def leave(self, record: Record) -> None:
         """The session is over."""
-        self._left.discard(record.id)
         self.vacate(record)
+        self._left.discard(record.id)
 
     def vacate(self, record: Record) -> None:
         """Take the slot away; the session may take another."""
         reader = self._readers.pop(record, None)
         if reader is not None:
+            self._left.add(record.id)
             reader.close()
 
-    def _evict(self, busy: Collection[Record]) -> bool:
+    def clear(self) -> None:
+        """Give all slots back."""
+        for record in list(self._readers):
+            self.leave(record)
+
+    def _evict(self, busy: Set[Record]) -> bool:
+        if len(busy) >= self.total:
+            return False
         idle = [record for record in self._readers if record not in busy]
         if not idle:
             return False
         oldest = min(idle, key=lambda record: record.touched)
         self.vacate(oldest)
-        self._left.add(oldest.id)
         self._metrics.evicted()
         return True

@@ -61,6 +61,7 @@ class Server:
             max_length=max_length,
         )
         self._health = health.aio.HealthServicer()
+        self._upkeep: asyncio.Task[None] | None = None
         self.port = 0
 
     async def start(self) -> None:
@@ -80,9 +81,13 @@ class Server:
         )
         self._grpc.add_generic_rpc_handlers((self.service.handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        self.port = self._bind(f"{_bracketed(serving.host)}:{serving.port}")
-        if serving.metrics_at is not None:
-            self.metrics.serve(*serving.metrics_at)
+        try:
+            self.port = self._bind(f"{_bracketed(serving.host)}:{serving.port}")
+            if serving.metrics_at is not None:
+                self.metrics.serve(*serving.metrics_at)
+        except SettingsError:
+            await self.stop()
+            raise
         self._batcher.start()
         await self._grpc.start()
         await self._serve_health(health_pb2.HealthCheckResponse.SERVING)
@@ -90,8 +95,8 @@ class Server:
 
     async def drain(self) -> None:
         """Take no new sessions, let those at work finish for up to `grace` seconds, then end."""
+        await self._serve_health(health_pb2.HealthCheckResponse.NOT_SERVING)  # first: balancers look elsewhere
         self.service.draining = True
-        await self._serve_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         log.info("draining", extra={"sessions": len(self.service.sessions)})
         deadline = asyncio.get_running_loop().time() + self._serving.grace
         await asyncio.sleep(min(LAST_WORDS, self._serving.grace))
@@ -101,8 +106,9 @@ class Server:
 
     async def stop(self) -> None:
         await self._grpc.stop(0.1)
-        self._upkeep.cancel()
-        await asyncio.gather(self._upkeep, return_exceptions=True)
+        if self._upkeep is not None:
+            self._upkeep.cancel()
+            await asyncio.gather(self._upkeep, return_exceptions=True)
         await asyncio.to_thread(self._batcher.stop)
         self.metrics.close()
         log.info("stopped")
@@ -142,8 +148,11 @@ async def run(engine: TorchEngine, serving: Serving, listening: Callable[[Server
         draining.cancel()
         await asyncio.gather(draining, return_exceptions=True)
         await server.stop()
+    else:
+        draining.result()
     hurrying.cancel()
 
 
 def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+    """As gRPC wants it. "" is every interface: gRPC takes [::] for both kinds of addresses, and cannot bind ""."""
+    return f"[{host or '::'}]" if ":" in host or not host else host

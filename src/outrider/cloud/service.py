@@ -13,7 +13,7 @@ from outrider.cloud.conversation import Conversation
 from outrider.cloud.limits import Limits, RateLimiter
 from outrider.cloud.metrics import Metrics
 from outrider.cloud.security import Tokens, Unauthenticated, identity_of
-from outrider.cloud.sessions import Record, Sessions
+from outrider.cloud.sessions import RETRY_FULL, Record, Sessions
 from outrider.core.decoder import Verify
 from outrider.engines.torch import TorchEngine
 from outrider.errors import AudioError, DecodingError, InputError, OutriderError, PromptError, SettingsError, StateError
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 VOCABULARY_PART = 4096  # tokens in one message
 RETRY_DRAINING = 0.5  # s
+LONGEST = 2**20  # tokens of a session, where neither the model nor the operator says less
 
 _CODES: tuple[tuple[type[OutriderError], int], ...] = (
     (SettingsError, Code.SETTINGS),
@@ -59,6 +60,8 @@ class Service:
         self._tokens = tokens
         self._rate = RateLimiter(limits.max_rate, limits.burst)
         self._description = describe(engine)
+        self._model = engine.identity.encode()
+        self._arriving = 0  # bytes of media whose session is not there yet
         self.max_length = max_length if max_length is not None else engine.max_length
 
     # gRPC methods -------------------------------------------------------------------------------------------
@@ -82,7 +85,7 @@ class Service:
             row_count=own.row_count,
             eos_ids=own.eos_ids,
             fingerprint=own.fingerprint.encode(),
-            model=self.engine.identity.encode(),
+            model=self._model,
             max_length=self.max_length or 0,
             audio_seconds=own.audio_seconds,
             max_drafts=schema.MAX_DRAFTS,
@@ -103,12 +106,13 @@ class Service:
                 self.metrics.received(len(data))
                 async for answer in conversation.take(parse_request(data)):
                     yield self._sent(answer)
-        except Exception as raised:  # the stream's outermost guard: a peer gets a typed error, never a traceback
+        except Exception as raised:  # noqa: BLE001 - the outermost guard: a peer gets a typed error, no traceback
             refusal = as_refusal(raised)
             self.metrics.error(refusal.kind)
             log.info("refused", extra={"kind": refusal.kind, "reason": type(raised).__name__})
             yield self._sent(error(refusal))
         finally:
+            conversation.end()
             self.streams -= 1
 
     async def _identity(self, context: grpc.aio.ServicerContext) -> str:
@@ -136,10 +140,21 @@ class Service:
             raise Refusal(Code.PROTOCOL, f"protocol {frame.protocol}: this service speaks {schema.VERSION}")
         if frame.fingerprint != self._description.fingerprint.encode():
             raise Refusal(Code.VOCABULARY, f"{self.engine.name} has another vocabulary than the edge compared with")
-        if frame.model != self.engine.identity.encode():
+        if frame.model != self._model:
             raise Refusal(Code.MODEL, f"{self.engine.name} is another model than the one that was described")
         if not 0 < frame.vocab_size <= self._description.vocab_size:
             raise Refusal(Code.INVALID, f"vocab_size {frame.vocab_size}: between 1 and {self._description.vocab_size}")
+
+    def check_hearing(self) -> None:
+        """Before media is waited for."""
+        if not self._description.audio_seconds:
+            raise Refusal(Code.PROMPT, f"{self.engine.name} takes no audio, so it cannot verify what was heard")
+
+    def expect_media(self, size: int) -> None:
+        """So many bytes of media more are held for openings, or less. They count as those of sessions do."""
+        if size > 0 and self._arriving + size > self.limits.max_media_total:
+            raise Refusal(Code.LIMIT, "no room for more media: too many recordings are on their way", RETRY_FULL)
+        self._arriving += size
 
     def check_rate(self, identity: str) -> None:
         wait = self._rate.take(identity)
@@ -147,21 +162,24 @@ class Service:
             raise Refusal(Code.LIMIT, f"{identity} asks more than {self.limits.max_rate:g} times per second", wait)
 
     def check_length(self, request: Verify) -> None:
-        total = request.base_length + len(request.draft_ids) + 1
+        total = request.base_length + len(request.draft_ids)
         if self.max_length is not None and total > self.max_length:
             raise Refusal(Code.PROMPT, f"a sequence of {total} tokens: this service holds {self.max_length}")
 
     @property
-    def prompt_limit(self) -> int:
-        """Tokens of a prompt, output that is settled included."""
-        limits = [limit for limit in (self.limits.max_prompt_tokens, self.max_length) if limit is not None]
-        return min(limits, default=2**20)
+    def length_limit(self) -> int:
+        """Tokens of a session, prompt and output."""
+        return self.max_length if self.max_length is not None else LONGEST
 
-    def room(self, record: Record) -> int:
-        """How many tokens a session may still generate."""
-        session = record.session
-        left = session.prompt_length + record.settings.max_new_tokens - len(session.ids)
-        return left if self.max_length is None else min(left, self.max_length - len(session.ids) - 1)
+    @property
+    def prompt_limit(self) -> int:
+        """Tokens of a prompt."""
+        return min(self.length_limit, self.limits.max_prompt_tokens or LONGEST)
+
+    def room(self, record: Record, base_length: int) -> int:
+        """How many tokens may follow the first `base_length`."""
+        end = record.session.prompt_length + record.settings.max_new_tokens
+        return min(end, self.length_limit) - base_length
 
     def end_ids(self, record: Record) -> tuple[int, ...]:
         return () if record.settings.ignore_eos else self.engine.eos_ids

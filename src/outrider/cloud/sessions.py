@@ -34,13 +34,18 @@ class Record:
     media_bytes: int = 0
     id: bytes = field(default_factory=lambda: secrets.token_bytes(SESSION_BYTES))
     touched: float = 0.0
-    stream: object | None = None  # the one that may use it: the last to open or resume it
+    stream: object | None = None  # the one that may use it: the last to open or resume it; None once it has ended
     pending: Future[Verdict] | None = None  # the verdict being computed, which nothing may overtake
 
     @property
     def name(self) -> str:
         """For logs: enough to tell sessions apart, too little to resume one."""
         return self.id[:4].hex()
+
+    @property
+    def busy(self) -> bool:
+        """True while a verdict is being computed: until then, nobody takes the session away."""
+        return self.pending is not None and not self.pending.done()
 
 
 class Sessions:
@@ -55,6 +60,9 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._records)
 
+    def __contains__(self, record: Record) -> bool:
+        return record.id in self._records
+
     def __iter__(self) -> Iterator[Record]:
         return iter(list(self._records.values()))
 
@@ -66,7 +74,7 @@ class Sessions:
         """
         self._check_room(record)
         self._records[record.id] = record
-        self.touch(record)
+        record.touched = self._clock()
 
     def find(self, id_: bytes, identity: str) -> Record:
         """The session, if it is this identity's. Another's is as unknown as one that never was."""
@@ -76,19 +84,21 @@ class Sessions:
         return record
 
     def touch(self, record: Record) -> None:
-        """It was used now."""
-        record.touched = self._clock()
-        self._records[record.id] = self._records.pop(record.id, record)
+        """It was used now. One that has ended stays so."""
+        if self._records.pop(record.id, None) is not None:
+            record.touched = self._clock()
+            self._records[record.id] = record
 
     def drop(self, record: Record) -> None:
-        """End a session. Again does nothing."""
+        """End a session: its stream loses it, too. Again does nothing."""
+        record.stream = None
         if self._records.pop(record.id, None) is not None:
             self._on_gone(record)
 
     def expire(self) -> int:
         """End sessions that were idle for too long; how many."""
         oldest = self._clock() - self._limits.idle_seconds
-        gone = [record for record in self if record.touched < oldest and record.pending is None]
+        gone = [record for record in self if record.touched < oldest and not record.busy]
         for record in gone:
             self.drop(record)
         return len(gone)
@@ -104,12 +114,14 @@ class Sessions:
 
     def _make_room_for_media(self, wanted: int) -> None:
         """Media is kept for sessions that lose their slot; the longest idle give way, and their edges send it again."""
-        held = sum(record.media_bytes for record in self)
-        for record in self:
-            if held + wanted <= self._limits.max_media_total:
-                return
-            if record.media_bytes and record.pending is None:
-                held -= record.media_bytes
-                self.drop(record)
-        if held + wanted > self._limits.max_media_total:
+        excess = sum(record.media_bytes for record in self) + wanted - self._limits.max_media_total
+        idle = [record for record in self if record.media_bytes and not record.busy]
+        if not wanted or excess <= 0:
+            return
+        if sum(record.media_bytes for record in idle) < excess:  # else some would go for nothing
             raise Refusal(Code.LIMIT, "no room for more media: too many recordings are in use", RETRY_FULL)
+        for record in idle:
+            if excess <= 0:
+                return
+            excess -= record.media_bytes
+            self.drop(record)

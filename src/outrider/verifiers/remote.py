@@ -13,9 +13,8 @@ import random
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from itertools import count
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import grpc
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_delay
 
 from outrider.core.acceptance import Verdict
@@ -38,6 +37,8 @@ from outrider.wire.connection import Connection
 from outrider.wire.ledger import Ledger
 from outrider.wire.media import pack_media
 from outrider.wire.messages import Code, digest, pack_ids, pack_settings, pack_verify, unpack_verdict
+from outrider.wire.status import CallFailed, Disconnected, Status, Untrusted
+from outrider.wire.stream import Stream
 from outrider.wire.tls import ClientTls
 
 T = TypeVar("T")
@@ -58,11 +59,11 @@ _REFUSED: dict[int, type[OutriderError]] = {
     Code.MODEL: CloudRefused,
 }
 _NO_RETRY = {
-    grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.UNIMPLEMENTED,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-    grpc.StatusCode.INVALID_ARGUMENT,
+    Status.UNAUTHENTICATED,
+    Status.PERMISSION_DENIED,
+    Status.UNIMPLEMENTED,
+    Status.RESOURCE_EXHAUSTED,
+    Status.INVALID_ARGUMENT,
 }
 
 
@@ -161,7 +162,7 @@ class RemoteVerifier:
     async def _describe(self) -> Description:
         try:
             answer = await self.connection.describe(self.deadline)
-        except grpc.aio.AioRpcError as error:
+        except (CallFailed, Disconnected) as error:
             raise self.failure(error) from error
         if answer.protocol != schema.VERSION:
             raise CloudRefused(f"{self.name} speaks protocol {answer.protocol}, this edge {schema.VERSION}")
@@ -180,7 +181,7 @@ class RemoteVerifier:
     async def _vocabulary(self) -> list[str]:
         try:
             return await self.connection.vocabulary(self.deadline)
-        except grpc.aio.AioRpcError as error:
+        except (CallFailed, Disconnected) as error:
             raise self.failure(error) from error
 
     async def _retrying(self, attempt: Callable[..., Awaitable[T]], *args: object) -> T:
@@ -201,11 +202,13 @@ class RemoteVerifier:
         reason = state.outcome.exception() if state.outcome else None
         log.info("%s: attempt %d failed (%s)", self.name, state.attempt_number, reason)
 
-    def failure(self, error: grpc.aio.AioRpcError) -> Exception:
+    def failure(self, error: CallFailed | Disconnected) -> Exception:
         """What a failed call means."""
-        if error.code() in _NO_RETRY:
-            return CloudRefused(f"{self.name} refused: {error.details()}")
-        return _Again(f"{error.code().name.lower()}: {error.details()}")
+        if isinstance(error, CallFailed) and error.status in _NO_RETRY:
+            return CloudRefused(f"{self.name} refused: {error.details}")
+        if isinstance(error, Untrusted):
+            return CloudRefused(f"{self.name} is not trusted: {error}")
+        return _Again(str(error))
 
 
 class _RemoteSession:
@@ -219,7 +222,7 @@ class _RemoteSession:
         self.ledger = Ledger()
         self._id: bytes | None = None
         self._fresh = False  # opened by the attempt at hand: the cloud cannot have lost track of it
-        self._stream: Any = None
+        self._stream: Stream | None = None
         self._generating = False
         self._unanswered: list[tuple[str, int]] = []  # frames by kind and cost, since the last answer
 
@@ -257,10 +260,11 @@ class _RemoteSession:
         if stream is None:
             return
         try:
-            await stream.write(schema.Request(close=schema.Close()).SerializeToString())
-            await stream.done_writing()
-            await asyncio.wait_for(stream.code(), self._owner.deadline)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.TimeoutError) as error:
+            async with asyncio.timeout(self._owner.deadline):
+                await stream.send(schema.Request(close=schema.Close()).SerializeToString(), last=True)
+                while await stream.receive() is not None:
+                    pass
+        except (CallFailed, Disconnected, TimeoutError) as error:
             log.debug("the session could not be closed: %s", error)
         finally:
             stream.cancel()
@@ -278,11 +282,9 @@ class _RemoteSession:
                 if greeted:
                     self._id = (await self._receive("opened")).opened.session
                 return unpack_verdict((await self._receive("verdict")).verdict)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+        except (CallFailed, Disconnected) as error:
             self._hang_up()
-            if isinstance(error, grpc.aio.AioRpcError):
-                raise self._owner.failure(error) from error
-            raise _Again("the stream was closed") from error
+            raise self._owner.failure(error) from error
         except TimeoutError as error:
             self._hang_up()
             if link.down == before:  # not slow: silent
@@ -296,7 +298,7 @@ class _RemoteSession:
         """Make sure that there is a stream; true if an Opened is to be expected on it."""
         if self._stream is not None:
             return False
-        self._stream = self._owner.connection.open_stream()
+        self._stream = await self._owner.connection.open_stream()
         self._generating = False
         self._fresh = self._id is None
         for frame in self._open() if self._fresh else self._resume():
@@ -330,11 +332,11 @@ class _RemoteSession:
     async def _send(self, frame: schema.Request) -> None:
         data = frame.SerializeToString()
         self._unanswered.append((str(frame.WhichOneof("frame")), self._account.sent(len(data))))
-        await self._stream.write(data)
+        await self._present().send(data)
 
     async def _receive(self, kind: str) -> schema.Answer:
-        data = await self._stream.read()
-        if data is grpc.aio.EOF:
+        data = await self._present().receive()
+        if data is None:
             raise _Again("the cloud ended the stream")
         answer = schema.Answer.FromString(data)
         got = str(answer.WhichOneof("frame"))
@@ -346,6 +348,11 @@ class _RemoteSession:
         if got == "verdict":
             self._book_answered()
         return answer
+
+    def _present(self) -> Stream:
+        if self._stream is None:
+            raise Disconnected("the session was closed meanwhile")
+        return self._stream
 
     def _book_answered(self) -> None:
         for kind, cost in self._unanswered:

@@ -15,6 +15,8 @@ from outrider.core.decoder import Verify
 from outrider.core.policy import Policy
 from outrider.errors import StateError
 
+AUDITED = 128  # skipped tokens that one verdict compares at most: a row of logits for each is held in memory
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -25,8 +27,13 @@ class Reading:
     start: int
 
     @property
+    def audit_from(self) -> int:
+        """The first of the skipped tokens that are compared in passing; base_length where none were skipped."""
+        return max(self.start, self.request.base_length - AUDITED)
+
+    @property
     def rows(self) -> int:
-        return len(self.ids) - self.start + 1
+        return len(self.ids) - self.audit_from + 1
 
 
 class Session:
@@ -40,6 +47,11 @@ class Session:
         self.prompt_length = prompt_length
         self._policy, self._rule, self._noise = policy, rule, noise
         self._last: tuple[Verify, Verdict] | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the target may emit, and the edge may draft."""
+        return self._policy.vocab_size
 
     @property
     def rounds(self) -> int:
@@ -63,7 +75,7 @@ class Session:
 
     def judge(self, reading: Reading, rows: Tensor) -> Verdict:
         """The verdict. rows: float32 [reading.rows, V]: first the audit's (skipped tokens), then the drafts'."""
-        request, ids, start = reading.request, reading.ids, reading.start
+        request, ids, start = reading.request, reading.ids, reading.audit_from
         base = request.base_length
         verdict = judge(
             request.round, ids, base, rows[base - start :], self._policy, self._rule, request.q, self._noise

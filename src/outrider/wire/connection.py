@@ -1,7 +1,7 @@
 """An edge's connection to a cloud: one gRPC channel through a link of our own, which counts every byte.
 
-gRPC does not show its sockets. So its channel ends at a Unix socket in this process, and the link behind that carries
-the bytes to the cloud; it is also where `--net` emulates a network. TLS runs through it untouched.
+The channel ends at a Unix socket in this process, and the link behind that carries the bytes to the cloud; it is also
+where `--net` emulates a network. TLS runs through it untouched.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
-
-import grpc
 
 from outrider.netem.conditions import Conditions
 from outrider.netem.link import Link
 from outrider.wire import schema
+from outrider.wire.channel import Channel
+from outrider.wire.http2 import Http2
 from outrider.wire.ledger import Account
+from outrider.wire.stream import Stream
 from outrider.wire.tls import ClientTls
 
 T = TypeVar("T")
@@ -42,54 +43,45 @@ class Connection:
         self.link = Link(host, port, net)
         self.account = Account()
         self._host, self._tls = host, tls
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._channel = Channel(self._open, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", metadata)
         self._folder = tempfile.mkdtemp(prefix="outrider-")
+        self._path = os.path.join(self._folder, "s")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-connection", daemon=True)
         self._thread.start()
-        self.run(self._start()).result()
+        self.run(self.link.start_unix(self._path)).result()
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine in the connection's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def _start(self) -> None:
-        path = os.path.join(self._folder, "s")
-        await self.link.start_unix(path)
-        options = [
-            ("grpc.default_authority", self._host),
-            ("grpc.ssl_target_name_override", self._host),
-            ("grpc.http2.bdp_probe", 0),
-            ("grpc.enable_retries", 0),
-            ("grpc.initial_reconnect_backoff_ms", 50),
-            ("grpc.min_reconnect_backoff_ms", 50),
-            ("grpc.max_reconnect_backoff_ms", 1000),
-            ("grpc.max_receive_message_length", 64 * 2**20),
-        ]
+    async def _open(self, factory: Callable[[], Http2]) -> None:
+        loop = asyncio.get_running_loop()
         if self._tls is None:
-            self._channel = grpc.aio.insecure_channel(f"unix:{path}", options)
+            await loop.create_unix_connection(factory, self._path)
         else:
-            self._channel = grpc.aio.secure_channel(f"unix:{path}", self._tls.credentials(), options)
+            context = self._tls.context()
+            await loop.create_unix_connection(factory, self._path, ssl=context, server_hostname=self._host)
 
-    def open_stream(self) -> Any:
-        """A new session stream: a grpc.aio call that writes and reads bytes."""
-        return self._channel.stream_stream(f"/{schema.SERVICE}/Session")(metadata=self._metadata)
+    async def open_stream(self) -> Stream:
+        """A new session stream."""
+        return await self._channel.stream(f"/{schema.SERVICE}/Session")
 
     async def describe(self, timeout: float) -> schema.DescribeAnswer:
-        call = self._channel.unary_unary(f"/{schema.SERVICE}/Describe")
         request = schema.DescribeRequest(protocol=schema.VERSION).SerializeToString()
-        data = await call(request, timeout=timeout, metadata=self._metadata)
+        data = await self._channel.unary(f"/{schema.SERVICE}/Describe", request, timeout)
         return schema.DescribeAnswer.FromString(data)
 
     async def vocabulary(self, timeout: float) -> list[str]:
-        call = self._channel.unary_stream(f"/{schema.SERVICE}/Vocabulary")
         names: list[str] = []
-        async for data in call(b"", timeout=timeout, metadata=self._metadata):
+        async for data in self._channel.unary_stream(f"/{schema.SERVICE}/Vocabulary", b"", timeout):
             names += schema.VocabularyPart.FromString(data).tokens
         return names
 
     def renew(self) -> None:
         """Give up the present TCP connection; the next call makes a new one."""
+        self._channel.drop()
         self.link.cut()
 
     def close(self) -> None:

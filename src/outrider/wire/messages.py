@@ -21,6 +21,7 @@ from outrider.errors import OutriderError
 from outrider.wire import schema
 
 DIGEST_BYTES = 8
+LONGEST_RULE = 64  # characters of an acceptance rule
 TENTHS = 1e4  # tenths of a millisecond in a second
 Code = schema.Error
 
@@ -83,6 +84,8 @@ def unpack_ids(packed: schema.Ids, limit: int, what: str) -> tuple[int, ...]:
     """
     if packed.count and len(packed.count) != len(packed.token):
         raise Refusal(Code.INVALID, f"{what}: {len(packed.count)} counts for {len(packed.token)} tokens")
+    if packed.count and not min(packed.count):
+        raise Refusal(Code.INVALID, f"{what}: a token that counts 0 times")
     total = sum(packed.count) if packed.count else len(packed.token)
     if total > limit:
         raise Refusal(Code.PROMPT, f"{what} of {total} tokens: this service takes at most {limit}")
@@ -91,11 +94,11 @@ def unpack_ids(packed: schema.Ids, limit: int, what: str) -> tuple[int, ...]:
     return tuple(token for token, count in zip(packed.token, packed.count, strict=True) for _ in range(count))
 
 
-def check_ids(ids: Iterable[int], limit: int, what: str) -> None:
+def check_ids(ids: Iterable[int], limit: int, what: str, code: int = Code.INVALID) -> None:
     """Raise Refusal where an id lies beyond what can be read."""
-    highest = max(ids, default=0)
+    highest = max(ids, default=-1)
     if highest >= limit:
-        raise Refusal(Code.INVALID, f"{what}: token {highest} lies beyond {limit - 1}")
+        raise Refusal(code, f"{what}: token {highest} lies beyond {limit - 1}")
 
 
 # Settings -------------------------------------------------------------------------------------------------------
@@ -113,17 +116,33 @@ def pack_settings(settings: GenerationSettings) -> schema.Settings:
     return schema.Settings(**values)
 
 
-def unpack_settings(packed: schema.Settings) -> GenerationSettings:
+def unpack_settings(packed: schema.Settings, vocab_size: int) -> GenerationSettings:
     """Validated as the edge's own would be.
 
     Raises:
+        Refusal: tokens to suppress that the target does not have, or more than it has.
         SettingsError: out of range, or in contradiction.
     """
+    if len(packed.suppress_tokens) > vocab_size:  # they cost time at every position
+        raise Refusal(Code.SETTINGS, f"{len(packed.suppress_tokens)} suppress_tokens, of {vocab_size} there are")
+    check_ids(packed.suppress_tokens, vocab_size, "suppress_tokens", Code.SETTINGS)
     values: dict[str, Any] = {name: getattr(packed, name) for name in _CARRIED}
     for name in ("top_p", "repetition_penalty"):
         if not packed.HasField(name):
             del values[name]
     return GenerationSettings.build({**values, "suppress_tokens": tuple(packed.suppress_tokens)})
+
+
+def unpack_accept(spec: str) -> str:
+    """The acceptance rule; empty is exact.
+
+    Raises:
+        SettingsError: no rule of ours.
+    """
+    if len(spec) > LONGEST_RULE:
+        raise Refusal(Code.SETTINGS, f"accept: a rule has at most {LONGEST_RULE} characters, not {len(spec)}")
+    acceptance.rule(spec or "exact")
+    return spec or "exact"
 
 
 # Verify and verdict ---------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     BONUS: _ClassVar[Reason]
     CORRECTION: _ClassVar[Reason]
-
 NONE: MediaKind
 AUDIO: MediaKind
 FEATURES: MediaKind
@@ -33,18 +32,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, protocol: _Optional[int] = ...) -> None: ...
 
 class DescribeAnswer(_message.Message):
-    __slots__ = (
-        "protocol",
-        "name",
-        "vocab_size",
-        "row_count",
-        "eos_ids",
-        "fingerprint",
-        "model",
-        "max_length",
-        "audio_seconds",
-        "max_drafts",
-    )
+    __slots__ = ("protocol", "name", "vocab_size", "row_count", "eos_ids", "fingerprint", "model", "max_length", "audio_seconds", "max_drafts")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -65,19 +53,7 @@ class DescribeAnswer(_message.Message):
     max_length: int
     audio_seconds: float
     max_drafts: int
-    def __init__(
-        self,
-        protocol: _Optional[int] = ...,
-        name: _Optional[str] = ...,
-        vocab_size: _Optional[int] = ...,
-        row_count: _Optional[int] = ...,
-        eos_ids: _Optional[_Iterable[int]] = ...,
-        fingerprint: _Optional[bytes] = ...,
-        model: _Optional[bytes] = ...,
-        max_length: _Optional[int] = ...,
-        audio_seconds: _Optional[float] = ...,
-        max_drafts: _Optional[int] = ...,
-    ) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., row_count: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[bytes] = ..., model: _Optional[bytes] = ..., max_length: _Optional[int] = ..., audio_seconds: _Optional[float] = ..., max_drafts: _Optional[int] = ...) -> None: ...
 
 class VocabularyRequest(_message.Message):
     __slots__ = ()
@@ -103,15 +79,7 @@ class Request(_message.Message):
     generate: Generate
     resume: Resume
     close: Close
-    def __init__(
-        self,
-        open: _Optional[_Union[Open, _Mapping[str, object]]] = ...,
-        media: _Optional[_Union[Media, _Mapping[str, object]]] = ...,
-        verify: _Optional[_Union[Verify, _Mapping[str, object]]] = ...,
-        generate: _Optional[_Union[Generate, _Mapping[str, object]]] = ...,
-        resume: _Optional[_Union[Resume, _Mapping[str, object]]] = ...,
-        close: _Optional[_Union[Close, _Mapping[str, object]]] = ...,
-    ) -> None: ...
+    def __init__(self, open: _Optional[_Union[Open, _Mapping[str, object]]] = ..., media: _Optional[_Union[Media, _Mapping[str, object]]] = ..., verify: _Optional[_Union[Verify, _Mapping[str, object]]] = ..., generate: _Optional[_Union[Generate, _Mapping[str, object]]] = ..., resume: _Optional[_Union[Resume, _Mapping[str, object]]] = ..., close: _Optional[_Union[Close, _Mapping[str, object]]] = ...) -> None: ...
 
 class Answer(_message.Message):
     __slots__ = ("opened", "verdict", "error")
@@ -121,12 +89,7 @@ class Answer(_message.Message):
     opened: Opened
     verdict: Verdict
     error: Error
-    def __init__(
-        self,
-        opened: _Optional[_Union[Opened, _Mapping[str, object]]] = ...,
-        verdict: _Optional[_Union[Verdict, _Mapping[str, object]]] = ...,
-        error: _Optional[_Union[Error, _Mapping[str, object]]] = ...,
-    ) -> None: ...
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping[str, object]]] = ..., verdict: _Optional[_Union[Verdict, _Mapping[str, object]]] = ..., error: _Optional[_Union[Error, _Mapping[str, object]]] = ...) -> None: ...
 
 class Ids(_message.Message):
     __slots__ = ("token", "count")
@@ -137,19 +100,7 @@ class Ids(_message.Message):
     def __init__(self, token: _Optional[_Iterable[int]] = ..., count: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Settings(_message.Message):
-    __slots__ = (
-        "max_new_tokens",
-        "min_new_tokens",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "seed",
-        "repetition_penalty",
-        "no_repeat_ngram_size",
-        "ignore_eos",
-        "suppress_tokens",
-    )
+    __slots__ = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "no_repeat_ngram_size", "ignore_eos", "suppress_tokens")
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MIN_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
@@ -172,34 +123,10 @@ class Settings(_message.Message):
     no_repeat_ngram_size: int
     ignore_eos: bool
     suppress_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(
-        self,
-        max_new_tokens: _Optional[int] = ...,
-        min_new_tokens: _Optional[int] = ...,
-        temperature: _Optional[float] = ...,
-        top_k: _Optional[int] = ...,
-        top_p: _Optional[float] = ...,
-        min_p: _Optional[float] = ...,
-        seed: _Optional[int] = ...,
-        repetition_penalty: _Optional[float] = ...,
-        no_repeat_ngram_size: _Optional[int] = ...,
-        ignore_eos: _Optional[bool] = ...,
-        suppress_tokens: _Optional[_Iterable[int]] = ...,
-    ) -> None: ...
+    def __init__(self, max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., no_repeat_ngram_size: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., suppress_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = (
-        "protocol",
-        "fingerprint",
-        "model",
-        "settings",
-        "accept",
-        "vocab_size",
-        "prompt",
-        "committed",
-        "media",
-        "conditioning",
-    )
+    __slots__ = ("protocol", "fingerprint", "model", "settings", "accept", "vocab_size", "prompt", "committed", "media", "conditioning")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -220,19 +147,7 @@ class Open(_message.Message):
     committed: Ids
     media: MediaKind
     conditioning: bytes
-    def __init__(
-        self,
-        protocol: _Optional[int] = ...,
-        fingerprint: _Optional[bytes] = ...,
-        model: _Optional[bytes] = ...,
-        settings: _Optional[_Union[Settings, _Mapping[str, object]]] = ...,
-        accept: _Optional[str] = ...,
-        vocab_size: _Optional[int] = ...,
-        prompt: _Optional[_Union[Ids, _Mapping[str, object]]] = ...,
-        committed: _Optional[_Union[Ids, _Mapping[str, object]]] = ...,
-        media: _Optional[_Union[MediaKind, str]] = ...,
-        conditioning: _Optional[bytes] = ...,
-    ) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., model: _Optional[bytes] = ..., settings: _Optional[_Union[Settings, _Mapping[str, object]]] = ..., accept: _Optional[str] = ..., vocab_size: _Optional[int] = ..., prompt: _Optional[_Union[Ids, _Mapping[str, object]]] = ..., committed: _Optional[_Union[Ids, _Mapping[str, object]]] = ..., media: _Optional[_Union[MediaKind, str]] = ..., conditioning: _Optional[bytes] = ...) -> None: ...
 
 class Media(_message.Message):
     __slots__ = ("data", "more")
@@ -256,9 +171,7 @@ class Resume(_message.Message):
     session: bytes
     length: int
     digest: bytes
-    def __init__(
-        self, session: _Optional[bytes] = ..., length: _Optional[int] = ..., digest: _Optional[bytes] = ...
-    ) -> None: ...
+    def __init__(self, session: _Optional[bytes] = ..., length: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class Verify(_message.Message):
     __slots__ = ("round", "base_length", "new_ids", "draft_ids", "q")
@@ -272,14 +185,7 @@ class Verify(_message.Message):
     new_ids: _containers.RepeatedScalarFieldContainer[int]
     draft_ids: _containers.RepeatedScalarFieldContainer[int]
     q: _containers.RepeatedCompositeFieldContainer[Shortlist]
-    def __init__(
-        self,
-        round: _Optional[int] = ...,
-        base_length: _Optional[int] = ...,
-        new_ids: _Optional[_Iterable[int]] = ...,
-        draft_ids: _Optional[_Iterable[int]] = ...,
-        q: _Optional[_Iterable[_Union[Shortlist, _Mapping[str, object]]]] = ...,
-    ) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., base_length: _Optional[int] = ..., new_ids: _Optional[_Iterable[int]] = ..., draft_ids: _Optional[_Iterable[int]] = ..., q: _Optional[_Iterable[_Union[Shortlist, _Mapping[str, object]]]] = ...) -> None: ...
 
 class Shortlist(_message.Message):
     __slots__ = ("ids", "logp")
@@ -297,22 +203,10 @@ class Generate(_message.Message):
     round: int
     base_length: int
     new_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(
-        self, round: _Optional[int] = ..., base_length: _Optional[int] = ..., new_ids: _Optional[_Iterable[int]] = ...
-    ) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., base_length: _Optional[int] = ..., new_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = (
-        "round",
-        "accepted",
-        "next_token",
-        "reason",
-        "near_ties",
-        "audited",
-        "disagreed",
-        "queue_tenths",
-        "compute_tenths",
-    )
+    __slots__ = ("round", "accepted", "next_token", "reason", "near_ties", "audited", "disagreed", "queue_tenths", "compute_tenths")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     NEXT_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -331,18 +225,7 @@ class Verdict(_message.Message):
     disagreed: int
     queue_tenths: int
     compute_tenths: int
-    def __init__(
-        self,
-        round: _Optional[int] = ...,
-        accepted: _Optional[int] = ...,
-        next_token: _Optional[int] = ...,
-        reason: _Optional[_Union[Reason, str]] = ...,
-        near_ties: _Optional[_Iterable[int]] = ...,
-        audited: _Optional[int] = ...,
-        disagreed: _Optional[int] = ...,
-        queue_tenths: _Optional[int] = ...,
-        compute_tenths: _Optional[int] = ...,
-    ) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., accepted: _Optional[int] = ..., next_token: _Optional[int] = ..., reason: _Optional[_Union[Reason, str]] = ..., near_ties: _Optional[_Iterable[int]] = ..., audited: _Optional[int] = ..., disagreed: _Optional[int] = ..., queue_tenths: _Optional[int] = ..., compute_tenths: _Optional[int] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "retry_after_ms")
@@ -363,7 +246,6 @@ class Error(_message.Message):
         DRAINING: _ClassVar[Error.Code]
         DECODING: _ClassVar[Error.Code]
         INTERNAL: _ClassVar[Error.Code]
-
     UNSPECIFIED: Error.Code
     INVALID: Error.Code
     PROTOCOL: Error.Code
@@ -385,12 +267,7 @@ class Error(_message.Message):
     code: Error.Code
     message: str
     retry_after_ms: int
-    def __init__(
-        self,
-        code: _Optional[_Union[Error.Code, str]] = ...,
-        message: _Optional[str] = ...,
-        retry_after_ms: _Optional[int] = ...,
-    ) -> None: ...
+    def __init__(self, code: _Optional[_Union[Error.Code, str]] = ..., message: _Optional[str] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
 
 class Close(_message.Message):
     __slots__ = ()

@@ -6,10 +6,12 @@ import re
 import ssl
 from datetime import UTC, datetime
 from pathlib import Path
-
-import grpc
+from typing import TYPE_CHECKING
 
 from outrider.errors import SettingsError
+
+if TYPE_CHECKING:
+    import grpc
 
 _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _MISMATCH = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED")  # OpenSSL: another key, or kind
@@ -34,26 +36,41 @@ class ServerTls:
         return self._client_ca is not None
 
     def credentials(self) -> grpc.ServerCredentials:
+        import grpc  # the edge has no use for it
+
         return grpc.ssl_server_credentials([self._pair], self._client_ca, require_client_auth=self.mutual)
 
 
 class ClientTls:
-    """The authority that vouches for the server (None: those that gRPC ships), and our own certificate, if any.
+    """The authority that vouches for the server (None: those of this system), and our own certificate, if any.
 
     Raises:
         SettingsError: as for ServerTls; a certificate without its key, or a key without its certificate.
     """
 
     def __init__(self, ca: Path | None = None, cert: Path | None = None, key: Path | None = None) -> None:
-        self._ca = None if ca is None else _load_authorities(ca)
-        self._key, self._cert = None, None
+        self._context = _client_context(ca)
         if cert is not None and key is not None:
-            self._key, self._cert = _load_pair(cert, key)
+            _load_pair(cert, key)
+            self._context.load_cert_chain(cert, key, password="")
         elif cert is not None or key is not None:
             raise SettingsError(f"{cert or key}: a client's certificate and its key are given together")
 
-    def credentials(self) -> grpc.ChannelCredentials:
-        return grpc.ssl_channel_credentials(self._ca, self._key, self._cert)
+    def context(self) -> ssl.SSLContext:
+        """For connections that are opened with the server's name: its certificate must be valid, and for that name."""
+        return self._context
+
+
+def _client_context(ca: Path | None) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # verifies certificates and names
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as gRPC: an authority need not be a root
+    context.set_alpn_protocols(["h2"])
+    if ca is None:
+        context.load_default_certs()
+    else:
+        context.load_verify_locations(cadata=b"".join(_certificates(ca, _load_authorities(ca))))
+    return context
 
 
 def _load_pair(cert: Path, key: Path) -> tuple[bytes, bytes]:

@@ -1,0 +1,105 @@
+"""A batcher and records to give it: what its tests share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from fakes import HashRows, ScriptedEngine
+from outrider.cloud.batcher import Batcher
+from outrider.cloud.metrics import Metrics
+from outrider.cloud.sessions import Record
+from outrider.config import GenerationSettings
+from outrider.core.acceptance import Verdict
+from outrider.core.decoder import Verify
+from outrider.engines.base import Feed, Prompt
+from outrider.verifiers.base import Conditions
+from outrider.verifiers.local import open_session
+
+V = 32
+TARGET = HashRows(5, V)
+SOON = 10.0  # s; nothing here takes that long
+
+
+class Watched(ScriptedEngine):
+    """Notes who was read in which forward, and can be told to wait or to fail before one."""
+
+    def __init__(self, rows: Any = TARGET) -> None:
+        super().__init__(rows, V)
+        self.batches: list[list[Feed]] = []
+        self.before: Callable[[list[Feed]], None] = lambda feeds: None
+
+    def forward_many(self, feeds: Seq[Feed]) -> list[Tensor]:
+        self.before(list(feeds))
+        self.batches.append(list(feeds))
+        return super().forward_many(feeds)
+
+
+def record(engine: Any, prompt: Seq[int], accept: str = "exact", **options: Any) -> Record:
+    asked = Prompt(tuple(prompt))
+    conditions = Conditions(GenerationSettings(**options), accept, engine.vocab_size)
+    return Record(
+        "me",
+        open_session(engine, asked, conditions),
+        conditions.settings,
+        lambda: asked,
+    )
+
+
+@contextmanager
+def batching(engine: Any, slots: int = 4, **options: Any) -> Iterator[Batcher]:
+    """A running batcher. No forward of it uses more slots than there are, and none is left at the end."""
+    engine.reserve(slots * engine.position_bytes * 4096, 4096)
+    batcher = Batcher(engine, slots, Metrics(), **options)
+    batcher.start()
+    try:
+        yield batcher
+    finally:
+        batcher.stop()
+        assert not getattr(engine, "open_slots", [])
+
+
+def together(batcher: Batcher, *jobs: tuple[Record, Verify]) -> list[Future[Verdict]]:
+    """Ask for all of them within one step."""
+    with batcher._wake:
+        return [batcher.submit(record, request) for record, request in jobs]
+
+
+def wrong(token: int) -> int:
+    return (token + 1) % V
+
+
+def own(ids: Seq[int], count: int, rows: Any = TARGET) -> list[int]:
+    """The next tokens that the target would say."""
+    out = list(ids)
+    for _ in range(count):
+        out.append(int(rows(tuple(out)).argmax()))
+    return out[len(ids) :]
+
+
+def long_prompt(count: int = 2000) -> list[int]:
+    return [n % V for n in range(count)]
+
+
+class Held:
+    """Holds the engine in its next forward until it is released."""
+
+    def __init__(self, engine: Watched) -> None:
+        self.entered, self._release = threading.Event(), threading.Event()
+        engine.before = self._wait
+
+    def _wait(self, _: list[Feed]) -> None:
+        self.entered.set()
+        assert self._release.wait(SOON)
+
+    def wait(self) -> None:
+        assert self.entered.wait(SOON)
+
+    def release(self) -> None:
+        self._release.set()

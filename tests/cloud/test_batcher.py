@@ -1,0 +1,154 @@
+"""Many sessions read together get the verdicts that each would get alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fakes import ScriptedEngine
+from outrider.cloud.batcher import NARROW, groups
+from outrider.config import GenerationSettings
+from outrider.core.acceptance import Verdict
+from outrider.core.decoder import Verify
+from outrider.engines.base import Prompt
+from outrider.engines.torch import TorchEngine
+from outrider.verifiers.base import Conditions
+from outrider.verifiers.local import LocalVerifier
+from outrider.verifiers.session import AUDITED
+from tests.cloud.batching import SOON, TARGET, V, Watched, batching, own, record, together
+from tests.engines import tiny
+
+
+class Edge:
+    """One session's edge, and the verdicts that it must get: those of a verifier that serves nobody else."""
+
+    def __init__(self, engine: Any, prompt: Seq[int], **options: Any) -> None:
+        self.record = record(engine, prompt, **options)
+        self.alone = LocalVerifier(ScriptedEngine(TARGET, V))
+        conditions = Conditions(GenerationSettings(**options), "exact", V)
+        self.session = self.alone.open(Prompt(tuple(prompt)), conditions)
+        self.ids, self.round = list(prompt), 0
+        self.request: Verify | None = None
+
+    def next(self, skipped: Seq[int | None], drafts: Seq[int | None]) -> Verify:
+        """A new request. None stands for what the target would say next."""
+        ids = list(self.ids)
+        for token in (*skipped, *drafts):
+            ids += own(ids, 1) if token is None else [token]
+        self.round += 1
+        base = len(self.ids) + len(skipped)
+        self.request = Verify(self.round, base, tuple(ids[len(self.ids) : base]), tuple(ids[base:]))
+        return self.request
+
+    def check(self, verdict: Verdict) -> None:
+        assert self.request is not None
+        assert verdict == self.alone.verify(self.session, self.request)
+        if len(self.ids) + len(self.request.new_ids) == self.request.base_length:  # else a repeat, applied before
+            drafts = self.request.draft_ids[: verdict.accepted]
+            self.ids += [*self.request.new_ids, *drafts, verdict.next_token]
+        assert self.record.session.ids == self.ids
+
+
+tokens = st.lists(st.integers(0, V - 1) | st.none(), max_size=5)
+moves = st.one_of(st.none(), st.just("again"), st.tuples(st.just([]) | tokens, tokens))
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, V - 1), min_size=1, max_size=130), min_size=1, max_size=5),
+    waves=st.lists(st.lists(moves, min_size=5, max_size=5), min_size=1, max_size=6),
+    slots=st.integers(1, 4),
+    options=st.sampled_from([{}, {"temperature": 1.0, "seed": 3}, {"repetition_penalty": 1.3}]),
+)
+@settings(max_examples=60)
+def test_verdicts_are_those_that_each_session_would_get_alone(
+    prompts: list[list[int]], waves: list[list[Any]], slots: int, options: dict[str, Any]
+) -> None:
+    """Skipped tokens, repeats, and fewer slots than sessions included."""
+    engine = Watched()
+    with batching(engine, slots, chunk=100) as batcher:
+        edges = [Edge(engine, prompt, **options) for prompt in prompts]
+        for wave in waves:
+            asked = []
+            for edge, move in zip(edges, wave, strict=False):
+                if move is None or (move == "again" and edge.request is None):
+                    continue
+                request = edge.request if move == "again" else edge.next(*move)
+                assert request is not None
+                asked.append((edge, request))
+            answers = together(batcher, *((edge.record, request) for edge, request in asked))
+            for (edge, _), answer in zip(asked, answers, strict=True):
+                edge.check(answer.result(SOON))
+
+
+def test_a_real_model_gives_the_verdicts_of_a_local_verifier() -> None:
+    model = tiny.model("qwen2")
+    engine, alone = TorchEngine(model), LocalVerifier(TorchEngine(model))
+    prompts = [tiny.tokens(count, count) for count in (1, 7, 40, 150, 9)]
+    with batching(engine, 3, chunk=64) as batcher:
+        settings_ = [{}, {"temperature": 1.0, "seed": 9}, {"repetition_penalty": 1.2}, {}, {"no_repeat_ngram_size": 2}]
+        records = [record(engine, prompt, **own) for prompt, own in zip(prompts, settings_, strict=True)]
+        sessions = [
+            alone.open(Prompt(tuple(prompt)), Conditions(GenerationSettings(**own), "exact", tiny.VOCAB))
+            for prompt, own in zip(prompts, settings_, strict=True)
+        ]
+        accepted = 0
+        for round_ in range(1, 7):
+            asked = []
+            for n, each in enumerate(records):
+                drafts = tiny.tokens(round_ - 1, 10 * round_ + n)
+                if round_ % 2:  # what the target itself would say, then something else
+                    probe = LocalVerifier(alone.engine)
+                    copy = probe.open(Prompt(tuple(each.session.ids)), Conditions(each.settings, "exact", tiny.VOCAB))
+                    stream = probe.generate(copy)
+                    drafts = [*(next(stream).next_token for _ in range(n)), *drafts][:5]
+                    probe.close(copy)
+                asked.append(Verify(round_, len(each.session.ids), (), tuple(drafts)))
+            answers = together(batcher, *zip(records, asked, strict=True))
+            for session, request, answer in zip(sessions, asked, answers, strict=True):
+                verdict = answer.result(SOON)
+                accepted += verdict.accepted
+                assert verdict == alone.verify(session, request)
+        assert accepted > 5
+
+
+def test_blocks_of_different_lengths_are_one_forward() -> None:
+    engine = Watched()
+    with batching(engine, 5) as batcher:
+        records = [record(engine, [n, 1, 2]) for n in range(5)]
+        for each in together(batcher, *((r, Verify(1, 3, (), (1,) * k)) for k, r in enumerate(records))):
+            each.result(SOON)
+    assert [[(len(feed.ids), feed.rows) for feed in batch] for batch in engine.batches] == [
+        [(3 + k, k + 1) for k in range(5)]
+    ]
+
+
+def test_no_forward_has_more_sessions_than_the_batch_may() -> None:
+    engine = Watched()
+    with batching(engine, 5, max_batch=2) as batcher:
+        answers = together(batcher, *((record(engine, [n]), Verify(1, 1, (), ())) for n in range(5)))
+        assert all(answer.result(SOON) for answer in answers)
+    assert [len(batch) for batch in engine.batches] == [2, 2, 1]
+
+
+@given(st.lists(st.integers(1, 96), max_size=30), st.integers(1, 8))
+def test_groups_hold_everyone_once_and_pad_nobody_much(widths: list[int], most: int) -> None:
+    jobs: list[Any] = [object() for _ in widths]
+    width = dict(zip(jobs, widths, strict=True))
+    made = groups(jobs, width.__getitem__, most)
+    assert sorted(map(id, (job for group in made for job in group))) == sorted(map(id, jobs))
+    for group in made:
+        assert len(group) <= most
+        assert max(map(width.__getitem__, group)) <= max(NARROW, 2 * min(map(width.__getitem__, group)))
+
+
+def test_skipped_tokens_beyond_what_is_audited_cost_no_rows() -> None:
+    engine = Watched()
+    with batching(engine) as batcher:
+        ids = own([1], 300)
+        (answer,) = together(batcher, (record(engine, [1]), Verify(1, 301, tuple(ids), ())))
+        verdict = answer.result(SOON)
+    assert verdict == Verdict(1, 0, own([1, *ids], 1)[0], (), AUDITED, 0)
+    assert max(feed.rows for batch in engine.batches for feed in batch) == AUDITED + 1

@@ -1,0 +1,206 @@
+"""Nobody harms another, nobody is forgotten, and nothing is kept of who has left."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.cloud.batcher import Batcher, Job
+from outrider.cloud.metrics import Metrics
+from outrider.core.acceptance import Verdict
+from outrider.core.decoder import Verify
+from outrider.engines.base import Feed
+from outrider.errors import DecodingError, StateError
+from outrider.wire.messages import Code, Refusal
+from tests.cloud.batching import SOON, TARGET, Held, V, Watched, batching, long_prompt, own, record, together, wrong
+
+# Failures -------------------------------------------------------------------------------------------------------
+
+
+def broken_rows(prefix: tuple[int, ...]) -> Tensor:
+    """Nothing but NaN for whatever begins with 13."""
+    return torch.full((V,), float("nan")) if prefix[0] == 13 else TARGET(prefix)
+
+
+def test_a_session_that_fails_harms_nobody_in_its_batch() -> None:
+    engine = Watched(broken_rows)
+    with batching(engine, 4) as batcher:
+        nan, base, good = record(engine, [13, 1]), record(engine, [2, 2]), record(engine, [3, 3])
+        residual = record(engine, [4, 4], "residual")
+        answers = together(
+            batcher,
+            (nan, Verify(1, 2, (), (5,))),
+            (base, Verify(1, 3, (), (5,))),
+            (residual, Verify(1, 2, (), (5,))),
+            (good, Verify(1, 2, (), (wrong(own([3, 3], 1)[0]),))),
+        )
+        with pytest.raises(DecodingError):
+            answers[0].result(SOON)
+        with pytest.raises(StateError, match="base length is 3, but this session has 2 tokens"):
+            answers[1].result(SOON)
+        with pytest.raises(Exception, match="residual acceptance needs"):
+            answers[2].result(SOON)
+        assert answers[3].result(SOON) == Verdict(1, 0, own([3, 3], 1)[0])
+        assert batcher.submit(base, Verify(1, 2, (), ())).result(SOON).next_token == own([2, 2], 1)[0]
+        assert not batcher._jobs
+
+
+def test_a_request_out_of_place_costs_no_slot_and_disturbs_no_cache() -> None:
+    engine = Watched()
+    with batching(engine, 1) as batcher:
+        one, other = record(engine, [1]), record(engine, [2])
+        batcher.submit(one, Verify(1, 1, (), ())).result(SOON)
+        with pytest.raises(StateError):
+            batcher.submit(other, Verify(1, 7, (), ())).result(SOON)
+        batcher.submit(one, Verify(2, 2, (), ())).result(SOON)
+    assert engine.refed == 0
+    assert len(engine.opened) == 1
+
+
+@pytest.mark.parametrize("when", ["before", "half way"])
+def test_sessions_recover_from_a_failed_forward_by_being_rebuilt(when: str, caplog: pytest.LogCaptureFixture) -> None:
+    engine = Watched()
+
+    def fail(feeds: list[Feed]) -> None:
+        if when == "half way":  # one cache has moved on, the other has not
+            engine.forward(feeds[0].slot, feeds[0].ids)
+        raise RuntimeError("out of memory")
+
+    with batching(engine, 4) as batcher:
+        edges = [Edge(engine, [n, 1]) for n in range(3)]
+        for wave in range(3):
+            requests = [edge.next([], [None, wrong(5)]) for edge in edges]
+            for again in range(2 if wave == 1 else 1):
+                engine.before = fail if wave == 1 and not again else lambda feeds: None
+                answers = together(batcher, *((e.record, r) for e, r in zip(edges, requests, strict=True)))
+                if engine.before is fail:
+                    for answer in answers:
+                        with pytest.raises(RuntimeError, match="out of memory"):
+                            answer.result(SOON)
+                    continue
+                for edge, answer in zip(edges, answers, strict=True):
+                    edge.check(answer.result(SOON))
+        assert "outrider_sessions_rebuilt_total 3.0" in batcher._metrics.text()
+    assert [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.ERROR] == ["the engine failed"]
+
+
+def test_a_failure_of_the_batcher_itself_leaves_the_thread_alive(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Watched()
+    with batching(engine) as batcher:
+        one = record(engine, [1])
+        monkeypatch.setattr("outrider.cloud.batcher.groups", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            batcher.submit(one, Verify(1, 1, (), ())).result(SOON)
+        monkeypatch.undo()
+        assert batcher.submit(one, Verify(1, 1, (), ())).result(SOON).next_token == own([1], 1)[0]
+    assert "the batcher failed" in caplog.text
+
+
+# Life and death -------------------------------------------------------------------------------------------------
+
+
+def test_a_session_that_leaves_gives_its_slot_back() -> None:
+    engine = Watched()
+    with batching(engine, 2) as batcher:
+        one, other = record(engine, [1]), record(engine, [2])
+        for each in together(batcher, (one, Verify(1, 1, (), ())), (other, Verify(1, 1, (), ()))):
+            each.result(SOON)
+        batcher.leave(one)
+        batcher.submit(other, Verify(2, 2, (), ())).result(SOON)
+        assert len(engine.open_slots) == len(batcher.seats) == 1
+
+
+def test_a_session_that_leaves_while_it_is_read_is_refused_and_forgotten() -> None:
+    engine = Watched()
+    held = Held(engine)
+    with batching(engine, 2) as batcher:
+        leaver, other = record(engine, long_prompt(700)), record(engine, [2])
+        lost, good = together(batcher, (leaver, Verify(1, 700, (), ())), (other, Verify(1, 1, (), ())))
+        held.wait()
+        batcher.leave(leaver)
+        held.release()
+        with pytest.raises(Refusal) as caught:
+            lost.result(SOON)
+        assert caught.value.code == Code.UNKNOWN_SESSION
+        assert good.result(SOON)
+        batcher.submit(other, Verify(2, 2, (), ())).result(SOON)
+        assert len(engine.open_slots) == 1
+        assert not batcher.seats._left
+
+
+def test_what_is_cancelled_before_it_was_looked_at_is_never_read() -> None:
+    engine = Watched()
+    held = Held(engine)
+    with batching(engine, 2) as batcher:
+        first = batcher.submit(record(engine, [1]), Verify(1, 1, (), ()))
+        held.wait()
+        second = batcher.submit(record(engine, [2]), Verify(1, 1, (), ()))
+        assert second.cancel()
+        held.release()
+        assert first.result(SOON)
+    assert engine.forwards == 1
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_stopping_leaves_no_future_hanging(slots: int) -> None:
+    """One in a forward, some with a slot or waiting for one, some that nobody has looked at, and one that comes late."""
+    engine = Watched()
+    held = Held(engine)
+    with batching(engine, slots) as batcher:
+        records = [record(engine, long_prompt(500)) for _ in range(5)]
+        answers = together(batcher, *((each, Verify(1, 500, (), ())) for each in records[:3]))
+        held.wait()
+        answers += together(batcher, *((each, Verify(1, 500, (), ())) for each in records[3:]))
+        assert batcher.queued >= 2
+        stopping = threading.Thread(target=batcher.stop)
+        stopping.start()
+        held.release()
+        stopping.join(SOON)
+        answers.append(batcher.submit(records[0], Verify(1, 500, (), ())))
+        for answer in answers:
+            with pytest.raises(Refusal) as caught:
+                answer.result(SOON)
+            assert caught.value.code == Code.DRAINING
+        batcher.stop()
+
+
+def test_a_batcher_that_never_started_can_be_stopped() -> None:
+    batcher = Batcher(Watched(), 1, Metrics())
+    answer = batcher.submit(record(batcher._engine, [1]), Verify(1, 1, (), ()))
+    batcher.stop()
+    with pytest.raises(Refusal):
+        answer.result(SOON)
+
+
+def test_the_least_recently_used_gives_way() -> None:
+    engine = Watched()
+    with batching(engine, 2) as batcher:
+        records = [record(engine, [n]) for n in range(3)]
+        for n, (which, round_) in enumerate([(0, 1), (1, 1), (0, 2), (2, 1), (0, 3)]):
+            batcher.submit(records[which], Verify(round_, round_, (), ())).result(SOON)
+            records[which].touched = float(n + 1)
+        assert len(engine.opened) == 3  # 2 took the slot of 1, and 0 kept its own
+        batcher.submit(records[1], Verify(2, 2, (), ())).result(SOON)
+        assert len(engine.opened) == 4
+        text = batcher._metrics.text()
+    assert "outrider_evictions_total 2.0" in text
+    assert "outrider_sessions_rebuilt_total 1.0" in text
+
+
+def test_waiting_jobs_are_planned_once() -> None:
+    """A thousand sessions that wait for a slot must not cost a pass over their tokens in every step."""
+    engine = Watched()
+    with batching(engine, 1) as batcher:
+        records = [record(engine, [n % V]) for n in range(50)]
+        asked: list[Job] = []
+        plan = batcher._plan
+        batcher._plan = lambda job: (asked.append(job), plan(job))[1]  # type: ignore[func-returns-value, method-assign]
+        for answer in together(batcher, *((each, Verify(1, 1, (), ())) for each in records)):
+            answer.result(SOON)
+    assert len(asked) == 50

@@ -1,0 +1,231 @@
+"""Who is served: limits, expiry, ownership; and that whoever has gone is forgotten."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fakes import HashRows, ScriptedEngine
+from outrider.cloud.limits import Limits
+from outrider.cloud.sessions import Record, Sessions
+from outrider.config import GenerationSettings
+from outrider.engines.base import Prompt
+from outrider.verifiers.base import Conditions
+from outrider.verifiers.local import open_session
+from outrider.wire.messages import Code, Refusal
+
+V = 16
+ENGINE = ScriptedEngine(HashRows(1, V), V)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Kept:
+    """Sessions under limits, a clock to turn, and who has gone."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.clock = Clock()
+        self.gone: list[Record] = []
+        self.sessions = Sessions(Limits(**limits), self.gone.append, self.clock)
+
+    def add(self, identity: str = "me", media: int = 0) -> Record:
+        prompt, settings = Prompt((1, 2)), GenerationSettings()
+        session = open_session(ENGINE, prompt, Conditions(settings, "exact", V))
+        record = Record(identity, session, settings, lambda: prompt, media)
+        self.sessions.add(record)
+        return record
+
+
+def full() -> Any:
+    return pytest.raises(Refusal, check=lambda r: r.code == Code.LIMIT and r.retry_after > 0)
+
+
+def busy(record: Record) -> Future[Any]:
+    record.pending = Future()
+    return record.pending
+
+
+def test_the_service_takes_so_many_sessions() -> None:
+    kept = Kept(max_sessions=3)
+    records = [kept.add(f"edge {n}") for n in range(3)]
+    with full():
+        kept.add("another")
+    kept.sessions.drop(records[1])
+    kept.add("another")
+    assert len(kept.sessions) == 3
+
+
+def test_an_identity_has_so_many_sessions_and_others_are_not_concerned() -> None:
+    kept = Kept(max_sessions_per_identity=2)
+    first, _ = kept.add("a"), kept.add("a")
+    with full():
+        kept.add("a")
+    kept.add("b")
+    kept.sessions.drop(first)
+    kept.add("a")
+
+
+def test_a_session_is_found_by_its_owner_only() -> None:
+    kept = Kept()
+    record = kept.add("a")
+    assert kept.sessions.find(record.id, "a") is record
+    messages = set()
+    for id_, identity in [(record.id, "b"), (b"x" * 16, "a"), (b"", "a"), (record.id[:15], "a")]:
+        with pytest.raises(Refusal) as caught:
+            kept.sessions.find(id_, identity)
+        assert caught.value.code == Code.UNKNOWN_SESSION
+        messages.add(str(caught.value))
+    assert len(messages) == 1  # nobody learns whether it is somebody else's
+
+
+def test_ids_cannot_be_guessed_and_logs_do_not_tell_them() -> None:
+    kept = Kept()
+    records = [kept.add() for _ in range(50)]
+    assert len({record.id for record in records}) == 50
+    assert all(len(record.id) == 16 and len(record.name) == 8 for record in records)
+
+
+def test_idle_sessions_expire() -> None:
+    kept = Kept(idle_seconds=60)
+    idle, used = kept.add(), kept.add()
+    kept.clock.now += 40
+    kept.sessions.touch(used)
+    kept.clock.now += 40
+    assert kept.sessions.expire() == 1
+    assert kept.gone == [idle]
+    assert idle not in kept.sessions
+    assert used in kept.sessions
+
+
+def test_a_session_expires_after_its_verdicts_too_but_not_during_one() -> None:
+    """A done verdict once kept its session for ever."""
+    kept = Kept(idle_seconds=60)
+    record = kept.add()
+    verdict = busy(record)
+    kept.clock.now += 61
+    assert kept.sessions.expire() == 0
+    verdict.set_result(None)
+    assert kept.sessions.expire() == 1
+
+
+def test_a_session_that_ended_stays_so() -> None:
+    """Touching one that was dropped once brought it back, past all limits."""
+    kept = Kept()
+    record = kept.add()
+    record.stream = object()
+    kept.sessions.drop(record)
+    assert record.stream is None
+    kept.sessions.touch(record)
+    assert len(kept.sessions) == 0
+    kept.sessions.drop(record)
+    assert kept.gone == [record]
+
+
+# Media ----------------------------------------------------------------------------------------------------------
+
+
+def media_limits(total: int) -> dict[str, int]:
+    return {"max_media_bytes": 100, "max_media_total": total}
+
+
+def test_media_makes_room_by_ending_the_longest_idle() -> None:
+    kept = Kept(**media_limits(250))
+    first, text, second = kept.add(media=100), kept.add(), kept.add(media=100)
+    kept.sessions.touch(first)
+    third = kept.add(media=100)
+    assert kept.gone == [second]
+    assert all(record in kept.sessions for record in (first, text, third))
+
+
+def test_sessions_without_media_make_nobody_leave() -> None:
+    kept = Kept(**media_limits(100))
+    kept.add(media=100)
+    kept.add()
+    assert not kept.gone
+
+
+def test_a_session_at_work_keeps_its_media() -> None:
+    kept = Kept(**media_limits(200))
+    first, second = kept.add(media=100), kept.add(media=100)
+    verdict = busy(first)
+    kept.add(media=100)
+    assert kept.gone == [second]
+    verdict.set_result(None)
+    kept.add(media=100)
+    assert kept.gone == [second, first]
+
+
+def test_nobody_leaves_for_media_that_has_no_room_anyway() -> None:
+    kept = Kept(**media_limits(200))
+    records = [kept.add(media=100), kept.add(media=60), kept.add(media=40)]
+    busy(records[0]), busy(records[1])
+    with full():
+        kept.add(media=100)
+    assert not kept.gone
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["add", "drop", "touch", "expire", "work", "rest"]), st.integers(0, 9)), max_size=60
+    )
+)
+def test_whatever_happens_the_limits_hold(moves: list[tuple[str, int]]) -> None:
+    kept = Kept(max_sessions=6, max_sessions_per_identity=4, idle_seconds=20, **media_limits(250))
+    added: list[Record] = []
+    for move, n in moves:
+        kept.clock.now += n
+        if move == "add":
+            with suppress(Refusal):
+                added.append(kept.add("ab"[n % 2], 10 * n))
+        elif move == "expire":
+            kept.sessions.expire()
+        elif added:
+            record = added[n % len(added)]
+            match move:
+                case "drop":
+                    kept.sessions.drop(record)
+                case "touch":
+                    kept.sessions.touch(record)
+                case "work":
+                    busy(record)
+                case _:
+                    record.pending = None
+        now = list(kept.sessions)
+        assert len(now) <= 6
+        assert all(sum(record.identity == name for record in now) <= 4 for name in "ab")
+        assert sum(record.media_bytes for record in now) <= 250
+        assert [record.touched for record in now] == sorted(record.touched for record in now)
+        assert len({record.id for record in kept.gone}) == len(kept.gone)
+        assert sorted(record.id for record in added) == sorted(record.id for record in (*now, *kept.gone))
+
+
+def test_nothing_is_kept_of_who_has_gone() -> None:
+    kept = Kept()
+    kept.gone = []
+    kept.sessions = Sessions(Limits(), lambda record: None, kept.clock)
+    gc.collect()
+    gc.disable()  # reference counts alone must do
+    try:
+        gone = []
+        for _ in range(100):
+            record = kept.add(media=10)
+            record.stream = [record]  # a stream knows its session
+            gone.append(weakref.ref(record))
+            kept.sessions.drop(record)
+            del record
+        assert not [ref for ref in gone if ref() is not None]
+    finally:
+        gc.enable()
+    assert len(kept.sessions) == 0
