@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from outrider.config import DriverName, GenerationSettings, OnCloudLoss, OnLoop, Privacy, Scope, check_choice
-from outrider.core.acceptance import Exact, Rule, rule
+from outrider.core.acceptance import rule
 from outrider.core.decoder import Decoder, Event, Plan
-from outrider.core.gate import Always, Gate
+from outrider.core.gate import Gate
 from outrider.core.gate import gate as parse_gate
 from outrider.core.lookahead import lookahead
+from outrider.core.modes import check_modes
 from outrider.core.outcome import Result, guarantee
 from outrider.core.policy import Policy
 from outrider.core.sequence import Source
@@ -22,12 +23,13 @@ from outrider.core.text import Transcript
 from outrider.edge.drafter import Drafter
 from outrider.edge.drivers import pipelined, sequential
 from outrider.edge.link import Link, PipelinedVerifier
+from outrider.edge.pair import Pair
 from outrider.engines.base import Prompt, Reader
 from outrider.errors import PromptError, SettingsError
 from outrider.prompts.audio import check_length, is_silent
 from outrider.prompts.chat import PromptLike, encode
-from outrider.verifiers.base import Conditions, Description, Verifier, shared_vocabulary
-from outrider.verifiers.local import LocalVerifier, describe
+from outrider.verifiers.base import Conditions, Description, Verifier
+from outrider.verifiers.local import LocalVerifier
 from outrider.wire.ledger import Ledger
 
 
@@ -44,50 +46,6 @@ class StreamEvent:
     token_id: int
     text: str
     source: Source
-
-
-def check_modes(
-    gate: Gate,
-    accept: Rule,
-    scope: str,
-    on_loop: str | None,
-    driver: str,
-    on_cloud_loss: str | None,
-    *,
-    has_drafter: bool,
-    has_verifier: bool,
-    remote: bool,
-) -> None:
-    """Raise SettingsError where settings contradict each other or would do nothing; needs no model.
-
-    remote: the verifier is asked across a network.
-    """
-    check_choice("scope", scope, Scope)
-    check_choice("driver", driver, DriverName)
-    if on_loop is not None:
-        check_choice("on_loop", on_loop, OnLoop)
-    if on_cloud_loss is not None:
-        check_choice("on_cloud_loss", on_cloud_loss, OnCloudLoss)
-        if not remote:
-            raise SettingsError(f"on_cloud_loss {on_cloud_loss!r}: this verifier is not across a network")
-    if driver == "pipelined" and not (has_drafter and remote):
-        raise SettingsError("driver 'pipelined' needs a drafter, and a verifier across a network")
-    if on_cloud_loss == "edge-only" and not has_drafter:
-        raise SettingsError("on_cloud_loss 'edge-only' needs a drafter to go on with")
-    if not has_drafter and not has_verifier:
-        raise SettingsError("neither a drafter nor a verifier: there is no model to generate with")
-    if not has_verifier and on_loop == "escalate":
-        raise SettingsError("on_loop 'escalate' needs a verifier to escalate to")
-    if has_verifier and on_loop == "sample":
-        raise SettingsError("on_loop 'sample' is for edge-only decoding: with a verifier, escalate")
-    if not has_verifier and not isinstance(gate, Always):
-        raise SettingsError(f"gate {gate} has no verifier to decide about")
-    if not has_drafter and not isinstance(gate, Always):
-        raise SettingsError(f"gate {gate} has no drafter to judge")
-    if not (has_drafter and has_verifier) and not isinstance(accept, Exact):
-        raise SettingsError(f"accept {accept} is about drafts and verdicts: it needs a drafter and a verifier")
-    if scope == "repair" and gate.exact:
-        raise SettingsError("scope 'repair' is for gates that skip blocks; this one leaves nothing to repair")
 
 
 class SpeculativeDecoder:
@@ -112,6 +70,7 @@ class SpeculativeDecoder:
     Raises:
         SettingsError: settings that contradict each other.
         VocabularyMismatch: the two models do not share a vocabulary.
+        CloudLost: the cloud is not there, and on_cloud_loss is "fail".
     """
 
     def __init__(
@@ -144,13 +103,7 @@ class SpeculativeDecoder:
         check_modes(self.gate, self._rule, scope, on_loop, driver, on_cloud_loss, **sides, remote=remote)
         goes_on = draft is not None and not self.gate.exact
         self.on_cloud_loss: OnCloudLoss = on_cloud_loss or ("edge-only" if goes_on else "fail")
-        # Described once: a description lists the whole vocabulary.
-        self._sides = [describe(draft)] if draft is not None else []
-        self._sides += [verifier.describe()] if verifier is not None else []
-        self._target = self._sides[-1]
-        self._draft_vocabulary = self._target_vocabulary = self._target.vocab_size
-        if draft is not None and verifier is not None:
-            self._draft_vocabulary, self._target_vocabulary = shared_vocabulary(*self._sides)
+        self._pair = Pair(draft, verifier, self.on_cloud_loss)
 
     # Generating ---------------------------------------------------------------------------------------------
 
@@ -204,11 +157,16 @@ class SpeculativeDecoder:
             return "none"
         if isinstance(self.verifier, LocalVerifier):
             return _place(self.verifier.engine)
-        return f"{self._target.name}, {self.driver}, on loss {self.on_cloud_loss}, privacy {self.privacy}"
+        name = self._target.name if self._pair.met else "not there"
+        return f"{name}, {self.driver}, on loss {self.on_cloud_loss}, privacy {self.privacy}"
 
     def encode(self, prompt: PromptLike) -> Prompt:
         """The prompt as the models read it."""
         return encode(self._encoder, prompt)
+
+    @property
+    def _target(self) -> Description:
+        return self._pair.target
 
     @property
     def _encoder(self) -> Any:
@@ -218,13 +176,14 @@ class SpeculativeDecoder:
 
     def _start(self, prompt: PromptLike, values: dict[str, Any]) -> _Run:
         settings = GenerationSettings.build(values)
+        self._pair.meet()
         encoded = self.encode(prompt)
         self._check_prompt(encoded, settings)
         rules = self._rules(settings)
         if rules.needs_text and self.tokenizer is None:
             raise SettingsError("stop strings and sentences need a tokenizer, and the model came without one")
-        if any(token >= self._target_vocabulary for token in settings.suppress_tokens):
-            raise SettingsError(f"suppress_tokens: ids go up to {self._target_vocabulary - 1}")
+        if any(token >= self._pair.target_vocabulary for token in settings.suppress_tokens):
+            raise SettingsError(f"suppress_tokens: ids go up to {self._pair.target_vocabulary - 1}")
         return _Run(self, encoded, settings, rules)
 
     def _check_prompt(self, prompt: Prompt, settings: GenerationSettings) -> None:
@@ -240,7 +199,7 @@ class SpeculativeDecoder:
 
     def _check_length(self, prompt: Prompt, settings: GenerationSettings) -> None:
         total = len(prompt.ids) + settings.max_new_tokens
-        for side in self._sides:
+        for side in self._pair.sides:
             if side.max_length is not None and total > side.max_length:
                 raise PromptError(
                     f"a prompt of {len(prompt.ids)} tokens and max_new_tokens {settings.max_new_tokens} make {total}: "
@@ -258,16 +217,16 @@ class SpeculativeDecoder:
     def _drafter(self, prompt: Prompt, settings: GenerationSettings) -> Drafter | None:
         if self.draft is None or self.lookahead is None:
             return None
-        policy = Policy.build(settings, self._target.eos_ids, self._draft_vocabulary, len(prompt.ids))
+        policy = Policy.build(settings, self._target.eos_ids, self._pair.draft_vocabulary, len(prompt.ids))
         needs_signals = self.gate.needs_signals or self.lookahead.needs_signals
         needs_q = self._rule.needs_q and self.verifier is not None
         return Drafter(Reader(self.draft, prompt, "drafter"), policy, needs_signals=needs_signals, needs_q=needs_q)
 
     def _link(self, prompt: Prompt, settings: GenerationSettings) -> Link | None:
-        if self.verifier is None:
+        if self.verifier is None or not self._pair.met:
             return None
         shared = self._shared(prompt)
-        conditions = Conditions(settings, self.accept, self._target_vocabulary, self.withholds(prompt))
+        conditions = Conditions(settings, self.accept, self._pair.target_vocabulary, self.withholds(prompt))
         return Link(self.verifier, lambda verifier: verifier.open(shared, conditions), self.on_cloud_loss)
 
     def _shared(self, prompt: Prompt) -> Prompt:
@@ -302,6 +261,8 @@ class _Run:
         self._owner, self._prompt, self._settings, self._rules = owner, prompt, settings, rules
         self._decoder = Decoder(prompt.ids, owner._plan(rules), self._decode if rules.needs_text else None)
         self._ledger = Ledger()
+        if not owner._pair.met:
+            self._decoder.lose_verifier()
 
     def events(self) -> Iterator[Event]:
         """Run the loop; time it; close what was opened, whatever happens."""

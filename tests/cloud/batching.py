@@ -20,7 +20,7 @@ from outrider.core.acceptance import Verdict
 from outrider.core.decoder import Verify
 from outrider.engines.base import Feed, Prompt
 from outrider.verifiers.base import Conditions
-from outrider.verifiers.local import open_session
+from outrider.verifiers.local import LocalVerifier, open_session
 
 V = 32
 TARGET = HashRows(5, V)
@@ -103,3 +103,33 @@ class Held:
 
     def release(self) -> None:
         self._release.set()
+
+
+class Edge:
+    """One session's edge, and the verdicts that it must get: those of a verifier that serves nobody else."""
+
+    def __init__(self, engine: Any, prompt: Seq[int], **options: Any) -> None:
+        self.record = record(engine, prompt, **options)
+        self.alone = LocalVerifier(ScriptedEngine(TARGET, V))
+        conditions = Conditions(GenerationSettings(**options), "exact", V)
+        self.session = self.alone.open(Prompt(tuple(prompt)), conditions)
+        self.ids, self.round = list(prompt), 0
+        self.request: Verify | None = None
+
+    def next(self, skipped: Seq[int | None], drafts: Seq[int | None]) -> Verify:
+        """A new request. None stands for what the target would say next."""
+        ids = list(self.ids)
+        for token in (*skipped, *drafts):
+            ids += own(ids, 1) if token is None else [token]
+        self.round += 1
+        base = len(self.ids) + len(skipped)
+        self.request = Verify(self.round, base, tuple(ids[len(self.ids) : base]), tuple(ids[base:]))
+        return self.request
+
+    def check(self, verdict: Verdict) -> None:
+        assert self.request is not None
+        assert verdict == self.alone.verify(self.session, self.request)
+        if len(self.ids) + len(self.request.new_ids) == self.request.base_length:  # else a repeat, applied before
+            drafts = self.request.draft_ids[: verdict.accepted]
+            self.ids += [*self.request.new_ids, *drafts, verdict.next_token]
+        assert self.record.session.ids == self.ids

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from typing import Any
 
+import grpc
 from torch import Tensor
 
 from fakes import HashRows, ScriptedEngine, plain
 from outrider.engines.base import Feed
 from outrider.wire import schema
 from tests.cloud.raw import opening
-from tests.cloud.serving import Served
+from tests.cloud.serving import Served, serving
 
 V, EOS = 32, 31
 PROMPT = (3, 1, 4, 1, 5)
@@ -92,3 +94,10 @@ def clear(served: Served) -> None:
     engine: Any = served.service.engine
     eventually(lambda: not engine.open_slots)
     assert served.service._arriving == 0
+
+
+@contextmanager
+def reached(engine: Any, **options: Any) -> Iterator[tuple[Served, grpc.Channel]]:
+    """A service of its own, and a channel to it."""
+    with serving(engine, **options) as served, grpc.insecure_channel(served.address) as channel:
+        yield served, channel

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes import ScriptedEngine
 from outrider.cloud.batcher import NARROW, groups
 from outrider.config import GenerationSettings
 from outrider.core.acceptance import Verdict
@@ -18,39 +16,8 @@ from outrider.engines.torch import TorchEngine
 from outrider.verifiers.base import Conditions
 from outrider.verifiers.local import LocalVerifier
 from outrider.verifiers.session import AUDITED
-from tests.cloud.batching import SOON, TARGET, V, Watched, batching, own, record, together
+from tests.cloud.batching import SOON, Edge, V, Watched, batching, own, record, together
 from tests.engines import tiny
-
-
-class Edge:
-    """One session's edge, and the verdicts that it must get: those of a verifier that serves nobody else."""
-
-    def __init__(self, engine: Any, prompt: Seq[int], **options: Any) -> None:
-        self.record = record(engine, prompt, **options)
-        self.alone = LocalVerifier(ScriptedEngine(TARGET, V))
-        conditions = Conditions(GenerationSettings(**options), "exact", V)
-        self.session = self.alone.open(Prompt(tuple(prompt)), conditions)
-        self.ids, self.round = list(prompt), 0
-        self.request: Verify | None = None
-
-    def next(self, skipped: Seq[int | None], drafts: Seq[int | None]) -> Verify:
-        """A new request. None stands for what the target would say next."""
-        ids = list(self.ids)
-        for token in (*skipped, *drafts):
-            ids += own(ids, 1) if token is None else [token]
-        self.round += 1
-        base = len(self.ids) + len(skipped)
-        self.request = Verify(self.round, base, tuple(ids[len(self.ids) : base]), tuple(ids[base:]))
-        return self.request
-
-    def check(self, verdict: Verdict) -> None:
-        assert self.request is not None
-        assert verdict == self.alone.verify(self.session, self.request)
-        if len(self.ids) + len(self.request.new_ids) == self.request.base_length:  # else a repeat, applied before
-            drafts = self.request.draft_ids[: verdict.accepted]
-            self.ids += [*self.request.new_ids, *drafts, verdict.next_token]
-        assert self.record.session.ids == self.ids
-
 
 tokens = st.lists(st.integers(0, V - 1) | st.none(), max_size=5)
 moves = st.one_of(st.none(), st.just("again"), st.tuples(st.just([]) | tokens, tokens))

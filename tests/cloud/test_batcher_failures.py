@@ -16,7 +16,20 @@ from outrider.core.decoder import Verify
 from outrider.engines.base import Feed
 from outrider.errors import DecodingError, StateError
 from outrider.wire.messages import Code, Refusal
-from tests.cloud.batching import SOON, TARGET, Held, V, Watched, batching, long_prompt, own, record, together, wrong
+from tests.cloud.batching import (
+    SOON,
+    TARGET,
+    Edge,
+    Held,
+    V,
+    Watched,
+    batching,
+    long_prompt,
+    own,
+    record,
+    together,
+    wrong,
+)
 
 # Failures -------------------------------------------------------------------------------------------------------
 
@@ -149,7 +162,7 @@ def test_what_is_cancelled_before_it_was_looked_at_is_never_read() -> None:
 
 @pytest.mark.parametrize("slots", [1, 3])
 def test_stopping_leaves_no_future_hanging(slots: int) -> None:
-    """One in a forward, some with a slot or waiting for one, some that nobody has looked at, and one that comes late."""
+    """One in a forward, some that wait for a slot, some that nobody has looked at, and one that comes late."""
     engine = Watched()
     held = Held(engine)
     with batching(engine, slots) as batcher:

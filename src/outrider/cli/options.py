@@ -230,10 +230,10 @@ def build_decoder(models: Models, speculation: Speculation, network: Network) ->
 
 def check(models: Models, speculation: Speculation, network: Network) -> None:
     """Raise InputError for what is wrong with the options themselves."""
-    from outrider.api import check_modes
     from outrider.core.acceptance import rule
     from outrider.core.gate import gate
     from outrider.core.lookahead import lookahead
+    from outrider.core.modes import check_modes
     from outrider.engines.load import locate
     from outrider.verifiers.connect import parse_target
 

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 from outrider.config import OnCloudLoss
 from outrider.core.acceptance import Verdict
 from outrider.core.decoder import Verify
-from outrider.errors import CloudLost, SettingsError, StateError
+from outrider.errors import CloudError, CloudLost, SettingsError, StateError
 from outrider.verifiers.base import Verifier
 from outrider.wire.ledger import Ledger
 
@@ -107,8 +107,8 @@ class Link:
             return
         try:
             self._verifier.close(self._session)
-        except CloudLost as lost:
-            log.debug("session %d was not closed: %s", self._session, lost)
+        except CloudError as error:
+            log.debug("session %d was not closed: %s", self._session, error)
 
     def _insist(self, ask: Callable[[], T]) -> T | None:
         """What `ask` answers, as far as `on_loss` goes to get it."""

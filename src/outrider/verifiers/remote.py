@@ -33,7 +33,7 @@ from outrider.errors import (
 from outrider.netem.conditions import Conditions as Net
 from outrider.verifiers.base import Conditions, Description
 from outrider.wire import schema
-from outrider.wire.connection import Connection
+from outrider.wire.connection import GOODBYE_NAME, Connection
 from outrider.wire.ledger import Ledger
 from outrider.wire.media import pack_media
 from outrider.wire.messages import Code, digest, pack_ids, pack_settings, pack_verify, unpack_verdict
@@ -189,7 +189,7 @@ class RemoteVerifier:
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(_Again),
             stop=stop_after_delay(self.patience),
-            wait=_pause,
+            wait=self._pause,
             before_sleep=self._say,
             reraise=True,
         )
@@ -197,6 +197,14 @@ class RemoteVerifier:
             return await retrying(attempt, *args)
         except _Again as last:
             raise CloudLost(f"{self.name} cannot be reached: {last}") from last
+
+    def _pause(self, state: RetryCallState) -> float:
+        """Seconds before the next attempt: doubling, at least what the cloud asked for, and no longer than patience."""
+        failed = state.outcome.exception() if state.outcome else None
+        asked = failed.after if isinstance(failed, _Again) else 0.0
+        growing = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** (state.attempt_number - 1))
+        spread = max(asked, growing) * random.uniform(1.0, 1.25)  # so that edges do not come back in step
+        return min(spread, max(0.0, self.patience - (state.seconds_since_start or 0.0)))
 
     def _say(self, state: RetryCallState) -> None:
         reason = state.outcome.exception() if state.outcome else None
@@ -223,7 +231,7 @@ class _RemoteSession:
         self._id: bytes | None = None
         self._fresh = False  # opened by the attempt at hand: the cloud cannot have lost track of it
         self._stream: Stream | None = None
-        self._generating = False
+        self._generating = self._left = False
         self._unanswered: list[tuple[str, int]] = []  # frames by kind and cost, since the last answer
 
     async def verify(self, request: Verify) -> Verdict:
@@ -255,7 +263,8 @@ class _RemoteSession:
         """Say goodbye, if there is somebody to say it to."""
         task = asyncio.current_task()
         if task is not None:
-            task.set_name("outrider-goodbye")
+            task.set_name(GOODBYE_NAME)
+        self._left = True
         stream, self._stream = self._stream, None
         if stream is None:
             return
@@ -298,7 +307,11 @@ class _RemoteSession:
         """Make sure that there is a stream; true if an Opened is to be expected on it."""
         if self._stream is not None:
             return False
-        self._stream = await self._owner.connection.open_stream()
+        stream = await self._owner.connection.open_stream()
+        if self._left:  # nobody waits for the answer any more, nor would anybody close this stream
+            stream.cancel()
+            raise StateError("the session is closed")
+        self._stream = stream
         self._generating = False
         self._fresh = self._id is None
         for frame in self._open() if self._fresh else self._resume():
@@ -386,11 +399,3 @@ class _RemoteSession:
         fits = verdict.round == request.round and 0 <= verdict.accepted <= len(request.draft_ids)
         if not fits or verdict.next_token >= self._conditions.vocab_size:
             raise CloudRefused(f"{self._owner.name} sent a verdict that does not answer round {request.round}")
-
-
-def _pause(state: RetryCallState) -> float:
-    """Seconds before the next attempt: doubling, but at least what the cloud asked for."""
-    failed = state.outcome.exception() if state.outcome else None
-    asked = failed.after if isinstance(failed, _Again) else 0.0
-    growing = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** (state.attempt_number - 1))
-    return max(asked, growing) * random.uniform(1.0, 1.25)  # so that edges do not come back in step

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from outrider.errors import CloudError
 from outrider.netem.conditions import Conditions
 from outrider.netem.link import Link
 from outrider.wire import schema
@@ -29,6 +30,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 GOODBYE = 1.0  # s that closing frames may take to leave
+GOODBYE_NAME = "outrider-goodbye"  # tasks of this name may finish while the connection is closed
 
 
 class Connection:
@@ -42,19 +44,46 @@ class Connection:
     ) -> None:
         self.link = Link(host, port, net)
         self.account = Account()
-        self._host, self._tls = host, tls
+        self._host, self._tls, self._name = host, tls, f"grpc://{host}:{port}"
         metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._channel = Channel(self._open, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", metadata)
         self._folder = tempfile.mkdtemp(prefix="outrider-")
         self._path = os.path.join(self._folder, "s")
+        self._lock = threading.Lock()
+        self._ended = False
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-connection", daemon=True)
         self._thread.start()
         self.run(self.link.start_unix(self._path)).result()
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the connection's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Run a coroutine in the connection's loop.
+
+        Raises:
+            CloudError: the connection is closed; also the future's exception where it is closed before the work is done.
+        """
+        with self._lock:
+            if self._ended:
+                work.close()
+                raise self._disconnected()
+            return asyncio.run_coroutine_threadsafe(self._until_closed(work), self._loop)
+
+    async def _until_closed(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if not self._ended:
+                raise
+            raise self._disconnected() from None
+        finally:
+            self._tasks.discard(task)
+
+    def _disconnected(self) -> CloudError:
+        return CloudError(f"{self._name} was disconnected")
 
     async def _open(self, factory: Callable[[], Http2]) -> None:
         loop = asyncio.get_running_loop()
@@ -86,18 +115,25 @@ class Connection:
 
     def close(self) -> None:
         """End the channel, the link and the thread."""
-        if self._loop.is_closed():
-            return
-        self.run(self._stop()).result()
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+            stopped = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
+        stopped.result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _stop(self) -> None:
-        mine = asyncio.current_task()
-        others = [task for task in asyncio.all_tasks() if task is not mine and task.get_name().startswith("outrider")]
-        if others:
-            await asyncio.wait(others, timeout=GOODBYE)
+        """Goodbyes may leave; who waits for an answer is told that none comes."""
+        goodbyes = {task for task in self._tasks if task.get_name() == GOODBYE_NAME}
+        for task in self._tasks - goodbyes:
+            task.cancel()
+        if goodbyes:
+            await asyncio.wait(goodbyes, timeout=GOODBYE)
         await self._channel.close()
         await self.link.close()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=GOODBYE)

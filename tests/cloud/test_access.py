@@ -1,0 +1,155 @@
+"""Who may use a service, and how much of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import grpc
+import pytest
+
+from outrider.cloud.limits import MESSAGE_OVERHEAD, Limits
+from outrider.cloud.security import Tokens
+from outrider.wire import schema
+from outrider.wire.tls import ServerTls
+from tests.certificates import Authority
+from tests.cloud.common import PROMPT, SOON, Held, code, eventually, figure, open_, reached, said
+from tests.cloud.raw import CLOSE, RawStream, resuming, verifying
+from tests.cloud.serving import serving
+
+LAB, HOME = "l" * 20, "h" * 20
+
+
+def bearer(token: str) -> list[tuple[str, str]]:
+    return [("authorization", f"Bearer {token}")]
+
+
+# Identity -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Tokens:
+    file = tmp_path / "tokens"
+    file.write_text(f"lab {LAB}\nhome {HOME}\n")
+    file.chmod(0o600)
+    return Tokens.load(file)
+
+
+def test_a_session_is_its_owners(tokens: Tokens) -> None:
+    with reached(Held(), tokens=tokens) as (served, channel):
+        with RawStream(channel, bearer(LAB)) as mine:
+            id_ = mine.opened(open_())
+            with RawStream(channel, bearer(HOME)) as other:
+                assert code(other.refused(resuming(id_, PROMPT)).code) == "UNKNOWN_SESSION"
+            assert mine.verdict(verifying(1, 5)).next_token == said(1)[0]
+        with RawStream(channel, bearer(LAB)) as mine:
+            mine.opened(resuming(id_, (*PROMPT, said(1)[0])))
+
+
+@pytest.mark.parametrize("metadata", [[], bearer("x" * 20), [("authorization", LAB)]])
+def test_nobody_comes_in_without_a_token(tokens: Tokens, metadata: list[tuple[str, str]]) -> None:
+    with reached(Held(), tokens=tokens) as (served, channel):
+        with RawStream(channel, metadata) as stream:
+            stream.send(open_())
+            with pytest.raises(grpc.RpcError) as caught:
+                stream.receive()
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        for call in ("unary_unary", "unary_stream"):
+            method = f"/{schema.SERVICE}/{'Describe' if call == 'unary_unary' else 'Vocabulary'}"
+            with pytest.raises(grpc.RpcError) as caught:
+                list(getattr(channel, call)(method)(b"", timeout=SOON, metadata=metadata))
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert figure(served, "outrider_errors_total") == 3
+        assert len(served.service.sessions) == 0
+
+
+def test_mutual_tls_and_tokens(tmp_path: Path, tokens: Tokens) -> None:
+    authority = Authority(tmp_path)
+    server, client = authority.server(), authority.client("edge-7")
+    tls = ServerTls(server.cert, server.key, authority.ca)
+    ca = authority.ca.read_bytes()
+    with serving(Held(), tls=tls, tokens=tokens) as served:
+        known = grpc.ssl_channel_credentials(ca, client.key.read_bytes(), client.cert.read_bytes())
+        with grpc.secure_channel(f"localhost:{served.port}", known) as channel:
+            with RawStream(channel, bearer(LAB)) as stream:
+                stream.opened(open_())
+                assert stream.verdict(verifying(1, 5, said(2))).accepted == 2
+                assert [record.identity for record in served.service.sessions] == ["lab"]
+            with RawStream(channel) as stream, pytest.raises(grpc.RpcError) as caught:
+                stream.receive()
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        with grpc.secure_channel(f"localhost:{served.port}", grpc.ssl_channel_credentials(ca)) as channel:
+            with RawStream(channel, bearer(LAB)) as stream, pytest.raises(grpc.RpcError) as caught:
+                stream.receive()
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+# Limits ---------------------------------------------------------------------------------------------------------
+
+
+def test_haste_is_told_when_to_come_back() -> None:
+    with reached(Held(), limits=Limits(max_rate=8, burst=3)) as (served, channel):
+        with RawStream(channel) as stream:
+            id_ = stream.opened(open_())
+            a = said(4)
+            stream.verdict(verifying(1, 5))
+            stream.verdict(verifying(2, 6))
+            error = stream.refused(verifying(3, 7))
+            assert code(error.code) == "LIMIT"
+            assert 0 < error.retry_after_ms <= 126
+        threading.Event().wait(error.retry_after_ms / 1000)
+        with RawStream(channel) as stream:
+            stream.opened(resuming(id_, (*PROMPT, *a[:2])))
+            assert stream.verdict(verifying(3, 7)).next_token == a[2]
+
+
+def test_opening_counts_as_a_request() -> None:
+    """It costs the service more than a block does."""
+    with reached(Held(), limits=Limits(max_rate=0.01, burst=2)) as (served, channel):
+        for _ in range(2):
+            with RawStream(channel) as stream:
+                stream.opened(open_())
+        with RawStream(channel) as stream:
+            assert code(stream.refused(open_()).code) == "LIMIT"
+
+
+@pytest.mark.parametrize("limit", ["max_sessions", "max_sessions_per_identity"])
+def test_so_many_sessions(limit: str) -> None:
+    with reached(Held(), limits=Limits(**{limit: 2})) as (served, channel):
+        with RawStream(channel) as one, RawStream(channel) as two, RawStream(channel) as three:
+            one.opened(open_())
+            two.opened(open_())
+            error = three.refused(open_())
+            assert (code(error.code), error.retry_after_ms) == ("LIMIT", 1000)
+            one.send(CLOSE)
+            eventually(lambda: len(served.service.sessions) == 1)
+            with RawStream(channel) as four:
+                four.opened(open_())
+
+
+def test_a_prompt_has_so_many_tokens_but_what_followed_it_may_come_along() -> None:
+    """A session that was lost is opened again with its output: the prompt's limit is not about that."""
+    with reached(Held(), limits=Limits(max_prompt_tokens=5)) as (served, channel):
+        with RawStream(channel) as stream:
+            assert code(stream.refused(open_((*PROMPT, 1))).code) == "PROMPT"
+        with RawStream(channel) as stream:
+            stream.opened(open_(committed=said(40)))
+            assert stream.verdict(verifying(1, 45)).next_token == said(41)[-1]
+
+
+def test_a_message_that_is_too_large_ends_its_stream_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    limits = Limits(max_media_bytes=1000, max_media_total=1000, max_message_bytes=1000 + MESSAGE_OVERHEAD)
+    with reached(Held(), limits=limits) as (served, channel):
+        with RawStream(channel) as bystander, RawStream(channel) as stream:
+            bystander.opened(open_((1, 2)))
+            id_ = stream.opened(open_())
+            stream.send(bytes(limits.max_message_bytes + 1))
+            with pytest.raises(grpc.RpcError) as caught:
+                stream.receive()
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            bystander.verdict(verifying(1, 2))
+            eventually(lambda: served.service.streams == 1)
+            with RawStream(channel) as again:
+                again.opened(resuming(id_, PROMPT))
+    assert not [entry for entry in caplog.records if entry.levelno >= logging.WARNING]

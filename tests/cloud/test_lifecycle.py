@@ -1,0 +1,184 @@
+"""A service begins, drains and ends in order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider.cloud.server import Server, Serving, run
+from outrider.errors import SettingsError
+from outrider.wire import schema
+from tests.cloud.common import PROMPT, SOON, Held, code, eventually, open_, reached, said
+from tests.cloud.raw import CLOSE, RawStream, opening, resuming, verifying
+from tests.cloud.serving import serving
+
+
+def health(channel: grpc.Channel, service: str = "") -> int:
+    return (
+        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=SOON).status
+    )
+
+
+def test_draining_takes_nobody_new_and_lets_those_at_work_finish() -> None:
+    with reached(Held(), grace=20.0) as (served, channel):
+        with RawStream(channel) as one, RawStream(channel) as waiting:
+            id_ = one.opened(open_())
+            one.verdict(verifying(1, 5))
+            drained = served.submit(served.server.drain())
+            eventually(lambda: served.service.draining)
+            for name in ("", schema.SERVICE):
+                assert health(channel, name) == health_pb2.HealthCheckResponse.NOT_SERVING
+            error = waiting.refused(open_())
+            assert code(error.code) == "DRAINING"
+            assert error.retry_after_ms > 0
+            with RawStream(channel) as other:
+                assert code(other.refused(resuming(id_, PROMPT)).code) == "DRAINING"
+            assert one.verdict(verifying(2, 6, said(4)[1:3])).accepted == 2
+            assert not drained.done()
+            one.send(CLOSE)
+            one.finish()
+            drained.result(SOON)
+        assert not served.service.engine.open_slots  # type: ignore[attr-defined]
+
+
+def test_not_serving_is_said_before_anybody_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(Held()) as served:
+        said_: list[tuple[int, bool]] = []
+        tell = served.server._serve_health
+
+        async def watched(status: int) -> None:
+            said_.append((status, served.service.draining))
+            await tell(status)
+
+        monkeypatch.setattr(served.server, "_serve_health", watched)
+        served.run(served.server.drain())
+        assert said_ == [(health_pb2.HealthCheckResponse.NOT_SERVING, False)]
+
+
+def test_grace_ends() -> None:
+    with reached(Held(), grace=0.3) as (served, channel):
+        with RawStream(channel) as idle:
+            idle.opened(open_())
+            served.run(served.server.drain())
+            with pytest.raises(grpc.RpcError):
+                idle.receive()
+        assert not served.service.engine.open_slots  # type: ignore[attr-defined]
+
+
+def test_stopping_while_a_verdict_is_being_computed(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Held()
+    with reached(engine) as (served, channel), RawStream(channel) as stream:
+        stream.opened(open_())
+        engine.hold()
+        stream.send(verifying(1, 5))
+        assert engine.entered.wait(SOON)
+        stopping = served.submit(served.server.stop())
+        with pytest.raises(grpc.RpcError):
+            stream.receive()
+        engine.go.set()
+        stopping.result(SOON)
+        assert not engine.open_slots
+    assert not [entry for entry in caplog.records if entry.levelno >= logging.WARNING]
+
+
+def test_a_service_can_be_restarted_at_its_port() -> None:
+    with serving(Held()) as served:
+        port = served.port
+        for _ in range(2):
+            with grpc.insecure_channel(served.address) as channel, RawStream(channel) as stream:
+                stream.opened(open_())
+                stream.verdict(verifying(1, 5))
+            served.restart()
+            assert served.port == port
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", ""])
+def test_where_it_listens(host: str) -> None:
+    """ "" is every interface, as in --listen :7070, which gRPC itself cannot bind."""
+    with serving(Held(), host=host) as served, grpc.insecure_channel(f"localhost:{served.port}") as channel:
+        assert health(channel) == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_metrics_that_cannot_be_served_leave_nothing_behind() -> None:
+    with serving(Held()) as served, pytest.raises(SettingsError, match="metrics cannot be served"):
+        with serving(Held(), metrics_at=("127.0.0.1", served.port)):
+            pass
+
+
+def test_an_address_that_is_taken_is_named() -> None:
+    with serving(Held()) as served:
+        with pytest.raises(SettingsError, match=rf"cannot listen on 127.0.0.1:{served.port}"):
+            with serving(Held(), port=served.port):
+                pass
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_signal_drains_and_a_second_one_ends_it_at_once(signals: int) -> None:
+    """With a stream open, one signal waits for the grace to end."""
+    engine, grace = Held(), 1.0 if signals == 1 else 60.0
+    engine.reserve(2000, 256)
+    outcome: Future[Any] = Future()
+
+    def edge(server: Server) -> None:
+        try:
+            with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel, RawStream(channel) as stream:
+                stream.opened(open_())
+                for _ in range(signals):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    eventually(lambda: server.service.draining)
+                outcome.set_result(next(stream.call, None))
+        except (AssertionError, grpc.RpcError) as error:
+            outcome.set_exception(error)
+
+    def listening(server: Server) -> None:
+        threading.Thread(target=edge, args=(server,)).start()
+
+    asyncio.run(run(engine, Serving("127.0.0.1", 0, budget=2000, max_length=256, grace=grace), listening))
+    with pytest.raises(grpc.RpcError):
+        outcome.result(SOON)
+    assert not engine.open_slots
+
+
+def test_the_command_serves_drains_on_sigterm_and_ends_with_0() -> None:
+    command = [sys.executable, "-m", "outrider", "cloud", "demo", "--listen", "127.0.0.1:0", "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    try:
+        address = json.loads(process.stdout.readline())["listening"]
+        with grpc.insecure_channel(address) as channel:
+            data = channel.unary_unary(f"/{schema.SERVICE}/Describe")(b"", timeout=SOON)
+            described = schema.DescribeAnswer.FromString(data)
+
+            def fits(frame: schema.Open) -> None:
+                frame.fingerprint, frame.model = described.fingerprint, described.model
+
+            with RawStream(channel) as one, RawStream(channel) as two:
+                frame = opening(PROMPT, described.vocab_size, change=fits)
+                one.opened(frame)
+                first = one.verdict(verifying(1, 5))
+                process.send_signal(signal.SIGTERM)
+                eventually(lambda: health(channel) == health_pb2.HealthCheckResponse.NOT_SERVING)
+                assert code(two.refused(frame).code) == "DRAINING"
+                assert one.verdict(verifying(2, 6, (first.next_token,))).round == 2
+                one.send(CLOSE)
+                one.finish()
+                _, spoken = process.communicate(timeout=30)
+        assert process.returncode == 0, spoken
+        assert spoken.splitlines() == [f"outrider: serving demo:cloud at grpc://{address}"]
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
