@@ -114,13 +114,11 @@ class Batcher:
                 arrived, self._inbox = self._inbox, []
                 leavers, self._leavers = self._leavers, []
             self._jobs += [job for job in arrived if job.future.set_running_or_notify_cancel()]
-            try:
-                self._part(leavers)
-                self._step()
-            except Exception as error:  # the thread's outermost guard: without the thread, nobody is answered again
-                log.exception("the batcher failed")
-                for job in list(self._jobs):
-                    self._finish(job, error)
+            self._attempt(list(self._jobs), self._turn, leavers)  # without the thread, nobody is answered again
+
+    def _turn(self, leavers: Seq[Record]) -> None:
+        self._part(leavers)
+        self._step()
 
     def _part(self, leavers: Seq[Record]) -> None:
         for record in leavers:
@@ -210,10 +208,12 @@ class Batcher:
             self._fail(jobs, error)
 
     def _fail(self, jobs: Seq[Job], error: BaseException) -> None:
-        for job in [job for job in jobs if job in self._jobs]:
+        failed = [job for job in jobs if job in self._jobs]
+        for job in failed:
+            self._finish(job, error)
+        for job in failed:
             if job.reading is not None:
                 self.seats.vacate(job.record)  # its cache may hold anything
-            self._finish(job, error)
 
     def _left(self, job: Job) -> int:
         """Tokens that the job's cache lacks."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Protocol
 
 from outrider.config import GenerationSettings
@@ -34,7 +33,7 @@ class Description:
     audio_seconds: float = 0.0
     read_vocabulary: Callable[[], list[str]] = field(default=list, repr=False, compare=False)
 
-    @cached_property
+    @property
     def vocabulary(self) -> list[str]:
         """Token strings by id; empty where the model came without a tokenizer."""
         return self.read_vocabulary()

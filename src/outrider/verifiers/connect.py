@@ -102,6 +102,8 @@ def _remote(
     if token is not None and token_file is not None:
         raise SettingsError("give token or token_file, not both")
     token = _read_token(token_file) if token_file is not None else token
+    if token is not None and not (token.isascii() and token.isprintable() and " " not in token and token):
+        raise SettingsError("a token is one word of ASCII letters, digits and signs")
     encrypted = tls or any(name is not None for name in (ca, cert, key))
     if token is not None and not encrypted and not _is_loopback(target.host):
         raise SettingsError(f"a token for {target.host} would cross the network unencrypted: add tls or ca")
@@ -124,9 +126,8 @@ def _is_loopback(host: str) -> bool:
 
 def _read_token(file: str) -> str:
     try:
-        token = Path(file).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"cannot read a token from {file}: {getattr(error, 'strerror', None) or error}") from error
-    if not token or not token.isprintable() or " " in token:
-        raise SettingsError(f"{file} holds no token: expected one word")
-    return token
+        return Path(file).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise SettingsError(f"cannot read a token from {file}: {error.strerror}") from error
+    except UnicodeDecodeError:  # its message would quote the file
+        raise SettingsError(f"{file} holds no token: it is no text") from None

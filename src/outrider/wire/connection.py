@@ -61,7 +61,7 @@ class Connection:
         """Run a coroutine in the connection's loop.
 
         Raises:
-            CloudError: the connection is closed; also the future's exception where it is closed before the work is done.
+            CloudError: the connection is closed; where that comes before the work is done, the future raises it.
         """
         with self._lock:
             if self._ended:

@@ -1,0 +1,206 @@
+"""The cloud as a verifier: the handshake, and what an edge makes of a cloud that is slow, changed, or strange."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from cloud.serving import Served, serving
+from fakes import HashRows, ScriptedEngine, plain
+from outrider import CloudLost, CloudRefused, SpeculativeDecoder, VocabularyMismatch, connect
+from outrider.cloud.limits import Limits
+from outrider.config import GenerationSettings
+from outrider.core.decoder import Verify
+from outrider.engines.base import Prompt
+from outrider.errors import DecodingError, PromptError, SettingsError, StateError
+from outrider.verifiers.base import Conditions
+from outrider.verifiers.remote import RemoteVerifier
+from outrider.wire import schema
+
+V = 32
+PROMPT = (3, 1, 4, 1, 5)
+TARGET = HashRows(1, V)
+
+
+def engine(rows: Any = TARGET, **options: Any) -> ScriptedEngine:
+    return ScriptedEngine(rows, V, **options)
+
+
+class Named(ScriptedEngine):
+    """An engine whose tokens have names."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(TARGET, len(names))
+        self.vocabulary = names
+
+    @property
+    def fingerprint(self) -> str:
+        return str(hash(tuple(self.vocabulary)))[:16]
+
+
+def far(served: Served, **options: Any) -> RemoteVerifier:
+    verifier = connect(f"grpc://{served.address}", **{"patience": 2.0, "deadline": 5.0, **options})
+    assert isinstance(verifier, RemoteVerifier)
+    return verifier
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with serving(engine()) as running:
+        yield running
+
+
+def conditions(accept: str = "exact", **settings: Any) -> Conditions:
+    return Conditions(GenerationSettings(**settings), accept, V)
+
+
+def said(count: int, **settings: Any) -> tuple[int, ...]:
+    return tuple(plain(TARGET, PROMPT, V, max_new_tokens=count, **settings))
+
+
+# Handshake ------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_token_that_differs_is_named() -> None:
+    names = [f"word{n}" for n in range(5000)]
+    theirs = [*names[:4321], "another", *names[4322:]]
+    differs = pytest.raises(VocabularyMismatch, match=r"token 4321 is 'word4321' in the first and 'another'")
+    with serving(Named(theirs), max_length=64) as served, far(served) as cloud, differs:
+        SpeculativeDecoder(Named(names), cloud)
+
+
+def test_the_vocabulary_is_not_fetched_where_fingerprints_agree(served: Served) -> None:
+    with far(served) as cloud:
+        SpeculativeDecoder(engine(), cloud)
+        assert cloud.connection.link.down < 600
+
+
+def test_another_protocol_is_named(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    with far(served) as cloud:
+        monkeypatch.setattr(schema, "VERSION", 2)
+        cloud.describe()  # both sides run this code: they agree
+        session = cloud.open(Prompt(PROMPT), conditions())
+        monkeypatch.setattr(schema, "VERSION", 3)
+        cloud.model = b"another"
+        with pytest.raises(CloudRefused, match="another model"):
+            cloud.verify(session, Verify(1, 5, (), (1,)))
+
+
+def test_another_checkpoint_behind_the_address_is_refused_and_never_mixed_in(served: Served) -> None:
+    class Other(ScriptedEngine):
+        identity = "other"
+
+    with far(served) as cloud:
+        session = cloud.open(Prompt(PROMPT), conditions())
+        a = said(3)
+        assert cloud.verify(session, Verify(1, 5, (), a[:2])).next_token == a[2]
+        served.server.service.engine = Other(HashRows(2, V), V)
+        served.restart()
+        with pytest.raises(CloudRefused, match="another model"):
+            cloud.verify(session, Verify(2, 8, (), (1,)))
+
+
+# Answers --------------------------------------------------------------------------------------------------------
+
+
+def test_verdicts_are_the_local_ones(served: Served) -> None:
+    a = said(8)
+    with far(served) as cloud:
+        session = cloud.open(Prompt(PROMPT), conditions())
+        assert cloud.verify(session, Verify(1, 5, (), a[:3])).accepted == 3
+        verdict = cloud.verify(session, Verify(2, 9, (), (a[4], (a[5] + 1) % V, 0)))
+        assert (verdict.accepted, verdict.next_token) == (1, a[5])
+        assert verdict == cloud.verify(session, Verify(2, 9, (), (a[4], (a[5] + 1) % V, 0))), "a repeat"
+        assert 0 <= verdict.queue_s + verdict.compute_s < 5
+
+
+def test_cloud_only_decoding_survives_a_restart(served: Served) -> None:
+    with far(served) as cloud:
+        session = cloud.open(Prompt(PROMPT), conditions(repetition_penalty=1.2))
+        stream = cloud.generate(session)
+        first = [verdict.next_token for verdict in islice(stream, 5)]
+        served.restart()
+        second = [verdict.next_token for verdict in islice(stream, 5)]
+        assert tuple(first + second) == said(10, repetition_penalty=1.2)
+
+
+@pytest.mark.parametrize(
+    ("request_", "settings", "error", "named"),
+    [
+        (Verify(1, 9, (), (1,)), {}, StateError, "base length is 9, but this session has 5"),
+        (Verify(1, 5, (), (V + 1,)), {}, CloudRefused, f"token {V + 1}"),
+        (Verify(1, 5, (), (1,) * 300), {}, PromptError, "300 drafts"),
+        (Verify(1, 5, (), ()), {"suppress_tokens": tuple(range(V))}, DecodingError, "banned"),
+        (Verify(1, 5, (), ()), {"suppress_tokens": (V + 5,)}, SettingsError, "suppress_tokens"),
+        (Verify(1, 5, (), (1, 2)), {"accept": "residual"}, SettingsError, "residual"),
+    ],
+)
+def test_refusals_are_typed_errors_at_once(
+    served: Served, request_: Verify, settings: dict[str, Any], error: type[Exception], named: str
+) -> None:
+    with far(served) as cloud:
+        session = cloud.open(Prompt(PROMPT), conditions(settings.pop("accept", "exact"), **settings))
+        with pytest.raises(error, match=named):
+            cloud.verify(session, request_)
+
+
+def test_a_limit_is_waited_for_as_long_as_the_cloud_says() -> None:
+    limits = Limits(max_rate=5.0, burst=1)
+    with serving(engine(), limits=limits) as served, far(served) as cloud:
+        session = cloud.open(Prompt(PROMPT), conditions())
+        a = said(6)
+        for n in range(3):
+            assert cloud.verify(session, Verify(n + 1, 5 + 2 * n, (), a[2 * n : 2 * n + 1])).accepted == 1
+    with serving(engine(), limits=Limits(max_sessions=1)) as served, far(served, patience=0.3) as cloud:
+        one, two = (cloud.open(Prompt(PROMPT), conditions()) for _ in range(2))
+        cloud.verify(one, Verify(1, 5, (), ()))
+        with pytest.raises(CloudLost, match="sessions of this service are taken"):
+            cloud.verify(two, Verify(1, 5, (), ()))
+
+
+# Strange clouds -------------------------------------------------------------------------------------------------
+
+
+def test_a_cloud_that_never_answers_is_given_up_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        cloud = connect(f"grpc://127.0.0.1:{listener.getsockname()[1]}", deadline=0.2, patience=0.5)
+        assert isinstance(cloud, RemoteVerifier)
+        with cloud, pytest.raises(CloudLost, match="cannot be reached"):
+            cloud.describe()
+
+
+def test_what_speaks_no_http2_is_no_cloud() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def greet() -> None:
+            while True:
+                try:
+                    client, _ = listener.accept()
+                except OSError:
+                    return
+                with client:
+                    client.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+        threading.Thread(target=greet, daemon=True).start()
+        cloud = connect(f"grpc://127.0.0.1:{listener.getsockname()[1]}", deadline=0.5, patience=0.5)
+        assert isinstance(cloud, RemoteVerifier)
+        with cloud, pytest.raises(CloudLost):
+            cloud.describe()
+        listener.close()
+
+
+def test_closing_twice_and_using_what_is_closed(served: Served) -> None:
+    cloud = far(served)
+    session = cloud.open(Prompt(PROMPT), conditions())
+    cloud.close(session)
+    cloud.close(session)
+    with pytest.raises(StateError, match="not open"):
+        cloud.verify(session, Verify(1, 5, (), ()))
+    cloud.disconnect()
+    cloud.disconnect()
+    assert not [thread for thread in threading.enumerate() if thread.name == "outrider-connection"]
