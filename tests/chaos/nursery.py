@@ -86,7 +86,7 @@ class Nursery:
     def __init__(self, model: str = "demo:cloud") -> None:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-m", "tests.chaos.nursery", model]
-        self._log = tempfile.TemporaryFile()  # what the servers say, for `said`
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - what the servers say, closed in `close`
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
         self._process = subprocess.Popen(command, cwd=ROOT, env=env, **pipes)  # type: ignore[call-overload]
         self._clouds: list[Cloud] = []
@@ -143,7 +143,7 @@ def main(model: str) -> None:
             try:
                 os.close(reading)
                 _serve(engine, json.loads(line), writing)
-            except BaseException:
+            except BaseException:  # noqa: BLE001 - whatever it was, the child ends here
                 traceback.print_exc()
             os._exit(0)
         os.close(writing)

@@ -73,7 +73,7 @@ def test_a_verifier_that_is_disconnected_under_a_generation(
     def generate() -> None:
         try:
             decoder.generate(TEXT, **SETTINGS)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - looked at below
             ends.append(error)
 
     thread = threading.Thread(target=generate, daemon=True)

@@ -5,6 +5,7 @@ The edge's engine is the bundled one behind a lock (see guarded.py), so that blo
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import socket
 import sys
@@ -13,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -26,12 +28,13 @@ from tests.chaos.guarded import Guarded
 
 pytestmark = pytest.mark.soak
 
-SLOTS, CONTEXT = 20, 256
+SLOTS, CONTEXT = 20, 320
 AT_ONCE, IN_TURN, WARM_UP, THREADS = 64, 2000, 200, 8
 RECONNECT = 25  # sessions of a thread after which it makes a new connection
 SHORT = 5  # tokens at most of the sessions in turn
 DIFFERENT = 60  # cases that the sessions in turn repeat
 GROWTH, GROWTH_BYTES = 0.05, 20 * 2**20
+POOL = 8  # threads that a server adds for openings which come at once; bounded by Python's executor
 PATIENT = {"deadline": 300.0, "patience": 300.0}  # a verdict among 64 on two busy cores takes its time
 
 
@@ -73,7 +76,7 @@ def say(text: str) -> None:
 
 
 def test_64_sessions_at_once_are_each_as_if_alone(service: Service, edge: Guarded, target: Guarded) -> None:
-    cases = [case for case in map(draw, range(10**6, 10**6 + AT_ONCE))]
+    cases = list(map(draw, range(10**6, 10**6 + AT_ONCE)))
     begun = time.monotonic()
     expected = [reference(case.seed, edge, target) for case in cases]
     alone, begun = time.monotonic() - begun, time.monotonic()
@@ -102,10 +105,10 @@ def test_64_sessions_at_once_are_each_as_if_alone(service: Service, edge: Guarde
         over.set()
         observer.join()
     evictions, rebuilt = (service.metric(f"outrider_{name}_total") for name in ("evictions", "sessions_rebuilt"))
-    errors = service.metric("outrider_verdicts_total")
+    verdicts = service.metric("outrider_verdicts_total")
     say(
         f"{AT_ONCE} at once in {time.monotonic() - begun:.0f} s ({alone:.0f} s alone), at most {peak[0]:g} seen open, "
-        f"{evictions:g} evictions, {rebuilt:g} caches rebuilt, {errors:g} verdicts"
+        f"{evictions:g} evictions, {rebuilt:g} caches rebuilt, {verdicts:g} verdicts"
     )
     for case, result, wanted in zip(cases, results, expected, strict=True):
         assert said(result) == said(wanted), f"{case}"
@@ -157,7 +160,10 @@ def test_2000_sessions_leave_nothing_behind(service: Service, edge: Guarded, tar
 
 
 def measured(process: psutil.Process) -> dict[str, int]:
+    """What a process holds; of this one, without what is free but was not given back by malloc."""
     gc.collect()
+    with suppress(OSError, AttributeError):  # glibc's alone
+        ctypes.CDLL(None).malloc_trim(0)
     return {"rss": process.memory_info().rss, "fds": process.num_fds(), "threads": process.num_threads()}
 
 
@@ -167,4 +173,4 @@ def check_growth(name: str, before: dict[str, int], after: dict[str, int]) -> No
     assert growth < GROWTH_BYTES
     assert growth < GROWTH * before["rss"]
     assert after["fds"] <= before["fds"]
-    assert after["threads"] <= before["threads"]
+    assert after["threads"] <= before["threads"] + (POOL if name == "server" else 0)

@@ -37,7 +37,7 @@ def tokens(tmp_path: Path) -> Tokens:
 
 
 def test_a_session_is_its_owners(tokens: Tokens) -> None:
-    with reached(Held(), tokens=tokens) as (served, channel):
+    with reached(Held(), tokens=tokens) as (_, channel):
         with RawStream(channel, bearer(LAB)) as mine:
             id_ = mine.opened(open_())
             with RawStream(channel, bearer(HOME)) as other:
@@ -89,7 +89,7 @@ def test_mutual_tls_and_tokens(tmp_path: Path, tokens: Tokens) -> None:
 
 
 def test_haste_is_told_when_to_come_back() -> None:
-    with reached(Held(), limits=Limits(max_rate=8, burst=3)) as (served, channel):
+    with reached(Held(), limits=Limits(max_rate=8, burst=3)) as (_, channel):
         with RawStream(channel) as stream:
             id_ = stream.opened(open_())
             a = said(4)
@@ -106,7 +106,7 @@ def test_haste_is_told_when_to_come_back() -> None:
 
 def test_opening_counts_as_a_request() -> None:
     """It costs the service more than a block does."""
-    with reached(Held(), limits=Limits(max_rate=0.01, burst=2)) as (served, channel):
+    with reached(Held(), limits=Limits(max_rate=0.01, burst=2)) as (_, channel):
         for _ in range(2):
             with RawStream(channel) as stream:
                 stream.opened(open_())
@@ -116,21 +116,25 @@ def test_opening_counts_as_a_request() -> None:
 
 @pytest.mark.parametrize("limit", ["max_sessions", "max_sessions_per_identity"])
 def test_so_many_sessions(limit: str) -> None:
-    with reached(Held(), limits=Limits(**{limit: 2})) as (served, channel):
-        with RawStream(channel) as one, RawStream(channel) as two, RawStream(channel) as three:
-            one.opened(open_())
-            two.opened(open_())
-            error = three.refused(open_())
-            assert (code(error.code), error.retry_after_ms) == ("LIMIT", 1000)
-            one.send(CLOSE)
-            eventually(lambda: len(served.service.sessions) == 1)
-            with RawStream(channel) as four:
-                four.opened(open_())
+    with (
+        reached(Held(), limits=Limits(**{limit: 2})) as (served, channel),
+        RawStream(channel) as one,
+        RawStream(channel) as two,
+        RawStream(channel) as three,
+    ):
+        one.opened(open_())
+        two.opened(open_())
+        error = three.refused(open_())
+        assert (code(error.code), error.retry_after_ms) == ("LIMIT", 1000)
+        one.send(CLOSE)
+        eventually(lambda: len(served.service.sessions) == 1)
+        with RawStream(channel) as four:
+            four.opened(open_())
 
 
 def test_a_prompt_has_so_many_tokens_but_what_followed_it_may_come_along() -> None:
     """A session that was lost is opened again with its output: the prompt's limit is not about that."""
-    with reached(Held(), limits=Limits(max_prompt_tokens=5)) as (served, channel):
+    with reached(Held(), limits=Limits(max_prompt_tokens=5)) as (_, channel):
         with RawStream(channel) as stream:
             assert code(stream.refused(open_((*PROMPT, 1))).code) == "PROMPT"
         with RawStream(channel) as stream:
@@ -140,16 +144,19 @@ def test_a_prompt_has_so_many_tokens_but_what_followed_it_may_come_along() -> No
 
 def test_a_message_that_is_too_large_ends_its_stream_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     limits = Limits(max_media_bytes=1000, max_media_total=1000, max_message_bytes=1000 + MESSAGE_OVERHEAD)
-    with reached(Held(), limits=limits) as (served, channel):
-        with RawStream(channel) as bystander, RawStream(channel) as stream:
-            bystander.opened(open_((1, 2)))
-            id_ = stream.opened(open_())
-            stream.send(bytes(limits.max_message_bytes + 1))
-            with pytest.raises(grpc.RpcError) as caught:
-                stream.receive()
-            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            bystander.verdict(verifying(1, 2))
-            eventually(lambda: served.service.streams == 1)
-            with RawStream(channel) as again:
-                again.opened(resuming(id_, PROMPT))
+    with (
+        reached(Held(), limits=limits) as (served, channel),
+        RawStream(channel) as bystander,
+        RawStream(channel) as stream,
+    ):
+        bystander.opened(open_((1, 2)))
+        id_ = stream.opened(open_())
+        stream.send(bytes(limits.max_message_bytes + 1))
+        with pytest.raises(grpc.RpcError) as caught:
+            stream.receive()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        bystander.verdict(verifying(1, 2))
+        eventually(lambda: served.service.streams == 1)
+        with RawStream(channel) as again:
+            again.opened(resuming(id_, PROMPT))
     assert not [entry for entry in caplog.records if entry.levelno >= logging.WARNING]

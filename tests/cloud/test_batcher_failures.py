@@ -112,7 +112,7 @@ def test_a_failure_of_the_batcher_itself_leaves_the_thread_alive(
             batcher.submit(one, Verify(1, 1, (), ())).result(SOON)
         monkeypatch.undo()
         assert batcher.submit(one, Verify(1, 1, (), ())).result(SOON).next_token == own([1], 1)[0]
-    assert "the batcher failed" in caplog.text
+    assert "the engine failed" in caplog.text
 
 
 # Life and death -------------------------------------------------------------------------------------------------

@@ -112,16 +112,17 @@ def test_where_it_listens(host: str) -> None:
 
 
 def test_metrics_that_cannot_be_served_leave_nothing_behind() -> None:
-    with serving(Held()) as served, pytest.raises(SettingsError, match="metrics cannot be served"):
-        with serving(Held(), metrics_at=("127.0.0.1", served.port)):
-            pass
+    with serving(Held()) as served:
+        taken = serving(Held(), metrics_at=("127.0.0.1", served.port))
+        with pytest.raises(SettingsError, match="metrics cannot be served"):
+            taken.__enter__()
 
 
 def test_an_address_that_is_taken_is_named() -> None:
     with serving(Held()) as served:
+        taken = serving(Held(), port=served.port)
         with pytest.raises(SettingsError, match=rf"cannot listen on 127.0.0.1:{served.port}"):
-            with serving(Held(), port=served.port):
-                pass
+            taken.__enter__()
 
 
 @pytest.mark.parametrize("signals", [1, 2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -86,7 +87,7 @@ def test_another_protocol_is_named(served: Served, monkeypatch: pytest.MonkeyPat
         cloud.describe()  # both sides run this code: they agree
         session = cloud.open(Prompt(PROMPT), conditions())
         monkeypatch.setattr(schema, "VERSION", 3)
-        cloud.model = b"another"
+        cloud._model = b"another"
         with pytest.raises(CloudRefused, match="another model"):
             cloud.verify(session, Verify(1, 5, (), (1,)))
 
@@ -204,3 +205,58 @@ def test_closing_twice_and_using_what_is_closed(served: Served) -> None:
     cloud.disconnect()
     cloud.disconnect()
     assert not [thread for thread in threading.enumerate() if thread.name == "outrider-connection"]
+
+
+def test_a_silent_cloud_is_asked_again_though_patience_is_shorter_than_one_attempt() -> None:
+    heard = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept() -> None:
+            while True:
+                try:
+                    heard.append(listener.accept())
+                except OSError:
+                    return
+
+        threading.Thread(target=accept, daemon=True).start()
+        cloud = connect(f"grpc://127.0.0.1:{listener.getsockname()[1]}", deadline=0.4, patience=0.2)
+        assert isinstance(cloud, RemoteVerifier)
+        with cloud, pytest.raises(CloudLost):
+            cloud.describe()
+        listener.close()
+    assert len(heard) >= 2
+
+
+def test_closing_while_tokens_are_still_coming_ends_them_and_the_session(served: Served) -> None:
+    with far(served) as cloud:
+        session = cloud.open(Prompt(PROMPT), conditions(max_new_tokens=240))
+        stream = cloud.generate(session)
+        assert [verdict.next_token for verdict in islice(stream, 3)] == list(said(3))
+        cloud.close(session)
+        deadline = time.monotonic() + 10
+        while len(served.service.sessions) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not len(served.service.sessions)
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        schema.Verdict(round=2, accepted=0, next_token=1),
+        schema.Verdict(round=1, accepted=3, next_token=1),
+        schema.Verdict(round=1, accepted=1, next_token=V),
+        schema.Verdict(round=1, accepted=1, next_token=1, near_ties=[5]),
+        schema.Verdict(round=1, accepted=1, next_token=1, audited=1),
+        schema.Verdict(round=1, accepted=1, next_token=1, disagreed=2),
+    ],
+)
+def test_a_verdict_that_answers_nothing_that_was_asked_is_refused(
+    served: Served, verdict: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with far(served) as cloud:
+        session = cloud.open(Prompt(PROMPT), conditions())
+        monkeypatch.setattr("outrider.cloud.conversation.pack_verdict", lambda *_: schema.Answer(verdict=verdict))
+        with pytest.raises(CloudRefused, match="does not answer round 1"):
+            cloud.verify(session, Verify(1, 5, (), (1, 2)))
+        monkeypatch.undo()
+        assert cloud.verify(session, Verify(1, 5, (), (1, 2))).round == 1, "a new stream, and all is well"

@@ -17,7 +17,7 @@ from outrider.config import GenerationSettings
 from outrider.core import acceptance
 from outrider.core.decoder import Verify
 from outrider.core.sampling import Support
-from outrider.errors import OutriderError
+from outrider.errors import CloudRefused, OutriderError
 from outrider.wire import schema
 
 DIGEST_BYTES = 8
@@ -52,6 +52,18 @@ def parse_request(data: bytes) -> schema.Request:
     if request.WhichOneof("frame") is None:
         raise Refusal(Code.INVALID, "a frame of no kind that this version knows")
     return request
+
+
+def parse_answer(data: bytes) -> schema.Answer:
+    """A frame from a cloud.
+
+    Raises:
+        CloudRefused: it is no message of the protocol.
+    """
+    try:
+        return schema.Answer.FromString(data)
+    except DecodeError as error:
+        raise CloudRefused("the cloud sent a frame that cannot be read") from error
 
 
 def error(refusal: Refusal) -> schema.Answer:

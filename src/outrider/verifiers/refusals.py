@@ -1,0 +1,59 @@
+"""What the edge makes of a cloud's no: whether trying again may help, and which of our errors it is."""
+
+from __future__ import annotations
+
+from outrider.errors import (
+    CloudRefused,
+    DecodingError,
+    OutriderError,
+    PromptError,
+    SettingsError,
+    StateError,
+    VocabularyMismatch,
+)
+from outrider.wire import schema
+from outrider.wire.messages import Code
+from outrider.wire.status import CallFailed, Disconnected, Status, Untrusted
+
+_TYPES: dict[int, type[OutriderError]] = {
+    Code.VOCABULARY: VocabularyMismatch,
+    Code.SETTINGS: SettingsError,
+    Code.PROMPT: PromptError,
+    Code.CONDITIONING: PromptError,
+    Code.TOO_LARGE: PromptError,
+    Code.DECODING: DecodingError,
+    Code.BASE_LENGTH: StateError,
+}
+_PASSING = (Code.LIMIT, Code.DRAINING, Code.INTERNAL, Code.UNKNOWN_SESSION)
+_FINAL = (
+    Status.UNAUTHENTICATED,
+    Status.PERMISSION_DENIED,
+    Status.UNIMPLEMENTED,
+    Status.RESOURCE_EXHAUSTED,
+    Status.INVALID_ARGUMENT,
+)
+
+
+class Again(Exception):
+    """This attempt failed and another may not. after: seconds that the cloud asks us to wait."""
+
+    def __init__(self, reason: str, after: float = 0.0) -> None:
+        super().__init__(reason)
+        self.after = after
+
+
+def of_call(name: str, error: CallFailed | Disconnected) -> Exception:
+    """What a failed call to the cloud `name` means."""
+    if isinstance(error, CallFailed) and error.status in _FINAL:
+        return CloudRefused(f"{name} refused: {error.details}")
+    if isinstance(error, Untrusted):
+        return CloudRefused(f"{name} is not trusted: {error}")
+    return Again(str(error))
+
+
+def of_frame(name: str, error: schema.Error) -> Exception:
+    """What an Error frame of the cloud `name` means."""
+    message = f"{name}: {error.message}"
+    if error.code in _PASSING:
+        return Again(message, error.retry_after_ms / 1000)
+    return _TYPES.get(error.code, CloudRefused)(message)
