@@ -82,14 +82,13 @@ def test_the_vocabulary_is_not_fetched_where_fingerprints_agree(served: Served) 
 
 
 def test_another_protocol_is_named(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def describe(*_: object) -> schema.DescribeAnswer:
+        return schema.DescribeAnswer(protocol=2)
+
     with far(served) as cloud:
-        monkeypatch.setattr(schema, "VERSION", 2)
-        cloud.describe()  # both sides run this code: they agree
-        session = cloud.open(Prompt(PROMPT), conditions())
-        monkeypatch.setattr(schema, "VERSION", 3)
-        cloud._model = b"another"
-        with pytest.raises(CloudRefused, match="another model"):
-            cloud.verify(session, Verify(1, 5, (), (1,)))
+        monkeypatch.setattr(cloud.connection, "describe", describe)
+        with pytest.raises(CloudRefused, match="speaks protocol 2, this edge 1"):
+            cloud.describe()
 
 
 def test_another_checkpoint_behind_the_address_is_refused_and_never_mixed_in(served: Served) -> None:

@@ -125,12 +125,7 @@ class RemoteVerifier:
     # In the connection's loop -------------------------------------------------------------------------------
 
     async def _describe(self) -> Description:
-        try:
-            answer = await self.connection.describe(self.deadline)
-        except DecodeError as error:
-            raise CloudRefused(f"{self.name} is no outrider cloud: its description cannot be read") from error
-        except (CallFailed, Disconnected) as error:
-            raise of_call(self.name, error) from error
+        answer = await self._called(self.connection.describe(self.deadline))
         if answer.protocol != schema.VERSION:
             raise CloudRefused(f"{self.name} speaks protocol {answer.protocol}, this edge {schema.VERSION}")
         self._model = answer.model
@@ -146,9 +141,18 @@ class RemoteVerifier:
         )
 
     async def _vocabulary(self) -> list[str]:
+        return await self._called(self.connection.vocabulary(self.deadline))
+
+    async def _called(self, call: Awaitable[T]) -> T:
+        """One attempt. A connection on which nothing at all came is not used again."""
+        before = self.connection.link.down
         try:
-            return await self.connection.vocabulary(self.deadline)
+            return await call
+        except DecodeError as error:
+            raise CloudRefused(f"{self.name} is no outrider cloud: its answer cannot be read") from error
         except (CallFailed, Disconnected) as error:
+            if isinstance(error, CallFailed) and self.connection.link.down == before:
+                self.connection.renew()
             raise of_call(self.name, error) from error
 
     async def _retrying(self, attempt: Callable[..., Awaitable[T]], *args: object) -> T:
