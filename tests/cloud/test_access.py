@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from pathlib import Path
 
 import grpc
@@ -160,3 +161,26 @@ def test_a_message_that_is_too_large_ends_its_stream_and_nothing_else(caplog: py
         with RawStream(channel) as again:
             again.opened(resuming(id_, PROMPT))
     assert not [entry for entry in caplog.records if entry.levelno >= logging.WARNING]
+
+
+def test_a_stream_without_a_session_does_not_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.cloud.service.OPENING", 0.2)
+    with reached(Held()) as (served, channel), RawStream(channel) as idle, RawStream(channel) as used:
+        used.opened(open_())
+        assert code(idle.refused().code) == "INVALID"
+        time.sleep(0.4)
+        assert used.verdict(verifying(1, 5)).next_token == said(1)[0]
+        eventually(lambda: served.service.streams == 1)
+
+
+def test_calls_are_limited_in_number() -> None:
+    limits = Limits(max_sessions=1, max_sessions_per_identity=1)
+    with reached(Held(), limits=limits) as (served, channel):
+        method = channel.stream_stream(f"/{schema.SERVICE}/Session")
+        calls = [method(iter(threading.Event().wait, None)) for _ in range(80)]
+        eventually(lambda: served.service.streams >= 60)
+        time.sleep(0.3)
+        most = served.service.streams
+        for call in calls:
+            call.cancel()
+        assert most <= 2 + 64

@@ -72,6 +72,10 @@ class Conversation:
             case _:
                 return self._close()
 
+    @property
+    def has_session(self) -> bool:
+        return self._record is not None
+
     def end(self) -> None:
         """The stream is over. The session stays, for another stream to resume."""
         self._forget_opening()
@@ -166,6 +170,7 @@ class Conversation:
     async def _verify(self, frame: schema.Verify) -> AsyncIterator[schema.Answer]:
         record, engine = self._own(), self._service.engine
         request = unpack_verify(frame, record.session.vocab_size, engine.row_count)
+        self._service.check_rate(self._identity)
         yield pack_verdict(await self._decide(record, request), len(request.draft_ids))
 
     async def _generate(self, frame: schema.Generate) -> AsyncIterator[schema.Answer]:
@@ -180,6 +185,7 @@ class Conversation:
         if room < 1 and request.base_length == len(record.session.ids) + len(request.new_ids):
             raise Refusal(Code.INVALID, f"a sequence of {request.base_length} tokens is complete: none may follow")
         for _ in range(max(1, room)):
+            await self._service.keep_pace(self._identity)
             verdict = await self._decide(record, request)
             self._service.metrics.generated()
             yield pack_verdict(verdict, 0)
@@ -190,7 +196,6 @@ class Conversation:
     async def _decide(self, record: Record, request: Verify) -> Verdict:
         service = self._service
         self._check_mine(record)
-        service.check_rate(self._identity)
         service.check_length(request)
         record.pending = service.batcher.submit(record, request)
         verdict = await asyncio.wrap_future(record.pending)

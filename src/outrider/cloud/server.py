@@ -24,6 +24,7 @@ from outrider.wire.tls import ServerTls
 log = logging.getLogger(__name__)
 
 KEEPALIVE_MS = 60_000  # a peer that vanished without a word is noticed
+SPARE_CALLS = 64  # beside a stream for each session, and one that takes its place: describing, health
 LAST_WORDS = 0.2  # s between not-serving and the first check of whether everyone has left
 
 
@@ -77,7 +78,8 @@ class Server:
                 ("grpc.so_reuseport", 0),
                 ("grpc.http2.bdp_probe", 0),
                 ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-            ]
+            ],
+            maximum_concurrent_rpcs=2 * serving.limits.max_sessions + SPARE_CALLS,
         )
         self._grpc.add_generic_rpc_handlers((self.service.handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)

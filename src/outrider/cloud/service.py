@@ -23,6 +23,7 @@ from outrider.wire.messages import Code, Refusal, error, parse_request
 
 log = logging.getLogger(__name__)
 
+OPENING = 30.0  # s that a stream without a session may last, between two frames
 VOCABULARY_PART = 4096  # tokens in one message
 RETRY_DRAINING = 0.5  # s
 LONGEST = 2**20  # tokens of a session, where neither the model nor the operator says less
@@ -102,7 +103,7 @@ class Service:
         conversation = Conversation(self, await self._identity(context))
         self.streams += 1
         try:
-            async for data in requests:
+            async for data in _frames(requests, conversation):
                 self.metrics.received(len(data))
                 async for answer in conversation.take(parse_request(data)):
                     yield self._sent(answer)
@@ -161,6 +162,11 @@ class Service:
         if wait > 0:
             raise Refusal(Code.LIMIT, f"{identity} asks more than {self.limits.max_rate:g} times per second", wait)
 
+    async def keep_pace(self, identity: str) -> None:
+        """Wait until the rate allows one more: tokens that are streamed come slower, and are not refused."""
+        while (wait := self._rate.take(identity)) > 0:
+            await asyncio.sleep(wait)
+
     def check_length(self, request: Verify) -> None:
         total = request.base_length + len(request.draft_ids)
         if self.max_length is not None and total > self.max_length:
@@ -197,6 +203,20 @@ class Service:
             self.metrics.occupancy(len(self.sessions), len(seats), seats.total, self.engine.cache_bytes)
             self.metrics.queue_length(self.batcher.queued)
             await asyncio.sleep(every)
+
+
+async def _frames(requests: AsyncIterator[bytes], conversation: Conversation) -> AsyncIterator[bytes]:
+    """What comes on a stream. One that has no session is not waited for without end."""
+    coming = aiter(requests)
+    while True:
+        try:
+            async with asyncio.timeout(None if conversation.has_session else OPENING):
+                data = await anext(coming)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise Refusal(Code.INVALID, f"a stream of {OPENING:g} s without a session") from None
+        yield data
 
 
 def as_refusal(raised: Exception) -> Refusal:
