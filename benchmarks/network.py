@@ -16,6 +16,7 @@ import socket
 import statistics
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,9 +67,9 @@ def measured_rtt(net: str, pings: int = 15) -> float:
 
     def echo() -> None:
         client, _ = listener.accept()
-        while data := client.recv(1024):
-            client.sendall(data)
-        client.close()
+        with client, suppress(ConnectionResetError):
+            while data := client.recv(1024):
+                client.sendall(data)
 
     threading.Thread(target=echo, daemon=True).start()
     times = []

@@ -44,6 +44,7 @@ class Kept:
         prompt, settings = Prompt((1, 2)), GenerationSettings()
         session = open_session(ENGINE, prompt, Conditions(settings, "exact", V))
         record = Record(identity, session, settings, lambda: prompt, media)
+        record.stream = object()
         self.sessions.add(record)
         return record
 
@@ -229,3 +230,34 @@ def test_nothing_is_kept_of_who_has_gone() -> None:
     finally:
         gc.enable()
     assert len(kept.sessions) == 0
+
+
+# Orphans --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "limits", [{"max_sessions": 3, "max_sessions_per_identity": 9}, {"max_sessions_per_identity": 3}]
+)
+def test_where_all_places_are_taken_the_longest_idle_without_a_stream_gives_way(limits: dict[str, int]) -> None:
+    kept = Kept(**limits)
+    one, two, _ = (kept.add() for _ in range(3))
+    two.stream = None
+    kept.add()
+    assert kept.gone == [two]
+    with full():
+        kept.add()
+    assert kept.gone == [two], "those that a stream uses stay"
+    one.stream = None
+    busy(one)
+    with full():
+        kept.add()
+
+
+def test_an_identity_does_not_take_anothers_place_under_its_own_limit() -> None:
+    kept = Kept(max_sessions=9, max_sessions_per_identity=2)
+    theirs = kept.add("they")
+    mine = [kept.add("me"), kept.add("me")]
+    theirs.stream = mine[0].stream = None
+    kept.add("me")
+    assert kept.gone == [mine[0]]
+    assert theirs in kept.sessions

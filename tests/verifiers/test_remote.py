@@ -259,3 +259,20 @@ def test_a_verdict_that_answers_nothing_that_was_asked_is_refused(
             cloud.verify(session, Verify(1, 5, (), (1, 2)))
         monkeypatch.undo()
         assert cloud.verify(session, Verify(1, 5, (), (1, 2))).round == 1, "a new stream, and all is well"
+
+
+class Slow(ScriptedEngine):
+    """Takes its time."""
+
+    def forward(self, slot: int, ids: Any, rows: int | None = None) -> Any:
+        time.sleep(1.2)
+        return super().forward(slot, ids, rows)
+
+
+def test_a_verdict_that_takes_longer_than_the_deadline_is_computed_once() -> None:
+    """Each attempt gives up before it is there; what is repeated is waited for, and then answered from memory."""
+    slow = Slow(TARGET, V)
+    with serving(slow) as served, far(served, deadline=0.5, patience=20.0) as cloud:
+        session = cloud.open(Prompt(PROMPT), conditions())
+        assert cloud.verify(session, Verify(1, 5, (), ())).next_token == said(1)[0]
+        assert slow.forwards == 1

@@ -19,6 +19,7 @@ from outrider.engines.base import Prompt
 from outrider.errors import SettingsError, StateError
 from outrider.verifiers.base import Conditions
 from outrider.verifiers.local import LocalVerifier
+from outrider.verifiers.session import Session
 
 V = 32
 PROMPT = (3, 1, 4, 1, 5)
@@ -190,6 +191,49 @@ def test_the_audit_of_sampled_tokens_uses_the_sessions_draws() -> None:
     verdict = verifier.verify(session, Verify(1, 10, (a[0], a[1], wrong(a[2]), a[3], a[4]), ()))
     assert verdict.audited == 5
     assert 1 <= verdict.disagreed <= 3
+
+
+# Resuming -------------------------------------------------------------------------------------------------------
+
+
+def session_of(verifier: LocalVerifier, number: int) -> Session:
+    return verifier._sessions[number][0]
+
+
+def test_an_answer_that_got_lost_is_kept_for_the_request_that_is_repeated() -> None:
+    verifier, engine, number = opened()
+    a, session = said(9), session_of(verifier, number)
+    request = Verify(1, 5, (), a[:3])
+    verdict = verifier.verify(number, request)
+    for _ in range(3):  # however often it gets lost
+        session.rewind(5)
+        fed = engine.fed
+        assert verifier.verify(number, request) == verdict
+        assert engine.fed == fed, "it was read once"
+    assert verifier.verify(number, Verify(2, 9, (), a[4:6])) == Verdict(2, 2, a[6])
+
+
+@given(st.integers(0, 4), st.integers(0, 3), st.booleans())
+def test_whatever_is_asked_after_a_rewind_is_answered_as_if_nothing_else_had_been(
+    length: int, drafts: int, repeats: bool
+) -> None:
+    verifier, _, number = opened(repetition_penalty=1.2)
+    a, session = said(12, repetition_penalty=1.2), session_of(verifier, number)
+    verifier.verify(number, Verify(1, 5, (), (a[0],)))
+    verifier.verify(number, Verify(2, 7, (), (a[2], wrong(a[3]))))
+    session.rewind(5 + length)
+    round_ = 2 if repeats and length == 2 else 3
+    blocks = (a[2], wrong(a[3])) if round_ == 2 else a[length : length + drafts]
+    verdict = verifier.verify(number, Verify(round_, 5 + length, (), blocks))
+    assert verdict == (Verdict(2, 1, a[3]) if round_ == 2 else Verdict(3, drafts, a[length + drafts]))
+    assert session.ids[5:] == list(a[: len(session.ids) - 5])
+
+
+def test_a_rewind_goes_neither_past_the_end_nor_into_the_prompt() -> None:
+    verifier, _, number = opened()
+    for length in (0, 4, 6):
+        with pytest.raises(StateError, match=f"resumes at {length} tokens, but this session has 5"):
+            session_of(verifier, number).rewind(length)
 
 
 # Residual -------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,17 +22,21 @@ def cloud_process(model: str, *options: str) -> Iterator[str]:
         OutriderError: it ended before it listened; its own message stands on stderr.
     """
     command = [sys.executable, "-m", "outrider", "cloud", model, "--listen", "127.0.0.1:0", "--json", "--grace", "0"]
-    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said,  # a pipe would fill up and block it
+        subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=said, text=True) as child,
+    ):
         try:
             assert child.stdout is not None  # a pipe, as asked
             line = child.stdout.readline()
             if not line:
-                said = child.communicate()[1].strip()
-                raise OutriderError(f"the cloud process ended before it listened: {said}")
+                child.wait()
+                said.seek(0)
+                raise OutriderError(f"the cloud process ended before it listened: {said.read().strip()}")
             yield json.loads(line)["listening"]
         finally:
             child.terminate()
             try:
-                child.communicate(timeout=END)
+                child.wait(timeout=END)
             except subprocess.TimeoutExpired:
                 child.kill()

@@ -105,12 +105,19 @@ class Sessions:
 
     def _check_room(self, record: Record) -> None:
         limits = self._limits
-        if len(self) >= limits.max_sessions:
+        if len(self) >= limits.max_sessions and not self._drop_orphan(list(self)):
             raise Refusal(Code.LIMIT, f"all {limits.max_sessions} sessions of this service are taken", RETRY_FULL)
-        own = sum(other.identity == record.identity for other in self)
-        if own >= limits.max_sessions_per_identity:
-            raise Refusal(Code.LIMIT, f"{record.identity} has {own} sessions open, as many as it may", RETRY_FULL)
+        own = [other for other in self if other.identity == record.identity]
+        if len(own) >= limits.max_sessions_per_identity and not self._drop_orphan(own):
+            raise Refusal(Code.LIMIT, f"{record.identity} has {len(own)} sessions open, as many as it may", RETRY_FULL)
         self._make_room_for_media(record.media_bytes)
+
+    def _drop_orphan(self, records: list[Record]) -> bool:
+        """End the longest idle of these that no stream uses; its edge, if there still is one, opens it again."""
+        orphan = next((record for record in records if record.stream is None and not record.busy), None)
+        if orphan is not None:
+            self.drop(orphan)
+        return orphan is not None
 
     def _make_room_for_media(self, wanted: int) -> None:
         """Media is kept for sessions that lose their slot; the longest idle give way, and their edges send it again."""

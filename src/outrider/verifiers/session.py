@@ -47,6 +47,7 @@ class Session:
         self.prompt_length = prompt_length
         self._policy, self._rule, self._noise = policy, rule, noise
         self._last: tuple[Verify, Verdict] | None = None
+        self._resumed_at: int | None = None  # where the edge stands, if it lacks the last answer
 
     @property
     def vocab_size(self) -> int:
@@ -63,6 +64,8 @@ class Session:
         Raises:
             StateError: the edge's base length is not ours (both are named), or the round was answered for others.
         """
+        if self._resumed_at is not None:
+            self._settle_resumption(request)
         if self._last is not None and request.round == self._last[0].round:
             return self._again(request)
         start = len(self.ids)
@@ -90,7 +93,10 @@ class Session:
         return verdict
 
     def rewind(self, length: int) -> None:
-        """Forget all but the first `length` tokens, and the last answer if it was about what is forgotten.
+        """The edge knows the first `length` tokens; the rest is forgotten.
+
+        If the edge lacks the last answer and nothing else, that is kept until its next request: repeating the one
+        that was answered costs nothing then, however often the answer got lost.
 
         Raises:
             StateError: there are fewer, or the prompt itself would be cut.
@@ -100,14 +106,32 @@ class Session:
                 f"the edge resumes at {length} tokens, but this session has {len(self.ids)}, "
                 f"{self.prompt_length} of them the prompt"
             )
-        if length < len(self.ids):
-            del self.ids[length:]
-            self._last = None
+        last = self._last[0] if self._last is not None else None
+        if last is not None and length == last.base_length - len(last.new_ids):
+            self._resumed_at = length
+        elif length < len(self.ids):
+            self._forget(length)
+
+    def _settle_resumption(self, request: Verify) -> None:
+        """The first request after a rewind: a repeat is answered from memory, for any other that is forgotten."""
+        assert self._last is not None
+        assert self._resumed_at is not None
+        if not _same(request, self._last[0]):
+            self._forget(self._resumed_at)
+        self._resumed_at = None
+
+    def _forget(self, length: int) -> None:
+        del self.ids[length:]
+        self._last = self._resumed_at = None
 
     def _again(self, request: Verify) -> Verdict:
         assert self._last is not None
         asked, verdict = self._last
-        same = ("base_length", "new_ids", "draft_ids")
-        if any(getattr(asked, name) != getattr(request, name) for name in same):
+        if not _same(request, asked):
             raise StateError(f"round {request.round} was answered already, for other tokens")
         return verdict
+
+
+def _same(one: Verify, other: Verify) -> bool:
+    """The same round about the same tokens; q is not compared."""
+    return all(getattr(one, name) == getattr(other, name) for name in ("round", "base_length", "new_ids", "draft_ids"))
