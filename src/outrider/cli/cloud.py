@@ -16,6 +16,7 @@ from outrider.errors import SettingsError
 
 if TYPE_CHECKING:
     from outrider.cloud.server import Server, Serving
+    from outrider.wire.tls import ServerTls
 
 SECURITY = Group("Security", sort_key=1)
 CAPACITY = Group("Capacity", sort_key=2)
@@ -175,7 +176,7 @@ def build_serving(listen: str, security: Security, capacity: Capacity, operation
     return Serving(host, port, limits, tokens, tls, budget, capacity.max_context, metrics_at, operation.grace)
 
 
-def _server_tls(security: Security):  # type: ignore[no-untyped-def]
+def _server_tls(security: Security) -> ServerTls | None:
     from outrider.wire.tls import ServerTls
 
     given = (security.tls_cert, security.tls_key)

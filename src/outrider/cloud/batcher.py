@@ -14,9 +14,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import ParamSpec
 
 from torch import Tensor
 
@@ -30,6 +32,7 @@ from outrider.errors import OutriderError
 from outrider.verifiers.session import Reading
 from outrider.wire.messages import Code, Refusal
 
+P = ParamSpec("P")
 log = logging.getLogger(__name__)
 
 SHORT = 96  # tokens; a block is read at once, anything longer in chunks
@@ -197,10 +200,10 @@ class Batcher:
         else:
             job.future.set_result(outcome)
 
-    def _attempt(self, jobs: Seq[Job], do, *args: object) -> None:  # type: ignore[no-untyped-def]
+    def _attempt(self, jobs: Seq[Job], do: Callable[P, None], *args: P.args, **named: P.kwargs) -> None:
         """Do it; if it fails, these jobs fail and nobody else's."""
         try:
-            do(*args)
+            do(*args, **named)
         except OutriderError as error:
             self._fail(jobs, error)
         except Exception as error:  # out of memory, a bug: whatever it was, the service goes on
@@ -238,7 +241,7 @@ def _ended() -> Refusal:
     return Refusal(Code.DRAINING, "this service is going down: connect again")
 
 
-def groups(jobs: Seq[Job], width, most: int) -> list[list[Job]]:  # type: ignore[no-untyped-def]
+def groups(jobs: Seq[Job], width: Callable[[Job], int], most: int) -> list[list[Job]]:
     """Jobs to read in one forward each: none is padded to more than twice its width, or NARROW tokens."""
     out: list[list[Job]] = []
     for job in sorted(jobs, key=width):
