@@ -14,7 +14,7 @@ from outrider.core.decoder import Decoder, Event, Plan
 from outrider.core.gate import Gate
 from outrider.core.gate import gate as parse_gate
 from outrider.core.lookahead import lookahead
-from outrider.core.modes import check_modes
+from outrider.core.modes import check_modes, settled_loss
 from outrider.core.outcome import Result, guarantee
 from outrider.core.policy import Policy
 from outrider.core.sequence import Source
@@ -101,8 +101,7 @@ class SpeculativeDecoder:
         sides = {"has_drafter": draft is not None, "has_verifier": verifier is not None}
         remote = isinstance(verifier, PipelinedVerifier)
         check_modes(self.gate, self._rule, scope, on_loop, driver, on_cloud_loss, **sides, remote=remote)
-        goes_on = draft is not None and not self.gate.exact
-        self.on_cloud_loss: OnCloudLoss = on_cloud_loss or ("edge-only" if goes_on else "fail")
+        self.on_cloud_loss = settled_loss(on_cloud_loss, self.gate, has_drafter=draft is not None)
         self._pair = Pair(draft, verifier, self.on_cloud_loss)
 
     # Generating ---------------------------------------------------------------------------------------------

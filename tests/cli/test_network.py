@@ -113,6 +113,18 @@ def test_a_cloud_that_cannot_be_reached_is_named_before_a_model_is_loaded(
     assert "refused" in err.lower(), "the reason is not named"
 
 
+def test_a_cloud_that_is_not_there_from_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        far = ["--cloud", f"grpc://127.0.0.1:{taken.getsockname()[1]}", "--patience", "0.2"]
+        for options in (["--on-cloud-loss", "edge-only"], ["--gate", "entropy:1.5"]):
+            assert run(*GENERATE, "12", *far, *options) == 0
+            result = json.loads(capsys.readouterr().out)
+            assert result["guarantee"] == "edge-only"
+            assert result["stats"]["cloud_lost"]
+            assert result["stats"]["cloud_tokens"] == 0
+
+
 @pytest.mark.parametrize("options", [["--kv-budget", "1kB"], ["--listen", "192.0.2.1:7070", "--insecure"]])
 def test_a_service_that_cannot_start_says_why(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run("cloud", "demo", *options) == 2

@@ -213,6 +213,8 @@ def build_decoder(models: Models, speculation: Speculation, network: Network) ->
     """Load what the options name. Settings are checked before any model is, and the cloud is asked first."""
     check(models, speculation, network)
     from outrider.api import SpeculativeDecoder
+    from outrider.core.gate import gate
+    from outrider.core.modes import settled_loss
     from outrider.engines.load import load_engine, locate
     from outrider.verifiers.connect import connect
 
@@ -221,7 +223,8 @@ def build_decoder(models: Models, speculation: Speculation, network: Network) ->
     if edge is not None:
         locate(edge)
     verifier = connect(models.cloud, **(placed if models.cloud.startswith("local:") else network.connection()))
-    if verifier is not None and not models.cloud.startswith("local:"):
+    loss = settled_loss(network.on_cloud_loss, gate(speculation.gate), has_drafter=edge is not None)
+    if verifier is not None and not models.cloud.startswith("local:") and loss == "fail":
         verifier.describe()  # who cannot be reached is known before a model is loaded
     draft = None if edge is None else load_engine(edge, **placed)
     together = {name: getattr(network, name) for name in ("driver", "on_cloud_loss", "privacy")}

@@ -50,3 +50,8 @@ def check_modes(
         raise SettingsError(f"accept {accept} is about drafts and verdicts: it needs a drafter and a verifier")
     if scope == "repair" and gate.exact:
         raise SettingsError("scope 'repair' is for gates that skip blocks; this one leaves nothing to repair")
+
+
+def settled_loss(on_cloud_loss: OnCloudLoss | None, gate: Gate, *, has_drafter: bool) -> OnCloudLoss:
+    """What a lost cloud leads to, where it was not said: a gate that skips accepts the edge's word, others do not."""
+    return on_cloud_loss or ("edge-only" if has_drafter and not gate.exact else "fail")
