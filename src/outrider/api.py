@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from outrider.config import DriverName, GenerationSettings, OnCloudLoss, OnLoop, Privacy, Scope, check_choice
+from outrider.config import DriverName, GenerationSettings, OnCloudLoss, OnLoop, Privacy, Scope
 from outrider.core.acceptance import rule
 from outrider.core.decoder import Decoder, Event, Plan
 from outrider.core.gate import Gate
@@ -88,7 +88,6 @@ class SpeculativeDecoder:
         privacy: Privacy = "audio",
     ) -> None:
         _check_kinds(draft, verifier)
-        check_choice("privacy", privacy, Privacy)
         self.draft, self.verifier = draft, verifier
         self.gate = parse_gate(gate) if isinstance(gate, str) else gate
         self.accept, self._rule = accept, rule(accept)
@@ -100,7 +99,7 @@ class SpeculativeDecoder:
         self.privacy: Privacy = privacy
         sides = {"has_drafter": draft is not None, "has_verifier": verifier is not None}
         remote = isinstance(verifier, PipelinedVerifier)
-        check_modes(self.gate, self._rule, scope, on_loop, driver, on_cloud_loss, **sides, remote=remote)
+        check_modes(self.gate, self._rule, scope, on_loop, driver, on_cloud_loss, privacy, **sides, remote=remote)
         self.on_cloud_loss = settled_loss(on_cloud_loss, self.gate, has_drafter=draft is not None)
         self._pair = Pair(draft, verifier, self.on_cloud_loss)
 

@@ -11,7 +11,8 @@ OutriderError
 ├── CloudError            the cloud service and we could not work together
 │   ├── CloudLost         it cannot be reached, or did not answer in time: trying again may help
 │   └── CloudRefused      it answered, and said no: identity, a limit, another model; trying again does not help
-└── StateError            the two sides of a session disagree about its tokens: a bug or a bad peer
+└── StateError            tokens and cache disagree, or the two sides of a session: a bug or a bad peer
+    └── OutOfStep         a request does not fit what the verifier knows of the sequence; both lengths are named
 """
 
 from __future__ import annotations
@@ -63,3 +64,7 @@ class CloudRefused(CloudError):
 
 class StateError(OutriderError):
     """Tokens and KV cache, or edge and verifier, disagree about a sequence."""
+
+
+class OutOfStep(StateError):
+    """A request does not fit what the verifier knows of the sequence."""

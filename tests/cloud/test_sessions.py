@@ -32,6 +32,16 @@ class Clock:
         return self.now
 
 
+class Somebody:
+    """A stream that notes whether it was told that it lost its session."""
+
+    lost = False
+    record: Record | None = None
+
+    def lose(self) -> None:
+        self.lost = True
+
+
 class Kept:
     """Sessions under limits, a clock to turn, and who has gone."""
 
@@ -44,7 +54,7 @@ class Kept:
         prompt, settings = Prompt((1, 2)), GenerationSettings()
         session = open_session(ENGINE, prompt, Conditions(settings, "exact", V))
         record = Record(identity, session, settings, lambda: prompt, media)
-        record.stream = object()
+        record.stream = Somebody()
         self.sessions.add(record)
         return record
 
@@ -125,7 +135,7 @@ def test_a_session_that_ended_stays_so() -> None:
     """Touching one that was dropped once brought it back, past all limits."""
     kept = Kept()
     record = kept.add()
-    record.stream = object()
+    record.stream = Somebody()
     kept.sessions.drop(record)
     assert record.stream is None
     kept.sessions.touch(record)
@@ -222,7 +232,8 @@ def test_nothing_is_kept_of_who_has_gone() -> None:
         gone = []
         for _ in range(100):
             record = kept.add(media=10)
-            record.stream = [record]  # a stream knows its session
+            record.stream = Somebody()
+            record.stream.record = record  # a stream knows its session
             gone.append(weakref.ref(record))
             kept.sessions.drop(record)
             del record
@@ -261,3 +272,35 @@ def test_an_identity_does_not_take_anothers_place_under_its_own_limit() -> None:
     kept.add("me")
     assert kept.gone == [mine[0]]
     assert theirs in kept.sessions
+
+
+# What a review found --------------------------------------------------------------------------------------------
+
+
+def test_who_loses_a_session_is_told() -> None:
+    kept = Kept()
+    record = kept.add()
+    first, second = record.stream, Somebody()
+    record.give_to(second)
+    assert first.lost
+    assert not second.lost
+    kept.sessions.drop(record)
+    assert second.lost
+
+
+def test_nobody_is_ended_for_who_is_refused_all_the_same() -> None:
+    """At its own limit, an identity takes no orphan of another's away; nor does one whose media finds no room."""
+    kept = Kept(max_sessions=3, max_sessions_per_identity=2, max_media_total=8 * 2**20)
+    orphan = kept.add("they")
+    orphan.stream = None
+    kept.add("me")
+    kept.add("me")
+    with full():
+        kept.add("me")
+    with full():
+        kept.sessions.check_room("me")
+    kept = Kept(max_sessions=1, max_media_total=8 * 2**20)
+    kept.add("they").stream = None
+    with full():
+        kept.add("me", media=9 * 2**20)
+    assert not kept.gone

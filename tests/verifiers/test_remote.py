@@ -159,7 +159,7 @@ def test_a_limit_is_waited_for_as_long_as_the_cloud_says() -> None:
     with serving(engine(), limits=Limits(max_sessions=1)) as served, far(served, patience=0.3) as cloud:
         one, two = (cloud.open(Prompt(PROMPT), conditions()) for _ in range(2))
         cloud.verify(one, Verify(1, 5, (), ()))
-        with pytest.raises(CloudLost, match="sessions of this service are taken"):
+        with pytest.raises(CloudLost, match="sessions of this service are in use"):
             cloud.verify(two, Verify(1, 5, (), ()))
 
 

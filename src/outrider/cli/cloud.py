@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from outrider.cloud.server import Server, Serving
     from outrider.wire.tls import ServerTls
 
+BYTES_PER_ID = 12  # on the wire: a token and a count, and some room
 SECURITY = Group("Security", sort_key=1)
 CAPACITY = Group("Capacity", sort_key=2)
 OPERATION = Group("Operation", sort_key=3)
@@ -149,13 +150,14 @@ def build_serving(listen: str, security: Security, capacity: Capacity, operation
         SettingsError: what is wrong, and with which option.
     """
     from outrider.cloud.limits import MESSAGE_OVERHEAD, Limits, parse_bytes
-    from outrider.cloud.security import Tokens, check_listen, parse_address
+    from outrider.cloud.security import Tokens, check_listen, check_metrics, parse_address
     from outrider.cloud.server import Serving
 
     host, port = parse_address(listen)
     tls = _server_tls(security)
     tokens = Tokens.load(Path(security.tokens)) if security.tokens is not None else None
-    check_listen(host, tls=tls is not None, tokens=tokens is not None, insecure=security.insecure)
+    known = tokens is not None or (tls is not None and tls.mutual)
+    check_listen(host, tls=tls is not None, tokens=known, insecure=security.insecure)
     media = parse_bytes(capacity.max_media)
     limits = Limits(
         max_sessions=capacity.max_sessions,
@@ -163,7 +165,7 @@ def build_serving(listen: str, security: Security, capacity: Capacity, operation
         max_prompt_tokens=capacity.max_prompt,
         max_media_bytes=media,
         max_media_total=parse_bytes(capacity.max_media_total),
-        max_message_bytes=media + MESSAGE_OVERHEAD,
+        max_message_bytes=media + MESSAGE_OVERHEAD + BYTES_PER_ID * capacity.max_context,
         max_rate=capacity.max_rate,
         idle_seconds=capacity.idle,
     )
@@ -172,6 +174,8 @@ def build_serving(listen: str, security: Security, capacity: Capacity, operation
     if capacity.max_context < 2:
         raise SettingsError(f"--max-context {capacity.max_context}: 2 tokens or more")
     metrics_at = parse_address(operation.metrics) if operation.metrics is not None else None
+    if metrics_at is not None:
+        check_metrics(metrics_at[0], insecure=security.insecure)
     budget = parse_bytes(capacity.kv_budget)
     return Serving(host, port, limits, tokens, tls, budget, capacity.max_context, metrics_at, operation.grace)
 

@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from outrider.core.text import Transcript
 from outrider.engines.load import BUNDLED
 from outrider.errors import AudioError, OutriderError, PromptError
 from outrider.prompts.audio import Audio, load
+from outrider.verifiers.remote import RemoteVerifier
 
 STDERR = Console(stderr=True)
 
@@ -73,11 +74,11 @@ def run_generate(
     """`outrider generate`."""
     given = _prompt(prompt, prompt_ids, chat)
     GenerationSettings.build(decoding.settings())
-    decoder = _load(models, speculation, network, output)
-    if output.json or not Console().is_terminal:
-        _report(decoder.generate(given, **decoding.settings()), output, decoder)
-    else:
-        _print_table([("", _watch(decoder, given, decoding))])
+    with _loaded(models, speculation, network, output) as decoder:
+        if output.json or not Console().is_terminal:
+            _report(decoder.generate(given, **decoding.settings()), output, decoder)
+        else:
+            _print_table([("", _watch(decoder, given, decoding))])
     return 0
 
 
@@ -137,7 +138,25 @@ def _caption_all(
     check(models, speculation, network)
     GenerationSettings.build(decoding.settings())
     failures = {n: error for n, job in enumerate(jobs) if (error := _unusable(job)) is not None}
-    decoder = _load(models, speculation, network, output) if len(failures) < len(jobs) else None
+    with ExitStack() as closing:
+        decoder = None
+        if len(failures) < len(jobs):
+            decoder = closing.enter_context(_loaded(models, speculation, network, output))
+        done = _caption_each(jobs, titles, failures, decoder, decoding, output)
+    if done and not output.json:
+        _print_table(done)
+    return 1 if failures else 0
+
+
+def _caption_each(
+    jobs: Sequence[Audio],
+    titles: Sequence[str],
+    failures: dict[int, OutriderError],
+    decoder: SpeculativeDecoder | None,
+    decoding: Decoding,
+    output: Output,
+) -> list[tuple[str, Result]]:
+    """Caption and print what can be captioned; failures gains the rest."""
     done: list[tuple[str, Result]] = []
     with _progress(len(jobs), output) as advance:
         for n, (job, title) in enumerate(zip(jobs, titles, strict=True)):
@@ -151,9 +170,7 @@ def _caption_all(
             if n in failures:
                 _print_failure(job, failures[n], output)
             advance()
-    if done and not output.json and decoder is not None:
-        _print_table(done)
-    return 1 if failures else 0
+    return done
 
 
 def _unusable(job: Audio) -> OutriderError | None:
@@ -223,12 +240,18 @@ def pieces(decoder: SpeculativeDecoder, result: Result) -> list[str]:
 # Set-up -----------------------------------------------------------------------------------------------------
 
 
-def _load(models: Models, speculation: Speculation, network: Network, output: Output) -> SpeculativeDecoder:
+@contextmanager
+def _loaded(models: Models, speculation: Speculation, network: Network, output: Output) -> Iterator[SpeculativeDecoder]:
+    """The decoder; at the end the cloud, if it is across a network, is told that nobody comes back."""
     _quieten(output)
     with STDERR.status("loading models") if STDERR.is_terminal else _nothing():
         decoder = build_decoder(models, speculation, network)
     STDERR.print(decoder.summary(), style="dim", markup=False, highlight=False, soft_wrap=True)
-    return decoder
+    try:
+        yield decoder
+    finally:
+        if isinstance(decoder.verifier, RemoteVerifier):
+            decoder.verifier.disconnect()
 
 
 def _quieten(output: Output) -> None:

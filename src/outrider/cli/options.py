@@ -253,6 +253,7 @@ def check(models: Models, speculation: Speculation, network: Network) -> None:
         speculation.on_loop,
         network.driver,
         network.on_cloud_loss,
+        network.privacy,
         has_drafter=models.edge != "none",
         has_verifier=target.kind != "none",
         remote=target.kind == "grpc",

@@ -135,10 +135,7 @@ class Batcher:
         for job in list(self._jobs):
             if job.reading is None:
                 self._attempt([job], self._plan, job)
-        busy = {job.record for job in self._jobs if job.admitted is not None}
-        for job in list(self._jobs):
-            if job.admitted is None:
-                self._attempt([job], self._admit, job, busy)
+        self._admit_oldest()
         reading = [job for job in self._jobs if job.admitted is not None]
         short = [job for job in reading if self._left(job) <= SHORT]
         for group in groups(short, self._left, self._max_batch):
@@ -156,13 +153,21 @@ class Batcher:
         else:
             job.reading = asked
 
+    def _admit_oldest(self) -> None:
+        """As many as there are slots, first come, first served; those who have a slot keep it."""
+        busy = {job.record for job in self._jobs if job.admitted is not None}
+        waiting = [job for job in self._jobs if job.admitted is None]
+        chosen = waiting[: max(0, self.seats.total - len(busy))]
+        busy |= {job.record for job in chosen}
+        for job in chosen:
+            self._attempt([job], self._admit, job, busy)
+
     def _admit(self, job: Job, busy: set[Record]) -> None:
         """Give a request a slot, if there is one whose session is not `busy`."""
         if self.seats.take(job.record, busy):
             self._reader(job).settle(self._reading(job).start)
             job.admitted = time.perf_counter()
             self._metrics.queued(job.admitted - job.arrived)
-            busy.add(job.record)
 
     def _shares(self, jobs: Seq[Job]) -> list[int]:
         """How many tokens of each long prefill to read now; the last part must hold all the rows that are wanted."""

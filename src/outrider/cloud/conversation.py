@@ -46,12 +46,13 @@ class _Opening:
 
 
 class Conversation:
-    """What a stream has said so far. `take` raises what `refusal` in service.py turns into an Error frame."""
+    """What a stream has said so far. `take` raises what `as_refusal` in service.py turns into an Error frame."""
 
     def __init__(self, service: Service, identity: str) -> None:
         self._service, self._identity = service, identity
         self._opening: _Opening | None = None
         self._record: Record | None = None
+        self.lost = asyncio.Event()  # its session has ended, or is another stream's
 
     def take(self, request: schema.Request) -> AsyncIterator[schema.Answer]:
         """The answers to one frame."""
@@ -72,6 +73,9 @@ class Conversation:
             case _:
                 return self._close()
 
+    def lose(self) -> None:
+        self.lost.set()
+
     @property
     def has_session(self) -> bool:
         return self._record is not None
@@ -80,13 +84,15 @@ class Conversation:
         """The stream is over. The session stays, for another stream to resume."""
         self._forget_opening()
         if self._record is not None and self._record.stream is self:
-            self._record.stream = None
+            self._record.give_to(None)
 
     # Opening ------------------------------------------------------------------------------------------------
 
     async def _open(self, frame: schema.Open) -> AsyncIterator[schema.Answer]:
         self._check_unused()
+        self._service.check_rate(self._identity)
         self._service.check_opening(frame)
+        self._service.sessions.check_room(self._identity)  # before media is sent in vain
         if frame.media in CARRYING:
             self._service.check_hearing()
             self._opening = _Opening(frame, bytearray())
@@ -96,6 +102,8 @@ class Conversation:
     async def _media(self, frame: schema.Media) -> AsyncIterator[schema.Answer]:
         if self._opening is None:
             raise Refusal(Code.INVALID, "media that no opening announced")
+        if frame.more and not frame.data:
+            raise Refusal(Code.INVALID, "an empty part of media, with more to follow")
         opening, limit = self._opening, self._service.limits.max_media_bytes
         if len(opening.media) + len(frame.data) > limit:
             raise Refusal(Code.TOO_LARGE, f"media: at most {limit} bytes are taken here")
@@ -112,14 +120,13 @@ class Conversation:
             self._service.expect_media(-len(opening.media))
 
     async def _begin(self, frame: schema.Open, media: bytes) -> schema.Answer:
-        self._service.check_rate(self._identity)
         record = await asyncio.to_thread(self._build, frame, media)
         self._service.check_serving()
-        record.stream = self
+        record.give_to(self)
         self._service.sessions.add(record)
         self._record = record
         self._service.metrics.opened()
-        log.info("session opened", extra=self._fields(tokens=len(record.session.ids), bytes=len(media)))
+        log.info("session opened", extra=self.fields(tokens=len(record.session.ids), bytes=len(media)))
         return schema.Answer(opened=schema.Opened(session=record.id))
 
     def _build(self, frame: schema.Open, media: bytes) -> Record:
@@ -136,16 +143,18 @@ class Conversation:
         conditions = Conditions(settings, unpack_accept(frame.accept), frame.vocab_size)
         kind: int = frame.media
 
-        def load_prompt() -> Prompt:
-            return unpack_media(engine, ids, kind, media)
+        ready = [unpack_media(engine, ids, kind, media)]
 
-        session = open_session(engine, load_prompt(), conditions, committed)
+        def load_prompt() -> Prompt:
+            return ready.pop() if ready else unpack_media(engine, ids, kind, media)
+
+        session = open_session(engine, ready[0], conditions, committed)
         return Record(self._identity, session, settings, load_prompt, len(media))
 
     async def _resume(self, frame: schema.Resume) -> AsyncIterator[schema.Answer]:
         self._check_unused()
         record = self._service.sessions.find(frame.session, self._identity)
-        record.stream = self  # from here on, the stream that had it is out
+        record.give_to(self)
         if record.pending is not None:
             await _settled(record.pending)
         self._check_mine(record)  # another stream may have come since
@@ -157,7 +166,7 @@ class Conversation:
         session.rewind(frame.length)
         self._record = record
         self._service.sessions.touch(record)
-        log.info("session resumed", extra=self._fields(tokens=frame.length))
+        log.info("session resumed", extra=self.fields(tokens=frame.length))
         yield schema.Answer(opened=schema.Opened(session=record.id))
 
     def _check_unused(self) -> None:
@@ -169,8 +178,9 @@ class Conversation:
 
     async def _verify(self, frame: schema.Verify) -> AsyncIterator[schema.Answer]:
         record, engine = self._own(), self._service.engine
-        request = unpack_verify(frame, record.session.vocab_size, engine.row_count)
         self._service.check_rate(self._identity)
+        self._service.check_count(len(frame.new_ids))
+        request = unpack_verify(frame, record.session.vocab_size, engine.row_count)
         yield pack_verdict(await self._decide(record, request), len(request.draft_ids))
 
     async def _generate(self, frame: schema.Generate) -> AsyncIterator[schema.Answer]:
@@ -205,9 +215,9 @@ class Conversation:
     async def _close(self) -> AsyncIterator[schema.Answer]:
         record = self._own()
         self._check_mine(record)
+        log.info("session closed", extra=self.fields(tokens=len(record.session.ids)))
+        record.stream = self._record = None  # this stream ends it, and does not lose it
         self._service.sessions.drop(record)
-        log.info("session closed", extra=self._fields(tokens=len(record.session.ids)))
-        self._record = None
         return
         yield
 
@@ -220,7 +230,7 @@ class Conversation:
         if record.stream is not self:
             raise Refusal(Code.UNKNOWN_SESSION, "this session has ended, or was resumed on another stream")
 
-    def _fields(self, **more: int) -> dict[str, object]:
+    def fields(self, **more: object) -> dict[str, object]:
         name = self._record.name if self._record is not None else "-"
         return {"session": name, "identity": self._identity, **more}
 

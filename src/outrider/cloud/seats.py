@@ -24,7 +24,7 @@ class Seats:
         return self._readers[record]
 
     def take(self, record: Record, busy: Set[Record]) -> bool:
-        """Give a session a slot, if it has none; false where all are `busy`, which have one each."""
+        """Give a session a slot, if it has none; false where all slots are held by the `busy`."""
         if record in self._readers:
             return True
         if len(self) >= self.total and not self._evict(busy):
@@ -53,8 +53,6 @@ class Seats:
             self.leave(record)
 
     def _evict(self, busy: Set[Record]) -> bool:
-        if len(busy) >= self.total:
-            return False
         idle = [record for record in self._readers if record not in busy]
         if not idle:
             return False

@@ -101,6 +101,19 @@ def check_listen(host: str, *, tls: bool, tokens: bool, insecure: bool) -> None:
         )
 
 
+def check_metrics(host: str, *, insecure: bool) -> None:
+    """Refuse to serve metrics, which have no login, beyond this machine, unless `insecure` accepts it.
+
+    Raises:
+        SettingsError: it would; or a name that does not resolve.
+    """
+    if not insecure and not _is_local(host):
+        raise SettingsError(
+            f"metrics at {host or 'every interface'} could be read from other machines: listen on 127.0.0.1, or accept "
+            "it with --insecure"
+        )
+
+
 def parse_address(text: str) -> tuple[str, int]:
     """Host and port of "host:7070", "[::1]:7070" (the host without brackets) or ":7070" (host "", every interface).
 

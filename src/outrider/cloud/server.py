@@ -24,7 +24,8 @@ from outrider.wire.tls import ServerTls
 log = logging.getLogger(__name__)
 
 KEEPALIVE_MS = 60_000  # a peer that vanished without a word is noticed
-SPARE_CALLS = 64  # beside a stream for each session, and one that takes its place: describing, health
+SPARE_CALLS = 16  # of one connection, beside a stream for each session and one that takes its place
+ACTIVE = 5.0  # s; a session that asked for nothing for so long is not waited for
 LAST_WORDS = 0.2  # s between not-serving and the first check of whether everyone has left
 
 
@@ -63,6 +64,7 @@ class Server:
         )
         self._health = health.aio.HealthServicer()
         self._upkeep: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None
         self.port = 0
 
     async def start(self) -> None:
@@ -78,8 +80,8 @@ class Server:
                 ("grpc.so_reuseport", 0),
                 ("grpc.http2.bdp_probe", 0),
                 ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-            ],
-            maximum_concurrent_rpcs=2 * serving.limits.max_sessions + SPARE_CALLS,
+                ("grpc.max_concurrent_streams", 2 * serving.limits.max_sessions_per_identity + SPARE_CALLS),
+            ]
         )
         self._grpc.add_generic_rpc_handlers((self.service.handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
@@ -94,6 +96,7 @@ class Server:
         await self._grpc.start()
         await self._serve_health(health_pb2.HealthCheckResponse.SERVING)
         self._upkeep = asyncio.create_task(self.service.upkeep())
+        self._upkeep.add_done_callback(_report)
 
     async def drain(self) -> None:
         """Take no new sessions, let those at work finish for up to `grace` seconds, then end."""
@@ -102,11 +105,17 @@ class Server:
         log.info("draining", extra={"sessions": len(self.service.sessions)})
         deadline = asyncio.get_running_loop().time() + self._serving.grace
         await asyncio.sleep(min(LAST_WORDS, self._serving.grace))
-        while self.service.streams and asyncio.get_running_loop().time() < deadline:
+        while self.service.sessions.active(ACTIVE) and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.05)
         await self.stop()
 
     async def stop(self) -> None:
+        """End it now. Whoever comes second waits for the first."""
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop())
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self) -> None:
         await self._grpc.stop(0.1)
         if self._upkeep is not None:
             self._upkeep.cancel()
@@ -158,3 +167,9 @@ async def run(engine: TorchEngine, serving: Serving, listening: Callable[[Server
 def _bracketed(host: str) -> str:
     """As gRPC wants it. "" is every interface: gRPC takes [::] for both kinds of addresses, and cannot bind ""."""
     return f"[{host or '::'}]" if ":" in host or not host else host
+
+
+def _report(upkeep: asyncio.Task[None]) -> None:
+    """A service that no longer expires sessions must not look well."""
+    if not upkeep.cancelled() and upkeep.exception() is not None:
+        log.error("upkeep has ended", exc_info=upkeep.exception())

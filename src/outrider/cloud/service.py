@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from functools import cached_property
 
 import grpc
 
@@ -16,14 +17,14 @@ from outrider.cloud.security import Tokens, Unauthenticated, identity_of
 from outrider.cloud.sessions import RETRY_FULL, Record, Sessions
 from outrider.core.decoder import Verify
 from outrider.engines.torch import TorchEngine
-from outrider.errors import AudioError, DecodingError, InputError, OutriderError, PromptError, SettingsError, StateError
+from outrider.errors import AudioError, DecodingError, InputError, OutOfStep, OutriderError, PromptError, SettingsError
 from outrider.verifiers.local import describe
 from outrider.wire import schema
 from outrider.wire.messages import Code, Refusal, error, parse_request
 
 log = logging.getLogger(__name__)
 
-OPENING = 30.0  # s that a stream without a session may last, between two frames
+OPENING, LONGEST_OPENING = 30.0, 600.0  # s that a stream without a session may last: between two frames, and in all
 VOCABULARY_PART = 4096  # tokens in one message
 RETRY_DRAINING = 0.5  # s
 LONGEST = 2**20  # tokens of a session, where neither the model nor the operator says less
@@ -33,7 +34,7 @@ _CODES: tuple[tuple[type[OutriderError], int], ...] = (
     (PromptError, Code.PROMPT),
     (AudioError, Code.PROMPT),
     (InputError, Code.INVALID),
-    (StateError, Code.BASE_LENGTH),
+    (OutOfStep, Code.BASE_LENGTH),
     (DecodingError, Code.DECODING),
 )
 
@@ -95,22 +96,27 @@ class Service:
 
     async def vocabulary(self, _: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         await self._identity(context)
+        for part in self._vocabulary:
+            yield part
+
+    @cached_property
+    def _vocabulary(self) -> list[bytes]:
         names = self._description.vocabulary
-        for start in range(0, len(names), VOCABULARY_PART):
-            yield schema.VocabularyPart(tokens=names[start : start + VOCABULARY_PART]).SerializeToString()
+        starts = range(0, len(names), VOCABULARY_PART)
+        return [schema.VocabularyPart(tokens=names[n : n + VOCABULARY_PART]).SerializeToString() for n in starts]
 
     async def session(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         conversation = Conversation(self, await self._identity(context))
         self.streams += 1
         try:
-            async for data in _frames(requests, conversation):
+            async for data in _frames(aiter(requests), conversation):
                 self.metrics.received(len(data))
                 async for answer in conversation.take(parse_request(data)):
                     yield self._sent(answer)
         except Exception as raised:  # noqa: BLE001 - the outermost guard: a peer gets a typed error, no traceback
             refusal = as_refusal(raised)
             self.metrics.error(refusal.kind)
-            log.info("refused", extra={"kind": refusal.kind, "reason": type(raised).__name__})
+            log.info("refused", extra=conversation.fields(kind=refusal.kind, reason=type(raised).__name__))
             yield self._sent(error(refusal))
         finally:
             conversation.end()
@@ -167,6 +173,11 @@ class Service:
         while (wait := self._rate.take(identity)) > 0:
             await asyncio.sleep(wait)
 
+    def check_count(self, ids: int) -> None:
+        """Before each of so many ids is looked at."""
+        if ids > self.length_limit:
+            raise Refusal(Code.PROMPT, f"{ids} ids in one request: this service holds {self.length_limit}")
+
     def check_length(self, request: Verify) -> None:
         total = request.base_length + len(request.draft_ids)
         if self.max_length is not None and total > self.max_length:
@@ -206,17 +217,34 @@ class Service:
 
 
 async def _frames(requests: AsyncIterator[bytes], conversation: Conversation) -> AsyncIterator[bytes]:
-    """What comes on a stream. One that has no session is not waited for without end."""
-    coming = aiter(requests)
-    while True:
-        try:
-            async with asyncio.timeout(None if conversation.has_session else OPENING):
-                data = await anext(coming)
-        except StopAsyncIteration:
-            return
-        except TimeoutError:
-            raise Refusal(Code.INVALID, f"a stream of {OPENING:g} s without a session") from None
-        yield data
+    """What comes on a stream, until its session is lost. One that has no session is not waited for without end."""
+    loop = asyncio.get_running_loop()
+    losing, until = asyncio.create_task(conversation.lost.wait()), loop.time() + LONGEST_OPENING
+    try:
+        while True:
+            left = None if conversation.has_session else min(OPENING, until - loop.time())
+            reading = asyncio.create_task(_next(requests))
+            await asyncio.wait({reading, losing}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                reading.cancel()
+                raise _unheard(conversation)
+            data = reading.result()
+            if data is None:
+                return
+            yield data
+    finally:
+        losing.cancel()
+
+
+async def _next(requests: AsyncIterator[bytes]) -> bytes | None:
+    return await anext(requests, None)
+
+
+def _unheard(conversation: Conversation) -> Refusal:
+    """Why nothing more is waited for."""
+    if conversation.lost.is_set():
+        return Refusal(Code.UNKNOWN_SESSION, "this session has ended, or was resumed on another stream")
+    return Refusal(Code.INVALID, "a stream that is too long without a session")
 
 
 def as_refusal(raised: Exception) -> Refusal:

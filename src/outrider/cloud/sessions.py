@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from outrider.cloud.limits import Limits
 from outrider.config import GenerationSettings
@@ -21,6 +22,14 @@ from outrider.wire.messages import Code, Refusal
 
 SESSION_BYTES = 16
 RETRY_FULL = 1.0  # s; when a full service may be asked again
+
+
+class Stream(Protocol):
+    """What uses a session."""
+
+    def lose(self) -> None:
+        """The session has ended, or another stream has it: nothing more is to be expected here."""
+        ...
 
 
 @dataclass(eq=False)
@@ -34,8 +43,14 @@ class Record:
     media_bytes: int = 0
     id: bytes = field(default_factory=lambda: secrets.token_bytes(SESSION_BYTES))
     touched: float = 0.0
-    stream: object | None = None  # the one that may use it: the last to open or resume it; None once it has ended
+    stream: Stream | None = None  # the one that may use it: the last to open or resume it; None once it has ended
     pending: Future[Verdict] | None = None  # the verdict being computed, which nothing may overtake
+
+    def give_to(self, stream: Stream | None) -> None:
+        """From here on another stream has the session, or none; the one that had it is out."""
+        if self.stream is not None and self.stream is not stream:
+            self.stream.lose()
+        self.stream = stream
 
     @property
     def name(self) -> str:
@@ -72,7 +87,9 @@ class Sessions:
         Raises:
             Refusal: as many as the service, or this identity, may have; or no room for its media.
         """
-        self._check_room(record)
+        going = [*self._in_the_way(record.identity), *self._to_free(record.media_bytes)]
+        for other in going:
+            self.drop(other)
         self._records[record.id] = record
         record.touched = self._clock()
 
@@ -91,9 +108,14 @@ class Sessions:
 
     def drop(self, record: Record) -> None:
         """End a session: its stream loses it, too. Again does nothing."""
-        record.stream = None
+        record.give_to(None)
         if self._records.pop(record.id, None) is not None:
             self._on_gone(record)
+
+    def active(self, seconds: float) -> int:
+        """How many have a stream and are at work, or were within so many seconds."""
+        since = self._clock() - seconds
+        return sum(record.stream is not None and (record.busy or record.touched >= since) for record in self)
 
     def expire(self) -> int:
         """End sessions that were idle for too long; how many."""
@@ -103,32 +125,35 @@ class Sessions:
             self.drop(record)
         return len(gone)
 
-    def _check_room(self, record: Record) -> None:
+    def check_room(self, identity: str) -> None:
+        """Raise Refusal where this identity could not add a session now. Nothing is changed."""
+        self._in_the_way(identity)
+
+    def _in_the_way(self, identity: str) -> list[Record]:
+        """Who must go for a session more: the longest idle that no stream uses; its edge can open it again."""
         limits = self._limits
-        if len(self) >= limits.max_sessions and not self._drop_orphan(list(self)):
-            raise Refusal(Code.LIMIT, f"all {limits.max_sessions} sessions of this service are taken", RETRY_FULL)
-        own = [other for other in self if other.identity == record.identity]
-        if len(own) >= limits.max_sessions_per_identity and not self._drop_orphan(own):
-            raise Refusal(Code.LIMIT, f"{record.identity} has {len(own)} sessions open, as many as it may", RETRY_FULL)
-        self._make_room_for_media(record.media_bytes)
+        own = [other for other in self if other.identity == identity]
+        if len(own) >= limits.max_sessions_per_identity:
+            return [_orphan(own, f"{identity} has {len(own)} sessions in use, as many as it may")]
+        if len(self) >= limits.max_sessions:
+            return [_orphan(list(self), f"all {limits.max_sessions} sessions of this service are in use")]
+        return []
 
-    def _drop_orphan(self, records: list[Record]) -> bool:
-        """End the longest idle of these that no stream uses; its edge, if there still is one, opens it again."""
-        orphan = next((record for record in records if record.stream is None and not record.busy), None)
-        if orphan is not None:
-            self.drop(orphan)
-        return orphan is not None
-
-    def _make_room_for_media(self, wanted: int) -> None:
-        """Media is kept for sessions that lose their slot; the longest idle give way, and their edges send it again."""
+    def _to_free(self, wanted: int) -> list[Record]:
+        """Who must go for so much media: it is kept for sessions that lose their slot, and edges can send it again."""
         excess = sum(record.media_bytes for record in self) + wanted - self._limits.max_media_total
         idle = [record for record in self if record.media_bytes and not record.busy]
-        if not wanted or excess <= 0:
-            return
-        if sum(record.media_bytes for record in idle) < excess:  # else some would go for nothing
-            raise Refusal(Code.LIMIT, "no room for more media: too many recordings are in use", RETRY_FULL)
-        for record in idle:
-            if excess <= 0:
-                return
-            excess -= record.media_bytes
-            self.drop(record)
+        going: list[Record] = []
+        while wanted and excess > 0:
+            if not idle:
+                raise Refusal(Code.LIMIT, "no room for more media: too many recordings are in use", RETRY_FULL)
+            going.append(idle.pop(0))
+            excess -= going[-1].media_bytes
+        return going
+
+
+def _orphan(records: list[Record], otherwise: str) -> Record:
+    for record in records:
+        if record.stream is None and not record.busy:
+            return record
+    raise Refusal(Code.LIMIT, otherwise, RETRY_FULL)

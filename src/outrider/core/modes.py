@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.config import DriverName, OnCloudLoss, OnLoop, Scope, check_choice
+from outrider.config import DriverName, OnCloudLoss, OnLoop, Privacy, Scope, check_choice
 from outrider.core.acceptance import Exact, Rule
 from outrider.core.gate import Always, Gate
 from outrider.errors import SettingsError
@@ -15,6 +15,7 @@ def check_modes(
     on_loop: str | None,
     driver: str,
     on_cloud_loss: str | None,
+    privacy: str,
     *,
     has_drafter: bool,
     has_verifier: bool,
@@ -26,6 +27,9 @@ def check_modes(
     """
     check_choice("scope", scope, Scope)
     check_choice("driver", driver, DriverName)
+    check_choice("privacy", privacy, Privacy)
+    if privacy != "audio" and not has_verifier:
+        raise SettingsError(f"privacy {privacy!r}: there is no verifier to keep anything from")
     if on_loop is not None:
         check_choice("on_loop", on_loop, OnLoop)
     if on_cloud_loss is not None:

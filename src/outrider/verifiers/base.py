@@ -80,25 +80,35 @@ def shared_vocabulary(edge: Description, cloud: Description) -> tuple[int, int]:
         VocabularyMismatch: two ids differ (the first is named), the sizes differ by more than 128, or the drafter has
             no row for a token that the target may emit.
     """
+    names: list[str] = []
     if edge.fingerprint != cloud.fingerprint:
-        _check_names(edge, cloud)
+        names = _check_names(edge, cloud)
         _check_extra(edge, cloud)
     if cloud.vocab_size > edge.row_count:
         token = edge.row_count
-        name = f" ({cloud.vocabulary[token]!r})" if cloud.vocabulary else ""
+        name = f" ({names[token]!r})" if names else ""
         raise VocabularyMismatch(
             f"{cloud.name} may emit token {token}{name}, which {edge.name} cannot read: it has {token} rows"
         )
     return min(edge.vocab_size, cloud.vocab_size), cloud.vocab_size
 
 
-def _check_names(edge: Description, cloud: Description) -> None:
-    for token, (first, second) in enumerate(zip(edge.vocabulary, cloud.vocabulary, strict=False)):
+def _check_names(edge: Description, cloud: Description) -> list[str]:
+    """The target's token strings, which are the drafter's as far as both go. None have names without tokenizers."""
+    ours, theirs = edge.vocabulary, cloud.vocabulary
+    for side, names, other in ((edge, ours, theirs), (cloud, theirs, ours)):
+        if len(names) != side.vocab_size and (names or other):
+            raise VocabularyMismatch(
+                f"{edge.name} and {cloud.name} cannot be compared: {side.name} names {len(names)} of its "
+                f"{side.vocab_size} tokens"
+            )
+    for token, (first, second) in enumerate(zip(ours, theirs, strict=False)):
         if first != second:
             raise VocabularyMismatch(
                 f"{edge.name} and {cloud.name} do not share a vocabulary: token {token} is {first!r} in the first and "
                 f"{second!r} in the second"
             )
+    return theirs
 
 
 def _check_extra(edge: Description, cloud: Description) -> None:

@@ -29,7 +29,6 @@ _FINAL = (
     Status.UNAUTHENTICATED,
     Status.PERMISSION_DENIED,
     Status.UNIMPLEMENTED,
-    Status.RESOURCE_EXHAUSTED,
     Status.INVALID_ARGUMENT,
 )
 
@@ -44,11 +43,16 @@ class Again(Exception):
 
 def of_call(name: str, error: CallFailed | Disconnected) -> Exception:
     """What a failed call to the cloud `name` means."""
-    if isinstance(error, CallFailed) and error.status in _FINAL:
+    if isinstance(error, CallFailed) and _is_final(error):
         return CloudRefused(f"{name} refused: {error.details}")
     if isinstance(error, Untrusted):
         return CloudRefused(f"{name} is not trusted: {error}")
     return Again(str(error))
+
+
+def _is_final(error: CallFailed) -> bool:
+    """An exhausted resource passes, unless it is the size of our own message: gRPC has one code for both."""
+    return error.status in _FINAL or (error.status is Status.RESOURCE_EXHAUSTED and "larger than" in error.details)
 
 
 def of_frame(name: str, error: schema.Error) -> Exception:

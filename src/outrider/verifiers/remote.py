@@ -128,6 +128,8 @@ class RemoteVerifier:
         answer = await self._called(self.connection.describe(self.deadline))
         if answer.protocol != schema.VERSION:
             raise CloudRefused(f"{self.name} speaks protocol {answer.protocol}, this edge {schema.VERSION}")
+        if answer.max_drafts < schema.MAX_DRAFTS:
+            raise CloudRefused(f"{self.name} takes {answer.max_drafts} drafts at once, not {schema.MAX_DRAFTS}")
         self._model = answer.model
         return Description(
             f"{answer.name} at {self.name}",

@@ -23,6 +23,7 @@ from outrider.wire.stream import Stream
 log = logging.getLogger(__name__)
 
 MEDIA_PART = 256 * 1024  # bytes in one Media frame
+SLOWEST = 8_000  # bytes/s; while a recording is on its way, an attempt may take that much longer
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class RemoteSession:
         self._stream: Stream | None = None
         self._generating = self._left = False
         self._unanswered: list[tuple[str, int]] = []  # frames by kind and cost, since the last answer
+        self._media = pack_media(prompt, withheld=conditions.withheld)
 
     async def verify(self, request: Verify) -> Verdict:
         """One attempt."""
@@ -115,9 +117,9 @@ class RemoteSession:
 
     async def _exchange(self, frame: schema.Request | None, request: Verify) -> Verdict:
         """Send a frame, on a new stream if need be, and wait for the verdict that answers `request`."""
-        link, before = self._peer.connection.link, self._peer.connection.link.down
+        before = self._peer.connection.link.down
         try:
-            async with asyncio.timeout(self._peer.deadline):
+            async with asyncio.timeout(self._limit):
                 greeted = await self._greet()
                 if frame is not None:
                     await self._send(frame)
@@ -131,12 +133,17 @@ class RemoteSession:
             raise of_call(self._peer.name, error) from error
         except TimeoutError as error:
             self._hang_up()
-            if link.down == before:  # not slow: silent
+            if self._peer.connection.link.down == before:  # not slow: silent
                 self._peer.connection.renew()
-            raise Again(f"no answer within {self._peer.deadline:g} s") from error
+            raise Again(f"no answer within {self._limit:g} s") from error
         except BaseException:
             self._hang_up()
             raise
+
+    @property
+    def _limit(self) -> float:
+        """Seconds that an attempt may take: the deadline, and time for the recording where it has to be sent."""
+        return self._peer.deadline + (0.0 if self._id is not None else len(self._media[1]) / SLOWEST)
 
     async def _greet(self) -> bool:
         """Make sure that there is a stream; true if an Opened is to be expected on it."""
@@ -159,8 +166,7 @@ class RemoteSession:
 
     def _open(self) -> list[schema.Request]:
         """The opening, and the media that it announces. Tokens that are settled already come along."""
-        prompt, conditions = self._prompt, self._conditions
-        kind, media = pack_media(prompt, withheld=conditions.withheld)
+        prompt, conditions, (kind, media) = self._prompt, self._conditions, self._media
         opening = schema.Open(
             protocol=schema.VERSION,
             fingerprint=self._peer.fingerprint.encode(),
@@ -222,12 +228,14 @@ class RemoteSession:
         lost_track = error.code == Code.BASE_LENGTH and not self._fresh
         if error.code == Code.UNKNOWN_SESSION or lost_track:
             self._id = None  # begin again with all tokens
+        if error.code == Code.DRAINING:
+            self._peer.connection.retire()  # whoever serves the next connection may take the session
         return Again(error.message) if lost_track else of_frame(self._peer.name, error)
 
     def _check(self, verdict: Verdict, request: Verify) -> None:
         """Raise where the cloud's answer cannot be one to what was asked."""
         fits = verdict.round == request.round and 0 <= verdict.accepted <= len(request.draft_ids)
-        fits = fits and verdict.next_token < self._conditions.vocab_size
+        fits = fits and 0 <= verdict.next_token < self._conditions.vocab_size
         fits = fits and all(offset <= verdict.accepted for offset in verdict.near_ties)
         if not (fits and verdict.disagreed <= verdict.audited <= len(request.new_ids)):
             raise CloudRefused(f"{self._peer.name} sent a verdict that does not answer round {request.round}")

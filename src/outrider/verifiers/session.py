@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.core.acceptance import Rule, Verdict, audit, judge
 from outrider.core.decoder import Verify
 from outrider.core.policy import Policy
-from outrider.errors import StateError
+from outrider.errors import OutOfStep
 
 AUDITED = 128  # skipped tokens that one verdict compares at most: a row of logits for each is held in memory
 
@@ -62,7 +62,7 @@ class Session:
         """What must be read to judge a block; for the same request again, the same verdict.
 
         Raises:
-            StateError: the edge's base length is not ours (both are named), or the round was answered for others.
+            OutOfStep: the edge's base length is not ours (both are named), or the round was answered for others.
         """
         if self._resumed_at is not None:
             self._settle_resumption(request)
@@ -70,7 +70,7 @@ class Session:
             return self._again(request)
         start = len(self.ids)
         if start + len(request.new_ids) != request.base_length:
-            raise StateError(
+            raise OutOfStep(
                 f"round {request.round}: the edge's base length is {request.base_length}, but this session has "
                 f"{start} tokens and was sent {len(request.new_ids)} new ones"
             )
@@ -99,13 +99,14 @@ class Session:
         that was answered costs nothing then, however often the answer got lost.
 
         Raises:
-            StateError: there are fewer, or the prompt itself would be cut.
+            OutOfStep: there are fewer, or the prompt itself would be cut.
         """
         if not self.prompt_length <= length <= len(self.ids):
-            raise StateError(
+            raise OutOfStep(
                 f"the edge resumes at {length} tokens, but this session has {len(self.ids)}, "
                 f"{self.prompt_length} of them the prompt"
             )
+        self._resumed_at = None
         last = self._last[0] if self._last is not None else None
         if last is not None and length == last.base_length - len(last.new_ids):
             self._resumed_at = length
@@ -128,7 +129,7 @@ class Session:
         assert self._last is not None
         asked, verdict = self._last
         if not _same(request, asked):
-            raise StateError(f"round {request.round} was answered already, for other tokens")
+            raise OutOfStep(f"round {request.round} was answered already, for other tokens")
         return verdict
 
 

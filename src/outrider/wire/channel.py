@@ -73,6 +73,12 @@ class Channel:
         """A call of messages both ways, without a time limit: to be ended, or cancelled."""
         return await self._open(method, None)
 
+    def retire(self) -> None:
+        """Calls that are under way finish on the present connection; the next one makes another."""
+        if self._http is not None:
+            self._http.retire()
+            self._http = None
+
     def drop(self) -> None:
         """Abandon the present connection and its calls; the next call makes a new one."""
         if self._dialling is not None:

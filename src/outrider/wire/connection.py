@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -48,6 +49,7 @@ class Connection:
         metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._channel = Channel(self._open, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", metadata)
         self._folder = tempfile.mkdtemp(prefix="outrider-")
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)  # also where nobody disconnects
         self._path = os.path.join(self._folder, "s")
         self._lock = threading.Lock()
         self._ended = False
@@ -107,6 +109,10 @@ class Connection:
         async for data in self._channel.unary_stream(f"/{schema.SERVICE}/Vocabulary", b"", timeout):
             names += schema.VocabularyPart.FromString(data).tokens
         return names
+
+    def retire(self) -> None:
+        """Let present calls finish on the present TCP connection; the next call makes a new one."""
+        self._channel.retire()
 
     def renew(self) -> None:
         """Give up the present TCP connection; the next call makes a new one."""

@@ -113,6 +113,11 @@ class Http2(asyncio.Protocol):
         self.flush()
         await self._changed.wait()
 
+    def retire(self) -> None:
+        """No further call; close after the last one."""
+        self._leaving, self._farewell = True, "the connection was given up for another"
+        self._settle()
+
     def leave(self) -> None:
         """Say goodbye and close, once what was written has left."""
         if self._reason is None:

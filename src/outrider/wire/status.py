@@ -91,7 +91,7 @@ def _details(trailers: Headers) -> str:
 
 def _number(text: bytes) -> int:
     """-1 for what is none."""
-    return int(text) if text.isdigit() else -1
+    return int(text) if text.isdigit() and len(text) <= 3 else -1
 
 
 def _text(data: bytes) -> str:
