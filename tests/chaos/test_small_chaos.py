@@ -177,3 +177,13 @@ def test_a_stalled_link_and_a_slow_one(cloud: Cloud, edge: Guarded, target: Guar
         connections = link.connections
         assert said(decoder.generate(CLIP, **SETTINGS)) == expected
         assert link.connections == connections, "nobody gave up"
+
+
+def test_a_recording_that_takes_longer_than_the_deadline_crosses_once(
+    cloud: Cloud, edge: Guarded, target: Guarded
+) -> None:
+    with Tap(cloud.port) as tap, connected(tap.address, net="bw=150kbit", deadline=1.0, patience=1.0) as verifier:
+        result = SpeculativeDecoder(edge, verifier).generate(CLIP, **SETTINGS)
+        assert said(result) == said(undisturbed(edge, target, CLIP))
+        assert result.stats.media_bytes_up * 8 / 150_000 > 1.0, "the clip is too small to show anything"
+        assert tap.up.count(MAGIC) == 1

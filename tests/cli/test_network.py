@@ -64,6 +64,8 @@ def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
         ([*GRPC, "--edge", "none", "--driver", "pipelined"], "pipelined"),
         ([*GRPC, "--edge", "/no/such/model"], "/no/such/model"),
         ([*GRPC, "--privacy", "secret"], "secret"),
+        (["generate", "hi", "--cloud", "none", "--privacy", "tokens"], "privacy"),
+        (["cloud", "demo", "--metrics", ":9090"], "metrics"),
         (["cloud", "/no/such/model"], "/no/such/model"),
         (["cloud", "demo", "--listen", "7070"], "7070"),
         (["cloud", "demo", "--listen", "127.0.0.1:70000"], "70000"),

@@ -102,3 +102,17 @@ def test_two_long_prefills_share_the_chunk_and_a_third_waits() -> None:
     assert all(sum(len(feed.ids) for feed in batch) <= 256 for batch in engine.batches)
     assert [len(batch) for batch in engine.batches[:4]] == [2, 2, 2, 2]
     assert done[-1] == 2
+
+
+def test_who_asks_and_has_a_slot_keeps_it_as_far_as_places_go() -> None:
+    """Three ask for two slots: the first to come takes one, and one slot, not two, changes hands."""
+    engine = Watched()
+    with batching(engine, 2) as batcher:
+        one, two, late = (record(engine, [n]) for n in range(3))
+        for each in (one, two):
+            batcher.submit(each, Verify(1, 1, (), ())).result(SOON)
+        before = len(engine.opened)
+        jobs = [(late, Verify(1, 1, (), ())), (one, Verify(2, 2, (), ())), (two, Verify(2, 2, (), ()))]
+        for answer in together(batcher, *jobs):
+            answer.result(SOON)
+        assert len(engine.opened) - before == 2, "one for who came, one for who gave way and asked again"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +22,12 @@ from outrider.config import GenerationSettings
 from outrider.core.decoder import Verify
 from outrider.engines.base import Prompt
 from outrider.errors import DecodingError, PromptError, SettingsError, StateError
+from outrider.netem.thread import LinkThread
 from outrider.verifiers.base import Conditions
+from outrider.verifiers.refusals import Again, of_call
 from outrider.verifiers.remote import RemoteVerifier
 from outrider.wire import schema
+from outrider.wire.status import CallFailed, Status
 
 V = 32
 PROMPT = (3, 1, 4, 1, 5)
@@ -103,6 +109,65 @@ def test_another_checkpoint_behind_the_address_is_refused_and_never_mixed_in(ser
         served.restart()
         with pytest.raises(CloudRefused, match="another model"):
             cloud.verify(session, Verify(2, 8, (), (1,)))
+
+
+@pytest.mark.parametrize("theirs", [[], ["word0", "word1"]])
+def test_a_vocabulary_that_cannot_be_compared_is_refused(theirs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"word{n}" for n in range(40)]
+    cloud_engine = Named(names[:39])
+    with serving(cloud_engine, max_length=64) as served, far(served) as cloud:
+        cloud_engine.vocabulary = theirs
+        with pytest.raises(VocabularyMismatch, match=f"cannot be compared: .* names {len(theirs)} of its 39"):
+            SpeculativeDecoder(Named(names), cloud)
+
+
+def test_a_fault_of_the_cloud_is_not_passed_off_as_the_edges(caplog: pytest.LogCaptureFixture) -> None:
+    """A broken invariant over there is an internal error, and said aloud there."""
+
+    class Broken(ScriptedEngine):
+        def forward(self, slot: int, ids: Any, rows: int | None = None) -> Any:
+            raise StateError("the cache holds more than the tokens")
+
+    with serving(Broken(TARGET, V)) as served, far(served, patience=0.2) as cloud:
+        session = cloud.open(Prompt(PROMPT), conditions())
+        with pytest.raises(CloudLost, match="internal error"):
+            cloud.verify(session, Verify(1, 5, (), (1,)))
+    assert any(record.levelname == "ERROR" for record in caplog.records)
+
+
+def test_a_draining_cloud_is_left_for_whoever_takes_the_next_connection() -> None:
+    """As behind a balancer: the next connection may lead to another server."""
+    with serving(engine()) as old, LinkThread("127.0.0.1", old.port) as balancer:
+        cloud = connect(f"grpc://127.0.0.1:{balancer.port}", patience=5.0, deadline=5.0)
+        assert isinstance(cloud, RemoteVerifier)
+        with cloud:
+            a = said(6)
+            session = cloud.open(Prompt(PROMPT), conditions())
+            assert cloud.verify(session, Verify(1, 5, (), a[:1])).next_token == a[1]
+            before = balancer.connections
+            old.service.draining = True
+            other = cloud.open(Prompt(PROMPT), conditions())
+            answer = cloud.submit(other, Verify(1, 5, (), ()))
+            deadline = time.monotonic() + 5
+            while balancer.connections == before and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert balancer.connections > before
+            old.service.draining = False
+            assert answer.result(5).next_token == a[0]
+            assert cloud.verify(session, Verify(2, 7, (), a[2:3])).next_token == a[3], "those at work finish"
+
+
+def test_a_passing_overload_is_waited_out_and_a_message_too_large_is_not(served: Served) -> None:
+    assert isinstance(of_call("c", CallFailed(Status.RESOURCE_EXHAUSTED, "too many streams")), Again)
+    size = CallFailed(Status.RESOURCE_EXHAUSTED, "CLIENT: Received message larger than max (90070 vs. 65536)")
+    assert isinstance(of_call("c", size), CloudRefused)
+
+
+def test_nothing_is_left_in_the_temporary_folder_without_a_goodbye() -> None:
+    code = "from outrider import connect; print(connect('grpc://127.0.0.1:1').connection._folder)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip()
+    assert not Path(done.stdout.strip()).exists()
 
 
 # Answers --------------------------------------------------------------------------------------------------------

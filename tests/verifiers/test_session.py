@@ -229,6 +229,15 @@ def test_whatever_is_asked_after_a_rewind_is_answered_as_if_nothing_else_had_bee
     assert session.ids[5:] == list(a[: len(session.ids) - 5])
 
 
+def test_of_two_rewinds_the_last_counts() -> None:
+    verifier, _, number = opened()
+    a, session = said(6), session_of(verifier, number)
+    verifier.verify(number, Verify(1, 5, (), (a[0],)))
+    session.rewind(5)
+    session.rewind(7)
+    assert verifier.verify(number, Verify(2, 7, (), ())) == Verdict(2, 0, a[2])
+
+
 def test_a_rewind_goes_neither_past_the_end_nor_into_the_prompt() -> None:
     verifier, _, number = opened()
     for length in (0, 4, 6):

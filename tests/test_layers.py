@@ -1,0 +1,41 @@
+"""Imports point downward, as docs/structure.md says."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import outrider
+
+SOURCE = Path(outrider.__file__).parent
+ORDER = ["errors", "config", "core", "engines", "prompts", "netem", "wire", "verifiers", "edge", "cloud", "api", "cli"]
+BESIDE = [{"edge", "cloud"}]  # neither knows the other
+MODULES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py") if path.stem not in ("__init__", "__main__"))
+
+
+def imported(path: Path) -> set[str]:
+    """Names of outrider's parts, and of other packages, that a module imports anywhere."""
+    found = set()
+    for node in ast.walk(ast.parse((SOURCE / path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_imports_point_downward(path: Path) -> None:
+    part = path.parts[0].removesuffix(".py")
+    own = {name.split(".")[1] for name in imported(path) if name.startswith("outrider.")}
+    for other in own - {part}:
+        assert ORDER.index(other) < ORDER.index(part), f"{part} imports {other}"
+        assert {part, other} not in BESIDE, f"{part} and {other} do not know each other"
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if path.parts[0] == "core"], ids=str)
+def test_the_core_knows_no_models_and_no_sockets(path: Path) -> None:
+    roots = {name.split(".")[0] for name in imported(path)}
+    assert not roots & {"transformers", "socket", "asyncio", "grpc", "h2", "ssl", "threading"}
