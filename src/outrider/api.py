@@ -160,7 +160,13 @@ class SpeculativeDecoder:
 
     def encode(self, prompt: PromptLike) -> Prompt:
         """The prompt as the models read it."""
-        return encode(self._encoder, prompt)
+        encoder = self._encoder
+        if isinstance(encoder, _Nameless) and (isinstance(prompt, str) or not _is_ids(prompt)):
+            raise PromptError(
+                "without a drafter, a cloud across a network takes token ids (--prompt-ids): texts and recordings need "
+                "an edge model to prepare them"
+            )
+        return encode(encoder, prompt)
 
     @property
     def _target(self) -> Description:
@@ -238,6 +244,10 @@ class SpeculativeDecoder:
     def withholds(self, prompt: Prompt) -> bool:
         """Whether the verifier sees less of this prompt than the drafter does."""
         return self.verifier is not None and self.privacy == "tokens" and prompt.heard
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, (list, tuple)) and not any(isinstance(part, dict) for part in prompt)
 
 
 class _Nameless:

@@ -18,6 +18,7 @@ import outrider.verifiers.connect  # before anything below patches what it impor
 from certificates import Authority
 from outrider.cli import main
 from outrider.cli.child import cloud_process
+from outrider.engines.load import BUNDLED
 from outrider.netem.conditions import Conditions
 from outrider.netem.thread import LinkThread
 
@@ -113,6 +114,27 @@ def test_a_cloud_that_cannot_be_reached_is_named_before_a_model_is_loaded(
     err = capsys.readouterr().err
     assert f"127.0.0.1:{port} cannot be reached" in err
     assert "refused" in err.lower(), "the reason is not named"
+
+
+def test_a_name_that_does_not_resolve_is_said_to_be_one(capsys: pytest.CaptureFixture[str], no_models: None) -> None:
+    assert run("generate", "hi", "--cloud", "grpc://no.such.host.invalid:7070", "--patience", "0.3") == 1
+    assert "lost at once" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--tls"], ["--token-file", "x"]])
+def test_the_demo_refuses_what_its_own_cloud_does_not_have(
+    option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("demo", *option) == 2
+    assert option[0] in capsys.readouterr().err
+
+
+def test_a_recording_without_a_drafter_is_refused_in_true_words(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clip = str(BUNDLED / "clips" / "en-1.ogg")
+    assert run("caption", clip, "--edge", "none", "--cloud", f"grpc://{address}") == 1
+    assert "edge model" in capsys.readouterr().err
 
 
 def test_a_cloud_that_is_not_there_from_the_start(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json as jsonlib
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +129,7 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
     serving = build_serving(listen, security, capacity, operation)
     name = "demo:cloud" if model == "demo" else model
     locate(name)
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own lines would stand among ours
     logs.configure("INFO" if operation.verbose else "WARNING", json=operation.log_format == "json", stream=sys.stderr)
     from outrider.cloud.server import run
 

@@ -23,7 +23,7 @@ from outrider.config import GenerationSettings
 from outrider.core.outcome import Result
 from outrider.core.text import Transcript
 from outrider.engines.load import BUNDLED
-from outrider.errors import AudioError, OutriderError, PromptError
+from outrider.errors import AudioError, OutriderError, PromptError, SettingsError
 from outrider.prompts.audio import Audio, load
 from outrider.verifiers.remote import RemoteVerifier
 
@@ -39,6 +39,9 @@ def run_demo(speculation: Speculation, network: Network, decoding: Decoding, out
     ]
     titles = [f"{clip['file']}  “{clip['text']}”" for clip in clips]
     check(Models(cloud="grpc://127.0.0.1:1"), speculation, network)
+    secured = [name for name in ("token_file", "tls", "ca", "cert", "key") if getattr(network, name)]
+    if secured:
+        raise SettingsError(f"--{secured[0].replace('_', '-')}: the demo's own cloud has no TLS and no tokens")
     with cloud_process("demo") as address:
         models = Models(cloud=f"grpc://{address}")
         return _caption_all(jobs, titles, models, speculation, network, decoding, output)

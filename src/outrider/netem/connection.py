@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from time import monotonic
 
@@ -112,7 +113,9 @@ class Connection:
         await self._shake_hands()
         try:
             await asyncio.get_running_loop().create_connection(lambda: self._target, *self._address)
-        except OSError:  # refused, unreachable, unknown: what the client sees is a reset, as through any proxy
+            self._medium.trouble = None
+        except OSError as error:  # refused, unreachable, unknown: what the client sees is a reset, as through any proxy
+            self._medium.trouble = _reason(error)
             self.client.abort()
 
     async def _shake_hands(self) -> None:
@@ -149,3 +152,10 @@ class Connection:
             self._fuse.cancel()
         self.closed.set_result(None)
         self._on_close(self)
+
+
+def _reason(error: OSError) -> str:
+    """In the system's words; asyncio's own only say which address it was."""
+    if error.errno is not None and error.errno > 0:  # names that do not resolve have negative numbers, and words
+        return os.strerror(error.errno)
+    return error.strerror or str(error)

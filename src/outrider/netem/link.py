@@ -47,6 +47,11 @@ class Link:
         return self._medium.down.bytes
 
     @property
+    def trouble(self) -> str | None:
+        """Why the target could not be connected to the last time; None if it could."""
+        return self._medium.trouble
+
+    @property
     def held(self) -> int:
         """Bytes in the delay lines of all present connections; bounded, see Line."""
         return sum(connection.held for connection in self._present)

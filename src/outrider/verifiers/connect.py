@@ -103,7 +103,8 @@ def _remote(
         raise SettingsError("give token or token_file, not both")
     token = _read_token(token_file) if token_file is not None else token
     if token is not None and not (token.isascii() and token.isprintable() and " " not in token and token):
-        raise SettingsError("a token is one word of ASCII letters, digits and signs")
+        where = f"{token_file}: " if token_file is not None else ""
+        raise SettingsError(f"{where}a token is one word of ASCII letters, digits and signs, without a name before it")
     encrypted = tls or any(name is not None for name in (ca, cert, key))
     if token is not None and not encrypted and not _is_loopback(target.host):
         raise SettingsError(f"a token for {target.host} would cross the network unencrypted: add tls or ca")

@@ -170,7 +170,15 @@ class RemoteVerifier:
         try:
             return await retrying(attempt, *args)
         except Again as last:
-            raise CloudLost(f"{self.name} cannot be reached: {last}") from last
+            raise CloudLost(f"{self.name} cannot be reached: {self._why(last)}") from last
+
+    def _why(self, last: Again) -> str:
+        """The reason, as far as it is known: the link knows why it could not connect."""
+        trouble = self.connection.link.trouble
+        if trouble is not None:
+            return f"{trouble} (tried for {self.patience:g} s)"
+        hints = {"wrong version": "it seems to speak no TLS", "lost at once": "if it speaks TLS, give tls or ca"}
+        return "; ".join([str(last), *(hint for sign, hint in hints.items() if sign in str(last))])
 
     def _say(self, state: RetryCallState) -> None:
         reason = state.outcome.exception() if state.outcome else None

@@ -100,7 +100,7 @@ class Connection:
         return await self._channel.stream(f"/{schema.SERVICE}/Session")
 
     async def describe(self, timeout: float) -> schema.DescribeAnswer:
-        request = schema.DescribeRequest(protocol=schema.VERSION).SerializeToString()
+        request = schema.DescribeRequest().SerializeToString()
         data = await self._channel.unary(f"/{schema.SERVICE}/Describe", request, timeout)
         return schema.DescribeAnswer.FromString(data)
 

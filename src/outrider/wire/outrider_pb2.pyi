@@ -26,10 +26,8 @@ BONUS: Reason
 CORRECTION: Reason
 
 class DescribeRequest(_message.Message):
-    __slots__ = ("protocol",)
-    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
-    protocol: int
-    def __init__(self, protocol: _Optional[int] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class DescribeAnswer(_message.Message):
     __slots__ = ("protocol", "name", "vocab_size", "row_count", "eos_ids", "fingerprint", "model", "max_length", "audio_seconds", "max_drafts")
