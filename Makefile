@@ -6,14 +6,16 @@ BASE   := $(VENV)/.installed
 STAMP  := $(VENV)/.installed-for-work
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 MODELS := .cache/models
+# More than cores: many tests wait for sockets and processes.
+WORKERS ?= 4
 
-.PHONY: demo test check format lint types test-real test-chaos test-soak proto bench clean
+.PHONY: demo test check format lint types test-real test-network test-chaos test-soak proto bench clean
 
 demo: $(BASE)
 	$(BIN)/outrider demo
 
 test: $(STAMP)
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n $(WORKERS)
 
 check: $(STAMP) format-check lint types test
 
@@ -34,6 +36,10 @@ types: $(STAMP)
 # A real pair, put into $(MODELS) beforehand; see docs/structure.md.
 test-real: $(STAMP)
 	$(BIN)/pytest -m real
+
+# Edge and cloud in two processes: cut, killed, stalled, counted to the byte. CI runs it after `make check`.
+test-network: $(STAMP)
+	$(BIN)/pytest -m network -n auto
 
 # 200 generations while the server is killed and the link cut, stalled and slowed down.
 test-chaos: $(STAMP)

@@ -16,6 +16,8 @@ from tests.chaos.cases import check_books, said
 from tests.chaos.guarded import Guarded
 from tests.chaos.nursery import Cloud, Nursery
 
+pytestmark = pytest.mark.network
+
 TEXT = "a calm voice"
 SETTINGS: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True}
 LONG = 30.0  # s; nothing here may take so long

@@ -22,6 +22,8 @@ from tests.chaos.guarded import Guarded
 from tests.chaos.nursery import Cloud, Nursery
 from tests.chaos.tap import Tap
 
+pytestmark = pytest.mark.network
+
 MAGIC = b"fLaC"
 DRIVERS = ("sequential", "pipelined")
 TEXT = "the speaker, whose name is Wilhelmina, talks slowly and calmly 说话很慢"

@@ -18,6 +18,8 @@ from tests.chaos.guarded import Guarded
 from tests.chaos.nursery import Cloud
 from tests.chaos.tap import Tap
 
+pytestmark = pytest.mark.network
+
 MAGIC = b"fLaC"
 DRIVERS = ("sequential", "pipelined")
 TEXT = "说话很慢, a calm voice"
