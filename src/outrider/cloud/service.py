@@ -220,13 +220,14 @@ async def _frames(requests: AsyncIterator[bytes], conversation: Conversation) ->
     """What comes on a stream, until its session is lost. One that has no session is not waited for without end."""
     loop = asyncio.get_running_loop()
     losing, until = asyncio.create_task(conversation.lost.wait()), loop.time() + LONGEST_OPENING
+    reading: asyncio.Task[bytes | None] | None = None
     try:
         while True:
             left = None if conversation.has_session else min(OPENING, until - loop.time())
             reading = asyncio.create_task(_next(requests))
+            reading.add_done_callback(_heard)
             await asyncio.wait({reading, losing}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
-                reading.cancel()
                 raise _unheard(conversation)
             data = reading.result()
             if data is None:
@@ -234,6 +235,14 @@ async def _frames(requests: AsyncIterator[bytes], conversation: Conversation) ->
             yield data
     finally:
         losing.cancel()
+        if reading is not None:
+            reading.cancel()
+
+
+def _heard(reading: asyncio.Task[bytes | None]) -> None:
+    """Whatever ends a stream is told to its reader; where nobody reads any more, it is no news."""
+    if not reading.cancelled():
+        reading.exception()
 
 
 async def _next(requests: AsyncIterator[bytes]) -> bytes | None:
