@@ -72,6 +72,7 @@ def reachable(text: str) -> Iterator[str]:
         yield text
 
 
+@pytest.mark.network  # two processes each
 @pytest.mark.parametrize("line", commands())
 def test_every_command_shown_runs(line: str, workplace: Path) -> None:
     if line.startswith("outrider cloud") and "--help" not in line:
