@@ -8,10 +8,12 @@ import logging
 import re
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from outrider.engines.torch import TorchEngine
 from outrider.errors import ModelError, SettingsError
+
+if TYPE_CHECKING:
+    from outrider.engines.torch import TorchEngine
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ def load_engine(
             loaded = parts[0].to(target)
         except _foreign_errors() as error:
             raise ModelError(f"cannot load {model}: {_first_line(error)}") from error
-    return TorchEngine(loaded, tokenizer or parts[1], extractor or parts[2], name=str(model))
+    return _engine(loaded, tokenizer or parts[1], extractor or parts[2], name=str(model))
 
 
 def _wrap(model: Any, tokenizer: Any, extractor: Any, dtype: str, device: str) -> TorchEngine:
@@ -58,7 +60,13 @@ def _wrap(model: Any, tokenizer: Any, extractor: Any, dtype: str, device: str) -
         raise ModelError(f"a model is a name or a transformers model, not {type(model).__name__}")
     if (dtype, device) != ("auto", "auto"):
         raise SettingsError("dtype and device are for models given by name; move a loaded model with its own .to()")
-    return TorchEngine(model, tokenizer, extractor)
+    return _engine(model, tokenizer, extractor)
+
+
+def _engine(model: Any, tokenizer: Any, extractor: Any, name: str | None = None) -> TorchEngine:
+    from outrider.engines.torch import TorchEngine  # seconds of model library, which checking a name does not need
+
+    return TorchEngine(model, tokenizer, extractor, name)
 
 
 def _foreign_errors() -> tuple[type[Exception], ...]:
