@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from generation import Scheduled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +15,7 @@ from outrider import Result, SpeculativeDecoder, StateError, local
 from outrider.config import GenerationSettings
 from outrider.core.acceptance import Verdict, rule
 from outrider.core.decoder import Decoder, Draft, Event, Plan, Proposal, Verify
-from outrider.core.gate import Always, Decision, Gate
+from outrider.core.gate import Always, Gate
 from outrider.core.lookahead import FixedK, lookahead
 from outrider.core.policy import Policy
 from outrider.core.sequence import Source
@@ -30,20 +30,6 @@ from outrider.verifiers.local import LocalVerifier
 V = 24
 PROMPT = (3, 1, 4, 1, 5)
 TARGET, OTHER = HashRows(1, V), HashRows(2, V)
-
-
-@dataclass
-class Scheduled:
-    """A gate that answers as it was told to, then always yes."""
-
-    answers: list[bool]
-    exact: bool = False
-    needs_signals: bool = False
-    asked: int = field(default=0, init=False)
-
-    def decide(self, block: Any) -> Decision:
-        self.asked += 1
-        return Decision(self.answers[self.asked - 1] if self.asked <= len(self.answers) else True, "scheduled")
 
 
 class Watched:

@@ -7,7 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -239,24 +240,33 @@ def test_a_cloud_that_never_answers_is_given_up_in_time() -> None:
             cloud.describe()
 
 
-def test_what_speaks_no_http2_is_no_cloud() -> None:
+@contextmanager
+def stranger(meet: Callable[[socket.socket], object]) -> Iterator[str]:
+    """Something that listens and is no cloud: what it does with each client."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def greet() -> None:
+        def accept() -> None:
             while True:
                 try:
-                    client, _ = listener.accept()
+                    meet(listener.accept()[0])
                 except OSError:
                     return
-                with client:
-                    client.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
 
-        threading.Thread(target=greet, daemon=True).start()
-        cloud = connect(f"grpc://127.0.0.1:{listener.getsockname()[1]}", deadline=0.5, patience=0.5)
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"grpc://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def say_ssh(client: socket.socket) -> None:
+    with client:
+        client.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+
+def test_what_speaks_no_http2_is_no_cloud() -> None:
+    with stranger(say_ssh) as address:
+        cloud = connect(address, deadline=0.5, patience=0.5)
         assert isinstance(cloud, RemoteVerifier)
         with cloud, pytest.raises(CloudLost):
             cloud.describe()
-        listener.close()
 
 
 def test_closing_twice_and_using_what_is_closed(served: Served) -> None:
@@ -272,22 +282,12 @@ def test_closing_twice_and_using_what_is_closed(served: Served) -> None:
 
 
 def test_a_silent_cloud_is_asked_again_though_patience_is_shorter_than_one_attempt() -> None:
-    heard = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def accept() -> None:
-            while True:
-                try:
-                    heard.append(listener.accept())
-                except OSError:
-                    return
-
-        threading.Thread(target=accept, daemon=True).start()
-        cloud = connect(f"grpc://127.0.0.1:{listener.getsockname()[1]}", deadline=0.4, patience=0.2)
+    heard: list[socket.socket] = []
+    with stranger(heard.append) as address:
+        cloud = connect(address, deadline=0.4, patience=0.2)
         assert isinstance(cloud, RemoteVerifier)
         with cloud, pytest.raises(CloudLost):
             cloud.describe()
-        listener.close()
     assert len(heard) >= 2
 
 

@@ -216,15 +216,16 @@ def build_decoder(models: Models, speculation: Speculation, network: Network) ->
     from outrider.core.gate import gate
     from outrider.core.modes import settled_loss
     from outrider.engines.load import load_engine, locate
-    from outrider.verifiers.connect import connect
+    from outrider.verifiers.connect import connect, parse_target
 
+    target = parse_target(models.cloud)
     edge = None if models.edge == "none" else models.edge
     placed = {"dtype": models.dtype, "device": models.device}
     if edge is not None:
         locate(edge)
-    verifier = connect(models.cloud, **(placed if models.cloud.startswith("local:") else network.connection()))
+    verifier = connect(models.cloud, **(placed if target.kind == "local" else network.connection()))
     loss = settled_loss(network.on_cloud_loss, gate(speculation.gate), has_drafter=edge is not None)
-    if verifier is not None and not models.cloud.startswith("local:") and loss == "fail":
+    if verifier is not None and target.kind == "grpc" and loss == "fail":
         verifier.describe()  # who cannot be reached is known before a model is loaded
     draft = None if edge is None else load_engine(edge, **placed)
     together = {name: getattr(network, name) for name in ("driver", "on_cloud_loss", "privacy")}

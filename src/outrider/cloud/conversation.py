@@ -228,11 +228,16 @@ class Conversation:
 
     def _check_mine(self, record: Record) -> None:
         if record.stream is not self:
-            raise Refusal(Code.UNKNOWN_SESSION, "this session has ended, or was resumed on another stream")
+            raise lost()
 
     def fields(self, **more: object) -> dict[str, object]:
         name = self._record.name if self._record is not None else "-"
         return {"session": name, "identity": self._identity, **more}
+
+
+def lost() -> Refusal:
+    """What a stream is told whose session is no longer its own."""
+    return Refusal(Code.UNKNOWN_SESSION, "this session has ended, or was resumed on another stream")
 
 
 async def _settled(pending: Future[Verdict]) -> None:

@@ -10,7 +10,7 @@ from functools import cached_property
 import grpc
 
 from outrider.cloud.batcher import Batcher
-from outrider.cloud.conversation import Conversation
+from outrider.cloud.conversation import Conversation, lost
 from outrider.cloud.limits import Limits, RateLimiter
 from outrider.cloud.metrics import Metrics
 from outrider.cloud.security import Tokens, Unauthenticated, identity_of
@@ -252,7 +252,7 @@ async def _next(requests: AsyncIterator[bytes]) -> bytes | None:
 def _unheard(conversation: Conversation) -> Refusal:
     """Why nothing more is waited for."""
     if conversation.lost.is_set():
-        return Refusal(Code.UNKNOWN_SESSION, "this session has ended, or was resumed on another stream")
+        return lost()
     return Refusal(Code.INVALID, "a stream that is too long without a session")
 
 

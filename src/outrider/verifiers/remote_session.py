@@ -200,7 +200,7 @@ class RemoteSession:
         if got != kind:
             raise CloudRefused(f"{self._peer.name} answered {got} where {kind} was due")
         if got == "verdict":
-            self._book_answered()
+            self._settle(answered=True)
         return answer
 
     def _present(self) -> Stream:
@@ -208,17 +208,17 @@ class RemoteSession:
             raise Disconnected("the session was closed meanwhile")
         return self._stream
 
-    def _book_answered(self) -> None:
+    def _settle(self, *, answered: bool) -> None:
+        """Close the books on what was sent. What nobody answered counts as transport."""
         for kind, cost in self._unanswered:
             self._account.settled(cost)
-            self._account.book(self.ledger, kind, cost, up=True)
+            if answered:
+                self._account.book(self.ledger, kind, cost, up=True)
         self._unanswered.clear()
 
     def _hang_up(self) -> None:
-        """Give the stream up. What it carried and nobody answered counts as transport."""
-        for _, cost in self._unanswered:
-            self._account.settled(cost)
-        self._unanswered.clear()
+        """Give the stream up."""
+        self._settle(answered=False)
         if self._stream is not None:
             self._stream.cancel()
         self._stream = None

@@ -116,13 +116,14 @@ def check_ids(ids: Iterable[int], limit: int, what: str, code: int = Code.INVALI
 # Settings -------------------------------------------------------------------------------------------------------
 
 _LOCAL = ("stop", "sentences")  # text, and the edge's business
+_OPTIONAL = ("top_p", "repetition_penalty")  # whose default, 1, is not protobuf's: absent where they have it
 _CARRIED = tuple(f.name for f in fields(GenerationSettings) if f.name not in _LOCAL)
 
 
 def pack_settings(settings: GenerationSettings) -> schema.Settings:
     """What shapes the target's choices; stop strings and sentences stay on the edge."""
     values: dict[str, Any] = {name: getattr(settings, name) for name in _CARRIED}
-    for name in ("top_p", "repetition_penalty"):
+    for name in _OPTIONAL:
         if values[name] == 1.0:
             del values[name]
     return schema.Settings(**values)
@@ -139,7 +140,7 @@ def unpack_settings(packed: schema.Settings, vocab_size: int) -> GenerationSetti
         raise Refusal(Code.SETTINGS, f"{len(packed.suppress_tokens)} suppress_tokens, of {vocab_size} there are")
     check_ids(packed.suppress_tokens, vocab_size, "suppress_tokens", Code.SETTINGS)
     values: dict[str, Any] = {name: getattr(packed, name) for name in _CARRIED}
-    for name in ("top_p", "repetition_penalty"):
+    for name in _OPTIONAL:
         if not packed.HasField(name):
             del values[name]
     return GenerationSettings.build({**values, "suppress_tokens": tuple(packed.suppress_tokens)})
