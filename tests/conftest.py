@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+os.environ["TRITON_INTERPRET"] = "1"  # GPU kernels run without a GPU; read when Triton is first imported
+
 import torch
 from hypothesis import HealthCheck, settings
 

@@ -20,14 +20,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import ParamSpec
 
-from torch import Tensor
-
 from outrider.cloud.metrics import Metrics
 from outrider.cloud.seats import Seats
 from outrider.cloud.sessions import Record
 from outrider.core.acceptance import Verdict
 from outrider.core.decoder import Verify
-from outrider.engines.base import Engine, Feed, Reader
+from outrider.core.policy import Rows
+from outrider.engines.base import Engine, Feed, Reader, read_many
 from outrider.errors import OutriderError
 from outrider.verifiers.session import Reading
 from outrider.wire.messages import Code, Refusal
@@ -178,7 +177,7 @@ class Batcher:
     def _read(self, jobs: Seq[Job], counts: Seq[int]) -> None:
         started = time.perf_counter()
         feeds = [self._feed(job, count) for job, count in zip(jobs, counts, strict=True)]
-        rows = self._engine.forward_many(feeds)
+        rows = read_many(self._engine, feeds, [job.record.session.picks_by for job in jobs])
         self._metrics.batch(len(jobs), sum(counts), time.perf_counter() - started)
         for job, its in zip(jobs, rows, strict=True):
             if not self._left(job):
@@ -189,7 +188,7 @@ class Batcher:
         rows = reading.rows if count == self._left(job) else 1
         return Feed(self._reader(job).slot, reading.ids[known : known + count], rows)
 
-    def _judge(self, job: Job, rows: Tensor) -> None:
+    def _judge(self, job: Job, rows: Rows) -> None:
         reading, session = self._reading(job), job.record.session
         verdict = session.judge(reading, rows)
         self._reader(job).settle(len(session.ids))

@@ -16,7 +16,7 @@ from outrider.cloud.limits import Limits
 from outrider.cloud.metrics import Metrics
 from outrider.cloud.security import Tokens
 from outrider.cloud.service import Service
-from outrider.engines.torch import TorchEngine
+from outrider.engines.base import Hosted
 from outrider.errors import SettingsError
 from outrider.wire import schema
 from outrider.wire.tls import ServerTls
@@ -47,7 +47,7 @@ class Serving:
 class Server:
     """One service on one address. `port` is known once it is started."""
 
-    def __init__(self, engine: TorchEngine, serving: Serving) -> None:
+    def __init__(self, engine: Hosted, serving: Serving) -> None:
         self._serving = serving
         self.metrics = Metrics()
         slots = engine.reserve(serving.budget, serving.max_length)
@@ -138,7 +138,7 @@ class Server:
             await self._health.set(name, status)
 
 
-async def run(engine: TorchEngine, serving: Serving, listening: Callable[[Server], None]) -> None:
+async def run(engine: Hosted, serving: Serving, listening: Callable[[Server], None]) -> None:
     """Serve until SIGTERM or SIGINT, then drain; a second signal ends it at once."""
     server = Server(engine, serving)
     await server.start()

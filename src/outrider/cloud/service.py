@@ -16,7 +16,7 @@ from outrider.cloud.metrics import Metrics
 from outrider.cloud.security import Tokens, Unauthenticated, identity_of
 from outrider.cloud.sessions import RETRY_FULL, Record, Sessions
 from outrider.core.decoder import Verify
-from outrider.engines.torch import TorchEngine
+from outrider.engines.base import Hosted
 from outrider.errors import AudioError, DecodingError, InputError, OutOfStep, OutriderError, PromptError, SettingsError
 from outrider.verifiers.local import describe
 from outrider.wire import schema
@@ -47,7 +47,7 @@ class Service:
 
     def __init__(
         self,
-        engine: TorchEngine,
+        engine: Hosted,
         batcher: Batcher,
         *,
         limits: Limits,

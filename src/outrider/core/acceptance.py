@@ -19,13 +19,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
-from torch import Tensor
 
 from outrider.config import plain_number
-from outrider.core.policy import Policy
+from outrider.core.policy import Policy, Rows
 from outrider.core.sampling import Distribution, Stream, Support
 from outrider.errors import SettingsError
 
@@ -53,10 +52,14 @@ class Verdict:
 
 
 class Rule(Protocol):
-    """An acceptance rule. `lossless` means that the output keeps the target's distribution."""
+    """An acceptance rule. `lossless` means that the output keeps the target's distribution.
+
+    needs_rows: False where what the target would choose is enough, so that `p` may be a mere `Pick`.
+    """
 
     lossless: bool
     needs_q: bool
+    needs_rows: bool
 
     def accepts(self, p: Distribution, d: int, q: Support | None) -> bool: ...
 
@@ -68,7 +71,7 @@ class Rule(Protocol):
 @dataclass(frozen=True)
 class Exact:
     lossless = True
-    needs_q = False
+    needs_q = needs_rows = False
 
     def accepts(self, p: Distribution, d: int, q: Support | None) -> bool:
         return d == p.choice
@@ -83,7 +86,7 @@ class Exact:
 @dataclass(frozen=True)
 class Residual:
     lossless = True
-    needs_q = True
+    needs_q = needs_rows = True
 
     def accepts(self, p: Distribution, d: int, q: Support | None) -> bool:
         assert q is not None  # guaranteed by `judge`
@@ -111,6 +114,7 @@ class _Tolerant:
     limit: float
     lossless = False
     needs_q = False
+    needs_rows = True
 
     def accepts(self, p: Distribution, d: int, q: Support | None) -> bool:
         return d == p.choice or (p.allows(d) and self._tolerates(p, d))
@@ -184,7 +188,7 @@ def judge(
     round_: int,
     ids: list[int],
     base: int,
-    rows: Tensor,
+    rows: Rows,
     policy: Policy,
     accept: Rule,
     q: Seq[Support] | None = None,
@@ -192,7 +196,8 @@ def judge(
 ) -> Verdict:
     """The verdict on the drafts ids[base:], k of them.
 
-    rows: float32 [k+1, V]; row i follows ids[:base+i]. q: for `residual`, what each draft was drawn from.
+    rows: float32 [k+1, V], or for `exact` the picks; row i follows ids[:base+i].
+    q: for `residual`, what each draft was drawn from.
     noise: a lead below this many logits counts as a near-tie (0 for float32 engines).
     """
     if accept.needs_q and (q is None or len(q) != len(ids) - base):
@@ -200,21 +205,21 @@ def judge(
     noise *= policy.noise_gain
     ties: list[int] = []
     for i, d in enumerate(ids[base:]):
-        p = policy.distribution(rows[i], ids, base + i)
+        p = cast(Distribution, policy.at(rows, i, ids, base + i))  # a Pick will do where no rows are needed
         if noise and p.lead < noise:
             ties.append(i)
         if not accept.accepts(p, d, q[i] if q else None):
             return Verdict(round_, i, accept.replacement(p, q[i] if q else None), tuple(ties))
     k = len(ids) - base
-    p = policy.distribution(rows[k], ids, base + k)
-    if noise and p.lead < noise:
+    last = policy.at(rows, k, ids, base + k)
+    if noise and last.lead < noise:
         ties.append(k)
-    return Verdict(round_, k, p.choice, tuple(ties))
+    return Verdict(round_, k, last.choice, tuple(ties))
 
 
-def audit(ids: list[int], start: int, base: int, rows: Tensor, policy: Policy) -> int:
+def audit(ids: list[int], start: int, base: int, rows: Rows, policy: Policy) -> int:
     """How many of the skipped tokens ids[start:base] the target would have chosen differently.
 
-    rows: float32 [≥ base−start, V]; row j follows ids[:start+j]. They come for free with the catch-up prefill.
+    rows: float32 [≥ base−start, V], or picks; row j follows ids[:start+j]. They come free with the catch-up prefill.
     """
-    return sum(policy.distribution(rows[n - start], ids, n).choice != ids[n] for n in range(start, base))
+    return sum(policy.at(rows, n - start, ids, n).choice != ids[n] for n in range(start, base))

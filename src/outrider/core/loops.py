@@ -23,6 +23,8 @@ def tail_needed(period: int) -> int:
 def loop_period(tokens: Seq[int]) -> int | None:
     """The smallest period (1 to 32) with which the tail of `tokens` loops, or None."""
     tail = list(tokens[-WINDOW:])
+    if tail and tail[-1] not in tail[-1 - MAX_PERIOD : -1]:
+        return None  # nearly always: no period repeats a token that was not there before
     for period in range(1, MAX_PERIOD + 1):
         need = tail_needed(period)
         if len(tail) < need:

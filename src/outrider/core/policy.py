@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from functools import cached_property
+
 from torch import Tensor
 
 from outrider.config import GenerationSettings
 from outrider.core.constraints import Constraints
-from outrider.core.sampling import Distribution, Sampling, Stream, Support, support
+from outrider.core.sampling import Distribution, Pick, Sampling, Stream, Support, support
+
+Rows = Tensor | Seq[Pick]  # logits float32 [R, V], or what was chosen from each row already
 
 LOOP_SHORTLIST = 5
 LOOP_TEMPERATURE = 0.8
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What rows must share to be chosen from together: all of a policy but seed and prompt length."""
+
+    constraints: Constraints
+    sampling: Sampling
+    vocab_size: int
+
+    @property
+    def constrains(self) -> bool:
+        """Whether any constraint can apply to a row."""
+        chain = self.constraints
+        return self.reads_history or bool(chain.banned_ids or (chain.eos_ids and chain.min_new_tokens))
+
+    @property
+    def reads_history(self) -> bool:
+        return self.constraints.repetition_penalty != 1.0 or self.constraints.no_repeat_ngram > 0
 
 
 class Policy:
@@ -38,10 +63,19 @@ class Policy:
         sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, settings.min_p, settings.seed)
         return cls(constraints, sampling, vocab_size)
 
+    @cached_property
+    def kind(self) -> Kind:
+        constraints, sampling = replace(self.constraints, prompt_length=0), replace(self.sampling, seed=0)
+        return Kind(constraints, sampling, self.vocab_size)
+
     def distribution(self, row: Tensor, ids: list[int], length: int) -> Distribution:
         """What follows ids[:length], given the model's raw row (float32 [≥ vocab_size])."""
         row = self.constraints.apply(row[: self.vocab_size], ids, length, self._index)
         return Distribution(row, self.sampling, length)
+
+    def at(self, rows: Rows, i: int, ids: list[int], length: int) -> Distribution | Pick:
+        """What follows ids[:length], given row i or what was chosen from it."""
+        return self.distribution(rows[i], ids, length) if isinstance(rows, Tensor) else rows[i]
 
     @property
     def noise_gain(self) -> float:

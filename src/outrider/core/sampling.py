@@ -41,14 +41,19 @@ def uniforms(seed: int, position: int, tokens: np.ndarray, stream: Stream = Stre
     output of SplitMix64 (Steele et al., 2014) from that key, which can be computed for any v by itself: the same on
     every device and machine, and a short list of candidates costs no more than it is long.
     """
-    philox = np.random.Philox(
-        key=np.array([seed, int(stream)], dtype=np.uint64), counter=np.array([0, position, 0, 0], dtype=np.uint64)
-    )
-    x = np.uint64(philox.random_raw()) + (tokens.astype(np.uint64) + np.uint64(1)) * GOLDEN_GAMMA
+    x = position_key(seed, position, stream) + (tokens.astype(np.uint64) + np.uint64(1)) * GOLDEN_GAMMA
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     x ^= x >> np.uint64(31)
     return np.minimum((x >> np.uint64(11)).astype(np.float64) * 2.0**-53 + 2.0**-54, 1.0 - 2.0**-53)
+
+
+def position_key(seed: int, position: int, stream: Stream = Stream.TOKEN) -> np.uint64:
+    """The key from which the uniforms of one position come."""
+    philox = np.random.Philox(
+        key=np.array([seed, int(stream)], dtype=np.uint64), counter=np.array([0, position, 0, 0], dtype=np.uint64)
+    )
+    return np.uint64(philox.random_raw())
 
 
 def gumbel(seed: int, position: int, ids: Tensor, stream: Stream = Stream.TOKEN) -> Tensor:
@@ -208,3 +213,11 @@ class Distribution:
             return rows.lead(self.row)
         noise = gumbel(self.sampling.seed, self.position, self.support.ids)
         return rows.lead((self.support.logp.double() + noise) * self.sampling.temperature)
+
+
+@dataclass(frozen=True)
+class Pick:
+    """A `Distribution` of which only this is known: its choice, and by how much that led. Enough for exact verdicts."""
+
+    choice: int
+    lead: float

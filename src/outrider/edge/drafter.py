@@ -10,7 +10,7 @@ from outrider.core.acceptance import RESIDUAL_SHORTLIST
 from outrider.core.decoder import Draft, Proposal
 from outrider.core.gate import measure
 from outrider.core.policy import Policy
-from outrider.engines.base import Reader
+from outrider.engines.base import Reader, chooser
 
 
 class Drafter:
@@ -19,11 +19,18 @@ class Drafter:
     def __init__(self, reader: Reader, policy: Policy, *, needs_signals: bool, needs_q: bool) -> None:
         self._reader, self._policy = reader, policy
         self._needs_signals, self._needs_q = needs_signals, needs_q
+        self._chooser = None if needs_q else chooser(reader.engine)
         self.seconds = 0.0  # spent drafting
 
     def draft(self, ids: list[int], action: Draft) -> list[Proposal]:
         """Up to action.count proposals that follow `ids`; an EOS ends the block early."""
         started = time.perf_counter()
+        on_device = self._chooser is not None and not action.leave_loop
+        proposals = self._draft_on_device(ids, action.count) if on_device else self._draft(ids, action)
+        self.seconds += time.perf_counter() - started
+        return proposals
+
+    def _draft(self, ids: list[int], action: Draft) -> list[Proposal]:
         ids = list(ids)
         proposals: list[Proposal] = []
         for n in range(action.count):
@@ -32,8 +39,15 @@ class Drafter:
             ids.append(proposals[-1].token)
             if ids[-1] in self._policy.constraints.eos_ids:
                 break
-        self.seconds += time.perf_counter() - started
         return proposals
+
+    def _draft_on_device(self, ids: list[int], count: int) -> list[Proposal]:
+        """All at once; what was drafted behind an EOS is dropped here, and by `settle` from the cache."""
+        assert self._chooser is not None
+        feed = self._reader.feed(ids, 1)
+        drafted = self._chooser.draft(feed.slot, feed.ids, count, self._policy, sure=self._needs_signals)
+        ends = (n for n, proposal in enumerate(drafted, 1) if proposal.token in self._policy.constraints.eos_ids)
+        return drafted[: next(ends, count)]
 
     def settle(self, length: int) -> None:
         """Roll the cache back to a proper prefix of the first `length` tokens."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from torch import Tensor
 
+from outrider.core.decoder import Proposal
+from outrider.core.policy import Policy, Rows
+from outrider.core.sampling import Pick
 from outrider.core.sequence import check_cache
 from outrider.errors import PromptError, StateError
 
@@ -48,16 +51,30 @@ class Feed:
     rows: int
 
 
+def check_feeds(feeds: Seq[Feed]) -> None:
+    """Raise StateError unless each slot stands once in a batch, and is fed what rows are wanted of."""
+    slots = [feed.slot for feed in feeds]
+    if len(set(slots)) < len(slots):
+        raise StateError(f"one slot stands twice in a batch: {slots}")
+    for feed in feeds:
+        if not 0 < feed.rows <= len(feed.ids):
+            raise StateError(f"slot {feed.slot}: {feed.rows} rows wanted of {len(feed.ids)} fed tokens")
+
+
 class Engine(Protocol):
     """A model on this machine and its KV slots. It owns every cache and is the only one to move their lengths."""
 
     name: str
     tokenizer: Any  # a transformers tokenizer, or None
-    vocab_size: int  # ids that a tokenizer can name
     row_count: int  # ids that the model can read: the named ones and padding
     eos_ids: tuple[int, ...]
     max_length: int | None  # positions that the model was made for
     noise: float  # logits; a lead below it may flip between a 1-token and a k-token forward (0 in float32)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that a tokenizer can name."""
+        ...
 
     @property
     def fingerprint(self) -> str:
@@ -92,6 +109,65 @@ class Engine(Protocol):
         ...
 
 
+class Hosted(Engine, Protocol):
+    """An engine as a service needs it: with its memory bounded, and told apart from others."""
+
+    @property
+    def audio(self) -> Any:
+        """How recordings enter (`AudioInput`); None where they cannot."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """A hash that tells checkpoints apart."""
+        ...
+
+    @property
+    def cache_bytes(self) -> int:
+        """What the caches of keys and values hold now."""
+        ...
+
+    def reserve(self, budget: int, max_length: int) -> int:
+        """Never hold more than `budget` bytes of them, for sequences of `max_length` positions; returns the slots."""
+        ...
+
+
+class Chooser(Engine, Protocol):
+    """An engine that can choose tokens where it computed the logits, on a device that is slow to be read back from."""
+
+    chooses: bool  # whether this one can
+
+    def choose_many(self, feeds: Seq[Feed], policies: Seq[Policy]) -> list[list[Pick]]:
+        """`forward_many`, and what each feed's policy chooses from each of its rows."""
+        ...
+
+    def draft(self, slot: int, ids: Seq[int], count: int, policy: Policy, *, sure: bool) -> list[Proposal]:
+        """Append `ids`, then choose a token and append it, `count` times (the last one is not appended).
+
+        sure: with each one's signals.
+        """
+        ...
+
+
+def chooser(engine: Engine) -> Chooser | None:
+    """The engine, if it can choose."""
+    return cast(Chooser, engine) if getattr(engine, "chooses", False) else None
+
+
+def read_many(engine: Engine, feeds: Seq[Feed], policies: Seq[Policy | None]) -> list[Rows]:
+    """`forward_many`; where a policy is given and the engine can choose, the feed's picks in place of its rows."""
+    able = chooser(engine)
+    picked = [n for n, policy in enumerate(policies) if able is not None and policy is not None]
+    others = [n for n in range(len(feeds)) if n not in picked]
+    found: dict[int, Rows] = {}
+    if others:
+        found |= zip(others, engine.forward_many([feeds[n] for n in others]), strict=True)
+    if picked and able is not None:
+        chosen = [policy for policy in policies if policy is not None]
+        found |= zip(picked, able.choose_many([feeds[n] for n in picked], chosen), strict=True)
+    return [found[n] for n in range(len(feeds))]
+
+
 class Reader:
     """One sequence's place in an engine: it feeds what the cache lacks, and nothing twice."""
 
@@ -106,12 +182,17 @@ class Reader:
 
     def read(self, ids: Seq[int], rows: int) -> Tensor:
         """Bring the cache up to `ids` and return the logits after each of the last `rows`: float32 [rows, V]."""
+        feed = self.feed(ids, rows)
+        return self.engine.forward(feed.slot, feed.ids, rows)
+
+    def feed(self, ids: Seq[int], rows: int) -> Feed:
+        """What the cache lacks of `ids`, with the last `rows` wanted."""
         known = self.known
         if rows > len(ids) - known:
             raise StateError(
                 f"{self.owner}: {rows} rows wanted but only {len(ids) - known} tokens are new to the cache"
             )
-        return self.engine.forward(self.slot, ids[known:], rows)
+        return Feed(self.slot, ids[known:], rows)
 
     def settle(self, length: int) -> None:
         """Roll back to a proper prefix of the first `length` tokens: those after them were void."""

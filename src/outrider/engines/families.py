@@ -25,6 +25,7 @@ class Text:
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = _cache_name(parameters, model)
         self._keeps_rows = "logits_to_keep" in parameters
+        self.decoder = model.base_model
         if "position_ids" not in parameters:
             raise ModelError(f"{type(model).__name__} takes no position_ids: its cache cannot be rolled back by slot")
 
@@ -53,6 +54,7 @@ class AudioLanguage(Text):
     def __init__(self, model: Any, extractor: Any) -> None:
         self.model = model
         self.language, tower = _parts(model)
+        self.decoder = self.language
         self._cache_name = _cache_name(inspect.signature(self.language.forward).parameters, model)
         self._three_axes = "Omni" in type(model).__name__
         placeholder = _first(model.config, "audio_token_id", "audio_token_index")

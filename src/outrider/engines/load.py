@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.errors import ModelError, SettingsError
 
 if TYPE_CHECKING:
+    from outrider.engines.gguf import GgufEngine
     from outrider.engines.torch import TorchEngine
 
 log = logging.getLogger(__name__)
@@ -25,24 +26,30 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 def load_engine(
     model: Any, *, tokenizer: Any = None, extractor: Any = None, dtype: str = "auto", device: str = "auto"
-) -> TorchEngine:
+) -> TorchEngine | GgufEngine:
     """Load a model and give it KV slots.
+
+    A `.gguf` file runs in llama.cpp on the CPU, quantised as it is; with a dtype, or on a cuda device, it is made dense
+    and runs in transformers.
 
     Args:
         model: a directory or hub id of transformers checkpoints, a `.gguf` file, "demo:edge" (or "demo") or
             "demo:cloud" for the bundled pair, or a transformers model that is loaded already.
         tokenizer, extractor: instead of the checkpoint's own; a loaded model comes without.
         dtype: float32, bfloat16, float16; auto is float32 on a CPU and the checkpoint's own on a GPU.
-        device: a torch device such as cpu or cuda:1; auto is cuda where there is one.
+        device: a torch device such as cpu or cuda:1; auto is cuda where there is one (cpu for a `.gguf` file).
 
     Raises:
-        ModelError: no such checkpoint, unreadable, lacking weights, or one whose cache cannot be truncated.
+        ModelError: no such checkpoint, unreadable, lacking weights, or one whose cache cannot be truncated; a package
+            that it needs is not installed.
         SettingsError: an unknown dtype or device, or one for a model that is loaded already.
     """
     if not isinstance(model, (str, Path)):
         return _wrap(model, tokenizer, extractor, dtype, device)
-    target = _device(device)
     path = locate(str(model))
+    if path.endswith(".gguf") and dtype == "auto" and device in ("auto", "cpu"):
+        return _in_llama(path, tokenizer, extractor, str(model))
+    target = _device(device)
     options = {"dtype": _dtype(dtype, target)}
     log.info("loading %s as %s on %s", model, options["dtype"], target)
     with warnings.catch_warnings():
@@ -67,6 +74,24 @@ def _engine(model: Any, tokenizer: Any, extractor: Any, name: str | None = None)
     from outrider.engines.torch import TorchEngine  # seconds of model library, which checking a name does not need
 
     return TorchEngine(model, tokenizer, extractor, name)
+
+
+def _in_llama(path: str, tokenizer: Any, extractor: Any, name: str) -> GgufEngine:
+    from outrider.engines.gguf import GgufEngine
+    from outrider.engines.llama import installed
+
+    if not installed():
+        raise ModelError(
+            f"{name}: llama.cpp is not installed: pip install 'outrider[gguf]', or give a dtype, such as float32, to "
+            "make the file dense and run it in transformers"
+        )
+    if extractor is not None:
+        raise SettingsError(f"{name}: llama.cpp gets no recordings here: an extractor has no use")
+    log.info("loading %s into llama.cpp", name)
+    try:
+        return GgufEngine(path, tokenizer, name)
+    except _foreign_errors() as error:
+        raise ModelError(f"cannot load {name}: {_first_line(error)}") from error
 
 
 def _foreign_errors() -> tuple[type[Exception], ...]:

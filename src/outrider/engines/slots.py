@@ -6,7 +6,8 @@
 
 What lies beyond a slot's length is never visible: a query at position i sees key positions ≤ i only, and the next
 forward overwrites what it passes over. So a roll-back is one assignment to one integer. Buffers grow by doubling, up
-to their limits; while one grows, its old copy is held beside the new one.
+to their limits; while one grows, its old copy is held beside the new one. On a GPU the ids of the cached tokens are
+kept as well (`tokens`), for constraints that are applied there: they share the lengths, and so every roll-back.
 """
 
 from __future__ import annotations
@@ -40,6 +41,12 @@ class _Layer(CacheLayerMixin):
         self.values = self._grown(self.values, value_states)
         self.is_initialized = True
 
+    @property
+    def small(self) -> bool:
+        """Whether the buffers are not there yet, or the owner has outgrown them."""
+        held, owner = self.keys, self._owner
+        return held is None or held.shape[0] < owner.slots or held.shape[2] < owner.capacity
+
     def _grown(self, old: Tensor | None, like: Tensor) -> Tensor:
         owner = self._owner
         new = like.new_zeros(owner.slots, like.shape[1], owner.capacity, like.shape[3])
@@ -52,7 +59,7 @@ class _Layer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Write the new positions of the rows at work and return all that those rows may see."""
         owner = self._owner
-        if self.keys is None or self.keys.shape[0] < owner.slots or self.keys.shape[2] < owner.capacity:
+        if self.small:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
         assert self.values is not None
@@ -79,9 +86,11 @@ class SlotCache(Cache):
         self.slots = 1
         self.capacity = _grown(FIRST_CAPACITY, 1, max_length)
         self.lengths: list[int] = []
+        self.tokens: Tensor | None = None
         self.span = 0
         self._free: list[int] = []
         self._work = _Work.plan([0], [0], [1], torch.device("cpu"))
+        self._claimed: tuple[Seq[int], Seq[int]] = ((), ())
         super().__init__(layers=[_Layer(self) for _ in range(layers)])
 
     @property
@@ -141,19 +150,49 @@ class SlotCache(Cache):
         Raises:
             PromptError: a slot would pass `max_length`; nothing has changed.
         """
+        starts = self.claim(rows, counts)
+        self._work = _Work.plan(rows, starts, counts, device)
+        return self._work.positions
+
+    def claim(self, rows: Seq[int], counts: Seq[int]) -> list[int]:
+        """What `begin` does for a forward that places its tokens itself. Returns where each row starts."""
         starts = [self.lengths[row] for row in rows]
         longest = max(start + count for start, count in zip(starts, counts, strict=True))
         if self.max_length is not None and longest > self.max_length:
             raise PromptError(f"a sequence of {longest} positions: the cache holds at most {self.max_length} of each")
         self.span = longest
         self.capacity = _grown(self.capacity, longest, self.max_length)
-        self._work = _Work.plan(rows, starts, counts, device)
-        return self._work.positions
+        self._claimed = rows, counts
+        return starts
 
     def advance(self) -> None:
         """The forward that was announced is done: what it wrote counts."""
-        for row, count in zip(self._work.rows, self._work.counts, strict=True):
+        for row, count in zip(*self._claimed, strict=True):
             self.lengths[row] += count
+
+    # For forwards on the device -----------------------------------------------------------------------------
+
+    @property
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each layer, once they are held."""
+        return [(layer.keys, layer.values) for layer in self.layers]
+
+    def hold(self, heads: int, dim: int, like: Tensor) -> None:
+        """Have buffers as large as they must be now; `tokens` int32 [slots, capacity] is kept from then on."""
+        nothing = like.new_empty(0, heads, 0, dim)
+        for layer in self.layers:
+            if layer.small:
+                layer.lazy_initialization(nothing, nothing)
+        old = self.tokens
+        if old is None or old.shape[0] < self.slots or old.shape[1] < self.capacity:
+            self.tokens = torch.zeros(self.slots, self.capacity, dtype=torch.int32, device=like.device)
+            if old is not None:
+                self.tokens[: old.shape[0], : old.shape[1]] = old
+
+    def remember(self, ids: Tensor) -> None:
+        """Keep the ids [B, T] of the forward that was begun, where `tokens` are kept."""
+        if self.tokens is not None:
+            self._work.store(self.tokens[:, None, :, None], ids[:, None, :, None].to(torch.int32))
 
     def write(self, buffer: Tensor, new: Tensor) -> Tensor:
         """Store `new` [B, heads, T, dim] and return [B, heads, span, dim]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,15 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.core.decoder import Proposal
+from outrider.core.policy import Policy
+from outrider.core.sampling import Pick
 from outrider.engines import attention
-from outrider.engines.base import Feed, Prompt
+from outrider.engines.base import Feed, Prompt, check_feeds
 from outrider.engines.families import AudioLanguage, MaskLike, Text
+from outrider.engines.ondevice import OnDevice
+from outrider.engines.probe import Probe
 from outrider.engines.slots import SlotCache
+from outrider.engines.stack import Stack, obstacle
+from outrider.engines.vocabulary import Vocabulary
 from outrider.errors import ModelError, PromptError, StateError
 
-PROBE_HEAD, PROBE_STEP = 9, 3  # tokens read before a roll-back, and in one block after it
-NOISE_HEAD, NOISE_TAIL = 64, 12  # the same where rounding is to be measured as well
-PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.2}  # of the spread of the logits
+PROBES = {
+    torch.float32: Probe(9, 3, 3, 1e-3),
+    torch.bfloat16: Probe(64, 12, 3, 0.5),
+    torch.float16: Probe(64, 12, 3, 0.2),
+}
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -38,7 +49,7 @@ class _Placed:
     embeds: Tensor
 
 
-class TorchEngine:
+class TorchEngine(Vocabulary):
     """A loaded transformers model with KV slots (`Engine` in base.py says what the methods promise).
 
     Raises:
@@ -57,9 +68,9 @@ class TorchEngine:
         self._media: dict[int, _Media] = {}
         self.device, self.dtype = model.device, model.dtype
         self.row_count = int(self._text_config.vocab_size)
-        self.vocab_size = _named(tokenizer, self.row_count)
         self.eos_ids = _eos_ids(model)
         self.max_length = _max_length(self._text_config)
+        self._on_device = self._fuse()
         self.noise = self._probe()
         self.position_bytes = sum(b.nbytes // (b.shape[0] * b.shape[2]) for b in self._cache.buffers)
 
@@ -67,18 +78,6 @@ class TorchEngine:
     def audio(self) -> Any:
         """How recordings enter (`AudioInput`), or None for a text model."""
         return self._family.audio
-
-    @cached_property
-    def fingerprint(self) -> str:
-        tokens = self.vocabulary or [str(self.vocab_size)]
-        return hashlib.sha256("\0".join(tokens).encode()).hexdigest()[:16]
-
-    @cached_property
-    def vocabulary(self) -> list[str]:
-        """The token strings by id; empty without a tokenizer."""
-        if self.tokenizer is None:
-            return []
-        return [str(token) for token in self.tokenizer.convert_ids_to_tokens(list(range(self.vocab_size)))]
 
     @cached_property
     def identity(self) -> str:
@@ -159,12 +158,65 @@ class TorchEngine:
 
     @torch.inference_mode()
     def forward_many(self, feeds: Seq[Feed]) -> list[Tensor]:
-        _check_feeds(feeds)
+        wanted = [feed.rows for feed in feeds]
+        return [rows.float() for rows in torch.split(self._logits(feeds)[: sum(wanted)], wanted)]
+
+    @property
+    def chooses(self) -> bool:
+        """Whether `choose_many` and `draft` are there: on a GPU, for models that can be fused."""
+        return self._on_device is not None
+
+    @torch.inference_mode()
+    def choose_many(self, feeds: Seq[Feed], policies: Seq[Policy]) -> list[list[Pick]]:
+        assert self._on_device is not None
+        starts = [self.kv_len(feed.slot) for feed in feeds]
+        return self._on_device.choose(self._logits(feeds), feeds, starts, policies, self._cache)
+
+    @torch.inference_mode()
+    def draft(self, slot: int, ids: Seq[int], count: int, policy: Policy, *, sure: bool) -> list[Proposal]:
+        assert self._on_device is not None
+        start = self.kv_len(slot)
+        feeds = [Feed(slot, ids, 1)]
+        if not self._on_device.fits(feeds) or self._hears(feeds, [start]):
+            self.forward(slot, ids[:-1], 1)
+            start, ids = self.kv_len(slot), ids[-1:]
+        self._cache.claim([slot], [len(ids) + count - 1])
+        drafted = self._on_device.draft(slot, ids, count, policy, self._cache, start, sure=sure)
+        self._cache.advance()
+        return drafted
+
+    def _logits(self, feeds: Seq[Feed]) -> Tensor:
+        """The wanted rows of all feeds, one after another, [≥ rows, V] in the model's dtype.
+
+        Valid until the next forward.
+        """
+        check_feeds(feeds)
+        starts = [self.kv_len(feed.slot) for feed in feeds]
+        if self._on_device is None or not self._on_device.fits(feeds) or self._hears(feeds, starts):
+            return torch.cat(self._plain_rows(feeds))
+        self._cache.claim([feed.slot for feed in feeds], [len(feed.ids) for feed in feeds])
+        logits = self._on_device.logits(feeds, starts, self._cache, self._cache.span)
+        self._cache.advance()
+        return logits
+
+    def _hears(self, feeds: Seq[Feed], starts: Seq[int]) -> bool:
+        """Whether audio is among what is fed."""
+        return any(
+            feed.slot in self._media
+            and self.audio.placeholder in self._media[feed.slot].prompt.ids[start : start + len(feed.ids)]
+            for feed, start in zip(feeds, starts, strict=True)
+        )
+
+    def _plain_rows(self, feeds: Seq[Feed]) -> list[Tensor]:
+        """Through transformers' own forward."""
         starts = {feed.slot: self.kv_len(feed.slot) for feed in feeds}
         ordered = sorted(feeds, key=lambda feed: feed.slot)  # neighbouring slots are read without a copy
         positions = self._cache.begin([feed.slot for feed in ordered], [len(feed.ids) for feed in ordered], self.device)
         width = positions.shape[1]
         ids = torch.tensor([[*feed.ids, *[0] * (width - len(feed.ids))] for feed in ordered], device=self.device)
+        if self._on_device is not None:
+            self._on_device.prepare(self._cache)
+            self._cache.remember(ids)
         media = self._place_media(ordered, [starts[feed.slot] for feed in ordered], width)
         columns = _wanted_columns(feeds)
         wanted = torch.tensor(columns, device=self.device)
@@ -172,6 +224,17 @@ class TorchEngine:
         self._cache.advance()
         rows = {feed.slot: _rows_of(feed, logits[i], columns) for i, feed in enumerate(ordered)}
         return [rows[feed.slot] for feed in feeds]
+
+    def _fuse(self) -> OnDevice | None:
+        """The fast path of a GPU; None on a CPU, or, which is said, for a model that it cannot run."""
+        if self.device.type != "cuda":
+            return None
+        decoder, head = self._family.decoder, self.model.get_output_embeddings()
+        reason = obstacle(self.model, decoder, head, self._text_config)
+        if reason is not None:
+            log.warning("%s runs without CUDA graphs, which is slower: %s", self.name, reason)
+            return None
+        return OnDevice(Stack(decoder, head, self._text_config), self.device)
 
     def _mask(self, positions: Tensor) -> MaskLike:
         """Which keys each query may see: [B, 1, T, span] per kind of attention layer."""
@@ -216,61 +279,16 @@ class TorchEngine:
 
     @torch.inference_mode()
     def _probe(self) -> float:
-        """Prove on a few tokens that truncating works with this model, and measure its numeric noise.
+        """Prove that truncating works, and measure the noise: 0 in float32.
 
-        The same tokens are read without a cache, in blocks after a roll-back, and one by one; all must agree, but for
-        rounding. In short formats the reading is longer, since each forward's rounding lives on in the cache.
+        In short formats the reading is longer, since each forward's rounding lives on in the cache.
         """
-        exact = self.dtype == torch.float32
-        head, tail = (PROBE_HEAD, PROBE_STEP) if exact else (NOISE_HEAD, NOISE_TAIL)
-        head = min(head, (self.max_length or head + tail) - tail)
-        if head < PROBE_STEP:
-            raise ModelError(f"{self.name} holds {self.max_length} positions: too few to work with")
-        ids = [7 * i % max(self.vocab_size - 1, 1) for i in range(1, head + tail + 1)]
-        whole = self._family.reference(torch.tensor([ids], device=self.device))[0].float()
-        plain = whole[head:]
-        slot = self.open(Prompt(tuple(ids)))
-        self.forward(slot, [*ids[:head], *reversed(ids[head:])], 1)
-        blocks = self._read_in_steps(slot, ids, head, PROBE_STEP)
-        self.truncate(slot, 0)
-        for part in (ids[: head // 3], ids[head // 3 : head]):
-            self.forward(slot, part, 1)
-        single = self._read_in_steps(slot, ids, head, 1)
-        batched = self._read_beside_another(slot, ids, head)
-        self.close(slot)
-        beside = torch.cat([plain, whole[PROBE_STEP : PROBE_STEP + 1]])
-        pairs = ((blocks, plain), (single, plain), (batched, beside), (blocks, single))
-        worst = float(torch.stack([(a - b).abs().max() for a, b in pairs]).max())
-        if not worst <= PROBE_TOLERANCE[self.dtype] * (float(plain.std()) + 1e-6):
-            raise ModelError(
-                f"{self.name} ({type(self.model).__name__}): its cache cannot be truncated: after a roll-back, or "
-                f"beside another slot, its logits differ by {worst:.3g} from a plain forward's"
-            )
-        return 0.0 if exact else 2 * max(worst, torch.finfo(self.dtype).eps * float(plain.abs().max()))
-
-    def _read_beside_another(self, slot: int, ids: Seq[int], head: int) -> Tensor:
-        """Roll back to the probe's head and read the rest in one batch with a shorter sequence; rows of both."""
-        self.truncate(slot, head)
-        other = self.open(Prompt(tuple(ids)))
-        self.forward(other, ids[:2], 1)
-        tail = ids[head:]
-        rows = self.forward_many([Feed(slot, tail, len(tail)), Feed(other, ids[2 : PROBE_STEP + 1], 1)])
-        self.close(other)
-        return torch.cat(rows)
-
-    def _read_in_steps(self, slot: int, ids: Seq[int], head: int, step: int) -> Tensor:
-        """Roll back to the first `head` tokens and read the rest, `step` at a time."""
-        self.truncate(slot, head)
-        return torch.cat([self.forward(slot, ids[i : i + step]) for i in range(head, len(ids), step)])
-
-
-def _check_feeds(feeds: Seq[Feed]) -> None:
-    slots = [feed.slot for feed in feeds]
-    if len(set(slots)) < len(slots):
-        raise StateError(f"one slot stands twice in a batch: {slots}")
-    for feed in feeds:
-        if not 0 < feed.rows <= len(feed.ids):
-            raise StateError(f"slot {feed.slot}: {feed.rows} rows wanted of {len(feed.ids)} fed tokens")
+        probe = PROBES[self.dtype]
+        ids = probe.ids(self)
+        plain = self._family.reference(torch.tensor([ids], device=self.device))[0].float()
+        worst = probe.worst(self, ids, plain, type(self.model).__name__)
+        rounding = torch.finfo(self.dtype).eps * float(plain[-probe.tail :].abs().max())
+        return 0.0 if self.dtype == torch.float32 else 2 * max(worst, rounding)
 
 
 def _max_length(config: Any) -> int | None:
@@ -294,9 +312,9 @@ def _wanted_columns(feeds: Seq[Feed]) -> list[int]:
 
 
 def _rows_of(feed: Feed, logits: Tensor, columns: Seq[int]) -> Tensor:
-    """A feed's rows, float32 [rows, V], among the wanted columns' logits [columns, V]."""
+    """A feed's rows [rows, V] among the wanted columns' logits [columns, V]."""
     first = columns.index(len(feed.ids) - feed.rows)
-    return logits[first : first + feed.rows].float()
+    return logits[first : first + feed.rows]
 
 
 def _is_audio(model: Any) -> bool:
@@ -331,11 +349,6 @@ def _sample(weight: Tensor) -> Tensor:
     """Up to 64 values, spread over a parameter: float32, on the CPU."""
     flat = weight.detach().flatten()
     return flat[:: -(-flat.numel() // 64) or 1].float().cpu()
-
-
-def _named(tokenizer: Any, rows: int) -> int:
-    """How many ids the tokenizer can name; what lies beyond is padding."""
-    return rows if tokenizer is None else min(rows, max(tokenizer.get_vocab().values()) + 1)
 
 
 def _eos_ids(model: Any) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from itertools import count
 from outrider.core.acceptance import Verdict, rule
 from outrider.core.decoder import Verify
 from outrider.core.policy import Policy
-from outrider.engines.base import Engine, Prompt, Reader
+from outrider.engines.base import Engine, Prompt, Reader, read_many
 from outrider.errors import PromptError, StateError
 from outrider.verifiers.base import Conditions, Description
 from outrider.verifiers.session import Session
@@ -37,7 +37,8 @@ class LocalVerifier:
         if isinstance(reading, Verdict):
             return reading
         reader.settle(reading.start)
-        verdict = found.judge(reading, reader.read(reading.ids, reading.rows))
+        (rows,) = read_many(self.engine, [reader.feed(reading.ids, reading.rows)], [found.picks_by])
+        verdict = found.judge(reading, rows)
         reader.settle(len(found.ids))
         return verdict
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from outrider.core.acceptance import Rule, Verdict, audit, judge
 from outrider.core.decoder import Verify
-from outrider.core.policy import Policy
+from outrider.core.policy import Policy, Rows
 from outrider.errors import OutOfStep
 
 AUDITED = 128  # skipped tokens that one verdict compares at most: a row of logits for each is held in memory
@@ -76,8 +74,13 @@ class Session:
             )
         return Reading(request, [*self.ids, *request.new_ids, *request.draft_ids], start)
 
-    def judge(self, reading: Reading, rows: Tensor) -> Verdict:
-        """The verdict. rows: float32 [reading.rows, V]: first the audit's (skipped tokens), then the drafts'."""
+    @property
+    def picks_by(self) -> Policy | None:
+        """By what to choose from the rows, if all that `judge` needs of them is the choices."""
+        return None if self._rule.needs_rows else self._policy
+
+    def judge(self, reading: Reading, rows: Rows) -> Verdict:
+        """The verdict. rows [reading.rows, …]: first the audit's (skipped tokens), then the drafts'."""
         request, ids, start = reading.request, reading.ids, reading.audit_from
         base = request.base_length
         verdict = judge(

@@ -1,0 +1,263 @@
+"""The GGUF engine: llama.cpp in this process, for the edge on CPUs. The weights stay quantised as they are.
+
+A slot is a sequence of a llama.cpp context; what one context holds is read in one batch. Contexts do not grow. Where
+more slots are needed, a further context doubles them; where longer ones, a longer context takes over what is cached,
+bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.engines.base import Feed, Prompt, check_feeds
+from outrider.engines.llama import BATCH, OUTPUTS, PADDING, LlamaContext, LlamaModel, Token, most_sequences, padded
+from outrider.engines.probe import Probe
+from outrider.engines.vocabulary import Vocabulary
+from outrider.errors import ModelError, PromptError, StateError
+
+PROBE = Probe(head=32, tail=6, step=3, tolerance=0.5)
+SAMPLES, SAMPLE_BYTES = 4096, 256  # of a file, for its identity
+HEAD_BYTES = 2**23  # names, shapes, vocabulary: most files' metadata
+
+
+class GgufEngine(Vocabulary):
+    """A GGUF file in llama.cpp, on the CPU, with KV slots (`Engine` in base.py says what the methods promise).
+
+    Rows are copies: they stay valid. threads: those of torch, unless given.
+
+    Raises:
+        ModelError: the file is unreadable, no decoder-only language model, or one whose cache cannot be truncated,
+            proved by a short probe; the message names the file.
+    """
+
+    audio = None
+    device = "cpu"
+
+    def __init__(self, path: str, tokenizer: Any = None, name: str | None = None, threads: int | None = None) -> None:
+        self.name = name or path
+        self._path, self._threads = Path(path), threads or torch.get_num_threads()
+        self._model = LlamaModel(path)
+        self.tokenizer = tokenizer if tokenizer is not None else self._read_tokenizer()
+        self.dtype = self._model.number_format
+        self.row_count = self._model.rows
+        self.eos_ids = self._model.eos_ids
+        self.max_length: int | None = self._model.trained_length
+        self._max_slots: int | None = None
+        self._lengths: dict[int, int] = {}  # of the open slots
+        self._contexts = [self._new_context(2, PROBE.head + PROBE.tail)]
+        self.noise = self._probe()
+        self._contexts = [self._new_context(1, PADDING)]
+
+    def _read_tokenizer(self) -> Any:
+        """As transformers makes it of the file, or None where it has no vocabulary."""
+        if not self._model.named:
+            return None
+        from transformers import AutoTokenizer
+        from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+        kind = self._model.architecture
+        # Without its type, transformers first reads the whole file for a configuration: 10 s instead of 1.
+        hint = {"tokenizer_type": kind} if kind in TOKENIZER_MAPPING_NAMES else {}
+        try:
+            return AutoTokenizer.from_pretrained(str(self._path.parent), gguf_file=self._path.name, **hint)
+        except Exception as error:  # of a broken vocabulary the tokenizers library raises nothing narrower
+            raise ModelError(f"{self.name}: its vocabulary makes no tokenizer: {error}") from error
+
+    @cached_property
+    def identity(self) -> str:
+        """A hash that tells files apart: the size, the metadata, and some bytes from all over the weights."""
+        size = self._path.stat().st_size
+        digest = hashlib.sha256(f"llama.cpp {size}".encode())
+        with self._path.open("rb") as file:
+            digest.update(file.read(HEAD_BYTES))
+            for start in range(HEAD_BYTES, size, max(1, size // SAMPLES)):
+                file.seek(start)
+                digest.update(file.read(SAMPLE_BYTES))
+        return digest.hexdigest()[:16]
+
+    # Memory -------------------------------------------------------------------------------------------------
+
+    @property
+    def cache_bytes(self) -> int:
+        """What the caches of keys and values hold now."""
+        return self.position_bytes * sum(context.sequences * context.length for context in self._contexts)
+
+    def reserve(self, budget: int, max_length: int) -> int:
+        """Never hold more than `budget` bytes of keys and values, for sequences of up to `max_length` positions.
+
+        Returns how many slots that allows; all are allocated at once.
+
+        Raises:
+            ModelError: not one sequence fits.
+            StateError: slots are open.
+        """
+        if self._lengths:
+            raise StateError(f"{self.name}: memory is reserved before slots are opened; {len(self._lengths)} are open")
+        if max_length < 1:
+            raise ModelError(f"{self.name}: a sequence of at most {max_length} positions holds nothing")
+        length = min(max_length, self._model.trained_length)
+        smallest = self.position_bytes * padded(length)
+        if budget < smallest:
+            raise ModelError(
+                f"{self.name}: a sequence of {length} positions needs {smallest} bytes of cache; the budget is {budget}"
+            )
+        slots = min(budget // smallest, most_sequences())
+        self._contexts = [self._new_context(slots, length)]
+        self._max_slots, self.max_length = slots, length
+        return slots
+
+    def _new_context(self, sequences: int, length: int) -> LlamaContext:
+        return LlamaContext(self._model, sequences, length, self._threads)
+
+    def _place(self, slot: int) -> tuple[int, int]:
+        """The number of a slot's context, and of its sequence there."""
+        for number, context in enumerate(self._contexts):
+            if slot < context.sequences:
+                return number, slot
+            slot -= context.sequences
+        raise AssertionError("slots are opened in contexts")
+
+    def _widen(self, slots: int) -> None:
+        """Hold at least so many slots. A context takes over states only of one with as many sequences."""
+        while (held := sum(context.sequences for context in self._contexts)) < slots:
+            self._contexts.append(self._new_context(min(held, most_sequences()), PADDING))
+
+    def _lengthen(self, number: int, length: int) -> None:
+        """Hold so many positions, by doubling, of each slot of a context. The old one is held until the new one is."""
+        old = self._contexts[number]
+        if length <= old.length:
+            return
+        longer = self._new_context(old.sequences, _doubled(old.length, length))
+        for slot, held in self._lengths.items():
+            at, sequence = self._place(slot)
+            if held and at == number:
+                longer.restore(sequence, old.state(sequence))
+        self._contexts[number] = longer
+
+    # Slots --------------------------------------------------------------------------------------------------
+
+    def open(self, prompt: Prompt) -> int:
+        if prompt.heard:
+            raise PromptError(f"{self.name} takes no audio")
+        slot = next(n for n in count() if n not in self._lengths)
+        if slot == self._max_slots:
+            raise StateError(f"all {self._max_slots} slots of the cache are in use")
+        self._widen(slot + 1)
+        self._lengths[slot] = 0
+        return slot
+
+    def close(self, slot: int) -> None:
+        self.truncate(slot, 0)
+        del self._lengths[slot]
+
+    def kv_len(self, slot: int) -> int:
+        if slot not in self._lengths:
+            raise StateError(f"slot {slot} is not open")
+        return self._lengths[slot]
+
+    def truncate(self, slot: int, length: int) -> None:
+        held = self.kv_len(slot)
+        if not 0 <= length <= held:
+            raise StateError(f"cannot truncate slot {slot} to {length}: it holds {held} positions")
+        if length < held:
+            self._forget(slot, length)
+
+    def _forget(self, slot: int, length: int) -> None:
+        number, sequence = self._place(slot)
+        if not self._contexts[number].forget(sequence, length):
+            raise ModelError(f"{self.name} ({self._model.architecture}): its cache cannot be truncated")
+        self._lengths[slot] = length
+
+    # Forward ------------------------------------------------------------------------------------------------
+
+    def forward(self, slot: int, ids: Seq[int], rows: int | None = None) -> Tensor:
+        return self.forward_many([Feed(slot, ids, len(ids) if rows is None else rows)])[0]
+
+    def forward_many(self, feeds: Seq[Feed]) -> list[Tensor]:
+        self._check(feeds)
+        outs = [torch.empty(feed.rows, self.row_count) for feed in feeds]
+        try:
+            for number in range(len(self._contexts)):
+                its = [pair for pair in zip(feeds, outs, strict=True) if self._place(pair[0].slot)[0] == number]
+                if its:
+                    self._read(number, its)
+        except StateError:
+            for feed in feeds:  # part of it may have been read
+                self._forget(feed.slot, self._lengths[feed.slot])
+            raise
+        for feed in feeds:
+            self._lengths[feed.slot] += len(feed.ids)
+        return outs
+
+    def _check(self, feeds: Seq[Feed]) -> None:
+        """Refuse what cannot be read before anything is.
+
+        Raises:
+            PromptError: a slot would pass `max_length`.
+        """
+        check_feeds(feeds)
+        longest = max(self.kv_len(feed.slot) + len(feed.ids) for feed in feeds)
+        if self.max_length is not None and longest > self.max_length:
+            raise PromptError(f"a sequence of {longest} positions: {self.name} holds at most {self.max_length} of each")
+
+    def _read(self, number: int, its: Seq[tuple[Feed, Tensor]]) -> None:
+        """Decode the feeds of one context, as many tokens at once as a call takes; their rows are copied out."""
+        self._lengthen(number, max(self._lengths[feed.slot] + len(feed.ids) for feed, _ in its))
+        targets = (target for _, out in its for target in out.numpy())
+        for part in _calls(self._tokens(feed for feed, _ in its)):
+            for row, target in zip(self._contexts[number].decode(part), targets, strict=False):
+                target[:] = row
+
+    def _tokens(self, feeds: Iterable[Feed]) -> Iterator[Token]:
+        for feed in feeds:
+            sequence, start = self._place(feed.slot)[1], self._lengths[feed.slot]
+            for n, token in enumerate(feed.ids):
+                yield Token(sequence, start + n, token, n >= len(feed.ids) - feed.rows)
+
+    # Proof --------------------------------------------------------------------------------------------------
+
+    def _probe(self) -> float:
+        """Prove that truncating works, and measure the noise: activations are rounded to 8 bits, the cache to 16."""
+        ids = PROBE.ids(self)
+        slot = self.open(Prompt(tuple(ids)))
+        plain = self.forward(slot, ids)
+        self.position_bytes = self._measure_position(slot)
+        self.close(slot)
+        worst = PROBE.worst(self, ids, plain, self._model.architecture)
+        return 2 * max(worst, torch.finfo(torch.float16).eps * float(plain.abs().max()))
+
+    def _measure_position(self, slot: int) -> int:
+        """Bytes that a position takes, its bookkeeping included: what a state grows by. Rolls the slot back."""
+        context = self._contexts[0]
+        held, whole = self.kv_len(slot), context.state_bytes(slot)
+        self.truncate(slot, PROBE.step)
+        return (whole - context.state_bytes(slot)) // (held - PROBE.step)
+
+
+def _calls(tokens: Iterator[Token]) -> Iterator[list[Token]]:
+    """Tokens in the order of their feeds, cut where a call is full: of tokens, or of rows."""
+    part: list[Token] = []
+    wanted = 0
+    for token in tokens:
+        part.append(token)
+        wanted += token.wanted
+        if len(part) == BATCH or wanted == OUTPUTS:
+            yield part
+            part, wanted = [], 0
+    if part:
+        yield part
+
+
+def _doubled(size: int, wanted: int) -> int:
+    while size < wanted:
+        size *= 2
+    return size

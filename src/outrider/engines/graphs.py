@@ -1,0 +1,62 @@
+"""Captured CUDA graphs: made when first asked for, replayed ever after, the least recently used dropped."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+MOST_GRAPHS = 64
+log = logging.getLogger(__name__)
+
+Run = Callable[[], Tensor]
+
+
+class Graphs:
+    """Of one device. All share their memory: what one computed is valid until the next is run."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._runs: OrderedDict[Hashable, Run] = OrderedDict()
+        self._captures = True
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all: what they point to is gone."""
+        self._runs.clear()
+        self._pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph
+
+    def find(self, key: Hashable, forward: Callable[[], Run]) -> Run:
+        """What runs `forward()`'s function. It reads inputs where they were at capture, and always returns the same
+        tensor. Its first call, here, must do no harm with the inputs as they are."""
+        if key not in self._runs:
+            self._runs[key] = self._captured(forward())
+            if len(self._runs) > MOST_GRAPHS:
+                self._runs.popitem(last=False)
+        self._runs.move_to_end(key)
+        return self._runs[key]
+
+    def _captured(self, run: Run) -> Run:
+        run()  # compiles kernels, fills memos
+        if not self._captures:
+            return run
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                out = run()
+        except RuntimeError as error:
+            log.warning(
+                "CUDA graphs cannot be captured here: kernels are launched one by one, which is slower (%s)", error
+            )
+            self._captures = False
+            return run
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay

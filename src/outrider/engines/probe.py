@@ -1,0 +1,82 @@
+"""Proof, on a few tokens at load, that an engine's slots do what they promise; it also measures the numeric noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.engines.base import Engine, Feed, Prompt
+from outrider.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Probe:
+    """head, tail, step: tokens read before a roll-back, after it, and in one block.
+
+    tolerance: by how much readings may differ, as a share of the spread of the logits.
+    """
+
+    head: int
+    tail: int
+    step: int
+    tolerance: float
+
+    def ids(self, engine: Engine) -> list[int]:
+        """Any tokens, head and tail, as far as the model holds them.
+
+        Raises:
+            ModelError: it holds fewer than are needed.
+        """
+        head = min(self.head, (engine.max_length or self.head + self.tail) - self.tail)
+        if head < self.step:
+            raise ModelError(f"{engine.name} holds {engine.max_length} positions: too few to work with")
+        return [7 * i % max(engine.vocab_size - 1, 1) for i in range(1, head + self.tail + 1)]
+
+    def worst(self, engine: Engine, ids: Seq[int], plain: Tensor, kind: str) -> float:
+        """The largest difference in logits between readings of the same tokens.
+
+        They are read in blocks after a roll-back, one by one after another, and beside a second sequence; all must
+        agree with each other and with `plain` (float32 [len(ids), V]: read at once by what has seen nothing else).
+
+        Raises:
+            ModelError: they do not; the message names the model, and its kind.
+        """
+        head = len(ids) - self.tail
+        slot = engine.open(Prompt(tuple(ids)))
+        engine.forward(slot, [*ids[:head], *reversed(ids[head:])], 1)
+        blocks = _read_in_steps(engine, slot, ids, head, self.step)
+        engine.truncate(slot, 0)
+        for part in (ids[: head // 3], ids[head // 3 : head]):
+            engine.forward(slot, part, 1)
+        single = _read_in_steps(engine, slot, ids, head, 1)
+        batched = self._read_beside_another(engine, slot, ids, head)
+        engine.close(slot)
+        tail = plain[head:]
+        beside = torch.cat([tail, plain[self.step : self.step + 1]])
+        pairs = ((blocks, tail), (single, tail), (batched, beside), (blocks, single))
+        worst = float(torch.stack([(a - b).abs().max() for a, b in pairs]).max())
+        if not worst <= self.tolerance * (float(tail.std()) + 1e-6):
+            raise ModelError(
+                f"{engine.name} ({kind}): its cache cannot be truncated: after a roll-back, or beside another slot, "
+                f"its logits differ by {worst:.3g} from a plain forward's"
+            )
+        return worst
+
+    def _read_beside_another(self, engine: Engine, slot: int, ids: Seq[int], head: int) -> Tensor:
+        """Roll back to the head and read the rest in one batch with a shorter sequence; rows of both."""
+        engine.truncate(slot, head)
+        other = engine.open(Prompt(tuple(ids)))
+        engine.forward(other, ids[:2], 1)
+        tail = ids[head:]
+        rows = engine.forward_many([Feed(slot, tail, len(tail)), Feed(other, ids[2 : self.step + 1], 1)])
+        engine.close(other)
+        return torch.cat(rows)
+
+
+def _read_in_steps(engine: Engine, slot: int, ids: Seq[int], head: int, step: int) -> Tensor:
+    """Roll back to the first `head` tokens and read the rest, `step` at a time."""
+    engine.truncate(slot, head)
+    return torch.cat([engine.forward(slot, ids[i : i + step]) for i in range(head, len(ids), step)])

@@ -1,0 +1,107 @@
+"""Each kernel computes what its formula says, alone and in the shapes that its neighbours do not bring about."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines.interpreted import VOCAB
+from outrider.core.choosing import plain_lead
+from outrider.engines import kernels
+from outrider.engines.kernels import few_tiling
+
+pytestmark = pytest.mark.kernels
+EPS = 1e-6
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def few(
+    x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None, norm: Tensor | None, gated: bool, add: bool
+) -> None:
+    width = out.shape[1]
+    kernels.few_linear[(-(-width // 4),)](
+        x, weight, bias, norm, out, x.shape[1], width, EPS, bias is not None, norm is not None, gated, add, len(x),
+        4, 16, 1, False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("size", [32, 24])  # whole blocks of 16, and a rest
+def test_the_product_for_few_tokens(tokens: int, size: int) -> None:
+    x, weight, bias, norm = drawn(tokens, size), drawn(10, size), drawn(10), drawn(size)
+    out = torch.empty(tokens, 10)
+    few(x, weight, out, bias=bias, norm=norm, gated=False, add=False)
+    assert torch.allclose(out, normed(x, norm) @ weight.T + bias, atol=1e-4)
+    before = drawn(tokens, 10)
+    out = before.clone()
+    few(x, weight, out, bias=None, norm=None, gated=False, add=True)
+    assert torch.allclose(out, before + x @ weight.T, atol=1e-4)
+    out = torch.empty(tokens, 5)
+    few(x, weight, out, bias=None, norm=norm, gated=True, add=False)
+    first, second = (normed(x, norm) @ weight.T).split(5, -1)
+    assert torch.allclose(out, torch.nn.functional.silu(first) * second, atol=1e-4)
+
+
+def test_a_token_is_summed_alike_alone_and_beside_another() -> None:
+    x, weight = drawn(2, 40), drawn(8, 40)
+    both, alone = torch.empty(2, 8), torch.empty(1, 8)
+    few(x, weight, both, bias=None, norm=None, gated=False, add=False)
+    few(x[1:].contiguous(), weight, alone, bias=None, norm=None, gated=False, add=False)
+    assert torch.equal(both[1:], alone)
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize(
+    ("width", "size", "gated"),
+    [
+        (1152, 896, False),
+        (896, 896, False),
+        (4864, 896, True),
+        (896, 4864, False),
+        (152_064, 896, False),
+        (4608, 3584, False),
+        (3584, 3584, False),
+        (18_944, 3584, True),
+        (3584, 18_944, False),
+        (152_064, 3584, False),
+    ],
+)
+def test_tilings_are_powers_of_two_that_waste_little(tokens: int, width: int, size: int, gated: bool) -> None:
+    stripe, depth, warps, stages = few_tiling(tokens, width, size, gated)
+    assert all(n & (n - 1) == 0 for n in (stripe, depth, warps))
+    assert depth < 2 * size
+    assert 1 <= stages <= 3
+
+
+@pytest.mark.parametrize("width", [VOCAB - 1, 700])
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_the_lead_is_that_of_the_plain_way(width: int, pieces: int) -> None:
+    rows = drawn(7, width + 3)
+    rows[1] = rows[1].round()  # ties: the first counts
+    rows[2] = 0.0
+    rows[3, width // 2] = torch.inf
+    rows[4] = -torch.inf
+    rows[4, 7] = 1.0
+    rows[5] = torch.arange(width + 3)  # the largest beyond the width must not count
+    rows = rows[:, :width]
+    parts, out = torch.empty(7, 3, pieces), torch.empty(7, 3, dtype=torch.float64)
+    kernels.leaders[(7, pieces)](rows, parts, width, rows.stride(0), -(-width // pieces), pieces, 256)
+    kernels.lead[(7,)](parts, out, pieces)
+    assert torch.equal(out, plain_lead(rows))
+
+
+def test_a_row_with_nan_has_no_finite_best() -> None:
+    rows = drawn(1, 40)
+    rows[0, 9] = torch.nan
+    parts, out = torch.empty(1, 3, 2), torch.empty(1, 3, dtype=torch.float64)
+    kernels.leaders[(1, 2)](rows, parts, 40, 40, 20, 2, 32)
+    kernels.lead[(1,)](parts, out, 2)
+    assert not torch.isfinite(out[0, 1])
