@@ -22,6 +22,7 @@ from outrider.core.stopping import StopRules
 from outrider.core.text import Transcript
 from outrider.edge.drafter import Drafter
 from outrider.edge.drivers import pipelined, sequential
+from outrider.edge.lessons import Lessons
 from outrider.edge.link import Link, PipelinedVerifier
 from outrider.edge.pair import Pair
 from outrider.engines.base import Prompt, Reader
@@ -55,7 +56,7 @@ class SpeculativeDecoder:
         draft: the edge engine; None leaves everything to the verifier (cloud-only).
         verifier: what judges the drafts; None leaves everything to the edge (edge-only).
         gate: which blocks are verified ("always": the output is exact); see `outrider.gate`.
-        k: tokens per block, 1 to 64, or "auto" to draft for as long as the drafter is sure.
+        k: tokens per block, 1 to 64, or "auto" to draft for as long as it pays; it is learnt on the way.
         accept: the acceptance rule, "exact" unless told otherwise.
         scope: what becomes of skipped tokens that the verifier later finds it would have changed: "block" leaves
             and counts them, "repair" rolls back to the first.
@@ -295,10 +296,11 @@ class _Run:
                 self._ledger = link.ledger()
 
     def _drive(self, drafter: Drafter | None, link: Link | None) -> Iterator[Event]:
+        lessons = Lessons(self._decoder)
         if drafter is not None and link is not None and self._owner.driver == "pipelined":
-            return pipelined(self._decoder, drafter, link)
+            return pipelined(self._decoder, drafter, link, lessons)
         judge = None if link is None else (link.verify if drafter is not None else link.generate)
-        return sequential(self._decoder, drafter, judge)
+        return sequential(self._decoder, drafter, judge, lessons)
 
     def stream(self) -> Generator[StreamEvent, None, Result]:
         transcript = Transcript(self._owner.decode)

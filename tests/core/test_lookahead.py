@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
 from outrider.core.gate import Signals
-from outrider.core.lookahead import AUTO_CAP, MAX_K, ConfidenceStop, FixedK, lookahead
+from outrider.core.lookahead import AUTO_CAP, MAX_K, ConfidenceStop, FixedK, Paced, lookahead
 from outrider.errors import SettingsError
 
 
@@ -44,6 +45,83 @@ def test_the_two_ways() -> None:
     assert auto.needs_signals
     assert auto.more(AUTO_CAP - 1, []) == 1
     assert auto.more(AUTO_CAP, []) == 0
+
+
+# Learnt -----------------------------------------------------------------------------------------------------------
+
+
+def learnt(*, wait: float, alpha: float, step: float = 0.01, rounds: int = 200) -> Paced:
+    """After so many rounds of 4 tokens, of which every one is accepted with chance alpha."""
+    auto, rng = Paced(), random.Random(1)
+    for _ in range(rounds):
+        accepted = next((n for n in range(4) if rng.random() >= alpha), 4)
+        auto.pace.drafted(4, 4 * step)
+        auto.pace.decided([0.1] * 4, accepted, drafted=4, seconds=wait)
+    return auto
+
+
+def length(auto: Paced, probability: float = math.exp(-0.1)) -> int:
+    """Of a block all of whose tokens are that sure."""
+    return next(n for n in range(MAX_K + 1) if not auto.more(n, sure(*[probability] * n)))
+
+
+def test_until_times_are_known_confidence_alone_decides() -> None:
+    auto = Paced()
+    for probabilities in ((), (0.9,), (0.7, 0.5), (0.39,)):
+        block = sure(*probabilities)
+        assert auto.more(len(block), block) == ConfidenceStop().more(len(block), block)
+    auto.pace.decided([0.1] * 4, 0, drafted=4)
+    assert auto.more(3, sure(0.9, 0.9, 0.9)) == 1
+
+
+def test_asking_is_not_learning() -> None:
+    auto = learnt(wait=0.1, alpha=0.8)
+    assert len({tuple(auto.more(n, sure(*[0.9] * n)) for n in range(12)) for _ in range(5)}) == 1
+
+
+def test_a_dear_verdict_makes_long_blocks() -> None:
+    lengths = [length(learnt(wait=wait, alpha=0.85)) for wait in (0.005, 0.05, 0.5)]
+    assert lengths[0] < lengths[1] < lengths[2]
+
+
+def test_a_good_drafter_makes_long_blocks() -> None:
+    lengths = [length(learnt(wait=0.1, alpha=alpha)) for alpha in (0.3, 0.7, 0.95)]
+    assert lengths[0] < lengths[1] < lengths[2]
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.8, 0.9])
+def test_the_length_is_near_the_best_constant_one(alpha: float) -> None:
+    """Where every token is alike, the rule is that of k* (MATHS): its rate is within 3 % of the best."""
+    found = length(learnt(wait=0.1, alpha=alpha, rounds=2000))
+    rates = [(1 - alpha ** (k + 1)) / (1 - alpha) / (0.1 + 0.01 * k) for k in range(MAX_K)]
+    best = max(rates)
+    assert rates[found] >= 0.97 * best
+    assert rates[2 * found + 2] < 0.97 * best, "the bound would hold for any length"
+
+
+def test_at_least_one_token_at_most_the_protocol_s() -> None:
+    assert length(learnt(wait=1e-6, alpha=0.0)) == 1
+    assert length(learnt(wait=1e3, alpha=1.0)) == MAX_K
+
+
+def test_a_token_that_is_known_to_fail_ends_the_block() -> None:
+    auto, rng = Paced(), random.Random(1)
+    for _ in range(200):
+        unsure = [rng.random() < 0.3 for _ in range(4)]
+        accepted = unsure.index(True) if any(unsure) else 4
+        auto.pace.drafted(4, 0.04)
+        auto.pace.decided([2.0 if bad else 0.001 for bad in unsure], accepted, drafted=4, seconds=0.1)
+    assert auto.more(3, sure(0.999, 0.999, 0.999)) == 1
+    assert auto.more(3, sure(0.999, 0.999, math.exp(-2.0))) == 0
+
+
+@pytest.mark.parametrize("accepted", [0, 4])
+def test_without_signals_the_mean_decides(accepted: int) -> None:
+    auto = Paced()
+    for _ in range(200):
+        auto.pace.drafted(4, 0.04)
+        auto.pace.decided([None] * 4, accepted, drafted=4, seconds=0.1)
+    assert [auto.more(n, []) for n in (0, 3)] == [1, accepted == 4]
 
 
 @pytest.mark.parametrize("k", [0, -1, MAX_K + 1, "5", "Auto", 2.0, True, None])

@@ -130,7 +130,7 @@ class Decoder:
         self._decode = decode
         self._events: list[Event] = []
         self._block: list[Proposal] = []  # since the last decision of the gate
-        self._undecided: list[Proposal] = []  # behind every pending token: what a verdict will settle
+        self.undecided: list[Proposal] = []  # behind every pending token: what a verdict will settle
         self._ahead: list[Proposal] = []  # drafted while a verdict is awaited, behind all pending tokens
         self._shared = len(prompt_ids)  # how much of the sequence the verifier knows
         self._looked_until = 0  # loops are sought in what was generated after this point
@@ -203,7 +203,7 @@ class Decoder:
         self._record(verdict, asked)
         self._commit_verdict(verdict, len(asked.draft_ids))
         self._block.clear()
-        self._undecided.clear()
+        self.undecided.clear()
 
     def lose_verifier(self) -> None:
         """The cloud cannot be reached: what is provisional stands on the edge's word, and the edge goes on alone.
@@ -248,7 +248,7 @@ class Decoder:
         self.stats.blocks += not self._block
         self.sequence.draft(proposal.token)
         self._block.append(proposal)
-        self._undecided.append(proposal)
+        self.undecided.append(proposal)
         self._emit("provisional", len(self.sequence.ids) - 1, Source.EDGE)
         if proposal.left_loop:
             self._watch_from_here()
@@ -333,7 +333,7 @@ class Decoder:
         if self.plan.scope == "repair":
             sequence.reopen(self._shared)
         base = sequence.committed_length
-        q = tuple(proposal.q for proposal in self._undecided if proposal.q is not None)
+        q = tuple(proposal.q for proposal in self.undecided if proposal.q is not None)
         return Verify(self.stats.rounds, base, tuple(sequence.ids[self._shared : base]), tuple(sequence.pending), q)
 
     def _skip_block(self) -> None:
@@ -341,7 +341,7 @@ class Decoder:
         if self.plan.has_verifier and not self.plan.gate.exact:
             self._commit_on_the_edges_word()
             if self.plan.scope == "block":
-                self._undecided.clear()
+                self.undecided.clear()
         self._block.clear()
 
     # Committing ---------------------------------------------------------------------------------------------

@@ -1,0 +1,39 @@
+"""What a generation teaches the lookahead: how long drafts and verdicts took, and what was accepted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from outrider.core.acceptance import Verdict
+from outrider.core.decoder import Decoder
+
+Clock = Callable[[], float]
+
+
+class Lessons:
+    """Tells `decoder`'s lookahead what came of its blocks, by `clock`.
+
+    Where the output depends on how it is cut into blocks, nothing is told: no clock may decide on an output. The first
+    draft and the first verdict also read the prompt, so that their seconds say nothing about the next ones.
+    """
+
+    def __init__(self, decoder: Decoder, clock: Clock = time.perf_counter) -> None:
+        lookahead, free = decoder.plan.lookahead, decoder.plan.cut_is_free
+        self._pace = lookahead.pace if lookahead is not None and free else None
+        self._decoder, self.clock = decoder, clock
+        self._since = 0  # drafted since the last verdict
+
+    def drafted(self, count: int, started: float) -> None:
+        """`count` tokens were drafted, and the decoder does not have them yet."""
+        self._since += count
+        if self._pace is not None and self._decoder.stats.drafted:
+            self._pace.drafted(count, self.clock() - started)
+
+    def decided(self, verdict: Verdict, started: float) -> None:
+        """The verdict is there, and the decoder does not have it yet."""
+        drafted, self._since = self._since, 0
+        if self._pace is not None:
+            seconds = self.clock() - started if verdict.round > 1 else None
+            logprobs = [None if p.signals is None else p.signals.logprob for p in self._decoder.undecided]
+            self._pace.decided(logprobs, verdict.accepted, drafted=drafted, seconds=seconds, compute=verdict.compute_s)

@@ -1,0 +1,163 @@
+"""What is learnt of a model pair: acceptance, times, and what a draft is worth."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from outrider.core.pace import EDGES, MEMORY, Acceptance, Line, Pace, Times, Usual
+
+KINDS = [0.5 * (low + high) for low, high in zip((0.0, *EDGES), (*EDGES, 5.0), strict=True)]
+
+
+# Acceptance -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("logprob", [0.0, 0.2, 3.0, math.inf])
+def test_at_first_a_token_is_as_sure_as_its_drafter_says(logprob: float) -> None:
+    assert Acceptance().own(logprob) == pytest.approx(math.exp(-logprob))
+
+
+def test_each_kind_of_token_has_its_own_frequency() -> None:
+    """The drafter says the opposite of what is true; the verdicts are believed."""
+    found = Acceptance()
+    for n in range(300):
+        found.note([KINDS[0]], n % 4 == 0)
+        found.note([KINDS[-1]], n % 4 != 0)
+    assert found.own(KINDS[0]) == pytest.approx(0.25, abs=0.04)
+    assert found.own(KINDS[-1]) == pytest.approx(0.75, abs=0.04)
+    assert found.mean == pytest.approx(0.5, abs=0.03)
+
+
+def test_what_follows_a_rejection_says_nothing() -> None:
+    one, other = Acceptance(), Acceptance()
+    one.note([0.1, 0.2, 0.3, 3.0], 1)
+    other.note([0.1, 0.2], 1)
+    assert [one.own(kind) for kind in KINDS] == [other.own(kind) for kind in KINDS]
+    assert one.mean == other.mean
+
+
+def test_the_next_token_is_judged_by_the_one_before() -> None:
+    found = Acceptance()
+    for _ in range(100):
+        found.note([KINDS[0], 0.3, KINDS[-1], 0.3], 3)
+    assert found.following([KINDS[0]]) > 0.9
+    assert found.following([KINDS[-1]]) < 0.15
+    assert found.following([]) == found.mean
+
+
+def test_a_block_survives_by_the_product() -> None:
+    found = Acceptance()
+    assert found.survives(2, [0.1, 0.5]) == pytest.approx(math.exp(-0.6))
+    assert found.survives(3, [0.1, 0.5]) == pytest.approx(math.exp(-0.6) * found.mean)
+    assert found.survives(1, [math.inf]) == 0.0
+
+
+def test_what_is_no_longer_seen_is_forgotten() -> None:
+    """Else a kind of token behind which drafting once stopped would be held for bad for ever."""
+    found = Acceptance()
+    for _ in range(100):
+        found.note([KINDS[-1], 0.3], 1)
+    assert found.following([KINDS[-1]]) < 0.3 * found.mean
+    for _ in range(int(6 * MEMORY)):
+        found.note([0.3], 1)
+    assert found.following([KINDS[-1]]) > 0.8 * found.mean
+
+
+# Times ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_line_is_that_of_the_points() -> None:
+    line = Line()
+    for n in range(60):
+        line.note(n % 7, 3.0 + 0.5 * (n % 7))
+    assert line.slope == pytest.approx(0.5)
+    assert line.mean_y - line.slope * line.mean_x == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("points", [[], [(4, 1.0)] * 9, [(n, 9.0 - n) for n in range(8)], [(1, 0.0), (2, 0.0)]])
+def test_a_slope_that_is_not_there_is_0(points: list[tuple[int, float]]) -> None:
+    line = Line()
+    for x, y in points:
+        line.note(x, y)
+    assert line.slope == 0.0
+
+
+def test_a_slope_in_doubt_is_drawn_to_0() -> None:
+    rng, line = random.Random(3), Line()
+    for _ in range(60):
+        line.note(rng.randint(3, 5), rng.gauss(100.0, 30.0))
+    assert line.slope < 3.0
+
+
+def test_a_stall_counts_as_a_few_usual_values() -> None:
+    usual = Usual()
+    assert [usual(value) for value in (1.0, 1.1, 0.9, 100.0)] == [1.0, 1.1, 0.9, pytest.approx(3.3)]
+
+
+def test_a_network_that_became_slow_is_believed_after_a_few_rounds() -> None:
+    usual = Usual()
+    assert [usual(value) for value in [1.0] * 9 + [10.0] * 6][-1] == 10.0
+
+
+def test_the_verifier_s_own_seconds_say_what_a_longer_block_adds() -> None:
+    rng, times = random.Random(2), Times()
+    for _ in range(100):
+        drafts = rng.randint(1, 8)
+        times.note_wait(drafts, 0.5 + rng.random(), 0.05 + 0.01 * drafts)
+    assert times.slope == pytest.approx(0.01, rel=0.02)
+    assert times.fixed(times.slope) == pytest.approx(1.0, abs=0.15)
+
+
+# What a draft is worth --------------------------------------------------------------------------------------------
+
+
+def taught(pace: Pace, rounds: int, *, drafts: int = 4, accepted: int = 4, drafted: int = 4, wait: float = 0.1) -> Pace:
+    for _ in range(rounds):
+        pace.drafted(drafted, 0.01 * drafted)
+        pace.decided([0.1] * drafts, accepted, drafted=drafted, seconds=wait)
+    return pace
+
+
+def test_there_is_no_price_before_there_are_times() -> None:
+    pace = Pace()
+    assert pace.price is None
+    pace.decided([0.1], 1, drafted=1, seconds=0.1)
+    assert pace.price is None, "drafting was not timed"
+    pace = Pace()
+    pace.drafted(4, 0.04)
+    pace.decided([0.1] * 4, 1, drafted=4)
+    assert pace.price is None, "the verdict was not timed"
+    assert not pace.pays(0, [])
+
+
+def test_the_price_is_what_the_time_of_a_draft_brings_elsewhere() -> None:
+    """Rounds of 5 tokens in 0.14 s: 0.357 tokens in the 0.01 s of a draft."""
+    assert taught(Pace(), 400).price == pytest.approx(5 / 0.14 * 0.01, rel=0.02)
+
+
+def test_a_draft_that_no_one_waited_for_is_not_paid() -> None:
+    """Drafted while a verdict was in flight: 5 tokens in 0.1 s."""
+    pace = Pace()
+    pace.drafted(4, 0.04)
+    assert taught(pace, 400, drafted=0).price == pytest.approx(0.5, rel=0.02)
+
+
+def test_a_change_is_followed() -> None:
+    pace = taught(Pace(), 300)
+    assert pace.price == pytest.approx(5 / 0.14 * 0.01, rel=0.05)
+    assert taught(pace, 300, wait=1.0).price == pytest.approx(5 / 1.04 * 0.01, rel=0.05)
+
+
+def test_a_block_that_may_cost_a_right_guess_is_cut_earlier() -> None:
+    """The same price; but in the one case every other round was drafted ahead."""
+    waits, overlaps = Pace(), Pace()
+    for n in range(400):
+        for pace, drafted, seconds in ((waits, 4, 0.08), (overlaps, 4 * (n % 2), 0.1)):
+            pace.drafted(drafted, 0.01 * drafted)
+            pace.decided([0.1] * 4, (4, 0, 2, 4)[n % 4], drafted=drafted, seconds=seconds)
+    assert waits.price == pytest.approx(overlaps.price, rel=0.02)
+    lengths = [next(n for n in range(64) if not pace.pays(n, [0.1] * n)) for pace in (overlaps, waits)]
+    assert lengths[0] < lengths[1]

@@ -1,0 +1,154 @@
+"""`k auto`: what it learns on the way changes when verdicts are asked for, and never the output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+from benchmarks.k_sweep import Case, find, rate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fakes import HashRows, ScriptedEngine, blend, plain
+from outrider import SpeculativeDecoder, local
+from outrider.core.acceptance import Exact, Rule, Verdict, rule
+from outrider.core.decoder import Decoder, Plan, Proposal
+from outrider.core.gate import Gate, Signals, gate
+from outrider.core.lookahead import ConfidenceStop, Paced
+from outrider.core.stopping import StopRules
+from outrider.edge.lessons import Lessons
+
+V = 24
+PROMPT = [3, 1, 4, 1, 5]
+TARGET, OTHER = HashRows(1, V), HashRows(2, V)
+
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 11, 16)
+SMALL = [
+    Case(*costs, driver)
+    for costs in (("geometric:0.8", 10, 0.1), ("calibrated:0.85", 5, 0.02), ("bursty:20", 2, 0.0))
+    for driver in ("sequential", "pipelined")
+]
+
+
+def test_auto_is_never_far_behind_the_best_fixed_k() -> None:
+    """A part of benchmarks/k_sweep.py, in virtual time: the same figures on every machine."""
+    ratios = {str(case): find(case, 256, 4, LENGTHS).ratio for case in SMALL}
+    assert min(ratios.values()) >= 0.95, ratios
+
+
+def test_a_confidence_stop_that_learns_nothing_would_be_seen() -> None:
+    case = Case("geometric:0.8", 10, 0.1, "sequential")
+    assert rate(case, ConfidenceStop(), 256, 2) < 0.9 * rate(case, Paced(), 256, 2)
+
+
+# Never the output -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def jumpy_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times that make no sense: whatever is learnt from them must not show."""
+    ticks = (20 * n + n * n % 17 for n in count())
+    monkeypatch.setattr(Lessons.__init__, "__defaults__", (lambda: float(next(ticks)),))
+
+
+@settings(max_examples=60)
+@given(
+    share=st.sampled_from((0.0, 0.1, 0.25, 0.5, 1.0)),
+    spec=st.sampled_from(("always", "trigger:entropy:1.5", "trigger:never")),
+    wanted=st.fixed_dictionaries(
+        {
+            "max_new_tokens": st.integers(1, 60),
+            "temperature": st.sampled_from((0.0, 1.0)),
+            "seed": st.integers(0, 9),
+            "repetition_penalty": st.sampled_from((1.0, 1.2)),
+        }
+    ),
+)
+def test_exact_output_does_not_depend_on_what_was_learnt(share: float, spec: str, wanted: dict[str, Any]) -> None:
+    target = ScriptedEngine(TARGET, V, eos_ids=(0,))
+    decoder = SpeculativeDecoder(ScriptedEngine(blend(TARGET, OTHER, share), V), local(target), k="auto", gate=spec)
+    for _ in range(3):
+        result = decoder.generate(PROMPT, **wanted)
+        assert result.token_ids == plain(TARGET, PROMPT, V, eos=(0,), **wanted)
+        assert result.guarantee == "exact"
+
+
+@pytest.mark.parametrize(
+    "modes", [{"gate": "entropy:1.5"}, {"accept": "rank:3"}, {"accept": "residual"}, {"gate": "never"}]
+)
+def test_no_clock_decides_on_an_output_that_depends_on_the_cut(modes: dict[str, str]) -> None:
+    def outputs() -> Iterator[list[int]]:
+        draft, target = ScriptedEngine(blend(TARGET, OTHER, 0.3), V), ScriptedEngine(TARGET, V)
+        decoder = SpeculativeDecoder(draft, local(target), k="auto", **modes)  # type: ignore[arg-type]
+        for seed in (1, 1, 2, 1):
+            yield decoder.generate(PROMPT, max_new_tokens=50, temperature=1.0, seed=seed).token_ids
+        assert decoder.lookahead is not None
+        assert decoder.lookahead.pace is not None
+        assert decoder.lookahead.pace.price is None
+
+    first, again, _, last = outputs()
+    assert first == again == last
+
+
+def test_the_edge_alone_drafts_by_confidence() -> None:
+    decoder = SpeculativeDecoder(ScriptedEngine(TARGET, V), k="auto")
+    result = decoder.generate(PROMPT, max_new_tokens=40)
+    assert len(result.token_ids) == 40
+    assert result.guarantee == "edge-only"
+
+
+# What is told -----------------------------------------------------------------------------------------------------
+
+
+def start(spec: str = "always", accept: Rule | None = None) -> tuple[Decoder, Paced]:
+    parsed: Gate = gate(spec)
+    auto = Paced()
+    plan = Plan(StopRules(100, ()), parsed, accept or Exact(), auto, has_verifier=True, on_loop="ignore")
+    return Decoder(PROMPT, plan), auto
+
+
+def play(decoder: Decoder, waits: list[float], *, step: float = 0.01) -> None:
+    """Rounds of two tokens, both accepted, at the given times; the prompt takes ten times as long."""
+    now = [0.0]
+    lessons = Lessons(decoder, lambda: now[0])
+    for n, wait in enumerate(waits, 1):
+        while not hasattr(action := decoder.next(), "draft_ids"):
+            began = now[0]
+            now[0] += step if decoder.stats.drafted else 10 * step
+            lessons.drafted(1, began)
+            decoder.drafted([Proposal(7, Signals(0.0, 0.0, 0.0, 0.6))])
+        began = now[0]
+        now[0] += wait
+        verdict = Verdict(n, len(action.draft_ids), 8)  # type: ignore[union-attr]
+        lessons.decided(verdict, began)
+        decoder.decided(verdict)
+
+
+def test_the_time_of_the_prompt_is_no_pace() -> None:
+    decoder, auto = start()
+    play(decoder, [5.0, 0.1, 0.1])
+    assert auto.pace.times.step == pytest.approx(0.01)
+    assert auto.pace.times.fixed(0.0) == pytest.approx(0.1)
+    assert auto.pace.acceptance.mean > 0.7
+
+
+def test_what_was_learnt_outlives_the_generation() -> None:
+    decoder = SpeculativeDecoder(
+        ScriptedEngine(blend(TARGET, OTHER, 0.1), V), local(ScriptedEngine(TARGET, V)), k="auto"
+    )
+    decoder.generate(PROMPT, max_new_tokens=40)
+    assert decoder.lookahead is not None
+    assert decoder.lookahead.pace is not None
+    assert decoder.lookahead.pace.price is not None
+
+
+@pytest.mark.parametrize(("spec", "accept"), [("entropy:9", "exact"), ("always", "rank:3")])
+def test_nothing_is_told_where_the_cut_matters(spec: str, accept: str) -> None:
+    decoder, auto = start(spec, rule(accept))
+    lessons = Lessons(decoder, lambda: 1.0)
+    lessons.drafted(1, 0.0)
+    lessons.decided(Verdict(2, 0, 1), 0.0)
+    assert not auto.pace.times.known
+    assert auto.pace.acceptance.mean == Paced().pace.acceptance.mean

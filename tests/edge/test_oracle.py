@@ -1,0 +1,68 @@
+"""The oracle is right as often as it was told, wherever blocks are cut, and takes a real drafter's time."""
+
+from __future__ import annotations
+
+import pytest
+
+from fakes import HashRows, ScriptedEngine, plain
+from outrider.config import GenerationSettings
+from outrider.core.decoder import Draft
+from outrider.core.policy import Policy
+from outrider.edge.drafter import Drafter
+from outrider.edge.oracle import OracleDrafter
+from outrider.engines.base import Prompt, Reader
+from outrider.errors import SettingsError
+
+V, PROMPT = 24, [3, 1, 4]
+OUTPUT = plain(HashRows(1, V), PROMPT, V, max_new_tokens=600)
+
+
+def oracle(alpha: float, seed: int = 0, output: list[int] = OUTPUT) -> OracleDrafter:
+    policy = Policy.build(GenerationSettings(), (), V, len(PROMPT))
+    reader = Reader(ScriptedEngine(HashRows(2, V), V), Prompt(tuple(PROMPT)), "drafter")
+    return OracleDrafter(Drafter(reader, policy, needs_signals=False, needs_q=False), len(PROMPT), output, alpha, seed)
+
+
+def right(drafter: OracleDrafter, cut: int) -> list[bool]:
+    """Whether each of the first 300 tokens was right, drafted `cut` at a time after the true ones."""
+    found: list[bool] = []
+    for start in range(0, 300, cut):
+        ids = [*PROMPT, *OUTPUT[:start]]
+        drafter.settle(len(ids))
+        proposals = drafter.draft(ids, Draft(cut))
+        found += [p.token == t for p, t in zip(proposals, OUTPUT[start:], strict=False)]
+    return found
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.8, 1.0])
+def test_it_is_right_at_the_chosen_rate(alpha: float) -> None:
+    found = right(oracle(alpha), 5)
+    assert sum(found) / len(found) == pytest.approx(alpha, abs=0.07)
+
+
+def test_errors_depend_on_seed_and_position_alone() -> None:
+    assert right(oracle(0.8), 1) == right(oracle(0.8), 6)
+    assert right(oracle(0.8), 5) != right(oracle(0.8, seed=1), 5)
+
+
+def test_the_drafter_has_its_work_and_stays_in_step() -> None:
+    drafter = oracle(0.8)
+    drafter.draft(PROMPT, Draft(4))
+    assert drafter._drafter._reader.known == len(PROMPT) + 3
+    assert drafter.seconds > 0
+    drafter.settle(len(PROMPT) + 1)
+    assert drafter._drafter._reader.known == len(PROMPT)
+    drafter.close()
+
+
+def test_behind_the_output_the_drafters_tokens_stand() -> None:
+    drafter = oracle(1.0, output=OUTPUT[:2])
+    tokens = [p.token for p in drafter.draft(PROMPT, Draft(4))]
+    assert tokens[:2] == OUTPUT[:2]
+    assert tokens[2:] == plain(HashRows(2, V), PROMPT, V, max_new_tokens=4)[2:]
+
+
+@pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan")])
+def test_what_is_no_probability_is_refused(alpha: float) -> None:
+    with pytest.raises(SettingsError, match="probability"):
+        oracle(alpha)
