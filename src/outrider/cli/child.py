@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from outrider.errors import OutriderError
@@ -21,19 +21,31 @@ def cloud_process(model: str, *options: str) -> Iterator[str]:
     Raises:
         OutriderError: it ended before it listened; its own message stands on stderr.
     """
+    with starting_cloud(model, *options) as address:
+        yield address()
+
+
+@contextmanager
+def starting_cloud(model: str, *options: str) -> Iterator[Callable[[], str]]:
+    """The same, without waiting: what it yields waits, and raises, when it is called."""
     command = [sys.executable, "-m", "outrider", "cloud", model, "--listen", "127.0.0.1:0", "--json", "--grace", "0"]
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said,  # a pipe would fill up and block it
         subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=said, text=True) as child,
     ):
-        try:
+
+        def address() -> str:
             assert child.stdout is not None  # a pipe, as asked
             line = child.stdout.readline()
             if not line:
                 child.wait()
                 said.seek(0)
                 raise OutriderError(f"the cloud process ended before it listened: {said.read().strip()}")
-            yield json.loads(line)["listening"]
+            listening: str = json.loads(line)["listening"]
+            return listening
+
+        try:
+            yield address
         finally:
             child.terminate()
             try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json as jsonlib
 import os
 import sys
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Group, Parameter
 
-from outrider.cli.options import Whole
+from outrider.cli.options import Whole, collect_from_now_on
 from outrider.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -123,6 +122,8 @@ class Operation:
 
 def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, operation: Operation) -> int:
     """Load the model and serve it until told to stop."""
+    import asyncio  # here, as parsing needs none of it
+
     from outrider.cloud import logs
     from outrider.engines.load import load_engine, locate
 
@@ -134,6 +135,7 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
     from outrider.cloud.server import run
 
     engine = load_engine(name, dtype=operation.dtype, device=operation.device)
+    collect_from_now_on()
 
     def listening(server: Server) -> None:
         where = f"{serving.host}:{server.port}"

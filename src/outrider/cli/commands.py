@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,37 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from outrider.api import SpeculativeDecoder
 from outrider.cli import view
-from outrider.cli.child import cloud_process
-from outrider.cli.options import Decoding, Models, Network, Output, Speculation, build_decoder, check
+from outrider.cli.options import (
+    Decoding,
+    Models,
+    Network,
+    Output,
+    Speculation,
+    assemble,
+    build_decoder,
+    check,
+    collect_from_now_on,
+    load_drafter,
+)
 from outrider.config import GenerationSettings
 from outrider.core.outcome import Result
 from outrider.core.text import Transcript
 from outrider.engines.load import BUNDLED
 from outrider.errors import AudioError, OutriderError, PromptError, SettingsError
 from outrider.prompts.audio import Audio, load
+from outrider.verifiers.connect import connect
 from outrider.verifiers.remote import RemoteVerifier
 
 STDERR = Console(stderr=True)
 
 
-def run_demo(speculation: Speculation, network: Network, decoding: Decoding, output: Output) -> int:
-    """`outrider demo`: the bundled clips, each in its own language, with a cloud of its own beside this process."""
+def run_demo(
+    cloud: Callable[[], str], speculation: Speculation, network: Network, decoding: Decoding, output: Output
+) -> int:
+    """`outrider demo`: the bundled clips, each in its own language, with a cloud of its own beside this process.
+
+    cloud: waits until that one listens, and says where.
+    """
     clips = json.loads((BUNDLED / "clips" / "clips.json").read_text(encoding="utf-8"))
     jobs = [
         Audio(BUNDLED / "clips" / clip["file"], lang=clip["lang"], task=("default", "detailed", "concise")[n % 3])
@@ -42,9 +59,12 @@ def run_demo(speculation: Speculation, network: Network, decoding: Decoding, out
     secured = [name for name in ("token_file", "tls", "ca", "cert", "key") if getattr(network, name)]
     if secured:
         raise SettingsError(f"--{secured[0].replace('_', '-')}: the demo's own cloud has no TLS and no tokens")
-    with cloud_process("demo") as address:
-        models = Models(cloud=f"grpc://{address}")
-        return _caption_all(jobs, titles, models, speculation, network, decoding, output)
+
+    def build() -> SpeculativeDecoder:
+        draft = load_drafter(Models())  # before it waits for the cloud, which is loading too
+        return assemble(draft, connect(f"grpc://{cloud()}", **network.connection()), speculation, network)
+
+    return _caption_all(jobs, titles, build, decoding, output)
 
 
 def run_caption(
@@ -60,8 +80,9 @@ def run_caption(
     """`outrider caption`: every file is tried; those that cannot be used are named, and the exit code is then 1."""
     if not files:
         raise PromptError("no recording was given: outrider caption AUDIO…")
+    check(models, speculation, network)
     jobs = [Audio(Path(name), task=task, lang=lang) for name in files]
-    return _caption_all(jobs, list(files), models, speculation, network, decoding, output)
+    return _caption_all(jobs, list(files), partial(build_decoder, models, speculation, network), decoding, output)
 
 
 def run_generate(
@@ -77,8 +98,8 @@ def run_generate(
     """`outrider generate`."""
     given = _prompt(prompt, prompt_ids, chat)
     GenerationSettings.build(decoding.settings())
-    with _loaded(models, speculation, network, output) as decoder:
-        if output.json or not Console().is_terminal:
+    with _loaded(partial(build_decoder, models, speculation, network), output) as decoder:
+        if not _watched(output):
             _report(decoder.generate(given, **decoding.settings()), output, decoder)
         else:
             _print_table([("", _watch(decoder, given, decoding))])
@@ -89,7 +110,8 @@ def _watch(decoder: SpeculativeDecoder, given: Any, decoding: Decoding) -> Resul
     """Generate on a terminal: tokens appear when they are drafted and take their colour when they are decided."""
     strip = view.Strip()
     stream = decoder.stream(given, **decoding.settings())
-    with Live(console=Console(), vertical_overflow="visible") as live:
+    with Live(console=Console(), vertical_overflow="visible", refresh_per_second=10) as live:
+        shown: Any = ""
         while True:
             try:
                 strip.take(next(stream))
@@ -97,7 +119,14 @@ def _watch(decoder: SpeculativeDecoder, given: Any, decoding: Decoding) -> Resul
                 result: Result = end.value
                 live.update(view.coloured(pieces(decoder, result), result.sources))
                 return result
-            live.update(strip.text)
+            text = strip.text
+            live.update(text, refresh=not shown)  # the first one at once, others ten times a second
+            shown = text
+
+
+def _watched(output: Output) -> bool:
+    """Whether someone looks at stdout, who can be shown tokens as they come."""
+    return not output.json and Console().is_terminal
 
 
 def _prompt(text: str | None, ids: str | None, chat: bool) -> Any:
@@ -132,19 +161,16 @@ def _parse_ids(text: str) -> list[int]:
 def _caption_all(
     jobs: Sequence[Audio],
     titles: Sequence[str],
-    models: Models,
-    speculation: Speculation,
-    network: Network,
+    build: Callable[[], SpeculativeDecoder],
     decoding: Decoding,
     output: Output,
 ) -> int:
-    check(models, speculation, network)
     GenerationSettings.build(decoding.settings())
     failures = {n: error for n, job in enumerate(jobs) if (error := _unusable(job)) is not None}
     with ExitStack() as closing:
         decoder = None
         if len(failures) < len(jobs):
-            decoder = closing.enter_context(_loaded(models, speculation, network, output))
+            decoder = closing.enter_context(_loaded(build, output))
         done = _caption_each(jobs, titles, failures, decoder, decoding, output)
     if done and not output.json:
         _print_table(done)
@@ -165,8 +191,7 @@ def _caption_each(
         for n, (job, title) in enumerate(zip(jobs, titles, strict=True)):
             if n not in failures and decoder is not None:
                 try:
-                    result = decoder.generate(job, **decoding.settings())
-                    _print_caption(job, title, result, output, decoder)
+                    result = _caption(job, printable(title), decoder, decoding, output)
                     done.append((printable(Path(str(job.source)).name), result))
                 except OutriderError as error:
                     failures[n] = error
@@ -185,13 +210,21 @@ def _unusable(job: Audio) -> OutriderError | None:
     return None
 
 
-def _print_caption(job: Audio, title: str, result: Result, output: Output, decoder: SpeculativeDecoder) -> None:
-    if output.json:
-        _print_json({"file": str(job.source), "lang": job.lang, "task": job.task, **result.to_json()})
-        return
+def _caption(job: Audio, title: str, decoder: SpeculativeDecoder, decoding: Decoding, output: Output) -> Result:
+    """Caption a recording and print what comes: on a terminal each token when it is there."""
     console = Console()
-    view.show(console, printable(title), pieces(decoder, result), result)
+    if _watched(output):
+        view.show_title(console, title)
+        result = _watch(decoder, job, decoding)
+        view.show_warnings(console, result)
+    else:
+        result = decoder.generate(job, **decoding.settings())
+        if output.json:
+            _print_json({"file": str(job.source), "lang": job.lang, "task": job.task, **result.to_json()})
+            return result
+        view.show(console, title, pieces(decoder, result), result)
     console.print()
+    return result
 
 
 def _print_failure(job: Audio, error: OutriderError, output: Output) -> None:
@@ -244,11 +277,12 @@ def pieces(decoder: SpeculativeDecoder, result: Result) -> list[str]:
 
 
 @contextmanager
-def _loaded(models: Models, speculation: Speculation, network: Network, output: Output) -> Iterator[SpeculativeDecoder]:
+def _loaded(build: Callable[[], SpeculativeDecoder], output: Output) -> Iterator[SpeculativeDecoder]:
     """The decoder; at the end the cloud, if it is across a network, is told that nobody comes back."""
     _quieten(output)
     with STDERR.status("loading models") if STDERR.is_terminal else _nothing():
-        decoder = build_decoder(models, speculation, network)
+        decoder = build()
+    collect_from_now_on()
     STDERR.print(decoder.summary(), style="dim", markup=False, highlight=False, soft_wrap=True)
     try:
         yield decoder
@@ -270,8 +304,8 @@ def _quieten(output: Output) -> None:
 
 @contextmanager
 def _progress(total: int, output: Output) -> Iterator[Any]:
-    """A bar on stderr for a batch that someone watches."""
-    if total < 2 or not STDERR.is_terminal:
+    """A bar on stderr for a batch whose output goes elsewhere: beside tokens that appear it would flicker."""
+    if total < 2 or not STDERR.is_terminal or _watched(output):
         yield lambda: None
         return
     columns = (TextColumn("captions"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -33,9 +34,14 @@ def demo(
     output: Output = Output(),
 ) -> int:
     """Caption the bundled clips, edge and cloud in two processes, and show who decided each token."""
-    from outrider.cli.commands import run_demo
+    from outrider.cli.child import starting_cloud
 
-    return run_demo(speculation, network, decoding, output)
+    share = max(1, (os.cpu_count() or 1) // 2)  # of the cores: with all for each, edge and cloud stall
+    os.environ.setdefault("OMP_NUM_THREADS", str(share))
+    with starting_cloud("demo") as address:  # it loads while this process, from the next line on, does
+        from outrider.cli.commands import run_demo
+
+        return run_demo(address, speculation, network, decoding, output)
 
 
 @app.command
@@ -119,6 +125,7 @@ def cloud(
 
 def main() -> None:
     """Parse, run, and turn every error into a line on stderr and an exit code."""
+    gc.disable()  # until models are loaded: modules by the thousand hold no garbage, and the search costs a seventh
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # the model libraries' bars are for people who watch
     sys.exit(_guarded(partial(_run, sys.argv[1:])))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,6 +15,8 @@ from outrider.errors import SettingsError
 
 if TYPE_CHECKING:
     from outrider.api import SpeculativeDecoder
+    from outrider.engines.base import Engine
+    from outrider.verifiers.base import Verifier
 
 MODELS = Group("Models", sort_key=1)
 SPECULATION = Group("Speculation", sort_key=2)
@@ -67,7 +71,7 @@ class Speculation:
     Parameters
     ----------
     k
-        Tokens per block, 1 to 64, or auto: for as long as the drafter is sure.
+        Tokens per block, 1 to 64, or auto: for as long as it pays, learnt on the way.
     gate
         Which blocks are verified: always, never, SIGNAL:THRESHOLD with SIGNAL entropy, margin, maxprob or logprob,
         SIGNAL.mean for the mean over the block, any-of with |. Blocks that are sure enough are skipped, which is
@@ -212,24 +216,44 @@ class Output:
 def build_decoder(models: Models, speculation: Speculation, network: Network) -> SpeculativeDecoder:
     """Load what the options name. Settings are checked before any model is, and the cloud is asked first."""
     check(models, speculation, network)
-    from outrider.api import SpeculativeDecoder
     from outrider.core.gate import gate
     from outrider.core.modes import settled_loss
-    from outrider.engines.load import load_engine, locate
+    from outrider.engines.load import locate
     from outrider.verifiers.connect import connect, parse_target
 
     target = parse_target(models.cloud)
-    edge = None if models.edge == "none" else models.edge
+    if models.edge != "none":
+        locate(models.edge)
     placed = {"dtype": models.dtype, "device": models.device}
-    if edge is not None:
-        locate(edge)
     verifier = connect(models.cloud, **(placed if target.kind == "local" else network.connection()))
-    loss = settled_loss(network.on_cloud_loss, gate(speculation.gate), has_drafter=edge is not None)
+    loss = settled_loss(network.on_cloud_loss, gate(speculation.gate), has_drafter=models.edge != "none")
     if verifier is not None and target.kind == "grpc" and loss == "fail":
         verifier.describe()  # who cannot be reached is known before a model is loaded
-    draft = None if edge is None else load_engine(edge, **placed)
+    return assemble(load_drafter(models), verifier, speculation, network)
+
+
+def load_drafter(models: Models) -> Engine | None:
+    """The edge's engine, or None for cloud-only."""
+    from outrider.engines.load import load_engine
+
+    return None if models.edge == "none" else load_engine(models.edge, dtype=models.dtype, device=models.device)
+
+
+def assemble(
+    draft: Engine | None, verifier: Verifier | None, speculation: Speculation, network: Network
+) -> SpeculativeDecoder:
+    """A decoder from what is loaded and connected."""
+    from outrider.api import SpeculativeDecoder
+
     together = {name: getattr(network, name) for name in ("driver", "on_cloud_loss", "privacy")}
     return SpeculativeDecoder(draft, verifier, **asdict(speculation), **together)
+
+
+def collect_from_now_on() -> None:
+    """End what `main` began: look for garbage again, but never in what is loaded, which stays until the end."""
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # some libraries complain of what is left over
 
 
 def check(models: Models, speculation: Speculation, network: Network) -> None:

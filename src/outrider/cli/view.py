@@ -67,9 +67,17 @@ def _percent(rate: float | None) -> str:
 
 def show(console: Console, title: str, pieces: Sequence[str], result: Result) -> None:
     """One result: its title, its coloured text, its warnings."""
+    show_title(console, title)
+    console.print(coloured(pieces, result.sources), soft_wrap=True)
+    show_warnings(console, result)
+
+
+def show_title(console: Console, title: str) -> None:
     if title:
         console.print(Text(title, "bold"))
-    console.print(coloured(pieces, result.sources), soft_wrap=True)
+
+
+def show_warnings(console: Console, result: Result) -> None:
     for warning in result.warnings:
         console.print(Text(f"warning: {warning}", "magenta"))
 
