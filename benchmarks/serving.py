@@ -24,9 +24,8 @@ from outrider.cloud.metrics import Metrics
 from outrider.cloud.sessions import Record
 from outrider.config import GenerationSettings
 from outrider.core.decoder import Verify
-from outrider.engines.base import Prompt
+from outrider.engines.base import Hosted, Prompt
 from outrider.engines.load import load_engine
-from outrider.engines.torch import TorchEngine
 from outrider.verifiers.base import Conditions
 from outrider.verifiers.local import LocalVerifier, open_session
 
@@ -36,9 +35,7 @@ ROUNDS = 6  # per repeat and session
 class Client:
     """One session whose drafts are right with probability alpha."""
 
-    def __init__(
-        self, engine: TorchEngine, batcher: Batcher, context: int, seed: int, args: argparse.Namespace
-    ) -> None:
+    def __init__(self, engine: Hosted, batcher: Batcher, context: int, seed: int, args: argparse.Namespace) -> None:
         self._random = random.Random(seed)
         self._batcher, self._k, self._alpha, self._vocab = batcher, args.k, args.alpha, engine.vocab_size
         length = (args.repeats * 2 + 1) * ROUNDS * (args.k + 1) + args.k
@@ -59,7 +56,7 @@ class Client:
         return token if self._random.random() < self._alpha else (token + 1) % self._vocab
 
 
-def said(engine: TorchEngine, prompt: Prompt, conditions: Conditions, length: int) -> list[int]:
+def said(engine: Hosted, prompt: Prompt, conditions: Conditions, length: int) -> list[int]:
     """The target's own output."""
     verifier = LocalVerifier(engine)
     session = verifier.open(prompt, conditions)
@@ -87,7 +84,7 @@ def rate(way: Callable[[Batcher, Sequence[Client]], None], batcher: Batcher, cli
     return ROUNDS * len(clients) / (time.perf_counter() - started)
 
 
-def measure(engine: TorchEngine, count: int, args: argparse.Namespace) -> dict[str, float]:
+def measure(engine: Hosted, count: int, args: argparse.Namespace) -> dict[str, float]:
     batcher = Batcher(engine, max(args.sessions), Metrics())
     clients = [Client(engine, batcher, args.context, seed, args) for seed in range(count)]
     batcher.start()
@@ -118,7 +115,11 @@ def main() -> None:
     for count in args.sessions:
         results[count] = found = measure(engine, count, args)
         print(f"{count:>8}  {found['one at a time']:>14.0f}  {found['together']:>9.0f}  {found['ratio']:.2f}")
-    machine = {"threads": torch.get_num_threads(), "device": str(engine.device), "processor": platform.machine()}
+    machine = {
+        "threads": torch.get_num_threads(),
+        "device": str(getattr(engine, "device", "cpu")),
+        "processor": platform.machine(),
+    }
     print(json.dumps({"benchmark": "serving", **vars(args), **machine, "torch": torch.__version__, "results": results}))
 
 
