@@ -69,9 +69,9 @@ def test_the_choices_of_the_policy(case: tuple[list[Policy], list[list[int]], to
         expected = own.distribution(row, ids, len(ids))
         if not (expected.row > -torch.inf).any():
             with pytest.raises(DecodingError, match=f"position {len(ids)}"):
-                picks([got], [len(ids)])
+                picks([got])[0].checked(len(ids))
             continue
-        (pick,) = picks([got], [len(ids)])
+        pick = picks([got])[0].checked(len(ids))
         assert pick.choice == expected.choice
         assert math.isclose(pick.lead, expected.lead, rel_tol=1e-4, abs_tol=1e-4) or pick.lead == expected.lead
 
@@ -123,4 +123,4 @@ def test_nan_and_nothing_left_are_named() -> None:
     chosen = choose(rows, own.kind, places([own] * 2, [[1], [1]])).tolist()
     for row in chosen:
         with pytest.raises(DecodingError, match="position 1"):
-            picks([row], [1])
+            picks([row])[0].checked(1)

@@ -18,6 +18,7 @@ from outrider.engines.base import Feed, Prompt
 from outrider.engines.ondevice import OnDevice
 from outrider.engines.stack import Shape, described, obstacle
 from outrider.engines.torch import TorchEngine
+from outrider.errors import DecodingError
 
 pytestmark = [
     pytest.mark.kernels,
@@ -108,6 +109,16 @@ def test_sessions_of_different_settings_are_chosen_for_at_once(monkeypatch: pyte
         assert [pick.lead for pick in picks] == pytest.approx([row.lead for row in expected], abs=1e-3)
 
 
+def test_a_session_that_has_no_token_left_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "FEW", 0)
+    engine = fused(model(), monkeypatch)
+    feeds = [Feed(engine.open(Prompt((1,))), ids(4, n), 1) for n in range(2)]
+    (good,), (bad,) = engine.choose_many(feeds, [policy(), policy(suppress_tokens=list(range(VOCAB)))])
+    assert good.checked(4).choice in range(VOCAB)
+    with pytest.raises(DecodingError, match="position 4"):
+        bad.checked(4)
+
+
 def test_what_is_drafted_behind_an_eos_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "FEW", 0)
     prompt = ids(9)
@@ -172,6 +183,8 @@ def test_a_batch_is_described_flat() -> None:
         (tf.MistralConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=2, sliding_window=8), "sliding"),
         (tf.Qwen2Config(num_hidden_layers=1, hidden_size=96, num_attention_heads=2), "power of two"),
         (tf.LlamaConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=2, hidden_act="gelu"), "gelu"),
+        (tf.LlamaConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=2, attention_bias=True), "biases"),
+        (tf.LlamaConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=2, mlp_bias=True), "biases"),
     ],
 )
 def test_what_cannot_be_fused_is_named(config: Any, reason: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json as jsonlib
 import os
 import sys
@@ -96,7 +97,8 @@ class Operation:
     Parameters
     ----------
     dtype
-        auto is float32 on a CPU and the checkpoint's own on a GPU.
+        auto is float32 on a CPU and the checkpoint's own on a GPU; a .gguf file then stays quantised, in llama.cpp on
+        the CPU.
     device
         A torch device such as cpu or cuda:0; auto is cuda where there is one.
     metrics
@@ -135,6 +137,7 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
     from outrider.cloud.server import run
 
     engine = load_engine(name, dtype=operation.dtype, device=operation.device)
+    gc.collect()  # a service runs for long: what loading left behind must not stay
     collect_from_now_on()
 
     def listening(server: Server) -> None:

@@ -52,7 +52,8 @@ class Models:
     cloud
         The verifier: grpc://HOST:PORT (a running outrider cloud), local:MODEL, or "none" for edge-only.
     dtype
-        auto is float32 on a CPU and the checkpoint's own on a GPU.
+        auto is float32 on a CPU and the checkpoint's own on a GPU; a .gguf file then stays quantised, in llama.cpp on
+        the CPU.
     device
         A torch device such as cpu or cuda:0; auto is cuda where there is one.
     """
@@ -250,7 +251,7 @@ def assemble(
 
 
 def collect_from_now_on() -> None:
-    """End what `main` began: look for garbage again, but never in what is loaded, which stays until the end."""
+    """End what `main` began: look for garbage again, but never in what is there now, most of which stays anyway."""
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # some libraries complain of what is left over

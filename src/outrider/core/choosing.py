@@ -7,7 +7,6 @@ twice is penalised twice from the *raw* score, which gives the same score twice.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from torch import Tensor
 from outrider.core.gate import Signals
 from outrider.core.policy import Kind, Policy
 from outrider.core.sampling import COLDEST, GOLDEN_GAMMA, Pick, Sampling, position_key
-from outrider.errors import DecodingError
 
 
 @dataclass(frozen=True)
@@ -69,16 +67,9 @@ def choose(rows: Tensor, kind: Kind, places: Places, lead: Lead = plain_lead) ->
     return torch.cat([drawn[:, :1], best, kind.sampling.temperature * drawn[:, 2:]], -1)
 
 
-def picks(chosen: Seq[Seq[float]], lengths: Seq[int]) -> list[Pick]:
-    """Rows of `choose`, read back.
-
-    Raises:
-        DecodingError: a row holds NaN, or every token is banned.
-    """
-    for (_, score, _), length in zip(chosen, lengths, strict=True):
-        if not math.isfinite(score):
-            raise DecodingError(f"no token can be chosen at position {length}: NaN logits, or all are banned")
-    return [Pick(int(token), lead) for token, _, lead in chosen]
+def picks(chosen: Seq[Seq[float]]) -> list[Pick]:
+    """Rows of `choose`, read back. Whoever uses one checks it: it may be a row that nobody asks about."""
+    return [Pick(int(token), lead, score) for token, score, lead in chosen]
 
 
 def constrained(rows: Tensor, kind: Kind, places: Places) -> Tensor:
@@ -128,6 +119,11 @@ def _shifted(rows: Tensor, ids: tuple[int, ...], by: Tensor) -> Tensor:
     """A copy with `by` [R, 1], 0 or −inf, added to the columns `ids`."""
     at = _columns(ids, rows.shape[1], rows.device)
     return rows.index_copy(1, at, rows.index_select(1, at) + by)
+
+
+def held_columns(kind: Kind, width: int, device: torch.device) -> list[Tensor]:
+    """What `choose` reads for rows [R, width] of a kind, and a captured graph must keep."""
+    return [_columns(ids, width, device) for ids in (kind.constraints.eos_ids, kind.constraints.banned_ids)]
 
 
 @lru_cache(maxsize=64)  # a copy from the host cannot be captured in a CUDA graph

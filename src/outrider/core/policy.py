@@ -74,8 +74,8 @@ class Policy:
         return Distribution(row, self.sampling, length)
 
     def at(self, rows: Rows, i: int, ids: list[int], length: int) -> Distribution | Pick:
-        """What follows ids[:length], given row i or what was chosen from it."""
-        return self.distribution(rows[i], ids, length) if isinstance(rows, Tensor) else rows[i]
+        """What follows ids[:length], given row i or what was chosen from it (which must have been possible)."""
+        return self.distribution(rows[i], ids, length) if isinstance(rows, Tensor) else rows[i].checked(length)
 
     @property
     def noise_gain(self) -> float:

@@ -162,6 +162,10 @@ def _above_floor(scores: Tensor, min_p: float) -> Tensor | None:
     return torch.nonzero(probabilities >= min_p * probabilities.max()).flatten()
 
 
+def _nothing_to_choose(position: int) -> DecodingError:
+    return DecodingError(f"no token can be chosen at position {position}: NaN logits, or all are banned")
+
+
 class Distribution:
     """One position's distribution after constraints, and the token chosen from it. Everything is lazy.
 
@@ -180,7 +184,7 @@ class Distribution:
         """
         best = rows.best(self.row)  # NaN counts as the largest
         if not math.isfinite(float(self.row[best])):
-            raise DecodingError(f"no token can be chosen at position {self.position}: NaN logits, or all are banned")
+            raise _nothing_to_choose(self.position)
         if self.sampling.greedy:
             return best
         return self.support.draw(self.sampling.seed, self.position)
@@ -217,7 +221,21 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Pick:
-    """A `Distribution` of which only this is known: its choice, and by how much that led. Enough for exact verdicts."""
+    """A `Distribution` of which only this is known: its choice, and by how much that led. Enough for exact verdicts.
+
+    score: of the choice, in logits; not finite where none can be made.
+    """
 
     choice: int
     lead: float
+    score: float = 0.0
+
+    def checked(self, position: int) -> Pick:
+        """Itself.
+
+        Raises:
+            DecodingError: the row holds NaN, or every token is banned.
+        """
+        if not math.isfinite(self.score):
+            raise _nothing_to_choose(position)
+        return self

@@ -42,12 +42,10 @@ class Drafter:
         return proposals
 
     def _draft_on_device(self, ids: list[int], count: int) -> list[Proposal]:
-        """All at once; what was drafted behind an EOS is dropped here, and by `settle` from the cache."""
+        """All at once; what the cache holds behind an EOS is dropped by `settle`."""
         assert self._chooser is not None
         feed = self._reader.feed(ids, 1)
-        drafted = self._chooser.draft(feed.slot, feed.ids, count, self._policy, sure=self._needs_signals)
-        ends = (n for n, proposal in enumerate(drafted, 1) if proposal.token in self._policy.constraints.eos_ids)
-        return drafted[: next(ends, count)]
+        return self._chooser.draft(feed.slot, feed.ids, count, self._policy, sure=self._needs_signals)
 
     def settle(self, length: int) -> None:
         """Roll the cache back to a proper prefix of the first `length` tokens."""

@@ -31,7 +31,7 @@ class OracleDrafter:
         self._drafter, self._prompt_length = drafter, prompt_length
         places = np.zeros(1, dtype=np.int64)
         wrong = [uniforms(seed, n, places)[0] >= alpha for n in range(len(output))]
-        self._tokens = [token ^ 1 if bad else token for token, bad in zip(output, wrong, strict=True)]
+        self._tokens = [(token - 1 if token else 1) if bad else token for token, bad in zip(output, wrong, strict=True)]
 
     @property
     def seconds(self) -> float:

@@ -144,6 +144,7 @@ class Chooser(Engine, Protocol):
     def draft(self, slot: int, ids: Seq[int], count: int, policy: Policy, *, sure: bool) -> list[Proposal]:
         """Append `ids`, then choose a token and append it, `count` times (the last one is not appended).
 
+        Returns the tokens up to an EOS; the cache may hold what came behind it.
         sure: with each one's signals.
         """
         ...

@@ -1,4 +1,4 @@
-"""The GGUF engine: llama.cpp in this process, for the edge on CPUs. The weights stay quantised as they are.
+"""The GGUF engine: llama.cpp in this process, on CPUs. The weights stay quantised as they are.
 
 A slot is a sequence of a llama.cpp context; what one context holds is read in one batch. Contexts do not grow. Where
 more slots are needed, a further context doubles them; where longer ones, a longer context takes over what is cached,
@@ -22,7 +22,7 @@ from outrider.engines.base import Feed, Prompt, check_feeds
 from outrider.engines.llama import BATCH, OUTPUTS, PADDING, LlamaContext, LlamaModel, Token, most_sequences, padded
 from outrider.engines.probe import Probe
 from outrider.engines.vocabulary import Vocabulary
-from outrider.errors import ModelError, PromptError, StateError
+from outrider.errors import ModelError, OutriderError, PromptError, StateError
 
 PROBE = Probe(head=32, tail=6, step=3, tolerance=0.5)
 SAMPLES, SAMPLE_BYTES = 4096, 256  # of a file, for its identity
@@ -156,8 +156,11 @@ class GgufEngine(Vocabulary):
         return slot
 
     def close(self, slot: int) -> None:
-        self.truncate(slot, 0)
-        del self._lengths[slot]
+        self.kv_len(slot)
+        try:
+            self.truncate(slot, 0)
+        finally:
+            del self._lengths[slot]
 
     def kv_len(self, slot: int) -> int:
         if slot not in self._lengths:
@@ -185,12 +188,14 @@ class GgufEngine(Vocabulary):
     def forward_many(self, feeds: Seq[Feed]) -> list[Tensor]:
         self._check(feeds)
         outs = [torch.empty(feed.rows, self.row_count) for feed in feeds]
+        for feed in feeds:  # before anything is read
+            self._lengthen(self._place(feed.slot)[0], self._lengths[feed.slot] + len(feed.ids))
         try:
             for number in range(len(self._contexts)):
                 its = [pair for pair in zip(feeds, outs, strict=True) if self._place(pair[0].slot)[0] == number]
                 if its:
                     self._read(number, its)
-        except StateError:
+        except OutriderError:
             for feed in feeds:  # part of it may have been read
                 self._forget(feed.slot, self._lengths[feed.slot])
             raise
@@ -211,7 +216,6 @@ class GgufEngine(Vocabulary):
 
     def _read(self, number: int, its: Seq[tuple[Feed, Tensor]]) -> None:
         """Decode the feeds of one context, as many tokens at once as a call takes; their rows are copied out."""
-        self._lengthen(number, max(self._lengths[feed.slot] + len(feed.ids) for feed, _ in its))
         targets = (target for _, out in its for target in out.numpy())
         for part in _calls(self._tokens(feed for feed, _ in its)):
             for row, target in zip(self._contexts[number].decode(part), targets, strict=False):

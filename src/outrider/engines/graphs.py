@@ -16,12 +16,13 @@ Run = Callable[[], Tensor]
 
 
 class Graphs:
-    """Of one device. All share their memory: what one computed is valid until the next is run."""
+    """Of one device. They share working memory: what one computed is valid until the next is run."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._runs: OrderedDict[Hashable, Run] = OrderedDict()
         self._captures = True
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.clear()
 
     def clear(self) -> None:
@@ -46,8 +47,10 @@ class Graphs:
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 out = run()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             log.warning(
                 "CUDA graphs cannot be captured here: kernels are launched one by one, which is slower (%s)", error
@@ -55,7 +58,7 @@ class Graphs:
             self._captures = False
             return run
 
-        def replay() -> Tensor:
+        def replay(_kept: Run = run) -> Tensor:  # with all that it reads
             graph.replay()
             return out
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.core.choosing import Places, choose, measured, picks, place, signals
+from outrider.core.choosing import Places, choose, held_columns, measured, picks, place, signals
 from outrider.core.decoder import Proposal
 from outrider.core.policy import Kind, Policy
 from outrider.core.sampling import Pick
@@ -22,6 +22,8 @@ from outrider.engines.base import Feed
 from outrider.engines.graphs import Graphs, Run
 from outrider.engines.slots import SlotCache
 from outrider.engines.stack import MOST_TOKENS, Batch, Shape, Stack, described
+
+MOST_ROWS = 64  # constrained or sampled at once: each row takes several copies of itself
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,12 @@ class OnDevice:
             self._graphs.clear()
             self._buffers = buffers
 
+    def forget(self) -> None:
+        """Let go of a cache that is there no more."""
+        self._graphs.clear()
+        self._batches.clear()
+        self._buffers = ()
+
     def logits(self, feeds: Seq[Feed], starts: Seq[int], cache: SlotCache, span: int) -> Tensor:
         """[rows ≥ wanted, V] in the model's dtype; valid until the next call."""
         self.prepare(cache)
@@ -75,9 +83,9 @@ class OnDevice:
     def draft(
         self, slot: int, ids: Seq[int], count: int, policy: Policy, cache: SlotCache, start: int, *, sure: bool
     ) -> list[Proposal]:
-        """Feed `ids` from position `start`, then choose and feed, `count` times: `count` tokens, read back together.
+        """Feed `ids` from position `start`, then choose and feed, `count` times, and read back together.
 
-        sure: with the signals of each.
+        Returns the tokens up to an EOS. sure: with the signals of each.
         """
         self.prepare(cache)
         first, span = start + len(ids), start + len(ids) + count - 1
@@ -92,7 +100,7 @@ class OnDevice:
             if not policy.sampling.greedy:
                 _fill(self._place, torch.tensor([place(policy, first + n)]))
             found.append(run_on().clone())
-        return _proposals(torch.cat(found).tolist(), first, sure)
+        return _proposals(torch.cat(found).tolist(), first, policy.constraints.eos_ids, sure=sure)
 
     def _place_next(self, head: _Step, step: _Step, slot: int, first: int) -> None:
         """Have the batch of single tokens continue the head's, which has its own where it is longer."""
@@ -108,7 +116,8 @@ class OnDevice:
         def forward() -> Run:
             self._pad(batch)
             self._place.fill_(1)
-            return lambda: self._chosen(step, batch, cache)
+            held = held_columns(step.kind, self._stack.row_count, self._device)
+            return lambda: (self._chosen(step, batch, cache), held)[0]
 
         return self._graphs.find(step, forward)
 
@@ -148,7 +157,7 @@ class OnDevice:
         found: dict[int, list[Pick]] = {}
         for i in (i for group in groups for i in group):
             lengths = members[i].lengths
-            found[i] = picks(back[: len(lengths)], lengths)
+            found[i] = picks(back[: len(lengths)])
             del back[: len(lengths)]
         return [found[i] for i in range(len(feeds))]
 
@@ -163,8 +172,13 @@ class OnDevice:
             history = cache.tokens[slots, : max(member.lengths[-1] for member in members)]
         whole = rows == list(range(len(rows)))
         part = logits[: len(rows)] if whole else logits[self._uploaded(rows)]
-        places = Places(entries[:, 0], entries[:, 1], entries[:, 2], history)
-        return choose(part, kind, places, self._stack.lead)
+        most = len(rows) if kind.sampling.greedy and not kind.constrains else MOST_ROWS
+        chosen = []
+        for cut in (slice(n, n + most) for n in range(0, len(rows), most)):
+            at = entries[cut]
+            places = Places(at[:, 0], at[:, 1], at[:, 2], None if history is None else history[cut])
+            chosen.append(choose(part[cut], kind, places, self._stack.lead))
+        return torch.cat(chosen)
 
     def _uploaded(self, numbers: Seq[Any]) -> Tensor:
         """int64 numbers on the device."""
@@ -214,6 +228,11 @@ def _firsts(feeds: Seq[Feed]) -> list[int]:
     return [end - feed.rows for feed, end in zip(feeds, accumulate(feed.rows for feed in feeds), strict=True)]
 
 
-def _proposals(found: list[list[float]], first: int, sure: bool) -> list[Proposal]:
-    chosen = picks([row[:3] for row in found], range(first, first + len(found)))
-    return [Proposal(pick.choice, signals(row[3:]) if sure else None) for pick, row in zip(chosen, found, strict=True)]
+def _proposals(found: list[list[float]], first: int, eos_ids: tuple[int, ...], *, sure: bool) -> list[Proposal]:
+    """Up to an EOS; what came behind it is nobody's."""
+    out: list[Proposal] = []
+    for n, (pick, row) in enumerate(zip(picks([row[:3] for row in found]), found, strict=True)):
+        out.append(Proposal(pick.checked(first + n).choice, signals(row[3:]) if sure else None))
+        if pick.choice in eos_ids:
+            break
+    return out

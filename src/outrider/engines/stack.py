@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
 
@@ -42,6 +43,11 @@ def obstacle(model: Any, language: Any, head: Any, config: Any) -> str | None:
         and not (config.model_type == "mistral" and config.sliding_window),
         "its layers are not on one device": len({p.device for p in model.parameters()}) == 1,
         "its projections are not plain": all(type(part) is nn.Linear for part in _projections(language)),
+        "its output or MLP projections have biases": all(
+            part.bias is None
+            for layer in language.layers
+            for part in (layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)
+        ),
         f"its activation is {config.hidden_act}": config.hidden_act == "silu",
         "its output layer is not plain": type(head) is nn.Linear and head.bias is None,
         "its rotary embedding changes with length": getattr(language.rotary_emb, "rope_type", "") in STATIC_ROPES,
@@ -49,6 +55,17 @@ def obstacle(model: Any, language: Any, head: Any, config: Any) -> str | None:
         and _dim(config) in (32, 64, 128, 256),
     }
     return next((reason for reason, holds in checks.items() if not holds), None)
+
+
+def missing(device: torch.device) -> str | None:
+    """What a machine lacks for `Stack`; None if nothing."""
+    if torch.version.hip is not None:
+        return "its kernels were written for CUDA"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPU is older than Ampere"
+    return None
 
 
 def _projections(language: Any) -> list[Any]:
@@ -203,7 +220,11 @@ class Stack:
         from outrider.engines import kernels  # Triton: not there without a GPU
 
         self._kernels = kernels
-        early = kernels.HAS_EARLY_LAUNCH and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+        self.row_count = int(config.vocab_size)
+        device = head.weight.device
+        early = (
+            kernels.HAS_EARLY_LAUNCH and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        )
         self._early = {"EARLY": early, "launch_pdl": True} if early else {"EARLY": False}
         self._config, self._rotary = config, language.rotary_emb
         self.heads, self.dim = int(config.num_attention_heads), _dim(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,7 +22,7 @@ from outrider.engines.families import AudioLanguage, MaskLike, Text
 from outrider.engines.ondevice import OnDevice
 from outrider.engines.probe import Probe
 from outrider.engines.slots import SlotCache
-from outrider.engines.stack import Stack, obstacle
+from outrider.engines.stack import Stack, missing, obstacle
 from outrider.engines.vocabulary import Vocabulary
 from outrider.errors import ModelError, PromptError, StateError
 
@@ -51,6 +52,8 @@ class _Placed:
 
 class TorchEngine(Vocabulary):
     """A loaded transformers model with KV slots (`Engine` in base.py says what the methods promise).
+
+    On a GPU, weights of a model that can be fused become views of merged ones (stack.py).
 
     Raises:
         ModelError: the model's cache cannot be truncated, proved by a short probe; the message names the model.
@@ -120,6 +123,8 @@ class TorchEngine(Vocabulary):
             )
         slots = budget // smallest
         self._cache = SlotCache(len(self._cache.layers), slots, length)
+        if self._on_device is not None:
+            self._on_device.forget()
         self.max_length = length
         return slots
 
@@ -170,7 +175,8 @@ class TorchEngine(Vocabulary):
     def choose_many(self, feeds: Seq[Feed], policies: Seq[Policy]) -> list[list[Pick]]:
         assert self._on_device is not None
         starts = [self.kv_len(feed.slot) for feed in feeds]
-        return self._on_device.choose(self._logits(feeds), feeds, starts, policies, self._cache)
+        with self._here():
+            return self._on_device.choose(self._logits(feeds), feeds, starts, policies, self._cache)
 
     @torch.inference_mode()
     def draft(self, slot: int, ids: Seq[int], count: int, policy: Policy, *, sure: bool) -> list[Proposal]:
@@ -178,10 +184,13 @@ class TorchEngine(Vocabulary):
         start = self.kv_len(slot)
         feeds = [Feed(slot, ids, 1)]
         if not self._on_device.fits(feeds) or self._hears(feeds, [start]):
+            if self._hears([Feed(slot, ids[-1:], 1)], [start + len(ids) - 1]):
+                raise PromptError(f"{self.name}: a prompt that ends within a recording cannot be drafted from")
             self.forward(slot, ids[:-1], 1)
             start, ids = self.kv_len(slot), ids[-1:]
         self._cache.claim([slot], [len(ids) + count - 1])
-        drafted = self._on_device.draft(slot, ids, count, policy, self._cache, start, sure=sure)
+        with self._here():
+            drafted = self._on_device.draft(slot, ids, count, policy, self._cache, start, sure=sure)
         self._cache.advance()
         return drafted
 
@@ -195,7 +204,8 @@ class TorchEngine(Vocabulary):
         if self._on_device is None or not self._on_device.fits(feeds) or self._hears(feeds, starts):
             return torch.cat(self._plain_rows(feeds))
         self._cache.claim([feed.slot for feed in feeds], [len(feed.ids) for feed in feeds])
-        logits = self._on_device.logits(feeds, starts, self._cache, self._cache.span)
+        with self._here():
+            logits = self._on_device.logits(feeds, starts, self._cache, self._cache.span)
         self._cache.advance()
         return logits
 
@@ -230,11 +240,16 @@ class TorchEngine(Vocabulary):
         if self.device.type != "cuda":
             return None
         decoder, head = self._family.decoder, self.model.get_output_embeddings()
-        reason = obstacle(self.model, decoder, head, self._text_config)
+        reason = missing(self.device) or obstacle(self.model, decoder, head, self._text_config)
         if reason is not None:
             log.warning("%s runs without CUDA graphs, which is slower: %s", self.name, reason)
             return None
-        return OnDevice(Stack(decoder, head, self._text_config), self.device)
+        with self._here():
+            return OnDevice(Stack(decoder, head, self._text_config), self.device)
+
+    def _here(self) -> AbstractContextManager[object]:
+        """Kernels and graphs go to the device that is current, in each thread."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _mask(self, positions: Tensor) -> MaskLike:
         """Which keys each query may see: [B, 1, T, span] per kind of attention layer."""
