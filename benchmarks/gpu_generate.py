@@ -85,7 +85,9 @@ class Peer:
     def reseed(self, seed: int) -> None:
         """The oracle's errors, as `OracleDrafter` draws them."""
         place = np.zeros(1, dtype=np.int64)
-        self._tokens = [t if uniforms(seed, n, place)[0] < self._alpha else t ^ 1 for n, t in enumerate(self._output)]
+        self._tokens = [
+            t if uniforms(seed, n, place)[0] < self._alpha else (t - 1 if t else 1) for n, t in enumerate(self._output)
+        ]
 
     def plain(self, tokens: int) -> list[int]:
         return self._generate(tokens)

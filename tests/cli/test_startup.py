@@ -14,6 +14,7 @@ from benchmarks import cold_start
 from outrider.cli import child, main
 from outrider.errors import OutriderError, SettingsError
 
+pytestmark = pytest.mark.network  # many processes
 HEAVY = ("torch", "transformers", "numpy", "grpc", "h2", "soundfile", "asyncio", "rich.live")
 REPORT = f"print('loaded:', *[name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)\n"
 HELP_PROCESSOR = 2.0  # s; it takes a fifth of that
