@@ -19,20 +19,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 
+from benchmarks.gpu_engine import CONSTRAINED
 from benchmarks.random_models import counting, random_model
 from outrider.api import SpeculativeDecoder, local
 from outrider.config import GenerationSettings
-from outrider.core.sampling import uniforms
 from outrider.edge.drafter import Drafter
-from outrider.edge.oracle import OracleDrafter
+from outrider.edge.oracle import OracleDrafter, with_errors
 from outrider.engines.base import Prompt
 from outrider.engines.torch import TorchEngine
 
-CONSTRAINED = {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3}
 ASSISTANT_TOKENS = (3, 4, 5, 6)
 PEER_RUNS, PEER_TOKENS = 2, 96  # transformers takes seconds for each run
 
@@ -83,11 +81,8 @@ class Peer:
             config.num_assistant_tokens_schedule, config.assistant_confidence_threshold = "constant", 0.0
 
     def reseed(self, seed: int) -> None:
-        """The oracle's errors, as `OracleDrafter` draws them."""
-        place = np.zeros(1, dtype=np.int64)
-        self._tokens = [
-            t if uniforms(seed, n, place)[0] < self._alpha else (t - 1 if t else 1) for n, t in enumerate(self._output)
-        ]
+        """Draw the oracle's errors anew, the same as ours gets."""
+        self._tokens = with_errors(self._output, self._alpha, seed)
 
     def plain(self, tokens: int) -> list[int]:
         return self._generate(tokens)

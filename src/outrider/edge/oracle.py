@@ -26,12 +26,8 @@ class OracleDrafter:
     """
 
     def __init__(self, drafter: Drafter, prompt_length: int, output: Seq[int], alpha: float, seed: int = 0) -> None:
-        if not 0.0 <= alpha <= 1.0:
-            raise SettingsError(f"alpha is a probability, not {alpha}")
         self._drafter, self._prompt_length = drafter, prompt_length
-        places = np.zeros(1, dtype=np.int64)
-        wrong = [uniforms(seed, n, places)[0] >= alpha for n in range(len(output))]
-        self._tokens = [(token - 1 if token else 1) if bad else token for token, bad in zip(output, wrong, strict=True)]
+        self._tokens = with_errors(output, alpha, seed)
 
     @property
     def seconds(self) -> float:
@@ -50,3 +46,16 @@ class OracleDrafter:
 
     def close(self) -> None:
         self._drafter.close()
+
+
+def with_errors(output: Seq[int], alpha: float, seed: int) -> list[int]:
+    """`output`, each token wrong with probability 1 − alpha, drawn from (seed, position) alone.
+
+    Raises:
+        SettingsError: alpha is no probability.
+    """
+    if not 0.0 <= alpha <= 1.0:
+        raise SettingsError(f"alpha is a probability, not {alpha}")
+    places = np.zeros(1, dtype=np.int64)
+    wrong = [uniforms(seed, n, places)[0] >= alpha for n in range(len(output))]
+    return [(token - 1 if token else 1) if bad else token for token, bad in zip(output, wrong, strict=True)]

@@ -51,6 +51,13 @@ class Feed:
     rows: int
 
 
+def doubled(size: int, wanted: int, limit: int | None = None) -> int:
+    """`size`, doubled until it holds what is wanted, but never past the limit."""
+    while size < wanted:
+        size *= 2
+    return size if limit is None else min(size, limit)
+
+
 def check_feeds(feeds: Seq[Feed]) -> None:
     """Raise StateError unless each slot stands once in a batch, and is fed what rows are wanted of."""
     slots = [feed.slot for feed in feeds]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.engines.base import Feed, Prompt, check_feeds
+from outrider.engines.base import Feed, Prompt, check_feeds, doubled
 from outrider.engines.llama import BATCH, OUTPUTS, PADDING, LlamaContext, LlamaModel, Token, most_sequences, padded
 from outrider.engines.probe import Probe
 from outrider.engines.vocabulary import Vocabulary
@@ -136,7 +136,7 @@ class GgufEngine(Vocabulary):
         old = self._contexts[number]
         if length <= old.length:
             return
-        longer = self._new_context(old.sequences, _doubled(old.length, length))
+        longer = self._new_context(old.sequences, doubled(old.length, length))
         for slot, held in self._lengths.items():
             at, sequence = self._place(slot)
             if held and at == number:
@@ -259,9 +259,3 @@ def _calls(tokens: Iterator[Token]) -> Iterator[list[Token]]:
             part, wanted = [], 0
     if part:
         yield part
-
-
-def _doubled(size: int, wanted: int) -> int:
-    while size < wanted:
-        size *= 2
-    return size

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from outrider.engines.base import doubled
 from outrider.errors import PromptError, StateError
 
 FIRST_CAPACITY = 256
@@ -84,7 +85,7 @@ class SlotCache(Cache):
     def __init__(self, layers: int, max_slots: int | None = None, max_length: int | None = None) -> None:
         self.max_slots, self.max_length = max_slots, max_length
         self.slots = 1
-        self.capacity = _grown(FIRST_CAPACITY, 1, max_length)
+        self.capacity = doubled(FIRST_CAPACITY, 1, max_length)
         self.lengths: list[int] = []
         self.tokens: Tensor | None = None
         self.span = 0
@@ -117,7 +118,7 @@ class SlotCache(Cache):
         else:
             slot = len(self.lengths)
             self.lengths.append(0)
-            self.slots = _grown(self.slots, len(self.lengths), self.max_slots)
+            self.slots = doubled(self.slots, len(self.lengths), self.max_slots)
         self.lengths[slot] = 0
         return slot
 
@@ -161,7 +162,7 @@ class SlotCache(Cache):
         if self.max_length is not None and longest > self.max_length:
             raise PromptError(f"a sequence of {longest} positions: the cache holds at most {self.max_length} of each")
         self.span = longest
-        self.capacity = _grown(self.capacity, longest, self.max_length)
+        self.capacity = doubled(self.capacity, longest, self.max_length)
         self._claimed = rows, counts
         return starts
 
@@ -236,10 +237,3 @@ class _Work:
         if self.real is not None:
             slots, positions, tokens = slots[self.real], positions[self.real], tokens[self.real]
         buffer[slots, :, positions] = tokens
-
-
-def _grown(size: int, wanted: int, limit: int | None) -> int:
-    """`size`, doubled until it holds what is wanted, but never past the limit."""
-    while size < wanted:
-        size *= 2
-    return size if limit is None else min(size, limit)
