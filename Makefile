@@ -6,10 +6,11 @@ BASE   := $(VENV)/.installed
 STAMP  := $(VENV)/.installed-for-work
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 MODELS := .cache/models
+VLLM   := .cache/vllm/venv
 # More than cores: many tests wait for sockets and processes.
 WORKERS ?= 4
 
-.PHONY: demo test check format lint types test-kernels test-gguf test-real test-network test-chaos test-soak proto bench clean
+.PHONY: demo test check format lint types test-kernels test-gguf test-real test-network test-chaos test-soak test-vllm proto bench clean
 
 demo: $(BASE)
 	$(BIN)/outrider demo
@@ -49,6 +50,11 @@ test-real: $(STAMP)
 # Edge and cloud in two processes: cut, killed, stalled, counted to the byte. CI runs it after `make check`.
 test-network: $(STAMP)
 	$(BIN)/pytest -m network -n auto
+
+# Real vLLM servers on the CPU, in an environment of their own (3.5 GB). Where that cannot be installed (75), it says so.
+test-vllm: $(STAMP)
+	$(BIN)/python tests/vllm/environment.py $(VLLM) || test $$? = 75
+	$(BIN)/pytest -m vllm -rs
 
 # 200 generations while the server is killed and the link cut, stalled and slowed down.
 test-chaos: $(STAMP)

@@ -1,7 +1,8 @@
 """Forwards of the engine on a GPU, random models of the sizes of Qwen2.5 0.5B and 7B in bfloat16.
 
 Per case the median of several runs of `repeats` forwards each: wall-clock time from one forward's call to the next,
-the choice read back at the end of each, or of each block of drafts. Floors: bytes of weights and cache ÷ 3.0 TB/s.
+the choice read back at the end of each, or of each block of drafts. Floors: bytes of weights and cache ÷ what this card
+copies in a second (read and written).
 Last comes one JSON line.
 
     python -m benchmarks.gpu_engine [--models 0.5B 7B] [--contexts 200 2000] [--k 5]
@@ -87,9 +88,17 @@ def verifying(engine: TorchEngine, context: int, sessions: int, tokens: int, **s
     return found
 
 
-def floor(engine: TorchEngine, context: int, sessions: int) -> float:
+def bandwidth() -> float:
+    """Bytes per millisecond that a large copy on this card moves, read and written."""
+    source = torch.empty(2**32, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / milliseconds(lambda: target.copy_(source), 10)
+
+
+def floor(engine: TorchEngine, context: int, sessions: int, speed: float) -> float:
+    """Milliseconds to read the weights and what is cached once, at `speed` bytes per millisecond."""
     weights = sum(p.nbytes for p in engine.model.parameters())
-    return (weights + sessions * context * engine.position_bytes) / 3.0e9
+    return (weights + sessions * context * engine.position_bytes) / speed
 
 
 def main() -> None:
@@ -99,6 +108,7 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=5)
     args = parser.parse_args()
     results = {}
+    speed = bandwidth()
     print(f"{'':54s} {'ms':>7} {'floor':>7}")
 
     def show(name: str, found: float, least: float) -> None:
@@ -112,20 +122,28 @@ def main() -> None:
         for context in args.contexts:
             at = f"{size}, context {context}: "
             if size == "0.5B":
-                show(at + "draft step", drafting(engine, context, args.k), floor(engine, context, 1))
+                show(at + "draft step", drafting(engine, context, args.k), floor(engine, context, 1, speed))
                 show(
                     at + "draft step, constrained",
                     drafting(engine, context, args.k, **CONSTRAINED),
-                    floor(engine, context, 1),
+                    floor(engine, context, 1, speed),
                 )
             else:
-                show(at + "1 token", verifying(engine, context, 1, 1), floor(engine, context, 1))
-                show(at + f"{args.k + 1} tokens", verifying(engine, context, 1, args.k + 1), floor(engine, context, 1))
+                show(at + "1 token", verifying(engine, context, 1, 1), floor(engine, context, 1, speed))
+                show(
+                    at + f"{args.k + 1} tokens",
+                    verifying(engine, context, 1, args.k + 1),
+                    floor(engine, context, 1, speed),
+                )
         if size != "0.5B":
             for tokens in (1, args.k + 1):
                 at = f"{size}, context 1000: 32 sessions × {tokens}"
-                show(at, verifying(engine, 1000, 32, tokens), floor(engine, 1000, 32))
-                show(at + ", constrained", verifying(engine, 1000, 32, tokens, **CONSTRAINED), floor(engine, 1000, 32))
+                show(at, verifying(engine, 1000, 32, tokens), floor(engine, 1000, 32, speed))
+                show(
+                    at + ", constrained",
+                    verifying(engine, 1000, 32, tokens, **CONSTRAINED),
+                    floor(engine, 1000, 32, speed),
+                )
         del engine
         torch.cuda.empty_cache()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}

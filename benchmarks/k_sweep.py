@@ -11,7 +11,7 @@ drafted wrong, and how sure the drafter was, is fixed per position beforehand, s
 `auto` starts knowing nothing, as a new SpeculativeDecoder does: what it learns on the way is in its figure. Prints the
 ratio of its tokens per second to those of the best fixed k, and ends with one JSON line.
 
-    python benchmarks/k_sweep.py [--tokens 256] [--generations 4] [--details] [--live [--repeats 7]]
+    python benchmarks/k_sweep.py [--tokens 256] [--generations 4] [--first-seed 0] [--details] [--live [--repeats 7]]
 
 --live: the bundled pair in this process instead, auto and fixed k interleaved, medians over repeats.
 """
@@ -173,12 +173,12 @@ class Case:
         return f"{self.profile:16s} t_v/t_d {self.ratio:4g}  RTT {1000 * self.rtt_s:4.0f} ms  {self.driver:10s}"
 
 
-def rate(case: Case, plan_ahead: Lookahead, tokens: int, generations: int) -> float:
+def rate(case: Case, plan_ahead: Lookahead, tokens: int, seeds: range) -> float:
     """Tokens per virtual second over some generations, one after another with the same lookahead."""
     costs = Costs(VERIFY_S / case.ratio, case.rtt_s)
-    for seed in range(generations):
+    for seed in seeds:
         _generate(case, plan_ahead, tokens, costs, text(case.profile, tokens + 80, seed))
-    return tokens * generations / costs.now
+    return tokens * len(seeds) / costs.now
 
 
 def _generate(case: Case, plan_ahead: Lookahead, tokens: int, costs: Costs, places: tuple[Place, ...]) -> None:
@@ -212,14 +212,14 @@ class Finding:
         return self.auto / self.fixed[self.best]
 
 
-def find(case: Case, tokens: int, generations: int, lengths: tuple[int, ...] = FIXED) -> Finding:
-    fixed = {k: rate(case, FixedK(k), tokens, generations) for k in lengths}
-    return Finding(case, rate(case, lookahead("auto"), tokens, generations), fixed)
+def find(case: Case, tokens: int, seeds: range, lengths: tuple[int, ...] = FIXED) -> Finding:
+    fixed = {k: rate(case, FixedK(k), tokens, seeds) for k in lengths}
+    return Finding(case, rate(case, lookahead("auto"), tokens, seeds), fixed)
 
 
-def sweep(tokens: int, generations: int, profiles: tuple[str, ...] = PROFILES) -> list[Finding]:
+def sweep(tokens: int, seeds: range, profiles: tuple[str, ...] = PROFILES) -> list[Finding]:
     cases = (Case(*each) for each in product(profiles, RATIOS, RTTS, DRIVERS))
-    return [find(case, tokens, generations) for case in cases]
+    return [find(case, tokens, seeds) for case in cases]
 
 
 def summary(findings: list[Finding]) -> dict[str, Any]:
@@ -274,7 +274,7 @@ def _speed(decoder: SpeculativeDecoder) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("tokens", 256), ("generations", 4), ("repeats", 7)):
+    for name, default in (("tokens", 256), ("generations", 4), ("first-seed", 0), ("repeats", 7)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--details", action="store_true")
     parser.add_argument("--live", action="store_true")
@@ -282,9 +282,10 @@ def main() -> None:
     if options.live:
         print(json.dumps({"benchmark": "k_sweep_live", "repeats": options.repeats, **live(options.repeats)}))
         return
-    findings = sweep(options.tokens, options.generations)
+    seeds = range(options.first_seed, options.first_seed + options.generations)
+    findings = sweep(options.tokens, seeds)
     show(findings, details=options.details)
-    setting = {"tokens": options.tokens, "generations": options.generations}
+    setting = {"tokens": options.tokens, "generations": options.generations, "first_seed": options.first_seed}
     print(json.dumps({"benchmark": "k_sweep", **setting, **summary(findings)}))
 
 

@@ -237,7 +237,7 @@ class ScriptedVerifier:
         self.closed: list[int] = []
         self._length: dict[int, int] = {}
 
-    def describe(self) -> Description:
+    def describe(self, edge: Description | None = None) -> Description:
         return Description(
             "scripted verifier", self.vocab_size, self.vocab_size, self.eos_ids, f"scripted-{self.vocab_size}", None
         )
@@ -297,7 +297,7 @@ class FarVerifier:
         self.closed: list[int] = []
         self._polls = cycle(polls)
 
-    def describe(self) -> Description:
+    def describe(self, edge: Description | None = None) -> Description:
         return self.inner.describe()
 
     def open(self, prompt: Prompt, conditions: Conditions) -> int:

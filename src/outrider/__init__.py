@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from outrider.core.gate import gate as gate
     from outrider.core.outcome import Result as Result
     from outrider.engines.load import load_engine as load_engine
+    from outrider.inside.generation import for_transformers as for_transformers
     from outrider.prompts.audio import Audio as Audio
     from outrider.verifiers.connect import connect as connect
 
@@ -42,6 +43,7 @@ _LAZY = {  # what needs torch is imported on first use, so that `outrider --help
     "gate": "outrider.core.gate",
     "Result": "outrider.core.outcome",
     "load_engine": "outrider.engines.load",
+    "for_transformers": "outrider.inside.generation",
     "Audio": "outrider.prompts.audio",
 }
 
@@ -64,6 +66,7 @@ __all__ = [
     "StreamEvent",
     "VocabularyMismatch",
     "connect",
+    "for_transformers",
     "gate",
     "load_engine",
     "local",

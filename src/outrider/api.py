@@ -136,6 +136,12 @@ class SpeculativeDecoder:
         """
         return self._rule.lossless and (self.gate.exact or not self._rule.needs_q)
 
+    def check_hears(self) -> None:
+        """Raise PromptError unless recordings can be prompts."""
+        encoder = self._encoder
+        if encoder.audio is None:
+            raise PromptError(f"{encoder.name} takes no audio: give an audio-language model as --edge, or as the draft")
+
     @property
     def tokenizer(self) -> Any:
         """The pair's tokenizer, or None."""

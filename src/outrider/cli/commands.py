@@ -36,6 +36,7 @@ from outrider.core.text import Transcript
 from outrider.engines.load import BUNDLED
 from outrider.errors import AudioError, OutriderError, PromptError, SettingsError
 from outrider.prompts.audio import Audio, load
+from outrider.prompts.chat import check_text
 from outrider.verifiers.connect import connect
 from outrider.verifiers.remote import RemoteVerifier
 
@@ -142,6 +143,7 @@ def _prompt(text: str | None, ids: str | None, chat: bool) -> Any:
         text = sys.stdin.read()
     if not text:
         raise PromptError("the prompt is empty")
+    check_text(text)
     return [{"role": "user", "content": text}] if chat else text
 
 
@@ -171,6 +173,7 @@ def _caption_all(
         decoder = None
         if len(failures) < len(jobs):
             decoder = closing.enter_context(_loaded(build, output))
+            decoder.check_hears()
         done = _caption_each(jobs, titles, failures, decoder, decoding, output)
     if done and not output.json:
         _print_table(done)

@@ -34,7 +34,11 @@ def _whole(type_: Any, tokens: Sequence[Token]) -> int:
 
 
 def _block_length(type_: Any, tokens: Sequence[Token]) -> int | str:
-    return "auto" if tokens[0].value == "auto" else _whole(type_, tokens)
+    """A whole number, or "auto"; which numbers will do is said where they are used."""
+    value = tokens[0].value
+    if value == "auto" or value.removeprefix("-").isdecimal():
+        return value if value == "auto" else int(value)
+    raise SettingsError(f"k {value!r}: expected 1 to 64, or auto")
 
 
 Whole = Annotated[int, Parameter(converter=_whole)]
@@ -50,7 +54,8 @@ class Models:
     edge
         The drafter: a directory, hub id, .gguf file, "demo", or "none" for cloud-only.
     cloud
-        The verifier: grpc://HOST:PORT (a running outrider cloud), local:MODEL, or "none" for edge-only.
+        The verifier: grpc://HOST:PORT (a running outrider cloud), vllm://HOST:PORT[,HOST:PORT...] (one vLLM server, or
+        replicas), sglang://HOST:PORT, local:MODEL, or "none" for edge-only.
     dtype
         auto is float32 on a CPU and the checkpoint's own on a GPU; a .gguf file then stays quantised, in llama.cpp on
         the CPU.
@@ -219,6 +224,7 @@ def build_decoder(models: Models, speculation: Speculation, network: Network) ->
     check(models, speculation, network)
     from outrider.core.gate import gate
     from outrider.core.modes import settled_loss
+    from outrider.edge.link import PipelinedVerifier
     from outrider.engines.load import locate
     from outrider.verifiers.connect import connect, parse_target
 
@@ -228,8 +234,8 @@ def build_decoder(models: Models, speculation: Speculation, network: Network) ->
     placed = {"dtype": models.dtype, "device": models.device}
     verifier = connect(models.cloud, **(placed if target.kind == "local" else network.connection()))
     loss = settled_loss(network.on_cloud_loss, gate(speculation.gate), has_drafter=models.edge != "none")
-    if verifier is not None and target.kind == "grpc" and loss == "fail":
-        verifier.describe()  # who cannot be reached is known before a model is loaded
+    if isinstance(verifier, PipelinedVerifier) and loss == "fail":
+        verifier.probe()  # who cannot be reached is known before a model is loaded
     return assemble(load_drafter(models), verifier, speculation, network)
 
 
@@ -267,9 +273,9 @@ def check(models: Models, speculation: Speculation, network: Network) -> None:
     from outrider.verifiers.connect import parse_target
 
     target = parse_target(models.cloud)
-    if target.kind != "grpc" and network.connection():
+    if not target.remote and network.connection():
         used = ", ".join(f"--{name.replace('_', '-')}" for name in network.connection())
-        raise SettingsError(f"{used}: only for --cloud grpc://HOST:PORT, and this is {models.cloud}")
+        raise SettingsError(f"{used}: only for a cloud across a network (grpc, vllm, sglang), not {models.cloud}")
     if target.kind == "local":
         locate(target.model)
     check_modes(
@@ -282,6 +288,6 @@ def check(models: Models, speculation: Speculation, network: Network) -> None:
         network.privacy,
         has_drafter=models.edge != "none",
         has_verifier=target.kind != "none",
-        remote=target.kind == "grpc",
+        remote=target.remote,
     )
     lookahead(speculation.k)

@@ -58,7 +58,8 @@ def table(rows: Sequence[tuple[str, Result]]) -> Table:
 def _cells(result: Result) -> list[str]:
     stats = result.stats
     rates = [_percent(r) for r in (stats.escalation_rate, stats.acceptance_rate, stats.cloud_share)]
-    return [result.guarantee, str(len(result.token_ids)), *rates, str(stats.corrected), f"{stats.total_s:.2f}"]
+    ties = f", {stats.near_ties} near ties" if stats.near_ties else ""
+    return [result.guarantee + ties, str(len(result.token_ids)), *rates, str(stats.corrected), f"{stats.total_s:.2f}"]
 
 
 def _percent(rate: float | None) -> str:

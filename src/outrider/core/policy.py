@@ -10,9 +10,10 @@ from torch import Tensor
 
 from outrider.config import GenerationSettings
 from outrider.core.constraints import Constraints
+from outrider.core.partial import PartialRow
 from outrider.core.sampling import Distribution, Pick, Sampling, Stream, Support, support
 
-Rows = Tensor | Seq[Pick]  # logits float32 [R, V], or what was chosen from each row already
+Rows = Tensor | Seq[Pick] | Seq[PartialRow]  # logits float32 [R, V]; what was chosen from each; or parts of each
 
 LOOP_SHORTLIST = 5
 LOOP_TEMPERATURE = 0.8
@@ -74,8 +75,16 @@ class Policy:
         return Distribution(row, self.sampling, length)
 
     def at(self, rows: Rows, i: int, ids: list[int], length: int) -> Distribution | Pick:
-        """What follows ids[:length], given row i or what was chosen from it (which must have been possible)."""
-        return self.distribution(rows[i], ids, length) if isinstance(rows, Tensor) else rows[i].checked(length)
+        """What follows ids[:length], given row i, a part of it, or what was chosen from it.
+
+        Raises:
+            DecodingError: nothing could be chosen.
+            Uncovered: the part does not say.
+        """
+        row = rows[i]
+        if isinstance(row, Tensor):
+            return self.distribution(row, ids, length)
+        return row.checked(length) if isinstance(row, Pick) else row.under(self, ids, length)
 
     @property
     def noise_gain(self) -> float:

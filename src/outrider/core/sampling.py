@@ -213,6 +213,9 @@ class Distribution:
     @cached_property
     def lead(self) -> float:
         """By how much the choice beats the runner-up, in logits: what numeric noise must exceed to change it."""
+        return self._lead()
+
+    def _lead(self) -> float:
         if self.sampling.greedy:
             return rows.lead(self.row)
         noise = gumbel(self.sampling.seed, self.position, self.support.ids)

@@ -56,7 +56,7 @@ class Pair:
 
     def _greet(self) -> None:
         assert self._verifier is not None  # else it was met
-        cloud = self._verifier.describe()
+        cloud = self._verifier.describe(self.sides[0] if self.sides else None)
         vocabularies = shared_vocabulary(self.sides[0], cloud) if self.sides else (cloud.vocab_size, cloud.vocab_size)
         self.draft_vocabulary, self.target_vocabulary = vocabularies
         self.sides.append(cloud)

@@ -37,7 +37,10 @@ class Token(NamedTuple):
 
 
 class _Voice:
-    """What llama.cpp says goes to our log, at debug; its last complaint is kept for an error message."""
+    """What llama.cpp says goes to our log, at debug; its first complaint since `forget` is kept, for an error message.
+
+    The first says what is wrong; those that follow say that it did not work.
+    """
 
     def __init__(self) -> None:
         self.complaint = ""
@@ -45,9 +48,12 @@ class _Voice:
 
     def hear(self, level: int, text: bytes, _: object) -> None:
         line = text.decode("utf-8", "replace").strip()
-        if level == _ERROR and line:
+        if level == _ERROR and line and not self.complaint:
             self.complaint = line
         log.debug("%s", line)
+
+    def forget(self) -> None:
+        self.complaint = ""
 
 
 _voice = _Voice()
@@ -79,7 +85,7 @@ class LlamaModel:
         self._lib = _library()
         params = self._lib.llama_model_default_params()
         params.n_gpu_layers = 0
-        _voice.complaint = ""
+        _voice.forget()
         self.pointer = self._lib.llama_model_load_from_file(os.fsencode(path), params)
         if not self.pointer:
             raise ModelError(f"cannot load {path}: {_voice.complaint or 'llama.cpp does not say why'}")
@@ -142,7 +148,7 @@ class LlamaContext:
         self._lib, self._model = _library(), model
         self.sequences, self.length = sequences, padded(length)
         params = self._params(threads)
-        _voice.complaint = ""
+        _voice.forget()
         self.pointer = self._lib.llama_init_from_model(model.pointer, params)
         if not self.pointer:
             raise ModelError(
@@ -179,6 +185,7 @@ class LlamaContext:
             batch.token[i], batch.pos[i], batch.logits[i] = token.id, token.position, token.wanted
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, token.sequence
         batch.n_tokens = len(tokens)
+        _voice.forget()
         code = self._lib.llama_decode(self.pointer, batch)
         if code:
             raise StateError(f"llama.cpp could not read {len(tokens)} tokens (code {code}): {_voice.complaint}")

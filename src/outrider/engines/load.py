@@ -126,7 +126,7 @@ def locate(name: str) -> str:
     path = Path(name).expanduser()
     if name.endswith(".gguf"):
         if not path.is_file():
-            raise ModelError(f"no such file: {name}")
+            raise ModelError(f"{name} is a directory, not a GGUF file" if path.is_dir() else f"no such file: {name}")
         return str(path)
     if path.is_dir():
         if not (path / "config.json").is_file():

@@ -16,6 +16,12 @@ Messages = Seq[dict[str, Any]]
 PromptLike = str | Seq[int] | Messages | Audio
 
 
+def check_text(prompt: str) -> None:
+    """Raise PromptError for what is no text: bytes that were not UTF-8 become halves of surrogate pairs."""
+    if not prompt.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in prompt):
+        raise PromptError("the prompt is not UTF-8, or holds half a surrogate pair: it is not text")
+
+
 def encode(engine: Any, prompt: PromptLike) -> Prompt:
     """The prompt as the engine's model reads it.
 
@@ -26,8 +32,7 @@ def encode(engine: Any, prompt: PromptLike) -> Prompt:
     if isinstance(prompt, Audio):
         return _encode_audio(engine, prompt)
     if isinstance(prompt, str):
-        if not prompt.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in prompt):
-            raise PromptError("the prompt holds half a surrogate pair: it is not text")
+        check_text(prompt)
         return Prompt(_checked(engine, _tokenizer(engine)(prompt)["input_ids"]))
     if not isinstance(prompt, Seq) or isinstance(prompt, bytes):
         raise PromptError(f"a prompt is text, token ids, chat messages or Audio, not {type(prompt).__name__}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,7 +21,8 @@ class Description:
 
     vocab_size: tokens that have a name. row_count: ids that can be read, padding included. max_length: positions that
     a sequence may have, if limited. audio_seconds: the longest recording that it takes; 0 where it takes none.
-    read_vocabulary: fetches the token strings by id; asked only where fingerprints differ, for there may be many.
+    placeholder: the token that stands for recordings in a prompt. read_vocabulary: fetches the token strings by id;
+    asked only where fingerprints differ, for there may be many. decode: ids as text, special tokens included.
     """
 
     name: str
@@ -31,7 +32,9 @@ class Description:
     fingerprint: str
     max_length: int | None
     audio_seconds: float = 0.0
+    placeholder: int | None = None
     read_vocabulary: Callable[[], list[str]] = field(default=list, repr=False, compare=False)
+    decode: Callable[[Sequence[int]], str] | None = field(default=None, repr=False, compare=False)
 
     @property
     def vocabulary(self) -> list[str]:
@@ -53,7 +56,9 @@ class Conditions:
 class Verifier(Protocol):
     """Judges blocks of drafts. Sessions are independent; a repeated request is answered again, never applied twice."""
 
-    def describe(self) -> Description: ...
+    def describe(self, edge: Description | None = None) -> Description:
+        """Who it is. edge: who asks, if it drafts; some verifiers can only say what they are compared with it."""
+        ...
 
     def open(self, prompt: Prompt, conditions: Conditions) -> int:
         """A session for one sequence. Nothing is computed before its first request."""

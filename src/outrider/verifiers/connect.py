@@ -6,7 +6,7 @@ import ipaddress
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from outrider.engines.load import load_engine
 from outrider.errors import SettingsError
@@ -14,22 +14,28 @@ from outrider.netem.conditions import Conditions, conditions
 from outrider.verifiers.base import Verifier
 from outrider.verifiers.local import LocalVerifier
 
-EXPECTED = "expected grpc://HOST:PORT, local:MODEL or none"
-_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s:/@\[\]]+):(?P<port>\d{1,5})/?")
+EXPECTED = "expected grpc://HOST:PORT, vllm://HOST:PORT, sglang://HOST:PORT, local:MODEL or none"
+Kind = Literal["none", "local", "grpc", "vllm", "sglang"]
+REMOTE = ("grpc", "vllm", "sglang")
+_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s:/@,\[\]]+):(?P<port>\d{1,5})")
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a `--cloud` text names."""
+    """What a `--cloud` text names. hosts: (host, port) of each replica."""
 
-    kind: Literal["none", "local", "grpc"]
+    kind: Kind
     model: str = ""
-    host: str = ""
-    port: int = 0
+    hosts: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def remote(self) -> bool:
+        """Whether it is asked across a network."""
+        return self.kind in REMOTE
 
 
 def parse_target(text: str) -> Target:
-    """Take "grpc://host:port", "local:MODEL" or "none" apart.
+    """Take "grpc://host:port", "vllm://a:8000,b:8000", "sglang://host:port", "local:MODEL" or "none" apart.
 
     Raises:
         SettingsError: any other text.
@@ -43,16 +49,28 @@ def parse_target(text: str) -> Target:
         if not rest.strip():
             raise SettingsError("cloud local: needs a model after the colon")
         return Target("local", "demo:cloud" if rest == "demo" else rest)
-    address = _ADDRESS.fullmatch(rest.removeprefix("//")) if kind == "grpc" and rest.startswith("//") else None
-    if address is None or not 0 < int(address["port"]) < 65536:
+    if kind not in REMOTE or not rest.startswith("//"):
         raise SettingsError(f"cloud {text!r}: {EXPECTED}")
-    return Target("grpc", host=address["host"].strip("[]"), port=int(address["port"]))
+    hosts = tuple(_host(part, text) for part in rest.removeprefix("//").removesuffix("/").split(","))
+    if kind == "grpc" and len(hosts) > 1:
+        raise SettingsError(f"cloud {text!r}: several replicas are for vllm and sglang; grpc takes one")
+    if len(set(hosts)) < len(hosts):
+        raise SettingsError(f"cloud {text!r}: a replica is named twice")
+    return Target(cast(Kind, kind), hosts=hosts)
+
+
+def _host(text: str, whole: str) -> tuple[str, int]:
+    address = _ADDRESS.fullmatch(text)
+    if address is None or not 0 < int(address["port"]) < 65536:
+        raise SettingsError(f"cloud {whole!r}: {EXPECTED}")
+    return address["host"].strip("[]"), int(address["port"])
 
 
 def connect(target: str, **options: Any) -> Verifier | None:
     """The verifier that a text names.
 
-    "local:MODEL" takes the options of `load_engine`. "grpc://HOST:PORT", a running `outrider cloud`, takes token or
+    "local:MODEL" takes the options of `load_engine`. "grpc://HOST:PORT", a running `outrider cloud`,
+    "vllm://HOST:PORT[,HOST:PORT…]", a vLLM server or several that serve the same model, and "sglang://…" take token or
     token_file; tls=True (the system's authorities) or ca (a PEM file); cert and key for mutual TLS; net, an emulated
     network such as "rtt=50ms,bw=2Mbit"; deadline and patience in seconds. "none" is None. Nothing is sent yet.
 
@@ -66,12 +84,12 @@ def connect(target: str, **options: Any) -> Verifier | None:
         return None
     if parsed.kind == "local":
         return LocalVerifier(load_engine(parsed.model, **options))
-    return _remote(parsed, **_known(options))
+    return _remote(parsed, **_known(options, parsed.kind))
 
 
-def _known(options: dict[str, Any]) -> dict[str, Any]:
+def _known(options: dict[str, Any], kind: str) -> dict[str, Any]:
     names = {"token", "token_file", "tls", "ca", "cert", "key", "net", "deadline", "patience"}
-    _refuse({name: value for name, value in options.items() if name not in names}, "cloud grpc://…")
+    _refuse({name: value for name, value in options.items() if name not in names}, f"cloud {kind}://…")
     return options
 
 
@@ -93,7 +111,6 @@ def _remote(
     deadline: float = 30.0,
     patience: float = 10.0,
 ) -> Verifier:
-    from outrider.verifiers.remote import RemoteVerifier
     from outrider.wire.tls import ClientTls
 
     for name, seconds in (("deadline", deadline), ("patience", patience)):
@@ -106,14 +123,30 @@ def _remote(
         where = f"{token_file}: " if token_file is not None else ""
         raise SettingsError(f"{where}a token is one word of ASCII letters, digits and signs, without a name before it")
     encrypted = tls or any(name is not None for name in (ca, cert, key))
-    if token is not None and not encrypted and not _is_loopback(target.host):
-        raise SettingsError(f"a token for {target.host} would cross the network unencrypted: add tls or ca")
+    for host, _ in target.hosts:
+        if token is not None and not encrypted and not _is_loopback(host):
+            raise SettingsError(f"a token for {host} would cross the network unencrypted: add tls or ca")
     paths = [None if name is None else Path(name) for name in (ca, cert, key)]
     link = net if isinstance(net, Conditions) else conditions(net) if net is not None else Conditions()
     secured = ClientTls(*paths) if encrypted else None
-    return RemoteVerifier(
-        target.host, target.port, tls=secured, token=token, net=link, deadline=deadline, patience=patience
-    )
+    common: dict[str, Any] = {"tls": secured, "token": token, "net": link, "deadline": deadline, "patience": patience}
+    if target.kind == "grpc":
+        from outrider.verifiers.remote import RemoteVerifier
+
+        return RemoteVerifier(*target.hosts[0], **common)
+    from outrider.verifiers.served import ServedVerifier
+
+    return ServedVerifier(_dialect(target.kind), target.hosts, **common)
+
+
+def _dialect(kind: str) -> Any:
+    if kind == "vllm":
+        from outrider.verifiers.vllm import Vllm
+
+        return Vllm()
+    from outrider.verifiers.sglang import Sglang
+
+    return Sglang()
 
 
 def _is_loopback(host: str) -> bool:

@@ -22,7 +22,7 @@ class LocalVerifier:
         self._sessions: dict[int, tuple[Session, Reader]] = {}
         self._numbers = count(1)
 
-    def describe(self) -> Description:
+    def describe(self, edge: Description | None = None) -> Description:
         return describe(self.engine)
 
     def open(self, prompt: Prompt, conditions: Conditions) -> int:
@@ -80,7 +80,9 @@ def describe(engine: Engine) -> Description:
         engine.fingerprint,
         engine.max_length,
         front.max_seconds if front is not None else 0.0,
+        front.placeholder if front is not None else None,
         lambda: list(getattr(engine, "vocabulary", [])),
+        None if engine.tokenizer is None else lambda ids: str(engine.tokenizer.decode(list(ids))),
     )
 
 

@@ -34,11 +34,14 @@ _FINAL = (
 
 
 class Again(Exception):
-    """This attempt failed and another may not. after: seconds that the cloud asks us to wait."""
+    """This attempt failed and another may not.
 
-    def __init__(self, reason: str, after: float = 0.0) -> None:
+    after: seconds that the cloud asks us to wait. busy: it is there, and has too much to do.
+    """
+
+    def __init__(self, reason: str, after: float = 0.0, *, busy: bool = False) -> None:
         super().__init__(reason)
-        self.after = after
+        self.after, self.busy = after, busy
 
 
 def of_call(name: str, error: CallFailed | Disconnected) -> Exception:

@@ -7,16 +7,12 @@ the answer is the same, for every request says where it stands.
 
 from __future__ import annotations
 
-import logging
-import random
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from itertools import count
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
 
 from outrider.core.acceptance import Verdict
 from outrider.core.decoder import Verify
@@ -26,6 +22,7 @@ from outrider.netem.conditions import Conditions as Net
 from outrider.verifiers.base import Conditions, Description
 from outrider.verifiers.refusals import Again, of_call
 from outrider.verifiers.remote_session import Peer, RemoteSession
+from outrider.verifiers.retrying import persistently
 from outrider.wire import schema
 from outrider.wire.connection import Connection
 from outrider.wire.ledger import Ledger
@@ -33,9 +30,6 @@ from outrider.wire.status import CallFailed, Disconnected
 from outrider.wire.tls import ClientTls
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
-
-FIRST_WAIT, LONGEST_WAIT = 0.05, 2.0  # s between attempts
 
 
 class RemoteVerifier:
@@ -80,7 +74,11 @@ class RemoteVerifier:
             self.close(session)
         self.connection.close()
 
-    def describe(self) -> Description:
+    def probe(self) -> None:
+        """Find out now whether anyone answers."""
+        self.describe()
+
+    def describe(self, edge: Description | None = None) -> Description:
         """Asked once; a service that later turns out to be another is refused."""
         if self._description is None:
             self._description = self.connection.run(self._retrying(self._describe)).result()
@@ -139,7 +137,7 @@ class RemoteVerifier:
             answer.fingerprint.decode(errors="replace"),
             answer.max_length or None,
             answer.audio_seconds,
-            lambda: self.connection.run(self._retrying(self._vocabulary)).result(),
+            read_vocabulary=lambda: self.connection.run(self._retrying(self._vocabulary)).result(),
         )
 
     async def _vocabulary(self) -> list[str]:
@@ -158,17 +156,9 @@ class RemoteVerifier:
             raise of_call(self.name, error) from error
 
     async def _retrying(self, attempt: Callable[..., Awaitable[T]], *args: object) -> T:
-        """Attempts, with growing pauses, until one succeeds or patience, counted from the first failure, ends."""
-        failing = _Failing(self.patience)
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type(Again),
-            stop=failing.too_long,
-            wait=failing.pause,
-            before_sleep=self._say,
-            reraise=True,
-        )
+        """Attempts until one succeeds or patience ends."""
         try:
-            return await retrying(attempt, *args)
+            return await persistently(self.name, self.patience, attempt, *args)
         except Again as last:
             raise CloudLost(f"{self.name} cannot be reached: {self._why(last)}") from last
 
@@ -179,28 +169,3 @@ class RemoteVerifier:
             return f"{trouble} (tried for {self.patience:g} s)"
         hints = {"wrong version": "it seems to speak no TLS", "lost at once": "if it speaks TLS, give tls or ca"}
         return "; ".join([str(last), *(hint for sign, hint in hints.items() if sign in str(last))])
-
-    def _say(self, state: RetryCallState) -> None:
-        reason = state.outcome.exception() if state.outcome else None
-        log.info("%s: attempt %d failed (%s)", self.name, state.attempt_number, reason)
-
-
-class _Failing:
-    """How long attempts have been failing, and when to try again."""
-
-    def __init__(self, patience: float) -> None:
-        self._patience, self._since = patience, 0.0
-
-    def too_long(self, state: RetryCallState) -> bool:
-        """A single attempt may take longer than patience: a silent cloud is asked again all the same."""
-        if state.attempt_number == 1:
-            self._since = time.monotonic()
-        return time.monotonic() - self._since >= self._patience
-
-    def pause(self, state: RetryCallState) -> float:
-        """Seconds before the next attempt: doubling, at least what the cloud asked for, and no longer than patience."""
-        failed = state.outcome.exception() if state.outcome else None
-        asked = failed.after if isinstance(failed, Again) else 0.0
-        growing = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** (state.attempt_number - 1))
-        spread = max(asked, growing) * random.uniform(1.0, 1.25)  # so that edges do not come back in step
-        return min(spread, max(0.0, self._since + self._patience - time.monotonic()))

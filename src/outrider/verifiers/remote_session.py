@@ -13,12 +13,13 @@ from outrider.errors import CloudRefused, StateError
 from outrider.verifiers.base import Conditions
 from outrider.verifiers.refusals import Again, of_call, of_frame
 from outrider.wire import schema
-from outrider.wire.connection import GOODBYE_NAME, Connection
+from outrider.wire.connection import Connection
 from outrider.wire.ledger import PREFIX_BYTES, Ledger
 from outrider.wire.media import pack_media
 from outrider.wire.messages import Code, digest, pack_ids, pack_settings, pack_verify, parse_answer, unpack_verdict
 from outrider.wire.status import CallFailed, Disconnected
 from outrider.wire.stream import Stream
+from outrider.wire.worker import GOODBYE_NAME
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,127 @@
+"""What a verdict costs on a serving engine, by the length of what came before: does the prefix cache carry it?
+
+Against a running vLLM server, the ways to get the rows of k drafts, in turn:
+
+    tail        one sequence, the prefix cache at work (vllm://, started with --enable-scale-out)
+    spread      k+1 prompts, the prefix cache at work (vllm:// where scale-out is off)
+    anew        one sequence read from its beginning: what prompt_logprobs cost on /v1/completions
+    generated   k+1 tokens that the server generates by itself, the prefix cached
+
+Each session grows by one accepted block and one bonus a round, as in decoding. Medians over the rounds of several
+sessions; the first round of each, which reads the prompt, is left out. Ends with one JSON line.
+
+    python -m benchmarks.engines vllm://127.0.0.1:8000 [--contexts 150 1500] [--k 5] [--rounds 5] [--sessions 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from itertools import product
+
+from outrider.netem.conditions import Conditions
+from outrider.verifiers.connect import parse_target
+from outrider.verifiers.server import Abilities, Ask, asked
+from outrider.verifiers.vllm import PLAIN, SPREAD, TAIL, Vllm
+from outrider.wire.web import Web
+from outrider.wire.worker import Worker
+
+WAYS = ("tail", "spread", "anew", "generated")
+WAIT = 600.0  # s
+
+
+class Server:
+    """A vLLM server, and how to ask it in each of the ways. k: drafts in a block."""
+
+    def __init__(self, web: Web, able: Abilities, k: int) -> None:
+        self.web, self.able, self.k = web, able, k
+
+    async def round(self, way: str, ids: list[int], session: str) -> None:
+        """One round on ids, the last k of them drafts."""
+        if way == "generated":
+            await self._generate(ids[: -self.k], session)
+            return
+        able = replace(self.able, way=SPREAD if way == "spread" else TAIL)
+        await asked(Vllm(), self.web, Ask(ids, self.k + 1, 2, session, fresh=way == "anew"), able, WAIT)
+
+    async def _generate(self, ids: list[int], session: str) -> None:
+        body = {**PLAIN, "model": self.able.model, "prompt": ids, "cache_salt": session, "max_tokens": self.k + 1}
+        reply = await self.web.post("/v1/completions", {**body, "ignore_eos": True}, WAIT)
+        if reply.status != 200:
+            raise SystemExit(f"{self.web.name}: {reply.error}")
+
+
+async def session(server: Server, way: str, context: int, rounds: int, rng: random.Random) -> list[float]:
+    """Milliseconds of each round but the first. The tokens are any: what they are changes nothing in the work."""
+    key = uuid.uuid4().hex
+    ids = [rng.randrange(20, 900) for _ in range(context)]
+    times = []
+    for _ in range(rounds + 1):
+        ids += [rng.randrange(20, 900) for _ in range(server.k)]
+        started = time.perf_counter()
+        await server.round(way, ids, key)
+        times.append(1000 * (time.perf_counter() - started))
+        ids.append(rng.randrange(20, 900))  # the bonus
+    return times[1:]
+
+
+async def measure(server: Server, contexts: list[int], rounds: int, sessions: int) -> dict[str, dict[int, float]]:
+    """Median milliseconds of a round, by way and context; all of them take turns."""
+    rng = random.Random(0)
+    times: dict[tuple[str, int], list[float]] = {case: [] for case in product(WAYS, contexts)}
+    await session(server, "generated", 64, 1, rng)  # the first requests of a server are not like the others
+    for _ in range(sessions):
+        for way, context in rng.sample(list(times), len(times)):
+            times[way, context] += await session(server, way, context, rounds, rng)
+    return {way: {context: statistics.median(times[way, context]) for context in contexts} for way in WAYS}
+
+
+def in_worker(host: tuple[str, int], work: Callable[[Web], Awaitable[dict[str, dict[int, float]]]]) -> object:
+    worker = Worker("benchmark", [host], Conditions())
+
+    async def run() -> dict[str, dict[int, float]]:
+        web = Web(worker.lines[0], *host, None, None)
+        try:
+            return await work(web)
+        finally:
+            await web.close()
+
+    try:
+        return worker.run(run()).result()
+    finally:
+        worker.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("server")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[150, 1500])
+    for name, default in (("k", 5), ("rounds", 5), ("sessions", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    (host,) = parse_target(options.server).hosts
+
+    async def work(web: Web) -> dict[str, dict[int, float]]:
+        server = Server(web, await Vllm().probe(web), options.k)
+        return await measure(server, options.contexts, options.rounds, options.sessions)
+
+    found = in_worker(host, work)
+    assert isinstance(found, dict)
+    first, last = min(options.contexts), max(options.contexts)
+    print(f"{'ms per round':14s}" + "".join(f"{context:>9}" for context in options.contexts) + "    growth")
+    growth = {}
+    for way, times in found.items():
+        growth[way] = round(times[last] / times[first], 2)
+        print(f"{way:14s}" + "".join(f"{times[c]:9.0f}" for c in options.contexts) + f"{growth[way]:10.2f}")
+    setting = {name: value for name, value in vars(options).items() if name != "server"}
+    print(json.dumps({"benchmark": "engines", **setting, "ms": found, "growth": growth}))
+
+
+if __name__ == "__main__":
+    main()

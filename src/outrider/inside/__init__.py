@@ -1,0 +1,1 @@
+"""Outrider as the decoding loop of transformers' own `generate`."""

@@ -1,0 +1,88 @@
+"""Engines of the models in a `generate` call: made once for a model, seen by each call in its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from threading import RLock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from transformers import WhisperFeatureExtractor
+
+from outrider.engines.base import Prompt
+from outrider.engines.load import load_engine
+from outrider.errors import ModelError
+
+_PLACE = "_outrider"
+OMNI_SECONDS = 300  # as its processor: its encoder has no window
+POSITIONS_PER_SECOND = 50  # of Whisper's encoder
+
+
+_making = RLock()  # making an engine may fuse the model's weights: once
+
+
+class _Kept:
+    """An engine, kept on its model, so that both go together; a copy or a pickle of the model leaves it behind."""
+
+    def __init__(self, engine: Any = None) -> None:
+        self.engine = engine
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Kept, ()
+
+
+def engine_of(model: Any, tokenizer: Any = None) -> Any:
+    """The model's engine. Made once; made anew where the model was moved since, or has another tokenizer.
+
+    Raises:
+        ModelError: an encoder-decoder, or a model whose cache cannot be truncated.
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ModelError(f"{type(model).__name__} is an encoder-decoder; outrider takes decoder-only models")
+    with _making:
+        kept = getattr(model, "__dict__", {}).get(_PLACE)
+        engine = kept.engine if kept is not None else None
+        if engine is None or not _fits(engine, model, tokenizer):
+            engine = load_engine(model, tokenizer=tokenizer, extractor=_extractor(model))
+            setattr(model, _PLACE, _Kept(engine))
+    return engine
+
+
+def _fits(engine: Any, model: Any, tokenizer: Any) -> bool:
+    return (engine.device, engine.dtype) == (model.device, model.dtype) and engine.tokenizer is tokenizer
+
+
+def _extractor(model: Any) -> Any:
+    """The shape of a model's recordings. Features come ready-made here: only their sizes are asked for."""
+    audio = getattr(getattr(model, "config", None), "audio_config", None)
+    if audio is None:
+        return None
+    omni = "Omni" in type(model).__name__
+    seconds = OMNI_SECONDS if omni else audio.max_source_positions // POSITIONS_PER_SECOND
+    return WhisperFeatureExtractor(feature_size=audio.num_mel_bins, chunk_length=seconds)
+
+
+class View:
+    """An engine as one call sees it: with the EOS ids of that call, and deaf where it cannot read the recording."""
+
+    def __init__(self, engine: Any, eos_ids: tuple[int, ...], *, hears: bool = True) -> None:
+        self._engine, self.eos_ids, self._hears = engine, eos_ids, hears
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def open(self, prompt: Prompt) -> int:
+        return int(self._engine.open(prompt if self._hears else Prompt(prompt.ids)))
+
+
+_locks: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+@contextmanager
+def alone_with(*engines: Any) -> Iterator[None]:
+    """No other call uses these engines meanwhile: their caches belong to one thread at a time."""
+    with ExitStack() as stack:
+        for engine in sorted(set(engines), key=id):  # one order for all, or two calls could wait for each other
+            stack.enter_context(_locks.setdefault(engine, RLock()))
+        yield

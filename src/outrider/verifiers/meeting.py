@@ -1,0 +1,57 @@
+"""A drafter meets a server that does not list its vocabulary: do their tokens mean the same?
+
+The server can decode ids. Both decode the same ones, and what they say is compared; where it differs, the stretch is
+halved until one token is left to name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from outrider.errors import VocabularyMismatch
+from outrider.verifiers.base import MAX_EXTRA_TOKENS, Description
+
+AT_ONCE = 16_384  # ids in one request
+
+Decode = Callable[[Sequence[int]], Awaitable[str]]
+
+
+async def same_tokens(edge: Description, name: str, decode: Decode) -> int:
+    """How many tokens the server names, each of which means the same to the drafter.
+
+    Raises:
+        VocabularyMismatch: a token means another thing (the first is named), or the drafter cannot say what it means.
+    """
+    if edge.decode is None:
+        raise VocabularyMismatch(f"{edge.name} came without a tokenizer: it cannot be compared with {name}")
+    for start in range(0, edge.vocab_size, AT_ONCE):
+        await _compare(edge, name, decode, start, min(start + AT_ONCE, edge.vocab_size))
+    return edge.vocab_size + await _extra(edge, name, decode)
+
+
+async def _compare(edge: Description, name: str, decode: Decode, start: int, end: int) -> None:
+    assert edge.decode is not None
+    ours, theirs = edge.decode(range(start, end)), await decode(range(start, end))
+    if ours == theirs:
+        return
+    if end - start == 1:
+        raise VocabularyMismatch(
+            f"{edge.name} and {name} do not share a vocabulary: token {start} is {ours!r} in the first and "
+            f"{theirs!r} in the second"
+        )
+    middle = (start + end) // 2
+    await _compare(edge, name, decode, start, middle)
+    await _compare(edge, name, decode, middle, end)
+
+
+async def _extra(edge: Description, name: str, decode: Decode) -> int:
+    """How many tokens the server names beyond the drafter's.
+
+    Raises:
+        VocabularyMismatch: more than are taken for padding.
+    """
+    first = edge.vocab_size
+    for found in range(MAX_EXTRA_TOKENS + 1):
+        if not await decode([first + found]):
+            return found
+    raise VocabularyMismatch(f"{name} has over {MAX_EXTRA_TOKENS} tokens more than {edge.name}, the first {first}")

@@ -1,0 +1,108 @@
+"""Servers of one model, and which of them a session is with.
+
+Prefix caches are per server, so a session stays where its tokens are: rendezvous hashing (Thaler and Ravishankar, 1998)
+gives every session an order of the replicas, known to all edges alike without their speaking to each other. The first
+that answers has it; where one fails, only its own sessions move, each to the next of its order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from outrider.errors import CloudRefused
+from outrider.verifiers.measure import compare
+from outrider.verifiers.refusals import Again
+from outrider.verifiers.server import Abilities, Dialect
+from outrider.wire.status import Disconnected, Untrusted
+from outrider.wire.web import Json, Reply, Web
+
+T = TypeVar("T")
+
+AVOIDED = 5.0  # s for which a replica that failed is asked last
+
+
+class Replica:
+    """One server. `able` is what its probe found; `first` the model that all replicas must serve."""
+
+    def __init__(self, dialect: Dialect, web: Web, deadline: float) -> None:
+        self.web, self.deadline = web, deadline
+        self.name = f"{dialect.scheme}://{web.name}"
+        self.able: Abilities | None = None
+        self._dialect = dialect
+        self._failed = -AVOIDED
+        self._doubtful = False  # it was away: who came back may be another
+        self._lock = asyncio.Lock()
+
+    @property
+    def avoided(self) -> bool:
+        return time.monotonic() - self._failed < AVOIDED
+
+    async def ready(self, first: Abilities | None = None) -> Abilities:
+        """What it can do; asked once, and again after it was away.
+
+        Raises:
+            Again: it cannot be reached, or is not ready.
+            CloudRefused: it cannot verify, or serves another model than `first`.
+        """
+        async with self._lock:
+            if self.able is None or self._doubtful:
+                found = await self.guarded(self._dialect.probe(self.web))
+                self._check(found, first or self.able)
+                self.able, self._doubtful = found, False
+            return self.able
+
+    async def post(self, path: str, body: Json, session: str, seconds: float) -> Reply:
+        """One request; raises as `ready` does."""
+        return await self.guarded(self.web.post(path, body, seconds, {"X-Session-ID": session}))
+
+    async def guarded(self, work: Awaitable[T]) -> T:
+        """What `work` comes to, with the transport's errors as ours; a replica that fails is avoided for a while."""
+        try:
+            return await work
+        except Untrusted as error:
+            raise CloudRefused(f"{self.name} is not trusted: {error}") from error
+        except (Disconnected, TimeoutError) as error:
+            self.fail()
+            raise Again(f"{self.name}: {error or 'no answer in time'}") from error
+
+    def fail(self) -> None:
+        self._failed, self._doubtful = time.monotonic(), True
+
+    def _check(self, found: Abilities, known: Abilities | None) -> None:
+        if known is None:
+            return
+        if (found.model, found.max_length) != (known.model, known.max_length):
+            raise CloudRefused(f"{self.name} serves {found.model}, not {known.model} as before")
+        if found.normalised == known.normalised:
+            compare(self.name, known.sample, found.sample)
+
+
+def rendezvous(key: str, replicas: Sequence[Replica]) -> list[Replica]:
+    """The replicas in this session's order, those that failed a moment ago last."""
+
+    def weight(replica: Replica) -> bytes:
+        return hashlib.sha256(f"{key} {replica.name}".encode()).digest()
+
+    return sorted(sorted(replicas, key=weight, reverse=True), key=lambda replica: replica.avoided)
+
+
+async def first_ready(replicas: Sequence[Replica], key: str, use: Callable[[Replica], Awaitable[None]]) -> None:
+    """Use the first replica of the session's order that can be used.
+
+    Raises:
+        Again: none can, for now; the last one's reason. A busy one (429) is waited for, where the session's tokens are.
+    """
+    reason: Again | None = None
+    for replica in rendezvous(key, replicas):
+        try:
+            return await use(replica)
+        except Again as again:
+            if again.busy:
+                raise
+            reason = again
+    assert reason is not None
+    raise reason

@@ -1,0 +1,115 @@
+"""HTTP with one host, JSON in and out, through a line that counts the bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+
+from outrider.wire.status import Disconnected, Untrusted
+from outrider.wire.tls import ClientTls
+from outrider.wire.worker import Line
+
+Json = dict[str, Any]
+AT_ONCE = 256  # requests in flight to one host
+
+
+@dataclass(frozen=True)
+class Reply:
+    """status: HTTP's. content: the object in the body; empty where there is none. after: seconds to wait (Retry-After).
+
+    up, down: bytes of the two bodies.
+    """
+
+    status: int
+    content: Json
+    after: float = 0.0
+    up: int = 0
+    down: int = 0
+
+    @property
+    def error(self) -> str:
+        """What the server says is wrong."""
+        told = self.content.get("error", self.content)
+        message = told.get("message") or told.get("detail") if isinstance(told, dict) else told
+        return str(message or f"HTTP {self.status}")
+
+
+class Web:
+    """token: sent as a bearer token with every request. Its coroutines run in the line's loop.
+
+    Raises (every request):
+        Untrusted: the server's certificate is not what it must be.
+        Disconnected: no connection, or it broke before the answer was complete.
+        TimeoutError: no complete answer within the time.
+    """
+
+    def __init__(self, line: Line, host: str, port: int, tls: ClientTls | None, token: str | None) -> None:
+        self.line, self.name = line, f"{host}:{port}"
+        address = f"[{host}]" if ":" in host else host
+        self._base = f"{'http' if tls is None else 'https'}://{address}:{port}"
+        self._tls = tls
+        self._headers = {"authorization": f"Bearer {token}"} if token else {}
+        self._client: httpx2.AsyncClient | None = None
+
+    async def get(self, path: str, seconds: float) -> Reply:
+        return await self._request("GET", path, None, seconds, {})
+
+    async def post(self, path: str, body: Json, seconds: float, headers: Mapping[str, str] | None = None) -> Reply:
+        return await self._request("POST", path, json.dumps(body).encode(), seconds, headers or {})
+
+    async def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+    def _open(self) -> httpx2.AsyncClient:
+        if self._client is None:
+            verify: Any = self._tls.context() if self._tls is not None else True
+            limits = httpx2.Limits(max_connections=AT_ONCE, max_keepalive_connections=AT_ONCE)
+            transport = httpx2.AsyncHTTPTransport(uds=self.line.path, verify=verify, limits=limits)
+            self._client = httpx2.AsyncClient(transport=transport, headers=self._headers, timeout=None, trust_env=False)
+        return self._client
+
+    async def _request(
+        self, method: str, path: str, body: bytes | None, seconds: float, headers: Mapping[str, str]
+    ) -> Reply:
+        kind = {"content-type": "application/json"} if body is not None else {}
+        try:
+            async with asyncio.timeout(seconds):
+                answer = await self._open().request(
+                    method, self._base + path, content=body, headers={**kind, **headers}
+                )
+        except httpx2.TransportError as error:
+            raise self._trouble(error) from error
+        after = answer.headers.get("retry-after", "")
+        content = answer.content
+        return Reply(
+            answer.status_code,
+            _object(content),
+            float(after) if after.replace(".", "", 1).isdigit() else 0.0,
+            len(body or b""),
+            len(content),
+        )
+
+    def _trouble(self, error: httpx2.TransportError) -> Disconnected:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, ssl.SSLCertVerificationError):
+                return Untrusted(f"its certificate: {cause.verify_message}")
+            cause = cause.__cause__ or cause.__context__
+        return Disconnected(self.line.link.trouble or str(error) or type(error).__name__)
+
+
+def _object(data: bytes) -> Json:
+    """The JSON object in a body; empty for anything else."""
+    try:
+        found = json.loads(data)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
