@@ -5,6 +5,7 @@ OutriderError
 │   ├── SettingsError     a setting is out of range, unknown, or contradicts another
 │   ├── PromptError       a prompt that is empty, too long, or of a kind the model does not take
 │   ├── AudioError        a recording that is unreadable, empty, too short, too long, or not finite
+│   ├── DataError         a manifest, trace, gate or result file that is not what it must be; file and item are named
 │   └── ModelError        a checkpoint that is missing, unreadable or unsuitable, named
 │       └── VocabularyMismatch   the pair does not share a vocabulary
 ├── DecodingError         the model leaves nothing to choose from: NaN logits, or every token banned
@@ -36,6 +37,10 @@ class PromptError(InputError):
 
 class AudioError(InputError):
     """A recording that is unreadable, empty, too short, too long, or holds non-finite samples."""
+
+
+class DataError(InputError):
+    """A manifest, trace, gate or result file that is not what it must be; the message names file and item."""
 
 
 class ModelError(InputError):

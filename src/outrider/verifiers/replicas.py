@@ -67,7 +67,7 @@ class Replica:
             raise CloudRefused(f"{self.name} is not trusted: {error}") from error
         except (Disconnected, TimeoutError) as error:
             self.fail()
-            raise Again(f"{self.name}: {error or 'no answer in time'}") from error
+            raise Again(f"{self.name}: {str(error) or 'no answer in time'}") from error
 
     def fail(self) -> None:
         self._failed, self._doubtful = time.monotonic(), True

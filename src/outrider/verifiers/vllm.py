@@ -187,7 +187,7 @@ def _tail_rows(content: Json, ask: Ask, able: Abilities) -> list[PartialRow]:
         raise CloudRefused(f"vllm makes {told} tokens of the prompt, the drafter {len(ask.ids)}: other audio tokens?")
     drafts = list(ask.ids[len(ask.ids) - ask.rows + 1 :])
     given = (content["prompt_logprobs"] or [])[-len(drafts) :] if drafts else []
-    if len(given) < len(drafts) or not all(row and str(d) in row for row, d in zip(given, drafts, strict=True)):
+    if len(given) < len(drafts) or not all(_is_row(row, d, ask.top) for row, d in zip(given, drafts, strict=True)):
         raise Reread("rows of cached tokens")
     found = [_row({int(token): entry["logprob"] for token, entry in row.items()}, ask, able) for row in given]
     (choice,) = content["choices"]
@@ -208,6 +208,14 @@ def _spread_rows(content: Json, ask: Ask, able: Abilities) -> list[PartialRow]:
         found.append(_row({_id(name): value for name, value in best.items()}, ask, able))
     server.check_end(ask, _id(token), ended=choice["finish_reason"] == "stop")
     return found
+
+
+def _is_row(entries: Json | None, token: int, top: int) -> bool:
+    """Whether this is a row with `token` behind it: that token is in it, and the ranks 1 to top are."""
+    if not entries or str(token) not in entries:
+        return False
+    ranks = {entry["rank"] for entry in entries.values()}
+    return len(entries) > 1 if top == WHOLE else ranks.issuperset(range(1, top + 1))
 
 
 def _id(name: str) -> int:
