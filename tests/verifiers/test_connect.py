@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import SettingsError, connect
@@ -20,25 +21,112 @@ from outrider.verifiers.connect import Target, parse_target
         ("local:demo", Target("local", "demo:cloud")),
         ("local:demo:edge", Target("local", "demo:edge")),
         ("local:/models/a:b", Target("local", "/models/a:b")),
-        ("grpc://cloud:7070", Target("grpc", host="cloud", port=7070)),
-        ("grpc://cloud.example.org:7070/", Target("grpc", host="cloud.example.org", port=7070)),
-        ("grpc://[::1]:7070", Target("grpc", host="::1", port=7070)),
-        ("grpc://127.0.0.1:1", Target("grpc", host="127.0.0.1", port=1)),
+        ("grpc://cloud:7070", Target("grpc", hosts=(("cloud", 7070),))),
+        ("grpc://cloud.example.org:7070/", Target("grpc", hosts=(("cloud.example.org", 7070),))),
+        ("grpc://[::1]:7070", Target("grpc", hosts=(("::1", 7070),))),
+        ("grpc://127.0.0.1:1", Target("grpc", hosts=(("127.0.0.1", 1),))),
+        ("vllm://a:8000", Target("vllm", hosts=(("a", 8000),))),
+        ("vllm://a:8000,b:8001", Target("vllm", hosts=(("a", 8000), ("b", 8001)))),
+        ("vllm://b:8000,a:8000,b:8001/", Target("vllm", hosts=(("b", 8000), ("a", 8000), ("b", 8001)))),
+        ("vllm://[::1]:8000", Target("vllm", hosts=(("::1", 8000),))),
+        ("vllm://[fe80::1%1]:1,10.0.0.1:65535", Target("vllm", hosts=(("fe80::1%1", 1), ("10.0.0.1", 65535)))),
+        ("sglang://h:1", Target("sglang", hosts=(("h", 1),))),
+        ("sglang://h:1/", Target("sglang", hosts=(("h", 1),))),
     ],
 )
 def test_what_texts_name(text: str, target: Target) -> None:
     assert parse_target(text) == target
+    assert target.remote == text.startswith(("grpc", "vllm", "sglang"))
 
 
-@given(st.text(max_size=30).filter(lambda text: text != "none" and not text.startswith("local:")))
+names = st.from_regex(r"[a-z0-9.-]{1,8}|\[[0-9a-f:]{2,8}\]", fullmatch=True)
+ports = st.integers(1, 65535)
+lists = st.lists(st.tuples(names, ports), min_size=1, max_size=5, unique=True)
+
+
+@given(st.sampled_from(["vllm", "sglang"]), lists, st.sampled_from(["", "/"]))
+def test_replicas_are_named_in_the_order_given(kind: str, hosts: list[tuple[str, int]], slash: str) -> None:
+    text = f"{kind}://" + ",".join(f"{name}:{port}" for name, port in hosts) + slash
+    assert parse_target(text).hosts == tuple((name.strip("[]"), port) for name, port in hosts)
+    again = f"{kind}://" + ",".join(f"{name}:{port}" for name, port in [*hosts, hosts[0]])
+    with pytest.raises(SettingsError, match="named twice"):
+        parse_target(again)
+
+
+odd = st.text("grpcvlmsan:/,[]@.%1 ", max_size=20)
+known = st.builds(str.__add__, st.sampled_from(["grpc://", "vllm://", "sglang://"]), st.text("a1:,[]/@ ", max_size=12))
+
+
+@settings(max_examples=200)
+@given(
+    st.one_of(st.text(max_size=30), odd, known).filter(lambda text: text != "none" and not text.startswith("local:"))
+)
 def test_any_other_text_is_refused_or_an_address(text: str) -> None:
     try:
         target = parse_target(text)
     except SettingsError:
         return
-    assert text.startswith("grpc://")
-    assert target.host
-    assert 0 < target.port < 65536
+    assert text.startswith(f"{target.kind}://")
+    assert target.remote
+    assert target.hosts
+    for host, port in target.hosts:
+        assert host
+        assert not set(host) & set(" ,/@[]")
+        assert 0 < port < 65536
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "vllm:",
+        "vllm://",
+        "vllm:///",
+        "vllm://,",
+        "vllm://a:1,",
+        "vllm://,a:1",
+        "vllm://a:1,,b:1",
+        "vllm://a:1,/",
+        "vllm://a:1//",
+        "vllm://a:1/v1",
+        "vllm://a:1/,b:1",
+        "vllm://a:1, b:1",
+        "vllm://a:1;b:1",
+        "vllm://a",
+        "vllm://a:",
+        "vllm://a:1,b",
+        "vllm://:8000",
+        "vllm://a:0",
+        "vllm://a:1,b:65536",
+        "vllm://a:-1",
+        "vllm://a:1,b:x",
+        "vllm://a:000001",
+        "vllm://::1:8000",
+        "vllm://[]:8000",
+        "vllm://[::1]",
+        "vllm://user@a:1",
+        "vllm://a:1,sglang://b:1",
+        "vllm:a:1",
+        "VLLM://a:1",
+        "https://a:1",
+        "sglang://h:99999",
+    ],
+)
+def test_addresses_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match="expected grpc://HOST:PORT, vllm://HOST:PORT"):
+        parse_target(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["vllm://a:1,a:1", "sglang://a:1,b:1,a:1", "vllm://[::1]:1,[::1]:1", "vllm://a:1,a:01"]
+)
+def test_a_replica_is_named_once(text: str) -> None:
+    with pytest.raises(SettingsError, match="a replica is named twice"):
+        parse_target(text)
+
+
+def test_grpc_takes_one_host() -> None:
+    with pytest.raises(SettingsError, match="grpc takes one"):
+        parse_target("grpc://a:1,b:1")
 
 
 @pytest.mark.parametrize(
@@ -56,11 +144,49 @@ def test_any_other_text_is_refused_or_an_address(text: str) -> None:
         ("grpc://cloud.example:1", {"token": "a-token-that-is-long-enough"}, "unencrypted"),
         ("grpc://localhost.example:1", {"token": "a-token-that-is-long-enough"}, "unencrypted"),
         ("grpc://127.0.0.1:1", {"token": "two\nlines"}, "token"),
+        ("vllm://127.0.0.1:1", {"dtype": "float32"}, "vllm://… takes no dtype"),
+        ("vllm://127.0.0.1:1,127.0.0.1:2", {"model": "x", "api_key": "y"}, "takes no api_key, model"),
+        ("sglang://127.0.0.1:1", {"api_key": "x"}, "sglang://… takes no api_key"),
+        ("vllm://127.0.0.1:1", {"deadline": 0}, "deadline"),
+        ("vllm://127.0.0.1:1", {"net": "rtt=fast"}, "rtt"),
+        ("vllm://127.0.0.1:1", {"token": "a b"}, "token"),
+        ("vllm://127.0.0.1:1", {"token_file": "/no/such/file"}, "/no/such/file"),
+        ("vllm://127.0.0.1:1", {"ca": "/no/such.pem"}, "/no/such"),
     ],
 )
 def test_options_that_cannot_be_used_are_named(target: str, options: dict[str, Any], named: str) -> None:
     with pytest.raises(SettingsError, match=named):
         connect(target, **options)
+
+
+TOKEN = "a-token-that-is-long-enough"
+
+
+@pytest.mark.parametrize("at", range(3))
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("far", ["cloud.example", "10.0.0.1", "[2001:db8::1]", "localhost.example"])
+def test_no_replica_gets_a_token_unencrypted(kind: str, far: str, at: int) -> None:
+    hosts = ["127.0.0.1:1", "localhost:2", "[::1]:3"]
+    hosts[at] = f"{far}:4"
+    with pytest.raises(SettingsError, match=re.escape(f"a token for {far.strip('[]')} would cross the network")):
+        connect(f"{kind}://{','.join(hosts)}", token=TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [
+        ("vllm://127.0.0.1:1,localhost:2,[::1]:3", {"token": TOKEN}),
+        ("vllm://cloud.example:1,127.0.0.1:2", {"token": TOKEN, "tls": True}),
+        ("sglang://cloud.example:1,other.example:1", {"net": "rtt=10ms", "deadline": 3, "patience": 0.5}),
+        ("grpc://cloud.example:1", {"token": TOKEN, "tls": True}),
+    ],
+)
+def test_connecting_sends_nothing_yet(target: str, options: dict[str, Any]) -> None:
+    verifier: Any = connect(target, **options)
+    try:
+        assert verifier.name == target.replace("[::1]", "::1")
+    finally:
+        verifier.disconnect()
 
 
 @pytest.mark.parametrize("content", ["", "\n", "two words", "t\u00f6ken-that-is-long-enough"])

@@ -69,8 +69,8 @@ class PartialRow:
         """What a missing entry may be at most once constraints have been applied: a penalty below 1 raises them."""
         if self.floor == -math.inf:
             return self.floor
-        penalty = min(policy.constraints.repetition_penalty, 1.0)
-        return self.floor / penalty if self.floor > 0 else self.floor * penalty
+        floor, penalty = np.float32(self.floor), np.float32(min(policy.constraints.repetition_penalty, 1.0))
+        return float(floor / penalty if floor > 0 else floor * penalty)  # rounded as the entries themselves are
 
     def _settled(self, distribution: _Known, policy: Policy) -> bool:
         sampling, ceiling = distribution.sampling, distribution.ceiling
@@ -97,7 +97,8 @@ class PartialRow:
         least = float(torch.logsumexp(scores, -1))
         most = float(np.logaddexp(least, self._missing_mass(limit, policy, sampling)))
         smallest = _nucleus_size(best, least, sampling.top_p - ROUNDING)
-        return smallest == _nucleus_size(best, most, sampling.top_p + ROUNDING) != 0
+        size = _nucleus_size(best, most, sampling.top_p + ROUNDING)
+        return smallest == size != 0 and not (size < len(best) and best[size] == best[size - 1])
 
     def _missing_mass(self, limit: float, policy: Policy, sampling: Sampling) -> float:
         """The logarithm of what exp(score) of the missing entries can sum up to.

@@ -41,7 +41,7 @@ def is_normalised(rows: Sequence[PartialRow]) -> bool:
 
 
 def _difference(one: PartialRow, other: PartialRow) -> float:
-    """The largest difference of entries that both name; infinite where they do not name the same best one."""
+    """The largest difference of entries that both name; infinite where they share none."""
     values = dict(zip(other.ids.tolist(), other.values.tolist(), strict=True))
     shared = [abs(v - values[t]) for t, v in zip(one.ids.tolist(), one.values.tolist(), strict=True) if t in values]
     return math.inf if np.isnan(shared).any() else max(shared, default=math.inf)

@@ -42,6 +42,10 @@ async def _compare(edge: Description, name: str, decode: Decode, start: int, end
     middle = (start + end) // 2
     await _compare(edge, name, decode, start, middle)
     await _compare(edge, name, decode, middle, end)
+    raise VocabularyMismatch(
+        f"{edge.name} and {name} do not share a vocabulary: tokens {start} to {end - 1} together are {ours!r} in the "
+        f"first and {theirs!r} in the second"
+    )
 
 
 async def _extra(edge: Description, name: str, decode: Decode) -> int:

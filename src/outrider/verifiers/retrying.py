@@ -50,14 +50,17 @@ class _Failing:
 
     def too_long(self, state: RetryCallState) -> bool:
         """A single attempt may take longer than patience: a silent cloud is asked again all the same."""
-        if state.attempt_number == 1:
-            self._since = time.monotonic()
         return time.monotonic() - self._since >= self._patience
 
     def pause(self, state: RetryCallState) -> float:
-        """Seconds before the next attempt: doubling, at least what the cloud asked for, and no longer than patience."""
+        """Seconds before the next attempt: doubling, at least what the cloud asked for, and no longer than patience.
+
+        Asked before `too_long`: the first failure begins here.
+        """
+        if state.attempt_number == 1:
+            self._since = time.monotonic()
         failed = state.outcome.exception() if state.outcome else None
         asked = failed.after if isinstance(failed, Again) else 0.0
-        growing = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** (state.attempt_number - 1))
+        growing = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(state.attempt_number - 1, 30))
         spread = max(asked, growing) * random.uniform(1.0, 1.25)  # so that edges do not come back in step
         return min(spread, max(0.0, self._since + self._patience - time.monotonic()))

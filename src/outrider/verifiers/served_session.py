@@ -54,7 +54,7 @@ class ServedSession:
         self.ledger = Ledger()
         self._dialect, self._replicas, self._settings = dialect, replicas, settings
         self._key = uuid.uuid4().hex  # nobody else's: what is cached under it can only be what we sent
-        self._ends = () if settings.ignore_eos else target.eos_ids
+        self._ends = None if settings.ignore_eos else target.eos_ids
         self._top = _first_top(settings)
         self._media = _media(prompt, target)
         self._heard: set[Replica] = set()  # those that have the recording
@@ -110,6 +110,8 @@ class ServedSession:
 
     def _ask(self, replica: Replica, able: Abilities, reading: Reading) -> Ask:
         top = self._top if able.top == WHOLE else min(self._top, able.top)
+        if able.top == WHOLE and top >= self.session.vocab_size:
+            top = WHOLE
         fresh = replica in self._unsettled
         return Ask(reading.ids, reading.rows, top, self._key, fresh, self._recording(replica), self._ends)
 

@@ -6,7 +6,8 @@ looks, and where in the answer they stand, is a `Dialect`'s business; sessions, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,7 +47,7 @@ class Ask:
     """The rows behind each of the last `rows` of `ids`, the best `top` entries of each (or WHOLE).
 
     session: what requests that continue each other share. fresh: do not rely on what is cached. ends: the tokens at
-    which an output may end; a server that ends at another is refused (empty: not looked at).
+    which an output may end; a server that ends at another is refused (None: not looked at).
     """
 
     ids: Sequence[int]
@@ -55,7 +56,7 @@ class Ask:
     session: str
     fresh: bool = False
     media: Media | None = None
-    ends: tuple[int, ...] = ()
+    ends: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,17 @@ class Dialect(Protocol):
 
 def check_end(ask: Ask, token: int, *, ended: bool) -> None:
     """Raise CloudRefused where the server ended its output at a token that we know as no end."""
-    if ended and ask.ends and token not in ask.ends:
+    if ended and ask.ends is not None and token not in ask.ends:
         raise CloudRefused(f"the server ends its output at token {token}, which the drafter does not know as an end")
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Within: an answer is taken apart, and one of another form is refused."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise CloudRefused(f"{name}: the answer cannot be read ({type(error).__name__}: {error})") from error
 
 
 def failure(name: str, reply: Reply) -> Exception:

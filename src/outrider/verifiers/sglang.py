@@ -55,7 +55,8 @@ class Sglang:
         model, length = replies[0].content.get("model_path"), replies[1].content.get("context_length")
         if not model:
             raise CloudRefused(f"{web.name} serves no model, or is no SGLang server")
-        return str(model), int(length) - 1 if length else None
+        with server.reading(web.name):
+            return str(model), int(length) - 1 if length else None
 
     def request(self, ask: Ask, able: Abilities) -> tuple[str, Json]:
         if ask.media is not None:
@@ -70,10 +71,8 @@ class Sglang:
         }
 
     def rows(self, content: Json, ask: Ask, able: Abilities) -> list[PartialRow]:
-        try:
+        with server.reading("sglang"):
             return _rows(content["meta_info"], ask)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise CloudRefused(f"sglang's answer cannot be read ({type(error).__name__}: {error})") from error
 
     def failure(self, name: str, reply: Reply) -> Exception:
         return server.failure(name, reply)
@@ -83,14 +82,16 @@ class Sglang:
         reply = await web.post("/v1/detokenize", body, PATIENT)
         if reply.status != 200:
             raise self.failure(web.name, reply)
-        return str(reply.content["text"])
+        with server.reading(web.name):
+            return str(reply.content["text"])
 
     async def ends(self, web: Web, able: Abilities, token: int) -> bool:
         params = {"temperature": 0.0, "max_new_tokens": 1, "logit_bias": {str(token): FORCED}}
         reply = await web.post("/generate", {"input_ids": list(PROMPT[:4]), "sampling_params": params}, PATIENT)
         if reply.status != 200:
             raise self.failure(web.name, reply)
-        return str(reply.content["meta_info"]["finish_reason"]["type"]) == "stop"
+        with server.reading(web.name):
+            return str(reply.content["meta_info"]["finish_reason"]["type"]) == "stop"
 
 
 def _rows(told: Json, ask: Ask) -> list[PartialRow]:

@@ -15,6 +15,7 @@ raw_logits`, else log-probabilities; `--max-logprobs` limits how many entries of
 from __future__ import annotations
 
 import logging
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from outrider.core.partial import PartialRow
-from outrider.errors import CloudRefused
+from outrider.errors import CloudRefused, SettingsError
 from outrider.verifiers import server
 from outrider.verifiers.measure import DRAFTS, PROMPT, compare, is_normalised
 from outrider.verifiers.server import PATIENT, WHOLE, Abilities, Ask, MediaMissing, Reread
@@ -66,11 +67,12 @@ class Vllm:
         reply = await web.get("/v1/models", PATIENT)
         if reply.status != 200:
             raise self.failure(web.name, reply)
-        served = [card for card in reply.content.get("data", ()) if not card.get("parent")]  # others are adapters
-        if not served:
-            raise CloudRefused(f"{web.name} serves no model, or is no vLLM server")
-        length = served[0].get("max_model_len")
-        return str(served[0]["id"]), int(length) - 1 if length else None  # one is generated behind what is judged
+        with server.reading(web.name):
+            served = [card for card in reply.content.get("data", ()) if not card.get("parent")]  # others are adapters
+            if not served:
+                raise CloudRefused(f"{web.name} serves no model, or is no vLLM server")
+            length = served[0].get("max_model_len")
+            return str(served[0]["id"]), int(length) - 1 if length else None  # one is generated behind what is judged
 
     async def _tail(self, web: Web, able: Abilities) -> Abilities | None:
         """Whether rows come back right with the prefix cache at work; None, said in the log, where they do not."""
@@ -106,22 +108,28 @@ class Vllm:
         for top in TOPS:
             path, body = self.request(Ask(PROMPT[:1], 1, able.top, uuid.uuid4().hex), able)
             (body if able.way == SPREAD else body["sampling_params"])["prompt_logprobs"] = top
-            if (await web.post(path, body, PATIENT)).status == 200:
+            reply = await web.post(path, body, PATIENT)
+            if reply.status == 200:
                 return top
+            if reply.status != 400:
+                raise self.failure(web.name, reply)
+            limit = re.search(r"greater than max allowed: (\d+)", reply.error)
+            if limit is not None and int(limit[1]) >= TOPS[-1]:
+                return int(limit[1])
         raise CloudRefused(f"{web.name} sends fewer than 2 entries of a row: start vllm with --max-logprobs 20 or more")
 
     # Asking and reading -------------------------------------------------------------------------------------
 
     def request(self, ask: Ask, able: Abilities) -> tuple[str, Json]:
         if able.way == SPREAD:
+            if ask.media is not None:
+                raise SettingsError("a recording needs vllm to be started with --enable-scale-out")
             return "/v1/completions", _spread_body(ask, able)
         return "/inference/v1/generate", _tail_body(ask, able)
 
     def rows(self, content: Json, ask: Ask, able: Abilities) -> list[PartialRow]:
-        try:
+        with server.reading("vllm"):
             return _spread_rows(content, ask, able) if able.way == SPREAD else _tail_rows(content, ask, able)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise CloudRefused(f"vllm's answer cannot be read ({type(error).__name__}: {error})") from error
 
     def failure(self, name: str, reply: Reply) -> Exception:
         if "not JSON compliant" in reply.error:  # rows of cached tokens, which no one has filled in
@@ -134,14 +142,16 @@ class Vllm:
         reply = await web.post("/detokenize", {"model": able.model, "tokens": list(ids)}, PATIENT)
         if reply.status != 200:
             raise self.failure(web.name, reply)
-        return str(reply.content["prompt"])
+        with server.reading(web.name):
+            return str(reply.content["prompt"])
 
     async def ends(self, web: Web, able: Abilities, token: int) -> bool:
         body = {**PLAIN, "model": able.model, "prompt": list(PROMPT[:4]), "allowed_token_ids": [token]}
         reply = await web.post("/v1/completions", body, PATIENT)
         if reply.status != 200:
             raise self.failure(web.name, reply)
-        return str(reply.content["choices"][0]["finish_reason"]) == "stop"
+        with server.reading(web.name):
+            return str(reply.content["choices"][0]["finish_reason"]) == "stop"
 
 
 def _tail_body(ask: Ask, able: Abilities) -> Json:

@@ -85,7 +85,7 @@ class Web:
                 answer = await self._open().request(
                     method, self._base + path, content=body, headers={**kind, **headers}
                 )
-        except httpx2.TransportError as error:
+        except httpx2.RequestError as error:
             raise self._trouble(error) from error
         after = answer.headers.get("retry-after", "")
         content = answer.content
@@ -97,7 +97,7 @@ class Web:
             len(content),
         )
 
-    def _trouble(self, error: httpx2.TransportError) -> Disconnected:
+    def _trouble(self, error: httpx2.RequestError) -> Disconnected:
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, ssl.SSLCertVerificationError):
