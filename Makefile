@@ -10,7 +10,7 @@ VLLM   := .cache/vllm/venv
 # More than cores: many tests wait for sockets and processes.
 WORKERS ?= 4
 
-.PHONY: demo test check format lint types test-kernels test-gguf test-real test-network test-chaos test-soak test-vllm proto bench clean
+.PHONY: demo test check format lint types test-kernels test-gguf test-real test-network test-chaos test-soak test-vllm test-browser proto bench clean
 
 demo: $(BASE)
 	$(BIN)/outrider demo
@@ -55,6 +55,11 @@ test-network: $(STAMP)
 test-vllm: $(STAMP)
 	$(BIN)/python tests/vllm/environment.py $(VLLM) || test $$? = 75
 	$(BIN)/pytest -m vllm -rs
+
+# The report in headless Chromium, which Debian's package brings where there is none yet.
+test-browser: $(STAMP)
+	command -v chromium >/dev/null || apt-get install --yes --quiet chromium || true
+	$(BIN)/pytest -m browser -rs
 
 # 200 generations while the server is killed and the link cut, stalled and slowed down.
 test-chaos: $(STAMP)

@@ -7,8 +7,8 @@ Against a running vLLM server, the ways to get the rows of k drafts, in turn:
     anew        one sequence read from its beginning: what prompt_logprobs cost on /v1/completions
     generated   k+1 tokens that the server generates by itself, the prefix cached
 
-Each session grows by one accepted block and one bonus a round, as in decoding. Medians over the rounds of several
-sessions; the first round of each, which reads the prompt, is left out. Ends with one JSON line.
+Each session grows by one accepted block and one bonus a round, as in decoding, and asks in each of the ways in turn.
+Medians over the rounds of several sessions, without the reading of the prompt. Ends with one JSON line.
 
     python -m benchmarks.engines vllm://127.0.0.1:8000 [--contexts 150 1500] [--k 5] [--rounds 5] [--sessions 3]
 """
@@ -57,28 +57,40 @@ class Server:
             raise SystemExit(f"{self.web.name}: {reply.error}")
 
 
-async def session(server: Server, way: str, context: int, rounds: int, rng: random.Random) -> list[float]:
-    """Milliseconds of each round but the first. The tokens are any: what they are changes nothing in the work."""
+async def session(server: Server, context: int, rounds: int, rng: random.Random) -> dict[str, list[float]]:
+    """Milliseconds of each way's rounds. The tokens are any: what they are changes nothing in the work.
+
+    Each way has drafts of its own, or it would find another's in the cache; those of `tail` stay, as if accepted.
+    """
     key = uuid.uuid4().hex
-    ids = [rng.randrange(20, 900) for _ in range(context)]
-    times = []
-    for _ in range(rounds + 1):
-        ids += [rng.randrange(20, 900) for _ in range(server.k)]
-        started = time.perf_counter()
-        await server.round(way, ids, key)
-        times.append(1000 * (time.perf_counter() - started))
-        ids.append(rng.randrange(20, 900))  # the bonus
-    return times[1:]
+    ids = tokens(rng, context)
+    await server.round("tail", [*ids, *tokens(rng, server.k)], key)  # reads the prompt
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    for n in range(rounds):
+        ids += tokens(rng, server.k + 1)
+        drafts = {way: tokens(rng, server.k) for way in WAYS}
+        for way in rng.sample(WAYS, len(WAYS)):
+            if way != "anew" or n == 0:  # once a session: it takes as long as the prompt
+                started = time.perf_counter()
+                await server.round(way, [*ids, *drafts[way]], key)
+                times[way].append(1000 * (time.perf_counter() - started))
+        ids += drafts["tail"]
+    return times
+
+
+def tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(20, 900) for _ in range(count)]
 
 
 async def measure(server: Server, contexts: list[int], rounds: int, sessions: int) -> dict[str, dict[int, float]]:
-    """Median milliseconds of a round, by way and context; all of them take turns."""
+    """Median milliseconds of a round, by way and context."""
     rng = random.Random(0)
+    await session(server, 64, 1, rng)  # the first requests of a server are not like the others
     times: dict[tuple[str, int], list[float]] = {case: [] for case in product(WAYS, contexts)}
-    await session(server, "generated", 64, 1, rng)  # the first requests of a server are not like the others
     for _ in range(sessions):
-        for way, context in rng.sample(list(times), len(times)):
-            times[way, context] += await session(server, way, context, rounds, rng)
+        for context in rng.sample(contexts, len(contexts)):
+            for way, found in (await session(server, context, rounds, rng)).items():
+                times[way, context] += found
     return {way: {context: statistics.median(times[way, context]) for context in contexts} for way in WAYS}
 
 

@@ -30,14 +30,14 @@ from itertools import islice, product
 from typing import Any
 
 from outrider.api import SpeculativeDecoder, local
+from outrider.config import DriverName
 from outrider.core.acceptance import Exact, Verdict
 from outrider.core.decoder import Decoder, Draft, Plan, Proposal, Verify
 from outrider.core.gate import Always, Signals
 from outrider.core.lookahead import FixedK, Lookahead, lookahead
 from outrider.core.stopping import StopRules
-from outrider.edge.drivers import pipelined, sequential
-from outrider.edge.lessons import Lessons
 from outrider.engines.load import BUNDLED, load_engine
+from outrider.planning.virtual import Clock, Flight, drive
 from outrider.prompts.audio import Audio
 
 VERIFY_S = 0.05
@@ -46,7 +46,7 @@ NOISE = 0.1
 RATIOS = (2, 5, 10, 20)  # t_v / t_d
 RTTS = (0.0, 0.02, 0.1)
 FIXED = tuple(range(1, 17))
-DRIVERS = ("sequential", "pipelined")
+DRIVERS: tuple[DriverName, ...] = ("sequential", "pipelined")
 WRONG = 1  # the token that is drafted where the drafter errs
 ALPHAS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
 PROFILES = (*(f"geometric:{alpha}" for alpha in ALPHAS), "calibrated:0.6", "calibrated:0.85", "bursty:20", "bursty:60")
@@ -95,17 +95,11 @@ class Costs:
 
     step_s: float
     rtt_s: float
-    now: float = 0.0
+    clock: Clock = field(default_factory=Clock)
     rng: random.Random = field(default_factory=lambda: random.Random(0))
-
-    def spend(self, seconds: float) -> None:
-        self.now += seconds
 
     def noisy(self, seconds: float) -> float:
         return seconds * math.exp(self.rng.gauss(0, NOISE))
-
-    def clock(self) -> float:
-        return self.now
 
 
 class ScriptedDrafter:
@@ -118,7 +112,7 @@ class ScriptedDrafter:
         return [self._propose(len(ids) - 1 + n) for n in range(action.count)]
 
     def _propose(self, at: int) -> Proposal:
-        self._costs.spend(self._costs.noisy(self._costs.step_s) * (10 if self._first else 1))
+        self._costs.clock.spend(self._costs.noisy(self._costs.step_s) * (10 if self._first else 1))
         self._first = False
         place = self._places[at]
         return Proposal(at + 2 if place.right else WRONG, Signals(0.0, 0.0, 0.0, place.logprob))
@@ -133,33 +127,14 @@ class ScriptedLink:
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
 
-    def verify(self, request: Verify) -> Verdict:
-        return self.submit(request).result()
-
     def submit(self, request: Verify) -> Flight:
         at = request.base_length - 1
         wrong = (n for n, token in enumerate(request.draft_ids) if token != at + n + 2)
         accepted = next(wrong, len(request.draft_ids))
         prompt = 3 * VERIFY_S if request.round == 1 else 0.0
         taken = VERIFY_S * (1 + SLOPE * len(request.draft_ids)) + self._costs.rtt_s
-        arrives = self._costs.now + self._costs.noisy(taken) + prompt
-        return Flight(self._costs, arrives, Verdict(request.round, accepted, at + accepted + 2))
-
-
-@dataclass
-class Flight:
-    """A verdict on its way."""
-
-    costs: Costs
-    arrives: float
-    verdict: Verdict
-
-    def done(self) -> bool:
-        return self.costs.now >= self.arrives
-
-    def result(self) -> Verdict:
-        self.costs.now = max(self.costs.now, self.arrives)
-        return self.verdict
+        arrives = self._costs.clock.now + self._costs.noisy(taken) + prompt
+        return Flight(self._costs.clock, arrives, Verdict(request.round, accepted, at + accepted + 2))
 
 
 @dataclass(frozen=True)
@@ -167,7 +142,7 @@ class Case:
     profile: str
     ratio: float
     rtt_s: float
-    driver: str
+    driver: DriverName
 
     def __str__(self) -> str:
         return f"{self.profile:16s} t_v/t_d {self.ratio:4g}  RTT {1000 * self.rtt_s:4.0f} ms  {self.driver:10s}"
@@ -178,20 +153,13 @@ def rate(case: Case, plan_ahead: Lookahead, tokens: int, seeds: range) -> float:
     costs = Costs(VERIFY_S / case.ratio, case.rtt_s)
     for seed in seeds:
         _generate(case, plan_ahead, tokens, costs, text(case.profile, tokens + 80, seed))
-    return tokens * len(seeds) / costs.now
+    return tokens * len(seeds) / costs.clock.now
 
 
 def _generate(case: Case, plan_ahead: Lookahead, tokens: int, costs: Costs, places: tuple[Place, ...]) -> None:
     plan = Plan(StopRules(tokens, ()), Always(), Exact(), plan_ahead, has_verifier=True, on_loop="ignore")
     decoder, link = Decoder([0], plan), ScriptedLink(costs)
-    drafter: Any = ScriptedDrafter(places, costs)
-    lessons = Lessons(decoder, costs.clock)
-    if case.driver == "pipelined":
-        far: Any = link
-        events = pipelined(decoder, drafter, far, lessons)
-    else:
-        events = sequential(decoder, drafter, link.verify, lessons)
-    for _ in events:
+    for _ in drive(decoder, ScriptedDrafter(places, costs), link, costs.clock, case.driver):
         pass
     if decoder.sequence.generated != list(range(2, tokens + 2)):
         raise SystemExit(f"{case}: the output is not the target's")

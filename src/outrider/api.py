@@ -11,11 +11,11 @@ from typing import Any, Literal
 from outrider.config import DriverName, GenerationSettings, OnCloudLoss, OnLoop, Privacy, Scope
 from outrider.core.acceptance import rule
 from outrider.core.decoder import Decoder, Event, Plan
-from outrider.core.gate import Gate
+from outrider.core.gate import Calibrated, Gate
 from outrider.core.gate import gate as parse_gate
 from outrider.core.lookahead import lookahead
 from outrider.core.modes import check_modes, settled_loss
-from outrider.core.outcome import Result, guarantee
+from outrider.core.outcome import Oversight, Result
 from outrider.core.policy import Policy
 from outrider.core.sequence import Source
 from outrider.core.stopping import StopRules
@@ -91,6 +91,7 @@ class SpeculativeDecoder:
         _check_kinds(draft, verifier)
         self.draft, self.verifier = draft, verifier
         self.gate = parse_gate(gate) if isinstance(gate, str) else gate
+        self._oversight = Oversight(self.gate)
         self.accept, self._rule = accept, rule(accept)
         self.k = k
         self.lookahead = lookahead(k) if draft is not None else None
@@ -221,9 +222,11 @@ class SpeculativeDecoder:
         eos = () if settings.ignore_eos else self._target.eos_ids
         return StopRules(settings.max_new_tokens, eos, settings.stop, settings.sentences, settings.min_new_tokens)
 
-    def _plan(self, rules: StopRules) -> Plan:
-        has_verifier = self.verifier is not None
-        return Plan(rules, self.gate, self._rule, self.lookahead, has_verifier, self.on_loop, self.scope)
+    def _plan(self, rules: StopRules, prompt: Prompt, seed: int) -> Plan:
+        gate, has_verifier = self.gate, self.verifier is not None
+        if isinstance(gate, Calibrated):
+            gate = gate.keyed(seed, prompt.ids, b"" if prompt.audio is None else prompt.audio.tobytes())
+        return Plan(rules, gate, self._rule, self.lookahead, has_verifier, self.on_loop, self.scope)
 
     def _drafter(self, prompt: Prompt, settings: GenerationSettings) -> Drafter | None:
         if self.draft is None or self.lookahead is None:
@@ -274,7 +277,8 @@ class _Run:
         self, owner: SpeculativeDecoder, prompt: Prompt, settings: GenerationSettings, rules: StopRules
     ) -> None:
         self._owner, self._prompt, self._settings, self._rules = owner, prompt, settings, rules
-        self._decoder = Decoder(prompt.ids, owner._plan(rules), self._decode if rules.needs_text else None)
+        plan = owner._plan(rules, prompt, settings.seed)
+        self._decoder = Decoder(prompt.ids, plan, self._decode if rules.needs_text else None)
         self._ledger = Ledger()
         if not owner._pair.met:
             self._decoder.lose_verifier()
@@ -329,16 +333,20 @@ class _Run:
         stats.bytes_up, stats.bytes_down = self._ledger.up.total(), self._ledger.down.total()
         stats.media_bytes_up = self._ledger.up["media"]
         ids = decoder.sequence.generated
+        lossless = self._owner.lossless and not self._owner.withholds(self._prompt)
+        sides = self._owner._pair.sides
+        judged = self._owner._oversight.judge(stats, lossless, self._owner.k, sides, self._settings)
         return Result(
             text=self._owner.decode(ids) if self._owner.tokenizer is not None else None,
             token_ids=ids,
             finish_reason=action.reason,  # type: ignore[union-attr]
-            guarantee=guarantee(stats, lossless=self._owner.lossless and not self._owner.withholds(self._prompt)),
+            guarantee=judged.guarantee,
             prompt_tokens=len(self._prompt.ids),
             stats=stats,
             sources=sources,
             near_ties=ties,
-            warnings=self._warnings(),
+            warnings=[*self._warnings(), *judged.warnings],
+            risk=judged.risk,
             ledger=self._ledger.to_json(),
         )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, Literal, get_args
 
-from outrider.errors import SettingsError
+from outrider.errors import DataError, SettingsError
 
 OnLoop = Literal["escalate", "sample", "stop", "ignore"]
 Scope = Literal["block", "repair"]
@@ -16,6 +18,7 @@ OnCloudLoss = Literal["fail", "edge-only", "wait"]
 Privacy = Literal["tokens", "features", "audio"]
 
 SEED_LIMIT = 2**64
+GATE_FILE_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,133 @@ class GenerationSettings:
         return cls(**{name: _as_tuple(name, value) for name, value in values.items()})
 
 
+@dataclass(frozen=True)
+class ModelId:
+    """A model as a file names it. fingerprint: its vocabulary's hash."""
+
+    name: str
+    fingerprint: str
+
+    def __post_init__(self) -> None:
+        for key in ("name", "fingerprint"):
+            value = getattr(self, key)
+            _hold(isinstance(value, str) and value != "", f"{key} is a text that is not empty, not {value!r}")
+
+
+@dataclass(frozen=True)
+class SignalFit:
+    """The loosest threshold of a signal that kept the risk, and what it came to; None where none did."""
+
+    signal: str
+    threshold: float | None
+    risk: float
+    escalation: float
+
+    def __post_init__(self) -> None:
+        _hold(isinstance(self.signal, str), f"signal is a text, not {self.signal!r}")
+        limit = self.threshold
+        good = limit is None or (_is_number(limit) and limit >= 0)
+        _hold(good, f"threshold is a finite number, 0 or more, or null, not {limit!r}")
+        _check_shares(self, "risk", "escalation")
+
+
+@dataclass(frozen=True)
+class GateFile:
+    """What `outrider calibrate` found, and for whom: the contents of a gate file.
+
+    gate: the threshold, as text. epsilon: the risk budget. traces: how many set the threshold. risk: their mean loss
+    there. escalation: verified blocks ÷ blocks, audits included. audit: the share of skipped blocks that is verified
+    all the same. settings: how the traces were decoded. signals: how each would have done, on traces of their own.
+
+    Raises:
+        DataError: a value out of range; the key is named.
+    """
+
+    gate: str
+    epsilon: float
+    k: int
+    traces: int
+    risk: float
+    escalation: float
+    audit: float
+    edge: ModelId
+    cloud: ModelId
+    settings: GenerationSettings
+    signals: tuple[SignalFit, ...] = ()
+
+    def __post_init__(self) -> None:
+        _hold(isinstance(self.gate, str), f"gate is a text such as entropy:0.3, not {self.gate!r}")
+        good = _is_number(self.epsilon) and 0 < self.epsilon < 1
+        _hold(good, f"epsilon is above 0 and below 1, not {self.epsilon!r}")
+        _hold(_is_whole(self.k) and 1 <= self.k <= 64, f"k is a whole number from 1 to 64, not {self.k!r}")
+        _hold(_is_whole(self.traces) and self.traces >= 1, f"traces is a whole number, 1 or more, not {self.traces!r}")
+        _check_shares(self, "risk", "escalation", "audit")
+
+    def to_json(self) -> dict[str, Any]:
+        return {"version": GATE_FILE_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, value: Any) -> GateFile:
+        """Raises DataError for what is no gate file of this version; the key is named."""
+        _hold(isinstance(value, dict), f"expected an object, not {value!r}")
+        version = value.get("version")
+        _hold(version == GATE_FILE_VERSION, f"version {version!r}: this outrider reads version {GATE_FILE_VERSION}")
+        values = _exactly(cls, {key: value[key] for key in value if key != "version"})
+        _hold(isinstance(values["signals"], list), f"signals is a list, not {values['signals']!r}")
+        values["signals"] = tuple(_named(f"signals[{n}]", SignalFit, row) for n, row in enumerate(values["signals"]))
+        for side in ("edge", "cloud"):
+            values[side] = _named(side, ModelId, values[side])
+        values["settings"] = _settings(values["settings"])
+        return cls(**values)
+
+
+def read_gate_file(path: str | Path) -> GateFile:
+    """What a gate file says.
+
+    Raises:
+        DataError: it cannot be read, or is no gate file; file and key are named.
+    """
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # bytes that are no text, and text that is no JSON
+        raise DataError(f"{path} cannot be read: {error}") from error
+    try:
+        return GateFile.from_json(value)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+def _exactly(kind: type, value: Any) -> dict[str, Any]:
+    """`value`, if it is an object with the keys of a dataclass and no other."""
+    _hold(isinstance(value, dict), f"expected an object, not {value!r}")
+    names = [f.name for f in fields(kind)]
+    unknown, missing = sorted(set(value) - set(names)), [name for name in names if name not in value]
+    _hold(not unknown, f"unknown key {', '.join(unknown)}: expected {', '.join(names)}")
+    _hold(not missing, f"{', '.join(missing)} is missing")
+    return dict(value)
+
+
+def _named(where: str, kind: Any, value: Any) -> Any:
+    try:
+        return kind(**_exactly(kind, value))
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+
+
+def _settings(value: Any) -> GenerationSettings:
+    _hold(isinstance(value, dict), f"settings: expected an object, not {value!r}")
+    try:
+        return GenerationSettings.build(value)
+    except SettingsError as error:
+        raise DataError(f"settings: {error}") from error
+
+
+def _check_shares(holder: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(holder, name)
+        _hold(_is_number(value) and 0 <= value <= 1, f"{name} is between 0 and 1, not {value!r}")
+
+
 def check_choice(name: str, value: Any, choices: Any) -> None:
     """Raise SettingsError unless `value` is one of a Literal's members."""
     options = get_args(choices)
@@ -116,3 +246,8 @@ def _is_number(value: Any) -> bool:
 def _need(condition: bool, message: str) -> None:
     if not condition:
         raise SettingsError(message)
+
+
+def _hold(condition: bool, message: str) -> None:
+    if not condition:
+        raise DataError(message)

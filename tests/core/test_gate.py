@@ -145,6 +145,17 @@ def test_who_needs_signals_and_who_is_exact() -> None:
     assert gate("margin:1|entropy:1").needs_signals
 
 
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_block_is_judged_by_its_value(name: str, mean: bool) -> None:
+    rule = Threshold(name, 0.5, mean)  # type: ignore[arg-type]
+    for numbers in ((0.1, 0.8), (0.6, 0.7), (0.1, 0.2)):
+        block = [token(**{name: number}) for number in numbers]
+        value = sum(numbers) / 2 if mean else (min if name == "margin" else max)(numbers)
+        assert rule.value(block) == value
+        assert rule.decide(block).escalate == (value < 0.5 if name == "margin" else value > 0.5)
+
+
 # Text -----------------------------------------------------------------------------------------------------------
 
 
@@ -198,6 +209,8 @@ def test_what_people_write_is_printed_as_they_wrote_it(spec: str) -> None:
         ("entropy:1|never", "stand alone"),
         ("always|never", "stand alone"),
         ("trigger:trigger:never", "said once"),
+        ("entropy:1|calibrated:gate.json", "calibrated:FILE alone"),
+        ("calibrated:", "names no file; write for example calibrated:gate.json"),
         ("entropy", "'' is not a number; write for example entropy:1.5"),
         ("entropy:", "'' is not a number"),
         ("entropy:high", "'high' is not a number"),

@@ -34,13 +34,13 @@ SMALL = [
 
 def test_auto_is_never_far_behind_the_best_fixed_k() -> None:
     """A part of benchmarks/k_sweep.py, in virtual time: the same figures on every machine."""
-    ratios = {str(case): find(case, 256, 4, LENGTHS).ratio for case in SMALL}
+    ratios = {str(case): find(case, 256, range(4), LENGTHS).ratio for case in SMALL}
     assert min(ratios.values()) >= 0.95, ratios
 
 
 def test_a_confidence_stop_that_learns_nothing_would_be_seen() -> None:
     case = Case("geometric:0.8", 10, 0.1, "sequential")
-    assert rate(case, ConfidenceStop(), 256, 2) < 0.9 * rate(case, Paced(), 256, 2)
+    assert rate(case, ConfidenceStop(), 256, range(2)) < 0.9 * rate(case, Paced(), 256, range(2))
 
 
 # Never the output -------------------------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ from cyclopts import App, CycloptsError, Parameter
 
 from outrider import __version__
 from outrider.cli.cloud import Capacity, Operation, Security
-from outrider.cli.options import Decoding, Models, Network, Output, Speculation
+from outrider.cli.evaluate import Assistant, Evaluation
+from outrider.cli.options import Decoding, Models, Network, Output, Speculation, Whole
+from outrider.cli.plan import Drivers, Measured
 from outrider.errors import InputError, OutriderError
 
 app = App(
@@ -121,6 +123,164 @@ def cloud(
     from outrider.cli.cloud import run_cloud
 
     return run_cloud(model, listen, security, capacity, operation)
+
+
+@app.command(name="eval")
+def evaluate(
+    data: str,
+    /,
+    *,
+    evaluation: Evaluation,
+    assistant: Assistant = Assistant(),
+    models: Models = Models(),
+    speculation: Speculation = Speculation(),
+    network: Network = Network(),
+    decoding: Decoding = Decoding(),
+    output: Output = Output(),
+) -> int:
+    """Run a set through the modes of decoding, in turn, on the same models; the same command goes on where it was.
+
+    Parameters
+    ----------
+    data
+        A set: "demo" (the bundled clips), a manifest (JSON list or lines), or a file of Spec-Bench's form.
+    """
+    from outrider.cli.evaluate import run_eval
+
+    return run_eval(data, evaluation, assistant, models, speculation, network, decoding, output)
+
+
+@app.command
+def calibrate(
+    traces: str,
+    /,
+    *,
+    out: str,
+    epsilon: float = 0.02,
+    k: Whole = 5,
+    audit: float = 0.05,
+    seed: Whole = 0,
+    models: Models = Models(),
+    decoding: Decoding = Decoding(),
+    output: Output = Output(),
+) -> int:
+    """Find the gate that escalates least within a risk budget, from traces; --gate calibrated:FILE decodes with it.
+
+    Parameters
+    ----------
+    traces
+        What `outrider eval --trace` wrote (DIR/traces.jsonl) with this pair and these decoding options.
+    out
+        The gate file.
+    epsilon
+        The budget: of an output's tokens, the share that may stand where the cloud would have said otherwise.
+    k
+        The block length that the gate is for.
+    audit
+        The share of skipped blocks that is verified all the same, at random, to watch the risk.
+    seed
+        How traces are divided between choosing the signal and setting its threshold.
+    """
+    from outrider.cli.calibrate import identify, run_calibrate
+    from outrider.config import GenerationSettings
+
+    settings = GenerationSettings.build(decoding.settings())
+    edge, cloud = identify(models)
+    return run_calibrate(
+        traces,
+        out,
+        epsilon,
+        k,
+        edge=edge,
+        cloud=cloud,
+        settings=settings,
+        audit=audit,
+        seed=seed,
+        json_output=output.json,
+    )
+
+
+@app.command
+def plan(
+    *,
+    net: str = "rtt=0ms",
+    aim: Literal["latency", "cloud", "quality", "privacy"] = "latency",
+    budget: float | None = None,
+    gate: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    utilisation: float = 0.0,
+    measured: Measured = Measured(),
+    models: Models = Models(),
+    decoding: Decoding = Decoding(),
+    output: Output = Output(),
+) -> int:
+    """Say which way of decoding wins for this pair, network and goal, and by how much; often that is the cloud alone.
+
+    Parameters
+    ----------
+    net
+        The network between edge and cloud, as in rtt=50ms,bw=2Mbit.
+    aim
+        What is to be little: seconds (latency), the cloud's seconds (cloud), tokens that the cloud decides (quality),
+        or what leaves the edge (privacy).
+    budget
+        The share of tokens that may differ from the cloud's; 0 unless said, any for privacy.
+    gate
+        A gate to try, as in entropy:1.5 (may be given several times).
+    utilisation
+        How busy the cloud is with others, 0 to below 1.
+    """
+    from outrider.cli.plan import run_plan
+
+    return run_plan(measured, models, decoding, output, net, aim, budget, gate, utilisation)
+
+
+@app.command
+def sweep(
+    *,
+    gate: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    k: Annotated[tuple[str, ...], Parameter(negative="")] = ("5",),
+    driver: Annotated[tuple[Drivers, ...], Parameter(negative="")] = ("sequential",),
+    net: Annotated[tuple[str, ...], Parameter(negative="")] = ("rtt=50ms",),
+    out: str | None = None,
+    measured: Measured = Measured(),
+    models: Models = Models(),
+    decoding: Decoding = Decoding(),
+    output: Output = Output(),
+) -> int:
+    """Try thresholds × k × drivers × networks in simulation, over this pair's traces.
+
+    Parameters
+    ----------
+    gate
+        Gates to try; a range over the entropies of the traces otherwise (each option may be given several times).
+    k
+        Block lengths, or auto.
+    driver
+        Drivers.
+    net
+        Networks, as in rtt=50ms,bw=2Mbit.
+    out
+        Also write the rows to this file, one JSON object a line; a report draws them.
+    """
+    from outrider.cli.plan import run_sweep
+
+    return run_sweep(measured, models, decoding, output, gate, k, driver, net, out)
+
+
+@app.command
+def report(*dirs: str, out: str = "report.html") -> int:
+    """Make one page of evaluations; it opens without a network.
+
+    Parameters
+    ----------
+    dirs
+        Folders that `outrider eval` wrote.
+    out
+        The page.
+    """
+    from outrider.cli.report import run_report
+
+    return run_report(dirs, out)
 
 
 def main() -> None:

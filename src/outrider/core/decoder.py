@@ -31,7 +31,7 @@ from typing import Literal
 
 from outrider.config import OnLoop, Scope
 from outrider.core.acceptance import Exact, Rule, Verdict
-from outrider.core.gate import Decision, Gate, Signals
+from outrider.core.gate import Calibrated, Decision, Gate, Signals
 from outrider.core.lookahead import Lookahead
 from outrider.core.loops import loop_period
 from outrider.core.outcome import Stats
@@ -300,22 +300,23 @@ class Decoder:
         decision = self._decision()
         self.stats.escalated += decision.escalate
         self.stats.forced_by_loop += decision.reason == "loop"
+        self.stats.forced_by_audit += decision.reason == "audit"
         return decision.escalate
 
     def _decision(self) -> Decision:
-        block = [proposal.signals for proposal in self._block if proposal.signals is not None]
-        decision = self.plan.gate.decide(block)
-        if not decision.escalate and self._loop_found and self.plan.on_loop == "escalate":
-            return Decision(True, "loop")
-        if not decision.escalate and self.plan.gate.exact and self._must_settle():
-            return Decision(True, "end of the provisional stretch")
-        if not decision.escalate and self._must_repair():
-            return Decision(True, "repair")
-        return decision
+        decision = self.plan.gate.decide([p.signals for p in self._block if p.signals is not None])
+        return decision if decision.escalate or not (forced := self._forced()) else Decision(True, forced)
 
-    def _must_repair(self) -> bool:
-        """So many tokens were skipped that one request could hardly hold them all."""
-        return self.plan.scope == "repair" and len(self.sequence.ids) - self._shared >= MAX_UNREPAIRED
+    def _forced(self) -> str:
+        """Why a block is verified that the gate would pass; empty where it is not."""
+        gate = self.plan.gate
+        if self._loop_found and self.plan.on_loop == "escalate":
+            return "loop"
+        if gate.exact and self._must_settle():
+            return "end of the provisional stretch"
+        if self.plan.scope == "repair" and len(self.sequence.ids) - self._shared >= MAX_UNREPAIRED:
+            return "repair"
+        return "audit" if isinstance(gate, Calibrated) and gate.audits(len(self.sequence.sources)) else ""
 
     def _must_settle(self) -> bool:
         """Provisional tokens cannot wait any longer: an end is in sight, or there are too many."""

@@ -9,21 +9,27 @@ and filters, natural logarithms:
     logprob   −log q(d)             above
 
 A block's signal is that of its least sure token (`entropy:1.5`), or the mean (`entropy.mean:1.5`).
+
+`calibrated:FILE` is a threshold that planning/calibrate.py found for a risk budget, together with the share of skipped
+blocks that are verified all the same, drawn at random: its audits.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+from array import array
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.config import plain_number
-from outrider.core.sampling import tempered
-from outrider.errors import SettingsError
+from outrider.config import GateFile, GenerationSettings, plain_number, read_gate_file
+from outrider.core.sampling import tempered, uniforms
+from outrider.errors import DataError, SettingsError
 
 Name = Literal["entropy", "margin", "maxprob", "logprob"]
 NAMES: tuple[Name, ...] = ("entropy", "margin", "maxprob", "logprob")
@@ -103,7 +109,7 @@ class Threshold:
     exact = False
 
     def decide(self, block: Seq[Signals]) -> Decision:
-        value = self._value([getattr(token, self.signal) for token in block])
+        value = self.value(block)
         if self.signal == "margin":
             return self._decision(value < self.limit, value, "<" if value < self.limit else ">=")
         return self._decision(value > self.limit, value, ">" if value > self.limit else "<=")
@@ -112,7 +118,9 @@ class Threshold:
         name = f"{self.signal}.mean" if self.mean else self.signal
         return Decision(unsure, f"{name} {value:.3g} {sign} {self.limit:g}")
 
-    def _value(self, values: list[float]) -> float:
+    def value(self, block: Seq[Signals]) -> float:
+        """The block's signal; that of no tokens is as unsure as can be."""
+        values = [getattr(token, self.signal) for token in block]
         if not values:
             return math.inf if self.signal != "margin" else -math.inf
         if self.mean:
@@ -160,17 +168,99 @@ class Trigger:
         return f"trigger:{self.inner}"
 
 
+class Named(Protocol):
+    """A model that says who it is."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a run compares with what its gate was calibrated for. bounded: the budget is promised for it."""
+
+    bounded: bool = False
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A threshold with a risk budget. source: the file's name. key: whose audits; see `keyed`."""
+
+    inner: Threshold
+    file: GateFile
+    source: str
+    key: int = 0
+    needs_signals = True
+    exact = False
+
+    @property
+    def budget(self) -> float:
+        return self.file.epsilon
+
+    def decide(self, block: Seq[Signals]) -> Decision:
+        return self.inner.decide(block)
+
+    def keyed(self, seed: int, prompt_ids: Seq[int], heard: bytes = b"") -> Calibrated:
+        """The same gate with the audits of one generation: the same for the same seed, prompt and recording."""
+        digest = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=8)
+        digest.update(array("q", prompt_ids).tobytes() + heard)
+        return replace(self, key=int.from_bytes(digest.digest(), "little"))
+
+    def audits(self, position: int) -> bool:
+        """Whether a block that begins after `position` generated tokens is verified however sure the drafter is."""
+        return bool(audited(self.key, np.array([position]), self.file.audit)[0])
+
+    def fit(self, k: int | str, edge: Named, cloud: Named, settings: GenerationSettings) -> Fit:
+        """What of a run differs from the calibration: another k or vocabulary voids the budget, the rest is told."""
+        file = self.file
+        void = [] if k == file.k else [f"with k {file.k}, not {k}"]
+        sides = (("edge", file.edge, edge), ("cloud", file.cloud, cloud))
+        void += [f"with another vocabulary on the {s}" for s, was, now in sides if was.fingerprint != now.fingerprint]
+        told = [f"with {was.name} as the {s}, not {now.name}" for s, was, now in sides if was.name != now.name]
+        told += [f"with {change}" for change in _changes(file.settings, settings)]
+        lines = [f"the gate was calibrated {what}: its budget is not promised" for what in void]
+        lines += [f"the gate was calibrated {what}" for what in told]
+        return Fit(not void, tuple(lines))
+
+    def __str__(self) -> str:
+        return f"calibrated:{self.source}"
+
+
+def audited(key: int, positions: np.ndarray, share: float) -> np.ndarray:
+    """bool [len(positions)]: True for a share of them, drawn by `key` (below 2^64) and position alone."""
+    return uniforms(key, 0, positions) < share
+
+
+def _changes(was: GenerationSettings, now: GenerationSettings) -> list[str]:
+    """The settings that differ. The seed is the request's own."""
+    pairs = [(f.name, getattr(was, f.name), getattr(now, f.name)) for f in fields(was) if f.name != "seed"]
+    return [f"{name} {before!r}, not {after!r}" for name, before, after in pairs if before != after]
+
+
 def gate(spec: str) -> Gate:
     """The gate that a text names: always, never, entropy:1.5, margin.mean:0.3, entropy:1.5|logprob:2, trigger:….
 
+    `calibrated:FILE` is the gate that a calibration wrote to a file.
+
     Raises:
         SettingsError: an unknown signal, or a threshold that is missing or not a finite number ≥ 0.
+        DataError: a gate file that is not what it must be.
     """
     if not isinstance(spec, str):
         raise SettingsError(f"a gate is a text such as entropy:1.5, not {spec!r}")
     prefix, _, rest = spec.partition(":")
+    if prefix == "calibrated":
+        return _calibrated(rest, spec)
     if prefix == "trigger":
         inner = gate(rest)
+        if isinstance(inner, Calibrated):
+            raise SettingsError(
+                f"gate {spec!r}: a trigger skips nothing that a budget could be for: {inner.inner} does"
+            )
         if isinstance(inner, Trigger):
             raise SettingsError(f"gate {spec!r}: trigger: is said once")
         return Trigger(inner)
@@ -182,6 +272,19 @@ def gate(spec: str) -> Gate:
     return AnyOf(parts)
 
 
+def _calibrated(path: str, spec: str) -> Calibrated:
+    if not path:
+        raise SettingsError(f"gate {spec!r} names no file; write for example calibrated:gate.json")
+    file = read_gate_file(path)
+    try:
+        inner = _single(file.gate, file.gate)
+    except SettingsError as error:
+        raise DataError(f"{path}: {error}") from error
+    if not isinstance(inner, Threshold):
+        raise DataError(f"{path}: gate {file.gate!r} is not the threshold of one signal")
+    return Calibrated(inner, file, path)
+
+
 def _single(text: str, spec: str) -> Gate:
     if text in ("always", "never"):
         return Always() if text == "always" else Never()
@@ -190,7 +293,7 @@ def _single(text: str, spec: str) -> Gate:
     if signal not in NAMES or mode not in ("", "mean", "max"):
         raise SettingsError(
             f"gate {spec!r}: expected always, never, or SIGNAL:THRESHOLD with SIGNAL one of {', '.join(NAMES)} "
-            "(each also as SIGNAL.mean), joined by |, optionally after trigger:"
+            "(each also as SIGNAL.mean), joined by |, optionally after trigger:; or calibrated:FILE alone"
         )
     return Threshold(signal, _threshold(limit, spec), mean=mode == "mean")
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from outrider.config import GenerationSettings
+from outrider.core.gate import Calibrated, Fit, Gate, Named
 from outrider.core.sequence import Source
 from outrider.core.stopping import Reason
 
 Guarantee = Literal["exact", "bounded", "best-effort", "edge-only"]
+
+FEWEST_AUDITED = 5  # results before an audit warns: fewer do not show how much results differ
+CONFIDENCE = 2.326  # one-sided, 99 %: it is looked at after every result
 
 
 @dataclass
@@ -17,7 +24,8 @@ class Stats:
 
     verified: drafted tokens that a verdict decided. audited / disagreed: skipped tokens that the verifier saw in
     passing, and how many it would have changed. near_ties: positions of the output whose choice lay within the
-    numeric noise of the verifier's number format (always 0 in float32). drafted: also what was drafted ahead in vain.
+    numeric noise of the verifier's number format (always 0 in float32). forced_by_audit: blocks that a calibrated gate
+    would have skipped and that were drawn to be verified. drafted: also what was drafted ahead in vain.
     cloud_lost: the verifier could not be reached any more, and the edge went on alone.
     """
 
@@ -25,6 +33,7 @@ class Stats:
     blocks: int = 0
     escalated: int = 0
     forced_by_loop: int = 0
+    forced_by_audit: int = 0
     loop_sampled: int = 0
     drafted: int = 0
     verified: int = 0
@@ -73,17 +82,124 @@ class Stats:
         self.edge_tokens = len(sources) - self.cloud_tokens
 
 
-def guarantee(stats: Stats, *, lossless: bool) -> Guarantee:
+def guarantee(stats: Stats, *, lossless: bool, bounded: bool = False) -> Guarantee:
     """What the output is worth, judged by what was done and not by what was planned.
 
-    exact: every token was decided by a lossless verdict. edge-only: the verifier decided none, or was lost on the way.
-    Else best-effort.
+    exact: every token was decided by a lossless verdict. bounded: those that were not, the gate skipped within the
+    budget of a calibration that fits this run; that also covers an output which the gate left to the edge as a whole.
+    edge-only: else, where the verifier decided none, and wherever it was lost on the way. Else best-effort.
     """
-    if stats.cloud_tokens == 0 or stats.cloud_lost:
+    if stats.cloud_lost:
+        return "edge-only"
+    if stats.edge_tokens and lossless and bounded:
+        return "bounded"
+    if stats.cloud_tokens == 0:
         return "edge-only"
     if stats.edge_tokens == 0 and lossless:
         return "exact"
     return "best-effort"
+
+
+@dataclass(frozen=True)
+class Risk:
+    """A calibrated gate's budget, and what audits say of it over all results of one decoder so far.
+
+    budget: the share of output tokens that may stand on the edge's word and be other than the cloud's. audited,
+    disagreed: skipped tokens that the cloud saw in passing, and how many it would have changed. estimate: their ratio
+    times the share of tokens that were skipped; None before the first audit.
+    """
+
+    budget: float
+    audited: int
+    disagreed: int
+    estimate: float | None
+
+
+class Audits:
+    """The running estimate of a calibrated gate's risk. Results count whole: tokens of one output err together."""
+
+    def __init__(self, budget: float) -> None:
+        self._budget = budget
+        self._tokens = self._skipped = self._results = 0
+        self._audited = self._disagreed = 0
+        self._squares = [0, 0, 0]  # sums over results of audited², audited · disagreed, disagreed²
+
+    def add(self, stats: Stats) -> None:
+        """Count one result. One that went on without the cloud says nothing about the gate."""
+        if stats.cloud_lost:
+            return
+        a, d = stats.audited, stats.disagreed
+        self._tokens += stats.cloud_tokens + stats.edge_tokens
+        self._skipped += stats.edge_tokens
+        self._results += a > 0
+        self._audited += a
+        self._disagreed += d
+        self._squares = [old + new for old, new in zip(self._squares, (a * a, a * d, d * d), strict=True)]
+
+    @property
+    def risk(self) -> Risk:
+        estimate = self._disagreed / self._audited * self._share if self._audited else None
+        return Risk(self._budget, self._audited, self._disagreed, estimate)
+
+    @property
+    def lower(self) -> float:
+        """A lower confidence bound of the estimate: the smaller of Wilson's and that of a ratio over whole results."""
+        if self._results < FEWEST_AUDITED:
+            return 0.0
+        rate = self._disagreed / self._audited
+        aa, ad, dd = self._squares
+        spread = max(dd - 2 * rate * ad + rate * rate * aa, 0.0) * self._results / (self._results - 1)
+        whole = rate - CONFIDENCE * math.sqrt(spread) / self._audited
+        return max(min(whole, _wilson(rate, self._audited)), 0.0) * self._share
+
+    def warnings(self) -> list[str]:
+        """What to say where the audits contradict the budget."""
+        risk = self.risk
+        if risk.estimate is None or self.lower <= risk.budget:
+            return []
+        found = f"{risk.disagreed} of {risk.audited} audited tokens in {self._results} results"
+        return [
+            f"audits put the risk at {100 * risk.estimate:.2g} % of all tokens, above the budget of "
+            f"{100 * risk.budget:.2g} % ({found}): these requests are not what the gate was calibrated for"
+        ]
+
+    @property
+    def _share(self) -> float:
+        return self._skipped / self._tokens
+
+
+def _wilson(rate: float, count: int) -> float:
+    """The lower end of Wilson's interval."""
+    z2 = CONFIDENCE**2 / count
+    return (rate + z2 / 2 - math.sqrt(z2 * (rate * (1 - rate) + z2 / 4))) / (1 + z2)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a result may say of itself."""
+
+    guarantee: Guarantee
+    risk: Risk | None = None
+    warnings: tuple[str, ...] = ()
+
+
+class Oversight:
+    """Judges the results of one decoder, and keeps count of the audits where its gate is calibrated."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate if isinstance(gate, Calibrated) else None
+        self._audits = Audits(gate.budget) if isinstance(gate, Calibrated) else None
+
+    def judge(
+        self, stats: Stats, lossless: bool, k: int | str, sides: Seq[Named], settings: GenerationSettings
+    ) -> Judgement:
+        """sides: drafter and verifier, as they describe themselves. stats: with its sources counted."""
+        if self._gate is None or self._audits is None:
+            return Judgement(guarantee(stats, lossless=lossless))
+        fit = Fit() if stats.cloud_lost else self._gate.fit(k, sides[0], sides[-1], settings)
+        self._audits.add(stats)
+        word = guarantee(stats, lossless=lossless, bounded=fit.bounded)
+        return Judgement(word, self._audits.risk, (*fit.warnings, *self._audits.warnings()))
 
 
 @dataclass(frozen=True)
@@ -93,7 +209,7 @@ class Result:
     token_ids holds generated tokens only, the EOS or the stop string included. text is their decoding without
     special tokens, None where the model came without a tokenizer. sources says who decided each token.
     near_ties lists the indices (into token_ids) that `stats.near_ties` counts. ledger: bytes on the network by kind of
-    frame, "up" and "down"; their sums are stats.bytes_up and bytes_down.
+    frame, "up" and "down"; their sums are stats.bytes_up and bytes_down. risk: for a calibrated gate, else None.
     """
 
     text: str | None
@@ -105,10 +221,12 @@ class Result:
     sources: list[Source] = field(repr=False)
     near_ties: list[int] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    risk: Risk | None = None
     ledger: dict[str, dict[str, int]] = field(default_factory=dict, repr=False)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary with DESIGN's keys."""
         out = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("stats", "sources")}
         stats = {name: round(v, 6) if isinstance(v, float) else v for name, v in asdict(self.stats).items()}
-        return {**out, "stats": stats, "sources": [source.value for source in self.sources]}
+        risk = asdict(self.risk) if self.risk is not None else None
+        return {**out, "risk": risk, "stats": stats, "sources": [source.value for source in self.sources]}

@@ -1,1 +1,1 @@
-"""What a deployment would take, before it is bought: formulas only. Imports neither models nor sockets."""
+"""What a deployment would take, before it is bought: formulas, recorded traces, and their replay in virtual time."""

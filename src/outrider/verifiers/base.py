@@ -23,6 +23,7 @@ class Description:
     a sequence may have, if limited. audio_seconds: the longest recording that it takes; 0 where it takes none.
     placeholder: the token that stands for recordings in a prompt. read_vocabulary: fetches the token strings by id;
     asked only where fingerprints differ, for there may be many. decode: ids as text, special tokens included.
+    special_ids: tokens that mark something instead of being text, as the ends of other models of the family do.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Description:
     placeholder: int | None = None
     read_vocabulary: Callable[[], list[str]] = field(default=list, repr=False, compare=False)
     decode: Callable[[Sequence[int]], str] | None = field(default=None, repr=False, compare=False)
+    special_ids: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def vocabulary(self) -> list[str]:

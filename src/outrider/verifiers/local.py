@@ -83,6 +83,7 @@ def describe(engine: Engine) -> Description:
         front.placeholder if front is not None else None,
         lambda: list(getattr(engine, "vocabulary", [])),
         None if engine.tokenizer is None else lambda ids: str(engine.tokenizer.decode(list(ids))),
+        tuple(getattr(engine.tokenizer, "all_special_ids", ())),
     )
 
 

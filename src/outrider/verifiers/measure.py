@@ -13,6 +13,7 @@ from outrider.errors import CloudRefused
 PROMPT = tuple(17 + (n * 37) % 101 for n in range(70))  # ids that every vocabulary has; more than two blocks of a cache
 DRAFTS = (23, 41, 29, 67, 31)
 FLOAT32 = 1e-3  # logits; below it, what differs is the order of a float32 sum
+LIKELY = 4.0  # times the noise that was measured on a few rows, others of the same server may be apart
 WRONG = 4.0  # logits; no rounding makes such a difference
 
 
@@ -33,6 +34,14 @@ def compare(name: str, one: Sequence[PartialRow], other: Sequence[PartialRow]) -
     largest = max(float(np.abs(row.values).max()) for row in one)
     step = 2.0 ** (math.floor(math.log2(max(largest, 1.0))) - 7)
     return max(2.0 * apart, 2.0 * step)
+
+
+def require_same(name: str, one: Sequence[PartialRow], other: Sequence[PartialRow], noise: float) -> None:
+    """Raise CloudRefused unless two servers, or one at two times, read the same rows alike, but for the noise."""
+    apart = max(_difference(a, b) for a, b in zip(one, other, strict=True))
+    if not apart <= max(LIKELY * noise, FLOAT32):
+        how = f"rows {apart:.3g} apart" if apart < math.inf else "rows of other tokens"
+        raise CloudRefused(f"{name} serves other weights: the same prompt gives {how}")
 
 
 def is_normalised(rows: Sequence[PartialRow]) -> bool:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from outrider.errors import CloudRefused
-from outrider.verifiers.measure import compare
+from outrider.verifiers.measure import DRAFTS, PROMPT, require_same
 from outrider.verifiers.refusals import Again
-from outrider.verifiers.server import Abilities, Dialect
+from outrider.verifiers.server import Abilities, Ask, Dialect, Reread, asked
 from outrider.wire.status import Disconnected, Untrusted
 from outrider.wire.web import Json, Reply, Web
 
@@ -35,6 +36,7 @@ class Replica:
         self._dialect = dialect
         self._failed = -AVOIDED
         self._doubtful = False  # it was away: who came back may be another
+        self._seen = 0  # connections that were made when it was last looked at
         self._lock = asyncio.Lock()
 
     @property
@@ -53,11 +55,30 @@ class Replica:
                 found = await self.guarded(self._dialect.probe(self.web))
                 self._check(found, first or self.able)
                 self.able, self._doubtful = found, False
+                self._seen = self.web.line.link.connections
             return self.able
 
     async def post(self, path: str, body: Json, session: str, seconds: float) -> Reply:
-        """One request; raises as `ready` does."""
-        return await self.guarded(self.web.post(path, body, seconds, {"X-Session-ID": session}))
+        """One request; raises as `ready` does.
+
+        Where a connection had to be made for it, the server may have been restarted since it was last asked: whether it
+        is still the same is found out before its answer counts.
+        """
+        reply = await self.guarded(self.web.post(path, body, seconds, {"X-Session-ID": session}))
+        async with self._lock:
+            if self.able is not None and self.web.line.link.connections != self._seen:
+                await self._look_again(self.able)
+        return reply
+
+    async def _look_again(self, able: Abilities) -> None:
+        ask = Ask((*PROMPT, *DRAFTS), len(DRAFTS) + 1, 2, uuid.uuid4().hex, fresh=True)
+        try:
+            found = await self.guarded(asked(self._dialect, self.web, ask, able))
+            require_same(self.name, able.sample, found, able.noise)
+        except (CloudRefused, Reread) as error:
+            self._doubtful = True
+            raise Again(f"{self.name} is not as it was: {error}") from error
+        self._seen = self.web.line.link.connections
 
     async def guarded(self, work: Awaitable[T]) -> T:
         """What `work` comes to, with the transport's errors as ours; a replica that fails is avoided for a while."""
@@ -78,7 +99,7 @@ class Replica:
         if (found.model, found.max_length) != (known.model, known.max_length):
             raise CloudRefused(f"{self.name} serves {found.model}, not {known.model} as before")
         if found.normalised == known.normalised:
-            compare(self.name, known.sample, found.sample)
+            require_same(self.name, known.sample, found.sample, max(known.noise, found.noise))
 
 
 def rendezvous(key: str, replicas: Sequence[Replica]) -> list[Replica]:

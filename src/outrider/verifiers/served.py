@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import count
@@ -27,6 +27,8 @@ from outrider.wire.web import Web
 from outrider.wire.worker import Worker
 
 T = TypeVar("T")
+
+MOST_ENDS = 256  # special tokens that are tried whether the server ends at them
 
 
 class ServedVerifier:
@@ -135,15 +137,20 @@ class ServedVerifier:
             return await self._dialect.text(web, able, ids)
 
         named = await same_tokens(edge, self.name, decode)
-        ends = [token for token in edge.eos_ids if await self._dialect.ends(web, able, token)]
+        ends = await self._ends(web, able, dict.fromkeys((*edge.eos_ids, *edge.special_ids)))
         return replace(
             edge,
             name=f"{able.model} at {self.name}",
             vocab_size=named,
             row_count=max(named, edge.row_count),
-            eos_ids=tuple(ends),
+            eos_ids=ends,
             max_length=able.max_length,
         )
+
+    async def _ends(self, web: Web, able: Abilities, tokens: Iterable[int]) -> tuple[int, ...]:
+        """At which of the tokens the server ends its output."""
+        candidates = list(tokens)[:MOST_ENDS]  # one by one: more connections would have to be looked at again
+        return tuple([token for token in candidates if await self._dialect.ends(web, able, token)])
 
     async def _first_abilities(self) -> tuple[Abilities, Web]:
         found: list[tuple[Abilities, Web]] = []

@@ -81,7 +81,7 @@ class ServedSession:
 
     async def _judge(self, replica: Replica, reading: Reading) -> Verdict:
         able = await replica.ready(next((other.able for other in self._replicas if other.able is not None), None))
-        check_settings(self._settings, able, replica.name)
+        check_settings(self._settings, able, replica.name, self._dialect)
         while True:
             rows = await self._read(replica, able, reading)
             try:
@@ -141,35 +141,32 @@ class ServedSession:
         if self._top == WHOLE or (able.top != WHOLE and self._top >= able.top):
             raise CloudRefused(
                 f"{name} sends {able.top} entries of a row, which do not settle the token at position {lack.position}: "
-                f"let it send more (vllm: --max-logprobs), or restrict sampling further (top_k, top_p)"
+                f"{self._dialect.more.format(GROWTH * able.top)}, or restrict sampling further (top_k, top_p)"
             )
         self._top *= GROWTH
         if self._top > LARGEST and able.top == WHOLE:
             self._top = WHOLE
 
 
-def check_settings(settings: GenerationSettings, able: Abilities, name: str) -> None:
+def check_settings(settings: GenerationSettings, able: Abilities, name: str, dialect: Dialect) -> None:
     """Refuse what rows of this kind can never settle, with what to change.
 
     Raises:
         SettingsError: the draw may fall on any token of the vocabulary, or a penalty needs logits.
     """
     if settings.repetition_penalty != 1.0 and able.normalised:
-        raise SettingsError(
-            f"repetition_penalty needs logits, and {name} sends log-probabilities: start vllm with "
-            "--logprobs-mode raw_logits"
-        )
+        raise SettingsError(f"repetition_penalty needs logits, and {name} sends log-probabilities: {dialect.logits}")
     if settings.temperature == 0 or able.top == WHOLE:
         return
     if settings.top_k >= able.top:
         raise SettingsError(
             f"top_k {settings.top_k}: {name} sends {able.top} entries of a row, which covers top_k up to "
-            f"{able.top - 1}; start vllm with --max-logprobs {settings.top_k + 1}"
+            f"{able.top - 1}; {dialect.more.format(settings.top_k + 1)}"
         )
     if not settings.top_k and settings.top_p == 1.0 and settings.min_p == 0.0:
         raise SettingsError(
             f"sampling from the whole vocabulary: {name} sends {able.top} entries of a row; set top_k (up to "
-            f"{able.top - 1}), top_p or min_p, or start vllm with --max-logprobs -1"
+            f"{able.top - 1}), top_p or min_p, or {dialect.more.format(-1)}"
         )
 
 

@@ -78,9 +78,14 @@ class Abilities:
 
 
 class Dialect(Protocol):
-    """How one kind of server is spoken with. scheme: as in "vllm://host:port"."""
+    """How one kind of server is spoken with. scheme: as in "vllm://host:port".
+
+    logits, more: how to start it so that rows are logits, or so that it sends n entries of a row ("{}" stands for n).
+    """
 
     scheme: str
+    logits: str
+    more: str
 
     async def probe(self, web: Web) -> Abilities:
         """Find out what the server can do, and prove it on a known prompt."""

@@ -28,6 +28,8 @@ class Sglang:
     """The dialect; it keeps nothing."""
 
     scheme = "sglang"
+    logits = "use vllm or our own cloud, which send logits"
+    more = "use vllm or our own cloud, which send as many as {} (-1: all)"
 
     async def probe(self, web: Web) -> Abilities:
         """What it serves, and that it gives the same rows with and without its cache.

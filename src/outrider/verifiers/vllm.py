@@ -51,6 +51,8 @@ class Vllm:
     """The dialect; it keeps nothing."""
 
     scheme = "vllm"
+    logits = "start vllm with --logprobs-mode raw_logits"
+    more = "start vllm with --max-logprobs {}"
 
     async def probe(self, web: Web) -> Abilities:
         """Find out what the server can do, and prove it on a known prompt.

@@ -1,0 +1,95 @@
+"""`outrider calibrate`: from traces, a gate with a risk budget, written to a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from outrider.cli.options import Models, load_drafter
+from outrider.config import GenerationSettings, ModelId
+from outrider.edge.pair import Pair
+from outrider.errors import SettingsError
+from outrider.planning.calibrate import AUDIT, Calibration, calibrate, write_gate_file
+from outrider.planning.traces import read_traces
+from outrider.verifiers.connect import connect
+
+
+def run_calibrate(
+    traces: str,
+    out: str,
+    epsilon: float,
+    k: int,
+    *,
+    edge: ModelId,
+    cloud: ModelId,
+    settings: GenerationSettings,
+    audit: float = AUDIT,
+    seed: int = 0,
+    json_output: bool = False,
+) -> int:
+    """Find the gate, write it to `out`, print what was found. edge, cloud, settings: whose traces they are."""
+    found = calibrate(
+        read_traces(Path(traces)),
+        epsilon=epsilon,
+        k=k,
+        edge=edge,
+        cloud=cloud,
+        settings=settings,
+        audit=audit,
+        seed=seed,
+    )
+    write_gate_file(out, found)
+    if json_output:
+        print(json.dumps({"file": out, **found.to_json()}, ensure_ascii=False))  # noqa: T201
+    else:
+        _show(found, out)
+    return 0
+
+
+def identify(models: Models) -> tuple[ModelId, ModelId]:
+    """Edge and cloud as a gate file names them. Loads the edge; the cloud is asked, or loaded if it is local.
+
+    Raises:
+        SettingsError: one of them is missing.
+    """
+    if "none" in (models.edge, models.cloud):
+        raise SettingsError("a gate is calibrated for a pair: give --edge and --cloud")
+    draft = load_drafter(models)
+    placed = {"dtype": models.dtype, "device": models.device} if models.cloud.startswith("local:") else {}
+    sides = Pair(draft, connect(models.cloud, **placed), "fail").sides
+    edge, cloud = (ModelId(side.name, side.fingerprint) for side in sides)
+    return edge, cloud
+
+
+def _show(found: Calibration, out: str) -> None:
+    console = Console()
+    console.print(_table(found))
+    console.print(
+        f"{found.gate}: {_percent(found.escalation)} of blocks go to the cloud, audits included. On the edge's word, "
+        f"{_percent(found.risk)} of the tokens of {found.traces} traces would be wrong: within the budget of "
+        f"{_percent(found.epsilon)}.\nWritten to {out}: --gate calibrated:{out} --k {found.k}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _table(found: Calibration) -> Table:
+    """How each signal did on the traces that chose among them."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
+    table.add_column("signal")
+    for name in ("threshold", "risk", "escalated"):
+        table.add_column(name, justify="right")
+    chosen = found.gate.partition(":")[0]
+    for row in found.signals:
+        threshold = "–" if row.threshold is None else f"{row.threshold:.4g}"
+        cells = (row.signal, threshold, _percent(row.risk), _percent(row.escalation))
+        table.add_row(*cells, style="bold" if row.signal == chosen else None)
+    return table
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"

@@ -1,0 +1,350 @@
+"""`outrider eval`: its options, and from them to a run, its table and its exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Group, Parameter
+
+from outrider.cli.options import Decoding, Models, Network, Output, Speculation, Whole, _whole
+from outrider.errors import SettingsError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from outrider.evals.bench import Bench
+    from outrider.evals.manifest import Item
+    from outrider.evals.store import Row, Store
+
+EVALUATION = Group("Evaluation", sort_key=0)
+ASSISTANT = Group("transformers' assistant", sort_key=6)
+
+
+@Parameter(name="*", group=EVALUATION)
+@dataclass(frozen=True)
+class Evaluation:
+    """What is run, and where it is kept.
+
+    Parameters
+    ----------
+    out
+        The run's folder. The same command goes on where it was; a folder of another run is refused.
+    modes
+        Comma-separated: edge-only, cloud-only, exact, gated, plain, assisted. All that these options allow otherwise.
+    limit
+        Only the first so many items.
+    trace
+        Also write traces.jsonl: what the drafter would have done along the target's output.
+    retry_failed
+        Try again what failed.
+    edge_threads
+        Hold the drafter's threads to this many cores.
+    edge_memory
+        Hold this process to an address space of this size, as in 4GiB; only without a cloud model in it.
+    """
+
+    out: str
+    modes: str = ""
+    limit: Annotated[int | None, Parameter(converter=_whole)] = None
+    trace: Annotated[bool, Parameter(negative="")] = False
+    retry_failed: Annotated[bool, Parameter(negative="")] = False
+    edge_threads: Annotated[int | None, Parameter(converter=_whole)] = None
+    edge_memory: str | None = None
+
+    @property
+    def asked(self) -> list[str]:
+        """The modes by name; none for all."""
+        return [name.strip() for name in self.modes.split(",") if name.strip()]
+
+
+@Parameter(name="*", group=ASSISTANT)
+@dataclass(frozen=True)
+class Assistant:
+    """How transformers drafts in the mode "assisted".
+
+    Parameters
+    ----------
+    assistant_tokens
+        Tokens per round; transformers' default.
+    assistant_schedule
+        How that number changes.
+    assistant_confidence
+        Stop drafting at a token less likely than this; 0 is off.
+    """
+
+    assistant_tokens: Whole = 20
+    assistant_schedule: Literal["constant", "heuristic", "heuristic_transient"] = "constant"
+    assistant_confidence: float = 0.4
+
+
+@dataclass(frozen=True)
+class _Options:
+    """All of them, checked."""
+
+    evaluation: Evaluation
+    assistant: Assistant
+    models: Models
+    speculation: Speculation
+    network: Network
+    decoding: Decoding
+    modes: list[str]
+    left_out: dict[str, str]
+    memory: int | None
+
+
+def run_eval(
+    data: str,
+    evaluation: Evaluation,
+    assistant: Assistant,
+    models: Models,
+    speculation: Speculation,
+    network: Network,
+    decoding: Decoding,
+    output: Output,
+) -> int:
+    """`outrider eval`: 1 if anything failed."""
+    from outrider.cli.commands import _quieten
+    from outrider.cli.options import collect_from_now_on
+    from outrider.evals.manifest import load_set
+    from outrider.evals.store import Store
+
+    options = _checked(evaluation, assistant, models, speculation, network, decoding)
+    items = load_set(data)[: evaluation.limit]
+    _quieten(output)
+    with ExitStack() as stack:
+        limits = _limit_memory(options, stack)
+        bench = _loaded(options, stack, limits)
+        collect_from_now_on()
+        modes, left_out = bench.modes(options.modes, evaluation.asked)
+        left_out = options.left_out | left_out
+        store = stack.enter_context(
+            Store(Path(evaluation.out), _about(bench, data, items, modes, left_out, options, limits))
+        )
+        _run(bench, items, modes, store, options)
+        return _report(store, [mode.name for mode in modes], left_out, output)
+
+
+# Checking ---------------------------------------------------------------------------------------------------
+
+
+def _checked(
+    evaluation: Evaluation,
+    assistant: Assistant,
+    models: Models,
+    speculation: Speculation,
+    network: Network,
+    decoding: Decoding,
+) -> _Options:
+    """Every option, before a model is loaded."""
+    from outrider.cli.options import check
+    from outrider.config import GenerationSettings
+    from outrider.engines.load import locate
+    from outrider.evals.modes import choose, obstacle
+    from outrider.verifiers.connect import parse_target
+
+    check(models, speculation, network)
+    GenerationSettings.build(decoding.settings())
+    _assistance(assistant)
+    if models.edge != "none":
+        locate(models.edge)
+    edge, cloud = models.edge != "none", parse_target(models.cloud).kind
+    sides: dict[str, Any] = {"edge": edge, "cloud": cloud, "limited": evaluation.edge_threads is not None}
+    judged: dict[str, Any] = {"gate": speculation.gate, "accept": speculation.accept}
+    modes, left_out = choose(evaluation.asked, lambda name: obstacle(name, **sides, **judged))
+    if evaluation.limit is not None and evaluation.limit < 1:
+        raise SettingsError(f"--limit is 1 or more, not {evaluation.limit}")
+    if evaluation.trace and not (edge and cloud != "none"):
+        raise SettingsError("--trace needs an edge and a cloud: a trace is the drafter's view of the target's output")
+    if not edge and cloud != "local":
+        raise SettingsError("an evaluation needs a model in this process that reads its prompts: give --edge")
+    memory = _check_limits(evaluation, models, cloud)
+    return _Options(evaluation, assistant, models, speculation, network, decoding, modes, left_out, memory)
+
+
+def _check_limits(evaluation: Evaluation, models: Models, cloud: str) -> int | None:
+    """Bytes of --edge-memory, or None."""
+    from outrider.cloud.limits import parse_bytes
+    from outrider.evals.limits import check_memory, check_threads
+
+    for name in ("edge_threads", "edge_memory"):
+        if getattr(evaluation, name) is not None and models.edge == "none":
+            raise SettingsError(f"--{name.replace('_', '-')}: there is no edge model")
+    if evaluation.edge_threads is not None:
+        check_threads(evaluation.edge_threads)
+    if evaluation.edge_memory is None:
+        return None
+    check_memory(cloud=cloud, device=models.device)
+    return parse_bytes(evaluation.edge_memory)
+
+
+def _assistance(assistant: Assistant) -> Any:
+    from outrider.evals.peers import Assistance
+
+    return Assistance(assistant.assistant_tokens, assistant.assistant_schedule, assistant.assistant_confidence)
+
+
+# Loading ----------------------------------------------------------------------------------------------------
+
+
+def _limit_memory(options: _Options, stack: ExitStack) -> dict[str, Any]:
+    """The limits that hold, as they were read back."""
+    from outrider.evals.limits import address_space
+
+    held = None if options.memory is None else stack.enter_context(address_space(options.memory))
+    return {"edge_threads": None, "edge_memory_bytes": held}
+
+
+def _loaded(options: _Options, stack: ExitStack, limits: dict[str, Any]) -> Bench:
+    """The models; limits gains what holds the drafter's threads."""
+    from outrider.evals.bench import Bench
+    from outrider.evals.modes import Setup
+
+    try:
+        draft, verifier = _models(options, stack)
+    except MemoryError as error:
+        raise SettingsError(f"--edge-memory {options.evaluation.edge_memory}: the models do not fit") from error
+    if options.evaluation.edge_threads is not None:
+        limits["edge_threads"] = draft.found
+    together = {name: getattr(options.network, name) for name in ("driver", "on_cloud_loss", "privacy")}
+    setup = Setup(options.decoding.settings(), **asdict(options.speculation), **together)
+    return Bench(draft, verifier, setup, _assistance(options.assistant))
+
+
+def _models(options: _Options, stack: ExitStack) -> tuple[Any, Any]:
+    """The edge's engine and the verifier; a cloud that cannot be reached is known before a model is loaded."""
+    from outrider.cli.options import load_drafter
+    from outrider.edge.link import PipelinedVerifier
+    from outrider.evals.limits import Held
+    from outrider.verifiers.connect import connect, parse_target
+
+    models, threads = options.models, options.evaluation.edge_threads
+    placed = {"dtype": models.dtype, "device": models.device}
+    local = parse_target(models.cloud).kind == "local"
+    verifier: Any = connect(models.cloud, **(placed if local else options.network.connection()))
+    if isinstance(verifier, PipelinedVerifier):
+        stack.callback(verifier.disconnect)  # type: ignore[attr-defined]
+        verifier.probe()
+    draft: Any = load_drafter(models) if threads is None else Held(lambda: load_drafter(models), threads)
+    return draft, verifier
+
+
+def _about(
+    bench: Bench,
+    data: str,
+    items: list[Item],
+    modes: list[Any],
+    left_out: dict[str, str],
+    options: _Options,
+    limits: dict[str, Any],
+) -> Row:
+    from outrider.evals.bench import about
+
+    secrets = ("token_file", "ca", "cert", "key")
+    network = {name: value for name, value in asdict(options.network).items() if name not in secrets}
+    more = {"asked": asdict(options.models), "network": network, "limits": limits, "trace": options.evaluation.trace}
+    return about(bench, data, items, modes, left_out, **more)
+
+
+# Running ----------------------------------------------------------------------------------------------------
+
+
+def _run(bench: Bench, items: list[Item], modes: list[Any], store: Store, options: _Options) -> None:
+    from outrider.evals.runner import run, steps
+
+    if options.evaluation.retry_failed:
+        store.forget_failures()
+    tracer = bench.tracer() if options.evaluation.trace else None
+    with _progress(steps(items, modes, tracer)) as advance:
+        run(items, modes, store, tracer, advance)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], Any]]:
+    """A bar on stderr for people who watch."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from outrider.cli.commands import STDERR
+
+    if not STDERR.is_terminal:
+        yield lambda: None
+        return
+    columns = (TextColumn("eval"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=STDERR, transient=True) as progress:
+        task = progress.add_task("eval", total=total)
+        yield lambda: progress.advance(task)
+
+
+# Reporting --------------------------------------------------------------------------------------------------
+
+
+def _report(store: Store, modes: list[str], left_out: dict[str, str], output: Output) -> int:
+    from rich.console import Console
+
+    from outrider.cli.commands import STDERR, _print_json
+    from outrider.evals import summary
+
+    found = summary.summarise(modes, store.results.rows, store.timings.rows)
+    failed = summary.failures(store.results.rows)
+    if output.json:
+        whole = {"out": str(store.folder), "modes": found, "left_out": left_out, "failures": failed}
+        _print_json({**whole, "traces": len(store.traces.rows)})
+    else:
+        Console().print(_table(found))
+        for name, reason in left_out.items():
+            STDERR.print(f"left out: {name}: {reason}", style="dim", markup=False, highlight=False, soft_wrap=True)
+    for row in store.results.rows.values():
+        if "error" in row:
+            _complain(row)
+    return 1 if failed else 0
+
+
+def _complain(row: Row) -> None:
+    from outrider.cli.commands import STDERR, printable
+
+    error = f"{row['error']['type']}: {row['error']['message']}"
+    line = f"outrider: {row['id']}, {row['mode']}: {error}"
+    STDERR.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+
+
+def _table(found: dict[str, dict[str, Any]]) -> Table:
+    """same: as cloud-only's tokens. TTFT: the median. up, down: bytes on the network. In 80 columns."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
+    table.add_column("mode", no_wrap=True)
+    columns = ["items", "failed", "skipped", "same", "tok/s", "TTFT", "cloud", "accept", "up", "down"]
+    if not any(one["skipped"] for one in found.values()):
+        columns.remove("skipped")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for mode, one in found.items():
+        table.add_row(mode, *(_cells(one)[name] for name in columns))
+    return table
+
+
+def _cells(one: dict[str, Any]) -> dict[str, str]:
+    speed, first = one["tokens_per_s"], one["ttft_p50_s"]
+    return {
+        "items": str(one["items"]),
+        "failed": str(one["failures"]),
+        "skipped": str(one["skipped"]),
+        "same": _percent(one["agreement"]),
+        "tok/s": "–" if speed is None else f"{speed:.1f}",
+        "TTFT": "–" if first is None else f"{1000 * first:.0f}ms",
+        "cloud": _percent(one["cloud_share"]),
+        "accept": _percent(one["acceptance"]),
+        "up": _size(one["bytes_up"]),
+        "down": _size(one["bytes_down"]),
+    }
+
+
+def _percent(rate: float | None) -> str:
+    return "–" if rate is None else f"{100 * rate:.0f}%"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1000:.1f}k" if count < 999_950 else f"{count / 1_000_000:.1f}M"

@@ -1,0 +1,244 @@
+"""`outrider plan` and `outrider sweep`: what a pair would do under other gates, networks and goals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from cyclopts import Group, Parameter
+
+from outrider.cli.options import Decoding, Models, Output, Whole
+from outrider.config import GenerationSettings
+from outrider.errors import SettingsError
+
+if TYPE_CHECKING:
+    from outrider.planning.costs import Costs
+    from outrider.planning.planner import Option, Ranking
+    from outrider.planning.sweep import Row
+    from outrider.planning.traces import Trace
+
+PAIR = Group("What is measured", sort_key=0)
+Drivers = Literal["sequential", "pipelined"]
+
+
+@Parameter(name="*", group=PAIR)
+@dataclass(frozen=True)
+class Measured:
+    """What the pair is measured on.
+
+    Parameters
+    ----------
+    data
+        A set: "demo", a manifest, or a file of Spec-Bench's form.
+    limit
+        Its first so many items.
+    traces
+        Traces that were recorded before (outrider eval --trace); data then serves to measure times only.
+    """
+
+    data: str = "demo"
+    limit: Whole = 6
+    traces: str | None = None
+
+
+def run_plan(
+    measured: Measured,
+    models: Models,
+    decoding: Decoding,
+    output: Output,
+    net: str,
+    aim: Literal["latency", "cloud", "quality", "privacy"],
+    budget: float | None,
+    gates: Sequence[str],
+    utilisation: float,
+) -> int:
+    """`outrider plan`: rank the ways of decoding, and say which wins and by how much."""
+    from outrider.netem.conditions import conditions
+    from outrider.planning.planner import Goal, Planner
+    from outrider.planning.simulator import Setup
+
+    goal = Goal(aim, budget)
+    base = Setup(net=conditions(net), utilisation=utilisation)
+    for gate in gates:
+        Setup(gate=gate)  # refused before a model is loaded
+    traces, costs = _measure(measured, models, decoding, output)
+    ranking = Planner(traces, costs, base, gates=_gates(gates, goal.limit, traces)).rank(goal)
+    if output.json:
+        _print_json({"goal": asdict(goal), "net": net, "costs": asdict(costs), "options": _options(ranking)})
+    else:
+        _show_plan(ranking, costs, net)
+    return 0
+
+
+def run_sweep(
+    measured: Measured,
+    models: Models,
+    decoding: Decoding,
+    output: Output,
+    gates: Sequence[str],
+    ks: Sequence[str],
+    drivers: Sequence[Drivers],
+    nets: Sequence[str],
+    out: str | None,
+) -> int:
+    """`outrider sweep`: thresholds × k × drivers × networks, simulated over the pair's traces."""
+    from outrider.netem.conditions import conditions
+    from outrider.planning.simulator import Setup
+    from outrider.planning.sweep import pareto, sweep, thresholds
+
+    places = [conditions(net) for net in nets]
+    lengths = [_length(k) for k in ks]
+    for gate, k, driver, net in product(gates or ["always"], lengths, drivers, places):
+        Setup(gate=gate, k=k, driver=driver, net=net)  # refused before a model is loaded
+    traces, costs = _measure(measured, models, decoding, output)
+    tried: list[Any] = list(gates) or ["always", *thresholds(traces), "never"]
+    rows = sweep(traces, costs, gates=tried, ks=lengths, drivers=drivers, nets=places)
+    if out is not None:
+        Path(out).write_text("".join(json.dumps(row.to_json()) + "\n" for row in rows), encoding="utf-8")
+    if output.json:
+        _print_json({"costs": asdict(costs), "rows": [row.to_json() for row in rows]})
+    else:
+        _show_sweep(rows, pareto(rows))
+    return 0
+
+
+def _measure(measured: Measured, models: Models, decoding: Decoding, output: Output) -> tuple[list[Trace], Costs]:
+    """The pair's traces and times."""
+    from outrider.cli.commands import _quieten
+    from outrider.cli.options import collect_from_now_on, load_drafter
+    from outrider.evals.manifest import load_set
+    from outrider.evals.modes import given
+    from outrider.planning.record import record
+    from outrider.planning.timing import measure_costs
+    from outrider.planning.traces import read_traces
+    from outrider.verifiers.connect import connect, parse_target
+
+    if "none" in (models.edge, models.cloud):
+        raise SettingsError("a plan is made for a pair: give --edge and --cloud")
+    target = parse_target(models.cloud)
+    settings = GenerationSettings.build(decoding.settings())
+    items = load_set(measured.data)[: measured.limit]
+    known = read_traces(Path(measured.traces)) if measured.traces is not None else None
+    _quieten(output)
+    placed = {} if target.remote else {"dtype": models.dtype, "device": models.device}
+    draft = load_drafter(models)
+    with ExitStack() as closing:
+        verifier: Any = connect(models.cloud, **placed)
+        if hasattr(verifier, "disconnect"):
+            closing.callback(verifier.disconnect)
+        collect_from_now_on()
+        prompts = [given(item) for item in items]
+        costs = measure_costs(draft, verifier, prompts[:3], settings)  # type: ignore[arg-type]
+        names = [item.id for item in items]
+        found = known or list(record(draft, verifier, prompts, settings, names))  # type: ignore[arg-type]
+    return found, costs
+
+
+def _gates(asked: Sequence[str], budget: float, traces: Sequence[Trace]) -> list[Any]:
+    """Those that were asked for; where a budget allows to skip and none were, a few over the range of the entropy."""
+    from outrider.planning.sweep import thresholds
+
+    return list(asked) or (list(thresholds(traces, number=5)) if budget > 0 else [])
+
+
+def _length(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+# Showing ----------------------------------------------------------------------------------------------------
+
+
+def _options(ranking: Ranking) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": option.name,
+            "k": option.setup.k if option.setup.mode == "speculative" else None,
+            "allowed": option.allowed,
+            "behind": option.behind,
+            "breakeven_rtt_s": option.breakeven_rtt_s,
+            **asdict(option.summary),
+        }
+        for option in ranking.options
+    ]
+
+
+def _show_plan(ranking: Ranking, costs: Costs, net: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    times = f"draft {1000 * costs.draft_s:.1f} ms a token, verdict {1000 * costs.verify_s:.1f} ms"
+    console.print(f"measured: {times} and {1000 * costs.verify_per_token_s:.1f} ms a draft; network {net}", style="dim")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in (
+        "",
+        "k",
+        "ms per token",
+        "by cloud",
+        "changed",
+        "cloud ms per token",
+        "against the best",
+        "pays up to RTT",
+    ):
+        table.add_column(name, justify="right" if name else "left")
+    for option in ranking.options:
+        table.add_row(*_plan_cells(option), style=None if option.allowed else "dim")
+    console.print(table)
+    console.print(_verdict(ranking), style="bold")
+
+
+def _plan_cells(option: Option) -> list[str]:
+    found, rtt = option.summary, option.breakeven_rtt_s
+    k = str(option.setup.k) if option.setup.mode == "speculative" else "–"
+    cloud = 1000 * found.cloud_s / max(found.tokens, 1)
+    pays = (
+        "–"
+        if rtt is None
+        else "never"
+        if rtt == 0
+        else f"over {2000} ms"
+        if rtt == float("inf")
+        else f"{1000 * rtt:.0f} ms"
+    )
+    shares = [f"{100 * share:.1f} %" for share in (found.cloud_share, found.disagreement)]
+    against = f"{option.behind:.2f}×" if option.allowed else "over budget"
+    return [option.name, k, f"{1000 * found.token_s:.1f}", *shares, f"{cloud:.1f}", against, pays]
+
+
+def _verdict(ranking: Ranking) -> str:
+    """One sentence: what to do."""
+    best = ranking.best
+    advice = {"edge-only": "Stay on the edge", "cloud-only": "Use the cloud alone"}.get(
+        best.setup.mode, f"Speculate: {best.name}, k {best.setup.k}"
+    )
+    if not best.allowed:
+        return f"Nothing keeps within the budget; the nearest is {best.name}."
+    others = [option for option in ranking.options[1:] if option.allowed]
+    if not others:
+        return f"{advice}; nothing else keeps within the budget."
+    return f"{advice}; the next best ({others[0].name}) costs {others[0].behind:.2f} times as much by this goal."
+
+
+def _show_sweep(rows: Sequence[Row], front: Sequence[Row]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("gate", "k", "driver", "network", "by cloud", "changed", "ms per token", "escalated", ""):
+        table.add_column(name, justify="left" if name in ("gate", "driver", "network", "") else "right")
+    best = {id(row) for row in front}
+    for row in rows:
+        found = row.summary
+        shares = [f"{100 * share:.1f} %" for share in (found.cloud_share, found.disagreement)]
+        cells = [row.gate, str(row.k), row.driver, row.net, *shares, f"{1000 * found.token_s:.1f}"]
+        table.add_row(*cells, f"{100 * found.escalation:.0f} %", "frontier" if id(row) in best else "")
+    Console().print(table)
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value, ensure_ascii=False))  # noqa: T201

@@ -1,0 +1,18 @@
+"""`outrider report`: evaluations in, one page out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from outrider.evals.report import write_report
+
+
+def run_report(dirs: Sequence[str], out: str) -> int:
+    """Write the page about the evaluations in `dirs` to the file `out`."""
+    write_report([Path(name) for name in dirs], Path(out))
+    size = Path(out).stat().st_size
+    Console(stderr=True).print(f"{out}: {size:,} bytes", style="dim", markup=False, highlight=False, soft_wrap=True)
+    return 0

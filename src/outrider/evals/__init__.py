@@ -1,0 +1,1 @@
+"""Deciding with numbers: what is evaluated, and how it is scored."""

@@ -1,0 +1,100 @@
+"""From loaded models to the modes of a run, and to what run.json says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from outrider.config import GenerationSettings
+from outrider.evals import machine, peers
+from outrider.evals.manifest import Item
+from outrider.evals.modes import OURS, Encoder, Mode, Setup, build, choose, given
+from outrider.evals.peers import Assistance, Peer
+from outrider.evals.runner import Tracer
+from outrider.evals.store import Row
+from outrider.planning.record import Recorder
+from outrider.verifiers.local import LocalVerifier
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a run needs: its models, loaded once and shared, and how they decode. draft or verifier may be None."""
+
+    draft: Any
+    verifier: Any
+    setup: Setup
+    assistance: Assistance
+
+    @property
+    def target(self) -> Any:
+        """The verifier's engine where it is in this process, else None."""
+        return self.verifier.engine if isinstance(self.verifier, LocalVerifier) else None
+
+    @property
+    def settings(self) -> GenerationSettings:
+        return GenerationSettings.build(self.setup.generation)
+
+    def modes(self, names: Sequence[str], asked: Sequence[str]) -> tuple[list[Mode], dict[str, str]]:
+        """The modes of these names, but for those that transformers cannot run on these models: they are the second.
+
+        Raises:
+            SettingsError: one of those was asked for.
+        """
+        kept, left_out = choose(asked, lambda name: self._why_not(name) if name in names else "not chosen")
+        left_out = {name: reason for name, reason in left_out.items() if name in names}
+        encoder = Encoder(self.draft, self.target)
+        return [self._mode(name, encoder) for name in kept], left_out
+
+    def _why_not(self, name: str) -> str | None:
+        return None if name in OURS else peers.obstacle(name, self.draft, self.target)
+
+    def _mode(self, name: str, encoder: Encoder) -> Mode:
+        if name in OURS:
+            return build(name, self.draft, self.verifier, self.setup, encoder)
+        assistant = self.draft if name == "assisted" else None
+        return Peer(self.target, encoder, self.settings, assistant, self.assistance)
+
+    def tracer(self) -> Tracer:
+        """What takes traces of the pair."""
+        recorder = Recorder(self.draft, self.verifier, self.settings)
+        return lambda item: recorder.trace(item.id, given(item)).to_json()
+
+    def models(self) -> dict[str, Any]:
+        """Who edge and cloud are."""
+        edge = None if self.draft is None else machine.model(self.draft)
+        if self.target is not None:
+            return {"edge": edge, "cloud": machine.model(self.target)}
+        if self.verifier is None:
+            return {"edge": edge, "cloud": None}
+        from outrider.verifiers.local import describe
+
+        cloud = self.verifier.describe(None if self.draft is None else describe(self.draft))
+        return {"edge": edge, "cloud": {"name": cloud.name, "vocabulary": cloud.fingerprint}}
+
+
+def about(
+    bench: Bench, data: str, items: Sequence[Item], modes: Sequence[Mode], left_out: dict[str, str], **more: Any
+) -> Row:
+    """What run.json holds. more: further fields of the configuration."""
+    setup = {f.name: getattr(bench.setup, f.name) for f in fields(bench.setup) if f.name != "generation"}
+    configuration = {
+        "data": {"name": data, "items": len(items), "hash": machine.data_hash(items)},
+        "modes": [mode.name for mode in modes],
+        "left_out": left_out,
+        "generation": asdict(bench.settings),
+        "speculation": setup,
+        "gate_file": _gate_file(bench.setup.gate),
+        "repeatable": bench.setup.repeatable,
+        "assistance": asdict(bench.assistance),
+        "models": bench.models(),
+        **more,
+    }
+    return {"format": 1, "configuration": configuration, "versions": machine.versions(), "hardware": machine.hardware()}
+
+
+def _gate_file(gate: str) -> str | None:
+    """A hash of what a calibrated gate is read from."""
+    kind, _, path = gate.partition(":")
+    return machine.file_hash(Path(path)) if kind == "calibrated" else None

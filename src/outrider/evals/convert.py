@@ -1,0 +1,251 @@
+"""From the layouts in which corpora of described speech are published to manifests. Nothing is downloaded here.
+
+SECap (github.com/thuhcsi/SECap, its 600 test clips, in Chinese), by `from_secap`:
+
+    fid2captions.json   {"tx_emotion_00201000015": "…", …}, or lines "id<space or tab>caption"
+    text.txt            lines "id<space or tab>what is said"
+    wav/ID.wav          a folder of recordings; or wav.scp, lines "id<space or tab>path"
+
+MER2024 and its relatives (MER2023, EMER, OV-MERD, MER2025's MER-Caption+), by `from_mer`: CSV files that share a
+column of names, each with some of the columns below, and a folder of recordings NAME.wav:
+
+    names                   name, names
+    captions, per language  reason, caption, description; chi_reasons, caption_zh; eng_reasons, caption_en
+    transcripts             chinese, english; sentence, transcription, subtitle
+    labels                  openset ("[happy, calm]"), discrete, emotion
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from outrider.errors import DataError, SettingsError
+from outrider.evals.manifest import Faults, Item
+from outrider.prompts.captions import LANGUAGES
+
+AUDIO: Final = (".wav", ".flac", ".ogg", ".mp3")
+_EMPTY: Final = frozenset({"", "[]", "nan"})  # cells that hold nothing, as these corpora write it
+
+# field -> the columns that hold it, the first that a file has; "caption:zh" is a caption in Chinese
+MER_COLUMNS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "name": ("name", "names"),
+        "caption": ("reason", "caption", "description"),
+        "caption:zh": ("chi_reasons", "caption_zh", "reason_zh"),
+        "caption:en": ("eng_reasons", "caption_en", "reason_en"),
+        "transcript": ("sentence", "transcription", "subtitle"),
+        "transcript:zh": ("chinese",),
+        "transcript:en": ("english",),
+        "label:openset": ("openset",),
+        "label:emotion": ("discrete", "emotion"),
+    }
+)
+
+
+@dataclass
+class _Rows:
+    """Values by id with the line each stands on, faults collected."""
+
+    faults: Faults
+    values: dict[str, Any] = field(default_factory=dict)
+    lines: dict[str, str] = field(default_factory=dict)
+    fields: frozenset[str] = frozenset()
+
+    def put(self, where: str, key: str, value: Any) -> None:
+        if key in self.values:
+            self.faults.add(where, f"{key} is on {self.lines[key]} already")
+        elif not value:
+            self.faults.add(where, f"{key} has nothing behind it")
+        else:
+            self.values[key], self.lines[key] = value, where
+
+
+def from_secap(captions: Path, audio: Path, transcripts: Path | None = None, *, lang: str = "zh") -> list[Item]:
+    """Items of a corpus in SECap's layout; every caption is an item.
+
+    Args:
+        captions: a JSON object, or lines "id caption".
+        audio: the folder of recordings, or a .scp file, whose paths are relative to its folder or the one above.
+        transcripts: as captions. An id without one has none; one without a caption is ignored.
+
+    Raises:
+        DataError: a line (named) that is no such line, an id twice, or a recording that is not there.
+    """
+    _check_lang(lang)
+    found = _table(captions)
+    said = _table(transcripts).values if transcripts else {}
+    listed = _table(audio) if audio.is_file() else None
+    items = []
+    for key, caption in found.values.items():
+        path = _listed(audio, listed.values.get(key)) if listed else _recording(audio, key)
+        if path is None:
+            found.faults.add(found.lines[key], f"{key}: there is no recording of it in {audio}")
+        else:
+            items.append(Item(key, path, lang=lang, references=(caption,), transcript=said.get(key)))
+    found.faults.check()
+    return items
+
+
+def from_mer(
+    tables: Sequence[Path], audio: Path, *, lang: str, columns: Mapping[str, str | Sequence[str]] | None = None
+) -> list[Item]:
+    """Items of a corpus in MER's layout: the names that have a caption in `lang`, in the order of the first table.
+
+    Args:
+        tables: CSV files that are joined by their column of names, such as track3_train_ovmerd.csv (captions),
+            track2_train_ovmerd.csv (labels) and subtitle_chieng.csv (transcripts).
+        audio: the folder of recordings.
+        lang: of the captions. A column of captions that is bound to no language is taken to be in it.
+        columns: field -> column or columns, in place of those of `MER_COLUMNS` for that field; "label:X" adds a label
+            X. A column that is named here must be in one of the tables.
+
+    Raises:
+        DataError: a table without names, without anything known, a row (its line is named) that is not as long as the
+            header, a name twice in a table, no caption in any table, or a recording that is not there.
+        SettingsError: a field of `columns` that does not exist, or a language that is not spoken here.
+    """
+    _check_lang(lang)
+    wanted = _columns(columns or {})
+    read = [_csv(path, wanted) for path in tables]
+    if not read:
+        raise DataError("no table is given")
+    absent = sorted(set(columns or {}).difference(*(rows.fields for rows in read)))
+    if absent:
+        raise DataError(f"{', '.join(map(str, tables))}: no table has the column given for {', '.join(absent)}")
+    items = []
+    for key, first in read[0].values.items():
+        merged = dict(first)
+        for other in read[1:]:
+            merged = {**other.values.get(key, {}), **merged}
+        caption = merged.get(f"caption:{lang}", merged.get("caption"))
+        if caption is None:
+            continue
+        path = _recording(audio, key)
+        if path is None:
+            read[0].faults.add(read[0].lines[key], f"{key}: there is no recording of it in {audio}")
+        else:
+            items.append(_mer_item(key, path, lang, caption, merged))
+    read[0].faults.check()
+    if not items:
+        raise DataError(f"{', '.join(map(str, tables))}: no caption in {lang} for any name of the first table")
+    return items
+
+
+def _mer_item(key: str, path: Path, lang: str, caption: str, merged: Mapping[str, str]) -> Item:
+    labels = {name.removeprefix("label:"): value for name, value in merged.items() if name.startswith("label:")}
+    transcript = merged.get(f"transcript:{lang}", merged.get("transcript"))
+    return Item(key, path, lang=lang, references=(caption,), labels=labels, transcript=transcript)
+
+
+def _check_lang(lang: str) -> None:
+    if lang not in LANGUAGES:
+        raise SettingsError(f"lang {lang!r}: expected one of {', '.join(LANGUAGES)}")
+
+
+def _columns(given: Mapping[str, str | Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    unknown = sorted(name for name in given if name not in MER_COLUMNS and not name.startswith("label:"))
+    if unknown:
+        raise SettingsError(f"no such field {', '.join(unknown)}: expected {', '.join(MER_COLUMNS)} or label:NAME")
+    chosen = {name: (columns,) if isinstance(columns, str) else tuple(columns) for name, columns in given.items()}
+    return {**MER_COLUMNS, **chosen}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _table(path: Path) -> _Rows:
+    """A JSON object of texts, or lines "id value", where the first white space divides."""
+    rows = _Rows(Faults(path))
+    for where, key, value in _entries(path, _read(path)):
+        rows.put(where, key, value)
+    rows.faults.check()
+    if not rows.values:
+        raise DataError(f"{path} holds no line")
+    return rows
+
+
+def _entries(path: Path, text: str) -> Iterator[tuple[str, str, str]]:
+    if path.suffix != ".json":
+        for n, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                key, *rest = line.strip().split(maxsplit=1)
+                yield f"line {n}", key, rest[0] if rest else ""
+        return
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is no JSON: {error}") from error
+    if not isinstance(value, dict) or not all(isinstance(caption, str) for caption in value.values()):
+        raise DataError(f"{path} is no object of texts by id")
+    for n, (key, caption) in enumerate(value.items(), 1):
+        yield f"entry {n}", key, caption.strip()
+
+
+def _csv(path: Path, wanted: Mapping[str, tuple[str, ...]]) -> _Rows:
+    """The fields of each row by its name; empty cells are left out."""
+    rows = _Rows(Faults(path))
+    table = _csv_rows(csv.reader(io.StringIO(_read(path), newline=""), strict=True), rows.faults)
+    header = [column.strip() for column in next(table, ("", []))[1]]
+    has = {name: next((header.index(c) for c in columns if c in header), None) for name, columns in wanted.items()}
+    places = {name: place for name, place in has.items() if place is not None}
+    rows.fields = frozenset(places)
+    if "name" not in places or len(places) < 2:
+        known = ", ".join(column for columns in wanted.values() for column in columns)
+        raise DataError(f"{path} has the columns {', '.join(header)}: a name and one more are needed of {known}")
+    for where, row in table:
+        if len(row) == len(header):
+            _add(rows, where, {name: row[place].strip() for name, place in places.items()})
+        else:
+            rows.faults.add(where, f"{len(row)} cells under {len(header)} columns")
+    rows.faults.check()
+    return rows
+
+
+def _add(rows: _Rows, where: str, cells: dict[str, str]) -> None:
+    key = cells.pop("name")
+    if not key:
+        rows.faults.add(where, "no name")
+    elif key in rows.values:
+        rows.faults.add(where, f"{key} is on {rows.lines[key]} already")
+    else:
+        rows.values[key] = {name: text for name, text in cells.items() if text.lower() not in _EMPTY}
+        rows.lines[key] = where
+
+
+def _csv_rows(reader: Any, faults: Faults) -> Iterator[tuple[str, list[str]]]:
+    """Rows that are not blank, each with the line it starts on (a cell may span several)."""
+    while True:
+        start = f"line {reader.line_num + 1}"
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            faults.add(start, f"no CSV: {error}")
+            return
+        if row:
+            yield start, row
+
+
+def _recording(folder: Path, key: str) -> Path | None:
+    """The recording of an id in a folder; the id may carry the file's ending already."""
+    names = [key] if key.lower().endswith(AUDIO) else [key + ending for ending in AUDIO]
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def _listed(scp: Path, path: str | None) -> Path | None:
+    """A path of a .scp file, relative to its folder or to the one above."""
+    if path is None:
+        return None
+    return next((base / path for base in (scp.parent, scp.parent.parent) if (base / path).is_file()), None)

@@ -1,0 +1,160 @@
+"""What a report shows, as numbers: the parts that every section shares, the overview, and the metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import TypeVar
+
+from markupsafe import Markup
+
+from outrider.evals.charts import Bars, Series, swatch
+from outrider.evals.results import Answer, EvalRun, Figure, Timing
+
+Row = TypeVar("Row", Answer, Timing)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """key: what a column is sorted by; None for a text."""
+
+    text: str
+    key: float | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    head: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+    @property
+    def numeric(self) -> set[int]:
+        """The columns that hold numbers."""
+        return {n for row in self.rows for n, cell in enumerate(row) if cell.key is not None}
+
+
+@dataclass(frozen=True)
+class Section:
+    """One chart with its table. missing: what to say where there is no data for it."""
+
+    id: str
+    title: str
+    lead: str
+    table: Table | None = None
+    upright: str = ""  # the label of a plot's upright axis
+    drawing: Markup | None = None
+    bars: tuple[Bars, ...] = ()
+    legend: tuple[tuple[Markup | str, str], ...] = ()  # (sign, or class of a segment; name)
+    missing: str = ""
+
+
+def label(run: EvalRun, name: str, runs: Sequence[EvalRun]) -> str:
+    """The name, after its run's where there are several."""
+    return f"{run.name} · {name}" if len(runs) > 1 else name
+
+
+def labels(runs: Sequence[EvalRun]) -> Iterator[tuple[str, EvalRun, str]]:
+    """(label, run, mode) of all modes."""
+    for run in runs:
+        for mode in run.modes:
+            yield label(run, mode, runs), run, mode
+
+
+def of_mode(rows: Sequence[Row], mode: str) -> list[Row]:
+    return [row for row in rows if row.mode == mode]
+
+
+def legend(series: Sequence[Series]) -> tuple[tuple[Markup | str, str], ...]:
+    return tuple((swatch(n, line=one.line), one.name) for n, one in enumerate(series))
+
+
+# Cells and ticks --------------------------------------------------------------------------------------------
+
+NOTHING = Cell("–")
+
+
+def count(number: int) -> Cell:
+    return Cell(f"{number:,}", number)
+
+
+def percent(share: float | None) -> Cell:
+    return NOTHING if share is None else Cell(f"{100 * share:.1f} %", share)
+
+
+def seconds(value: float | None) -> Cell:
+    return NOTHING if value is None else Cell(f"{value:.3f} s", value)
+
+
+def size(value: float | None) -> Cell:
+    if value is None:
+        return NOTHING
+    unit, written = next(
+        ((unit, value / scale) for unit, scale in (("MB", 1e6), ("kB", 1e3)) if value >= scale), ("B", value)
+    )
+    return Cell(f"{written:.4g} {unit}", value)
+
+
+def figure(value: Figure | None, unit: str = "") -> Cell:
+    """A number with its interval."""
+    if value is None:
+        return NOTHING
+    between = "" if value.low is None or value.high is None else f" [{value.low:.3g}, {value.high:.3g}]"
+    return Cell(f"{value.value:.3g}{between}{unit}", value.value)
+
+
+def over(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def tick_percent(value: float) -> str:
+    return f"{100 * value:.4g} %"
+
+
+def plain(value: float) -> str:
+    return f"{value:.6g}"
+
+
+# Overview ---------------------------------------------------------------------------------------------------
+
+
+def overview(runs: Sequence[EvalRun]) -> Section:
+    head = ("mode", "by cloud", "accepted", "escalated", "TTFT", "total", "bytes up", "items", "tokens", "guarantee")
+    rows = tuple(_overview_row(name, run, mode) for name, run, mode in labels(runs))
+    lead = "Per mode: sums over all items for the shares, the median item for times, the mean item for bytes."
+    return Section("overview", "Overview", lead, Table(head, rows))
+
+
+def _overview_row(name: str, run: EvalRun, mode: str) -> tuple[Cell, ...]:
+    answers = of_mode(run.answers, mode)
+    timings = of_mode(run.timings, mode)
+    stats = Counter[str]()
+    for answer in answers:
+        stats.update({name: int(value) for name, value in answer.stats.items()})
+    promises = Counter(answer.guarantee for answer in answers)
+    given = ", ".join(which if len(promises) == 1 else f"{which} {n}" for which, n in promises.most_common())
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    return (
+        Cell(name),
+        percent(over(stats["cloud_tokens"], stats["cloud_tokens"] + stats["edge_tokens"])),
+        percent(over(stats["accepted"], stats["verified"])),
+        percent(over(stats["escalated"], stats["blocks"])),
+        seconds(median(t.ttft_s for t in timings) if timings else None),
+        seconds(median(t.total_s for t in timings) if timings else None),
+        size(fmean(sum(t.up.values()) for t in timings) if timings else None),
+        count(len(answers)),
+        count(tokens),
+        Cell(given),
+    )
+
+
+def metrics(runs: Sequence[EvalRun]) -> Section:
+    """The figures of summary.json."""
+    lead = "What the evaluation measured, with the confidence intervals that it gives."
+    named = [(label(run, mode, runs), run.metrics[mode]) for run in runs for mode in run.metrics]
+    names = list(dict.fromkeys(name for _, figures in named for name in figures))
+    if not names:
+        return Section("metrics", "Metrics", lead, missing="There is no summary.json with metrics.")
+    rows = tuple((Cell(mode), *(figure(figures.get(name)) for name in names)) for mode, figures in named)
+    return Section("metrics", "Metrics", lead, Table(("mode", *(n.replace("_", " ") for n in names)), rows))

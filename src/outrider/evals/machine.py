@@ -1,0 +1,86 @@
+"""What a run ran on and with: hardware, versions, models, data, as run.json keeps them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import outrider
+from outrider.evals.manifest import Item
+
+
+def versions() -> dict[str, str]:
+    return {
+        "outrider": outrider.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def hardware() -> dict[str, Any]:
+    """cores: those that this process may use. memory_bytes: None where the system does not say."""
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "memory_bytes": _memory(),
+        "gpu": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def data_hash(items: Sequence[Item]) -> str:
+    """A hash of the items and their recordings, wherever these lie."""
+    digest = hashlib.sha256()
+    for item in items:
+        facts: list[Any] = [item.id, item.prompt, item.messages, item.lang, item.task]
+        facts += [item.references, item.labels, item.transcript]
+        digest.update(json.dumps(facts, sort_keys=True).encode() + b"\n")
+        if item.audio is not None:
+            digest.update(bytes.fromhex(file_hash(item.audio)))
+    return digest.hexdigest()[:16]
+
+
+def model(engine: Any) -> dict[str, Any]:
+    """An engine: what tells its weights and its vocabulary apart, and how it computes."""
+    return {
+        "name": engine.name,
+        "identity": getattr(engine, "identity", None),
+        "vocabulary": engine.fingerprint,
+        "dtype": str(getattr(engine, "dtype", "")).removeprefix("torch."),
+        "device": str(getattr(engine, "device", "")),
+    }
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 in hexadecimal; empty where the file cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None

@@ -1,0 +1,287 @@
+"""What is evaluated: items with their input, references and labels, in a file that people can read and write.
+
+A manifest is a JSON list, or JSON lines, of objects with the names of `Item`; what is left out takes its default:
+
+    {"id": "a1", "audio": "clips/a1.flac", "lang": "zh", "references": ["语速缓慢。"], "labels": {"rate": "slow"}}
+    {"id": "q1", "prompt": "Once upon a time", "lang": "en"}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.errors import DataError
+from outrider.prompts.captions import LANGUAGES, TASKS
+
+SOURCES: Final = ("audio", "prompt", "messages")
+BUNDLED: Final = Path(__file__).parents[1] / "demo" / "clips"
+SETS: Final = ("demo",)
+_QUESTION: Final = ("question_id", "category", "turns")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing to generate for. Exactly one of audio (a recording), prompt (plain text) and messages (a chat) is set.
+
+    lang: the language that the answer is expected in, "zh", "en" or another tag; a recording's is "zh" or "en".
+    references: texts that a good answer resembles, none if there are none. labels: facts about the item, for accuracy
+    and for slices; those of a recording are what a right caption of its task states. transcript: what is said in it.
+    task: the caption task of a recording.
+    """
+
+    id: str
+    audio: Path | None = None
+    prompt: str | None = None
+    lang: str = field(default="en", kw_only=True)
+    messages: tuple[dict[str, Any], ...] | None = field(default=None, kw_only=True)
+    references: tuple[str, ...] = field(default=(), kw_only=True)
+    labels: dict[str, str] = field(default_factory=dict, kw_only=True)
+    transcript: str | None = field(default=None, kw_only=True)
+    task: str = field(default="default", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if sum(getattr(self, source) is not None for source in SOURCES) != 1:
+            raise DataError(f"item {self.id!r}: one of {', '.join(SOURCES)} is needed")
+
+
+KEYS: Final = tuple(f.name for f in fields(Item))
+
+
+@dataclass
+class Faults:
+    """What is wrong with a file, collected; raised together."""
+
+    path: Path
+    found: list[str] = field(default_factory=list)
+
+    def add(self, where: str, what: str) -> None:
+        self.found.append(f"{where}: {what}")
+
+    def check(self) -> None:
+        """Raises DataError if anything was found."""
+        if self.found:
+            count = f"{len(self.found)} faults" if len(self.found) > 1 else "1 fault"
+            raise DataError(f"{self.path}: {count}\n" + "\n".join(f"  {fault}" for fault in self.found))
+
+
+def load_set(name: str | Path) -> list[Item]:
+    """The items of a named set ("demo", the bundled clips), a manifest, or a file in Spec-Bench's form.
+
+    Spec-Bench's form is {"question_id", "category", "turns"} per line: the first turn becomes the chat, the category
+    a label, the language English.
+
+    Raises:
+        DataError: no such set or file, or faults in it, each named.
+    """
+    if str(name) == "demo":
+        return _demo()
+    path = Path(name)
+    if not path.is_file():
+        raise DataError(f"{name}: neither a file nor one of the sets {', '.join(SETS)}")
+    records = read_records(path)
+    first = records[0][1]
+    if isinstance(first, dict) and "turns" in first:
+        return _build(path, records, _question, "question_id")
+    return _build(path, records, _item, "id")
+
+
+def read_manifest(path: str | Path) -> list[Item]:
+    """The items of a manifest; audio paths in it are relative to it.
+
+    Raises:
+        DataError: it cannot be read, is empty, or has faults: all of them, each with the number and id of its item.
+    """
+    return _build(Path(path), read_records(Path(path)), _item, "id")
+
+
+def write_manifest(path: str | Path, items: Iterable[Item]) -> None:
+    """Write a manifest: a JSON list if the file's name ends in .json, else JSON lines. `read_manifest` inverts it."""
+    path = Path(path)
+    rows = [json.dumps(_row(item, path.parent), ensure_ascii=False) for item in items]
+    text = "[\n" + ",\n".join(rows) + "\n]\n" if path.suffix == ".json" else "".join(row + "\n" for row in rows)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def read_records(path: Path) -> list[tuple[str, Any]]:
+    """The values in a JSON list or in JSON lines, each with where it stands.
+
+    Raises:
+        DataError: it cannot be read, holds nothing, or is no JSON; every such line is named.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    records = _list(path, text) if text.lstrip().startswith("[") else _lines(path, text)
+    if not records:
+        raise DataError(f"{path} holds no item")
+    return records
+
+
+def _list(path: Path, text: str) -> list[tuple[str, Any]]:
+    try:
+        values = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is no JSON list: {error}") from error
+    return [(f"item {n}", value) for n, value in enumerate(values, 1)]
+
+
+def _lines(path: Path, text: str) -> list[tuple[str, Any]]:
+    faults = Faults(path)
+    records: list[tuple[str, Any]] = []
+    for n, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                records.append((f"item {len(records) + 1} (line {n})", json.loads(line, object_pairs_hook=_unique)))
+            except (ValueError, RecursionError) as error:
+                faults.add(f"line {n}", f"no JSON: {error}")
+    faults.check()
+    return records
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, unless a key appears twice: one of the two would be lost in silence."""
+    keys = [key for key, _ in pairs]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
+        raise ValueError(f"key {', '.join(twice)} appears twice")
+    return dict(pairs)
+
+
+Made = Item | list[str]  # or what is wrong with it
+
+
+def _build(
+    path: Path, records: list[tuple[str, Any]], make: Callable[[dict[str, Any], Path], Made], key: str
+) -> list[Item]:
+    """The items that `make` makes of the records, whose `key` names them."""
+    faults, items, seen = Faults(path), [], set()
+    for where, value in records:
+        made = make(value, path.parent) if isinstance(value, dict) else ["no object"]
+        name = value.get(key) if isinstance(value, dict) else None
+        where = where if name is None else f"{where}, id {name!r}"
+        if name is not None and str(name) in seen:
+            faults.add(where, "an earlier item has this id")
+        seen.add(str(name))
+        if isinstance(made, Item):
+            items.append(made)
+        else:
+            for what in made:
+                faults.add(where, what)
+    faults.check()
+    return items
+
+
+def _item(value: dict[str, Any], folder: Path) -> Made:
+    wrong = list(_wrong(value, folder))
+    if wrong:
+        return wrong
+    known = {key: given for key, given in value.items() if given is not None}
+    if "audio" in known:
+        known["audio"] = folder / known["audio"]
+    for key in ("references", "messages"):
+        if key in known:
+            known[key] = tuple(known[key])
+    return Item(**known)
+
+
+def _wrong(value: dict[str, Any], folder: Path) -> Iterator[str]:
+    unknown = sorted(set(value) - set(KEYS))
+    if unknown:
+        yield f"unknown key {', '.join(unknown)}: expected any of {', '.join(KEYS)}"
+    if value.get("id") is None:
+        yield "id is missing"
+    if value.get("lang") is None:
+        yield "lang is missing"
+    for key in ("id", "lang", "audio", "prompt", "transcript", "task"):
+        if value.get(key) is not None and not is_text(value[key]):
+            yield f"{key} is a text that is not blank, not {value[key]!r}"
+    yield from _wrong_parts(value)
+    sources = [key for key in SOURCES if value.get(key) is not None]
+    if len(sources) != 1:
+        yield f"one of {', '.join(SOURCES)} is needed, found {' and '.join(sources) or 'none'}"
+    yield from _wrong_recording(value, folder) if sources == ["audio"] else _wrong_text(value)
+
+
+def _wrong_parts(value: dict[str, Any]) -> Iterator[str]:
+    references, labels, messages = value.get("references"), value.get("labels"), value.get("messages")
+    if references is not None and not (isinstance(references, list) and all(map(is_text, references))):
+        yield f"references is a list of texts that are not blank, not {references!r}"
+    if labels is not None and not (isinstance(labels, dict) and all(map(is_text, (*labels, *labels.values())))):
+        yield f"labels is an object of texts that are not blank, not {labels!r}"
+    if messages is not None and not (
+        isinstance(messages, list)
+        and messages
+        and all(isinstance(m, dict) and is_text(m.get("role")) for m in messages)
+    ):
+        yield "messages is a list of objects, each with a role"
+
+
+def _wrong_recording(value: dict[str, Any], folder: Path) -> Iterator[str]:
+    if is_text(value["audio"]) and not os.path.isfile(folder / value["audio"]):  # false also for impossible names
+        yield f"there is no file {folder / value['audio']}"
+    if is_text(value.get("lang")) and value["lang"] not in LANGUAGES:
+        yield f"the lang of a recording is one of {', '.join(LANGUAGES)}, not {value['lang']!r}"
+    if is_text(value.get("task")) and value["task"] not in TASKS:
+        yield f"task is one of {', '.join(TASKS)}, not {value['task']!r}"
+
+
+def _wrong_text(value: dict[str, Any]) -> Iterator[str]:
+    if is_text(value.get("task")) and value["task"] != "default":
+        yield "task is for a recording: a prompt says itself what to do"
+
+
+def is_text(value: Any) -> bool:
+    """A text that is not blank and can be written as UTF-8."""
+    return isinstance(value, str) and bool(value.strip()) and not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def _row(item: Item, folder: Path) -> dict[str, Any]:
+    row = {key: getattr(item, key) for key in KEYS}
+    if item.audio is not None:
+        row["audio"] = _relative(item.audio, folder)
+    return {key: value for key, value in row.items() if value not in (None, (), {})}
+
+
+def _relative(audio: Path, folder: Path) -> str:
+    """The path from the manifest's folder where the recording lies in it, so that the folder can be moved."""
+    audio, folder = audio.absolute(), folder.absolute()
+    return str(audio.relative_to(folder) if audio.is_relative_to(folder) else audio)
+
+
+def _question(value: dict[str, Any], _folder: Path) -> Made:
+    """A question of Spec-Bench. Its "reference" is not taken: what it refers to differs from category to category."""
+    number, category, turns = value.get("question_id"), value.get("category"), value.get("turns")
+    wrong = [f"unknown key {key}" for key in sorted(set(value) - {*_QUESTION, "reference"})]
+    if isinstance(number, bool) or not (isinstance(number, int) or is_text(number)):
+        wrong.append(f"question_id is a number or a text, not {number!r}")
+    if not is_text(category):
+        wrong.append(f"category is a text, not {category!r}")
+    if not isinstance(turns, list) or not turns or not all(map(is_text, turns)):
+        return [*wrong, "turns is a list of texts, at least one"]
+    if wrong:
+        return wrong
+    chat = ({"role": "user", "content": turns[0]},)
+    return Item(str(number), lang="en", messages=chat, labels={"category": str(category)})
+
+
+def _demo() -> list[Item]:
+    """The bundled clips. Their order and truth are those of clips.json; each is asked for the default caption."""
+    clips = json.loads((BUNDLED / "clips.json").read_text(encoding="utf-8"))
+    return [
+        Item(
+            Path(clip["file"]).stem,
+            BUNDLED / clip["file"],
+            lang=clip["lang"],
+            labels=dict(clip["attributes"]),
+            transcript=clip["text"],
+        )
+        for clip in clips
+    ]

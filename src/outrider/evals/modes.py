@@ -1,0 +1,247 @@
+"""What is compared: ways to answer the same items with the same weights, under one decode policy.
+
+edge-only    the drafter alone
+cloud-only   the verifier alone, in our loop
+exact        drafts, all verified
+gated        drafts, verified where the gate asks, judged by the acceptance rule that was given
+plain        transformers' generate, on the target's weights
+assisted     the same with the drafter as its assistant
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any, Final, Protocol
+
+from outrider.api import SpeculativeDecoder
+from outrider.core.outcome import Oversight, Result
+from outrider.core.text import Transcript
+from outrider.engines.base import Prompt
+from outrider.errors import OutriderError, SettingsError
+from outrider.evals.manifest import Item
+from outrider.prompts.audio import Audio
+from outrider.prompts.chat import encode
+from outrider.verifiers.base import Description
+
+NAMES: Final = ("edge-only", "cloud-only", "exact", "gated", "plain", "assisted")
+OURS: Final = NAMES[:4]
+_NO_COUNTERS: Final = (
+    *("ttft_s", "total_s", "draft_s", "wait_s", "queue_s", "verify_s"),
+    *("bytes_up", "bytes_down", "media_bytes_up"),
+)
+
+
+class Inapplicable(OutriderError):
+    """A mode cannot answer this item, whatever the models do; the message says why."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one item. result: the same on every run. timing: how long it took, and bytes on the network."""
+
+    result: dict[str, Any]
+    timing: dict[str, Any]
+
+
+class Mode(Protocol):
+    """A way to answer an item."""
+
+    name: str
+
+    def run(self, item: Item) -> Outcome:
+        """Raises Inapplicable where it cannot, another OutriderError where it failed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One decode policy for all modes. generation: fields of GenerationSettings. gate, accept, scope are gated's."""
+
+    generation: dict[str, Any] = field(default_factory=dict)
+    k: int | str = 5
+    gate: str = "always"
+    accept: str = "exact"
+    scope: Any = "block"
+    on_loop: Any = None
+    driver: Any = "sequential"
+    on_cloud_loss: Any = None
+    privacy: Any = "audio"
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether who decided which token does not hang on how fast this machine is today."""
+        return self.k != "auto" and self.driver == "sequential"
+
+
+# Which modes ------------------------------------------------------------------------------------------------
+
+
+def obstacle(mode: str, *, edge: bool, cloud: str, gate: str, accept: str, limited: bool = False) -> str | None:
+    """Why a mode cannot be had at all with these options; None where it can. cloud: none, local, or a kind of remote.
+
+    limited: the edge is held to threads of its own.
+    """
+    if mode in ("edge-only", "exact", "gated", "assisted") and not edge:
+        return "there is no edge model"
+    if mode != "edge-only" and cloud == "none":
+        return "there is no cloud model"
+    if mode == "gated" and (gate, accept) == ("always", "exact"):
+        return "without a --gate or --accept it would be the exact mode again"
+    if mode in ("plain", "assisted") and cloud != "local":
+        return "transformers needs the target in this process: --cloud local:MODEL"
+    if mode == "assisted" and limited:
+        return "transformers' assistant cannot be held to --edge-threads"
+    return None
+
+
+def choose(asked: Sequence[str], why_not: Callable[[str], str | None]) -> tuple[list[str], dict[str, str]]:
+    """The modes to run, in canonical order, and those that cannot be had, with the reason. None asked for: all.
+
+    Raises:
+        SettingsError: an unknown mode, or one that was asked for and cannot be had.
+    """
+    for name in asked:
+        if name not in NAMES:
+            raise SettingsError(f"mode {name!r}: expected any of {', '.join(NAMES)}")
+    reasons = {name: reason for name in NAMES if (reason := why_not(name)) is not None}
+    for name in asked:
+        if name in reasons:
+            raise SettingsError(f"mode {name}: {reasons[name]}")
+    return [name for name in NAMES if name not in reasons and (name in asked or not asked)], reasons
+
+
+# Items ------------------------------------------------------------------------------------------------------
+
+
+class Encoder:
+    """Prompts of items, made once for all models by the first of them that can."""
+
+    def __init__(self, *engines: Any) -> None:
+        self._engines = [engine for engine in engines if engine is not None]
+
+    @property
+    def reader(self) -> Any:
+        """The engine whose tokenizer texts are written with."""
+        return self._engines[0]
+
+    def __call__(self, item: Item) -> Prompt:
+        """The prompt.
+
+        Raises:
+            InputError: a recording that cannot be used, or a prompt that no model here can read.
+        """
+        able = [engine for engine in self._engines if item.audio is None or getattr(engine, "audio", None) is not None]
+        return encode((able or self._engines)[0], given(item))
+
+
+def given(item: Item) -> Any:
+    """What an item asks, as a prompt that can be encoded."""
+    if item.audio is not None:
+        return Audio(item.audio, task=item.task, lang=item.lang)
+    return list(item.messages) if item.messages is not None else item.prompt
+
+
+# Our modes --------------------------------------------------------------------------------------------------
+
+
+class Ready(SpeculativeDecoder):
+    """A decoder whose prompts are encoded already. reader: whose tokenizer its texts are written with."""
+
+    def __init__(self, reader: Any, *args: Any, **options: Any) -> None:
+        self._reader = reader
+        super().__init__(*args, **options)
+
+    def encode(self, prompt: Any) -> Prompt:
+        assert isinstance(prompt, Prompt)
+        return prompt
+
+    @property
+    def _encoder(self) -> Any:
+        return self._reader
+
+    @property
+    def target(self) -> Description:
+        """Whose output it is to be."""
+        return self._target
+
+    def timed(self, prompt: Prompt, settings: dict[str, Any]) -> tuple[Result, list[float]]:
+        """Generate; with the seconds after which each token stood."""
+        self._oversight = Oversight(self.gate)  # a result's own audits: a run that goes on knows no earlier ones
+        started = time.perf_counter()
+        arrivals: list[float] = []
+        run = self._start(prompt, settings)  # type: ignore[arg-type]
+        for event in run.events():
+            if event.kind != "provisional":
+                del arrivals[event.index :]
+                arrivals.append(time.perf_counter() - started)
+        result = run.result()
+        return result, arrivals[: len(result.token_ids)]
+
+
+class Decoded:
+    """One of our own modes."""
+
+    def __init__(self, name: str, decoder: Ready, encoder: Encoder, settings: dict[str, Any]) -> None:
+        self.name, self.decoder = name, decoder
+        self._encoder, self._settings = encoder, settings
+
+    def run(self, item: Item) -> Outcome:
+        result, arrivals = self.decoder.timed(self._encoder(item), self._settings)
+        return Outcome(self._result(result), _timing(result, arrivals))
+
+    def _result(self, result: Result) -> dict[str, Any]:
+        stats = {name: value for name, value in asdict(result.stats).items() if name not in _NO_COUNTERS}
+        return {
+            "text": result.text,
+            "token_ids": result.token_ids,
+            "guarantee": result.guarantee,
+            "finish_reason": result.finish_reason,
+            "prompt_tokens": result.prompt_tokens,
+            "stats": stats,
+            "sources": [source.value for source in result.sources],
+            "pieces": self._pieces(result.token_ids),
+            "warnings": result.warnings,
+            "risk": None if result.risk is None else asdict(result.risk),
+        }
+
+    def _pieces(self, ids: list[int]) -> list[str]:
+        """Each token's text; none without a tokenizer."""
+        if self.decoder.tokenizer is None or not ids:
+            return []
+        transcript = Transcript(self.decoder.decode)
+        for token in ids:
+            transcript.push(token)
+        return [*transcript.pieces[:-1], transcript.pieces[-1] + transcript.flush()]
+
+
+def build(name: str, draft: Any, verifier: Any, setup: Setup, encoder: Encoder) -> Decoded:
+    """One of our modes, on models that are loaded."""
+    options: dict[str, Any] = {"on_loop": setup.on_loop}
+    if name == "edge-only":
+        options["on_loop"] = None if setup.on_loop == "escalate" else setup.on_loop
+        sides = (draft, None)
+    elif name == "cloud-only":
+        options["privacy"] = setup.privacy
+        sides = (None, verifier)
+    else:
+        options |= {"driver": setup.driver, "on_cloud_loss": setup.on_cloud_loss, "privacy": setup.privacy}
+        sides = (draft, verifier)
+    if name == "gated":
+        options |= {"gate": setup.gate, "accept": setup.accept, "scope": setup.scope}
+    decoder = Ready(encoder.reader, *sides, k=setup.k, **options)
+    return Decoded(name, decoder, encoder, setup.generation)
+
+
+def _timing(result: Result, arrivals: list[float]) -> dict[str, Any]:
+    stats = result.stats
+    names = ("ttft_s", "total_s", "draft_s", "wait_s", "queue_s", "verify_s")
+    seconds = {name: round(getattr(stats, name), 6) for name in names}
+    return {**seconds, "itl_s": gaps(arrivals), "bytes": result.ledger or {"up": {}, "down": {}}}
+
+
+def gaps(arrivals: list[float]) -> list[float]:
+    """Seconds between each token and the next."""
+    return [round(later - earlier, 6) for earlier, later in pairwise(arrivals)]

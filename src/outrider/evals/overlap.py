@@ -1,0 +1,118 @@
+"""Overlap with references: BLEU, chrF, ROUGE-L, CIDEr-D, each computed as suits the language.
+
+BLEU and chrF are corpus scores by sacrebleu (0 to 100), ROUGE-L is the mean of rouge-score's F1 (0 to 1), CIDEr-D the
+mean of `evals.cider` (0 to 10). Items without references are left out, and n says how many were not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+
+from outrider.evals.cider import cider_d as cider_scores
+from outrider.evals.scores import Array, Finish, Measure, Resampling, mean, measure, pool
+from outrider.evals.words import need, primary, words
+
+_BLEU_TOKENS: Final = {"zh": "zh", **dict.fromkeys(("ja", "th", "lo", "km", "my"), "char")}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A text to score, and what it is compared with."""
+
+    text: str
+    references: tuple[str, ...]
+    lang: str
+
+
+def bleu(pairs: Sequence[Pair], how: Resampling) -> Measure | None:
+    """Corpus BLEU, 0 to 100.
+
+    Tokens: sacrebleu's "zh" for Chinese, its "char" for Japanese and others without spaces, else its "13a".
+    """
+    return _corpus(pairs, how, lambda lang: _bleu(_BLEU_TOKENS.get(lang, "13a")))
+
+
+def chrf(pairs: Sequence[Pair], how: Resampling) -> Measure | None:
+    """Corpus chrF2, 0 to 100: character n-grams up to 6, no word n-grams, white space ignored."""
+    return _corpus(pairs, how, lambda _lang: _chrf())
+
+
+def rouge_l(pairs: Sequence[Pair], how: Resampling) -> Measure | None:
+    """Mean F1 of the longest common subsequence of words, with the best reference, 0 to 1."""
+    pairs = referenced(pairs)
+    rows = [_rouge().score_multi(list(p.references), p.text)["rougeL"].fmeasure for p in pairs]
+    return measure(rows, [p.lang for p in pairs], how)
+
+
+def cider_d(pairs: Sequence[Pair], how: Resampling) -> Measure | None:
+    """Mean CIDEr-D, 0 to 10.
+
+    All references of a language set its weights, in every draw alike; a language with a single item is left out.
+    """
+    scored: dict[str, Array] = {}
+    for lang, group in _by_lang(pairs).items():
+        if len(group) > 1:
+            references = [[words(ref) for ref in p.references] for p in group]
+            scored[lang] = np.asarray(cider_scores([words(p.text) for p in group], references))[:, None]
+    return pool(scored, how, dict.fromkeys(scored, mean))
+
+
+def referenced(pairs: Sequence[Pair]) -> list[Pair]:
+    return [pair for pair in pairs if pair.references]
+
+
+def _by_lang(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
+    groups: dict[str, list[Pair]] = defaultdict(list)
+    for pair in referenced(pairs):
+        groups[primary(pair.lang)].append(pair)
+    return dict(sorted(groups.items()))
+
+
+def _corpus(pairs: Sequence[Pair], how: Resampling, metric: Callable[[str], Any]) -> Measure | None:
+    """A corpus metric of sacrebleu, from each item's counts, which it sums itself to score a corpus."""
+    tables: dict[str, Array] = {}
+    finish: dict[str, Finish] = {}
+    for lang, group in _by_lang(pairs).items():
+        scorer = metric(lang)
+        tables[lang] = np.asarray([_counts(scorer, pair) for pair in group], dtype=np.float64)
+        finish[lang] = _finisher(scorer)
+    return pool(tables, how, finish)
+
+
+def _counts(scorer: Any, pair: Pair) -> list[int]:
+    return scorer._extract_corpus_statistics([pair.text], [[ref] for ref in pair.references])[0]
+
+
+def _finisher(scorer: Any) -> Finish:
+    def finish(sums: Array, _n: int) -> float:
+        return float(scorer._compute_score_from_stats([int(count) for count in sums]).score)
+
+    return finish
+
+
+@lru_cache
+def _bleu(tokens: str) -> Any:
+    return need("sacrebleu.metrics").BLEU(tokenize=tokens)
+
+
+@lru_cache
+def _chrf() -> Any:
+    return need("sacrebleu.metrics").CHRF()
+
+
+class _Words:
+    """Our words as rouge-score's tokenizer: its own drops whatever is not ASCII."""
+
+    def tokenize(self, text: str) -> list[str]:
+        return list(words(text))
+
+
+@lru_cache
+def _rouge() -> Any:
+    return need("rouge_score.rouge_scorer").RougeScorer(["rougeL"], tokenizer=_Words())

@@ -1,0 +1,195 @@
+"""One self-contained page about one or several evaluations: it needs no network, and trusts no text that it shows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from outrider import __version__
+from outrider.core.gate import NAMES as SIGNALS
+from outrider.core.sequence import Source
+from outrider.errors import DataError
+from outrider.evals import breakdown, digest, tradeoffs
+from outrider.evals.charts import stack
+from outrider.evals.digest import Section, label
+from outrider.evals.results import Answer, EvalRun, read_run
+
+ITEMS = 12  # whose tokens are shown
+TOKENS = 2_000  # of one answer
+EMPTY = "◌"  # stands for a token without a text of its own
+KINDS = {source: source.value[0] for source in Source}  # the page's classes
+NAMES = {
+    Source.EDGE: "edge, unverified",
+    Source.SAMPLED: "edge, drawn to leave a loop",
+    Source.ACCEPTED: "drafted, verified",
+    Source.CORRECTION: "corrected by the cloud",
+    Source.BONUS: "bonus from the cloud",
+}
+
+
+@dataclass(frozen=True)
+class Token:
+    """kind: the class of who decided it. signals: numbers, joined by spaces, in the order of the strip's names."""
+
+    kind: str
+    id: int
+    text: str
+    void: bool
+    signals: str
+
+
+@dataclass(frozen=True)
+class Strip:
+    """The tokens of one answer. signals: names, joined by spaces. cut: what is not shown, if anything."""
+
+    name: str
+    about: str
+    tokens: tuple[Token, ...]
+    signals: str
+    cut: str
+
+
+def read_runs(folders: Sequence[Path]) -> list[EvalRun]:
+    """The runs, each with a name of its own.
+
+    Raises:
+        DataError: no folder, the same one twice, or one that is no evaluation.
+    """
+    if not folders:
+        raise DataError("no folder was given: outrider report DIR… --out report.html")
+    places = [folder.resolve() for folder in folders]
+    for n, place in enumerate(places):
+        if place in places[:n]:
+            raise DataError(f"{folders[n]} was given twice")
+    runs = [read_run(folder) for folder in folders]
+    names = [run.name for run in runs]
+    pairs = zip(runs, folders, strict=True)
+    return [run if names.count(run.name) == 1 else replace(run, name=str(folder)) for run, folder in pairs]
+
+
+def render(runs: Sequence[EvalRun]) -> str:
+    """The page."""
+    strips, lead = _strips(runs)
+    sections = [
+        digest.overview(runs),
+        digest.metrics(runs),
+        tradeoffs.quality(runs),
+        tradeoffs.latency(runs),
+        breakdown.acceptance(runs),
+        breakdown.stages(runs),
+        breakdown.ledger(runs),
+    ]
+    present = {source for run in runs for answer in run.answers for source in answer.sources}
+    sources = [(KINDS[source], NAMES[source]) for source in Source if source in present]
+    missing = [(section.title, section.missing) for section in sections if section.missing]
+    if not strips:
+        missing.append(("Who decided each token", "results.jsonl has no answer with sources."))
+    return str(
+        _template().render(
+            runs=runs,
+            sections=sections,
+            missing=missing,
+            wide=_wide([section for section in sections if not section.missing]),
+            strips=strips,
+            strips_lead=lead,
+            sources=sources,
+            version=__version__,
+        )
+    )
+
+
+def _wide(sections: Sequence[Section]) -> set[str]:
+    """Sections that take a whole row of a laptop's two: tables, and the last of an odd number of charts."""
+    charts = [section.id for section in sections if section.drawing or section.bars]
+    return {section.id for section in sections} - set(charts[: len(charts) // 2 * 2])
+
+
+@cache
+def _template() -> Any:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters.update(csp_hash=_csp_hash, stack=stack, flat=lambda values: list(_flat(values)))
+    text = files("outrider.evals").joinpath("report.html.jinja").read_text(encoding="utf-8")
+    return environment.from_string(text)
+
+
+def _csp_hash(script: str) -> str:
+    """What a Content-Security-Policy names a script by: no other one runs."""
+    return "sha256-" + b64encode(hashlib.sha256(str(script).encode()).digest()).decode()
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            yield prefix + _writable(key), _writable(text)
+
+
+def _writable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+# Token strips -----------------------------------------------------------------------------------------------
+
+
+def _strips(runs: Sequence[EvalRun]) -> tuple[list[tuple[str, list[Strip]]], str]:
+    """By item, in the order of the files, the first `ITEMS` of them; and what the page says about them."""
+    by_item: dict[str, list[Strip]] = {}
+    for run in runs:
+        for answer in run.answers:
+            if answer.sources and (answer.id in by_item or len(by_item) < ITEMS):
+                strip = _strip(label(run, answer.mode, runs), _with_signals(answer, run))
+                by_item.setdefault(answer.id, []).append(strip)
+    total = len({answer.id for run in runs for answer in run.answers if answer.sources})
+    lead = f"The first {len(by_item)} of {total} items, in the order of results.jsonl." if total > ITEMS else ""
+    return list(by_item.items()), lead
+
+
+def _with_signals(answer: Answer, run: EvalRun) -> Answer:
+    """The answer; where it has no signals of its own and is what a trace was taken along, with the trace's."""
+    for trace in run.traces:
+        if trace.id == answer.id and trace.target == answer.token_ids and not answer.signals:
+            return replace(answer, signals=tuple(map(asdict, trace.signals)))
+    return answer
+
+
+def _strip(name: str, answer: Answer) -> Strip:
+    names = [name for name in SIGNALS if any(name in entry for entry in answer.signals[:TOKENS])]
+    count = len(answer.token_ids)
+    cut = f"The first {TOKENS:,} of {count:,} tokens are shown." if count > TOKENS else ""
+    about = f"{answer.guarantee} · {count:,} tokens · ended by {answer.finish_reason}"
+    return Strip(name, about, tuple(_tokens(answer, names)), " ".join(names), cut)
+
+
+def _tokens(answer: Answer, names: Sequence[str]) -> Iterator[Token]:
+    for n, (token, source) in enumerate(zip(answer.token_ids[:TOKENS], answer.sources, strict=False)):
+        piece = answer.pieces[n] if answer.pieces else f"{token} "
+        entry = answer.signals[n] if answer.signals else {}
+        signals = " ".join(f"{entry[name]:.3g}" if name in entry else "-" for name in names) if entry else ""
+        yield Token(KINDS[source], token, piece or EMPTY, not piece, signals)
+
+
+# Writing ----------------------------------------------------------------------------------------------------
+
+
+def write_report(folders: Sequence[Path], out: Path) -> None:
+    """Read the folders and write the page.
+
+    Raises:
+        DataError: a folder that is no evaluation, or a file that cannot be written.
+    """
+    page = render(read_runs(folders))
+    try:
+        out.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{out} cannot be written: {error}") from error

@@ -1,0 +1,294 @@
+"""What an evaluation left in its folder, read back and checked. One folder is one run:
+
+    run.json        {"configuration": {…}, "versions": {…}, "hardware": {…}}
+    results.jsonl   one line per (item, mode): {"id", "mode", "text", "token_ids", "guarantee", "finish_reason",
+                    "stats": {counters}}; and, one entry per token: "sources" (who decided it), "pieces" (its text),
+                    "signals" (an object of numbers or null; or, as in a trace, a list for each signal)
+    timings.jsonl   {"id", "mode", "ttft_s", "total_s", "draft_s", "wait_s", "queue_s", "verify_s",
+                    "bytes": {"up": {kind: n}, "down": {kind: n}}}; "prefill_s" where it is known and not in draft_s
+    traces.jsonl    see planning/traces.py
+    sweep.jsonl     {"gate", "k", "driver", "rtt_ms", "cloud_share", "disagreement", "total_s"}
+    summary.json    {"modes": {mode: {metric: figure}}}
+
+An item that a mode did not answer has "error" (a text, or {"type", "message"}) or "skipped" (a text) in place of all
+but id and mode. Only run.json and results.jsonl must be there. A figure is a number, or {"value", "low", "high"} with
+the ends of its confidence interval; beside a number of a sweep, "NAME_ci": [low, high] says the same. Keys that are
+not named here are left alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from outrider.core.sequence import Source
+from outrider.errors import DataError
+from outrider.evals.reading import (
+    Row,
+    entries,
+    mapping,
+    naming,
+    number,
+    numbers,
+    read_object,
+    rows,
+    seconds,
+    share,
+    short,
+    string,
+    text,
+    whole,
+)
+from outrider.planning.traces import Trace, read_traces
+
+SOURCES = {source.value: source for source in Source}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured number, with its confidence interval where one is given."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one mode answered for one item. sources, pieces, signals: one entry per token, or none at all."""
+
+    id: str
+    mode: str
+    text: str | None
+    token_ids: tuple[int, ...]
+    guarantee: str
+    finish_reason: str
+    stats: dict[str, float]
+    sources: tuple[Source, ...] = ()
+    pieces: tuple[str, ...] = ()
+    signals: tuple[dict[str, float], ...] = ()
+
+    def count(self, name: str) -> int:
+        """A counter of `stats`; 0 where it is missing."""
+        return int(self.stats.get(name, 0))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An item that a mode did not answer, and why."""
+
+    id: str
+    mode: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds and bytes of one (item, mode). stages: seconds by name, as far as the file has them."""
+
+    id: str
+    mode: str
+    ttft_s: float
+    total_s: float
+    stages: dict[str, float]
+    up: dict[str, int] = field(default_factory=dict)
+    down: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Swept:
+    """One setting of a sweep. rtt_ms, total_s, cloud_share, disagreement: None where that was not swept."""
+
+    gate: str
+    k: str
+    driver: str
+    rtt_ms: float | None
+    cloud_share: float | None
+    disagreement: Figure | None
+    total_s: Figure | None
+
+
+@dataclass(frozen=True)
+class EvalRun:
+    """One evaluation, as its folder holds it."""
+
+    name: str
+    about: dict[str, Row]
+    answers: tuple[Answer, ...]
+    failures: tuple[Failure, ...] = ()
+    timings: tuple[Timing, ...] = ()
+    traces: tuple[Trace, ...] = ()
+    sweep: tuple[Swept, ...] = ()
+    metrics: dict[str, dict[str, Figure]] = field(default_factory=dict)
+
+    @property
+    def modes(self) -> list[str]:
+        """In the order of their first answer."""
+        return list(dict.fromkeys(answer.mode for answer in self.answers))
+
+
+Keyed = TypeVar("Keyed", Answer | Failure, Timing)
+
+
+def read_run(folder: Path) -> EvalRun:
+    """Read an evaluation's folder.
+
+    Raises:
+        DataError: a file that is missing or is not what it must be; it names the file and the line.
+    """
+    if not folder.is_dir():
+        raise DataError(f"{folder} is no folder: outrider report takes what outrider eval wrote")
+    about = read_object(folder / "run.json")
+    lines = _distinct(rows(folder / "results.jsonl", _line), folder / "results.jsonl")
+    traces, sweep, timings, summary = (
+        folder / name for name in ("traces.jsonl", "sweep.jsonl", "timings.jsonl", "summary.json")
+    )
+    return EvalRun(
+        name=folder.resolve().name,
+        about={key: _about(about, key, folder / "run.json") for key in ("configuration", "versions", "hardware")},
+        answers=tuple(line for line in lines if isinstance(line, Answer)),
+        failures=tuple(line for line in lines if isinstance(line, Failure)),
+        timings=_distinct(rows(timings, _timing), timings) if timings.exists() else (),
+        traces=tuple(read_traces(traces)) if traces.exists() else (),
+        sweep=rows(sweep, _swept) if sweep.exists() else (),
+        metrics=_metrics(summary) if summary.exists() else {},
+    )
+
+
+# Rows -------------------------------------------------------------------------------------------------------
+
+
+def _line(row: Row) -> Answer | Failure:
+    for name in ("error", "skipped"):
+        if "token_ids" not in row and row.get(name) is not None:
+            return Failure(text(row, "id"), text(row, "mode"), _reason(row[name]))
+    return _answer(row)
+
+
+def _reason(value: Any) -> str:
+    if isinstance(value, dict) and "message" in value:
+        return string(f"{value.get('type', 'error')}: {value['message']}", "error")
+    return string(value, "error") if isinstance(value, str) else short(value)
+
+
+def _answer(row: Row) -> Answer:
+    ids = tuple(whole(token, "token_ids") for token in entries(row, "token_ids"))
+    answer = Answer(
+        id=text(row, "id"),
+        mode=text(row, "mode"),
+        text=None if row.get("text") is None else text(row, "text"),
+        token_ids=ids,
+        guarantee=text(row, "guarantee"),
+        finish_reason=text(row, "finish_reason"),
+        stats=numbers(mapping(row, "stats")),
+        sources=tuple(_source(value) for value in entries(row, "sources", optional=True)),
+        pieces=tuple(string(piece, "pieces") for piece in entries(row, "pieces", optional=True)),
+        signals=_signals(row.get("signals")),
+    )
+    for name in ("sources", "pieces", "signals"):
+        count = len(getattr(answer, name))
+        if count and count != len(ids):
+            raise DataError(f"{name} has {count} entries for {len(ids)} tokens")
+    return answer
+
+
+def _timing(row: Row) -> Timing:
+    known = ("prefill_s", "draft_s", "wait_s", "queue_s", "verify_s")
+    spent = mapping(row, "bytes") if row.get("bytes") is not None else {"up": {}, "down": {}}
+    up, down = ({kind: whole(n, "bytes") for kind, n in mapping(spent, way).items()} for way in ("up", "down"))
+    return Timing(
+        id=text(row, "id"),
+        mode=text(row, "mode"),
+        ttft_s=seconds(row, "ttft_s"),
+        total_s=seconds(row, "total_s"),
+        stages={name.removesuffix("_s"): seconds(row, name) for name in known if row.get(name) is not None},
+        up=up,
+        down=down,
+    )
+
+
+def _swept(row: Row) -> Swept:
+    return Swept(
+        gate=text(row, "gate"),
+        k=str(row.get("k", "–")),
+        driver=str(row.get("driver", "sequential")),
+        rtt_ms=None if row.get("rtt_ms") is None else seconds(row, "rtt_ms"),
+        cloud_share=None if row.get("cloud_share") is None else share(row["cloud_share"], "cloud_share"),
+        disagreement=_figure_of(row, "disagreement"),
+        total_s=_figure_of(row, "total_s"),
+    )
+
+
+def _metrics(path: Path) -> dict[str, dict[str, Figure]]:
+    """Figures by mode and metric; what is no figure (a text, a list, null) is left alone."""
+    whole_file = read_object(path)
+    with naming(str(path)):
+        modes = mapping(whole_file, "modes")
+        found = {mode: {name: _figure(v, name) for name, v in mapping(modes, mode).items()} for mode in modes}
+    return {mode: {name: f for name, f in figures.items() if f is not None} for mode, figures in found.items()}
+
+
+def _figure_of(row: Row, name: str) -> Figure | None:
+    figure = _figure(row.get(name), name)
+    if figure is None and row.get(name) is not None:
+        raise DataError(f"{name}: expected a number, not {short(row[name])}")
+    ends = row.get(f"{name}_ci")
+    if figure is None or ends is None:
+        return figure
+    if not (isinstance(ends, list) and len(ends) == 2):
+        raise DataError(f"{name}_ci: expected [low, high], not {short(ends)}")
+    return Figure(figure.value, *(number(end, f"{name}_ci") for end in ends))
+
+
+def _figure(value: Any, name: str) -> Figure | None:
+    if isinstance(value, dict) and value.get("value") is not None:
+        ends = (None if value.get(end) is None else number(value[end], name) for end in ("low", "high"))
+        return Figure(number(value["value"], name), *ends)
+    return Figure(number(value, name)) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _source(value: Any) -> Source:
+    if not isinstance(value, str) or value not in SOURCES:
+        raise DataError(f"sources: expected one of {', '.join(SOURCES)}, not {short(value)}")
+    return SOURCES[value]
+
+
+def _signals(value: Any) -> tuple[dict[str, float], ...]:
+    if isinstance(value, dict):  # as traces have them
+        value = _transposed(value)
+    if not isinstance(value, list) and value is not None:
+        raise DataError(f"signals: expected a list, not {short(value)}")
+    return tuple(_signal(entry) for entry in value or [])
+
+
+def _transposed(columns: Row) -> list[Row]:
+    """One object per token, from one list per signal."""
+    lists = [entries(columns, name) for name in columns]
+    if len({len(column) for column in lists}) > 1:
+        raise DataError(f"signals: lists of different length, {', '.join(columns)}")
+    return [dict(zip(columns, entry, strict=True)) for entry in zip(*lists, strict=True)]
+
+
+def _signal(value: Any) -> dict[str, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise DataError(f"signals: expected an object or null for each token, not {short(value)}")
+    return numbers(value)
+
+
+def _about(about: Row, key: str, path: Path) -> Row:
+    with naming(str(path)):
+        return mapping(about, key) if about.get(key) is not None else {}
+
+
+def _distinct(rows: tuple[Keyed, ...], path: Path) -> tuple[Keyed, ...]:
+    """The rows, of which no two may be of the same item and mode."""
+    seen: set[tuple[str, str]] = set()
+    for row in rows:
+        key = (row.id, row.mode)
+        if key in seen:
+            raise DataError(f"{path}: item {key[0]!r} has two lines of mode {key[1]!r}")
+        seen.add(key)
+    return rows

@@ -1,0 +1,82 @@
+"""The loop of an evaluation: every item in every mode, interleaved, each written when it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from outrider.errors import OutriderError
+from outrider.evals.manifest import Item
+from outrider.evals.modes import Inapplicable, Mode
+from outrider.evals.store import TRACE, Row, Store
+
+Tracer = Callable[[Item], Row]
+WARM_UPS = 3  # items tried, for a mode that fails on the first
+_FAILURES = (OutriderError, RuntimeError, MemoryError)  # the latter two: how torch and Python say out of memory
+
+
+def run(
+    items: Sequence[Item],
+    modes: Sequence[Mode],
+    store: Store,
+    tracer: Tracer | None = None,
+    advance: Callable[[], Any] = lambda: None,
+) -> None:
+    """Answer what the store lacks, and put it in order. A failure is an answer; whatever else is raised ends the run.
+
+    tracer: takes an item's trace. advance: called when a step, one of `steps`, is done.
+    """
+    warm_up(items, [mode for mode in modes if not all(store.is_done(item.id, mode.name) for item in items)])
+    for n, item in enumerate(items):
+        for mode in rotated(modes, n):
+            if not store.is_done(item.id, mode.name):
+                store.add(*answer(mode, item))
+            advance()
+        if tracer is not None:
+            if not store.is_done(item.id, TRACE):
+                _trace(tracer, item, store)
+            advance()
+    store.finish([item.id for item in items], [mode.name for mode in modes])
+
+
+def steps(items: Sequence[Item], modes: Sequence[Mode], tracer: Tracer | None) -> int:
+    return len(items) * (len(modes) + (tracer is not None))
+
+
+def rotated(modes: Sequence[Mode], n: int) -> list[Mode]:
+    """The order for item n: each mode comes first as often as any other."""
+    at = n % len(modes) if modes else 0
+    return [*modes[at:], *modes[:at]]
+
+
+def warm_up(items: Sequence[Item], modes: Sequence[Mode]) -> None:
+    """Run each mode once, unmeasured: caches grow, and libraries set themselves up, at their first use."""
+    for mode in modes:
+        for item in items[:WARM_UPS]:
+            if "token_ids" in answer(mode, item)[0]:
+                break
+
+
+def answer(mode: Mode, item: Item) -> tuple[Row, Row | None]:
+    """The line of an item in a mode, and its timing if it was answered."""
+    names = {"id": item.id, "mode": mode.name}
+    try:
+        outcome = mode.run(item)
+    except Inapplicable as reason:
+        return {**names, "skipped": str(reason)}, None
+    except _FAILURES as error:
+        return {**names, "error": _named(error)}, None
+    return {**names, **outcome.result}, {**names, **outcome.timing}
+
+
+def _trace(tracer: Tracer, item: Item, store: Store) -> None:
+    try:
+        row = tracer(item)
+    except _FAILURES as error:
+        store.add({"id": item.id, "mode": TRACE, "error": _named(error)})
+    else:
+        store.add_trace({**row, "id": item.id})
+
+
+def _named(error: BaseException) -> dict[str, str]:
+    return {"type": type(error).__name__, "message": str(error)}

@@ -1,0 +1,180 @@
+"""What is given up for what: quality against cloud share, latency against the network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from outrider.evals.charts import Axis, Point, Series, plot
+from outrider.evals.digest import (
+    Cell,
+    Section,
+    Table,
+    figure,
+    label,
+    labels,
+    legend,
+    of_mode,
+    over,
+    percent,
+    plain,
+    tick_percent,
+)
+from outrider.evals.results import Answer, EvalRun, Figure, Swept
+
+LINES = 8  # that one chart can tell apart
+QUALITIES = ("agreement", "quality", "accuracy", "exact_match", "chrf", "rouge_l", "bleu")
+
+
+# Quality against cloud share --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """One point of the quality chart."""
+
+    family: str
+    name: str
+    share: float
+    quality: Figure
+
+
+def quality(runs: Sequence[EvalRun]) -> Section:
+    """From the sweep where there is one, else from the summary's first known measure of quality."""
+    title = "Quality against cloud share"
+    settings, measure = _swept_settings(runs), "agreement with the cloud model"
+    if not settings:
+        settings, measure = _summed_settings(runs)
+    if not settings:
+        missing = "There is neither a sweep.jsonl with cloud_share and disagreement, nor a known metric of quality."
+        return Section("quality", title, "", missing=missing)
+    best = frontier([(s.share, s.quality.value) for s in settings])
+    families = list(dict.fromkeys(s.family for s in settings))
+    series = [_quality_series(family, settings, set(best)) for family in families]
+    lead = (
+        "Up is better, left is cheaper. The stepped line is the Pareto frontier (filled marks): no other setting gives "
+        "more for less."
+    )
+    drawing = plot(
+        f"{title}: {measure}", series, Axis("cloud share", tick_percent, 0, 1), _quality_axis(settings), best
+    )
+    rows = tuple(
+        (
+            Cell(s.name),
+            percent(s.share),
+            figure(s.quality),
+            Cell("yes" if (s.share, s.quality.value) in best else "no"),
+        )
+        for s in sorted(settings, key=lambda s: (s.share, -s.quality.value))
+    )
+    table = Table(("setting", "cloud share", measure, "on the frontier"), rows)
+    return Section("quality", title, lead, table, measure, drawing, legend=legend(series))
+
+
+def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The (cost, quality) that nothing cheaper or equal beats or equals, in rising order of both."""
+    kept: list[tuple[float, float]] = []
+    for cost, value in sorted(set(points), key=lambda point: (point[0], -point[1])):
+        if not kept or value > kept[-1][1]:
+            kept.append((cost, value))
+    return kept
+
+
+def _swept_settings(runs: Sequence[EvalRun]) -> list[_Setting]:
+    """One for each gate and k: drivers and networks change neither share nor quality."""
+    found: dict[tuple[str, float, Figure], _Setting] = {}
+    for run in runs:
+        for row in run.sweep:
+            if row.cloud_share is None or row.disagreement is None:
+                continue
+            name, family = (label(run, text, runs) for text in (f"{row.gate}, k {row.k}", row.gate.partition(":")[0]))
+            setting = _Setting(family, name, row.cloud_share, _complement(row.disagreement))
+            found[name, row.cloud_share, row.disagreement] = setting
+    return list(found.values())
+
+
+def _summed_settings(runs: Sequence[EvalRun]) -> tuple[list[_Setting], str]:
+    for measure in QUALITIES:
+        settings = []
+        for name, run, mode in labels(runs):
+            value = run.metrics.get(mode, {}).get(measure)
+            share = _cloud_share(of_mode(run.answers, mode))
+            if value is not None and share is not None:
+                settings.append(_Setting(name, name, share, value))
+        if settings:
+            return settings, measure.replace("_", " ")
+    return [], ""
+
+
+def _cloud_share(answers: Sequence[Answer]) -> float | None:
+    cloud = sum(answer.count("cloud_tokens") for answer in answers)
+    return over(cloud, cloud + sum(answer.count("edge_tokens") for answer in answers))
+
+
+def _complement(figure: Figure) -> Figure:
+    low, high = (None if end is None else 1 - end for end in (figure.high, figure.low))
+    return Figure(1 - figure.value, low, high)
+
+
+def _quality_series(family: str, settings: Sequence[_Setting], best: set[tuple[float, float]]) -> Series:
+    own = [s for s in settings if s.family == family]
+    points = tuple(
+        Point(
+            s.share,
+            s.quality.value,
+            f"{s.name}\ncloud share {percent(s.share).text}, quality {figure(s.quality).text}",
+            s.quality.low,
+            s.quality.high,
+            faint=(s.share, s.quality.value) not in best,
+        )
+        for s in own
+    )
+    return Series(family, points, line=False)
+
+
+def _quality_axis(settings: Sequence[_Setting]) -> Axis:
+    shares = all(0 <= s.quality.value <= 1 for s in settings)
+    return Axis("", tick_percent if shares else plain)
+
+
+# Latency against RTT ----------------------------------------------------------------------------------------
+
+
+def latency(runs: Sequence[EvalRun]) -> Section:
+    """One line per driver and gate: at each round-trip time the k that was fastest."""
+    title = "Latency against round-trip time"
+    rows = [(run, row) for run in runs for row in run.sweep if row.rtt_ms is not None and row.total_s is not None]
+    if not rows:
+        return Section("latency", title, "", missing="There is no sweep.jsonl with rtt_ms and total_s.")
+    grouped: dict[str, list[Swept]] = {}
+    for run, row in rows:
+        grouped.setdefault(label(run, f"{row.driver}, {row.gate}", runs), []).append(row)
+    chosen = _spread(list(grouped), LINES)
+    series = [Series(name, tuple(_latency_points(name, grouped[name]))) for name in chosen]
+    lead = "Seconds for a whole answer, by driver and gate; at each round-trip time with the fastest k."
+    if len(chosen) < len(grouped):
+        lead += f" {len(chosen)} of {len(grouped)} lines are drawn; the table has all."
+    cells = tuple(
+        (Cell(name), Cell(r.k), Cell(f"{r.rtt_ms:g} ms", r.rtt_ms), figure(r.total_s, " s"))
+        for name, own in grouped.items()
+        for r in own
+    )
+    drawing = plot(title, series, Axis("round-trip time, ms", plain, 0), Axis("", plain, 0))
+    table = Table(("driver, gate", "k", "RTT", "total"), cells)
+    return Section("latency", title, lead, table, "seconds per answer", drawing, legend=legend(series))
+
+
+def _latency_points(name: str, rows: Sequence[Swept]) -> Iterator[Point]:
+    ordered = sorted(rows, key=lambda row: row.rtt_ms or 0.0)
+    for rtt, same in groupby(ordered, key=lambda row: row.rtt_ms or 0.0):
+        row, total = min(((r, r.total_s) for r in same if r.total_s is not None), key=lambda pair: pair[1].value)
+        tip = f"{name}, k {row.k}\n{total.value:.2f} s at {rtt:g} ms"
+        yield Point(rtt, total.value, tip, total.low, total.high)
+
+
+def _spread(names: list[str], count: int) -> list[str]:
+    """At most `count` of them, the first and the last among them."""
+    if len(names) <= count:
+        return names
+    return [names[round(n * (len(names) - 1) / (count - 1))] for n in range(count)]

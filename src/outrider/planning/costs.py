@@ -1,0 +1,69 @@
+"""What a pair's steps take, and what its frames weigh: what a simulation is told of the machines and the wire."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from statistics import median
+
+from outrider.errors import SettingsError
+from outrider.planning.checks import at_least_zero, positive
+
+ID_BYTES = 3  # one id of a vocabulary below 2^21, on the wire (MATHS, "Bytes")
+OPEN_BYTES = 300  # of the opening frame and its headers (docs/protocol.md; 289 to 302 for the bundled clips)
+TRANSPORT_DOWN = 26  # bytes: the two window updates that a gRPC server sends with most of its messages
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds. A token that is drafted; a verdict on n tokens (what the verifier reads of drafts and skipped ones).
+
+    draft_s, signals_s: of one drafted token, and of saying how sure the drafter was, where gate or k ask for it.
+    verify_s, verify_per_token_s: of a verdict, and of each token in it. draft_prefill_s, verify_prefill_s: what the
+    first step of each side takes longer, its prompt read; a recording's encoding included. per_round_overhead_s: what
+    a request takes beyond computing and the network (processes, serialization).
+    """
+
+    draft_s: float
+    verify_s: float
+    verify_per_token_s: float = 0.0
+    draft_prefill_s: float = 0.0
+    verify_prefill_s: float = 0.0
+    per_round_overhead_s: float = 0.0
+    signals_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        at_least_zero(**asdict(self))
+        positive(draft_s=self.draft_s, verify_s=self.verify_s)
+
+    def drafting_s(self, count: int, *, first: bool, sure: bool) -> float:
+        """Of `count` tokens. first: nothing was drafted before; sure: with signals."""
+        each = self.draft_s + (self.signals_s if sure else 0.0)
+        return count * each + (self.draft_prefill_s if first else 0.0)
+
+    def computing_s(self, count: int, *, first: bool) -> float:
+        """The verifier's own time for a verdict on `count` tokens."""
+        return self.verify_s + count * self.verify_per_token_s + (self.verify_prefill_s if first else 0.0)
+
+
+def median_costs(several: list[Costs]) -> Costs:
+    """Field by field.
+
+    Raises:
+        SettingsError: there are none.
+    """
+    if not several:
+        raise SettingsError("no costs were measured")
+    return Costs(**{field.name: median(getattr(one, field.name) for one in several) for field in fields(Costs)})
+
+
+def md1_wait_s(utilisation: float, service_s: float) -> float:
+    """Mean wait before a server that others keep busy: ρ·s / (2(1 − ρ)), Pollaczek–Khinchine with constant service.
+
+    Raises:
+        SettingsError: a utilisation outside 0 to 1, or 1 itself, where the queue never ends.
+    """
+    at_least_zero(utilisation=utilisation, service_s=service_s)
+    if not utilisation < 1.0 or math.isinf(service_s):
+        raise SettingsError(f"utilisation is at least 0 and below 1, not {utilisation!r}")
+    return utilisation * service_s / (2.0 * (1.0 - utilisation))

@@ -1,0 +1,225 @@
+"""Which way of decoding suits a pair, a network and a goal: by simulation of each, with the differences in numbers.
+
+Speculation across a network is often the slower choice, and the ranking says so: cloud-only, streamed, pays one round
+trip in all, speculation one in each round (MATHS, "How long to draft"). What it saves is the cloud's time.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from outrider.config import DriverName
+from outrider.core.gate import Always, Gate, Signals
+from outrider.errors import SettingsError
+from outrider.planning.checks import count, share
+from outrider.planning.costs import Costs
+from outrider.planning.simulator import Setup, Summary, end_tokens, replay, summarise
+from outrider.planning.traces import Trace
+
+Aim = Literal["latency", "cloud", "quality", "privacy"]
+KS: tuple[int, ...] = (1, 2, 3, 5, 8, 12)
+DRIVERS: tuple[DriverName, ...] = ("sequential", "pipelined")
+FARTHEST = 2.0  # s: up to this round trip a break-even is sought
+PRECISION = 1e-3  # s, of a break-even
+
+WORTH: dict[Aim, Callable[[Summary], tuple[float, ...]]] = {
+    "latency": lambda found: (found.total_s, found.cloud_s),
+    "cloud": lambda found: (found.cloud_s, found.total_s),
+    "quality": lambda found: (found.cloud_share, found.cloud_s, found.total_s),
+    "privacy": lambda found: (1.0 - found.at_home, found.bytes_up, found.total_s),
+}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is to be little: seconds per output, the cloud's seconds, the share of tokens that the cloud decides
+    ("quality": as few as the budget allows), or what leaves the edge (outputs that ask the cloud at all, then bytes).
+
+    budget: the largest share of tokens that may differ from the target's (ε); by default none, and any for "privacy".
+    """
+
+    aim: Aim = "latency"
+    budget: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.aim not in WORTH:
+            raise SettingsError(f"a goal is {', '.join(WORTH)}, not {self.aim!r}")
+        share(budget=self.limit)
+
+    @property
+    def limit(self) -> float:
+        if self.budget is not None:
+            return self.budget
+        return 1.0 if self.aim == "privacy" else 0.0
+
+    def worth(self, found: Summary) -> tuple[float, ...]:
+        """The smaller the better."""
+        return WORTH[self.aim](found)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way of decoding. allowed: its disagreements are within the budget.
+
+    behind: its cost under the goal divided by the best option's (1 for the best; infinite where that costs nothing).
+    breakeven_rtt_s: below this round trip, all else equal, it is faster than cloud-only; 0: at none, infinite: at all
+    that were tried (up to FARTHEST). None for cloud-only itself.
+    """
+
+    name: str
+    setup: Setup
+    summary: Summary
+    allowed: bool
+    behind: float = 1.0
+    breakeven_rtt_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Options, the best first; those beyond the budget come last."""
+
+    goal: Goal
+    options: tuple[Option, ...]
+
+    @property
+    def best(self) -> Option:
+        return self.options[0]
+
+    def named(self, name: str) -> Option:
+        """Raises KeyError where none has that name."""
+        found = {option.name: option for option in self.options}
+        return found[name]
+
+
+class Planner:
+    """base: network, load and length; what else a mode needs is chosen here. gates, ks: those to try.
+
+    What was simulated once, for any goal, is kept.
+
+    Raises:
+        DataError: no traces.
+        SettingsError: a gate or k that there is not.
+    """
+
+    def __init__(
+        self,
+        traces: Seq[Trace],
+        costs: Costs,
+        base: Setup | None = None,
+        gates: Seq[str | Gate] = (),
+        ks: Seq[int | str] = KS,
+    ) -> None:
+        self._traces, self._costs, self._base = tuple(traces), costs, base or Setup()
+        self._gates, self._ks, self._ends = gates, ks, end_tokens(traces)
+        self._known: dict[Setup, Summary] = {}
+        self._setups = list(self._modes())
+
+    def rank(self, goal: Goal) -> Ranking:
+        """Edge-only, cloud-only, exact speculation with either driver, and each gate; k is the best for the goal."""
+        found = [self._option(name, setups, goal) for name, setups in self._setups]
+        found.sort(key=lambda option: (not option.allowed, goal.worth(option.summary)))
+        lead = goal.worth(found[0].summary)[0]
+        options = (
+            replace(
+                option,
+                behind=_ratio(goal.worth(option.summary)[0], lead),
+                breakeven_rtt_s=self.breakeven_rtt_s(option.setup),
+            )
+            for option in found
+        )
+        return Ranking(goal, tuple(options))
+
+    def simulate(self, setup: Setup) -> Summary:
+        """Over all traces."""
+        if setup not in self._known:
+            self._known[setup] = summarise(replay(self._traces, setup, self._costs, ends=self._ends))
+        return self._known[setup]
+
+    def breakeven_rtt_s(self, setup: Setup) -> float | None:
+        """The round trip up to which a setup is faster than cloud-only; see `Option`."""
+        if setup.mode == "cloud-only":
+            return None
+        if self._lag(setup, 0.0) >= 0.0:
+            return 0.0
+        if self._lag(setup, FARTHEST) < 0.0:
+            return math.inf
+        return root(lambda rtt_s: self._lag(setup, rtt_s), 0.0, FARTHEST)
+
+    def _lag(self, setup: Setup, rtt_s: float) -> float:
+        """Seconds per output behind cloud-only."""
+        net = replace(setup.net, rtt=rtt_s)
+        alone = replace(self._base, mode="cloud-only", net=net)
+        return self.simulate(replace(setup, net=net)).total_s - self.simulate(alone).total_s
+
+    def _modes(self) -> Iterator[tuple[str, list[Setup]]]:
+        base = self._base
+        yield "edge-only", [replace(base, mode="edge-only")]
+        yield "cloud-only", [replace(base, mode="cloud-only")]
+        for driver in DRIVERS:
+            yield f"exact {driver}", self._speculative(Always(), driver)
+        for gate in self._gates:
+            for driver in DRIVERS:
+                yield f"{gate} {driver}", self._speculative(gate, driver)
+
+    def _speculative(self, gate: str | Gate, driver: DriverName) -> list[Setup]:
+        return [replace(self._base, mode="speculative", gate=gate, driver=driver, k=k) for k in self._ks]
+
+    def _option(self, name: str, setups: list[Setup], goal: Goal) -> Option:
+        """The best of a mode's setups."""
+        tried = [(setup, self.simulate(setup)) for setup in setups]
+        options = [Option(name, setup, found, found.disagreement <= goal.limit) for setup, found in tried]
+        return min(options, key=lambda option: (not option.allowed, goal.worth(option.summary)))
+
+
+def root(of: Callable[[float], float], low: float, high: float) -> float:
+    """Where `of`, below 0 at `low` and not at `high`, crosses 0: bisection that first tries the chord's crossing.
+
+    Two steps that bring the crossing near are enough where `of` is nearly a line, and never more than bisection twice.
+    """
+    under, over, chord = of(low), of(high), True
+    while high - low > PRECISION:
+        middle = (low + high) / 2
+        if chord:
+            middle = low + (high - low) * under / (under - over)
+            middle = min(max(middle, low + PRECISION / 2), high - PRECISION / 2)
+        value, chord = of(middle), not chord
+        low, under, high, over = (middle, value, high, over) if value < 0.0 else (low, under, middle, value)
+    return low
+
+
+def made_up(acceptance: float, length: int, outputs: int = 8, seed: int = 0) -> list[Trace]:
+    """Traces of nothing but an acceptance rate and a length, where none were recorded.
+
+    Each token is accepted with a chance of its own, Beta(2α, 2(1 − α)), whose mean is α; tokens are independent of each
+    other, and the drafter knows the chance. Real drafters know less: thresholds want recorded traces.
+    """
+    share(acceptance=acceptance)
+    count(1, length=length, outputs=outputs)
+    return [_made_up(f"made up {n + 1}", acceptance, length, random.Random(f"{seed} {n}")) for n in range(outputs)]
+
+
+def _made_up(name: str, acceptance: float, length: int, rng: random.Random) -> Trace:
+    sure = 0.0 < acceptance < 1.0
+    chances = [rng.betavariate(2 * acceptance, 2 * (1 - acceptance)) if sure else acceptance for _ in range(length)]
+    target = tuple(range(2, length + 2))
+    draft = tuple(token if rng.random() < chance else 1 for token, chance in zip(target, chances, strict=True))
+    return Trace(name, 1, target, draft, tuple(map(_knowing, chances)))
+
+
+def _knowing(chance: float) -> Signals:
+    """Of a drafter whose token has that probability, and one other token the rest."""
+    chance = min(max(chance, 1e-6), 1.0 - 1e-6)
+    rest = 1.0 - chance
+    entropy = -chance * math.log(chance) - rest * math.log(rest)
+    return Signals(entropy, max(chance, rest) - min(chance, rest), min(chance, rest), -math.log(chance))
+
+
+def _ratio(value: float, lead: float) -> float:
+    if lead == 0.0:
+        return 1.0 if value == 0.0 else math.inf
+    return value / lead

@@ -1,0 +1,121 @@
+"""Traces of a pair: the target alone, then the drafter's reading of what it said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+
+from torch import Tensor
+
+from outrider.config import GenerationSettings
+from outrider.core.acceptance import Exact
+from outrider.core.decoder import Decoder, Plan
+from outrider.core.gate import Always, Signals, measure
+from outrider.core.policy import Policy
+from outrider.core.stopping import StopRules
+from outrider.edge.drivers import sequential
+from outrider.edge.link import Link
+from outrider.edge.pair import Pair
+from outrider.engines.base import Engine, Prompt, Reader
+from outrider.errors import SettingsError
+from outrider.planning.traces import Trace
+from outrider.prompts.chat import PromptLike, encode
+from outrider.verifiers.base import Conditions, Verifier
+from outrider.wire.media import pack_media
+
+PIECE = 256  # rows of logits that are held in memory at once
+
+
+def record(
+    draft: Engine,
+    target: Verifier,
+    prompts: Seq[PromptLike],
+    settings: GenerationSettings | None = None,
+    names: Seq[str] | None = None,
+) -> Iterator[Trace]:
+    """A trace of each prompt, one by one. target: any verifier; `local(engine)` for a model in this process.
+
+    names: the traces' ids; by default they count from 1.
+
+    Raises:
+        InputError: a prompt that cannot be used, when it is its turn.
+    """
+    recorder = Recorder(draft, target, settings)
+    for n, prompt in enumerate(prompts):
+        yield recorder.trace(names[n] if names is not None else str(n + 1), prompt)
+
+
+class Recorder:
+    """A pair, and how both sides decode.
+
+    Raises:
+        VocabularyMismatch: the two models do not share a vocabulary.
+        SettingsError: a text rule, and the drafter has no tokenizer.
+    """
+
+    def __init__(self, draft: Engine, target: Verifier, settings: GenerationSettings | None = None) -> None:
+        settings = settings or GenerationSettings()
+        self.draft, self.target, self.settings = draft, target, settings
+        self.pair = Pair(draft, target, "fail")
+        eos = () if settings.ignore_eos else self.pair.target.eos_ids
+        self.rules = StopRules(settings.max_new_tokens, eos, settings.stop, settings.sentences, settings.min_new_tokens)
+        if self.rules.needs_text and draft.tokenizer is None:
+            raise SettingsError("stop strings and sentences need a tokenizer, and the drafter came without one")
+
+    def trace(self, name: str, prompt: PromptLike) -> Trace:
+        """One prompt's trace."""
+        encoded = encode(self.draft, prompt)
+        output = self.continuation(encoded)
+        return self.reading(name, encoded, output)
+
+    def continuation(self, prompt: Prompt) -> list[int]:
+        """What the target alone says, the end token included."""
+        link = Link(self.target, lambda verifier: verifier.open(prompt, self.conditions))
+        plan = Plan(self.rules, Always(), Exact(), None, has_verifier=True, on_loop="ignore")
+        decoder = Decoder(prompt.ids, plan, self._decode if self.rules.needs_text else None)
+        try:
+            for _ in sequential(decoder, None, link.generate):
+                pass
+        finally:
+            link.close()
+        return decoder.sequence.generated
+
+    def reading(self, name: str, prompt: Prompt, output: Seq[int]) -> Trace:
+        """What the drafter proposes at each place of `output`, given what stands before it.
+
+        Rows of one forward over all of it: in float32 those of stepwise drafting but for rounding.
+        """
+        policy, ids = self.policy(prompt), [*prompt.ids, *output]
+        proposals = [
+            self._proposal(policy, row, ids, len(prompt.ids) + n) for n, row in enumerate(self._rows(prompt, ids))
+        ]
+        tokens, signals = zip(*proposals, strict=True)
+        media = len(pack_media(prompt, withheld=False)[1])
+        return Trace(name, len(prompt.ids), tuple(output), tokens, signals, media)
+
+    def _proposal(self, policy: Policy, row: Tensor, ids: list[int], length: int) -> tuple[int, Signals]:
+        token = policy.distribution(row, ids, length).choice
+        return token, measure(row[: policy.vocab_size], token, policy.sampling.temperature)
+
+    def _rows(self, prompt: Prompt, ids: list[int]) -> Iterator[Tensor]:
+        """The drafter's row for each token behind the prompt; a long output in pieces."""
+        reader, start = Reader(self.draft, prompt, "recorder"), len(prompt.ids)
+        try:
+            for at in range(start, len(ids), PIECE):
+                end = min(at + PIECE, len(ids))
+                yield from reader.read(ids[: end - 1], end - at)
+        finally:
+            reader.close()
+
+    @property
+    def conditions(self) -> Conditions:
+        """As the verifier is told them."""
+        return Conditions(self.settings, "exact", self.pair.target_vocabulary)
+
+    def policy(self, prompt: Prompt) -> Policy:
+        """The drafter's."""
+        pair = self.pair
+        return Policy.build(self.settings, pair.target.eos_ids, pair.draft_vocabulary, len(prompt.ids))
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.draft.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

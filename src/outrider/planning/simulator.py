@@ -1,0 +1,266 @@
+"""Replays traces in virtual time: the real decoder and drivers, under any gate, k, network and load.
+
+A trace says what the drafter proposes along the target's own output. What a simulation takes from it, and may not:
+
+- With an exact gate and a fixed k, what is committed, by whom and in how many rounds is what a live run does. What is
+  drafted behind a wrong token comes from the trace as well. It is never accepted, but a live drafter, which sees that
+  token, may be less sure behind it, or end its block there: counts of drafted tokens, and triggers, differ by as much.
+- Where a gate skips a token that the target would have said differently, the text has left the trace. It goes on
+  by position: at each place the drafter proposes, and the target says, what the trace has there. An end that the edge
+  skips is caught up with one token later, and an end that it invents ends the output.
+
+Sampled loops (`--on-loop sample`) are not simulated, nor acceptance rules other than exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from outrider.config import DriverName, Scope
+from outrider.core.acceptance import Exact
+from outrider.core.decoder import MAX_PROVISIONAL, Decoder, Plan
+from outrider.core.gate import Always, Gate
+from outrider.core.gate import gate as parse_gate
+from outrider.core.lookahead import MAX_K, Lookahead, lookahead
+from outrider.core.stopping import StopRules
+from outrider.errors import DataError, SettingsError
+from outrider.netem.conditions import Conditions
+from outrider.planning.checks import at_least_zero, count
+from outrider.planning.costs import Costs, md1_wait_s
+from outrider.planning.traces import Trace
+from outrider.planning.virtual import NO_TOKEN, Clock, ScriptedCloud, ScriptedDrafter, check_steady, drive
+
+Mode = Literal["speculative", "cloud-only", "edge-only"]
+ROOM = MAX_K + MAX_PROVISIONAL  # so far behind its end may be drafted
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How to decode. gate: a text, or what it names; as k, it counts for mode "speculative" only.
+
+    queue_s, utilisation: the wait before each verdict, in seconds, and what others make of it (`md1_wait_s`); each
+    verdict waits for the mean. max_new_tokens: what a live run would be given; a trace is never longer than itself.
+    """
+
+    mode: Mode = "speculative"
+    gate: str | Gate = "always"
+    k: int | str = 5
+    driver: DriverName = "sequential"
+    scope: Scope = "block"
+    net: Conditions = Conditions()
+    queue_s: float = 0.0
+    utilisation: float = 0.0
+    max_new_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("speculative", "cloud-only", "edge-only"):
+            raise SettingsError(f"mode is speculative, cloud-only or edge-only, not {self.mode!r}")
+        if self.driver not in ("sequential", "pipelined"):
+            raise SettingsError(f"driver is sequential or pipelined, not {self.driver!r}")
+        lookahead(self.k)
+        self.policy()
+        check_steady(self.net)
+        at_least_zero(queue_s=self.queue_s)
+        md1_wait_s(self.utilisation, 0.0)
+        if self.max_new_tokens is not None:
+            count(1, max_new_tokens=self.max_new_tokens)
+
+    def policy(self) -> Gate:
+        return parse_gate(self.gate) if isinstance(self.gate, str) else self.gate
+
+    def wait_s(self, costs: Costs) -> float:
+        """Before each verdict."""
+        return self.queue_s + md1_wait_s(self.utilisation, costs.verify_s)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One replayed output. disagreements: edge tokens that the target would have said differently at their place.
+
+    cloud_s: seconds that the verifier worked for it. draft_s: seconds that were drafted, hidden ones included.
+    """
+
+    tokens: int
+    total_s: float
+    ttft_s: float
+    rounds: int
+    blocks: int
+    escalated: int
+    drafted: int
+    verified: int
+    accepted: int
+    cloud_tokens: int
+    edge_tokens: int
+    disagreements: int
+    bytes_up: int
+    bytes_down: int
+    media_bytes: int
+    cloud_s: float
+    draft_s: float
+
+    @property
+    def skipped(self) -> int:
+        """Blocks that did not go to the verifier."""
+        return self.blocks - self.escalated
+
+    @property
+    def cloud_share(self) -> float:
+        return self.cloud_tokens / self.tokens
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of several outputs: means over outputs for seconds and bytes, shares over all tokens or blocks together.
+
+    worst_disagreement: of the output with the largest share. at_home: share of outputs for which the cloud was never
+    asked. bytes up: recordings included.
+    """
+
+    outputs: int
+    tokens: float
+    total_s: float
+    ttft_s: float
+    token_s: float
+    rounds: float
+    acceptance: float
+    escalation: float
+    cloud_share: float
+    disagreement: float
+    worst_disagreement: float
+    at_home: float
+    bytes_up: float
+    bytes_down: float
+    cloud_s: float
+
+
+def end_tokens(traces: Seq[Trace]) -> frozenset[int]:
+    """The tokens that end outputs: last in two of them at least (or in the only one), and nowhere else."""
+    last = Counter(trace.target[-1] for trace in traces)
+    inside = {token for trace in traces for token in trace.target[:-1]}
+    return frozenset(token for token, times in last.items() if token not in inside and times >= min(2, len(traces)))
+
+
+def simulate(
+    trace: Trace, setup: Setup, costs: Costs, *, ends: frozenset[int] = frozenset(), ahead: Lookahead | None = None
+) -> Outcome:
+    """One trace. ends: the tokens that end an output; ahead: a lookahead that has learnt, in place of a new one."""
+    run = _Run(trace, setup, costs, ends, ahead or lookahead(setup.k))
+    return run.outcome()
+
+
+def replay(traces: Seq[Trace], setup: Setup, costs: Costs, *, ends: frozenset[int] | None = None) -> list[Outcome]:
+    """Several traces, one after another, as one SpeculativeDecoder would: k "auto" learns on the way.
+
+    ends: by default, what `end_tokens` finds.
+
+    Raises:
+        DataError: no traces.
+    """
+    if not traces:
+        raise DataError("there are no traces to replay")
+    ends = end_tokens(traces) if ends is None else ends
+    ahead = lookahead(setup.k)
+    return [simulate(trace, setup, costs, ends=ends, ahead=ahead) for trace in traces]
+
+
+def summarise(outcomes: Seq[Outcome]) -> Summary:
+    """Means and shares.
+
+    Raises:
+        DataError: no outcomes.
+    """
+    if not outcomes:
+        raise DataError("there are no outcomes to sum up")
+    total = {f.name: math.fsum(getattr(o, f.name) for o in outcomes) for f in fields(Outcome)}
+    mean = {name: value / len(outcomes) for name, value in total.items()}
+    return Summary(
+        outputs=len(outcomes),
+        tokens=mean["tokens"],
+        total_s=mean["total_s"],
+        ttft_s=mean["ttft_s"],
+        token_s=total["total_s"] / total["tokens"],
+        rounds=mean["rounds"],
+        acceptance=total["accepted"] / total["verified"] if total["verified"] else 0.0,
+        escalation=total["escalated"] / total["blocks"] if total["blocks"] else 0.0,
+        cloud_share=total["cloud_tokens"] / total["tokens"],
+        disagreement=total["disagreements"] / total["tokens"],
+        worst_disagreement=max(outcome.disagreements / outcome.tokens for outcome in outcomes),
+        at_home=sum(outcome.rounds == 0 for outcome in outcomes) / len(outcomes),
+        bytes_up=mean["bytes_up"],
+        bytes_down=mean["bytes_down"],
+        cloud_s=mean["cloud_s"],
+    )
+
+
+class _Run:
+    """One replay."""
+
+    def __init__(self, trace: Trace, setup: Setup, costs: Costs, ends: frozenset[int], ahead: Lookahead) -> None:
+        gate = setup.policy() if setup.mode == "speculative" else Always()
+        drafts, asks = setup.mode != "cloud-only", setup.mode != "edge-only"
+        self._trace, self._clock = trace, Clock()
+        self._decoder = Decoder([0], _plan(trace, setup, ends, gate, ahead if drafts else None))
+        end = trace.target[-1] if trace.target[-1] in ends else NO_TOKEN
+        self._cloud = ScriptedCloud(trace, costs, self._clock, setup.net, setup.wait_s(costs), end) if asks else None
+        lossy = not (asks and gate.exact)
+        sure = asks and (gate.needs_signals or ahead.needs_signals)
+        beyond = end if lossy else NO_TOKEN
+        self._drafter = ScriptedDrafter(trace, costs, self._clock, ends=ends, beyond=beyond, sure=sure)
+        self._drafts, self._driver = drafts, setup.driver
+
+    def outcome(self) -> Outcome:
+        ttft = self._play()
+        decoder, cloud, stats = self._decoder, self._cloud, self._decoder.stats
+        stats.count_sources(decoder.sequence.sources)
+        return Outcome(
+            tokens=len(decoder.sequence.sources),
+            total_s=self._clock.now,
+            ttft_s=ttft,
+            rounds=stats.rounds,
+            blocks=stats.blocks,
+            escalated=stats.escalated,
+            drafted=stats.drafted,
+            verified=stats.verified,
+            accepted=stats.accepted,
+            cloud_tokens=stats.cloud_tokens,
+            edge_tokens=stats.edge_tokens,
+            disagreements=self._disagreements(),
+            bytes_up=cloud.up.bytes if cloud else 0,
+            bytes_down=cloud.down.bytes if cloud else 0,
+            media_bytes=cloud.media_bytes if cloud else 0,
+            cloud_s=cloud.busy_s if cloud else 0.0,
+            draft_s=self._drafter.seconds,
+        )
+
+    def _play(self) -> float:
+        """To the end; when the first token was settled."""
+        cloud, first = self._cloud, None
+        if self._drafts:
+            events = drive(self._decoder, self._drafter, cloud, self._clock, self._driver)
+        else:
+            events = drive(self._decoder, None, None, self._clock, stream=cloud.stream if cloud else None)
+        for event in events:
+            if first is None and event.kind != "provisional":
+                first = self._clock.now
+        return first or 0.0
+
+    def _disagreements(self) -> int:
+        sequence, target = self._decoder.sequence, self._trace.target
+        placed = zip(sequence.generated, sequence.sources, target, strict=False)
+        return sum(token != said for token, source, said in placed if not source.by_cloud)
+
+
+def _plan(trace: Trace, setup: Setup, ends: frozenset[int], gate: Gate, ahead: Lookahead | None) -> Plan:
+    """Stops where a live run would: at an end token, or at the number of tokens that the trace has."""
+    length, limit = len(trace.target), setup.max_new_tokens
+    if limit is not None and length > limit:
+        raise SettingsError(f"trace {trace.id!r} has {length} tokens, more than max_new_tokens {limit}")
+    if trace.target[-1] in ends:
+        length = limit or length + ROOM
+    asks = setup.mode != "edge-only"
+    rules = StopRules(length, tuple(ends))
+    return Plan(rules, gate, Exact(), ahead, asks, "escalate" if asks else "ignore", setup.scope)

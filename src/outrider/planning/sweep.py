@@ -1,0 +1,86 @@
+"""Thresholds × k × drivers × networks over recorded traces, as rows of numbers; and which of them are worth having."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import Any
+
+from outrider.config import DriverName
+from outrider.core.gate import Gate, Name, Threshold
+from outrider.netem.conditions import Conditions
+from outrider.planning.checks import count
+from outrider.planning.costs import Costs
+from outrider.planning.simulator import Setup, Summary, end_tokens, replay, summarise
+from outrider.planning.traces import Trace
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setup and what came of it."""
+
+    gate: str
+    k: int | str
+    driver: DriverName
+    net: str
+    rtt_s: float
+    summary: Summary
+
+    def to_json(self) -> dict[str, Any]:
+        """Flat."""
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "summary"}
+        return own | {field.name: getattr(self.summary, field.name) for field in fields(Summary)}
+
+
+def thresholds(traces: Seq[Trace], signal: Name = "entropy", number: int = 9) -> list[Gate]:
+    """Gates at evenly spaced quantiles of a signal's values over all tokens, the least and the largest left out."""
+    count(1, number=number)
+    values = sorted(getattr(token, signal) for trace in traces for token in trace.signals)
+    chosen = [values[(n * len(values)) // (number + 1)] for n in range(1, number + 1)]
+    return [Threshold(signal, float(f"{value:.4g}")) for value in dict.fromkeys(chosen)]
+
+
+def sweep(
+    traces: Seq[Trace],
+    costs: Costs,
+    *,
+    gates: Seq[str | Gate],
+    ks: Seq[int | str] = (5,),
+    drivers: Seq[DriverName] = ("sequential",),
+    nets: Seq[Conditions] = (Conditions(),),
+    base: Setup | None = None,
+) -> list[Row]:
+    """A row for each combination. base: what else they share (scope, load, max_new_tokens).
+
+    Raises:
+        SettingsError: one of them cannot be used; before any is simulated.
+    """
+    shared, ends = base or Setup(), end_tokens(traces)
+    setups = list(_setups(shared, gates, ks, drivers, nets))
+    return [_row(setup, summarise(replay(traces, setup, costs, ends=ends))) for setup in setups]
+
+
+def pareto(rows: Seq[Row]) -> list[Row]:
+    """The rows that no other beats in disagreement or cloud share without being behind in the other.
+
+    By falling cloud share. Of rows that are equal in both, the fastest.
+    """
+    ordered = sorted(rows, key=lambda row: (row.summary.cloud_share, row.summary.disagreement, row.summary.total_s))
+    front: list[Row] = []
+    for row in ordered:
+        if not front or row.summary.disagreement < front[-1].summary.disagreement:
+            front.append(row)
+    return front[::-1]
+
+
+def _setups(
+    base: Setup, gates: Seq[str | Gate], ks: Seq[int | str], drivers: Seq[DriverName], nets: Seq[Conditions]
+) -> Iterator[Setup]:
+    for net, driver, k, gate in product(nets, drivers, ks, gates):
+        yield replace(base, gate=gate, k=k, driver=driver, net=net)
+
+
+def _row(setup: Setup, summary: Summary) -> Row:
+    return Row(str(setup.policy()), setup.k, setup.driver, str(setup.net), setup.net.rtt, summary)

@@ -1,0 +1,187 @@
+"""`outrider eval`, as a user meets it: refusals, failures, a run that is killed, limits that bind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.evals.eval_process import evaluate, start
+
+from outrider.cli.child import cloud_process
+from outrider.cli.evaluate import Assistant, Evaluation, run_eval
+from outrider.cli.options import Decoding, Models, Network, Output, Speculation
+from outrider.errors import InputError
+from outrider.evals.manifest import load_set
+from outrider.evals.modes import NAMES
+
+SHORT = ("--max-new-tokens", "5", "--gate", "entropy:1.5")
+
+
+def called(out: Path, data: str = "demo", **groups: dict[str, Any]) -> int:
+    """`run_eval` in this process, with some options of some groups."""
+    given = {
+        "evaluation": Evaluation(str(out), **groups.get("evaluation", {})),
+        "assistant": Assistant(**groups.get("assistant", {})),
+        "models": Models(**groups.get("models", {})),
+        "speculation": Speculation(**groups.get("speculation", {})),
+        "network": Network(**groups.get("network", {})),
+        "decoding": Decoding(**groups.get("decoding", {})),
+    }
+    return run_eval(data, **given, output=Output(json=True))  # type: ignore[arg-type]
+
+
+REMOTE = {"cloud": "grpc://127.0.0.1:1"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "named"),
+    [
+        ({"evaluation": {"modes": "exact,fast"}}, "mode 'fast'"),
+        ({"evaluation": {"modes": "gated"}}, "mode gated: without a --gate"),
+        ({"evaluation": {"modes": "plain"}, "models": REMOTE}, "mode plain: transformers needs the target"),
+        ({"evaluation": {"modes": "exact"}, "models": {"cloud": "none"}}, "mode exact: there is no cloud"),
+        ({"evaluation": {"trace": True}, "models": {"cloud": "none"}}, "--trace needs"),
+        ({"evaluation": {"limit": 0}}, "--limit"),
+        ({"evaluation": {"edge_threads": 4096}}, "--edge-threads 4096: between 1 and"),
+        ({"evaluation": {"edge_threads": 1}, "models": {"edge": "none"}}, "--edge-threads: there is no edge"),
+        ({"evaluation": {"edge_memory": "4GiB"}}, "the cloud model is in this process too"),
+        ({"evaluation": {"edge_memory": "4G"}, "models": REMOTE}, "4G"),
+        ({"evaluation": {"edge_memory": "1MiB"}, "models": {"cloud": "none"}}, "before any model is loaded"),
+        ({"assistant": {"assistant_tokens": 0}}, "assistant tokens"),
+        ({"models": {"edge": "none", **REMOTE}}, "give --edge"),
+        ({"models": {"edge": "/no/such/model"}}, "/no/such/model"),
+        ({"models": {"edge": "none", "cloud": "none"}}, "no model"),
+        ({"decoding": {"temperature": -1.0}}, "temperature"),
+        ({"speculation": {"gate": "entropie:1"}}, "entropie"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(
+    tmp_path: Path, groups: dict[str, dict[str, Any]], named: str
+) -> None:
+    with pytest.raises(InputError) as refused:
+        called(tmp_path / "run", **groups)
+    assert named in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_set_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no-such-set"):
+        called(tmp_path / "run", "no-such-set")
+
+
+# In a process of its own ------------------------------------------------------------------------------------
+
+
+def manifest(folder: Path, *more: dict[str, Any]) -> Path:
+    clips = load_set("demo")[:2]
+    rows = [{"id": clip.id, "audio": str(clip.audio), "lang": clip.lang} for clip in clips]
+    path = folder / "set.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *more]), encoding="utf-8")
+    return path
+
+
+def lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def killed(at: int, out: Path, *arguments: str) -> None:
+    """Run the command until it has written so many results, then kill -9."""
+    process = start(*arguments, "--out", out)
+    deadline = time.monotonic() + 240
+    while lines(out / "results.jsonl") < at:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.mark.network
+def test_a_run_that_is_killed_and_started_again_leaves_the_bytes_of_one_that_was_not(tmp_path: Path) -> None:
+    arguments = ("demo", *SHORT, "--trace", "--json")
+    undisturbed, out = tmp_path / "undisturbed", tmp_path / "killed"
+    whole = evaluate(*arguments, "--out", undisturbed)
+    assert whole.returncode == 0, whole.stderr
+    for at in (1, 30, 66):
+        killed(at, out, *arguments)
+        assert lines(out / "results.jsonl") < 12 * len(NAMES), "it was killed in mid-run"
+    before = set((out / "timings.jsonl").read_bytes().split(b"\n")[:-1])
+    again = evaluate(*arguments, "--out", out)
+    assert again.returncode == 0, again.stderr
+    for name in ("results.jsonl", "traces.jsonl", "run.json"):
+        assert (out / name).read_bytes() == (undisturbed / name).read_bytes(), name
+    rows = [json.loads(line) for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [(row["id"], row["mode"]) for row in rows] == [
+        (item.id, mode) for item in load_set("demo") for mode in NAMES
+    ]
+    after = set((out / "timings.jsonl").read_bytes().split(b"\n")[:-1])
+    assert len(before - after) <= 1, "what was finished was not measured again"
+    said = json.loads(again.stdout)
+    assert (said["failures"], said["traces"]) == (0, 12)
+    for mode in ("cloud-only", "exact", "plain", "assisted"):
+        assert said["modes"][mode]["agreement"] == 1.0, mode
+
+
+@pytest.mark.network
+def test_failures_are_shown_counted_and_tried_again_only_when_asked(tmp_path: Path) -> None:
+    (tmp_path / "bad.wav").write_bytes(b"no audio" * 99)
+    data = manifest(tmp_path, {"id": "bad", "audio": str(tmp_path / "bad.wav"), "lang": "en"})
+    arguments = (data, *SHORT, "--modes", "edge-only,exact", "--out", tmp_path / "run")
+    done = evaluate(*arguments)
+    assert done.returncode == 1
+    assert done.stderr.count("AudioError") == 2
+    assert "bad, exact: AudioError" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "edge-only" in done.stdout
+    results = (tmp_path / "run" / "results.jsonl").read_bytes()
+    again = evaluate(*arguments, "--json", "--retry-failed")
+    assert again.returncode == 1
+    assert (tmp_path / "run" / "results.jsonl").read_bytes() == results
+    figures = json.loads(again.stdout)["modes"]["exact"]
+    assert (figures["items"], figures["failures"], figures["tokens"]) == (3, 1, 10)
+
+
+@pytest.mark.network
+def test_another_configuration_a_second_writer_and_bad_usage_exit_with_2(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = ("demo", "--modes", "edge-only", "--cloud", "none", "--out", out)
+    writer = start(*arguments)
+    while not (out / "run.json").exists():
+        assert writer.poll() is None, writer.communicate()
+        time.sleep(0.002)
+    writer.send_signal(signal.SIGSTOP)  # or it might be done before the second one is there
+    second = evaluate(*arguments)
+    writer.send_signal(signal.SIGCONT)
+    assert writer.wait(120) == 0, writer.communicate()
+    writer.communicate()
+    assert (second.returncode, f"is being written by process {writer.pid}" in second.stderr) == (2, True)
+    other = evaluate(*arguments, "--seed", "3", "--max-new-tokens", "9")
+    assert other.returncode == 2
+    assert "configuration.generation.max_new_tokens is 128 there and 9 now" in other.stderr
+    for wrong in (("--limit", "1.5"), ("--edge-threads", "x"), ("--modes", "plain")):
+        assert evaluate(*arguments, *wrong).returncode == 2, wrong
+    assert evaluate("demo").returncode == 2, "without --out"
+
+
+@pytest.mark.network
+def test_limits_bind_a_remote_cloud_s_edge_and_are_recorded(tmp_path: Path) -> None:
+    data = manifest(tmp_path)
+    with cloud_process("demo:cloud") as address:
+        arguments = (data, *SHORT, "--cloud", f"grpc://{address}", "--json", "--edge-threads", "1")
+        done = evaluate(*arguments, "--edge-memory", "64GiB", "--out", tmp_path / "run")
+        assert done.returncode == 0, done.stderr
+        tight = evaluate(*arguments, "--edge-memory", "700MB", "--out", tmp_path / "tight")
+    assert tight.returncode in (1, 2), "an edge that has no room"
+    assert "Traceback" not in tight.stderr
+    run = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
+    limits = run["configuration"]["limits"]
+    assert limits == {"edge_threads": {"cores": 1, "torch_threads": 1}, "edge_memory_bytes": 64 * 2**30}
+    assert set(run["configuration"]["left_out"]) == {"plain", "assisted"}
+    modes = json.loads(done.stdout)["modes"]
+    assert modes["exact"]["agreement"] == 1.0
+    assert modes["exact"]["bytes_up"] > 1000
+    assert modes["edge-only"]["bytes_up"] == 0

@@ -1,0 +1,320 @@
+"""Calibration: the loss is what the decoder would do, never falls, and the budget holds on requests not seen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.engines.tiny import engine
+
+from outrider.api import local
+from outrider.cli.calibrate import identify, run_calibrate
+from outrider.cli.options import Models
+from outrider.config import GateFile, GenerationSettings, ModelId, read_gate_file
+from outrider.core.acceptance import Exact, Verdict
+from outrider.core.decoder import Decoder, Done, Draft, Plan, Proposal
+from outrider.core.gate import NAMES, Calibrated, Signals, Threshold, audited, gate
+from outrider.core.lookahead import FixedK
+from outrider.core.sequence import Source
+from outrider.core.stopping import StopRules
+from outrider.errors import DataError, SettingsError
+from outrider.planning.calibrate import (
+    calibrate,
+    candidates,
+    end_tokens,
+    lay_out,
+    monotone,
+    needed,
+    replay,
+    replay_gate,
+    split,
+    write_gate_file,
+)
+from outrider.planning.traces import Trace, write_traces
+
+EDGE, CLOUD = ModelId("small", "vocab-1"), ModelId("large", "vocab-1")
+END = 9
+REPEATS = 80
+
+
+def found(traces: list[Trace], epsilon: float = 0.1, k: int = 3, **more: Any) -> GateFile:
+    given = {"edge": EDGE, "cloud": CLOUD, "settings": GenerationSettings(), **more}
+    return calibrate(traces, epsilon=epsilon, k=k, **given)
+
+
+def request(rng: np.random.Generator, name: int = 0, hard: float = 0.15) -> Trace:
+    """One request: some are harder than others, and the drafter mostly knows where it errs."""
+    size, hardness = int(rng.integers(5, 40)), rng.beta(1, 1 / hard)
+    chances = np.clip(rng.beta(0.5, 3, size) * 2 * hardness + 0.02, 0, 1)
+    target = [*rng.integers(10, 50, size - 1).tolist(), END]
+    draft = [t if rng.random() > c else 50 for t, c in zip(target, chances, strict=True)]
+    unsure = chances * rng.lognormal(0, 0.5, size)
+    signals = tuple(Signals(float(2 * u), float(1 - min(u, 1)), float(min(u, 1)), float(u)) for u in unsure)
+    return Trace(str(name), 10, tuple(target), tuple(draft), signals)
+
+
+def requests(count: int, seed: int = 0, **more: float) -> list[Trace]:
+    rng = np.random.default_rng(seed)
+    return [request(rng, n, **more) for n in range(count)]
+
+
+# The loss is what the decoder would do ------------------------------------------------------------------------------
+
+
+def decode(trace: Trace, policy: Any, k: int) -> Decoder:
+    """The decoder itself on a trace: drafts and verdicts by position."""
+    size = len(trace.target)
+    plan = Plan(StopRules(size, end_tokens(trace)), policy, Exact(), FixedK(k), has_verifier=True, on_loop="ignore")
+    decoder = Decoder([1] * trace.prompt_tokens, plan)
+    while not isinstance(action := decoder.next(), Done):
+        at = decoder.context_length - trace.prompt_tokens
+        if isinstance(action, Draft):
+            ahead = range(at, at + action.count)
+            decoder.drafted([Proposal(trace.draft[n], trace.signals[n]) for n in ahead])
+            continue
+        base = action.base_length - trace.prompt_tokens
+        truth = trace.target[base:]
+        stands = 0
+        while stands < len(action.draft_ids) and action.draft_ids[stands] == truth[stands]:
+            stands += 1
+        decoder.decided(Verdict(action.round, stands, truth[stands] if stands < len(truth) else 0))
+    return decoder
+
+
+def loss_of(decoder: Decoder, trace: Trace) -> float:
+    """Wrong edge tokens, and what an early end left out."""
+    said = decoder.sequence.generated
+    edge = [n for n, source in enumerate(decoder.sequence.sources) if source is Source.EDGE]
+    missing = len(trace.target) - len(said)
+    return (sum(said[n] != trace.target[n] for n in edge) + missing) / len(trace.target)
+
+
+LEVELS = st.sampled_from([0.0, 0.1, 0.25, 0.3, 0.7, 1.0])  # few, so that thresholds meet values exactly
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Trace:
+    size = draw(st.integers(1, 14))
+    tokens = st.integers(1, 4)
+    target = draw(st.lists(tokens, min_size=size, max_size=size))
+    draft = [t if draw(st.integers(0, 3)) else draw(tokens) for t in target]
+    rows = draw(st.lists(st.tuples(LEVELS, LEVELS, LEVELS, LEVELS), min_size=size, max_size=size))
+    return Trace("t", draw(st.integers(1, 3)), tuple(target), tuple(draft), tuple(Signals(*row) for row in rows))
+
+
+@settings(max_examples=200, deadline=None)
+@given(traces(), st.integers(1, 6), st.sampled_from(NAMES), st.booleans(), LEVELS, st.sampled_from([0.0, 0.3]))
+def test_the_replay_is_the_decoder(trace: Trace, k: int, name: str, mean: bool, limit: float, audit: float) -> None:
+    threshold = Threshold(name, limit, mean)  # type: ignore[arg-type]
+    policy = Calibrated(threshold, replace(found_once(), audit=audit), "f", key=7)
+    decoder = decode(trace, policy, k)
+    one = replay_gate([trace], threshold, k, audit, seed=7)
+    assert one.losses[0, 0] == pytest.approx(loss_of(decoder, trace))
+    assert one.escalation[0] == pytest.approx(decoder.stats.escalated / decoder.stats.blocks)
+    edge = decoder.sequence.sources.count(Source.EDGE) + len(trace.target) - len(decoder.sequence.sources)
+    assert one.edge_shares[0, 0] == pytest.approx(edge / len(trace.target))
+
+
+def found_once() -> GateFile:
+    return GateFile("entropy:1", 0.1, 3, 9, 0.0, 0.5, 0.0, EDGE, CLOUD, GenerationSettings())
+
+
+def test_many_traces_and_limits_at_once_are_each_by_itself() -> None:
+    some, threshold = requests(20), Threshold("logprob", 0.0)
+    board = lay_out(some, 4, 0.1, seed=3)
+    limits = candidates(board.unsure(threshold), threshold)[::7]
+    together = replay(board, board.unsure(threshold), limits)
+    for n, trace in enumerate(some):
+        for column, limit in enumerate(limits):
+            alone = replay_gate([trace], Threshold("logprob", float(limit)), 4, 0.1, seed=3 + n)
+            assert alone.losses[0, 0] == pytest.approx(together.losses[n, column])
+
+
+def test_an_end_that_the_edge_invents_costs_all_that_was_to_come() -> None:
+    sure = (Signals(0.0, 1.0, 0.0, 0.0),) * 6
+    trace = Trace("t", 1, (1, 2, 3, 4, 5, END), (1, END, 3, 4, 5, END), sure)
+    assert replay_gate([trace], Threshold("entropy", 0.5), 3).losses[0, 0] == pytest.approx(5 / 6)
+
+
+# Monotone -----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(traces(), min_size=1, max_size=4), st.integers(1, 6), st.sampled_from(NAMES), st.booleans())
+def test_the_loss_never_falls_and_covers_the_real_one(some: list[Trace], k: int, name: str, mean: bool) -> None:
+    threshold = Threshold(name, 0.0, mean)  # type: ignore[arg-type]
+    board = lay_out(some, k)
+    limits = candidates(board.unsure(threshold), threshold)
+    assert (np.diff(limits) > 0).all()
+    raw = replay(board, board.unsure(threshold), limits).losses
+    covered = monotone(raw)
+    assert (np.diff(covered, axis=1) >= 0).all()
+    assert (covered >= raw).all()
+    assert ((raw >= 0) & (covered <= 1)).all()
+
+
+def test_the_raw_loss_can_fall() -> None:
+    """Why the running maximum is needed: a looser gate moves a later block's start."""
+    entropies = (0.1, 0.1, 0.2, 0.0, 0.9, 0.0)
+    signals = tuple(Signals(e, 1.0, 0.0, 0.0) for e in entropies)
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        target = (1, 2, 3, 4, 5, 6)
+        draft = tuple(t if rng.random() < 0.6 else 0 for t in target)
+        trace = Trace("t", 1, target, draft, tuple(signals[n] for n in rng.permutation(6)))
+        board, threshold = lay_out([trace], 2), Threshold("entropy", 0.0)
+        raw = replay(board, board.unsure(threshold), candidates(board.unsure(threshold), threshold)).losses
+        if (np.diff(raw, axis=1) < 0).any():
+            return
+    pytest.fail("no such trace was met")
+
+
+# The budget ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("epsilon", "count"), [(0.05, 60), (0.1, 20)])
+def test_the_expected_loss_of_unseen_requests_is_within_the_budget(epsilon: float, count: int) -> None:
+    """Many calibrations, each judged on fresh requests; a refusal verifies all, which loses nothing."""
+    rng, losses, skipped = np.random.default_rng(1), [], 0.0
+    for n in range(REPEATS):
+        some = [request(rng) for _ in range(count)]
+        fresh = [request(rng) for _ in range(20)]
+        try:
+            made = gate(found(some, epsilon, seed=n).gate)
+        except DataError:
+            losses.append(0.0)
+            continue
+        assert isinstance(made, Threshold)
+        ran = replay_gate(fresh, made, 3, 0.05, seed=10_000 * n)
+        losses.append(float(ran.losses.mean()))
+        skipped += 1 - float(ran.escalation[0])
+    assert np.mean(losses) - 2.6 * np.std(losses) / np.sqrt(len(losses)) <= epsilon
+    assert np.mean(losses) > epsilon / 10  # and the budget is used
+    assert skipped > REPEATS / 10
+
+
+def test_the_threshold_is_the_loosest_that_fits() -> None:
+    some = requests(80)
+    made = found(some, 0.05, seed=4)
+    _, setting = split(len(some), 0.05, 4)
+    threshold = gate(made.gate)
+    assert isinstance(threshold, Threshold)
+    assert made.traces == len(setting) == 60
+    assert (made.traces * made.risk + 1) / (made.traces + 1) <= 0.05
+    ran = replay_gate([some[n] for n in setting], threshold, 3, 0.05, seed=4)
+    assert ran.escalation[0] == pytest.approx(made.escalation)
+    assert ran.losses.mean() <= made.risk + 1e-9
+
+
+def test_the_signal_is_the_one_that_escalates_least_on_traces_of_its_own() -> None:
+    """Only logprob knows where the drafter errs; the others are noise."""
+    rng = np.random.default_rng(5)
+
+    def told(trace: Trace) -> Trace:
+        noise = rng.random((len(trace.target), 3))
+        rows = zip(noise.tolist(), trace.agrees, strict=True)
+        return replace(trace, signals=tuple(Signals(*row, 0.0 if right else 5.0) for row, right in rows))
+
+    made = found([told(trace) for trace in requests(80)], 0.05)
+    assert made.gate.startswith("logprob")
+    assert [row.signal for row in made.signals] == [f"{n}{m}" for n in NAMES for m in ("", ".mean")]
+    assert min(made.signals, key=lambda row: row.escalation).signal == made.gate.partition(":")[0]
+
+
+def test_the_same_traces_and_seed_give_the_same_gate() -> None:
+    some = requests(60)
+    assert found(some) == found(some)
+
+
+# What is refused ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("epsilon", "setting"), [(0.02, 49), (0.05, 19), (0.1, 9), (0.5, 1), (0.9, 1)])
+def test_too_few_traces_are_refused_with_how_many_it_takes(epsilon: float, setting: int) -> None:
+    enough = needed(epsilon)
+    assert len(split(enough, epsilon, 0)[1]) >= setting
+    with pytest.raises(DataError, match=rf"{enough - 1} traces are too few .* it takes {enough} or more"):
+        split(enough - 1, epsilon, 0)
+    if enough > 2:
+        assert enough - 1 - max((enough - 1) // 4, 1) < setting
+
+
+def test_the_number_needed_is_found_at_once() -> None:
+    assert 1.3e9 < needed(1e-9) < 1.4e9
+
+
+def test_where_nothing_may_be_skipped_there_is_no_gate() -> None:
+    wrong = [replace(trace, draft=(0,) * len(trace.target)) for trace in requests(40)]
+    sure = [replace(trace, signals=(Signals(0.0, 1.0, 0.0, 0.0),) * len(trace.target)) for trace in wrong]
+    with pytest.raises(DataError, match=r"no threshold of any signal keeps the risk at 0\.1"):
+        found(sure, audit=0.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"epsilon": 0.0}, "epsilon is above 0"),
+        ({"epsilon": 1}, "epsilon is above 0 and below 1"),
+        ({"epsilon": float("nan")}, "epsilon is between"),
+        ({"k": 0}, "k is a whole number"),
+        ({"k": "auto"}, "fixed k"),
+        ({"audit": 1.5}, "audit is between"),
+        ({"seed": -1}, "seed is a whole number"),
+    ],
+)
+def test_settings_out_of_range(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        found(requests(3), **values)
+
+
+# File and command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_file_says_what_was_found(tmp_path: Path) -> None:
+    made = found(requests(60), settings=GenerationSettings(stop=("。",), repetition_penalty=1.1))
+    write_gate_file(tmp_path / "gate.json", made)
+    assert read_gate_file(tmp_path / "gate.json") == made
+    read = gate(f"calibrated:{tmp_path / 'gate.json'}")
+    assert isinstance(read, Calibrated)
+    assert (str(read.inner), read.budget, read.file.audit) == (made.gate, 0.1, 0.05)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere/gate\.json cannot be written"):
+        write_gate_file(tmp_path / "nowhere" / "gate.json", found_once())
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+    file, out = tmp_path / "traces.jsonl", str(tmp_path / "gate.json")
+    write_traces(file, requests(60))
+    pair = {"edge": EDGE, "cloud": CLOUD, "settings": GenerationSettings()}
+    assert run_calibrate(str(file), out, 0.1, 3, **pair, json_output=as_json) == 0
+    printed, made = capsys.readouterr().out, read_gate_file(out)
+    if as_json:
+        assert json.loads(printed) == {"file": out, **json.loads(Path(out).read_text(encoding="utf-8"))}
+    else:
+        assert all(word in printed for word in ("entropy.mean", "maxprob", "escalated", made.gate, f"calibrated:{out}"))
+
+
+def test_the_pair_is_identified_as_a_run_would_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = engine("qwen2"), engine("llama")
+    monkeypatch.setattr("outrider.cli.calibrate.load_drafter", lambda models: small)
+    monkeypatch.setattr("outrider.cli.calibrate.connect", lambda text, **placed: local(large))
+    assert identify(Models()) == (ModelId("qwen2", small.fingerprint), ModelId("llama", large.fingerprint))
+    with pytest.raises(SettingsError, match="give --edge and --cloud"):
+        identify(Models(cloud="none"))
+
+
+def test_audits_are_drawn_at_their_rate() -> None:
+    places = np.arange(20_000)
+    assert audited(5, places, 0.05).mean() == pytest.approx(0.05, abs=0.006)
+    assert (audited(5, places, 0.05) != audited(6, places, 0.05)).mean() == pytest.approx(2 * 0.05 * 0.95, abs=0.01)
+    assert not audited(5, places, 0.0).any()
+    assert audited(5, places, 1.0).all()

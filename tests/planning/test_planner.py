@@ -1,0 +1,113 @@
+"""The planner: what it ranks first is what simulation says, under each goal and budget."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_simulator import COSTS, TRACES
+
+from outrider.errors import DataError, SettingsError
+from outrider.netem.conditions import conditions
+from outrider.planning.costmodel import Network, Speculation, expected_tokens
+from outrider.planning.costs import Costs
+from outrider.planning.planner import DRIVERS, FARTHEST, Goal, Planner, made_up, root
+from outrider.planning.simulator import Setup
+
+GATES = ("entropy:0.4", "entropy:0.9")
+NEAR = Planner(TRACES[:4], COSTS, Setup(net=conditions("rtt=20ms")), GATES, (1, 4))
+FAST = Costs(draft_s=0.001, verify_s=0.03)
+
+
+def test_every_mode_is_ranked() -> None:
+    ranking = NEAR.rank(Goal())
+    names = {f"{gate} {driver}" for gate in ("exact", *GATES) for driver in DRIVERS} | {"edge-only", "cloud-only"}
+    assert {option.name for option in ranking.options} == names
+    assert ranking.best is ranking.options[0]
+    assert ranking.named("cloud-only").breakeven_rtt_s is None
+
+
+@pytest.mark.parametrize("aim", ["latency", "cloud", "quality", "privacy"])
+@pytest.mark.parametrize("budget", [None, 0.0, 0.1, 1.0])
+def test_options_within_the_budget_come_first_by_their_worth(aim: Any, budget: float | None) -> None:
+    goal = Goal(aim, budget)
+    options = NEAR.rank(goal).options
+    allowed = [option for option in options if option.allowed]
+    assert list(options[: len(allowed)]) == allowed
+    assert all(option.summary.disagreement <= goal.limit for option in allowed)
+    worths = [goal.worth(option.summary) for option in allowed]
+    assert worths == sorted(worths)
+    assert options[0].behind == 1.0
+
+
+def test_by_default_nothing_lossy_wins() -> None:
+    assert NEAR.rank(Goal()).best.summary.disagreement == 0.0
+    assert NEAR.rank(Goal(budget=1.0)).best.name == "edge-only"
+    assert NEAR.rank(Goal("privacy")).best.name == "edge-only"
+
+
+def test_the_best_k_is_chosen() -> None:
+    chosen = NEAR.rank(Goal()).named("exact sequential")
+    others = [NEAR.simulate(replace(chosen.setup, k=k)).total_s for k in (1, 4)]
+    assert chosen.summary.total_s == min(others)
+
+
+def test_far_away_cloud_only_is_faster_and_the_break_even_says_from_where() -> None:
+    planner = Planner(TRACES[:4], FAST, ks=(5,))
+    setup = Setup(k=5)
+    edge = planner.breakeven_rtt_s(setup)
+    assert edge is not None
+    assert 0.0 < edge < FARTHEST
+    for rtt, faster in ((edge - 0.002, True), (edge + 0.002, False)):
+        net = replace(setup.net, rtt=rtt)
+        alone = planner.simulate(Setup("cloud-only", net=net)).total_s
+        assert (planner.simulate(replace(setup, net=net)).total_s < alone) is faster
+    far = Planner(TRACES[:4], FAST, Setup(net=replace(setup.net, rtt=edge + 0.1)), ks=(5,))
+    assert far.rank(Goal()).best.name == "cloud-only"
+
+
+def test_break_evens_at_either_end() -> None:
+    slow = Planner(TRACES[:2], Costs(draft_s=0.1, verify_s=0.01), ks=(3,))
+    assert slow.breakeven_rtt_s(Setup(k=3)) == 0.0
+    assert NEAR.breakeven_rtt_s(Setup("edge-only")) == math.inf
+
+
+def test_an_acceptance_rate_is_enough_and_agrees_with_the_formula() -> None:
+    traces, k, alpha = made_up(0.8, 100, outputs=40), 4, 0.8
+    found = Planner(traces, FAST).simulate(Setup(net=conditions("rtt=30ms"), k=k))
+    formula = Speculation(alpha, FAST.draft_s, lambda _: FAST.verify_s, Network(0.03))
+    assert found.token_s == pytest.approx(formula.sequential_s(k), rel=0.03)
+    assert found.tokens / found.rounds == pytest.approx(expected_tokens(alpha, k), rel=0.03)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_made_up_traces_at_the_ends(alpha: float) -> None:
+    (trace,) = made_up(alpha, 30, outputs=1)
+    assert set(trace.agrees) == {alpha == 1.0}
+
+
+def test_a_root_is_found_to_a_millisecond_on_lines_and_steps() -> None:
+    assert root(lambda x: 3 * x - 1, 0.0, 2.0) == pytest.approx(1 / 3, abs=1e-3)
+    assert root(lambda x: 1.0 if x > 0.7 else -1e-9, 0.0, 2.0) == pytest.approx(0.7, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: Goal("speed"), "goal"),  # type: ignore[arg-type]
+        (lambda: Goal(budget=1.5), "budget"),
+        (lambda: made_up(1.1, 5), "acceptance"),
+        (lambda: made_up(0.5, 0), "length"),
+        (lambda: Planner(TRACES, COSTS, gates=["sometimes"]), "gate"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(make: Any, named: str) -> None:
+    with pytest.raises(SettingsError, match=named):
+        make()
+
+
+def test_without_traces_there_is_nothing_to_plan() -> None:
+    with pytest.raises(DataError, match="traces"):
+        Planner([], COSTS).rank(Goal())

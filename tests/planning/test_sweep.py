@@ -1,0 +1,77 @@
+"""Sweeps: a row for each combination, and the front of those worth having."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from test_simulator import COSTS, TRACES
+
+from outrider.errors import SettingsError
+from outrider.netem.conditions import conditions
+from outrider.planning.simulator import Setup, replay, summarise
+from outrider.planning.sweep import Row, pareto, sweep, thresholds
+
+GATES = ["always", "never", *thresholds(TRACES, "entropy", 4)]
+NETS = [conditions("none"), conditions("rtt=50ms")]
+ROWS = sweep(TRACES[:5], COSTS, gates=GATES, ks=(1, 5), drivers=("sequential", "pipelined"), nets=NETS)
+
+
+def test_there_is_a_row_for_each_combination() -> None:
+    assert len(ROWS) == len({(row.gate, row.k, row.driver, row.net) for row in ROWS}) == 6 * 2 * 2 * 2
+    assert {row.rtt_s for row in ROWS} == {0.0, 0.05}
+
+
+def test_a_row_is_what_a_simulation_says() -> None:
+    row = next(row for row in ROWS if (row.gate, row.k, row.driver, row.net) == ("never", 5, "sequential", "rtt=50ms"))
+    setup = Setup(gate="never", net=NETS[1])
+    assert row.summary == summarise(replay(TRACES[:5], setup, COSTS))
+
+
+def test_what_is_shared_is_kept() -> None:
+    (row,) = sweep(TRACES[:2], COSTS, gates=["entropy:0.9"], base=Setup(scope="repair", queue_s=1.0))
+    setup = Setup(gate="entropy:0.9", scope="repair", queue_s=1.0)
+    assert row.summary == summarise(replay(TRACES[:2], setup, COSTS))
+
+
+def test_the_front_is_what_nothing_beats() -> None:
+    front = pareto(random.Random(1).sample(ROWS, len(ROWS)))
+    points = [(row.summary.cloud_share, row.summary.disagreement) for row in front]
+    assert points == sorted(points, reverse=True)
+    assert sorted(point[1] for point in points) == [point[1] for point in points]
+    for row in ROWS:
+        mine = (row.summary.cloud_share, row.summary.disagreement)
+        assert any(share <= mine[0] and wrong <= mine[1] for share, wrong in points)
+    assert not any(
+        beats != point and beats[0] <= point[0] and beats[1] <= point[1] for beats in points for point in points
+    )
+
+
+def test_of_equals_the_fastest_is_on_the_front() -> None:
+    never = [row for row in ROWS if row.gate == "never"]
+    (kept,) = pareto(never)
+    assert kept.summary.total_s == min(row.summary.total_s for row in never)
+    assert pareto([]) == []
+
+
+def test_thresholds_are_quantiles() -> None:
+    gates = thresholds(TRACES, "entropy", 3)
+    values = [token.entropy for trace in TRACES for token in trace.signals]
+    below = [sum(value <= gate.limit for value in values) / len(values) for gate in gates]  # type: ignore[attr-defined]
+    assert below == pytest.approx([0.25, 0.5, 0.75], abs=0.01)
+    with pytest.raises(SettingsError, match="number"):
+        thresholds(TRACES, "entropy", 0)
+
+
+def test_rows_are_flat_and_readable_by_others() -> None:
+    value = json.loads(json.dumps(ROWS[0].to_json()))
+    assert value["gate"] == "always"
+    assert value["cloud_share"] == 1.0
+    assert "summary" not in value
+    assert isinstance(ROWS[0], Row)
+
+
+def test_a_gate_that_there_is_not_is_refused_before_anything_runs() -> None:
+    with pytest.raises(SettingsError, match="gate"):
+        sweep(TRACES, COSTS, gates=["always", "entropie:1"])

@@ -1,0 +1,281 @@
+"""A vLLM server as the verifier: outputs are those of the same model in this process, token for token.
+
+The server is played (vllm_server.py) by a tiny model in float32; the real one's turn is in tests/vllm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from tiny_models import byte_tokenizer
+
+from outrider import SpeculativeDecoder, connect
+from outrider.core.sequence import Source
+from outrider.errors import CloudRefused, PromptError, SettingsError, VocabularyMismatch
+from outrider.verifiers.served import ServedVerifier
+from verifiers.servers import EOS, TOKENS, Fault, Model, cloud, edge, said
+from verifiers.vllm_server import VllmServer
+
+pytestmark = pytest.mark.network
+
+GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+WAYS: dict[str, dict[str, Any]] = {
+    "tail-v2": {"max_logprobs": -1},
+    "tail-v1-lies": {"runner": "v1", "garbage": "lies", "max_logprobs": -1},
+    "spread": {"scale_out": 403, "max_logprobs": -1},
+    "tail-logprobs": {"logits": False, "max_logprobs": 256},
+    "spread-logprobs": {"logits": False, "scale_out": 404, "max_logprobs": -1},
+}
+PROMPTS = ([33], [20, 30, 40, 50], [60, 61, 62] * 6, list(range(20, 63)))
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "penalty": {"repetition_penalty": 1.3},
+    "reward": {"repetition_penalty": 0.8, "max_new_tokens": 24},
+    "n-gram": {"no_repeat_ngram_size": 2},
+    "min-new": {"min_new_tokens": 11},
+    "suppressed": {"suppress_tokens": tuple(range(100, 266, 2)), "ignore_eos": True},
+    "top-k": {"temperature": 0.9, "top_k": 8, "seed": 3},
+    "top-p": {"temperature": 0.7, "top_p": 0.8, "seed": 4},
+    "min-p": {"temperature": 1.2, "min_p": 0.1, "seed": 5, "no_repeat_ngram_size": 3},
+    "top-k-p": {"temperature": 1.5, "top_k": 12, "top_p": 0.9, "seed": 6, "min_new_tokens": 8},
+    "residual": {"temperature": 1.0, "top_k": 10, "seed": 7, "accept": "residual"},
+}
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def served(request: pytest.FixtureRequest) -> Iterator[tuple[VllmServer, ServedVerifier]]:
+    with VllmServer(Model(cloud()), **WAYS[request.param]) as server, far(server) as verifier:
+        yield server, verifier
+
+
+def far(*servers: VllmServer, **options: Any) -> Any:
+    hosts = ",".join(f"127.0.0.1:{server.port}" for server in servers)
+    return connect(f"vllm://{hosts}", **{"patience": 3.0, "deadline": 5.0, **options})
+
+
+def generate(verifier: Any, prompt: Any, *, drafter: Any = None, **options: Any) -> Any:
+    own = {n: options.pop(n) for n in ("k", "accept", "gate", "driver", "on_cloud_loss", "privacy") if n in options}
+    decoder = SpeculativeDecoder(edge() if drafter is None else drafter, verifier, **own)
+    return decoder.generate(prompt, **{"max_new_tokens": TOKENS, **options})
+
+
+def check(result: Any, wanted: Any, why: object = "") -> None:
+    assert result.token_ids == wanted.token_ids, why
+    assert result.finish_reason == wanted.finish_reason, why
+    assert result.guarantee == wanted.guarantee, why
+    assert result.near_ties == wanted.near_ties, why
+    assert not result.stats.cloud_lost, why
+
+
+# Equality -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_outputs_are_the_model_s_own(served: tuple[VllmServer, ServedVerifier], name: str) -> None:
+    server, verifier = served
+    options = SETTINGS[name]
+    if "repetition_penalty" in options and not server.logits:
+        pytest.skip("penalties need logits; refused, see below")
+    turn = list(SETTINGS).index(name) + len(server.garbage)
+    for n, k in enumerate((1, 3, 5)):
+        prompt, driver = PROMPTS[(n + turn) % len(PROMPTS)], ("sequential", "pipelined")[(n + turn) % 2]
+        check(generate(verifier, prompt, k=k, driver=driver, **options), said(prompt, k=k, **options), (k, driver))
+
+
+def test_each_way_is_found_out(served: tuple[VllmServer, ServedVerifier], request: pytest.FixtureRequest) -> None:
+    server, verifier = served
+    verifier.probe()
+    able = verifier.replicas[0].able
+    assert able is not None
+    assert able.way == ("tail" if "tail" in request.node.callspec.id else "spread")
+    assert able.normalised is not server.logits
+    assert (able.top, able.model, able.max_length, able.noise) == (server.max_logprobs, "tiny", 511, 0.0)
+
+
+SAMPLED = st.fixed_dictionaries(
+    {"temperature": st.floats(0.2, 1.8), "top_k": st.integers(1, 18), "top_p": st.floats(0.3, 1.0)},
+    optional={"accept": st.just("residual")},
+)
+OTHERS = st.fixed_dictionaries(
+    {},
+    optional={
+        "repetition_penalty": st.sampled_from([0.7, 1.05, 1.5, 4.0]),
+        "no_repeat_ngram_size": st.integers(1, 4),
+        "min_new_tokens": st.integers(0, TOKENS),
+        "ignore_eos": st.booleans(),
+        "suppress_tokens": st.lists(st.integers(10, 265), max_size=40),
+        "max_new_tokens": st.integers(TOKENS, 30),
+    },
+)
+
+
+@given(
+    prompt=st.lists(st.integers(0, 265), min_size=1, max_size=40),
+    k=st.integers(1, 8),
+    driver=st.sampled_from(["sequential", "pipelined"]),
+    sampled=st.just({}) | SAMPLED,
+    others=OTHERS,
+    drift=st.sampled_from([0.0, 0.05, 0.3]),
+)
+@hypothesis_settings(max_examples=8)
+@pytest.mark.parametrize("served", ["tail-v1-lies", "spread"], indirect=True)
+def test_any_prompt_and_any_settings(
+    served: tuple[VllmServer, ServedVerifier], prompt: Any, k: int, driver: str, sampled: Any, others: Any, drift: float
+) -> None:
+    options, drafter = {**sampled, **others}, edge(drift=drift)
+    wanted = said(prompt, drafter=drafter, k=k, **options)
+    check(generate(served[1], prompt, drafter=drafter, k=k, driver=driver, **options), wanted, options)
+
+
+def test_gates_that_skip_are_audited_alike(served: tuple[VllmServer, ServedVerifier]) -> None:
+    for gate in ("entropy:3.0", "margin:0.1", "trigger:entropy:3.0"):
+        options = {"gate": gate, "k": 3, "max_new_tokens": 30, "ignore_eos": True}
+        result, wanted = generate(served[1], PROMPTS[1], **options), said(PROMPTS[1], **options)
+        check(result, wanted, gate)
+        assert (result.stats.audited, result.stats.disagreed) == (wanted.stats.audited, wanted.stats.disagreed)
+
+
+def test_without_a_drafter_after_a_first_meeting(served: tuple[VllmServer, ServedVerifier]) -> None:
+    verifier = served[1]
+    SpeculativeDecoder(edge(), verifier)
+    for name in ("greedy", "n-gram", "top-k"):
+        result = SpeculativeDecoder(None, verifier).generate(PROMPTS[1], max_new_tokens=TOKENS, **SETTINGS[name])
+        check(result, said(PROMPTS[1], **SETTINGS[name]), name)
+
+
+def test_without_a_drafter_and_without_a_meeting_it_is_said_what_is_missing() -> None:
+    with (
+        VllmServer(Model(cloud())) as server,
+        far(server) as verifier,
+        pytest.raises(SettingsError, match="needs a drafter"),
+    ):
+        SpeculativeDecoder(None, verifier)
+
+
+# What cannot be done is refused, with what to change ------------------------------------------------------------
+
+
+def refused(server: VllmServer, error: type[Exception], match: str, **options: Any) -> None:
+    with server, far(server) as verifier, pytest.raises(error, match=match):
+        generate(verifier, options.pop("prompt", PROMPTS[1]), **options)
+
+
+SAMPLE = {"temperature": 1.0, "seed": 1}
+
+
+@pytest.mark.parametrize("scale_out", [200, 403])
+@pytest.mark.parametrize(
+    ("error", "match", "options"),
+    [
+        (SettingsError, "covers top_k up to 19; start vllm with --max-logprobs 21", {**SAMPLE, "top_k": 20}),
+        (SettingsError, "set top_k .up to 19., top_p or min_p, or start vllm with --max-logprobs -1", SAMPLE),
+        (CloudRefused, "sends 20 entries of a row, which do not settle.*--max-logprobs", {**SAMPLE, "top_p": 0.999}),
+        (CloudRefused, "do not settle the token at position", {"temperature": 9.0, "min_p": 0.01}),
+        (SettingsError, "accept rank:3: .*exact and residual work", {"accept": "rank:3"}),
+        (SettingsError, "accept margin:0.5", {"accept": "margin:0.5"}),
+        (SettingsError, "accept typical:0.1", {"accept": "typical:0.1"}),
+    ],
+)
+def test_what_rows_cannot_settle(scale_out: int, error: Any, match: str, options: dict[str, Any]) -> None:
+    refused(VllmServer(Model(cloud()), scale_out=scale_out), error, match, **options)
+
+
+def test_the_limit_is_found_to_the_entry_and_what_the_refusal_advises_works() -> None:
+    with VllmServer(Model(cloud()), max_logprobs=31) as server, far(server) as verifier:
+        for top_k, good in ((30, True), (31, False)):
+            options = {**SAMPLE, "top_k": top_k}
+            if good:
+                check(generate(verifier, PROMPTS[1], **options), said(PROMPTS[1], **options))
+            else:
+                with pytest.raises(SettingsError, match="--max-logprobs 32"):
+                    generate(verifier, PROMPTS[1], **options)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 300}, {"top_p": 0.999}, {"top_p": 0.9, "repetition_penalty": 0.5}, {}])
+@pytest.mark.parametrize("scale_out", [200, 403])
+def test_no_more_entries_are_asked_for_than_a_row_has(scale_out: int, options: dict[str, Any]) -> None:
+    """A vocabulary that is smaller than the steps in which one asks for more."""
+    with VllmServer(Model(cloud()), max_logprobs=-1, scale_out=scale_out) as server, far(server) as verifier:
+        wanted = {"temperature": 1.9, "seed": 2, **options}
+        check(generate(verifier, PROMPTS[1], **wanted), said(PROMPTS[1], **wanted))
+
+
+def test_a_penalty_needs_logits() -> None:
+    server = VllmServer(Model(cloud()), logits=False)
+    refused(server, SettingsError, "--logprobs-mode raw_logits", repetition_penalty=1.1)
+
+
+def test_a_limit_of_one_entry_is_refused() -> None:
+    refused(VllmServer(Model(cloud()), max_logprobs=1), CloudRefused, "max allowed: 1|--max-logprobs")
+
+
+def test_a_busy_server_is_not_taken_for_a_narrow_one() -> None:
+    with VllmServer(Model(cloud()), max_logprobs=-1) as server, far(server) as verifier:
+        server.faults.append(Fault(GENERATE, 429, headers=(("retry-after", "0.01"),), skip=3))
+        check(generate(verifier, PROMPTS[1], **SAMPLE), said(PROMPTS[1], **SAMPLE))
+
+
+def test_a_prompt_that_is_too_long() -> None:
+    server = VllmServer(Model(cloud()), length=90)
+    prompt = list(range(20, 100))
+    refused(server, PromptError, "holds 89", prompt=prompt, max_new_tokens=10)
+    with server, far(server) as verifier:
+        options: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos": True}
+        check(generate(verifier, prompt, **options), said(prompt, **options))
+
+
+class Renamed:
+    """A tokenizer with another word for one token."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def decode(self, tokens: list[int], **options: Any) -> str:
+        parts = [f"<{t}?>" if t == self.token else byte_tokenizer().decode([t], **options) for t in tokens]
+        return byte_tokenizer().decode(tokens, **options) if self.token not in tokens else "".join(parts)
+
+
+@pytest.mark.parametrize("token", [0, 43, 132, 265])
+def test_the_first_token_that_differs_is_named(token: int) -> None:
+    ours = byte_tokenizer().decode([token])
+    server = VllmServer(Model(cloud(), tokenizer=Renamed(token)))
+    refused(server, VocabularyMismatch, f"token {token} is {ours!r} in the first and '<{token}.>' in the second")
+
+
+def test_a_drafter_without_a_tokenizer_cannot_be_compared() -> None:
+    from tiny_models import tiny_engine
+
+    bare = tiny_engine("qwen2", vocab=266)
+    refused(VllmServer(Model(cloud())), VocabularyMismatch, "without a tokenizer", drafter=bare)
+
+
+# Ends -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale_out", [200, 403])
+@pytest.mark.parametrize("ours", [(99,), ()])
+def test_an_end_that_only_the_server_knows_is_refused(scale_out: int, ours: tuple[int, ...]) -> None:
+    """As soon as it comes behind a block that was accepted: only there the server says that it would end."""
+    open_ended = said(PROMPTS[1], cloud(eos=()), drafter=edge(eos=()), k=1)
+    said_so = zip(open_ended.token_ids, open_ended.sources, strict=True)
+    token = next(token for token, source in said_so if source is Source.BONUS)
+    target, drafter = cloud(eos=(99, token)), edge(eos=ours)
+    server = VllmServer(Model(target), scale_out=scale_out)
+    refused(server, CloudRefused, f"ends its output at token {token}", drafter=drafter, k=1)
+    with server, far(server) as verifier:
+        options: dict[str, Any] = {"drafter": drafter, "k": 1, "ignore_eos": True}
+        check(generate(verifier, PROMPTS[1], **options), said(PROMPTS[1], target, **options))
+
+
+@pytest.mark.parametrize("scale_out", [200, 403])
+def test_an_end_that_only_the_drafter_knows_is_none(scale_out: int) -> None:
+    token = said(PROMPTS[1], cloud(eos=()), drafter=edge(eos=())).token_ids[3]
+    drafter, target = edge(eos=(token, *EOS)), cloud(eos=EOS)
+    with VllmServer(Model(target), scale_out=scale_out) as server, far(server) as verifier:
+        check(generate(verifier, PROMPTS[1], drafter=drafter), said(PROMPTS[1], target, drafter=drafter))
+        assert verifier.describe().eos_ids == EOS
