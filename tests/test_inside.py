@@ -34,6 +34,8 @@ from outrider.inside.engines import View, alone_with, engine_of
 from outrider.inside.settings import _READERS as read_by_outrider
 from tests.engines.tiny import VOCAB, model
 
+pytestmark = pytest.mark.network
+
 IDS = torch.tensor([[2, 33, 44, 55]])
 TARGET, DRAFT = model("qwen2"), model("llama", 1)
 SPECULATE = for_transformers(DRAFT, k=3)

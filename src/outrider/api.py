@@ -33,6 +33,11 @@ from outrider.verifiers.base import Conditions, Description, Verifier
 from outrider.verifiers.local import LocalVerifier
 from outrider.wire.ledger import Ledger
 
+IDS_ONLY = (
+    "without a drafter, a cloud across a network takes token ids (--prompt-ids): texts and recordings need an edge model "
+    "to prepare them"
+)
+
 
 @dataclass(frozen=True)
 class StreamEvent:
@@ -140,6 +145,8 @@ class SpeculativeDecoder:
     def check_hears(self) -> None:
         """Raise PromptError unless recordings can be prompts."""
         encoder = self._encoder
+        if isinstance(encoder, _Nameless):
+            raise PromptError(IDS_ONLY)
         if encoder.audio is None:
             raise PromptError(f"{encoder.name} takes no audio: give an audio-language model as --edge, or as the draft")
 
@@ -170,10 +177,7 @@ class SpeculativeDecoder:
         """The prompt as the models read it."""
         encoder = self._encoder
         if isinstance(encoder, _Nameless) and (isinstance(prompt, str) or not _is_ids(prompt)):
-            raise PromptError(
-                "without a drafter, a cloud across a network takes token ids (--prompt-ids): texts and recordings need "
-                "an edge model to prepare them"
-            )
+            raise PromptError(IDS_ONLY)
         return encode(encoder, prompt)
 
     @property

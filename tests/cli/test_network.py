@@ -133,7 +133,7 @@ def test_a_recording_without_a_drafter_is_refused_in_true_words(
     address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clip = str(BUNDLED / "clips" / "en-1.ogg")
-    assert run("caption", clip, "--edge", "none", "--cloud", f"grpc://{address}") == 1
+    assert run("caption", clip, "--edge", "none", "--cloud", f"grpc://{address}") == 2
     assert "edge model" in capsys.readouterr().err
 
 

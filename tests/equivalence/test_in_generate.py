@@ -26,6 +26,8 @@ from fakes import OracleEngine
 from outrider import Audio, SpeculativeDecoder, for_transformers, load_engine, local
 from outrider.engines.load import BUNDLED
 
+pytestmark = pytest.mark.network
+
 PROMPT = (2, 33, 44, 55)
 KS = (1, 3, 5)
 SETTINGS: tuple[dict[str, Any], ...] = (

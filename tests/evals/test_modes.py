@@ -26,6 +26,8 @@ from outrider.evals.modes import NAMES, Setup
 from outrider.evals.peers import Assistance
 from outrider.evals.runner import answer
 
+pytestmark = pytest.mark.network
+
 # Equal tokens -----------------------------------------------------------------------------------------------
 
 TEXT = Item("t", prompt="the ion and")

@@ -19,6 +19,8 @@ from outrider.evals.runner import answer, rotated, run, steps, warm_up
 from outrider.evals.store import Store
 from outrider.evals.summary import failures, summarise
 
+pytestmark = pytest.mark.network
+
 ABOUT = {"configuration": {}}
 ITEMS = [Item(f"i{n}", prompt="x") for n in range(4)]
 

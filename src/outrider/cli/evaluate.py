@@ -217,15 +217,15 @@ def _loaded(options: _Options, stack: ExitStack, limits: dict[str, Any]) -> Benc
 def _models(options: _Options, stack: ExitStack) -> tuple[Any, Any]:
     """The edge's engine and the verifier; a cloud that cannot be reached is known before a model is loaded."""
     from outrider.cli.options import load_drafter
-    from outrider.edge.link import PipelinedVerifier
     from outrider.evals.limits import Held
+    from outrider.verifiers.base import Distant
     from outrider.verifiers.connect import connect, parse_target
 
     models, threads = options.models, options.evaluation.edge_threads
     placed = {"dtype": models.dtype, "device": models.device}
     local = parse_target(models.cloud).kind == "local"
     verifier: Any = connect(models.cloud, **(placed if local else options.network.connection()))
-    if isinstance(verifier, PipelinedVerifier):
+    if isinstance(verifier, Distant):
         stack.callback(verifier.disconnect)  # type: ignore[attr-defined]
         verifier.probe()
     draft: Any = load_drafter(models) if threads is None else Held(lambda: load_drafter(models), threads)

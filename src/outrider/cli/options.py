@@ -224,8 +224,8 @@ def build_decoder(models: Models, speculation: Speculation, network: Network) ->
     check(models, speculation, network)
     from outrider.core.gate import gate
     from outrider.core.modes import settled_loss
-    from outrider.edge.link import PipelinedVerifier
     from outrider.engines.load import locate
+    from outrider.verifiers.base import Distant
     from outrider.verifiers.connect import connect, parse_target
 
     target = parse_target(models.cloud)
@@ -234,7 +234,7 @@ def build_decoder(models: Models, speculation: Speculation, network: Network) ->
     placed = {"dtype": models.dtype, "device": models.device}
     verifier = connect(models.cloud, **(placed if target.kind == "local" else network.connection()))
     loss = settled_loss(network.on_cloud_loss, gate(speculation.gate), has_drafter=models.edge != "none")
-    if isinstance(verifier, PipelinedVerifier) and loss == "fail":
+    if isinstance(verifier, Distant) and loss == "fail":
         verifier.probe()  # who cannot be reached is known before a model is loaded
     return assemble(load_drafter(models), verifier, speculation, network)
 

@@ -58,17 +58,17 @@ class PartialRow:
             Uncovered: this row does not say.
         """
         row = torch.full((policy.vocab_size,), -torch.inf)
-        known = self.ids < policy.vocab_size  # beyond is padding, which nothing may emit
+        known = (self.ids >= 0) & (self.ids < policy.vocab_size)  # beyond is padding, which nothing may emit
         rows.put(row, self.ids[known], self.values[known])
-        distribution = _Known(policy.distribution(row, ids, length), self._ceiling(policy))
+        distribution = _Known(policy.distribution(row, ids, length), self._ceiling(policy, int(known.sum())))
         if not self._settled(distribution, policy):
             raise Uncovered(length)
         return distribution
 
-    def _ceiling(self, policy: Policy) -> float:
+    def _ceiling(self, policy: Policy, known: int) -> float:
         """What a missing entry may be at most once constraints have been applied: a penalty below 1 raises them."""
-        if self.floor == -math.inf:
-            return self.floor
+        if self.floor == -math.inf:  # said to be whole: where it is not, anything may be missing
+            return self.floor if known >= policy.vocab_size else math.inf
         floor, penalty = np.float32(self.floor), np.float32(min(policy.constraints.repetition_penalty, 1.0))
         return float(floor / penalty if floor > 0 else floor * penalty)  # rounded as the entries themselves are
 
@@ -106,7 +106,8 @@ class PartialRow:
         Of log-probabilities l with Σ exp(l) = m missing, none above f, at a temperature T ≤ 1:
         Σ exp(l/T) = Σ exp(l)·exp(l·(1/T − 1)) ≤ m·exp(f·(1/T − 1)).
         """
-        bound = limit + math.log(max(policy.vocab_size - len(self.ids), 1))
+        known = ((self.ids >= 0) & (self.ids < policy.vocab_size)).sum()
+        bound = limit + math.log(max(policy.vocab_size - int(known), 1))
         if self.normalised and sampling.temperature <= 1.0:
             missing = max(0.0, 1.0 - float(np.exp(self.values.astype(np.float64)).sum())) + ROUNDING
             bound = min(bound, math.log(missing) + self.floor * (1.0 / sampling.temperature - 1.0))

@@ -35,10 +35,6 @@ class PipelinedVerifier(Verifier, Protocol):
         """The bytes that the session has cost so far."""
         ...
 
-    def probe(self) -> None:
-        """Find out now whether anyone answers."""
-        ...
-
 
 class Pending:
     """A verdict in flight. `send` asks for it, again after a loss that `insist` does not give in to."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from outrider.config import GenerationSettings
 from outrider.core.acceptance import Verdict
@@ -75,6 +75,19 @@ class Verifier(Protocol):
         ...
 
     def close(self, session: int) -> None: ...
+
+
+@runtime_checkable
+class Distant(Protocol):
+    """A verifier that may not be there."""
+
+    def probe(self) -> None:
+        """Find out now whether anyone answers.
+
+        Raises:
+            CloudError: nobody does, or not as a verifier.
+        """
+        ...
 
 
 def shared_vocabulary(edge: Description, cloud: Description) -> tuple[int, int]:

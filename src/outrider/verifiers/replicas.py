@@ -15,11 +15,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from outrider.errors import CloudRefused
-from outrider.verifiers.measure import DRAFTS, PROMPT, require_same
+from outrider.verifiers.measure import DRAFTS, PROBED, PROMPT, require_same
 from outrider.verifiers.refusals import Again
 from outrider.verifiers.server import Abilities, Ask, Dialect, Reread, asked
 from outrider.wire.status import Disconnected, Untrusted
-from outrider.wire.web import Json, Reply, Web
+from outrider.wire.web import Reply, Web
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ AVOIDED = 5.0  # s for which a replica that failed is asked last
 
 
 class Replica:
-    """One server. `able` is what its probe found; `first` the model that all replicas must serve."""
+    """One server. `able` is what its probe found."""
 
     def __init__(self, dialect: Dialect, web: Web, deadline: float) -> None:
         self.web, self.deadline = web, deadline
@@ -44,7 +44,7 @@ class Replica:
         return time.monotonic() - self._failed < AVOIDED
 
     async def ready(self, first: Abilities | None = None) -> Abilities:
-        """What it can do; asked once, and again after it was away.
+        """What it can do; asked once, and again after it was away. first: of the model that all replicas must serve.
 
         Raises:
             Again: it cannot be reached, or is not ready.
@@ -58,7 +58,7 @@ class Replica:
                 self._seen = self.web.line.link.connections
             return self.able
 
-    async def post(self, path: str, body: Json, session: str, seconds: float) -> Reply:
+    async def post(self, path: str, body: bytes, session: str, seconds: float) -> Reply:
         """One request; raises as `ready` does.
 
         Where a connection had to be made for it, the server may have been restarted since it was last asked: whether it
@@ -71,9 +71,9 @@ class Replica:
         return reply
 
     async def _look_again(self, able: Abilities) -> None:
-        ask = Ask((*PROMPT, *DRAFTS), len(DRAFTS) + 1, 2, uuid.uuid4().hex, fresh=True)
+        ask = Ask((*PROMPT, *DRAFTS), len(DRAFTS) + 1, PROBED, uuid.uuid4().hex, fresh=True)
         try:
-            found = await self.guarded(asked(self._dialect, self.web, ask, able))
+            found = await self.guarded(asked(self._dialect, self.web, ask, able, self.deadline))
             require_same(self.name, able.sample, found, able.noise)
         except (CloudRefused, Reread) as error:
             self._doubtful = True
@@ -98,8 +98,7 @@ class Replica:
             return
         if (found.model, found.max_length) != (known.model, known.max_length):
             raise CloudRefused(f"{self.name} serves {found.model}, not {known.model} as before")
-        if found.normalised == known.normalised:
-            require_same(self.name, known.sample, found.sample, max(known.noise, found.noise))
+        require_same(self.name, known.sample, found.sample, max(known.noise, found.noise))
 
 
 def rendezvous(key: str, replicas: Sequence[Replica]) -> list[Replica]:

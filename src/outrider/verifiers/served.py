@@ -58,7 +58,8 @@ class ServedVerifier:
         self._dialect = dialect
         self._worker = _Lines(self.name, hosts, net)
         self._worker.webs = [
-            Web(line, host, port, tls, token) for line, (host, port) in zip(self._worker.lines, hosts, strict=True)
+            Web(line, host, port, tls, token, deadline)
+            for line, (host, port) in zip(self._worker.lines, hosts, strict=True)
         ]
         self.replicas = [Replica(dialect, web, deadline) for web in self._worker.webs]
         self._description: Description | None = None
@@ -116,7 +117,7 @@ class ServedVerifier:
 
     def ledger(self, session: int) -> Ledger:
         """What the session has cost so far, transport that nobody else claimed included."""
-        return self._find(session).claim()
+        return self._worker.run(self._find(session).claim()).result()
 
     def close(self, session: int) -> None:
         """The servers know of no sessions: nothing is said to them."""

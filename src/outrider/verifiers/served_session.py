@@ -24,6 +24,7 @@ from outrider.verifiers.replicas import Replica, first_ready
 from outrider.verifiers.server import WHOLE, Abilities, Ask, Dialect, Media, MediaMissing, Reread
 from outrider.verifiers.session import Reading, Session
 from outrider.wire.ledger import Ledger
+from outrider.wire.web import encoded
 
 CONSTRAINED, NUCLEUS = 8, 64  # entries of a row that are asked for first; more where these do not settle a token
 GROWTH, LARGEST = 4, 4096  # beyond the largest, all entries are asked for
@@ -72,7 +73,7 @@ class ServedSession:
         await first_ready(self._replicas, self._key, use)
         return verdicts[0]
 
-    def claim(self) -> Ledger:
+    async def claim(self) -> Ledger:
         """The books, with what the lines carried and nobody claimed."""
         for replica in self._replicas:
             line = replica.web.line
@@ -82,6 +83,7 @@ class ServedSession:
     async def _judge(self, replica: Replica, reading: Reading) -> Verdict:
         able = await replica.ready(next((other.able for other in self._replicas if other.able is not None), None))
         check_settings(self._settings, able, replica.name, self._dialect)
+        self.session.noise = max(self.session.noise, able.noise)
         while True:
             rows = await self._read(replica, able, reading)
             try:
@@ -123,9 +125,13 @@ class ServedSession:
 
     async def _exchange(self, replica: Replica, able: Abilities, ask: Ask) -> list[PartialRow]:
         path, body = self._dialect.request(ask, able)
+        data, account = encoded(body), replica.web.line.account
         media = len(ask.media.url) if ask.media is not None and ask.media.url is not None else 0
-        reply = await replica.post(path, body, self._key, replica.deadline + media / SLOWEST)
-        account = replica.web.line.account
+        cost = account.sent(len(data))  # nobody else's, while it is under way
+        try:
+            reply = await replica.post(path, data, self._key, replica.deadline + media / SLOWEST)
+        finally:
+            account.settled(cost)
         account.book(self.ledger, "media", media, up=True)
         account.book(self.ledger, "request", reply.up - media, up=True)
         account.book(self.ledger, "answer", reply.down, up=False)

@@ -37,13 +37,13 @@ class Reading:
 class Session:
     """`ids` holds what is committed as far as this side knows: the prompt, then what verdicts and the edge added.
 
-    prompt_length: what comes after it may be forgotten by `rewind`.
+    prompt_length: what comes after it may be forgotten by `rewind`. noise: in logits, of whoever reads for it.
     """
 
     def __init__(self, ids: tuple[int, ...], prompt_length: int, policy: Policy, rule: Rule, noise: float) -> None:
         self.ids: list[int] = list(ids)
         self.prompt_length = prompt_length
-        self._policy, self._rule, self._noise = policy, rule, noise
+        self._policy, self._rule, self.noise = policy, rule, noise
         self._last: tuple[Verify, Verdict] | None = None
         self._resumed_at: int | None = None  # where the edge stands, if it lacks the last answer
 
@@ -83,9 +83,7 @@ class Session:
         """The verdict. rows [reading.rows, …]: first the audit's (skipped tokens), then the drafts'."""
         request, ids, start = reading.request, reading.ids, reading.audit_from
         base = request.base_length
-        verdict = judge(
-            request.round, ids, base, rows[base - start :], self._policy, self._rule, request.q, self._noise
-        )
+        verdict = judge(request.round, ids, base, rows[base - start :], self._policy, self._rule, request.q, self.noise)
         if base > start:
             disagreed = audit(ids, start, base, rows, self._policy)
             verdict = Verdict(

@@ -16,7 +16,7 @@ import numpy as np
 from outrider.core.partial import PartialRow
 from outrider.errors import CloudRefused, SettingsError
 from outrider.verifiers import server
-from outrider.verifiers.measure import DRAFTS, PROMPT, compare, is_normalised
+from outrider.verifiers.measure import DRAFTS, PROBED, PROMPT, compare, is_normalised
 from outrider.verifiers.server import PATIENT, Abilities, Ask
 from outrider.wire.web import Json, Reply, Web
 
@@ -40,7 +40,7 @@ class Sglang:
         """
         model, length = await self._model(web)
         able = Abilities(model, length, "generate", MOST, normalised=True, noise=0.0, sample=())
-        whole = Ask((*PROMPT, *DRAFTS), len(DRAFTS) + 1, 2, uuid.uuid4().hex)
+        whole = Ask((*PROMPT, *DRAFTS), len(DRAFTS) + 1, PROBED, uuid.uuid4().hex)
         await server.asked(self, web, replace(whole, ids=PROMPT, rows=1), able)
         read = await server.asked(self, web, replace(whole, rows=len(PROMPT) + len(DRAFTS)), able)
         reused = await server.asked(self, web, whole, able)
@@ -50,7 +50,7 @@ class Sglang:
         return replace(able, noise=compare(web.name, sample, reused), sample=tuple(sample))
 
     async def _model(self, web: Web) -> tuple[str, int | None]:
-        replies = [await web.get(path, PATIENT) for path in ("/get_model_info", "/get_server_info")]
+        replies = [await web.get(path) for path in ("/get_model_info", "/get_server_info")]
         for reply in replies:
             if reply.status != 200:
                 raise self.failure(web.name, reply)

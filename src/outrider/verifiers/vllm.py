@@ -27,14 +27,14 @@ import numpy as np
 from outrider.core.partial import PartialRow
 from outrider.errors import CloudRefused, SettingsError
 from outrider.verifiers import server
-from outrider.verifiers.measure import DRAFTS, PROMPT, compare, is_normalised
+from outrider.verifiers.measure import DRAFTS, PROBED, PROMPT, compare, is_normalised
 from outrider.verifiers.server import PATIENT, WHOLE, Abilities, Ask, MediaMissing, Reread
 from outrider.wire.web import Json, Reply, Web
 
 log = logging.getLogger(__name__)
 
 TAIL, SPREAD = "tail", "spread"
-TOPS = (WHOLE, 4096, 1024, 256, 64, 20, 5, 2)  # entries of a row that a server may let us have; its default is 20
+TOPS = (WHOLE, 4096, 1024, 256, 64, 20, PROBED)  # entries of a row that a server may let us have; its default is 20
 PLAIN = {  # what a server's own defaults would otherwise set
     "temperature": 0.0,
     "max_tokens": 1,
@@ -62,11 +62,11 @@ class Vllm:
             Again: it is not ready.
         """
         model, length = await self._model(web)
-        plain = Abilities(model, length, TAIL, 2, normalised=False, noise=0.0, sample=())
+        plain = Abilities(model, length, TAIL, PROBED, normalised=False, noise=0.0, sample=())
         return await self._tail(web, plain) or await self._spread(web, plain)
 
     async def _model(self, web: Web) -> tuple[str, int | None]:
-        reply = await web.get("/v1/models", PATIENT)
+        reply = await web.get("/v1/models")
         if reply.status != 200:
             raise self.failure(web.name, reply)
         with server.reading(web.name):
@@ -82,9 +82,8 @@ class Vllm:
         whole = Ask((*PROMPT, *DRAFTS), len(DRAFTS) + 1, able.top, session)
         try:
             read = await server.asked(self, web, replace(whole, fresh=True), able)
-            await server.asked(self, web, replace(whole, ids=PROMPT, rows=1), able)
-            reused = await server.asked(self, web, whole, able)
-        except (CloudRefused, Reread) as error:
+            reused = await self._reused(web, whole, able)
+        except CloudRefused as error:
             log.warning(
                 "%s cannot verify a block as one sequence (%s): each is read as k+1 prompts, at some k+1 times the "
                 "work; start vllm with --enable-scale-out",
@@ -95,6 +94,20 @@ class Vllm:
         noise = compare(web.name, read, reused)
         top = await self._most(web, able)
         return replace(able, top=top, normalised=is_normalised(read), noise=noise, sample=tuple(read))
+
+    async def _reused(self, web: Web, whole: Ask, able: Abilities) -> list[PartialRow]:
+        """The same rows with the prompt in the cache, or, said in the log, without where the server cannot do that."""
+        await server.asked(self, web, replace(whole, ids=PROMPT, rows=1), able)
+        try:
+            return await server.asked(self, web, whole, able)
+        except Reread as error:
+            log.warning(
+                "%s fails where the prefix cache is at work (%s), and is then asked again without it, which is slow: "
+                "start vllm with MALLOC_PERTURB_=255 in its environment, or with model runner V2",
+                web.name,
+                error,
+            )
+            return await server.asked(self, web, replace(whole, fresh=True), able)
 
     async def _spread(self, web: Web, able: Abilities) -> Abilities:
         able = replace(able, way=SPREAD)
@@ -118,7 +131,9 @@ class Vllm:
             limit = re.search(r"greater than max allowed: (\d+)", reply.error)
             if limit is not None and int(limit[1]) >= TOPS[-1]:
                 return int(limit[1])
-        raise CloudRefused(f"{web.name} sends fewer than 2 entries of a row: start vllm with --max-logprobs 20 or more")
+        raise CloudRefused(
+            f"{web.name} sends fewer than {PROBED} entries of a row: start vllm with --max-logprobs 20 or more"
+        )
 
     # Asking and reading -------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ class Reply:
 
 
 class Web:
-    """token: sent as a bearer token with every request. Its coroutines run in the line's loop.
+    """token: sent as a bearer token with every request. deadline: seconds for `get`. To be used in the line's loop.
 
     Raises (every request):
         Untrusted: the server's certificate is not what it must be.
@@ -49,7 +49,10 @@ class Web:
         TimeoutError: no complete answer within the time.
     """
 
-    def __init__(self, line: Line, host: str, port: int, tls: ClientTls | None, token: str | None) -> None:
+    def __init__(
+        self, line: Line, host: str, port: int, tls: ClientTls | None, token: str | None, deadline: float = 30.0
+    ) -> None:
+        self._deadline = deadline
         self.line, self.name = line, f"{host}:{port}"
         address = f"[{host}]" if ":" in host else host
         self._base = f"{'http' if tls is None else 'https'}://{address}:{port}"
@@ -57,11 +60,15 @@ class Web:
         self._headers = {"authorization": f"Bearer {token}"} if token else {}
         self._client: httpx2.AsyncClient | None = None
 
-    async def get(self, path: str, seconds: float) -> Reply:
-        return await self._request("GET", path, None, seconds, {})
+    async def get(self, path: str) -> Reply:
+        return await self._request("GET", path, None, self._deadline, {})
 
-    async def post(self, path: str, body: Json, seconds: float, headers: Mapping[str, str] | None = None) -> Reply:
-        return await self._request("POST", path, json.dumps(body).encode(), seconds, headers or {})
+    async def post(
+        self, path: str, body: Json | bytes, seconds: float, headers: Mapping[str, str] | None = None
+    ) -> Reply:
+        """body: an object, or what `encoded` made of one."""
+        data = body if isinstance(body, bytes) else encoded(body)
+        return await self._request("POST", path, data, seconds, headers or {})
 
     async def close(self) -> None:
         client, self._client = self._client, None
@@ -92,7 +99,7 @@ class Web:
         return Reply(
             answer.status_code,
             _object(content),
-            float(after) if after.replace(".", "", 1).isdigit() else 0.0,
+            float(after) if after.replace(".", "", 1).isdecimal() else 0.0,
             len(body or b""),
             len(content),
         )
@@ -104,6 +111,10 @@ class Web:
                 return Untrusted(f"its certificate: {cause.verify_message}")
             cause = cause.__cause__ or cause.__context__
         return Disconnected(self.line.link.trouble or str(error) or type(error).__name__)
+
+
+def encoded(body: Json) -> bytes:
+    return json.dumps(body).encode()
 
 
 def _object(data: bytes) -> Json:
