@@ -34,8 +34,8 @@ from outrider.verifiers.local import LocalVerifier
 from outrider.wire.ledger import Ledger
 
 IDS_ONLY = (
-    "without a drafter, a cloud across a network takes token ids (--prompt-ids): texts and recordings need an edge model "
-    "to prepare them"
+    "without a drafter, a cloud across a network takes token ids (--prompt-ids): texts and recordings need an edge "
+    "model to prepare them"
 )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from outrider.errors import CloudRefused
-from outrider.verifiers.measure import DRAFTS, PROBED, PROMPT, require_same
+from outrider.verifiers.measure import DRAFTS, PROBED, PROMPT, is_normalised, require_same
 from outrider.verifiers.refusals import Again
 from outrider.verifiers.server import Abilities, Ask, Dialect, Reread, asked
 from outrider.wire.status import Disconnected, Untrusted
@@ -75,6 +75,8 @@ class Replica:
         try:
             found = await self.guarded(asked(self._dialect, self.web, ask, able, self.deadline))
             require_same(self.name, able.sample, found, able.noise)
+            if is_normalised(found) != able.normalised:
+                raise CloudRefused("it sends other values")
         except (CloudRefused, Reread) as error:
             self._doubtful = True
             raise Again(f"{self.name} is not as it was: {error}") from error

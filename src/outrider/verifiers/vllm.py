@@ -97,8 +97,8 @@ class Vllm:
 
     async def _reused(self, web: Web, whole: Ask, able: Abilities) -> list[PartialRow]:
         """The same rows with the prompt in the cache, or, said in the log, without where the server cannot do that."""
-        await server.asked(self, web, replace(whole, ids=PROMPT, rows=1), able)
         try:
+            await server.asked(self, web, replace(whole, ids=PROMPT, rows=1), able)
             return await server.asked(self, web, whole, able)
         except Reread as error:
             log.warning(
