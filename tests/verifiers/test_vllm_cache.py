@@ -77,7 +77,7 @@ def test_whatever_is_in_memory_the_output_is_the_model_s_own(options: dict[str, 
                 decoder.generate(prompt, max_new_tokens=24, **wanted).token_ids
                 == said(prompt, k=k, max_new_tokens=24, **wanted).token_ids
             )
-        assert verifier.replicas[0].able.way == ("spread" if options["garbage"] == "nan" else "tail")
+        assert verifier.replicas[0].able.way == ("mixed" if options["garbage"] == "nan" else "tail")
 
 
 @pytest.mark.parametrize("options", V1, ids=str)

@@ -34,6 +34,7 @@ from outrider.wire.web import Json, Reply, Web
 log = logging.getLogger(__name__)
 
 TAIL, SPREAD = "tail", "spread"
+MIXED = "mixed"  # spread for texts; tail, read anew where that fails, for recordings, which cannot go the other way
 TOPS = (WHOLE, 4096, 1024, 256, 64, 20, PROBED)  # entries of a row that a server may let us have; its default is 20
 PLAIN = {  # what a server's own defaults would otherwise set
     "temperature": 0.0,
@@ -82,7 +83,16 @@ class Vllm:
         whole = Ask((*PROMPT, *DRAFTS), len(DRAFTS) + 1, able.top, session)
         try:
             read = await server.asked(self, web, replace(whole, fresh=True), able)
-            reused = await self._reused(web, whole, able)
+            await server.asked(self, web, replace(whole, ids=PROMPT, rows=1), able)
+            reused = await server.asked(self, web, whole, able)
+        except Reread as error:
+            log.warning(
+                "%s fails where the prefix cache is at work (%s): blocks are read as k+1 prompts, recordings anew each "
+                "time; start vllm with MALLOC_PERTURB_=255 in its environment, or with model runner V2",
+                web.name,
+                error,
+            )
+            return replace(await self._spread(web, able), way=MIXED)
         except CloudRefused as error:
             log.warning(
                 "%s cannot verify a block as one sequence (%s): each is read as k+1 prompts, at some k+1 times the "
@@ -94,20 +104,6 @@ class Vllm:
         noise = compare(web.name, read, reused)
         top = await self._most(web, able)
         return replace(able, top=top, normalised=is_normalised(read), noise=noise, sample=tuple(read))
-
-    async def _reused(self, web: Web, whole: Ask, able: Abilities) -> list[PartialRow]:
-        """The same rows with the prompt in the cache, or, said in the log, without where the server cannot do that."""
-        try:
-            await server.asked(self, web, replace(whole, ids=PROMPT, rows=1), able)
-            return await server.asked(self, web, whole, able)
-        except Reread as error:
-            log.warning(
-                "%s fails where the prefix cache is at work (%s), and is then asked again without it, which is slow: "
-                "start vllm with MALLOC_PERTURB_=255 in its environment, or with model runner V2",
-                web.name,
-                error,
-            )
-            return await server.asked(self, web, replace(whole, fresh=True), able)
 
     async def _spread(self, web: Web, able: Abilities) -> Abilities:
         able = replace(able, way=SPREAD)
@@ -138,7 +134,7 @@ class Vllm:
     # Asking and reading -------------------------------------------------------------------------------------
 
     def request(self, ask: Ask, able: Abilities) -> tuple[str, Json]:
-        if able.way == SPREAD:
+        if _way(ask, able) == SPREAD:
             if ask.media is not None:
                 raise SettingsError("a recording needs vllm to be started with --enable-scale-out")
             return "/v1/completions", _spread_body(ask, able)
@@ -146,7 +142,7 @@ class Vllm:
 
     def rows(self, content: Json, ask: Ask, able: Abilities) -> list[PartialRow]:
         with server.reading("vllm"):
-            return _spread_rows(content, ask, able) if able.way == SPREAD else _tail_rows(content, ask, able)
+            return (_spread_rows if _way(ask, able) == SPREAD else _tail_rows)(content, ask, able)
 
     def failure(self, name: str, reply: Reply) -> Exception:
         if "not JSON compliant" in reply.error:  # rows of cached tokens, which no one has filled in
@@ -169,6 +165,12 @@ class Vllm:
             raise self.failure(web.name, reply)
         with server.reading(web.name):
             return str(reply.content["choices"][0]["finish_reason"]) == "stop"
+
+
+def _way(ask: Ask, able: Abilities) -> str:
+    if able.way != MIXED:
+        return able.way
+    return SPREAD if ask.media is None else TAIL
 
 
 def _tail_body(ask: Ask, able: Abilities) -> Json:
