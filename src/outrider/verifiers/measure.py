@@ -16,6 +16,7 @@ FLOAT32 = 1e-3  # logits; below it, what differs is the order of a float32 sum
 PROBED = 5  # entries of each row that are compared; what OpenAI's interface allows, too
 USUAL = 16.0  # logits; where only log-probabilities are known, a step is that of logits of this size
 LIKELY = 4.0  # times the noise that was measured on a few rows, others of the same server may be apart
+BFLOAT16, FLOAT16 = 7, 10  # binary digits of their fractions
 WRONG = 4.0  # logits; no rounding makes such a difference
 
 
@@ -32,7 +33,9 @@ def compare(name: str, one: Sequence[PartialRow], other: Sequence[PartialRow]) -
     if not apart < WRONG:
         raise CloudRefused(f"{name} answers the same prompt with other rows, {apart:.3g} apart: it cannot verify")
     step = _step(one)
-    return 0.0 if apart < FLOAT32 and not step else max(2.0 * apart, 2.0 * step)
+    if not step and apart < FLOAT32:
+        return 0.0
+    return 2.0 * max(apart, step or _spacing(np.concatenate([row.values for row in one]), BFLOAT16))
 
 
 def require_same(name: str, one: Sequence[PartialRow], other: Sequence[PartialRow], noise: float) -> None:
@@ -63,14 +66,28 @@ def _difference(one: PartialRow, other: PartialRow) -> float:
 
 
 def _step(rows: Sequence[PartialRow]) -> float:
-    """The distance of neighbouring values where they are those of bfloat16 or float16; 0 in float32.
-
-    Seen in differences to the best, which are whole multiples of a step whether or not a logarithm was subtracted.
-    """
+    """The distance of neighbouring values where they are those of bfloat16 or float16; 0 in float32."""
+    values = np.concatenate([row.values for row in rows]).astype(np.float32)
+    if (digits := _digits(values)) is not None:
+        return _spacing(values, digits)
+    if not is_normalised(rows):
+        return 0.0
     differences = np.concatenate([row.values.max() - row.values for row in rows]).astype(np.float64)
-    largest = max(float(np.abs(row.values).max()) for row in rows)
-    for finest, digits in ((2.0**-8, 7), (2.0**-11, 10)):
-        multiples = differences / finest
+    for finest, digits in ((2.0**-8, BFLOAT16), (2.0**-11, FLOAT16)):
+        multiples = differences / finest  # whole ones, of logits from 1 on, also where a logarithm was subtracted
         if (np.abs(multiples - np.rint(multiples)) < 0.05).all():
-            return float(2.0 ** (math.floor(math.log2(max(largest, USUAL))) - digits))
+            return _spacing(np.array([USUAL]), digits)
     return 0.0
+
+
+def _digits(values: np.ndarray) -> int | None:
+    """Of the fraction, if the values are those of a short format."""
+    if not (values.view(np.uint32) & 0xFFFF).any():
+        return BFLOAT16
+    with np.errstate(over="ignore"):
+        return FLOAT16 if (values.astype(np.float16) == values).all() else None
+
+
+def _spacing(values: np.ndarray, digits: int) -> float:
+    """Of the largest value and its neighbour; below 1 it does not get smaller."""
+    return float(2.0 ** (math.floor(math.log2(max(float(np.abs(values).max()), 1.0))) - digits))
