@@ -17,7 +17,7 @@ pytestmark = pytest.mark.vllm
 MODELS = ROOT / ".cache" / "models"
 EDGE, CLOUD = MODELS / "qwen2.5-coder-0.5b-instruct-q4", MODELS / "qwen2.5-coder-1.5b-instruct-q4"
 PROMPTS = Path(__file__).with_name("prompts.json")
-TOKENS = 12
+TOKENS = 6
 
 
 @pytest.fixture(scope="module")
