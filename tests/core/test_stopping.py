@@ -36,7 +36,7 @@ def stop(strings: tuple[str, ...], *parts: str | bytes) -> tuple[str | None, int
 
 
 def sentences(count: int, *parts: str | bytes, least: int = 0) -> tuple[str | None, int]:
-    return ending(StopRules(99, (EOS,), (), count, least), Words(list(parts)))
+    return ending(StopRules(max(99, len(parts) + 1), (EOS,), (), count, least), Words(list(parts)))
 
 
 # EOS, length, and which rule comes first ------------------------------------------------------------------------
