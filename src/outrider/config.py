@@ -46,9 +46,9 @@ class GenerationSettings:
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "min_new_tokens", "top_k", "seed", "no_repeat_ngram_size"):
-            _need(_is_whole(getattr(self, name)), f"{name} is a whole number, not {getattr(self, name)!r}")
+            _need(is_whole(getattr(self, name)), f"{name} is a whole number, not {getattr(self, name)!r}")
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
-            _need(_is_number(getattr(self, name)), f"{name} is a finite number, not {getattr(self, name)!r}")
+            _need(is_number(getattr(self, name)), f"{name} is a finite number, not {getattr(self, name)!r}")
         _need(self.max_new_tokens >= 1, "max_new_tokens is 1 or more")
         _need(0 <= self.min_new_tokens <= self.max_new_tokens, "min_new_tokens is between 0 and max_new_tokens")
         _need(self.temperature >= 0, f"temperature is 0 (greedy) or more, not {self.temperature}")
@@ -60,7 +60,7 @@ class GenerationSettings:
         _need(0.01 <= penalty <= 100, f"repetition_penalty is between 0.01 and 100 (1 is off), not {penalty}")
         _need(self.no_repeat_ngram_size >= 0, "no_repeat_ngram_size is 0 (off) or more")
         _need(
-            self.sentences is None or (_is_whole(self.sentences) and self.sentences >= 1),
+            self.sentences is None or (is_whole(self.sentences) and self.sentences >= 1),
             "sentences is a whole number, 1 or more",
         )
         self._check_texts()
@@ -70,7 +70,7 @@ class GenerationSettings:
         _need(isinstance(self.suppress_tokens, tuple), "suppress_tokens is a list of token ids")
         _need(isinstance(self.ignore_eos, bool), f"ignore_eos is True or False, not {self.ignore_eos!r}")
         _need(all(isinstance(text, str) and text for text in self.stop), "a stop string is a text that is not empty")
-        _need(all(_is_whole(t) and t >= 0 for t in self.suppress_tokens), "suppress_tokens are token ids")
+        _need(all(is_whole(t) and t >= 0 for t in self.suppress_tokens), "suppress_tokens are token ids")
         if self.temperature == 0:
             used = [name for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)) if getattr(self, name) != off]
             _need(not used, f"{', '.join(used)} needs a temperature above 0: greedy decoding would ignore it")
@@ -113,7 +113,7 @@ class SignalFit:
     def __post_init__(self) -> None:
         _hold(isinstance(self.signal, str), f"signal is a text, not {self.signal!r}")
         limit = self.threshold
-        good = limit is None or (_is_number(limit) and limit >= 0)
+        good = limit is None or (is_number(limit) and limit >= 0)
         _hold(good, f"threshold is a finite number, 0 or more, or null, not {limit!r}")
         _check_shares(self, "risk", "escalation")
 
@@ -144,10 +144,10 @@ class GateFile:
 
     def __post_init__(self) -> None:
         _hold(isinstance(self.gate, str), f"gate is a text such as entropy:0.3, not {self.gate!r}")
-        good = _is_number(self.epsilon) and 0 < self.epsilon < 1
+        good = is_number(self.epsilon) and 0 < self.epsilon < 1
         _hold(good, f"epsilon is above 0 and below 1, not {self.epsilon!r}")
-        _hold(_is_whole(self.k) and 1 <= self.k <= 64, f"k is a whole number from 1 to 64, not {self.k!r}")
-        _hold(_is_whole(self.traces) and self.traces >= 1, f"traces is a whole number, 1 or more, not {self.traces!r}")
+        _hold(is_whole(self.k) and 1 <= self.k <= 64, f"k is a whole number from 1 to 64, not {self.k!r}")
+        _hold(is_whole(self.traces) and self.traces >= 1, f"traces is a whole number, 1 or more, not {self.traces!r}")
         _check_shares(self, "risk", "escalation", "audit")
 
     def to_json(self) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _settings(value: Any) -> GenerationSettings:
 def _check_shares(holder: Any, *names: str) -> None:
     for name in names:
         value = getattr(holder, name)
-        _hold(_is_number(value) and 0 <= value <= 1, f"{name} is between 0 and 1, not {value!r}")
+        _hold(is_number(value) and 0 <= value <= 1, f"{name} is between 0 and 1, not {value!r}")
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:
@@ -233,11 +233,11 @@ def plain_number(value: float) -> str:
     return repr(value).removesuffix(".0")
 
 
-def _is_whole(value: Any) -> bool:
+def is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return abs(value) <= sys.float_info.max  # false for NaN, infinities, and integers beyond any float

@@ -8,13 +8,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.options import Models, load_drafter
+from outrider.cli.options import Models, load_drafter, reach
 from outrider.config import GenerationSettings, ModelId
 from outrider.edge.pair import Pair
 from outrider.errors import SettingsError
 from outrider.planning.calibrate import AUDIT, Calibration, calibrate, write_gate_file
 from outrider.planning.traces import read_traces
-from outrider.verifiers.connect import connect
 
 
 def run_calibrate(
@@ -57,9 +56,7 @@ def identify(models: Models) -> tuple[ModelId, ModelId]:
     """
     if "none" in (models.edge, models.cloud):
         raise SettingsError("a gate is calibrated for a pair: give --edge and --cloud")
-    draft = load_drafter(models)
-    placed = {"dtype": models.dtype, "device": models.device} if models.cloud.startswith("local:") else {}
-    sides = Pair(draft, connect(models.cloud, **placed), "fail").sides
+    sides = Pair(load_drafter(models), reach(models), "fail").sides
     edge, cloud = (ModelId(side.name, side.fingerprint) for side in sides)
     return edge, cloud
 

@@ -37,8 +37,8 @@ from outrider.engines.load import BUNDLED
 from outrider.errors import AudioError, OutriderError, PromptError, SettingsError
 from outrider.prompts.audio import Audio, load
 from outrider.prompts.chat import check_text
+from outrider.verifiers.base import Distant
 from outrider.verifiers.connect import connect
-from outrider.verifiers.remote import RemoteVerifier
 
 STDERR = Console(stderr=True)
 
@@ -190,7 +190,8 @@ def _caption_each(
 ) -> list[tuple[str, Result]]:
     """Caption and print what can be captioned; failures gains the rest."""
     done: list[tuple[str, Result]] = []
-    with _progress(len(jobs), output) as advance:
+    alone = len(jobs) < 2 or _watched(output)  # beside tokens that appear a bar would flicker
+    with progress("captions", 0 if alone else len(jobs)) as advance:
         for n, (job, title) in enumerate(zip(jobs, titles, strict=True)):
             if n not in failures and decoder is not None:
                 try:
@@ -223,7 +224,7 @@ def _caption(job: Audio, title: str, decoder: SpeculativeDecoder, decoding: Deco
     else:
         result = decoder.generate(job, **decoding.settings())
         if output.json:
-            _print_json({"file": str(job.source), "lang": job.lang, "task": job.task, **result.to_json()})
+            print_json({"file": str(job.source), "lang": job.lang, "task": job.task, **result.to_json()})
             return result
         view.show(console, title, pieces(decoder, result), result)
     console.print()
@@ -233,7 +234,7 @@ def _caption(job: Audio, title: str, decoder: SpeculativeDecoder, decoding: Deco
 def _print_failure(job: Audio, error: OutriderError, output: Output) -> None:
     STDERR.print(f"outrider: {printable(str(error))}", markup=False, highlight=False, soft_wrap=True)
     if output.json:
-        _print_json({"file": str(job.source), "error": {"type": type(error).__name__, "message": str(error)}})
+        print_json({"file": str(job.source), "error": {"type": type(error).__name__, "message": str(error)}})
 
 
 # Output -----------------------------------------------------------------------------------------------------
@@ -241,7 +242,7 @@ def _print_failure(job: Audio, error: OutriderError, output: Output) -> None:
 
 def _report(result: Result, output: Output, decoder: SpeculativeDecoder) -> None:
     if output.json:
-        _print_json(result.to_json())
+        print_json(result.to_json())
         return
     view.show(Console(), "", pieces(decoder, result), result)
     Console().print()
@@ -254,7 +255,7 @@ def _print_table(done: list[tuple[str, Result]]) -> None:
     console.print(view.table(done))
 
 
-def _print_json(value: dict[str, Any]) -> None:
+def print_json(value: dict[str, Any]) -> None:
     text = json.dumps(value, ensure_ascii=False)
     print(text.encode("utf-8", "backslashreplace").decode(), flush=True)  # noqa: T201
 
@@ -282,7 +283,7 @@ def pieces(decoder: SpeculativeDecoder, result: Result) -> list[str]:
 @contextmanager
 def _loaded(build: Callable[[], SpeculativeDecoder], output: Output) -> Iterator[SpeculativeDecoder]:
     """The decoder; at the end the cloud, if it is across a network, is told that nobody comes back."""
-    _quieten(output)
+    quieten(output)
     with STDERR.status("loading models") if STDERR.is_terminal else _nothing():
         decoder = build()
     collect_from_now_on()
@@ -290,11 +291,11 @@ def _loaded(build: Callable[[], SpeculativeDecoder], output: Output) -> Iterator
     try:
         yield decoder
     finally:
-        if isinstance(decoder.verifier, RemoteVerifier):
+        if isinstance(decoder.verifier, Distant):
             decoder.verifier.disconnect()
 
 
-def _quieten(output: Output) -> None:
+def quieten(output: Output) -> None:
     """Logs on stderr; the model library's own bars and remarks only with --verbose."""
     from transformers.utils import logging as transformers_logging
 
@@ -306,15 +307,15 @@ def _quieten(output: Output) -> None:
 
 
 @contextmanager
-def _progress(total: int, output: Output) -> Iterator[Any]:
-    """A bar on stderr for a batch whose output goes elsewhere: beside tokens that appear it would flicker."""
-    if total < 2 or not STDERR.is_terminal or _watched(output):
+def progress(title: str, total: int) -> Iterator[Callable[[], Any]]:
+    """A bar on stderr for people who watch, unless there is nothing to do; what it yields moves it on by one."""
+    if not total or not STDERR.is_terminal:
         yield lambda: None
         return
-    columns = (TextColumn("captions"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=STDERR, transient=True) as progress:
-        task = progress.add_task("captions", total=total)
-        yield lambda: progress.advance(task)
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=STDERR, transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda: bar.advance(task)
 
 
 @contextmanager

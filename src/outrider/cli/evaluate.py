@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -107,14 +106,14 @@ def run_eval(
     output: Output,
 ) -> int:
     """`outrider eval`: 1 if anything failed."""
-    from outrider.cli.commands import _quieten
+    from outrider.cli.commands import quieten
     from outrider.cli.options import collect_from_now_on
     from outrider.evals.manifest import load_set
     from outrider.evals.store import Store
 
     options = _checked(evaluation, assistant, models, speculation, network, decoding)
     items = load_set(data)[: evaluation.limit]
-    _quieten(output)
+    quieten(output)
     with ExitStack() as stack:
         limits = _limit_memory(options, stack)
         bench = _loaded(options, stack, limits)
@@ -216,17 +215,14 @@ def _loaded(options: _Options, stack: ExitStack, limits: dict[str, Any]) -> Benc
 
 def _models(options: _Options, stack: ExitStack) -> tuple[Any, Any]:
     """The edge's engine and the verifier; a cloud that cannot be reached is known before a model is loaded."""
-    from outrider.cli.options import load_drafter
+    from outrider.cli.options import load_drafter, reach
     from outrider.evals.limits import Held
     from outrider.verifiers.base import Distant
-    from outrider.verifiers.connect import connect, parse_target
 
     models, threads = options.models, options.evaluation.edge_threads
-    placed = {"dtype": models.dtype, "device": models.device}
-    local = parse_target(models.cloud).kind == "local"
-    verifier: Any = connect(models.cloud, **(placed if local else options.network.connection()))
+    verifier = reach(models, options.network)
     if isinstance(verifier, Distant):
-        stack.callback(verifier.disconnect)  # type: ignore[attr-defined]
+        stack.callback(verifier.disconnect)
         verifier.probe()
     draft: Any = load_drafter(models) if threads is None else Held(lambda: load_drafter(models), threads)
     return draft, verifier
@@ -253,29 +249,14 @@ def _about(
 
 
 def _run(bench: Bench, items: list[Item], modes: list[Any], store: Store, options: _Options) -> None:
+    from outrider.cli.commands import progress
     from outrider.evals.runner import run, steps
 
     if options.evaluation.retry_failed:
         store.forget_failures()
     tracer = bench.tracer() if options.evaluation.trace else None
-    with _progress(steps(items, modes, tracer)) as advance:
+    with progress("eval", steps(items, modes, tracer)) as advance:
         run(items, modes, store, tracer, advance)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[], Any]]:
-    """A bar on stderr for people who watch."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from outrider.cli.commands import STDERR
-
-    if not STDERR.is_terminal:
-        yield lambda: None
-        return
-    columns = (TextColumn("eval"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=STDERR, transient=True) as progress:
-        task = progress.add_task("eval", total=total)
-        yield lambda: progress.advance(task)
 
 
 # Reporting --------------------------------------------------------------------------------------------------
@@ -284,14 +265,14 @@ def _progress(total: int) -> Iterator[Callable[[], Any]]:
 def _report(store: Store, modes: list[str], left_out: dict[str, str], output: Output) -> int:
     from rich.console import Console
 
-    from outrider.cli.commands import STDERR, _print_json
+    from outrider.cli.commands import STDERR, print_json
     from outrider.evals import summary
 
     found = summary.summarise(modes, store.results.rows, store.timings.rows)
     failed = summary.failures(store.results.rows)
     if output.json:
         whole = {"out": str(store.folder), "modes": found, "left_out": left_out, "failures": failed}
-        _print_json({**whole, "traces": len(store.traces.rows)})
+        print_json({**whole, "traces": len(store.traces.rows)})
     else:
         Console().print(_table(found))
         for name, reason in left_out.items():

@@ -42,6 +42,7 @@ def _block_length(type_: Any, tokens: Sequence[Token]) -> int | str:
 
 
 Whole = Annotated[int, Parameter(converter=_whole)]
+MaybeWhole = Annotated[int | None, Parameter(converter=_whole)]
 
 
 @Parameter(name="*", group=MODELS)
@@ -192,7 +193,7 @@ class Decoding:
     repetition_penalty: float = 1.0
     no_repeat_ngram: Whole = 0
     stop: Annotated[tuple[str, ...], Parameter(negative="")] = ()
-    sentences: Annotated[int | None, Parameter(converter=_whole)] = None
+    sentences: MaybeWhole = None
     ignore_eos: Annotated[bool, Parameter(negative="")] = False
 
     def settings(self) -> dict[str, Any]:
@@ -226,17 +227,23 @@ def build_decoder(models: Models, speculation: Speculation, network: Network) ->
     from outrider.core.modes import settled_loss
     from outrider.engines.load import locate
     from outrider.verifiers.base import Distant
-    from outrider.verifiers.connect import connect, parse_target
 
-    target = parse_target(models.cloud)
     if models.edge != "none":
         locate(models.edge)
-    placed = {"dtype": models.dtype, "device": models.device}
-    verifier = connect(models.cloud, **(placed if target.kind == "local" else network.connection()))
+    verifier = reach(models, network)
     loss = settled_loss(network.on_cloud_loss, gate(speculation.gate), has_drafter=models.edge != "none")
     if isinstance(verifier, Distant) and loss == "fail":
         verifier.probe()  # who cannot be reached is known before a model is loaded
     return assemble(load_drafter(models), verifier, speculation, network)
+
+
+def reach(models: Models, network: Network = Network()) -> Verifier | None:
+    """The verifier that --cloud names: loaded where it is local, else not asked yet; None without one."""
+    from outrider.verifiers.connect import connect, parse_target
+
+    local = parse_target(models.cloud).kind == "local"
+    placed = {"dtype": models.dtype, "device": models.device}
+    return connect(models.cloud, **(placed if local else network.connection()))
 
 
 def load_drafter(models: Models) -> Engine | None:

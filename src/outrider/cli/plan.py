@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -58,6 +59,7 @@ def run_plan(
     utilisation: float,
 ) -> int:
     """`outrider plan`: rank the ways of decoding, and say which wins and by how much."""
+    from outrider.cli.commands import print_json
     from outrider.netem.conditions import conditions
     from outrider.planning.planner import Goal, Planner
     from outrider.planning.simulator import Setup
@@ -69,7 +71,7 @@ def run_plan(
     traces, costs = _measure(measured, models, decoding, output)
     ranking = Planner(traces, costs, base, gates=_gates(gates, goal.limit, traces)).rank(goal)
     if output.json:
-        _print_json({"goal": asdict(goal), "net": net, "costs": asdict(costs), "options": _options(ranking)})
+        print_json({"goal": asdict(goal), "net": net, "costs": asdict(costs), "options": _options(ranking)})
     else:
         _show_plan(ranking, costs, net)
     return 0
@@ -87,6 +89,7 @@ def run_sweep(
     out: str | None,
 ) -> int:
     """`outrider sweep`: thresholds × k × drivers × networks, simulated over the pair's traces."""
+    from outrider.cli.commands import print_json
     from outrider.netem.conditions import conditions
     from outrider.planning.simulator import Setup
     from outrider.planning.sweep import pareto, sweep, thresholds
@@ -101,7 +104,7 @@ def run_sweep(
     if out is not None:
         Path(out).write_text("".join(json.dumps(row.to_json()) + "\n" for row in rows), encoding="utf-8")
     if output.json:
-        _print_json({"costs": asdict(costs), "rows": [row.to_json() for row in rows]})
+        print_json({"costs": asdict(costs), "rows": [row.to_json() for row in rows]})
     else:
         _show_sweep(rows, pareto(rows))
     return 0
@@ -109,27 +112,25 @@ def run_sweep(
 
 def _measure(measured: Measured, models: Models, decoding: Decoding, output: Output) -> tuple[list[Trace], Costs]:
     """The pair's traces and times."""
-    from outrider.cli.commands import _quieten
-    from outrider.cli.options import collect_from_now_on, load_drafter
+    from outrider.cli.commands import quieten
+    from outrider.cli.options import collect_from_now_on, load_drafter, reach
     from outrider.evals.manifest import load_set
     from outrider.evals.modes import given
     from outrider.planning.record import record
     from outrider.planning.timing import measure_costs
     from outrider.planning.traces import read_traces
-    from outrider.verifiers.connect import connect, parse_target
+    from outrider.verifiers.base import Distant
 
     if "none" in (models.edge, models.cloud):
         raise SettingsError("a plan is made for a pair: give --edge and --cloud")
-    target = parse_target(models.cloud)
     settings = GenerationSettings.build(decoding.settings())
     items = load_set(measured.data)[: measured.limit]
     known = read_traces(Path(measured.traces)) if measured.traces is not None else None
-    _quieten(output)
-    placed = {} if target.remote else {"dtype": models.dtype, "device": models.device}
+    quieten(output)
     draft = load_drafter(models)
     with ExitStack() as closing:
-        verifier: Any = connect(models.cloud, **placed)
-        if hasattr(verifier, "disconnect"):
+        verifier = reach(models)
+        if isinstance(verifier, Distant):
             closing.callback(verifier.disconnect)
         collect_from_now_on()
         prompts = [given(item) for item in items]
@@ -193,21 +194,31 @@ def _show_plan(ranking: Ranking, costs: Costs, net: str) -> None:
 
 
 def _plan_cells(option: Option) -> list[str]:
-    found, rtt = option.summary, option.breakeven_rtt_s
+    found = option.summary
     k = str(option.setup.k) if option.setup.mode == "speculative" else "–"
     cloud = 1000 * found.cloud_s / max(found.tokens, 1)
-    pays = (
-        "–"
-        if rtt is None
-        else "never"
-        if rtt == 0
-        else f"over {2000} ms"
-        if rtt == float("inf")
-        else f"{1000 * rtt:.0f} ms"
-    )
     shares = [f"{100 * share:.1f} %" for share in (found.cloud_share, found.disagreement)]
     against = f"{option.behind:.2f}×" if option.allowed else "over budget"
-    return [option.name, k, f"{1000 * found.token_s:.1f}", *shares, f"{cloud:.1f}", against, pays]
+    return [
+        option.name,
+        k,
+        f"{1000 * found.token_s:.1f}",
+        *shares,
+        f"{cloud:.1f}",
+        against,
+        _pays(option.breakeven_rtt_s),
+    ]
+
+
+def _pays(rtt_s: float | None) -> str:
+    """Up to which round trip it is faster than the cloud alone."""
+    from outrider.planning.planner import FARTHEST
+
+    if rtt_s is None:
+        return "–"
+    if rtt_s == 0:
+        return "never"
+    return f"over {1000 * FARTHEST:.0f} ms" if math.isinf(rtt_s) else f"{1000 * rtt_s:.0f} ms"
 
 
 def _verdict(ranking: Ranking) -> str:
@@ -238,7 +249,3 @@ def _show_sweep(rows: Sequence[Row], front: Sequence[Row]) -> None:
         cells = [row.gate, str(row.k), row.driver, row.net, *shares, f"{1000 * found.token_s:.1f}"]
         table.add_row(*cells, f"{100 * found.escalation:.0f} %", "frontier" if id(row) in best else "")
     Console().print(table)
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value, ensure_ascii=False))  # noqa: T201

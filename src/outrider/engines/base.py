@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -13,7 +14,7 @@ from outrider.core.decoder import Proposal
 from outrider.core.policy import Policy, Rows
 from outrider.core.sampling import Pick
 from outrider.core.sequence import check_cache
-from outrider.errors import PromptError, StateError
+from outrider.errors import ModelError, PromptError, StateError
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,27 @@ def check_feeds(feeds: Seq[Feed]) -> None:
     for feed in feeds:
         if not 0 < feed.rows <= len(feed.ids):
             raise StateError(f"slot {feed.slot}: {feed.rows} rows wanted of {len(feed.ids)} fed tokens")
+
+
+def afford(
+    name: str, in_use: int, budget: int, max_length: int, limit: int | None, size: Callable[[int], int]
+) -> tuple[int, int]:
+    """How many sequences a budget in bytes holds, and the length of each. size: bytes of one, by its length.
+
+    Raises:
+        ModelError: not one sequence fits.
+        StateError: slots are open.
+    """
+    if in_use:
+        raise StateError(f"{name}: memory is reserved before slots are opened; {in_use} are open")
+    if max_length < 1:
+        raise ModelError(f"{name}: a sequence of at most {max_length} positions holds nothing")
+    length = max_length if limit is None else min(max_length, limit)
+    if budget < size(length):
+        raise ModelError(
+            f"{name}: a sequence of {length} positions needs {size(length)} bytes of cache; the budget is {budget}"
+        )
+    return budget // size(length), length
 
 
 class Engine(Protocol):

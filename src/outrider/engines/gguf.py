@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.engines.base import Feed, Prompt, check_feeds, doubled
+from outrider.engines.base import Feed, Prompt, afford, check_feeds, doubled
 from outrider.engines.llama import BATCH, OUTPUTS, PADDING, LlamaContext, LlamaModel, Token, most_sequences, padded
 from outrider.engines.probe import Probe
 from outrider.engines.vocabulary import Vocabulary
@@ -100,20 +100,15 @@ class GgufEngine(Vocabulary):
             ModelError: not one sequence fits.
             StateError: slots are open.
         """
-        if self._lengths:
-            raise StateError(f"{self.name}: memory is reserved before slots are opened; {len(self._lengths)} are open")
-        if max_length < 1:
-            raise ModelError(f"{self.name}: a sequence of at most {max_length} positions holds nothing")
-        length = min(max_length, self._model.trained_length)
-        smallest = self.position_bytes * padded(length)
-        if budget < smallest:
-            raise ModelError(
-                f"{self.name}: a sequence of {length} positions needs {smallest} bytes of cache; the budget is {budget}"
-            )
-        slots = min(budget // smallest, most_sequences())
+        limit = self._model.trained_length
+        found, length = afford(self.name, len(self._lengths), budget, max_length, limit, self._sequence_bytes)
+        slots = min(found, most_sequences())
         self._contexts = [self._new_context(slots, length)]
         self._max_slots, self.max_length = slots, length
         return slots
+
+    def _sequence_bytes(self, length: int) -> int:
+        return self.position_bytes * padded(length)
 
     def _new_context(self, sequences: int, length: int) -> LlamaContext:
         return LlamaContext(self._model, sequences, length, self._threads)

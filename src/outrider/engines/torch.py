@@ -17,14 +17,14 @@ from outrider.core.decoder import Proposal
 from outrider.core.policy import Policy
 from outrider.core.sampling import Pick
 from outrider.engines import attention
-from outrider.engines.base import Feed, Prompt, check_feeds
+from outrider.engines.base import Feed, Prompt, afford, check_feeds
 from outrider.engines.families import AudioLanguage, MaskLike, Text
 from outrider.engines.ondevice import OnDevice
 from outrider.engines.probe import Probe
 from outrider.engines.slots import SlotCache
 from outrider.engines.stack import Stack, missing, obstacle
 from outrider.engines.vocabulary import Vocabulary
-from outrider.errors import ModelError, PromptError, StateError
+from outrider.errors import ModelError, PromptError
 
 PROBES = {
     torch.float32: Probe(9, 3, 3, 1e-3),
@@ -111,17 +111,9 @@ class TorchEngine(Vocabulary):
             ModelError: not one sequence fits.
             StateError: slots are open.
         """
-        if self._cache.in_use:
-            raise StateError(f"{self.name}: memory is reserved before slots are opened; {self._cache.in_use} are open")
-        if max_length < 1:
-            raise ModelError(f"{self.name}: a sequence of at most {max_length} positions holds nothing")
-        length = min(max_length, _max_length(self._text_config) or max_length)
-        smallest = self.position_bytes * length
-        if budget < smallest:
-            raise ModelError(
-                f"{self.name}: a sequence of {length} positions needs {smallest} bytes of cache; the budget is {budget}"
-            )
-        slots = budget // smallest
+        limit = _max_length(self._text_config) or None
+        each = self.position_bytes
+        slots, length = afford(self.name, self._cache.in_use, budget, max_length, limit, lambda n: n * each)
         self._cache = SlotCache(len(self._cache.layers), slots, length)
         if self._on_device is not None:
             self._on_device.forget()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
+from outrider.config import is_number, is_whole
 from outrider.errors import SettingsError
 
 
@@ -12,26 +11,21 @@ def _need(good: bool, name: str, wanted: str, value: object) -> None:
         raise SettingsError(f"{name} is {wanted}, not {value!r}")
 
 
-def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
 def share(**values: float) -> None:
     for name, value in values.items():
-        _need(_number(value) and 0 <= value <= 1, name, "between 0 and 1", value)
+        _need(is_number(value) and 0 <= value <= 1, name, "between 0 and 1", value)
 
 
 def positive(**values: float) -> None:
     for name, value in values.items():
-        _need(_number(value) and value > 0, name, "a finite number above 0", value)
+        _need(is_number(value) and value > 0, name, "a finite number above 0", value)
 
 
 def at_least_zero(**values: float) -> None:
     for name, value in values.items():
-        _need(_number(value) and value >= 0, name, "a finite number, 0 or more", value)
+        _need(is_number(value) and value >= 0, name, "a finite number, 0 or more", value)
 
 
 def count(least: int, **values: int) -> None:
     for name, value in values.items():
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        _need(whole and value >= least, name, f"a whole number, {least} or more", value)
+        _need(is_whole(value) and value >= least, name, f"a whole number, {least} or more", value)

@@ -89,6 +89,10 @@ class Distant(Protocol):
         """
         ...
 
+    def disconnect(self) -> None:
+        """Close what is open, and the connection."""
+        ...
+
 
 def shared_vocabulary(edge: Description, cloud: Description) -> tuple[int, int]:
     """How many ids the drafter may draft, and how many the target may emit.

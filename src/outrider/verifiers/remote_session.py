@@ -12,6 +12,7 @@ from outrider.engines.base import Prompt
 from outrider.errors import CloudRefused, StateError
 from outrider.verifiers.base import Conditions
 from outrider.verifiers.refusals import Again, of_call, of_frame
+from outrider.verifiers.retrying import SLOWEST
 from outrider.wire import schema
 from outrider.wire.connection import Connection
 from outrider.wire.ledger import PREFIX_BYTES, Ledger
@@ -24,7 +25,6 @@ from outrider.wire.worker import GOODBYE_NAME
 log = logging.getLogger(__name__)
 
 MEDIA_PART = 256 * 1024  # bytes in one Media frame
-SLOWEST = 8_000  # bytes/s; while a recording is on its way, an attempt may take that much longer
 
 
 @dataclass(frozen=True)

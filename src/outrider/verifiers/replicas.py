@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from outrider.errors import CloudRefused
-from outrider.verifiers.measure import DRAFTS, PROBED, PROMPT, is_normalised, require_same
+from outrider.verifiers.measure import is_normalised, require_same
 from outrider.verifiers.refusals import Again
-from outrider.verifiers.server import Abilities, Ask, Dialect, Reread, asked
+from outrider.verifiers.server import Abilities, Dialect, Reread, asked, known
 from outrider.wire.status import Disconnected, Untrusted
 from outrider.wire.web import Reply, Web
 
@@ -71,9 +70,8 @@ class Replica:
         return reply
 
     async def _look_again(self, able: Abilities) -> None:
-        ask = Ask((*PROMPT, *DRAFTS), len(DRAFTS) + 1, PROBED, uuid.uuid4().hex, fresh=True)
         try:
-            found = await self.guarded(asked(self._dialect, self.web, ask, able, self.deadline))
+            found = await self.guarded(asked(self._dialect, self.web, known(fresh=True), able, self.deadline))
             require_same(self.name, able.sample, found, able.noise)
             if is_normalised(found) != able.normalised:
                 raise CloudRefused("it sends other values")

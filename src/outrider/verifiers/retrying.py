@@ -16,6 +16,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 FIRST_WAIT, LONGEST_WAIT = 0.05, 2.0  # s between attempts
+SLOWEST = 8_000  # bytes/s; while a recording is on its way, an attempt may take that much longer
 
 
 async def persistently(name: str, patience: float, attempt: Callable[..., Awaitable[T]], *args: object) -> T:

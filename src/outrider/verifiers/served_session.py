@@ -21,6 +21,7 @@ from outrider.errors import CloudRefused, PromptError, SettingsError
 from outrider.prompts.audio import SAMPLE_RATE, exponent, from_steps, steps
 from outrider.verifiers.base import Conditions, Description
 from outrider.verifiers.replicas import Replica, first_ready
+from outrider.verifiers.retrying import SLOWEST
 from outrider.verifiers.server import WHOLE, Abilities, Ask, Dialect, Media, MediaMissing, Reread
 from outrider.verifiers.session import Reading, Session
 from outrider.wire.ledger import Ledger
@@ -28,7 +29,6 @@ from outrider.wire.web import encoded
 
 CONSTRAINED, NUCLEUS = 8, 64  # entries of a row that are asked for first; more where these do not settle a token
 GROWTH, LARGEST = 4, 4096  # beyond the largest, all entries are asked for
-SLOWEST = 8_000  # bytes/s; while a recording is on its way, an attempt may take that much longer
 
 
 class ServedSession:

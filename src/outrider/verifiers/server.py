@@ -6,13 +6,15 @@ looks, and where in the answer they stand, is a `Dialect`'s business; sessions, 
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from outrider.core.partial import PartialRow
 from outrider.errors import CloudRefused, OutriderError, PromptError
+from outrider.verifiers.measure import DRAFTS, PROBED, PROMPT, compare, is_normalised
 from outrider.verifiers.refusals import Again
 from outrider.wire.web import Json, Reply, Web
 
@@ -142,9 +144,28 @@ def failure(name: str, reply: Reply) -> Exception:
     return kind(f"{name}: {reply.error} (HTTP {reply.status})")
 
 
-async def asked(dialect: Dialect, web: Web, ask: Ask, able: Abilities, seconds: float = PATIENT) -> list[PartialRow]:
-    """One request for rows, outside of any session."""
-    reply = await web.post(*dialect.request(ask, able), seconds)
+async def told(dialect: Dialect, web: Web, path: str, body: Json, seconds: float = PATIENT) -> Json:
+    """What the server answers to a request outside of any session."""
+    reply = await web.post(path, body, seconds)
     if reply.status != 200:
         raise dialect.failure(web.name, reply)
-    return dialect.rows(reply.content, ask, able)
+    return reply.content
+
+
+async def asked(dialect: Dialect, web: Web, ask: Ask, able: Abilities, seconds: float = PATIENT) -> list[PartialRow]:
+    """The rows that `told` answers with."""
+    return dialect.rows(await told(dialect, web, *dialect.request(ask, able), seconds), ask, able)
+
+
+def known(*, fresh: bool = False) -> Ask:
+    """The rows of the known prompt and its drafts, in a session of their own."""
+    return Ask((*PROMPT, *DRAFTS), len(DRAFTS) + 1, PROBED, uuid.uuid4().hex, fresh)
+
+
+def proven(name: str, able: Abilities, read: Sequence[PartialRow], again: Sequence[PartialRow]) -> Abilities:
+    """What two readings of the known prompt's rows tell.
+
+    Raises:
+        CloudRefused: they are not readings of the same rows.
+    """
+    return replace(able, normalised=is_normalised(read), noise=compare(name, read, again), sample=tuple(read))

@@ -7,7 +7,6 @@ here, which needs a GPU: written after its documented exchanges, and tested with
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,8 +15,8 @@ import numpy as np
 from outrider.core.partial import PartialRow
 from outrider.errors import CloudRefused, SettingsError
 from outrider.verifiers import server
-from outrider.verifiers.measure import DRAFTS, PROBED, PROMPT, compare, is_normalised
-from outrider.verifiers.server import PATIENT, Abilities, Ask
+from outrider.verifiers.measure import DRAFTS, PROMPT, is_normalised
+from outrider.verifiers.server import Abilities, Ask
 from outrider.wire.web import Json, Reply, Web
 
 MOST = 1024  # entries of a row; SGLang names no limit of its own
@@ -40,14 +39,13 @@ class Sglang:
         """
         model, length = await self._model(web)
         able = Abilities(model, length, "generate", MOST, normalised=True, noise=0.0, sample=())
-        whole = Ask((*PROMPT, *DRAFTS), len(DRAFTS) + 1, PROBED, uuid.uuid4().hex)
+        whole = server.known()
         await server.asked(self, web, replace(whole, ids=PROMPT, rows=1), able)
         read = await server.asked(self, web, replace(whole, rows=len(PROMPT) + len(DRAFTS)), able)
         reused = await server.asked(self, web, whole, able)
         if not is_normalised(read):
             raise CloudRefused(f"{web.name} sends rows that are no log-probabilities")
-        sample = read[-len(reused) :]
-        return replace(able, noise=compare(web.name, sample, reused), sample=tuple(sample))
+        return replace(server.proven(web.name, able, read[-len(reused) :], reused), normalised=True)
 
     async def _model(self, web: Web) -> tuple[str, int | None]:
         replies = [await web.get(path) for path in ("/get_model_info", "/get_server_info")]
@@ -81,19 +79,16 @@ class Sglang:
 
     async def text(self, web: Web, able: Abilities, ids: Sequence[int]) -> str:
         body = {"model": able.model, "tokens": list(ids), "skip_special_tokens": False}
-        reply = await web.post("/v1/detokenize", body, PATIENT)
-        if reply.status != 200:
-            raise self.failure(web.name, reply)
+        content = await server.told(self, web, "/v1/detokenize", body)
         with server.reading(web.name):
-            return str(reply.content["text"])
+            return str(content["text"])
 
     async def ends(self, web: Web, able: Abilities, token: int) -> bool:
         params = {"temperature": 0.0, "max_new_tokens": 1, "logit_bias": {str(token): FORCED}}
-        reply = await web.post("/generate", {"input_ids": list(PROMPT[:4]), "sampling_params": params}, PATIENT)
-        if reply.status != 200:
-            raise self.failure(web.name, reply)
+        body = {"input_ids": list(PROMPT[:4]), "sampling_params": params}
+        content = await server.told(self, web, "/generate", body)
         with server.reading(web.name):
-            return str(reply.content["meta_info"]["finish_reason"]["type"]) == "stop"
+            return str(content["meta_info"]["finish_reason"]["type"]) == "stop"
 
 
 def _rows(told: Json, ask: Ask) -> list[PartialRow]:

@@ -27,7 +27,7 @@ import numpy as np
 from outrider.core.partial import PartialRow
 from outrider.errors import CloudRefused, SettingsError
 from outrider.verifiers import server
-from outrider.verifiers.measure import DRAFTS, PROBED, PROMPT, compare, is_normalised
+from outrider.verifiers.measure import PROBED, PROMPT
 from outrider.verifiers.server import PATIENT, WHOLE, Abilities, Ask, MediaMissing, Reread
 from outrider.wire.web import Json, Reply, Web
 
@@ -79,8 +79,7 @@ class Vllm:
 
     async def _tail(self, web: Web, able: Abilities) -> Abilities | None:
         """Whether rows come back right with the prefix cache at work; None, said in the log, where they do not."""
-        session = uuid.uuid4().hex
-        whole = Ask((*PROMPT, *DRAFTS), len(DRAFTS) + 1, able.top, session)
+        whole = server.known()
         try:
             read = await server.asked(self, web, replace(whole, fresh=True), able)
             await server.asked(self, web, replace(whole, ids=PROMPT, rows=1), able)
@@ -101,18 +100,14 @@ class Vllm:
                 error,
             )
             return None
-        noise = compare(web.name, read, reused)
-        top = await self._most(web, able)
-        return replace(able, top=top, normalised=is_normalised(read), noise=noise, sample=tuple(read))
+        return server.proven(web.name, replace(able, top=await self._most(web, able)), read, reused)
 
     async def _spread(self, web: Web, able: Abilities) -> Abilities:
         able = replace(able, way=SPREAD)
-        whole = Ask((*PROMPT, *DRAFTS), len(DRAFTS) + 1, able.top, uuid.uuid4().hex)
+        whole = server.known()
         read = await server.asked(self, web, whole, able)
         again = await server.asked(self, web, whole, able)
-        top = await self._most(web, able)
-        noise = compare(web.name, read, again)
-        return replace(able, top=top, normalised=is_normalised(read), noise=noise, sample=tuple(read))
+        return server.proven(web.name, replace(able, top=await self._most(web, able)), read, again)
 
     async def _most(self, web: Web, able: Abilities) -> int:
         """How many entries of a row the server sends: asked with a prompt of one token, which has no rows itself."""
@@ -152,19 +147,15 @@ class Vllm:
         return server.failure(name, reply)
 
     async def text(self, web: Web, able: Abilities, ids: Sequence[int]) -> str:
-        reply = await web.post("/detokenize", {"model": able.model, "tokens": list(ids)}, PATIENT)
-        if reply.status != 200:
-            raise self.failure(web.name, reply)
+        content = await server.told(self, web, "/detokenize", {"model": able.model, "tokens": list(ids)})
         with server.reading(web.name):
-            return str(reply.content["prompt"])
+            return str(content["prompt"])
 
     async def ends(self, web: Web, able: Abilities, token: int) -> bool:
         body = {**PLAIN, "model": able.model, "prompt": list(PROMPT[:4]), "allowed_token_ids": [token]}
-        reply = await web.post("/v1/completions", body, PATIENT)
-        if reply.status != 200:
-            raise self.failure(web.name, reply)
+        content = await server.told(self, web, "/v1/completions", body)
         with server.reading(web.name):
-            return str(reply.content["choices"][0]["finish_reason"]) == "stop"
+            return str(content["choices"][0]["finish_reason"]) == "stop"
 
 
 def _way(ask: Ask, able: Abilities) -> str:
