@@ -120,7 +120,7 @@ def swept(
             total = sum(len(r.token_ids) for r in results.values())
             seconds = sum(r.stats.total_s for r in results.values()) / len(results)
             figures = {"cloud_share": cloud / total, "disagreement": fmean(changed), "total_s": seconds}
-            named = {"gate": gate, "k": 5, "driver": driver, "rtt_ms": rtt_ms}
+            named = {"gate": gate, "k": 5, "driver": driver, "rtt_s": rtt_ms / 1000}
             rows.append({**named, **figures, "disagreement_ci": interval(changed)})
     return rows
 
@@ -172,7 +172,7 @@ def large(folder: Path) -> None:
         port = int(address.rpartition(":")[2])
         with behind(port, 40) as verifier:
             answers(sample, folder, list(MODES), lambda: verifier)
-        rows = [{**row, "rtt_ms": None} for row in swept(sample, None, 0.0, GATES, ["sequential"])]
+        rows = [{**row, "rtt_s": None} for row in swept(sample, None, 0.0, GATES, ["sequential"])]
         write_lines(folder / "sweep.jsonl", rows)
         sample.clips = [0, 3, 6, 7]
         for rtt in (10.0, 80.0, 200.0):

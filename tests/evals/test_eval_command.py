@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -14,6 +15,8 @@ from tests.evals.eval_process import evaluate, start
 from outrider.cli.child import cloud_process
 from outrider.cli.evaluate import Assistant, Evaluation, run_eval
 from outrider.cli.options import Decoding, Models, Network, Output, Speculation
+from outrider.cli.plan import Measured, run_sweep
+from outrider.cli.report import run_report
 from outrider.errors import InputError
 from outrider.evals.manifest import load_set
 from outrider.evals.modes import NAMES
@@ -114,6 +117,9 @@ def test_a_run_that_is_killed_and_started_again_leaves_the_bytes_of_one_that_was
     assert again.returncode == 0, again.stderr
     for name in ("results.jsonl", "traces.jsonl", "run.json"):
         assert (out / name).read_bytes() == (undisturbed / name).read_bytes(), name
+    metrics, others = (json.loads((folder / "summary.json").read_bytes())["modes"] for folder in (out, undisturbed))
+    assert metrics == others
+    assert metrics["exact"]["same_text"]["value"] == 1.0
     rows = [json.loads(line) for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [(row["id"], row["mode"]) for row in rows] == [
         (item.id, mode) for item in load_set("demo") for mode in NAMES
@@ -124,6 +130,27 @@ def test_a_run_that_is_killed_and_started_again_leaves_the_bytes_of_one_that_was
     assert (said["failures"], said["traces"]) == (0, 12)
     for mode in ("cloud-only", "exact", "plain", "assisted"):
         assert said["modes"][mode]["agreement"] == 1.0, mode
+
+
+@pytest.mark.network
+def test_what_eval_and_sweep_write_is_what_a_report_and_a_gate_are_made_of(tmp_path: Path) -> None:
+    """The files' formats meet: no section of the page is missing."""
+    out, page = tmp_path / "run", tmp_path / "report.html"
+    with cloud_process("demo:cloud") as address:
+        arguments = ("demo", *SHORT, "--cloud", f"grpc://{address}", "--trace", "--out", out)
+        assert (done := evaluate(*arguments)).returncode == 0, done.stderr
+        measured = Measured("demo", 2, str(out / "traces.jsonl"))
+        nets, gates, file = ["rtt=20ms", "rtt=50ms"], ["always", "never"], str(out / "sweep.jsonl")
+        models, decoding, quiet = Models(cloud=f"grpc://{address}"), Decoding(max_new_tokens=5), Output(json=True)
+        assert run_sweep(measured, models, decoding, quiet, gates, ["5"], ["sequential"], nets, file) == 0
+    assert run_report([str(out)], str(page)) == 0
+    written = page.read_text(encoding="utf-8")
+    assert set(re.findall(r"<h2[^>]*>([^<]*)</h2>", written)) >= {
+        *("Overview", "Metrics", "Times", "Measured quality against cloud share", "Latency against round-trip time"),
+        *("Simulated agreement against cloud share", "Acceptance by position in the block", "Bytes by kind"),
+        *("Time by stage", "Who decided each token"),
+    }
+    assert "Not in this report" not in written
 
 
 @pytest.mark.network

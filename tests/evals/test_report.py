@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from outrider.cli.report import run_report
 from outrider.core.sequence import Source
 from outrider.errors import DataError
-from outrider.evals import breakdown, tradeoffs
+from outrider.evals import breakdown, digest, tradeoffs
 from outrider.evals.charts import bars, tag, ticks
 from outrider.evals.report import TOKENS, render
 from outrider.evals.results import Answer, EvalRun, Figure, Swept, Timing, read_run
@@ -85,7 +85,7 @@ def answer(mode: str = "exact", n: int = 3, **changes: Any) -> Answer:
 
 
 def swept(**changes: Any) -> Swept:
-    return replace(Swept("always", "5", "sequential", 40.0, 1.0, Figure(0.0), Figure(2.0)), **changes)
+    return replace(Swept("always", "5", "sequential", 0.04, 1.0, Figure(0.0), Figure(2.0)), **changes)
 
 
 def run(*answers: Answer, name: str = "run", **parts: Any) -> EvalRun:
@@ -147,7 +147,8 @@ def test_what_is_not_there_is_said(sample: Path) -> None:
     bare = replace(read_run(sample), timings=(), traces=(), sweep=(), answers=(answer(sources=()),))
     page = Reader(render([bare]))
     named = " ".join(page.text)
-    for title in ("Metrics", "Quality", "Latency", "Acceptance", "Bytes by kind", "Time by stage", "Who decided"):
+    titles = ("Metrics", "Times", "Measured quality", "Simulated agreement", "Latency", "Acceptance")
+    for title in (*titles, "Bytes by kind", "Time by stage", "Who decided"):
         assert title in named
     assert not [a for _, a in page.tags if a.get("id") in ("quality", "latency", "ledger", "tokens")]
 
@@ -310,7 +311,7 @@ def test_many_kinds_of_bytes_are_gathered() -> None:
 
 
 def test_the_fastest_k_makes_the_line_and_the_table_has_all() -> None:
-    rows = [swept(k=str(k), rtt_ms=r, total_s=Figure(k * r)) for k in (3, 2) for r in (10.0, 20.0)]
+    rows = [swept(k=str(k), rtt_s=r, total_s=Figure(k * r)) for k in (3, 2) for r in (0.01, 0.02)]
     section = tradeoffs.latency([run(sweep=tuple(rows))])
     assert section.drawing is not None
     assert "k 2" in section.drawing
@@ -324,11 +325,41 @@ def test_more_lines_than_one_can_tell_apart_are_thinned() -> None:
     assert "8 of 20 lines are drawn" in tradeoffs.latency([run(sweep=tuple(rows))]).lead
 
 
-def test_quality_comes_from_the_summary_where_nothing_was_swept() -> None:
-    section = tradeoffs.quality([run(metrics={"exact": {"chrf": Figure(60, 55, 65)}})])
-    assert section.upright == "chrf"
+def measured(**shares: tuple[float, Figure]) -> EvalRun:
+    """Modes with their cloud share (in tenths of the tokens) and their accuracy."""
+
+    def named(mode: str) -> str:
+        return mode.replace("_", "-")
+
+    answers = [
+        answer(mode=named(mode), stats={"cloud_tokens": float(share), "edge_tokens": 10.0 - share})
+        for mode, (share, _) in shares.items()
+    ]
+    metrics = {named(mode): {"attribute_all": figure} for mode, (_, figure) in shares.items()}
+    made = run(*answers, metrics=metrics)
+    return replace(made, about={"configuration": {"speculation": {"gate": "entropy:0.5"}}})
+
+
+def test_measured_quality_says_how_little_of_the_cloud_is_enough() -> None:
+    whole, near, little = Figure(0.9, 0.85, 0.95), Figure(0.892, 0.85, 0.93), Figure(0.7, 0.6, 0.8)
+    section = tradeoffs.measured([measured(cloud_only=(10, whole), gated=(2, near), edge_only=(0, little))])
+    assert section.upright == "attribute all"
+    assert section.lead.endswith("Within a point of the cloud alone at the smallest share: gated entropy:0.5, 20.0 %.")
     assert section.drawing is not None
     assert "whisker" in section.drawing
+    section = tradeoffs.measured([measured(cloud_only=(10, whole), edge_only=(0, little))])
+    assert section.lead.endswith("Nothing here comes within a point of the cloud alone at a smaller cloud share.")
+
+
+def test_one_mode_alone_shows_no_tradeoff() -> None:
+    assert "two modes at least" in tradeoffs.measured([run(metrics={"exact": {"chrf": Figure(60, 55, 65)}})]).missing
+
+
+def test_figures_of_the_summary_are_rows() -> None:
+    section = digest.durations([run(latency={"exact": {"ttft_p50": Figure(0.25, 0.2, 0.3)}})])
+    assert section.table is not None
+    assert section.table.head == ("", "exact")
+    assert [cell.text for cell in section.table.rows[0]] == ["TTFT p50", "0.25 [0.2, 0.3]"]
 
 
 # Drawing ----------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ ANSWER = {
     "stats": {"accepted": 1, "bonus": 1, "cloud_lost": False},
 }
 TIMING = {"id": "a1", "mode": "exact", "ttft_s": 0.1, "total_s": 0.5}
-SWEPT = {"gate": "always", "k": 5, "driver": "sequential", "rtt_ms": 40, "cloud_share": 1.0, "total_s": 2.5}
+SWEPT = {"gate": "always", "k": 5, "driver": "sequential", "rtt_s": 0.04, "cloud_share": 1.0, "total_s": 2.5}
 
 
 def write(folder: Path, name: str, *rows: Any) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from outrider.evals.bench import Bench
     from outrider.evals.manifest import Item
+    from outrider.evals.metrics import Scoring
     from outrider.evals.store import Row, Store
 
 EVALUATION = Group("Evaluation", sort_key=0)
@@ -40,6 +41,8 @@ class Evaluation:
         Also write traces.jsonl: what the drafter would have done along the target's output.
     retry_failed
         Try again what failed.
+    bertscore
+        A folder with an encoder: texts are compared with their references by BERTScore as well.
     edge_threads
         Hold the drafter's threads to this many cores.
     edge_memory
@@ -51,6 +54,7 @@ class Evaluation:
     limit: Annotated[int | None, Parameter(converter=_whole)] = None
     trace: Annotated[bool, Parameter(negative="")] = False
     retry_failed: Annotated[bool, Parameter(negative="")] = False
+    bertscore: str | None = None
     edge_threads: Annotated[int | None, Parameter(converter=_whole)] = None
     edge_memory: str | None = None
 
@@ -113,6 +117,7 @@ def run_eval(
 
     options = _checked(evaluation, assistant, models, speculation, network, decoding)
     items = load_set(data)[: evaluation.limit]
+    scoring = _scoring(evaluation)
     quieten(output)
     with ExitStack() as stack:
         limits = _limit_memory(options, stack)
@@ -124,7 +129,9 @@ def run_eval(
             Store(Path(evaluation.out), _about(bench, data, items, modes, left_out, options, limits))
         )
         _run(bench, items, modes, store, options)
-        return _report(store, [mode.name for mode in modes], left_out, output)
+        names = [mode.name for mode in modes]
+        unscored = _summarise(items, names, store, scoring)
+        return _report(store, names, left_out | unscored, output)
 
 
 # Checking ---------------------------------------------------------------------------------------------------
@@ -260,6 +267,27 @@ def _run(bench: Bench, items: list[Item], modes: list[Any], store: Store, option
 
 
 # Reporting --------------------------------------------------------------------------------------------------
+
+
+def _scoring(evaluation: Evaluation) -> Scoring:
+    """How texts are scored. An encoder that cannot be used is known before a model is loaded."""
+    from outrider.evals.bertscore import Encoder
+    from outrider.evals.metrics import Scoring
+
+    return Scoring(encoder=None if evaluation.bertscore is None else Encoder(Path(evaluation.bertscore)))
+
+
+def _summarise(items: list[Item], modes: list[str], store: Store, scoring: Scoring) -> dict[str, str]:
+    """Write summary.json; what could not be computed, and why."""
+    from outrider.evals.scoring import quality, times
+
+    results, unscored = store.results.rows, {}
+    try:
+        found = quality(items, modes, results, scoring)
+    except SettingsError as error:  # a package that is not there: the run itself needs none of it
+        found, unscored = {}, {"metrics of texts": str(error)}
+    store.summarise({"modes": found, "latency": times(items, modes, results, store.timings.rows, scoring)})
+    return unscored
 
 
 def _report(store: Store, modes: list[str], left_out: dict[str, str], output: Output) -> int:

@@ -81,8 +81,9 @@ class Speculation:
         Tokens per block, 1 to 64, or auto: for as long as it pays, learnt on the way.
     gate
         Which blocks are verified: always, never, SIGNAL:THRESHOLD with SIGNAL entropy, margin, maxprob or logprob,
-        SIGNAL.mean for the mean over the block, any-of with |. Blocks that are sure enough are skipped, which is
-        lossy; with the prefix trigger: they stay provisional until a verdict and the result stays exact.
+        SIGNAL.mean for the mean over the block, any-of with |, or calibrated:FILE (outrider calibrate). Blocks that
+        are sure enough are skipped, which is lossy; with the prefix trigger: they stay provisional until a verdict
+        and the result stays exact.
     accept
         exact, residual, rank:N, margin:D or typical:E.
     scope

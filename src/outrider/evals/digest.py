@@ -150,11 +150,34 @@ def _overview_row(name: str, run: EvalRun, mode: str) -> tuple[Cell, ...]:
 
 
 def metrics(runs: Sequence[EvalRun]) -> Section:
-    """The figures of summary.json."""
-    lead = "What the evaluation measured, with the confidence intervals that it gives."
-    named = [(label(run, mode, runs), run.metrics[mode]) for run in runs for mode in run.metrics]
-    names = list(dict.fromkeys(name for _, figures in named for name in figures))
+    """What summary.json says of the texts."""
+    lead = "What the texts are worth, with 95 % intervals; docs/metrics.md says how each figure is computed."
+    columns = [(label(run, mode, runs), run.metrics[mode]) for run in runs for mode in run.metrics]
+    return _figures("metrics", "Metrics", lead, columns, "There is no summary.json with metrics.")
+
+
+def durations(runs: Sequence[EvalRun]) -> Section:
+    """What summary.json says of the times."""
+    lead = (
+        "TTFT: to the first token. ITL: between tokens. Total: the whole answer. In seconds, with 95 % intervals; "
+        "shares are of the total."
+    )
+    columns = [(label(run, mode, runs), run.latency[mode]) for run in runs for mode in run.latency]
+    return _figures("durations", "Times", lead, columns, "There is no summary.json with times.")
+
+
+def _figures(
+    id_: str, title: str, lead: str, columns: Sequence[tuple[str, dict[str, Figure]]], missing: str
+) -> Section:
+    """A row for each figure, a column for each mode."""
+    names = list(dict.fromkeys(name for _, figures in columns for name in figures))
     if not names:
-        return Section("metrics", "Metrics", lead, missing="There is no summary.json with metrics.")
-    rows = tuple((Cell(mode), *(figure(figures.get(name)) for name in names)) for mode, figures in named)
-    return Section("metrics", "Metrics", lead, Table(("mode", *(n.replace("_", " ") for n in names)), rows))
+        return Section(id_, title, lead, missing=missing)
+    rows = tuple((Cell(_named(name)), *(figure(figures.get(name)) for _, figures in columns)) for name in names)
+    return Section(id_, title, lead, Table(("", *(mode for mode, _ in columns)), rows))
+
+
+def _named(metric: str) -> str:
+    """As it is read, abbreviations in capitals."""
+    words = (word.upper() if word in ("ttft", "itl", "bleu") else word for word in metric.split("_"))
+    return " ".join(words)

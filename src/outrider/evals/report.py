@@ -82,6 +82,8 @@ def render(runs: Sequence[EvalRun]) -> str:
     sections = [
         digest.overview(runs),
         digest.metrics(runs),
+        digest.durations(runs),
+        tradeoffs.measured(runs),
         tradeoffs.quality(runs),
         tradeoffs.latency(runs),
         breakdown.acceptance(runs),

@@ -7,8 +7,8 @@
     timings.jsonl   {"id", "mode", "ttft_s", "total_s", "draft_s", "wait_s", "queue_s", "verify_s",
                     "bytes": {"up": {kind: n}, "down": {kind: n}}}; "prefill_s" where it is known and not in draft_s
     traces.jsonl    see planning/traces.py
-    sweep.jsonl     {"gate", "k", "driver", "rtt_ms", "cloud_share", "disagreement", "total_s"}
-    summary.json    {"modes": {mode: {metric: figure}}}
+    sweep.jsonl     {"gate", "k", "driver", "rtt_s", "cloud_share", "disagreement", "total_s"}
+    summary.json    {"modes": {mode: {metric: figure}}, "latency": {mode: {metric: figure}}}
 
 An item that a mode did not answer has "error" (a text, or {"type", "message"}) or "skipped" (a text) in place of all
 but id and mode. Only run.json and results.jsonl must be there. A figure is a number, or {"value", "low", "high"} with
@@ -98,12 +98,12 @@ class Timing:
 
 @dataclass(frozen=True)
 class Swept:
-    """One setting of a sweep. rtt_ms, total_s, cloud_share, disagreement: None where that was not swept."""
+    """One setting of a sweep. rtt_s, total_s, cloud_share, disagreement: None where that was not swept."""
 
     gate: str
     k: str
     driver: str
-    rtt_ms: float | None
+    rtt_s: float | None
     cloud_share: float | None
     disagreement: Figure | None
     total_s: Figure | None
@@ -121,6 +121,7 @@ class EvalRun:
     traces: tuple[Trace, ...] = ()
     sweep: tuple[Swept, ...] = ()
     metrics: dict[str, dict[str, Figure]] = field(default_factory=dict)
+    latency: dict[str, dict[str, Figure]] = field(default_factory=dict)
 
     @property
     def modes(self) -> list[str]:
@@ -152,7 +153,8 @@ def read_run(folder: Path) -> EvalRun:
         timings=_distinct(rows(timings, _timing), timings) if timings.exists() else (),
         traces=tuple(read_traces(traces)) if traces.exists() else (),
         sweep=rows(sweep, _swept) if sweep.exists() else (),
-        metrics=_metrics(summary) if summary.exists() else {},
+        metrics=_metrics(summary, "modes") if summary.exists() else {},
+        latency=_metrics(summary, "latency") if summary.exists() else {},
     )
 
 
@@ -213,18 +215,18 @@ def _swept(row: Row) -> Swept:
         gate=text(row, "gate"),
         k=str(row.get("k", "–")),
         driver=str(row.get("driver", "sequential")),
-        rtt_ms=None if row.get("rtt_ms") is None else seconds(row, "rtt_ms"),
+        rtt_s=None if row.get("rtt_s") is None else seconds(row, "rtt_s"),
         cloud_share=None if row.get("cloud_share") is None else share(row["cloud_share"], "cloud_share"),
         disagreement=_figure_of(row, "disagreement"),
         total_s=_figure_of(row, "total_s"),
     )
 
 
-def _metrics(path: Path) -> dict[str, dict[str, Figure]]:
+def _metrics(path: Path, group: str) -> dict[str, dict[str, Figure]]:
     """Figures by mode and metric; what is no figure (a text, a list, null) is left alone."""
     whole_file = read_object(path)
     with naming(str(path)):
-        modes = mapping(whole_file, "modes")
+        modes = mapping(whole_file, group) if group in whole_file else {}
         found = {mode: {name: _figure(v, name) for name, v in mapping(modes, mode).items()} for mode in modes}
     return {mode: {name: f for name, f in figures.items() if f is not None} for mode, figures in found.items()}
 

@@ -4,6 +4,7 @@
     results.jsonl   one line per (item, mode): what came of it, and no times
     timings.jsonl   how long it took, for those that gave an answer
     traces.jsonl    one line per item, with --trace (planning/traces.py)
+    summary.json    what all of it comes to (evals/scoring.py), made anew at every end of the run
     lock            held by whoever writes
 
 An answer is there when its line in results.jsonl is; its timing is written first. A line that is torn at the end of a
@@ -148,6 +149,10 @@ class Store:
         self.timings.keep(pairs)
         self.traces.keep([(item,) for item in items])
 
+    def summarise(self, figures: Row) -> None:
+        """Write summary.json."""
+        replace(self.folder / "summary.json", _document(figures))
+
 
 def replace(path: Path, data: bytes) -> None:
     """Write a file so that a reader, or whoever comes after a power cut, finds the old one or the new one."""
@@ -180,7 +185,7 @@ def _settle(folder: Path, about: Row) -> None:
     if not path.exists():
         if any((folder / name).exists() for name in ("results.jsonl", "timings.jsonl", "traces.jsonl")):
             raise DataError(f"{folder} holds results but no run.json that says what they are of")
-        replace(path, json.dumps(about, ensure_ascii=False, indent=2).encode("utf-8", "backslashreplace") + b"\n")
+        replace(path, _document(about))
         return
     try:
         there = json.loads(path.read_bytes())
@@ -221,6 +226,11 @@ def _lock(folder: Path) -> int:
 def _encode(row: Row) -> bytes:
     """A line; halves of surrogate pairs, which are no UTF-8, stay in it as JSON's escapes."""
     return json.dumps(row, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
+
+
+def _document(row: Row) -> bytes:
+    """A whole file, for people too."""
+    return json.dumps(row, ensure_ascii=False, allow_nan=False, indent=2).encode("utf-8", "backslashreplace") + b"\n"
 
 
 class _writing:

@@ -24,7 +24,9 @@ from outrider.evals.digest import (
 from outrider.evals.results import Answer, EvalRun, Figure, Swept
 
 LINES = 8  # that one chart can tell apart
-QUALITIES = ("agreement", "quality", "accuracy", "exact_match", "chrf", "rouge_l", "bleu")
+QUALITIES = ("attribute_all", "agreement", "quality", "accuracy", "exact_match", "same_text", "chrf", "rouge_l", "bleu")
+REFERENCE = "cloud-only"
+POINT = 0.01  # of a share
 
 
 # Quality against cloud share --------------------------------------------------------------------------------
@@ -40,21 +42,33 @@ class _Setting:
     quality: Figure
 
 
+def measured(runs: Sequence[EvalRun]) -> Section:
+    """What runs came to, by the first measure of quality that they have."""
+    title = "Measured quality against cloud share"
+    settings, measure = _summed_settings(runs)
+    if len(settings) < 2:
+        missing = "There is no summary.json with a known metric of quality for two modes at least."
+        return Section("measured", title, "", missing=missing)
+    return _quality_section("measured", title, measure, settings, _reach(settings))
+
+
 def quality(runs: Sequence[EvalRun]) -> Section:
-    """From the sweep where there is one, else from the summary's first known measure of quality."""
-    title = "Quality against cloud share"
-    settings, measure = _swept_settings(runs), "agreement with the cloud model"
+    """What a sweep makes of the traces."""
+    title = "Simulated agreement against cloud share"
+    settings = _swept_settings(runs)
     if not settings:
-        settings, measure = _summed_settings(runs)
-    if not settings:
-        missing = "There is neither a sweep.jsonl with cloud_share and disagreement, nor a known metric of quality."
+        missing = "There is no sweep.jsonl with cloud_share and disagreement."
         return Section("quality", title, "", missing=missing)
+    return _quality_section("quality", title, "agreement with the cloud model", settings)
+
+
+def _quality_section(id_: str, title: str, measure: str, settings: list[_Setting], more: str = "") -> Section:
     best = frontier([(s.share, s.quality.value) for s in settings])
     families = list(dict.fromkeys(s.family for s in settings))
     series = [_quality_series(family, settings, set(best)) for family in families]
     lead = (
         "Up is better, left is cheaper. The stepped line is the Pareto frontier (filled marks): no other setting gives "
-        "more for less."
+        f"more for less.{more}"
     )
     drawing = plot(
         f"{title}: {measure}", series, Axis("cloud share", tick_percent, 0, 1), _quality_axis(settings), best
@@ -69,7 +83,20 @@ def quality(runs: Sequence[EvalRun]) -> Section:
         for s in sorted(settings, key=lambda s: (s.share, -s.quality.value))
     )
     table = Table(("setting", "cloud share", measure, "on the frontier"), rows)
-    return Section("quality", title, lead, table, measure, drawing, legend=legend(series))
+    return Section(id_, title, lead, table, measure, drawing, legend=legend(series))
+
+
+def _reach(settings: Sequence[_Setting]) -> str:
+    """How little of the cloud comes within a point of the cloud alone."""
+    alone = next((s for s in settings if s.name.endswith(REFERENCE)), None)
+    if alone is None:
+        return ""
+    point = POINT if 0 <= alone.quality.value <= 1 else 100 * POINT
+    near = [s for s in settings if s.quality.value >= alone.quality.value - point]
+    least = min(near, key=lambda s: s.share)
+    if least is alone:
+        return " Nothing here comes within a point of the cloud alone at a smaller cloud share."
+    return f" Within a point of the cloud alone at the smallest share: {least.name}, {percent(least.share).text}."
 
 
 def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -101,10 +128,16 @@ def _summed_settings(runs: Sequence[EvalRun]) -> tuple[list[_Setting], str]:
             value = run.metrics.get(mode, {}).get(measure)
             share = _cloud_share(of_mode(run.answers, mode))
             if value is not None and share is not None:
-                settings.append(_Setting(name, name, share, value))
+                shown = f"{name} {_gate(run)}" if mode == "gated" else name
+                settings.append(_Setting(mode, shown, share, value))
         if settings:
             return settings, measure.replace("_", " ")
     return [], ""
+
+
+def _gate(run: EvalRun) -> str:
+    configuration = run.about.get("configuration", {}).get("speculation")
+    return str(configuration.get("gate", "")) if isinstance(configuration, dict) else ""
 
 
 def _cloud_share(answers: Sequence[Answer]) -> float | None:
@@ -144,9 +177,9 @@ def _quality_axis(settings: Sequence[_Setting]) -> Axis:
 def latency(runs: Sequence[EvalRun]) -> Section:
     """One line per driver and gate: at each round-trip time the k that was fastest."""
     title = "Latency against round-trip time"
-    rows = [(run, row) for run in runs for row in run.sweep if row.rtt_ms is not None and row.total_s is not None]
+    rows = [(run, row) for run in runs for row in run.sweep if row.rtt_s is not None and row.total_s is not None]
     if not rows:
-        return Section("latency", title, "", missing="There is no sweep.jsonl with rtt_ms and total_s.")
+        return Section("latency", title, "", missing="There is no sweep.jsonl with rtt_s and total_s.")
     grouped: dict[str, list[Swept]] = {}
     for run, row in rows:
         grouped.setdefault(label(run, f"{row.driver}, {row.gate}", runs), []).append(row)
@@ -156,7 +189,7 @@ def latency(runs: Sequence[EvalRun]) -> Section:
     if len(chosen) < len(grouped):
         lead += f" {len(chosen)} of {len(grouped)} lines are drawn; the table has all."
     cells = tuple(
-        (Cell(name), Cell(r.k), Cell(f"{r.rtt_ms:g} ms", r.rtt_ms), figure(r.total_s, " s"))
+        (Cell(name), Cell(r.k), Cell(f"{1000 * (r.rtt_s or 0.0):g} ms", r.rtt_s), figure(r.total_s, " s"))
         for name, own in grouped.items()
         for r in own
     )
@@ -166,8 +199,8 @@ def latency(runs: Sequence[EvalRun]) -> Section:
 
 
 def _latency_points(name: str, rows: Sequence[Swept]) -> Iterator[Point]:
-    ordered = sorted(rows, key=lambda row: row.rtt_ms or 0.0)
-    for rtt, same in groupby(ordered, key=lambda row: row.rtt_ms or 0.0):
+    ordered = sorted(rows, key=lambda row: row.rtt_s or 0.0)
+    for rtt, same in groupby(ordered, key=lambda row: round(1000 * (row.rtt_s or 0.0), 6)):
         row, total = min(((r, r.total_s) for r in same if r.total_s is not None), key=lambda pair: pair[1].value)
         tip = f"{name}, k {row.k}\n{total.value:.2f} s at {rtt:g} ms"
         yield Point(rtt, total.value, tip, total.low, total.high)

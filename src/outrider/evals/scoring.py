@@ -1,0 +1,70 @@
+"""From a run's lines to its metrics, as summary.json keeps them. Definitions: docs/metrics.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from itertools import accumulate
+from typing import Any
+
+from outrider.core.outcome import Stats
+from outrider.evals.latency import Timing, latency
+from outrider.evals.manifest import Item
+from outrider.evals.metrics import Scoring, agreement, score
+from outrider.evals.scores import Measure
+from outrider.evals.store import Key, Row
+from outrider.evals.summary import REFERENCE
+
+SECONDS = [field.name for field in fields(Stats) if field.name.endswith("_s")]
+Figures = dict[str, dict[str, Any]]  # by metric: value, n, low, high; a text's also by_lang
+
+
+def quality(
+    items: Sequence[Item], modes: Sequence[str], results: Mapping[Key, Row], how: Scoring
+) -> dict[str, Figures]:
+    """By mode, what its texts are worth; nothing where models came without a tokenizer.
+
+    Raises:
+        SettingsError: a package of the extra `eval` is missing.
+    """
+    texts = {mode: _texts(items, mode, results) for mode in modes}
+    return {mode: _quality(items, texts[mode], texts.get(REFERENCE, {}), how) for mode in modes}
+
+
+def times(
+    items: Sequence[Item], modes: Sequence[str], results: Mapping[Key, Row], timings: Mapping[Key, Row], how: Scoring
+) -> dict[str, Figures]:
+    """By mode, how long its answers took and on what the time went."""
+    found: dict[str, Figures] = {}
+    for mode in modes:
+        keys = [(item.id, mode) for item in items if (item.id, mode) in timings]
+        measured = [_timing(timings[key], len(results[key]["token_ids"])) for key in keys]
+        divided = all("wait_s" in timings[key] for key in keys)  # transformers does not say on what its time went
+        scores = latency(measured, how.resampling).items()
+        found[mode] = {name: asdict(one) for name, one in scores if divided or not name.startswith("share_")}
+    return found
+
+
+def _texts(items: Sequence[Item], mode: str, results: Mapping[Key, Row]) -> dict[str, str]:
+    rows = {item.id: results.get((item.id, mode), {}) for item in items}
+    return {name: row["text"] for name, row in rows.items() if row.get("text") is not None}
+
+
+def _quality(items: Sequence[Item], texts: dict[str, str], cloud: dict[str, str], how: Scoring) -> Figures:
+    answered = [item for item in items if item.id in texts]
+    if not answered:
+        return {}
+    both = [item for item in answered if item.id in cloud]
+    found: dict[str, Measure | None] = {**score(answered, [texts[item.id] for item in answered], how=how)}
+    if both:
+        ours, theirs = ([side[item.id] for item in both] for side in (texts, cloud))
+        found |= agreement(ours, theirs, [item.lang for item in both], how.resampling)
+    return {name: measure.to_json() for name, measure in found.items() if measure is not None}
+
+
+def _timing(row: Row, tokens: int) -> Timing:
+    spent: dict[str, Any] = {name: row[name] for name in SECONDS if name in row}
+    stats = Stats(**spent)
+    gaps = row.get("itl_s")
+    arrivals = tuple(accumulate([stats.ttft_s, *gaps])) if gaps else ()
+    return Timing(stats, tokens, arrivals)
