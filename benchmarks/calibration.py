@@ -5,7 +5,7 @@ run an uncalibrated `entropy:1.5`, and, knowing the evaluation half, the entropy
 the edge. Where calibration refuses, every block is verified. Prints means over splits, and the differences in risk with
 bootstrap intervals over traces; ends with one JSON line.
 
-    python benchmarks/calibration.py TRACES.jsonl [--epsilon 0.02] [--splits 20] [--k 5] [--audit 0.05]
+    python benchmarks/calibration.py TRACES.jsonl [--epsilon 0.02] [--loss outputs] [--splits 20] [--k 5] [--audit 0.05]
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import json
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 
-from outrider.config import GenerationSettings, ModelId
+from outrider.config import GenerationSettings, Loss, ModelId
 from outrider.core.gate import Threshold, gate
 from outrider.errors import DataError
-from outrider.planning.calibrate import Replay, calibrate, candidates, lay_out, needed, replay, replay_gate
+from outrider.planning.calibrate import Replay, calibrate, candidates, counted, lay_out, needed, replay, replay_gate
 from outrider.planning.traces import Trace, read_traces
 
 NAMES = ("calibrated", "entropy:1.5", "entropy, equal share")
@@ -51,6 +51,7 @@ def calibrated(traces: Seq[Trace], options: argparse.Namespace, seed: int) -> Th
             edge=someone,
             cloud=someone,
             settings=GenerationSettings(),
+            loss=options.loss,
             audit=options.audit,
             seed=seed,
         )
@@ -85,7 +86,7 @@ def run_split(traces: Seq[Trace], options: argparse.Namespace, seed: int) -> Spl
     runs = (ours, plain, equal)
     losses, shares = np.full((2, len(runs), len(traces)), np.nan)
     for n, run in enumerate(runs):
-        losses[n, order[half:]] = run.losses[:, 0]
+        losses[n, order[half:]] = counted(run.losses[:, 0], options.loss)
         shares[n, order[half:]] = run.edge_shares[:, 0]
     return Split("always" if found is None else str(found), losses, shares, tuple(float(r.escalation[0]) for r in runs))
 
@@ -120,7 +121,8 @@ def summarise(splits: Seq[Split]) -> dict[str, Any]:
 
 
 def show(rows: dict[str, Any], splits: Seq[Split], options: argparse.Namespace, count: int) -> None:
-    print(f"{count} traces, {len(splits)} splits into halves, budget {options.epsilon:g}, k {options.k}\n")
+    budget = f"budget {options.epsilon:g} of {options.loss}, k {options.k}"
+    print(f"{count} traces, {len(splits)} splits into halves, {budget}\n")
     print(f"{'gate':22s} {'risk':>8s} {'worst':>8s} {'edge tokens':>12s} {'never escalated':>16s}   difference in risk")
     for name, row in rows.items():
         cells = [f"{row['risk_mean']:8.4f}", f"{row['risk_worst']:8.4f}", f"{row['edge_share']:12.3f}"]
@@ -134,6 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", type=Path)
     parser.add_argument("--epsilon", type=float, default=0.02)
+    parser.add_argument("--loss", choices=get_args(Loss), default="outputs")
     parser.add_argument("--splits", type=int, default=20)
     parser.add_argument("--k", type=int, default=5)
     parser.add_argument("--audit", type=float, default=0.05)
@@ -145,7 +148,13 @@ def main() -> None:
     rows = summarise(splits)
     show(rows, splits, options, len(traces))
     refused = sum(split.spec == "always" for split in splits)
-    figures = {"traces": len(traces), "epsilon": options.epsilon, "k": options.k, "splits": options.splits}
+    figures = {
+        "traces": len(traces),
+        "epsilon": options.epsilon,
+        "loss": options.loss,
+        "k": options.k,
+        "splits": options.splits,
+    }
     print(json.dumps({"benchmark": "calibration", **figures, "refused": refused, "gates": rows}))
 
 

@@ -16,9 +16,10 @@ Scope = Literal["block", "repair"]
 DriverName = Literal["sequential", "pipelined"]
 OnCloudLoss = Literal["fail", "edge-only", "wait"]
 Privacy = Literal["tokens", "features", "audio"]
+Loss = Literal["outputs", "tokens"]  # what a risk budget counts
 
 SEED_LIMIT = 2**64
-GATE_FILE_VERSION = 1
+GATE_FILE_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,8 @@ class SignalFit:
 class GateFile:
     """What `outrider calibrate` found, and for whom: the contents of a gate file.
 
-    gate: the threshold, as text. epsilon: the risk budget. traces: how many set the threshold. risk: their mean loss
+    gate: the threshold, as text. epsilon: the risk budget. loss: of what it is the largest expected share, "outputs"
+    that differ from the target's or "tokens" that do. traces: how many set the threshold. risk: their mean loss
     there. escalation: verified blocks ÷ blocks, audits included. audit: the share of skipped blocks that is verified
     all the same. settings: how the traces were decoded. signals: how each would have done, on traces of their own.
 
@@ -132,6 +134,7 @@ class GateFile:
 
     gate: str
     epsilon: float
+    loss: Loss
     k: int
     traces: int
     risk: float
@@ -146,6 +149,7 @@ class GateFile:
         _hold(isinstance(self.gate, str), f"gate is a text such as entropy:0.3, not {self.gate!r}")
         good = is_number(self.epsilon) and 0 < self.epsilon < 1
         _hold(good, f"epsilon is above 0 and below 1, not {self.epsilon!r}")
+        _hold(self.loss in get_args(Loss), f"loss is one of {', '.join(get_args(Loss))}, not {self.loss!r}")
         _hold(is_whole(self.k) and 1 <= self.k <= 64, f"k is a whole number from 1 to 64, not {self.k!r}")
         _hold(is_whole(self.traces) and self.traces >= 1, f"traces is a whole number, 1 or more, not {self.traces!r}")
         _check_shares(self, "risk", "escalation", "audit")

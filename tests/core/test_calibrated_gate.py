@@ -31,6 +31,7 @@ MODEL = ModelId("scripted", f"scripted-{VOCAB}")
 FILE = GateFile(
     gate="entropy:1.5",
     epsilon=0.02,
+    loss="tokens",
     k=4,
     traces=60,
     risk=0.003,
@@ -90,8 +91,8 @@ def drop(*path: Any) -> Callable[[dict[str, Any]], None]:
     [
         (lambda value: [value], "expected an object"),
         (lambda value: 5, "expected an object, not 5"),
-        (drop("version"), "version None: this outrider reads version 1"),
-        (put("version", 2), "version 2"),
+        (drop("version"), "version None: this outrider reads version 2"),
+        (put("version", 1), "version 1"),
         (put("colour", "red"), "unknown key colour: expected gate, epsilon"),
         (drop("epsilon"), "epsilon is missing"),
         (drop("signals"), "signals is missing"),
@@ -104,6 +105,8 @@ def drop(*path: Any) -> Callable[[dict[str, Any]], None]:
         (put("epsilon", 1), "epsilon is above 0 and below 1"),
         (put("epsilon", "0.1"), "epsilon is above 0 and below 1, not '0.1'"),
         (put("epsilon", float("nan")), "epsilon is above 0"),
+        (put("loss", "words"), "loss is one of outputs, tokens, not 'words'"),
+        (put("loss", ["tokens"]), "loss is one of outputs, tokens"),
         (put("k", 0), "k is a whole number from 1 to 64"),
         (put("k", "auto"), "k is a whole number from 1 to 64"),
         (put("k", True), "k is a whole number"),
@@ -239,7 +242,7 @@ def test_what_was_skipped_within_the_budget_is_bounded() -> None:
     assert 0 < result.stats.edge_tokens < 24
     assert (result.guarantee, result.warnings) == ("bounded", [])
     out = json.loads(json.dumps(result.to_json()))
-    assert set(out["risk"]) == {"budget", "audited", "disagreed", "estimate"}
+    assert set(out["risk"]) == {"budget", "loss", "audited", "disagreed", "estimate"}
     assert (out["risk"]["budget"], out["risk"]["audited"]) == (0.02, result.stats.audited)
 
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from outrider.config import Loss
 from outrider.core.outcome import FEWEST_AUDITED, Audits, Result, Risk, Stats, guarantee
 from outrider.core.sequence import Source
 
@@ -114,16 +115,16 @@ def test_json_values() -> None:
 
 def test_the_risk_of_a_result_in_json() -> None:
     assert result().to_json()["risk"] is None
-    out = result(risk=Risk(0.02, 10, 1, 0.05)).to_json()
-    assert out["risk"] == {"budget": 0.02, "audited": 10, "disagreed": 1, "estimate": 0.05}
+    out = result(risk=Risk(0.02, "tokens", 10, 1, 0.05)).to_json()
+    assert out["risk"] == {"budget": 0.02, "loss": "tokens", "audited": 10, "disagreed": 1, "estimate": 0.05}
 
 
 # Audits ---------------------------------------------------------------------------------------------------------
 
 
-def audits_of(*results: tuple[int, int], budget: float = 0.02) -> Audits:
+def audits_of(*results: tuple[int, int], budget: float = 0.02, loss: Loss = "tokens") -> Audits:
     """Each result has 8 edge and 2 cloud tokens; (audited, disagreed)."""
-    audits = Audits(budget)
+    audits = Audits(budget, loss)
     for audited, disagreed in results:
         stats = stats_of([E] * 8 + [A] * 2)
         stats.audited, stats.disagreed = audited, disagreed
@@ -132,13 +133,27 @@ def audits_of(*results: tuple[int, int], budget: float = 0.02) -> Audits:
 
 
 def test_the_estimate_is_of_all_tokens() -> None:
-    assert audits_of((5, 1), (5, 0)).risk == Risk(0.02, 10, 1, pytest.approx(0.1 * 0.8))
+    assert audits_of((5, 1), (5, 0)).risk == Risk(0.02, "tokens", 10, 1, pytest.approx(0.1 * 0.8))
 
 
 def test_before_the_first_audit_there_is_no_estimate() -> None:
-    assert Audits(0.02).risk == Risk(0.02, 0, 0, None)
-    assert audits_of((0, 0)).risk == Risk(0.02, 0, 0, None)
-    assert Audits(0.02).warnings() == audits_of((0, 0)).warnings() == []
+    assert Audits(0.02, "tokens").risk == Risk(0.02, "tokens", 0, 0, None)
+    assert audits_of((0, 0)).risk == Risk(0.02, "tokens", 0, 0, None)
+    assert Audits(0.02, "tokens").warnings() == audits_of((0, 0)).warnings() == []
+
+
+def test_of_outputs_the_estimate_is_the_share_that_was_seen_to_differ() -> None:
+    audits = audits_of((5, 1), (5, 0), (0, 0), (5, 4), loss="outputs")
+    assert audits.risk == Risk(0.02, "outputs", 15, 5, 0.5)
+    assert audits.lower == 0.0, "too few"
+
+
+def test_a_budget_of_outputs_is_warned_of_by_outputs_not_by_tokens() -> None:
+    one_bad_token_in_each_tenth = [(8, int(n % 10 == 0)) for n in range(200)]
+    assert audits_of(*one_bad_token_in_each_tenth, budget=0.02).warnings() == []
+    (warning,) = audits_of(*one_bad_token_in_each_tenth, budget=0.02, loss="outputs").warnings()
+    assert "risk at 10 % of all outputs, above the budget of 2 % (20 of 1600 audited tokens, in 20 of 200" in warning
+    assert audits_of(*one_bad_token_in_each_tenth, budget=0.09, loss="outputs").warnings() == []
 
 
 def test_a_result_that_lost_the_cloud_counts_for_nothing() -> None:
@@ -172,4 +187,7 @@ def test_errors_that_come_together_show_less() -> None:
 def test_a_warning_names_estimate_and_budget() -> None:
     assert audits_of(*[(8, 0), (8, 1)] * 10, budget=0.1).warnings() == []
     (warning,) = audits_of(*[(8, 2)] * 20, budget=0.1).warnings()
-    assert "risk at 20 % of all tokens, above the budget of 10 % (40 of 160 audited tokens in 20 results)" in warning
+    assert (
+        "risk at 20 % of all tokens, above the budget of 10 % (40 of 160 audited tokens, in 20 of 20 results)"
+        in warning
+    )

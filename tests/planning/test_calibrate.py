@@ -16,7 +16,7 @@ from tests.engines.tiny import engine
 from outrider.api import local
 from outrider.cli.calibrate import identify, run_calibrate
 from outrider.cli.options import Models
-from outrider.config import GateFile, GenerationSettings, ModelId, read_gate_file
+from outrider.config import GateFile, GenerationSettings, Loss, ModelId, read_gate_file
 from outrider.core.acceptance import Exact, Verdict
 from outrider.core.decoder import Decoder, Done, Draft, Plan, Proposal
 from outrider.core.gate import NAMES, Calibrated, Signals, Threshold, audited, gate
@@ -27,6 +27,7 @@ from outrider.errors import DataError, SettingsError
 from outrider.planning.calibrate import (
     calibrate,
     candidates,
+    counted,
     end_tokens,
     lay_out,
     monotone,
@@ -44,7 +45,7 @@ REPEATS = 80
 
 
 def found(traces: list[Trace], epsilon: float = 0.1, k: int = 3, **more: Any) -> GateFile:
-    given = {"edge": EDGE, "cloud": CLOUD, "settings": GenerationSettings(), **more}
+    given = {"edge": EDGE, "cloud": CLOUD, "settings": GenerationSettings(), "loss": "tokens", **more}
     return calibrate(traces, epsilon=epsilon, k=k, **given)
 
 
@@ -122,7 +123,7 @@ def test_the_replay_is_the_decoder(trace: Trace, k: int, name: str, mean: bool, 
 
 
 def found_once() -> GateFile:
-    return GateFile("entropy:1", 0.1, 3, 9, 0.0, 0.5, 0.0, EDGE, CLOUD, GenerationSettings())
+    return GateFile("entropy:1", 0.1, "tokens", 3, 9, 0.0, 0.5, 0.0, EDGE, CLOUD, GenerationSettings())
 
 
 def test_many_traces_and_limits_at_once_are_each_by_itself() -> None:
@@ -178,21 +179,23 @@ def test_the_raw_loss_can_fall() -> None:
 # The budget ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("epsilon", "count"), [(0.05, 60), (0.1, 20)])
-def test_the_expected_loss_of_unseen_requests_is_within_the_budget(epsilon: float, count: int) -> None:
+@pytest.mark.parametrize(
+    ("loss", "epsilon", "count"), [("tokens", 0.05, 60), ("tokens", 0.1, 20), ("outputs", 0.2, 40)]
+)
+def test_the_expected_loss_of_unseen_requests_is_within_the_budget(loss: Loss, epsilon: float, count: int) -> None:
     """Many calibrations, each judged on fresh requests; a refusal verifies all, which loses nothing."""
     rng, losses, skipped = np.random.default_rng(1), [], 0.0
     for n in range(REPEATS):
         some = [request(rng) for _ in range(count)]
         fresh = [request(rng) for _ in range(20)]
         try:
-            made = gate(found(some, epsilon, seed=n).gate)
+            made = gate(found(some, epsilon, seed=n, loss=loss).gate)
         except DataError:
             losses.append(0.0)
             continue
         assert isinstance(made, Threshold)
         ran = replay_gate(fresh, made, 3, 0.05, seed=10_000 * n)
-        losses.append(float(ran.losses.mean()))
+        losses.append(float(counted(ran.losses, loss).mean()))
         skipped += 1 - float(ran.escalation[0])
     assert np.mean(losses) - 2.6 * np.std(losses) / np.sqrt(len(losses)) <= epsilon
     assert np.mean(losses) > epsilon / 10  # and the budget is used
@@ -210,6 +213,16 @@ def test_the_threshold_is_the_loosest_that_fits() -> None:
     ran = replay_gate([some[n] for n in setting], threshold, 3, 0.05, seed=4)
     assert ran.escalation[0] == pytest.approx(made.escalation)
     assert ran.losses.mean() <= made.risk + 1e-9
+
+
+def test_a_budget_of_outputs_is_the_stricter_one() -> None:
+    some = requests(120)
+    tokens, outputs = found(some, 0.1), found(some, 0.1, loss="outputs")
+    assert (tokens.loss, outputs.loss) == ("tokens", "outputs")
+    assert outputs.escalation > tokens.escalation
+    _, setting = split(len(some), 0.1, 0)
+    ran = replay_gate([some[n] for n in setting], gate(outputs.gate), 3, 0.05, seed=0)  # type: ignore[arg-type]
+    assert (ran.losses > 0).mean() <= outputs.risk + 1e-9 <= 0.1
 
 
 def test_the_signal_is_the_one_that_escalates_least_on_traces_of_its_own() -> None:
@@ -252,8 +265,10 @@ def test_the_number_needed_is_found_at_once() -> None:
 def test_where_nothing_may_be_skipped_there_is_no_gate() -> None:
     wrong = [replace(trace, draft=(0,) * len(trace.target)) for trace in requests(40)]
     sure = [replace(trace, signals=(Signals(0.0, 1.0, 0.0, 0.0),) * len(trace.target)) for trace in wrong]
-    with pytest.raises(DataError, match=r"no threshold of any signal keeps the risk at 0\.1"):
+    with pytest.raises(DataError, match=r"no threshold of any signal keeps the risk at 0\.1 of tokens"):
         found(sure, audit=0.0)
+    with pytest.raises(DataError, match=r"of outputs: take more traces, .* count the loss in tokens"):
+        found(sure, audit=0.0, loss="outputs")
 
 
 @pytest.mark.parametrize(
@@ -266,6 +281,7 @@ def test_where_nothing_may_be_skipped_there_is_no_gate() -> None:
         ({"k": "auto"}, "fixed k"),
         ({"audit": 1.5}, "audit is between"),
         ({"seed": -1}, "seed is a whole number"),
+        ({"loss": "words"}, "loss 'words': expected one of outputs, tokens"),
     ],
 )
 def test_settings_out_of_range(values: dict[str, Any], message: str) -> None:
@@ -295,7 +311,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], as_json
     file, out = tmp_path / "traces.jsonl", str(tmp_path / "gate.json")
     write_traces(file, requests(60))
     pair = {"edge": EDGE, "cloud": CLOUD, "settings": GenerationSettings()}
-    assert run_calibrate(str(file), out, 0.1, 3, **pair, json_output=as_json) == 0
+    assert run_calibrate(str(file), out, 0.1, 3, **pair, loss="tokens", json_output=as_json) == 0
     printed, made = capsys.readouterr().out, read_gate_file(out)
     if as_json:
         assert json.loads(printed) == {"file": out, **json.loads(Path(out).read_text(encoding="utf-8"))}

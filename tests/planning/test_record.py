@@ -111,6 +111,8 @@ def test_costs_of_real_steps_are_positive_and_leave_nothing_open() -> None:
     costs = measure_costs(draft, local(target), PROMPTS[:1], GenerationSettings(max_new_tokens=8), repeats=1)
     assert costs.draft_s > 0
     assert costs.verify_s > 0
+    assert costs.stream_s is not None
+    assert 0 < costs.stream_s < 1
     assert costs.per_round_overhead_s == 0  # nothing is between the two
     assert not draft.open_slots
     assert not target.open_slots

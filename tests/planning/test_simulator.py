@@ -120,11 +120,15 @@ def test_signals_cost_where_they_are_asked_for() -> None:
     assert sure.draft_s == pytest.approx(COSTS.draft_prefill_s + sure.drafted * (COSTS.draft_s + COSTS.signals_s))
 
 
-def test_cloud_only_pays_one_round_trip() -> None:
-    for text, done in zip(TRACES, outcomes(Setup("cloud-only", net=conditions("rtt=80ms"))), strict=True):
+@pytest.mark.parametrize("each", [None, 0.011])
+def test_cloud_only_pays_one_round_trip_and_its_stream(each: float | None) -> None:
+    setup, costs = Setup("cloud-only", net=conditions("rtt=80ms")), replace(COSTS, stream_s=each)
+    for text, done in zip(TRACES, replay(TRACES, setup, costs, ends=ENDS), strict=True):
         head = 0.08 + COSTS.per_round_overhead_s + COSTS.verify_prefill_s
-        assert done.total_s == pytest.approx(head + len(text.target) * COSTS.verify_s)
-        assert done.ttft_s == pytest.approx(head + COSTS.verify_s)
+        token = COSTS.verify_s if each is None else each
+        assert done.total_s == pytest.approx(head + len(text.target) * token)
+        assert done.ttft_s == pytest.approx(head + token)
+        assert done.cloud_s == pytest.approx(COSTS.verify_prefill_s + len(text.target) * token)
         assert (done.tokens, done.cloud_share, done.drafted) == (len(text.target), 1.0, 0)
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.options import Models, load_drafter, reach
-from outrider.config import GenerationSettings, ModelId
+from outrider.config import GenerationSettings, Loss, ModelId
 from outrider.edge.pair import Pair
 from outrider.errors import SettingsError
 from outrider.planning.calibrate import AUDIT, Calibration, calibrate, write_gate_file
@@ -25,6 +25,7 @@ def run_calibrate(
     edge: ModelId,
     cloud: ModelId,
     settings: GenerationSettings,
+    loss: Loss = "outputs",
     audit: float = AUDIT,
     seed: int = 0,
     json_output: bool = False,
@@ -37,6 +38,7 @@ def run_calibrate(
         edge=edge,
         cloud=cloud,
         settings=settings,
+        loss=loss,
         audit=audit,
         seed=seed,
     )
@@ -64,9 +66,10 @@ def identify(models: Models) -> tuple[ModelId, ModelId]:
 def _show(found: Calibration, out: str) -> None:
     console = Console()
     console.print(_table(found))
+    wrong = f"{found.loss} of {found.traces} traces"
     console.print(
         f"{found.gate}: {_percent(found.escalation)} of blocks go to the cloud, audits included. On the edge's word, "
-        f"{_percent(found.risk)} of the tokens of {found.traces} traces would be wrong: within the budget of "
+        f"{_percent(found.risk)} of the {wrong} would differ from the cloud's: within the budget of "
         f"{_percent(found.epsilon)}.\nWritten to {out}: --gate calibrated:{out} --k {found.k}",
         markup=False,
         highlight=False,

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from outrider.config import GenerationSettings
+from outrider.config import GenerationSettings, Loss
 from outrider.core.gate import Calibrated, Fit, Gate, Named
 from outrider.core.sequence import Source
 from outrider.core.stopping import Reason
@@ -104,12 +104,15 @@ def guarantee(stats: Stats, *, lossless: bool, bounded: bool = False) -> Guarant
 class Risk:
     """A calibrated gate's budget, and what audits say of it over all results of one decoder so far.
 
-    budget: the share of output tokens that may stand on the edge's word and be other than the cloud's. audited,
-    disagreed: skipped tokens that the cloud saw in passing, and how many it would have changed. estimate: their ratio
-    times the share of tokens that were skipped; None before the first audit.
+    budget: the share of outputs that may differ from the cloud's, or, where the loss is "tokens", of their tokens that
+    may stand on the edge's word and be other than the cloud's. audited, disagreed: skipped tokens that the cloud saw in
+    passing, and how many it would have changed. estimate: of outputs, the share in which it would have changed any
+    (what it did not see cannot be in it); of tokens, disagreed ÷ audited times the share that was skipped. None before
+    the first audit.
     """
 
     budget: float
+    loss: Loss
     audited: int
     disagreed: int
     estimate: float | None
@@ -118,9 +121,10 @@ class Risk:
 class Audits:
     """The running estimate of a calibrated gate's risk. Results count whole: tokens of one output err together."""
 
-    def __init__(self, budget: float) -> None:
-        self._budget = budget
-        self._tokens = self._skipped = self._results = 0
+    def __init__(self, budget: float, loss: Loss) -> None:
+        self._budget, self._loss = budget, loss
+        self._results = self._seen = self._changed = 0  # all, those with audited tokens, those with a wrong one
+        self._tokens = self._skipped = 0
         self._audited = self._disagreed = 0
         self._squares = [0, 0, 0]  # sums over results of audited², audited · disagreed, disagreed²
 
@@ -131,36 +135,51 @@ class Audits:
         a, d = stats.audited, stats.disagreed
         self._tokens += stats.cloud_tokens + stats.edge_tokens
         self._skipped += stats.edge_tokens
-        self._results += a > 0
+        self._results += 1
+        self._seen += a > 0
+        self._changed += d > 0
         self._audited += a
         self._disagreed += d
         self._squares = [old + new for old, new in zip(self._squares, (a * a, a * d, d * d), strict=True)]
 
     @property
     def risk(self) -> Risk:
-        estimate = self._disagreed / self._audited * self._share if self._audited else None
-        return Risk(self._budget, self._audited, self._disagreed, estimate)
+        return Risk(self._budget, self._loss, self._audited, self._disagreed, self._estimate)
+
+    @property
+    def _estimate(self) -> float | None:
+        if not self._audited:
+            return None
+        if self._loss == "outputs":
+            return self._changed / self._results
+        return self._disagreed / self._audited * self._share
 
     @property
     def lower(self) -> float:
-        """A lower confidence bound of the estimate: the smaller of Wilson's and that of a ratio over whole results."""
-        if self._results < FEWEST_AUDITED:
+        """A lower confidence bound of the estimate."""
+        if self._seen < FEWEST_AUDITED:
             return 0.0
+        if self._loss == "outputs":
+            return _wilson(self._changed / self._results, self._results)
+        of_tokens = _wilson(self._disagreed / self._audited, self._audited)
+        return max(min(self._lower_of_results(), of_tokens), 0.0) * self._share
+
+    def _lower_of_results(self) -> float:
+        """That of a ratio over whole results."""
         rate = self._disagreed / self._audited
         aa, ad, dd = self._squares
-        spread = max(dd - 2 * rate * ad + rate * rate * aa, 0.0) * self._results / (self._results - 1)
-        whole = rate - CONFIDENCE * math.sqrt(spread) / self._audited
-        return max(min(whole, _wilson(rate, self._audited)), 0.0) * self._share
+        spread = max(dd - 2 * rate * ad + rate * rate * aa, 0.0) * self._seen / (self._seen - 1)
+        return rate - CONFIDENCE * math.sqrt(spread) / self._audited
 
     def warnings(self) -> list[str]:
         """What to say where the audits contradict the budget."""
-        risk = self.risk
-        if risk.estimate is None or self.lower <= risk.budget:
+        estimate = self._estimate
+        if estimate is None or self.lower <= self._budget:
             return []
-        found = f"{risk.disagreed} of {risk.audited} audited tokens in {self._results} results"
+        found = f"{self._disagreed} of {self._audited} audited tokens, in {self._changed} of {self._results} results"
         return [
-            f"audits put the risk at {100 * risk.estimate:.2g} % of all tokens, above the budget of "
-            f"{100 * risk.budget:.2g} % ({found}): these requests are not what the gate was calibrated for"
+            f"audits put the risk at {100 * estimate:.2g} % of all {self._loss}, above the budget of "
+            f"{100 * self._budget:.2g} % ({found}): these requests are not what the gate was calibrated for"
         ]
 
     @property
@@ -188,7 +207,7 @@ class Oversight:
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate if isinstance(gate, Calibrated) else None
-        self._audits = Audits(gate.budget) if isinstance(gate, Calibrated) else None
+        self._audits = Audits(gate.budget, gate.file.loss) if isinstance(gate, Calibrated) else None
 
     def judge(
         self, stats: Stats, lossless: bool, k: int | str, sides: Seq[Named], settings: GenerationSettings

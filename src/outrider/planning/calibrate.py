@@ -1,7 +1,9 @@
 """A gate with a risk budget: from traces, the loosest threshold whose expected loss is at most ε.
 
-The loss of a trace at threshold θ is the share of its output tokens that the gate would have committed on the edge's
-word and that the target would have said otherwise. Blocks are formed as `Decoder` forms them, along the target's
+The loss of a trace at threshold θ is one of two. "outputs": 1 if the gate would have committed any token on the edge's
+word that the target would have said otherwise, so that the output is another, else 0. "tokens": the share of its tokens
+of which that is true; it is never more than the first, and may be small where few outputs are the target's. Blocks are
+formed as `Decoder` forms them, along the target's
 output: a skipped block moves on by its length, a verified one to behind its correction or bonus token, a block ends
 with a drafted end token; audits are part of it. An end that is committed too early costs all that was still to come.
 
@@ -18,8 +20,8 @@ To choose a signal by the traces that set its threshold would void this. So a qu
 is for choosing: it gives the candidate thresholds and the signal that escalates least. The rest alone sets the
 threshold of that one signal. Where none keeps the budget nothing is skipped (a DataError), which is a loss of 0.
 
-What the loss does not see: after a wrong token a real output goes on from there, and the trace from the target's own.
-Loops, which verify more, are not replayed. The audits at run time measure what really happens.
+What the loss of tokens does not see: after a wrong token a real output goes on from there, and the trace from the
+target's own. Loops, which verify more, are not replayed. The audits at run time measure what really happens.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from pathlib import Path
 
 import numpy as np
 
-from outrider.config import GateFile, GenerationSettings, ModelId, SignalFit
+from outrider.config import GateFile, GenerationSettings, Loss, ModelId, SignalFit, check_choice
 from outrider.core.gate import NAMES, Signals, Threshold, audited
 from outrider.core.lookahead import lookahead
 from outrider.errors import DataError, SettingsError
@@ -56,35 +58,43 @@ def calibrate(
     edge: ModelId,
     cloud: ModelId,
     settings: GenerationSettings,
+    loss: Loss = "outputs",
     audit: float = AUDIT,
     seed: int = 0,
 ) -> Calibration:
-    """The gate that keeps the expected share of wrong edge tokens at `epsilon` or below, and escalates little.
+    """The gate that keeps the expected loss at `epsilon` or below, and escalates little.
 
-    edge, cloud, settings: whose traces they are. audit: the share of skipped blocks to verify all the same. seed: of
-    the split and the audits.
+    loss: the share of "outputs" that are not the target's, or of "tokens". edge, cloud, settings: whose traces these
+    are. audit: the share of skipped blocks to verify all the same. seed: of the split and the audits.
 
     Raises:
-        SettingsError: epsilon, k or audit out of range.
+        SettingsError: epsilon, k or audit out of range, or another loss.
         DataError: fewer traces than the budget takes, or no threshold that keeps it.
     """
     _check(epsilon, k, audit, seed)
+    check_choice("loss", loss, Loss)
     choosing, setting = split(len(traces), epsilon, seed)
     first, rest = (lay_out([traces[n] for n in part], k, audit, seed) for part in (choosing, setting))
     allowed = _allowed(epsilon, len(setting))
-    tried = [_try(first, first, Threshold(name, 0.0, mean), allowed) for name, mean in SIGNALS]
+    tried = [_try(first, first, Threshold(name, 0.0, mean), loss, allowed) for name, mean in SIGNALS]
     best = min(tried, key=lambda row: row.escalation)
     if best.threshold is None:
-        raise DataError(f"no threshold of any signal keeps the risk at {epsilon:g}: {_ADVICE}")
-    found = _try(first, rest, _signal(best), allowed)
+        raise DataError(f"no threshold of any signal keeps the risk at {epsilon:g} of {loss}: {_ADVICE[loss]}")
+    found = _try(first, rest, _signal(best), loss, allowed)
     if found.threshold is None:
-        raise DataError(f"no threshold of {found.signal} keeps the risk at {epsilon:g}: {_ADVICE}")
+        raise DataError(f"no threshold of {found.signal} keeps the risk at {epsilon:g} of {loss}: {_ADVICE[loss]}")
     gate = str(Threshold(_signal(found).signal, found.threshold, _signal(found).mean))
     risk, escalation = round(found.risk, 9), round(found.escalation, 9)
-    return Calibration(gate, epsilon, k, len(setting), risk, escalation, audit, edge, cloud, settings, tuple(tried))
+    return Calibration(
+        gate, epsilon, loss, k, len(setting), risk, escalation, audit, edge, cloud, settings, tuple(tried)
+    )
 
 
-_ADVICE = "take more traces, or allow more; until then verify every block (gate always)"
+_VERIFY = "until then verify every block (gate always)"
+_ADVICE: dict[Loss, str] = {
+    "outputs": f"take more traces, allow more, or count the loss in tokens (--loss tokens); {_VERIFY}",
+    "tokens": f"take more traces, or allow more; {_VERIFY}",
+}
 
 
 def write_gate_file(path: str | Path, calibration: Calibration) -> None:
@@ -232,12 +242,12 @@ def _blocks(trace: Trace, at: int, last: int, k: int) -> list[tuple[int, int, fl
 # Choosing -------------------------------------------------------------------------------------------------------
 
 
-def _try(first: Board, board: Board, threshold: Threshold, allowed: float) -> SignalFit:
+def _try(first: Board, board: Board, threshold: Threshold, loss: Loss, allowed: float) -> SignalFit:
     """The loosest of a signal's candidates (from `first`) that keeps the mean loss on `board` at `allowed`."""
     name = f"{threshold.signal}{'.mean' if threshold.mean else ''}"
     limits = candidates(first.unsure(threshold), threshold)
     found = replay(board, board.unsure(threshold), limits)
-    risks = monotone(found.losses).mean(axis=0)
+    risks = counted(monotone(found.losses), loss).mean(axis=0)
     fits = int((risks <= allowed).sum())  # the risks never fall: those that fit come first
     if not fits:
         return SignalFit(name, None, 0.0, 1.0)
@@ -248,6 +258,11 @@ def _try(first: Board, board: Board, threshold: Threshold, allowed: float) -> Si
 def monotone(losses: np.ndarray) -> np.ndarray:
     """The running maximum towards looser thresholds. losses: float64 [traces, limits], the strictest limit first."""
     return np.maximum.accumulate(losses, axis=1)
+
+
+def counted(losses: np.ndarray, loss: Loss) -> np.ndarray:
+    """Shares of tokens, as the loss counts them."""
+    return (losses > 0).astype(np.float64) if loss == "outputs" else losses
 
 
 def candidates(unsure: np.ndarray, threshold: Threshold) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, fields
 from statistics import median
+from typing import Any
 
 from outrider.errors import SettingsError
 from outrider.planning.checks import at_least_zero, positive
@@ -21,7 +22,8 @@ class Costs:
     draft_s, signals_s: of one drafted token, and of saying how sure the drafter was, where gate or k ask for it.
     verify_s, verify_per_token_s: of a verdict, and of each token in it. draft_prefill_s, verify_prefill_s: what the
     first step of each side takes longer, its prompt read; a recording's encoding included. per_round_overhead_s: what
-    a request takes beyond computing and the network (processes, serialization).
+    a request takes beyond computing and the network (processes, serialization). stream_s: of a token of cloud-only
+    decoding, which asks once for all of them; by default, that of a verdict on nothing.
     """
 
     draft_s: float
@@ -31,9 +33,10 @@ class Costs:
     verify_prefill_s: float = 0.0
     per_round_overhead_s: float = 0.0
     signals_s: float = 0.0
+    stream_s: float | None = None
 
     def __post_init__(self) -> None:
-        at_least_zero(**asdict(self))
+        at_least_zero(**{name: value for name, value in asdict(self).items() if value is not None})
         positive(draft_s=self.draft_s, verify_s=self.verify_s)
 
     def drafting_s(self, count: int, *, first: bool, sure: bool) -> float:
@@ -45,6 +48,11 @@ class Costs:
         """The verifier's own time for a verdict on `count` tokens."""
         return self.verify_s + count * self.verify_per_token_s + (self.verify_prefill_s if first else 0.0)
 
+    def streaming_s(self, *, first: bool) -> float:
+        """The verifier's own time for a token that nobody drafted, in a stream."""
+        each = self.verify_s if self.stream_s is None else self.stream_s
+        return each + (self.verify_prefill_s if first else 0.0)
+
 
 def median_costs(several: list[Costs]) -> Costs:
     """Field by field.
@@ -54,7 +62,16 @@ def median_costs(several: list[Costs]) -> Costs:
     """
     if not several:
         raise SettingsError("no costs were measured")
-    return Costs(**{field.name: median(getattr(one, field.name) for one in several) for field in fields(Costs)})
+    found: dict[str, Any] = {
+        field.name: _median([getattr(one, field.name) for one in several]) for field in fields(Costs)
+    }
+    return Costs(**found)
+
+
+def _median(values: list[float | None]) -> float | None:
+    """Of those that were measured; None where none was."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
 def md1_wait_s(utilisation: float, service_s: float) -> float:

@@ -21,6 +21,7 @@ from outrider.verifiers.base import Verifier
 
 T = TypeVar("T")
 
+STREAMED = 25  # tokens of a stream that are timed together
 STEPS = 5  # drafted tokens that are timed together; blocks and verdicts of each kind
 FEW, MANY = 1, 8  # drafts in the verdicts that are timed
 LEAST = 1e-7  # s: no step takes less
@@ -60,6 +61,7 @@ def _measure(recorder: Recorder, prompt: Prompt, output: list[int]) -> Costs:
         verify_per_token_s=slope,
         verify_prefill_s=max(0.0, opening - few - overhead),
         per_round_overhead_s=overhead,
+        stream_s=max(_streaming(recorder, prompt, len(output)), LEAST),
     )
 
 
@@ -99,6 +101,20 @@ def _verdicts(recorder: Recorder, prompt: Prompt, output: list[int], drafts: int
     computing = [verdict.compute_s or seconds for seconds, verdict in rounds]
     rest = [s - v.compute_s - v.queue_s if v.compute_s else 0.0 for s, v in rounds]
     return first, median(computing), max(0.0, median(rest))
+
+
+def _streaming(recorder: Recorder, prompt: Prompt, length: int) -> float:
+    """Seconds from token to token of the target's own stream, behind the first one."""
+    target = recorder.target
+    session = target.open(prompt, recorder.conditions)
+    try:
+        stream = target.generate(session)
+        next(stream)
+        count = max(1, min(length, STREAMED) - 1)
+        _, seconds = _timed(lambda: [next(stream) for _ in range(count)])
+        return seconds / count
+    finally:
+        target.close(session)
 
 
 def _verdict(

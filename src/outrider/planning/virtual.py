@@ -170,7 +170,7 @@ class ScriptedCloud:
         """Cloud-only: asked once; token after token comes when the target has it."""
         if request.round == 1:
             self._stream_at = self._reach(request) + self.costs.per_round_overhead_s
-        compute = self.costs.computing_s(0, first=request.round == 1)
+        compute = self.costs.streaming_s(first=request.round == 1)
         verdict = self._judge(request, compute)
         self._stream_at += self.queue_s + compute
         return Flight(self.clock, self._return(verdict, 0, self._stream_at), verdict).result()
