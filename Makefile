@@ -56,7 +56,7 @@ test-vllm: $(STAMP)
 	$(BIN)/python tests/vllm/environment.py $(VLLM) || test $$? = 75
 	$(BIN)/pytest -m vllm -rs
 
-# The report in headless Chromium, which Debian's package brings where there is none yet.
+# The report and the gateway's page in headless Chromium, which Debian's package brings where there is none yet.
 test-browser: $(STAMP)
 	command -v chromium >/dev/null || apt-get install --yes --quiet chromium || true
 	$(BIN)/pytest -m browser -rs
@@ -65,7 +65,7 @@ test-browser: $(STAMP)
 test-chaos: $(STAMP)
 	$(BIN)/pytest -m chaos -n auto
 
-# 64 sessions at once, then 2,000 one after another, on one server.
+# 64 sessions at once, then 2,000 one after another, on one server; 32 clients of a gateway for five minutes.
 test-soak: $(STAMP)
 	$(BIN)/pytest -m soak -s
 

@@ -26,6 +26,7 @@ from benchmarks.gpu_engine import CONSTRAINED
 from benchmarks.random_models import counting, random_model
 from outrider.api import SpeculativeDecoder, local
 from outrider.config import GenerationSettings
+from outrider.edge.cancellation import Cancellation
 from outrider.edge.drafter import Drafter
 from outrider.edge.oracle import OracleDrafter, with_errors
 from outrider.engines.base import Prompt
@@ -42,8 +43,8 @@ class WithOracle(SpeculativeDecoder):
     alpha: float
     seed: int
 
-    def _drafter(self, prompt: Prompt, settings: GenerationSettings) -> Any:
-        drafter = super()._drafter(prompt, settings)
+    def _drafter(self, prompt: Prompt, settings: GenerationSettings, cancellation: Cancellation | None) -> Any:
+        drafter = super()._drafter(prompt, settings, cancellation)
         assert isinstance(drafter, Drafter)
         return OracleDrafter(drafter, len(prompt.ids), self.output, self.alpha, self.seed)
 

@@ -74,3 +74,17 @@ def test_the_stream_ends_with_the_result_and_its_pieces_make_its_text() -> None:
             del texts[event.index :]
         texts[event.index : event.index + 1] = [event.text]
     assert "".join(texts[: len(result.token_ids)]) == result.text.rstrip("\ufffd")
+
+
+def test_the_seconds_of_a_result_say_what_they_went_on() -> None:
+    """In this process no network is waited for, and the reading of the prompt is told apart on both sides."""
+    small = engine("qwen2")
+    stats = (
+        SpeculativeDecoder(small, local(engine("qwen2")), k=3)
+        .generate([3, 4, 5], max_new_tokens=12, ignore_eos=True)
+        .stats
+    )
+    assert 0 < stats.prefill_s < stats.draft_s < stats.total_s
+    assert 0 < stats.verify_prefill_s < stats.verify_s <= stats.wait_s < stats.total_s
+    alone = SpeculativeDecoder(small, None).generate([3, 4, 5], max_new_tokens=12, ignore_eos=True).stats
+    assert (0 < alone.prefill_s < alone.draft_s, alone.verify_s) == (True, 0.0)

@@ -11,7 +11,7 @@ import outrider
 
 SOURCE = Path(outrider.__file__).parent
 ORDER = ["errors", "config", "core", "engines", "prompts", "netem", "wire", "verifiers"]
-ORDER += ["edge", "cloud", "planning", "api", "evals", "inside", "cli"]
+ORDER += ["edge", "cloud", "planning", "api", "evals", "inside", "gateway", "cli"]
 BESIDE = [{"edge", "cloud"}]  # neither knows the other
 MODULES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py") if path.stem not in ("__init__", "__main__"))
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from outrider.config import DriverName, GenerationSettings, OnCloudLoss, OnLoop, Privacy, Scope
 from outrider.core.acceptance import rule
-from outrider.core.decoder import Decoder, Event, Plan
+from outrider.core.decoder import Decoder, Plan
+from outrider.core.events import Event
+from outrider.core.events import StreamEvent as StreamEvent
 from outrider.core.gate import Calibrated, Gate
 from outrider.core.gate import gate as parse_gate
 from outrider.core.lookahead import lookahead
 from outrider.core.modes import check_modes, settled_loss
 from outrider.core.outcome import Oversight, Result
 from outrider.core.policy import Policy
-from outrider.core.sequence import Source
 from outrider.core.stopping import StopRules
 from outrider.core.text import Transcript
+from outrider.edge.cancellation import Cancellation
 from outrider.edge.drafter import Drafter
 from outrider.edge.drivers import pipelined, sequential
 from outrider.edge.lessons import Lessons
@@ -27,7 +29,7 @@ from outrider.edge.link import Link, PipelinedVerifier
 from outrider.edge.pair import Pair
 from outrider.engines.base import Prompt, Reader
 from outrider.errors import PromptError, SettingsError
-from outrider.prompts.audio import check_length, is_silent
+from outrider.prompts.audio import is_silent
 from outrider.prompts.chat import PromptLike, encode
 from outrider.verifiers.base import Conditions, Description, Verifier
 from outrider.verifiers.local import LocalVerifier
@@ -37,21 +39,6 @@ IDS_ONLY = (
     "without a drafter, a cloud across a network takes token ids (--prompt-ids): texts and recordings need an edge "
     "model to prepare them"
 )
-
-
-@dataclass(frozen=True)
-class StreamEvent:
-    """What became of one token, as text.
-
-    kind: provisional (drafted), confirmed, or revised (this token replaces the one at `index`, and every token after
-    it is void). text: the piece that the token adds; empty while a character is incomplete. source: who decided it.
-    """
-
-    kind: Literal["provisional", "confirmed", "revised"]
-    index: int
-    token_id: int
-    text: str
-    source: Source
 
 
 class SpeculativeDecoder:
@@ -72,6 +59,11 @@ class SpeculativeDecoder:
             go on "edge-only" (the default for gates that skip), or "wait".
         privacy: the most that leaves the edge: "tokens" (the verifier then knows less than the drafter, and the
             result says so), "features" (what the drafter's model makes of a recording), or "audio".
+        watch: tell with each event how sure the drafter was of the token, also where no gate asks.
+        reader: without a drafter, the engine whose tokenizer prompts and texts are written with.
+        lazy: speak to the verifier first when something is generated, not now.
+
+    One decoder serves any number of threads, if its engine does (`outrider.gateway.sharing`).
 
     Raises:
         SettingsError: settings that contradict each other.
@@ -92,11 +84,14 @@ class SpeculativeDecoder:
         driver: DriverName = "sequential",
         on_cloud_loss: OnCloudLoss | None = None,
         privacy: Privacy = "audio",
+        watch: bool = False,
+        reader: Any = None,
+        lazy: bool = False,
     ) -> None:
         _check_kinds(draft, verifier)
-        self.draft, self.verifier = draft, verifier
+        self.draft, self.verifier, self._reader, self._watch = draft, verifier, reader, watch
         self.gate = parse_gate(gate) if isinstance(gate, str) else gate
-        self._oversight = Oversight(self.gate)
+        self._oversight, self._lock = Oversight(self.gate), threading.Lock()
         self.accept, self._rule = accept, rule(accept)
         self.k = k
         self.lookahead = lookahead(k) if draft is not None else None
@@ -108,7 +103,7 @@ class SpeculativeDecoder:
         remote = isinstance(verifier, PipelinedVerifier)
         check_modes(self.gate, self._rule, scope, on_loop, driver, on_cloud_loss, privacy, **sides, remote=remote)
         self.on_cloud_loss = settled_loss(on_cloud_loss, self.gate, has_drafter=draft is not None)
-        self._pair = Pair(draft, verifier, self.on_cloud_loss)
+        self._pair = Pair(draft, verifier, self.on_cloud_loss, reader=reader, lazy=lazy)
 
     # Generating ---------------------------------------------------------------------------------------------
 
@@ -127,12 +122,15 @@ class SpeculativeDecoder:
             pass
         return run.result()
 
-    def stream(self, prompt: PromptLike, **settings: Any) -> Generator[StreamEvent, None, Result]:
+    def stream(
+        self, prompt: PromptLike, *, cancellation: Cancellation | None = None, **settings: Any
+    ) -> Generator[StreamEvent, None, Result]:
         """Generate, telling what becomes of each token. The `Result` is the generator's return value.
 
         Raises at once, as `generate` does. Half a character at the very end of the output has no piece.
+        cancellation: ends it from another thread, with `concurrent.futures.CancelledError` in this one.
         """
-        return self._start(prompt, settings).stream()
+        return self._start(prompt, settings, cancellation).stream()
 
     @property
     def lossless(self) -> bool:
@@ -186,41 +184,21 @@ class SpeculativeDecoder:
 
     @property
     def _encoder(self) -> Any:
-        if self.draft is not None:
-            return self.draft
+        if self.draft is not None or self._reader is not None:
+            return self.draft if self.draft is not None else self._reader
         return self.verifier.engine if isinstance(self.verifier, LocalVerifier) else _Nameless(self._target)
 
-    def _start(self, prompt: PromptLike, values: dict[str, Any]) -> _Run:
+    def _start(self, prompt: PromptLike, values: dict[str, Any], cancellation: Cancellation | None = None) -> _Run:
         settings = GenerationSettings.build(values)
-        self._pair.meet()
+        self._pair.meet(cancellation)
         encoded = self.encode(prompt)
-        self._check_prompt(encoded, settings)
+        self._pair.check(encoded, settings)
         rules = self._rules(settings)
         if rules.needs_text and self.tokenizer is None:
             raise SettingsError("stop strings and sentences need a tokenizer, and the model came without one")
         if any(token >= self._pair.target_vocabulary for token in settings.suppress_tokens):
             raise SettingsError(f"suppress_tokens: ids go up to {self._pair.target_vocabulary - 1}")
-        return _Run(self, encoded, settings, rules)
-
-    def _check_prompt(self, prompt: Prompt, settings: GenerationSettings) -> None:
-        """Both models must be able to read the prompt, and to hold what follows."""
-        highest, limit = max(prompt.ids), self._target.row_count
-        if highest >= limit:
-            raise PromptError(f"{self._target.name} cannot read token {highest}: it has {limit} rows")
-        if prompt.audio is not None:
-            if not self._target.audio_seconds:
-                raise PromptError(f"{self._target.name} takes no audio, so it cannot verify what was heard")
-            check_length(prompt.audio, self._target.audio_seconds, self._target.name)
-        self._check_length(prompt, settings)
-
-    def _check_length(self, prompt: Prompt, settings: GenerationSettings) -> None:
-        total = len(prompt.ids) + settings.max_new_tokens
-        for side in self._pair.sides:
-            if side.max_length is not None and total > side.max_length:
-                raise PromptError(
-                    f"a prompt of {len(prompt.ids)} tokens and max_new_tokens {settings.max_new_tokens} make {total}: "
-                    f"{side.name} holds {side.max_length}"
-                )
+        return _Run(self, encoded, settings, rules, cancellation)
 
     def _rules(self, settings: GenerationSettings) -> StopRules:
         eos = () if settings.ignore_eos else self._target.eos_ids
@@ -232,20 +210,24 @@ class SpeculativeDecoder:
             gate = gate.keyed(seed, prompt.ids, b"" if prompt.audio is None else prompt.audio.tobytes())
         return Plan(rules, gate, self._rule, self.lookahead, has_verifier, self.on_loop, self.scope)
 
-    def _drafter(self, prompt: Prompt, settings: GenerationSettings) -> Drafter | None:
+    def _drafter(
+        self, prompt: Prompt, settings: GenerationSettings, cancellation: Cancellation | None
+    ) -> Drafter | None:
         if self.draft is None or self.lookahead is None:
             return None
         policy = Policy.build(settings, self._target.eos_ids, self._pair.draft_vocabulary, len(prompt.ids))
-        needs_signals = self.gate.needs_signals or self.lookahead.needs_signals
-        needs_q = self._rule.needs_q and self.verifier is not None
-        return Drafter(Reader(self.draft, prompt, "drafter"), policy, needs_signals=needs_signals, needs_q=needs_q)
+        needs = {
+            "needs_signals": self._watch or self.gate.needs_signals or self.lookahead.needs_signals,
+            "needs_q": self._rule.needs_q and self.verifier is not None,
+        }
+        return Drafter(Reader(self.draft, prompt, "drafter"), policy, **needs, cancellation=cancellation)
 
-    def _link(self, prompt: Prompt, settings: GenerationSettings) -> Link | None:
+    def _link(self, prompt: Prompt, settings: GenerationSettings, cancellation: Cancellation | None) -> Link | None:
         if self.verifier is None or not self._pair.met:
             return None
         shared = self._shared(prompt)
         conditions = Conditions(settings, self.accept, self._pair.target_vocabulary, self.withholds(prompt))
-        return Link(self.verifier, lambda verifier: verifier.open(shared, conditions), self.on_cloud_loss)
+        return Link(self.verifier, lambda verifier: verifier.open(shared, conditions), self.on_cloud_loss, cancellation)
 
     def _shared(self, prompt: Prompt) -> Prompt:
         """The prompt as far as `privacy` lets it leave the edge."""
@@ -278,9 +260,15 @@ class _Run:
     """One generation: decoder, drafter and link, opened together and closed together."""
 
     def __init__(
-        self, owner: SpeculativeDecoder, prompt: Prompt, settings: GenerationSettings, rules: StopRules
+        self,
+        owner: SpeculativeDecoder,
+        prompt: Prompt,
+        settings: GenerationSettings,
+        rules: StopRules,
+        cancellation: Cancellation | None,
     ) -> None:
         self._owner, self._prompt, self._settings, self._rules = owner, prompt, settings, rules
+        self._cancellation = cancellation
         plan = owner._plan(rules, prompt, settings.seed)
         self._decoder = Decoder(prompt.ids, plan, self._decode if rules.needs_text else None)
         self._ledger = Ledger()
@@ -291,11 +279,11 @@ class _Run:
         """Run the loop; time it; close what was opened, whatever happens."""
         owner, stats = self._owner, self._decoder.stats
         started = time.perf_counter()
-        drafter = owner._drafter(self._prompt, self._settings)
-        link = owner._link(self._prompt, self._settings)
         with ExitStack() as closing:
+            drafter = owner._drafter(self._prompt, self._settings, self._cancellation)
             if drafter is not None:
                 closing.callback(drafter.close)
+            link = owner._link(self._prompt, self._settings, self._cancellation)
             if link is not None:
                 closing.callback(link.close)
             for event in self._drive(drafter, link):
@@ -304,13 +292,13 @@ class _Run:
                 yield event
             stats.total_s = time.perf_counter() - started
             if drafter is not None:
-                stats.draft_s = drafter.seconds
+                stats.draft_s, stats.prefill_s = drafter.seconds, drafter.prefill_seconds
             if link is not None:
                 stats.wait_s = link.seconds
                 self._ledger = link.ledger()
 
     def _drive(self, drafter: Drafter | None, link: Link | None) -> Iterator[Event]:
-        lessons = Lessons(self._decoder)
+        lessons = Lessons(self._decoder, lock=self._owner._lock)
         if drafter is not None and link is not None and self._owner.driver == "pipelined":
             return pipelined(self._decoder, drafter, link, lessons)
         judge = None if link is None else (link.verify if drafter is not None else link.generate)
@@ -324,7 +312,7 @@ class _Run:
             if event.index == len(transcript.ids):
                 transcript.push(event.token)
             text = transcript.pieces[event.index]
-            yield StreamEvent(event.kind, event.index, event.token, text, event.source)
+            yield StreamEvent(event.kind, event.index, event.token, text, event.source, event.signals)
         return self.result()
 
     def result(self) -> Result:
@@ -339,7 +327,8 @@ class _Run:
         ids = decoder.sequence.generated
         lossless = self._owner.lossless and not self._owner.withholds(self._prompt)
         sides = self._owner._pair.sides
-        judged = self._owner._oversight.judge(stats, lossless, self._owner.k, sides, self._settings)
+        with self._owner._lock:
+            judged = self._owner._oversight.judge(stats, lossless, self._owner.k, sides, self._settings)
         return Result(
             text=self._owner.decode(ids) if self._owner.tokenizer is not None else None,
             token_ids=ids,

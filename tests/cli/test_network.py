@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 import outrider
@@ -252,3 +255,26 @@ def test_cloud_only_over_the_network_needs_no_edge_model(
 def test_what_the_package_says_of_the_cloud_is_exported() -> None:
     assert issubclass(outrider.CloudLost, outrider.CloudError)
     assert issubclass(outrider.CloudRefused, outrider.CloudError)
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("command", [("demo",), ("edge", "--listen", "127.0.0.1:0")])
+def test_what_is_told_to_end_leaves_no_cloud_behind(command: tuple[str, ...]) -> None:
+    """Both start a cloud in a process of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "outrider", *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        started = psutil.Process(process.pid)
+        deadline = time.monotonic() + 60
+        while not (children := started.children()):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.terminate()
+        process.wait(60)
+    finally:
+        process.kill()
+    gone, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
+    assert len(gone) == 1

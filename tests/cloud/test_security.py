@@ -293,7 +293,7 @@ class TestListening:
         check_listen(host, tls=False, tokens=False, insecure=True)
 
     @pytest.mark.parametrize("other", ["192.0.2.7", "2001:db8::1"])
-    def test_a_name_is_local_only_if_all_its_addresses_are(self, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_nameis_local_only_if_all_its_addresses_are(self, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
         found = [(socket.AF_INET, 1, 6, "", (address, 0)) for address in ("127.0.0.1", other)]
         monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
         with pytest.raises(SettingsError, match="two-faced can be reached"):

@@ -175,8 +175,9 @@ class Generation:
         return self.tokens, self.reason, self.guarantee, [source.by_cloud for source in self.sources]
 
     def counted(self) -> dict[str, Any]:
-        """What must not depend on the driver where blocks are cut alike: all but what was drafted in vain."""
-        return {name: value for name, value in asdict(self.decoder.stats).items() if name != "drafted"}
+        """What must not depend on the driver where blocks are cut alike: not seconds, nor what was drafted in vain."""
+        counters = asdict(self.decoder.stats).items()
+        return {name: value for name, value in counters if name != "drafted" and not name.endswith("_s")}
 
     def _plan(self, wanted: GenerationSettings) -> Plan:
         case, eos = self.case, () if wanted.ignore_eos else (0,)

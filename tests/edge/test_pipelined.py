@@ -87,7 +87,8 @@ def test_pipelined_says_what_sequential_says(case: Case, polls: list[int]) -> No
 def test_a_verdict_that_is_there_at_once_makes_the_drivers_the_same(case: Case) -> None:
     one, other = Generation(case, "sequential").run(), Generation(case, "pipelined").run()
     assert other.sources == one.sources
-    assert other.decoder.stats == one.decoder.stats
+    assert other.counted() == one.counted()
+    assert other.decoder.stats.drafted == one.decoder.stats.drafted
     assert other.asked == one.asked
 
 

@@ -348,8 +348,9 @@ def test_gaps_without_arrivals_are_their_mean() -> None:
 
 
 def test_shares_of_the_time() -> None:
-    parts = {"draft_s": 2.0, "wait_s": 5.0, "queue_s": 1.0, "verify_s": 1.5}
-    assert spent(timing(10, **parts).stats) == {"draft": 2, "network": 2.5, "queue": 1, "verify": 1.5, "rest": 3}
+    parts = {"draft_s": 2.5, "prefill_s": 0.5, "wait_s": 5.5, "queue_s": 1.0, "verify_s": 2.0, "verify_prefill_s": 0.5}
+    apart = {"prefill": 1, "draft": 2, "network": 2.5, "queue": 1, "verify": 1.5, "rest": 2}
+    assert spent(timing(10, **parts).stats) == apart
     found = latency([timing(10, **parts), timing(30)], HOW)
     assert found["share_draft"].value == pytest.approx(2 / 40)
     assert sum(found[f"share_{name}"].value for name in spent(Stats())) == pytest.approx(1)

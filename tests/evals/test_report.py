@@ -296,9 +296,16 @@ def test_what_the_cloud_did_meanwhile_costs_no_time() -> None:
 
 
 def test_prefill_has_its_place_where_it_is_known() -> None:
-    assert breakdown.stages_of(Timing("a", "m", 0, 1.0, {"prefill": 0.4}))["rest"] == pytest.approx(0.6)
-    section = breakdown.stages([run(timings=(Timing("a1", "exact", 0, 1.0, {"prefill": 0.4}),))])
-    assert [name for _, name in section.legend] == ["prefill", "network", "rest"]
+    stages = {"prefill": 0.2, "draft": 0.3, "wait": 0.6, "verify_prefill": 0.1, "verify": 0.4}
+    assert breakdown.stages_of(Timing("a", "m", 0, 1.0, stages)) == {
+        name: pytest.approx(part)
+        for name, part in [
+            *(("edge prefill", 0.2), ("draft", 0.1), ("cloud prefill", 0.1), ("verify", 0.3)),
+            *(("network", 0.2), ("rest", 0.1)),
+        ]
+    }
+    section = breakdown.stages([run(timings=(Timing("a1", "exact", 0, 1.0, {"prefill": 0.4, "draft": 0.5}),))])
+    assert [name for _, name in section.legend] == ["edge prefill", "draft", "network", "rest"]
 
 
 def test_many_kinds_of_bytes_are_gathered() -> None:

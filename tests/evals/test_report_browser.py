@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import chromium
 import pytest
 import report_sample
-from chromium import Page
 
+import chromium
+from chromium import Page
 from outrider.cli.report import run_report
 
 CHROMIUM = chromium.found()

@@ -74,5 +74,5 @@ def test_times_come_from_arrivals_and_are_divided_where_that_is_known() -> None:
     assert found["exact"]["itl_p50"]["value"] == pytest.approx(0.2)
     assert found["exact"]["share_network"]["value"] == pytest.approx(0.2)
     assert {name for name in found["exact"] if name not in found["plain"]} == {
-        f"share_{part}" for part in ("draft", "network", "queue", "verify", "rest")
+        f"share_{part}" for part in ("prefill", "draft", "network", "queue", "verify", "rest")
     }

@@ -113,7 +113,7 @@ def test_costs_of_real_steps_are_positive_and_leave_nothing_open() -> None:
     assert costs.verify_s > 0
     assert costs.stream_s is not None
     assert 0 < costs.stream_s < 1
-    assert costs.per_round_overhead_s == 0  # nothing is between the two
+    assert costs.per_round_overhead_s < costs.verify_s  # nothing is between the two but a function call
     assert not draft.open_slots
     assert not target.open_slots
 

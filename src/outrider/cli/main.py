@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +15,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from outrider import __version__
 from outrider.cli.cloud import Capacity, Operation, Security
+from outrider.cli.edge import Asked, Serving
 from outrider.cli.evaluate import Assistant, Evaluation
 from outrider.cli.options import Decoding, Models, Network, Output, Speculation, Whole
 from outrider.cli.plan import Drivers, Measured
@@ -125,6 +127,31 @@ def cloud(
     return run_cloud(model, listen, security, capacity, operation)
 
 
+@app.command
+def edge(
+    *,
+    listen: str = "127.0.0.1:8080",
+    models: Models = Models(),
+    speculation: Speculation = Speculation(),
+    network: Network = Network(),
+    decoding: Decoding = Decoding(),
+    serving: Serving = Serving(),
+) -> int:
+    """Serve the pair to OpenAI clients and browsers, until SIGTERM.
+
+    Speculation, network and decoding are what requests take on where they do not say otherwise. A cloud that is
+    local:MODEL runs in a process of its own.
+
+    Parameters
+    ----------
+    listen
+        HOST:PORT; port 0 takes a free one. An address that other machines can reach needs API keys.
+    """
+    from outrider.cli.edge import run_edge
+
+    return run_edge(listen, Asked(models, speculation, network, decoding, serving))
+
+
 @app.command(name="eval")
 def evaluate(
     data: str,
@@ -157,6 +184,7 @@ def calibrate(
     *,
     out: str,
     epsilon: float = 0.02,
+    loss: Literal["outputs", "tokens"] = "outputs",
     k: Whole = 5,
     audit: float = 0.05,
     seed: Whole = 0,
@@ -173,7 +201,9 @@ def calibrate(
     out
         The gate file.
     epsilon
-        The budget: of an output's tokens, the share that may stand where the cloud would have said otherwise.
+        The budget: the share that may be lost.
+    loss
+        What is lost: outputs that are not what the cloud alone would have said, or only so many of their tokens.
     k
         The block length that the gate is for.
     audit
@@ -194,6 +224,7 @@ def calibrate(
         edge=edge,
         cloud=cloud,
         settings=settings,
+        loss=loss,
         audit=audit,
         seed=seed,
         json_output=output.json,
@@ -286,6 +317,7 @@ def report(*dirs: str, out: str = "report.html") -> int:
 def main() -> None:
     """Parse, run, and turn every error into a line on stderr and an exit code."""
     gc.disable()  # until models are loaded: modules by the thousand hold no garbage, and the search costs a seventh
+    signal.signal(signal.SIGTERM, _terminated)
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # the model libraries' bars are for people who watch
     sys.exit(_guarded(partial(_run, sys.argv[1:])))
@@ -294,6 +326,11 @@ def main() -> None:
 def _run(tokens: list[str]) -> int:
     result: Any = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     return result if isinstance(result, int) else 0
+
+
+def _terminated(number: int, frame: object) -> None:
+    """Leave in order: a cloud in a process of its own would be left behind."""
+    sys.exit(128 + number)
 
 
 def _guarded(run: Callable[[], int]) -> int:

@@ -94,7 +94,7 @@ def check_listen(host: str, *, tls: bool, tokens: bool, insecure: bool) -> None:
     """
     measures = (("TLS (--tls-cert/--tls-key)", tls), ("a token (--tokens FILE)", tokens))
     missing = " and ".join(name for name, given in measures if not given)
-    if missing and not insecure and not _is_local(host):
+    if missing and not insecure and not is_local(host):
         raise SettingsError(
             f"{host or 'every interface'} can be reached from other machines, without {missing}: "
             "give that, listen on 127.0.0.1, or accept it with --insecure"
@@ -107,7 +107,7 @@ def check_metrics(host: str, *, insecure: bool) -> None:
     Raises:
         SettingsError: it would; or a name that does not resolve.
     """
-    if not insecure and not _is_local(host):
+    if not insecure and not is_local(host):
         raise SettingsError(
             f"metrics at {host or 'every interface'} could be read from other machines: listen on 127.0.0.1, or accept "
             "it with --insecure"
@@ -178,7 +178,7 @@ def _certificate_identity(auth: Mapping[str, Iterable[bytes]]) -> str | None:
     return None
 
 
-def _is_local(host: str) -> bool:
+def is_local(host: str) -> bool:
     """Whether only this machine can reach it: a unix socket, or a name all of whose addresses are loopback."""
     if host.startswith("unix:"):
         return True

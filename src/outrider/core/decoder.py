@@ -27,10 +27,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from outrider.config import OnLoop, Scope
 from outrider.core.acceptance import Exact, Rule, Verdict
+from outrider.core.events import Event as Event
+from outrider.core.events import Kind
 from outrider.core.gate import Calibrated, Decision, Gate, Signals
 from outrider.core.lookahead import Lookahead
 from outrider.core.loops import loop_period
@@ -85,20 +86,6 @@ Action = Draft | Verify | Done
 
 
 @dataclass(frozen=True)
-class Event:
-    """A token became provisional, confirmed, or was revised; `index` counts generated tokens from 0.
-
-    A revised event stands for its token *and* says that every token after it is void. What is still provisional when
-    the output is done is void too.
-    """
-
-    kind: Literal["provisional", "confirmed", "revised"]
-    index: int
-    token: int
-    source: Source
-
-
-@dataclass(frozen=True)
 class Plan:
     """How drafting and verification work together in one generation.
 
@@ -129,6 +116,7 @@ class Decoder:
         self.near_ties: set[int] = set()
         self._decode = decode
         self._events: list[Event] = []
+        self._signals: dict[int, Signals] = {}  # of drafted tokens, by their place in the sequence
         self._block: list[Proposal] = []  # since the last decision of the gate
         self.undecided: list[Proposal] = []  # behind every pending token: what a verdict will settle
         self._ahead: list[Proposal] = []  # drafted while a verdict is awaited, behind all pending tokens
@@ -249,6 +237,8 @@ class Decoder:
         self.sequence.draft(proposal.token)
         self._block.append(proposal)
         self.undecided.append(proposal)
+        if proposal.signals is not None:
+            self._signals[len(self.sequence.ids) - 1] = proposal.signals
         self._emit("provisional", len(self.sequence.ids) - 1, Source.EDGE)
         if proposal.left_loop:
             self._watch_from_here()
@@ -394,6 +384,9 @@ class Decoder:
         self.stats.disagreed += verdict.disagreed
         self.stats.queue_s += verdict.queue_s
         self.stats.verify_s += verdict.compute_s
+        if verdict.round == 1:
+            self.stats.verify_prefill_s = verdict.compute_s
 
-    def _emit(self, kind: Literal["provisional", "confirmed", "revised"], at: int, source: Source) -> None:
-        self._events.append(Event(kind, at - self.sequence.prompt_length, self.sequence.ids[at], source))
+    def _emit(self, kind: Kind, at: int, source: Source) -> None:
+        signals = None if source in (Source.CORRECTION, Source.BONUS) else self._signals.get(at)
+        self._events.append(Event(kind, at - self.sequence.prompt_length, self.sequence.ids[at], source, signals))

@@ -26,7 +26,8 @@ class Stats:
     passing, and how many it would have changed. near_ties: positions of the output whose choice lay within the
     numeric noise of the verifier's number format (always 0 in float32). forced_by_audit: blocks that a calibrated gate
     would have skipped and that were drawn to be verified. drafted: also what was drafted ahead in vain.
-    cloud_lost: the verifier could not be reached any more, and the edge went on alone.
+    cloud_lost: the verifier could not be reached any more, and the edge went on alone. prefill_s: of draft_s, until the
+    first token was drafted; verify_prefill_s: of verify_s, what the first verdict took; either read the prompt.
     """
 
     rounds: int = 0
@@ -52,9 +53,11 @@ class Stats:
     ttft_s: float = 0.0
     total_s: float = 0.0
     draft_s: float = 0.0
+    prefill_s: float = 0.0
     wait_s: float = 0.0
     queue_s: float = 0.0
     verify_s: float = 0.0
+    verify_prefill_s: float = 0.0
 
     @property
     def acceptance_rate(self) -> float | None:

@@ -10,42 +10,85 @@ from outrider.core.acceptance import RESIDUAL_SHORTLIST
 from outrider.core.decoder import Draft, Proposal
 from outrider.core.gate import measure
 from outrider.core.policy import Policy
+from outrider.edge.cancellation import Cancellation
 from outrider.engines.base import Reader, chooser
+
+PART = 256  # tokens of a long prompt that are read at once where reading it can be cancelled
 
 
 class Drafter:
-    """Drafts from one sequence. needs_signals, needs_q: what gate, lookahead and acceptance rule will ask for."""
+    """Drafts from one sequence. needs_signals, needs_q: what gate, lookahead and acceptance rule will ask for.
 
-    def __init__(self, reader: Reader, policy: Policy, *, needs_signals: bool, needs_q: bool) -> None:
-        self._reader, self._policy = reader, policy
+    cancellation: looked at before every token, and while a long prompt is read.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        policy: Policy,
+        *,
+        needs_signals: bool,
+        needs_q: bool,
+        cancellation: Cancellation | None = None,
+    ) -> None:
+        self._reader, self._policy, self._cancellation = reader, policy, cancellation
         self._needs_signals, self._needs_q = needs_signals, needs_q
         self._chooser = None if needs_q else chooser(reader.engine)
         self.seconds = 0.0  # spent drafting
+        self.prefill_seconds = 0.0  # of these, until the first token was there
+        self._started = 0.0
 
     def draft(self, ids: list[int], action: Draft) -> list[Proposal]:
         """Up to action.count proposals that follow `ids`; an EOS ends the block early."""
-        started = time.perf_counter()
+        self._started = time.perf_counter()
+        if self._cancellation is not None:
+            self._read_on(ids, self._cancellation)
         on_device = self._chooser is not None and not action.leave_loop
         proposals = self._draft_on_device(ids, action.count) if on_device else self._draft(ids, action)
-        self.seconds += time.perf_counter() - started
+        self.seconds += time.perf_counter() - self._started
         return proposals
 
     def _draft(self, ids: list[int], action: Draft) -> list[Proposal]:
         ids = list(ids)
         proposals: list[Proposal] = []
         for n in range(action.count):
+            if self._cancellation is not None:
+                self._cancellation.check()
             row = self._reader.read(ids, 1)[0]
             proposals.append(self._propose(row, ids, leave_loop=action.leave_loop and n == 0))
+            self._note_first()
             ids.append(proposals[-1].token)
             if ids[-1] in self._policy.constraints.eos_ids:
                 break
         return proposals
 
     def _draft_on_device(self, ids: list[int], count: int) -> list[Proposal]:
-        """All at once; what the cache holds behind an EOS is dropped by `settle`."""
+        """All at once, but for the very first token, whose time is that of the prompt."""
+        if self.prefill_seconds:
+            return self._choose(ids, count)
+        first = self._choose(ids, 1)
+        self._note_first()
+        token = first[0].token
+        if count == 1 or token in self._policy.constraints.eos_ids:
+            return first
+        return first + self._choose([*ids, token], count - 1)
+
+    def _choose(self, ids: list[int], count: int) -> list[Proposal]:
+        """What the cache holds behind an EOS is dropped by `settle`."""
         assert self._chooser is not None
         feed = self._reader.feed(ids, 1)
         return self._chooser.draft(feed.slot, feed.ids, count, self._policy, sure=self._needs_signals)
+
+    def _note_first(self) -> None:
+        if not self.prefill_seconds:
+            self.prefill_seconds = time.perf_counter() - self._started
+
+    def _read_on(self, ids: list[int], cancellation: Cancellation) -> None:
+        """Read all but the last part of what the cache lacks."""
+        cancellation.check()
+        while len(ids) - (known := self._reader.known) > PART:
+            self._reader.read(ids[: known + PART], 1)
+            cancellation.check()
 
     def settle(self, length: int) -> None:
         """Roll the cache back to a proper prefix of the first `length` tokens."""

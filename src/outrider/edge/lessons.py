@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -15,10 +16,14 @@ class Lessons:
     """Tells `decoder`'s lookahead what came of its blocks, by `clock`.
 
     Where the output depends on how it is cut into blocks, nothing is told: no clock may decide on an output. The first
-    draft and the first verdict also read the prompt, so that their seconds say nothing about the next ones.
+    draft and the first verdict also read the prompt, so that their seconds say nothing about the next ones. lock: of
+    what generations that run at once tell the same lookahead; it is read without, and a figure half told does no harm.
     """
 
-    def __init__(self, decoder: Decoder, clock: Clock = time.perf_counter) -> None:
+    def __init__(
+        self, decoder: Decoder, clock: Clock = time.perf_counter, *, lock: threading.Lock | None = None
+    ) -> None:
+        self._lock = lock or threading.Lock()
         lookahead, free = decoder.plan.lookahead, decoder.plan.cut_is_free
         self._pace = lookahead.pace if lookahead is not None and free else None
         self._decoder, self.clock = decoder, clock
@@ -28,7 +33,8 @@ class Lessons:
         """`count` tokens were drafted, and the decoder does not have them yet."""
         self._since += count
         if self._pace is not None and self._decoder.stats.drafted:
-            self._pace.drafted(count, self.clock() - started)
+            with self._lock:
+                self._pace.drafted(count, self.clock() - started)
 
     def decided(self, verdict: Verdict, started: float) -> None:
         """The verdict is there, and the decoder does not have it yet."""
@@ -36,4 +42,6 @@ class Lessons:
         if self._pace is not None:
             seconds = self.clock() - started if verdict.round > 1 else None
             logprobs = [None if p.signals is None else p.signals.logprob for p in self._decoder.undecided]
-            self._pace.decided(logprobs, verdict.accepted, drafted=drafted, seconds=seconds, compute=verdict.compute_s)
+            compute = verdict.compute_s
+            with self._lock:
+                self._pace.decided(logprobs, verdict.accepted, drafted=drafted, seconds=seconds, compute=compute)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol, TypeVar, runtime_checkable
 
 from outrider.config import OnCloudLoss
 from outrider.core.acceptance import Verdict
 from outrider.core.decoder import Verify
-from outrider.errors import CloudError, CloudLost, SettingsError, StateError
+from outrider.edge.cancellation import Cancellation
+from outrider.errors import CloudError, CloudLost, SettingsError
 from outrider.verifiers.base import Verifier
 from outrider.wire.ledger import Ledger
 
@@ -36,11 +37,25 @@ class PipelinedVerifier(Verifier, Protocol):
         ...
 
 
+@runtime_checkable
+class StreamingVerifier(PipelinedVerifier, Protocol):
+    """One that sends the tokens of cloud-only decoding as a stream."""
+
+    def next_token(self, session: int) -> Future[Verdict]:
+        """The stream's next verdict. After a loss a new stream continues behind the last one that came."""
+        ...
+
+
 class Pending:
     """A verdict in flight. `send` asks for it, again after a loss that `insist` does not give in to."""
 
-    def __init__(self, send: Callable[[], Future[Verdict]], insist: Callable[[Callable[[], Verdict]], Verdict | None]):
-        self._send, self._insist = send, insist
+    def __init__(
+        self,
+        send: Callable[[], Future[Verdict]],
+        insist: Callable[[Callable[[], Verdict]], Verdict | None],
+        cancellation: Cancellation,
+    ) -> None:
+        self._send, self._insist, self._cancellation = send, insist, cancellation
         self._future: Future[Verdict] | None = send()
 
     def done(self) -> bool:
@@ -53,7 +68,7 @@ class Pending:
 
     def _attempt(self) -> Verdict:
         future, self._future = self._future or self._send(), None
-        return future.result()
+        return self._cancellation.wait(future)
 
 
 class Link:
@@ -61,15 +76,21 @@ class Link:
 
     on_loss: what a `CloudLost` leads to. "fail": it goes through to the caller. "wait": the same is asked again until
     it is answered; requests are idempotent, and the verifier paces itself. "edge-only": the answer is None, and the
-    edge is to go on alone; the verifier is not spoken to again.
+    edge is to go on alone; the verifier is not spoken to again. cancellation: ends every wait.
     """
 
     def __init__(
-        self, verifier: Verifier, open_session: Callable[[Verifier], int], on_loss: OnCloudLoss = "fail"
+        self,
+        verifier: Verifier,
+        open_session: Callable[[Verifier], int],
+        on_loss: OnCloudLoss = "fail",
+        cancellation: Cancellation | None = None,
     ) -> None:
         self._verifier, self._open, self._on_loss = verifier, open_session, on_loss
+        self._distant = verifier if isinstance(verifier, PipelinedVerifier) else None
+        self._cancellation = cancellation or Cancellation()
         self._session: int | None = None
-        self._stream: Iterator[Verdict] | None = None
+        self._asked: Future[Verdict] | None = None
         self._lost = False
         self.seconds = 0.0  # spent waiting for verdicts
 
@@ -81,6 +102,9 @@ class Link:
 
     def verify(self, request: Verify) -> Verdict | None:
         """The verdict on a block; None where the edge is to go on alone."""
+        distant = self._distant
+        if distant is not None:
+            return self._answer(lambda: distant.submit(self.session, request))
         return self._insist(lambda: self._verifier.verify(self.session, request))
 
     def submit(self, request: Verify) -> Pending:
@@ -89,22 +113,34 @@ class Link:
         Raises:
             SettingsError: this verifier answers only while one waits.
         """
-        return Pending(lambda: self._send(request), self._insist)
+        distant = self._distant
+        if distant is None:
+            raise SettingsError("the pipelined driver needs a verifier that is asked over a network")
+
+        def send() -> Future[Verdict]:
+            return self._send(lambda: distant.submit(self.session, request))
+
+        return Pending(send, self._insist, self._cancellation)
 
     def generate(self, request: Verify) -> Verdict | None:
-        """The next verdict of cloud-only decoding, as one stream for the whole output."""
-        return self._insist(self._next_of_stream)
+        """The next verdict of cloud-only decoding; as one stream for the whole output, where the verifier can."""
+        distant = self._distant
+        if isinstance(distant, StreamingVerifier):
+            return self._answer(lambda: distant.next_token(self.session))
+        return self.verify(request)
 
     def ledger(self) -> Ledger:
         """What the session has cost on the network; nothing where there is none, or nothing was asked."""
-        if self._session is None or not isinstance(self._verifier, PipelinedVerifier):
+        if self._session is None or self._distant is None:
             return Ledger()
-        return self._verifier.ledger(self._session)
+        return self._distant.ledger(self._session)
 
     def close(self) -> None:
         """End the session. The output is complete or has failed: a cloud that does not hear of it changes neither."""
         if self._session is None:
             return
+        if self._asked is not None:
+            self._asked.cancel()  # nobody waits for it any more
         try:
             self._verifier.close(self._session)
         except CloudError as error:
@@ -134,26 +170,15 @@ class Link:
             log.warning("%s; %s", lost, "asking on" if self._on_loss == "wait" else "the edge goes on alone")
         self._lost = True
 
-    def _send(self, request: Verify) -> Future[Verdict]:
-        """Ask; a loss at once and a loss later look the same to who waits."""
-        if not isinstance(self._verifier, PipelinedVerifier):
-            raise SettingsError("the pipelined driver needs a verifier that is asked over a network")
-        try:
-            return self._verifier.submit(self.session, request)
-        except CloudLost as lost:
-            failed: Future[Verdict] = Future()
-            failed.set_exception(lost)
-            return failed
+    def _answer(self, ask: Callable[[], Future[Verdict]]) -> Verdict | None:
+        return self._insist(lambda: self._cancellation.wait(self._send(ask)))
 
-    def _next_of_stream(self) -> Verdict:
-        """The stream's next verdict. After a loss a new stream continues behind the last one that came."""
-        if self._stream is None:
-            self._stream = self._verifier.generate(self.session)
+    def _send(self, ask: Callable[[], Future[Verdict]]) -> Future[Verdict]:
+        """Ask; a loss at once and a loss later look the same to who waits."""
+        self._cancellation.check()
         try:
-            verdict = next(self._stream, None)
-        except CloudLost:
-            self._stream = None
-            raise
-        if verdict is None:
-            raise StateError("the verifier ended its stream before the output was complete")
-        return verdict
+            self._asked = ask()
+        except CloudLost as lost:
+            self._asked = Future()
+            self._asked.set_exception(lost)
+        return self._asked

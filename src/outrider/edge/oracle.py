@@ -33,6 +33,10 @@ class OracleDrafter:
     def seconds(self) -> float:
         return self._drafter.seconds
 
+    @property
+    def prefill_seconds(self) -> float:
+        return self._drafter.prefill_seconds
+
     def draft(self, ids: list[int], action: Draft) -> list[Proposal]:
         """As many proposals as the drafter makes."""
         at = len(ids) - self._prompt_length

@@ -30,7 +30,7 @@ from outrider.evals.results import Answer, EvalRun, Timing
 FEW = 20  # drafts, below which a rate is drawn hollow
 LONGEST = 64  # tokens that a block can have
 KINDS = 7  # of bytes, that one bar can tell apart
-STAGES = ("prefill", "draft", "verify", "queue", "network", "rest")
+STAGES = ("edge prefill", "draft", "cloud prefill", "verify", "queue", "network", "rest")
 
 
 # Acceptance by position -------------------------------------------------------------------------------------
@@ -236,14 +236,22 @@ def stages_of(timing: Timing) -> dict[str, float]:
     """
     spent: dict[str, float] = {}
     left = timing.total_s
-    for stage in ("prefill", "draft"):
-        if stage in timing.stages:
-            spent[stage] = min(timing.stages[stage], left)
-            left -= spent[stage]
+    for stage, taken in _within(timing, "edge prefill", "prefill", "draft"):
+        spent[stage] = min(taken, left)
+        left -= spent[stage]
     waited = min(timing.stages.get("wait", 0.0), left)
     left -= waited
-    for stage in ("verify", "queue"):
-        if stage in timing.stages:
-            spent[stage] = min(timing.stages[stage], waited)
-            waited -= spent[stage]
+    queued = [("queue", timing.stages["queue"])] if "queue" in timing.stages else []
+    for stage, taken in [*_within(timing, "cloud prefill", "verify_prefill", "verify"), *queued]:
+        spent[stage] = min(taken, waited)
+        waited -= spent[stage]
     return {**spent, "network": waited, "rest": left}
+
+
+def _within(timing: Timing, name: str, part: str, whole: str) -> Iterator[tuple[str, float]]:
+    """A stage, divided into a part that has a name of its own, if it was measured, and the rest."""
+    of_part = timing.stages.get(part, 0.0)
+    if part in timing.stages:
+        yield name, of_part
+    if whole in timing.stages:
+        yield whole, max(timing.stages[whole] - of_part, 0.0)

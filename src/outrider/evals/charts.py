@@ -140,7 +140,7 @@ class _Place:
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """About `count` round numbers that span low to high."""
-    if high <= low:
+    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-300):  # nothing that ticks could tell apart
         low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))

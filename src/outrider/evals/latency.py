@@ -12,7 +12,7 @@ from outrider.core.outcome import Result, Stats
 from outrider.evals.scores import Array, Resampling, Score, interval
 
 QUANTILES: Final = (50, 95, 99)
-SHARES: Final = ("draft", "network", "queue", "verify", "rest")
+SHARES: Final = ("prefill", "draft", "network", "queue", "verify", "rest")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Timing:
 
 
 def latency(timings: Sequence[Timing], how: Resampling) -> dict[str, Score]:
-    """ttft_p50 … total_p99 in seconds, and share_draft … share_rest of the total time.
+    """ttft_p50 … total_p99 in seconds, and share_prefill … share_rest of the total time.
 
     Draws are of answers, not of gaps: the gaps of one answer are not independent. A quantile is numpy's linear one.
     What cannot be computed (no token came, no time was spent) is absent.
@@ -58,14 +58,16 @@ def latency(timings: Sequence[Timing], how: Resampling) -> dict[str, Score]:
 def spent(stats: Stats) -> dict[str, float]:
     """Seconds by what they were spent on.
 
-    draft: the drafter's forward passes; the first reads the prompt, so the edge's prefill is in it. queue, verify: as
-    the verifier reports them; its first verdict has the cloud's prefill. network: what is left of the wait for
-    verdicts. rest: everything else. A prefill cannot be told apart in these counters. In a pipelined run
-    drafting and waiting overlap, and so the parts can exceed the total; rest is then 0.
+    prefill: until the drafter had its first token, and what the verifier's first verdict took: both read the prompt.
+    draft: the drafter's other forward passes. queue, verify: as the verifier reports them. network: what is left of the
+    wait for verdicts. rest: everything else. In a pipelined run drafting and waiting overlap, and so the parts can
+    exceed the total; rest is then 0.
     """
     network = max(0.0, stats.wait_s - stats.queue_s - stats.verify_s)
     rest = max(0.0, stats.total_s - stats.draft_s - stats.wait_s)
-    parts = (stats.draft_s, network, stats.queue_s, stats.verify_s, rest)
+    prefill = stats.prefill_s + stats.verify_prefill_s
+    draft, verify = stats.draft_s - stats.prefill_s, stats.verify_s - stats.verify_prefill_s
+    parts = (prefill, draft, network, stats.queue_s, verify, rest)
     return dict(zip(SHARES, parts, strict=True))
 
 

@@ -28,10 +28,8 @@ from outrider.verifiers.base import Description
 
 NAMES: Final = ("edge-only", "cloud-only", "exact", "gated", "plain", "assisted")
 OURS: Final = NAMES[:4]
-_NO_COUNTERS: Final = (
-    *("ttft_s", "total_s", "draft_s", "wait_s", "queue_s", "verify_s"),
-    *("bytes_up", "bytes_down", "media_bytes_up"),
-)
+_SECONDS: Final = ("ttft_s", "total_s", "draft_s", "prefill_s", "wait_s", "queue_s", "verify_s", "verify_prefill_s")
+_NO_COUNTERS: Final = (*_SECONDS, "bytes_up", "bytes_down", "media_bytes_up")
 
 
 class Inapplicable(OutriderError):
@@ -148,19 +146,11 @@ def given(item: Item) -> Any:
 
 
 class Ready(SpeculativeDecoder):
-    """A decoder whose prompts are encoded already. reader: whose tokenizer its texts are written with."""
-
-    def __init__(self, reader: Any, *args: Any, **options: Any) -> None:
-        self._reader = reader
-        super().__init__(*args, **options)
+    """A decoder whose prompts are encoded already."""
 
     def encode(self, prompt: Any) -> Prompt:
         assert isinstance(prompt, Prompt)
         return prompt
-
-    @property
-    def _encoder(self) -> Any:
-        return self._reader
 
     @property
     def target(self) -> Description:
@@ -231,14 +221,13 @@ def build(name: str, draft: Any, verifier: Any, setup: Setup, encoder: Encoder) 
         sides = (draft, verifier)
     if name == "gated":
         options |= {"gate": setup.gate, "accept": setup.accept, "scope": setup.scope}
-    decoder = Ready(encoder.reader, *sides, k=setup.k, **options)
+    decoder = Ready(*sides, k=setup.k, reader=encoder.reader, **options)
     return Decoded(name, decoder, encoder, setup.generation)
 
 
 def _timing(result: Result, arrivals: list[float]) -> dict[str, Any]:
     stats = result.stats
-    names = ("ttft_s", "total_s", "draft_s", "wait_s", "queue_s", "verify_s")
-    seconds = {name: round(getattr(stats, name), 6) for name in names}
+    seconds = {name: round(getattr(stats, name), 6) for name in _SECONDS}
     return {**seconds, "itl_s": gaps(arrivals), "bytes": result.ledger or {"up": {}, "down": {}}}
 
 

@@ -5,7 +5,8 @@
                     "stats": {counters}}; and, one entry per token: "sources" (who decided it), "pieces" (its text),
                     "signals" (an object of numbers or null; or, as in a trace, a list for each signal)
     timings.jsonl   {"id", "mode", "ttft_s", "total_s", "draft_s", "wait_s", "queue_s", "verify_s",
-                    "bytes": {"up": {kind: n}, "down": {kind: n}}}; "prefill_s" where it is known and not in draft_s
+                    "bytes": {"up": {kind: n}, "down": {kind: n}}}; where they are known also "prefill_s", a part of
+                    draft_s, and "verify_prefill_s", a part of verify_s
     traces.jsonl    see planning/traces.py
     sweep.jsonl     {"gate", "k", "driver", "rtt_s", "cloud_share", "disagreement", "total_s"}
     summary.json    {"modes": {mode: {metric: figure}}, "latency": {mode: {metric: figure}}}
@@ -196,7 +197,7 @@ def _answer(row: Row) -> Answer:
 
 
 def _timing(row: Row) -> Timing:
-    known = ("prefill_s", "draft_s", "wait_s", "queue_s", "verify_s")
+    known = ("prefill_s", "draft_s", "wait_s", "queue_s", "verify_s", "verify_prefill_s")
     spent = mapping(row, "bytes") if row.get("bytes") is not None else {"up": {}, "down": {}}
     up, down = ({kind: whole(n, "bytes") for kind, n in mapping(spent, way).items()} for way in ("up", "down"))
     return Timing(

@@ -142,3 +142,8 @@ class Link:
         self.connections += 1
         self._present.add(connection)
         return not (self._blocked or self._closed)
+
+
+async def cut_off(link: Link) -> None:
+    """`link.block(True)` as work for the loop that the link is in."""
+    link.block(True)

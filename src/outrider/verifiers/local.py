@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 
 from outrider.core.acceptance import Verdict, rule
@@ -36,11 +38,12 @@ class LocalVerifier:
         reading = found.ask(request)
         if isinstance(reading, Verdict):
             return reading
+        started = time.perf_counter()
         reader.settle(reading.start)
         (rows,) = read_many(self.engine, [reader.feed(reading.ids, reading.rows)], [found.picks_by])
         verdict = found.judge(reading, rows)
         reader.settle(len(found.ids))
-        return verdict
+        return replace(verdict, compute_s=time.perf_counter() - started)
 
     def generate(self, session: int) -> Iterator[Verdict]:
         found, _ = self._find(session)

@@ -19,6 +19,7 @@ from outrider.core.decoder import Verify
 from outrider.engines.base import Prompt
 from outrider.errors import CloudLost, CloudRefused, StateError
 from outrider.netem.conditions import Conditions as Net
+from outrider.netem.link import cut_off
 from outrider.verifiers.base import Conditions, Description
 from outrider.verifiers.refusals import Again, of_call
 from outrider.verifiers.remote_session import Peer, RemoteSession
@@ -30,6 +31,8 @@ from outrider.wire.status import CallFailed, Disconnected
 from outrider.wire.tls import ClientTls
 
 T = TypeVar("T")
+
+CUT_PATIENCE = 0.3  # s
 
 
 class RemoteVerifier:
@@ -58,6 +61,8 @@ class RemoteVerifier:
         self.deadline, self.patience = deadline, patience
         self.connection = Connection(host, port, tls=tls, token=token, net=net)
         self._description: Description | None = None
+        self._cut = False
+        self._names: list[str] = []  # of its tokens, once they were asked for
         self._model = b""
         self._sessions: dict[int, RemoteSession] = {}
         self._numbers = count(1)
@@ -98,9 +103,12 @@ class RemoteVerifier:
         return self.submit(session, request).result()
 
     def generate(self, session: int) -> Iterator[Verdict]:
-        found = self._find(session)
         while True:
-            yield self.connection.run(self._retrying(found.generated)).result()
+            yield self.next_token(session).result()
+
+    def next_token(self, session: int) -> Future[Verdict]:
+        """The next verdict of `generate`, without waiting for it."""
+        return self.connection.run(self._retrying(self._find(session).generated))
 
     def ledger(self, session: int) -> Ledger:
         """What the session has cost so far, transport that nobody else claimed included."""
@@ -111,6 +119,17 @@ class RemoteVerifier:
         found = self._sessions.pop(session, None)
         if found is not None:
             self.connection.run(found.leave())
+
+    def cut(self) -> None:
+        """From now on nothing gets through, as if the cable were out, and nobody waits long for it."""
+        self.patience, self._cut = CUT_PATIENCE, True
+        self.connection.run(cut_off(self.connection.link)).result()
+
+    def _read_vocabulary(self) -> list[str]:
+        """Asked once: every decoder with another model compares them."""
+        if not self._names:
+            self._names = self.connection.run(self._retrying(self._vocabulary)).result()
+        return self._names
 
     def _peer(self) -> Peer:
         return Peer(self.name, self.connection, self.describe().fingerprint, self._model, self.deadline)
@@ -137,7 +156,7 @@ class RemoteVerifier:
             answer.fingerprint.decode(errors="replace"),
             answer.max_length or None,
             answer.audio_seconds,
-            read_vocabulary=lambda: self.connection.run(self._retrying(self._vocabulary)).result(),
+            read_vocabulary=self._read_vocabulary,
         )
 
     async def _vocabulary(self) -> list[str]:
@@ -164,7 +183,7 @@ class RemoteVerifier:
 
     def _why(self, last: Again) -> str:
         """The reason, as far as it is known: the link knows why it could not connect."""
-        trouble = self.connection.link.trouble
+        trouble = "the network is cut" if self._cut else self.connection.link.trouble
         if trouble is not None:
             return f"{trouble} (tried for {self.patience:g} s)"
         hints = {"wrong version": "it seems to speak no TLS", "lost at once": "if it speaks TLS, give tls or ca"}

@@ -57,6 +57,7 @@ class RemoteSession:
         self._id: bytes | None = None
         self._fresh = False  # opened by the attempt at hand: the cloud cannot have lost track of it
         self._stream: Stream | None = None
+        self._dropped: Stream | None = None  # whose answer nobody waits for any more
         self._generating = self._left = False
         self._unanswered: list[tuple[str, int]] = []  # frames by kind and cost, since the last answer
         self._media = pack_media(prompt, withheld=conditions.withheld)
@@ -75,7 +76,6 @@ class RemoteSession:
         start = schema.Request(generate=schema.Generate(round=round_, base_length=len(self.known)))
         frame = None if self._generating and self._stream else start
         verdict = await self._exchange(frame, Verify(round_, len(self.known), (), ()))
-        self._generating = True
         self.known.append(verdict.next_token)
         self.rounds = round_
         return verdict
@@ -91,7 +91,7 @@ class RemoteSession:
         if task is not None:
             task.set_name(GOODBYE_NAME)
         self._left = True
-        stream, self._stream = self._stream, None
+        stream, self._stream = self._stream or self._dropped, None
         if stream is None:
             return
         try:
@@ -108,6 +108,11 @@ class RemoteSession:
 
     async def _interrupt(self, stream: Stream) -> Stream:
         """Stop the tokens that are still coming; a stream on which the session can be closed."""
+        if self._id is None:  # cancelled before it was opened
+            opened = await stream.receive()
+            self._id = None if opened is None else parse_answer(opened).opened.session or None
+        if self._id is None:
+            return stream
         stream.cancel()
         fresh = await self._peer.connection.open_stream()
         for frame in self._resume():
@@ -137,6 +142,9 @@ class RemoteSession:
             if self._peer.connection.link.down == before:  # not slow: silent
                 self._peer.connection.renew()
             raise Again(f"no answer within {self._limit:g} s") from error
+        except asyncio.CancelledError:
+            self._drop()
+            raise
         except BaseException:
             self._hang_up()
             raise
@@ -186,7 +194,9 @@ class RemoteSession:
 
     async def _send(self, frame: schema.Request) -> None:
         data = frame.SerializeToString()
-        self._unanswered.append((str(frame.WhichOneof("frame")), self._account.sent(len(data))))
+        kind = str(frame.WhichOneof("frame"))
+        self._generating = self._generating or kind == "generate"
+        self._unanswered.append((kind, self._account.sent(len(data))))
         await self._present().send(data)
 
     async def _receive(self, kind: str) -> schema.Answer:
@@ -223,6 +233,11 @@ class RemoteSession:
         if self._stream is not None:
             self._stream.cancel()
         self._stream = None
+
+    def _drop(self) -> None:
+        """Wait no longer. The session can still be closed over this stream."""
+        self._settle(answered=False)
+        self._dropped, self._stream = self._stream, None
 
     def _refused(self, error: schema.Error) -> Exception:
         """What an Error frame means for this attempt."""

@@ -20,6 +20,8 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"),
     "--remote-debugging-pipe",
 )
+KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39}
+TEXTS = {"Enter": "\r", " ": " "}
 # Chromium reads commands from descriptor 3 and answers on 4.
 START = """import fcntl, os, sys
 read, write = (fcntl.fcntl(int(word), fcntl.F_DUPFD, 100) for word in sys.argv[1:3])
@@ -72,20 +74,29 @@ class Page:
         message: dict[str, Any] = json.loads(line)
         return message
 
-    def open(self, path: Path, width: int, *, dark: bool = False) -> None:
-        """Show a file at this width, and wait until it is loaded."""
+    def open(self, at: Path | str, width: int, *, dark: bool = False) -> None:
+        """Show a file, or an address, at this width, and wait until it is loaded."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.events.clear()
-        self.call("Page.navigate", url=path.resolve().as_uri())
-        deadline = time.monotonic() + 60
-        while self.evaluate("document.readyState") != "complete":
+        url = at.resolve().as_uri() if isinstance(at, Path) else at
+        self.call("Page.navigate", url=url)
+        self.until(f"document.readyState == 'complete' && location.href.startsWith({json.dumps(url)})")
+
+    def until(self, expression: str, seconds: float = 60.0) -> None:
+        """Wait until an expression is true.
+
+        Raises:
+            RuntimeError: it was not true in time.
+        """
+        deadline = time.monotonic() + seconds
+        while not self.evaluate(expression):
             if time.monotonic() > deadline:
-                raise RuntimeError("the page does not finish loading")
-            time.sleep(0.05)
+                raise RuntimeError(f"still not true after {seconds:g} s: {expression}")
+            time.sleep(0.02)
 
     def evaluate(self, expression: str) -> Any:
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
@@ -93,12 +104,21 @@ class Page:
             raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
-    def press(self, key: str) -> None:
-        code = {"Tab": 9, "Escape": 27, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39, "Enter": 13}[key]
-        text = {"text": "\r"} if key == "Enter" else {}
+    def press(self, key: str, *, ctrl: bool = False) -> None:
+        code = KEYS[key]
+        text = {"text": TEXTS[key]} if key in TEXTS and not ctrl else {}
         for kind in ("keyDown", "keyUp"):
-            more = text if kind == "keyDown" else {}
+            more: dict[str, Any] = {**(text if kind == "keyDown" else {}), "modifiers": 2 if ctrl else 0}
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **more)
+
+    def type(self, text: str) -> None:
+        self.call("Input.insertText", text=text)
+
+    def upload(self, selector: str, file: Path) -> None:
+        """Choose a file as a person does in the dialogue of an input."""
+        root = self.call("DOM.getDocument")["root"]["nodeId"]
+        node = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
+        self.call("DOM.setFileInputFiles", files=[str(file.resolve())], nodeId=node)
 
     def hover(self, x: float, y: float) -> None:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
@@ -114,14 +134,14 @@ class Page:
 
 
 @contextmanager
-def browsing(executable: str) -> Iterator[Page]:
+def browsing(executable: str, *flags: str) -> Iterator[Page]:
     """A page of a browser that ends with the block, and leaves no profile behind."""
     theirs_in, ours_out = os.pipe()
     ours_in, theirs_out = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         start = [sys.executable, "-S", "-c", START, str(theirs_in), str(theirs_out)]
         child = subprocess.Popen(
-            [*start, executable, *FLAGS, f"--user-data-dir={profile}"],
+            [*start, executable, *FLAGS, *flags, f"--user-data-dir={profile}"],
             pass_fds=(theirs_in, theirs_out),
             stderr=subprocess.DEVNULL,
         )

@@ -1,0 +1,43 @@
+"""What becomes of tokens, as it is told while an output grows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from outrider.core.gate import Signals
+from outrider.core.sequence import Source
+
+Kind = Literal["provisional", "confirmed", "revised"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """A token became provisional, confirmed, or was revised; `index` counts generated tokens from 0.
+
+    A revised event stands for its token *and* says that every token after it is void. What is still provisional when
+    the output is done is void too. signals: how sure the drafter was of it, if it was drafted and that was measured.
+    """
+
+    kind: Kind
+    index: int
+    token: int
+    source: Source
+    signals: Signals | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """What became of one token, as text.
+
+    kind: provisional (drafted), confirmed, or revised (this token replaces the one at `index`, and every token after
+    it is void). text: the piece that the token adds; empty while a character is incomplete. source: who decided it.
+    signals: how sure the drafter was of it; None for the verifier's own tokens, and where nothing asked for signals.
+    """
+
+    kind: Kind
+    index: int
+    token_id: int
+    text: str
+    source: Source
+    signals: Signals | None = None

@@ -1,0 +1,65 @@
+"""Ending a generation from another thread."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError, Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Cancellation:
+    """Of one generation: what waits for the cloud stops waiting at once, what computes stops before its next token.
+
+    The generation's own thread then raises `concurrent.futures.CancelledError`, and closes what it had opened.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._awaited: Future[Any] | None = None
+
+    def cancel(self) -> None:
+        """From any thread; twice is once."""
+        with self._lock:
+            self._cancelled = True
+            awaited = self._awaited
+        if awaited is not None:
+            awaited.cancel()
+
+    def check(self) -> None:
+        """Raise CancelledError if it is cancelled."""
+        if self._cancelled:
+            raise CancelledError
+
+    def wait(self, future: Future[T]) -> T:
+        """The future's result. Where the generation is cancelled, the future is as well.
+
+        Raises:
+            CancelledError: it was.
+        """
+        with self._lock:
+            self.check()
+            self._awaited = future
+        try:
+            return future.result()
+        finally:
+            self._awaited = None
+
+
+def follow(leader: Future[T]) -> Future[T]:
+    """A future that ends as `leader` does, and can be cancelled without it."""
+    follower: Future[T] = Future()
+
+    def pass_on(done: Future[T]) -> None:
+        if not follower.set_running_or_notify_cancel():
+            return
+        error = done.exception()
+        if error is None:
+            follower.set_result(done.result())
+        else:
+            follower.set_exception(error)
+
+    leader.add_done_callback(pass_on)
+    return follower

@@ -1,0 +1,1 @@
+"""The edge as an endpoint: many clients at once on one drafter."""

@@ -1,0 +1,111 @@
+"""Who may ask, from where, and how much they may send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from outrider.cloud.security import Tokens, is_local
+from outrider.errors import SettingsError
+from outrider.gateway.refusing import Refused
+
+MEDIA_TYPE = "application/json"
+HERE = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+@dataclass(frozen=True)
+class Access:
+    """The gateway's door.
+
+    keys: the API keys that are taken; None takes everybody. max_body: bytes. hosts: the names under which the gateway
+    may be addressed, None for any: a page of another site whose name is made to resolve to this machine (DNS
+    rebinding) would otherwise be let in as one of ours.
+    """
+
+    keys: Tokens | None = None
+    max_body: int = 16 * 2**20
+    hosts: frozenset[str] | None = None
+
+    def client(self, request: Request) -> str:
+        """Whose turn a request takes: the key's name, else the peer's address.
+
+        Raises:
+            Refused: the wrong host, or no key that is known.
+        """
+        self.check_host(request.headers.get("host", ""))
+        if self.keys is None:
+            return request.client.host if request.client is not None else "local"
+        name = self.keys.identity(_bearer(request.headers.getlist("authorization")))
+        if name is None:
+            raise _unknown("the API key is not known to this gateway")
+        return name
+
+    def check_host(self, host: str) -> None:
+        """Raise Refused for a name that is not this gateway's."""
+        if self.hosts is not None and _without_port(host) not in self.hosts:
+            raise Refused("this gateway is not known by the name in the Host header", code="unknown_host", status=403)
+
+
+def check_listen(host: str, *, keys: bool, insecure: bool) -> None:
+    """Refuse to listen beyond this machine without API keys, unless `insecure` accepts it.
+
+    Raises:
+        SettingsError: it would; or a name that does not resolve.
+    """
+    if not keys and not insecure and not is_local(host):
+        raise SettingsError(
+            f"{host or 'every interface'} can be reached from other machines, without API keys: "
+            "give --api-keys FILE, listen on 127.0.0.1, or accept it with --insecure"
+        )
+
+
+def known_hosts(host: str, *, keys: bool) -> frozenset[str] | None:
+    """The names that `Access.hosts` takes: where a key is asked for, or others may come, any."""
+    if keys or not is_local(host):
+        return None
+    return HERE | {f"[{host}]" if ":" in host else host.lower()}
+
+
+async def body(request: Request, most: int) -> bytes:
+    """The request's body.
+
+    Raises:
+        Refused: no JSON by its type, or longer than `most` bytes: then the rest is not waited for.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != MEDIA_TYPE:  # another site's page could send other types without asking the browser first
+        raise Refused(f"send the request as {MEDIA_TYPE}", code="unsupported_media_type", status=415)
+    said = request.headers.get("content-length", "")
+    if said.isdecimal() and int(said) > most:
+        raise _too_large(most)
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > most:
+            raise _too_large(most)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _too_large(most: int) -> Refused:
+    return Refused(f"the body is larger than {most} bytes, the most that is read", code="too_large", status=413)
+
+
+def _bearer(values: Iterable[str]) -> str:
+    given = list(values)
+    scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+    if scheme.lower() != "bearer" or not key.strip():
+        raise _unknown("an API key is required: send one `Authorization: Bearer KEY`")
+    return key.strip()
+
+
+def _unknown(message: str) -> Refused:
+    return Refused(message, code="invalid_api_key", status=401)
+
+
+def _without_port(host: str) -> str:
+    name, colon, port = host.lower().rpartition(":")
+    return name if colon and port.isdecimal() and (":" not in name or name.endswith("]")) else host.lower()

@@ -1,0 +1,300 @@
+"""The application: paths, their documents, and what an error becomes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+from fastapi import Depends, FastAPI
+from fastapi.security import HTTPBearer
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request as Asking
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.staticfiles import StaticFiles
+
+from outrider import __version__
+from outrider.core.gate import NAMES
+from outrider.engines.load import BUNDLED
+from outrider.errors import OutriderError
+from outrider.gateway import replies
+from outrider.gateway.asking import Defaults
+from outrider.gateway.exchange import Gateway, exchange
+from outrider.gateway.refusing import SERVER, Refusal, Refused, plain, refusal
+from outrider.gateway.schemas import MODEL, ChatRequest, CompletionRequest, Read, Request
+
+log = logging.getLogger("outrider.gateway")
+
+PAGE: Final = Path(__file__).parent / "page"
+CLIPS: Final = BUNDLED / "clips"
+MODEL_ENTRY: Final = {"id": MODEL, "object": "model", "created": 0, "owned_by": "outrider"}
+PAGE_HEADERS: Final = {  # the page asks no other host for anything, and stands in no other page
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+REASONS: Final = {
+    400: "The request cannot be used; `param` names the field.",
+    401: "No API key, or one that is not known.",
+    403: "The Host header names another host.",
+    404: "There is no such thing.",
+    413: "The body is too large.",
+    415: "The body is not application/json.",
+    429: "All slots are taken and the queue is full; Retry-After says when to come again.",
+    500: "A bug of the gateway.",
+    503: "The cloud cannot be reached, or refused (`type` is cloud_error).",
+}
+GENERATING: Final = (400, 403, 404, 413, 415, 429, 500, 503)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the gateway says of itself at `/v1/outrider`: the fields of `replies.Overview`."""
+
+    overview: dict[str, Any]
+    origins: tuple[str, ...] = ()
+
+
+def overview(defaults: Defaults, cloud: str, slots: int) -> dict[str, Any]:
+    """What is shown of a gateway. cloud: the model's name, or none."""
+    return {
+        "edge": defaults.edge,
+        "cloud": cloud,
+        "defaults": asdict(defaults.choice),
+        "settings": dict(defaults.settings),
+        "audio": bool(defaults.audio_seconds),
+        "networks": cloud != "none",
+        "slots": slots,
+        "signals": list(NAMES),
+        "version": __version__,
+    }
+
+
+def create_app(gateway: Gateway, shown: Shown) -> FastAPI:
+    """The gateway as an ASGI application."""
+    app = FastAPI(title="outrider edge", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    keyed = [Depends(HTTPBearer(auto_error=False, description="an API key"))] if gateway.access.keys else []
+    _add_completions(app, gateway, keyed)
+    _add_facts(app, gateway, shown, keyed)
+    _add_page(app, gateway)
+    _add_errors(app, gateway)
+    if shown.origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(shown.origins), allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+    return app
+
+
+# Paths ------------------------------------------------------------------------------------------------------
+
+
+def _add_completions(app: FastAPI, gateway: Gateway, keyed: Sequence[Any]) -> None:
+    kinds: tuple[tuple[str, type[Request], type[replies.Reply], str], ...] = (
+        ("/v1/chat/completions", ChatRequest, replies.ChatCompletion, "Answer a conversation, or a recording."),
+        ("/v1/completions", CompletionRequest, replies.Completion, "Continue a text."),
+    )
+    for path, kind, reply, about in kinds:
+        app.add_api_route(
+            path,
+            _completing(gateway, kind),
+            methods=["POST"],
+            summary=about,
+            operation_id=kind.__name__,
+            dependencies=keyed,
+            responses={200: {"model": reply, **_streams()}, **_errors(keyed, *GENERATING)},
+            openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": _ref(kind)}}}},
+            response_class=JSONResponse,
+        )
+
+
+def _completing(gateway: Gateway, kind: type[Request]) -> Callable[[Asking], Any]:
+    async def complete(request: Asking) -> Response:
+        response = await exchange(request, kind, gateway)
+        gateway.metrics.answered(request.url.path, response.status_code)
+        return response
+
+    return complete
+
+
+def _add_facts(app: FastAPI, gateway: Gateway, shown: Shown, keyed: Sequence[Any]) -> None:
+    """What can be read; with API keys all but /health and the page's own files needs one."""
+
+    def fact(path: str, reply: type[replies.Reply], about: str, found: Callable[[Asking], Any]) -> None:
+        async def answer(request: Asking) -> Response:
+            gateway.access.client(request)
+            return JSONResponse(found(request))
+
+        errors = _errors(keyed, 403, *([404] if "{" in path else []))
+        extra = {"parameters": [_path_parameter("model")]} if "{" in path else None
+        app.add_api_route(
+            path,
+            answer,
+            summary=about,
+            operation_id=reply.__name__,
+            dependencies=keyed,
+            responses={200: {"model": reply}, **errors},
+            openapi_extra=extra,
+        )
+
+    fact("/v1/models", replies.Models, "The models.", lambda _: {"object": "list", "data": [MODEL_ENTRY]})
+    fact("/v1/models/{model:path}", replies.Model, "One model.", lambda request: _model(request.path_params["model"]))
+    fact("/v1/outrider", replies.Overview, "What runs, and what requests take on.", lambda _: shown.overview)
+
+    async def metrics(request: Asking) -> Response:
+        gateway.access.client(request)
+        return Response(gateway.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    text: dict[int | str, dict[str, Any]] = {
+        200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus figures."}
+    }
+    app.add_api_route(
+        "/metrics",
+        metrics,
+        summary="Figures for Prometheus.",
+        operation_id="Metrics",
+        dependencies=keyed,
+        responses={**text, **_errors(keyed, 403)},
+        response_class=Response,
+    )
+
+    async def health(request: Asking) -> Response:
+        gateway.access.check_host(request.headers.get("host", ""))
+        return JSONResponse({"status": "ok", "active": gateway.desk.active, "waiting": gateway.desk.waiting})
+
+    responses: dict[int | str, dict[str, Any]] = {200: {"model": replies.Health}, **_errors([], 403)}
+    app.add_api_route("/health", health, summary="Whether it serves.", operation_id="Health", responses=responses)
+
+
+def _add_page(app: FastAPI, gateway: Gateway) -> None:
+    """The page, its files, the bundled clips and the document itself: open to whoever reaches the gateway."""
+
+    async def page(request: Asking) -> Response:
+        gateway.access.check_host(request.headers.get("host", ""))
+        return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)
+
+    async def clips(request: Asking) -> Response:
+        gateway.access.check_host(request.headers.get("host", ""))
+        return JSONResponse(await asyncio.to_thread(bundled_clips))
+
+    async def clip(request: Asking) -> Response:
+        gateway.access.check_host(request.headers.get("host", ""))
+        name = request.path_params["name"]
+        if name not in {each["name"] for each in await asyncio.to_thread(bundled_clips)}:
+            raise Refused("there is no such clip", code="not_found", status=404)
+        return FileResponse(CLIPS / name, media_type="audio/ogg")
+
+    async def document(request: Asking) -> Response:
+        gateway.access.check_host(request.headers.get("host", ""))
+        return JSONResponse(_document(app))
+
+    for path, answer in (
+        ("/", page),
+        ("/demo/clips", clips),
+        ("/demo/clips/{name}", clip),
+        ("/openapi.json", document),
+    ):
+        app.add_api_route(path, answer, include_in_schema=False)
+    app.mount("/page", StaticFiles(directory=PAGE), name="page")
+
+
+def _model(name: str) -> dict[str, Any]:
+    if name != MODEL:
+        raise Refused(f"there is one model, {MODEL!r}", param="model", code="model_not_found", status=404)
+    return MODEL_ENTRY
+
+
+@lru_cache(1)
+def bundled_clips() -> list[dict[str, Any]]:
+    """The bundled recordings: fields of `replies.Clip`."""
+    import soundfile
+
+    listed = json.loads((CLIPS / "clips.json").read_text(encoding="utf-8"))
+    return [
+        {
+            "name": clip["file"],
+            "lang": clip["lang"],
+            "seconds": round(soundfile.info(CLIPS / clip["file"]).duration, 2),
+            "url": f"/demo/clips/{clip['file']}",
+            "said": clip["text"],
+        }
+        for clip in listed
+    ]
+
+
+# Errors -----------------------------------------------------------------------------------------------------
+
+
+def _add_errors(app: FastAPI, gateway: Gateway) -> None:
+    def ours(request: Asking, error: Exception) -> Response:
+        assert isinstance(error, OutriderError)  # as registered
+        said = refusal(error)
+        if said.status >= 500:
+            log.warning("a request has failed", extra={"kind": type(error).__name__, "status": str(said.status)})
+        if request.url.path.startswith("/v1/"):
+            gateway.metrics.answered(_endpoint(request), said.status)
+        return _answer(said)
+
+    def https(_: Asking, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)  # as registered
+        return _answer(plain(error.status_code, str(error.detail)), error.headers)
+
+    def bug(_: Asking, error: Exception) -> Response:
+        return _answer(Refusal(500, f"unexpected {type(error).__name__}", type=SERVER, code="internal"))
+
+    app.add_exception_handler(OutriderError, ours)
+    app.add_exception_handler(HTTPException, https)
+    app.add_exception_handler(Exception, bug)  # it is raised on, into the server's log
+
+
+def _endpoint(request: Asking) -> str:
+    """The path as it was declared, so that what clients write makes no new series."""
+    route = request.scope.get("route")
+    return str(getattr(route, "path", "other"))
+
+
+def _answer(said: Refusal, headers: Any = None) -> Response:
+    more = {**said.headers, **(headers or {})}
+    return Response(said.encoded(), said.status, more, media_type="application/json")
+
+
+# The document -----------------------------------------------------------------------------------------------
+
+
+def _errors(keyed: Sequence[Any], *statuses: int) -> dict[int | str, dict[str, Any]]:
+    listed = sorted({*statuses, *((401,) if keyed else ())})
+    return {status: {"model": replies.ErrorReply, "description": REASONS[status]} for status in listed}
+
+
+def _streams() -> dict[str, Any]:
+    about = "with stream: true, OpenAI's chunks as server-sent events, ended by [DONE]"
+    return {
+        "description": "The answer.",
+        "content": {"text/event-stream": {"schema": {"type": "string", "description": about}}},
+    }
+
+
+def _path_parameter(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+
+
+def _ref(kind: type[Read]) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{kind.__name__}"}
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's document, with the requests, which it does not know: they are read as bytes."""
+    document = app.openapi()
+    asked = models_json_schema(
+        [(ChatRequest, "validation"), (CompletionRequest, "validation")], ref_template="#/components/schemas/{model}"
+    )[1]
+    document["components"]["schemas"].update(asked["$defs"])
+    return document

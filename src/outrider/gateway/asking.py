@@ -1,0 +1,378 @@
+"""From a request's body to what is generated and how: prompt, settings, choice; or a refusal that names the field."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from pydantic import ValidationError
+from pydantic_core import from_json
+
+from outrider.config import GenerationSettings
+from outrider.core.acceptance import rule
+from outrider.core.gate import gate
+from outrider.errors import AudioError, PromptError, SettingsError
+from outrider.gateway.pool import Choice
+from outrider.gateway.refusing import Refused
+from outrider.gateway.schemas import (
+    MODEL,
+    PARTS,
+    ROLES,
+    UNDONE,
+    UNUSED,
+    AudioPart,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    OutriderOptions,
+    Request,
+    TextPart,
+)
+from outrider.netem.conditions import conditions
+from outrider.prompts.audio import MAX_CHANNELS, Audio
+from outrider.prompts.chat import PromptLike, check_text
+
+R = TypeVar("R", bound=Request)
+
+MOST_SAMPLES: Final = 2**25  # of a recording, all channels, before it becomes 16 kHz mono: 128 MiB of floats
+FILTERS: Final = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # each at the value that keeps everything
+CHOICE: Final = tuple(each.name for each in fields(Choice) if each.name in OutriderOptions.model_fields)
+SETTINGS: Final = tuple(each.name for each in fields(GenerationSettings) if each.name in OutriderOptions.model_fields)
+CONTAINERS: Final = {  # what libsndfile calls the formats
+    "wav": ("WAV", "WAVEX", "RF64"),
+    "mp3": ("MP3", "MPEG"),
+    "flac": ("FLAC",),
+    "ogg": ("OGG",),
+    "aiff": ("AIFF",),
+}
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What the command line said. settings: fields of GenerationSettings. audio_seconds: 0 without recordings."""
+
+    choice: Choice = field(default_factory=Choice)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    audio_seconds: float = 0.0
+    edge: str = "the edge model"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that can be answered. notes: what of it asked for nothing, for the answer's warnings."""
+
+    prompt: PromptLike
+    settings: dict[str, Any]
+    choice: Choice
+    stream: bool = False
+    include_usage: bool = False
+    provisional: bool = False
+    tokens: bool = False
+    stop: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def read(kind: type[R], body: bytes) -> R:
+    """The request that a body holds.
+
+    Raises:
+        Refused: it is no JSON, or a field is unknown, missing, out of range, or asks for what is not done.
+    """
+    try:
+        request = kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _refused(error, kind, body) from None
+    if request.model != MODEL:
+        raise Refused(
+            f"the model {request.model!r} is not here: the pair is {MODEL!r}",
+            param="model",
+            code="model_not_found",
+            status=404,
+        )
+    return request
+
+
+def asked(request: Request, defaults: Defaults) -> Asked:
+    """What to generate for a request; decodes its recording, which takes a while.
+
+    Raises:
+        Refused: fields that contradict each other or the model; the field is named.
+        AudioError: a recording that cannot be used.
+    """
+    options = request.outrider or OutriderOptions()
+    if request.stream_options is not None and not request.stream:
+        raise Refused("stream_options is for streams: set stream to true", param="stream_options")
+    if options.provisional and not (request.stream and options.tokens):
+        raise Refused(
+            "provisional tokens are reported in the chunks of a stream: set stream and outrider.tokens to true",
+            param="outrider.provisional",
+        )
+    settings = _settings(request, options, defaults)
+    return Asked(
+        prompt=_prompt(request, options, defaults),
+        settings=settings,
+        choice=_choice(options, defaults.choice),
+        stream=bool(request.stream),
+        include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        provisional=bool(options.provisional),
+        tokens=bool(options.tokens),
+        stop=settings["stop"],
+        notes=tuple(f"{name} was not used" for name in UNUSED if getattr(request, name, None) is not None),
+    )
+
+
+# Settings ---------------------------------------------------------------------------------------------------
+
+
+def _settings(request: Request, options: OutriderOptions, defaults: Defaults) -> dict[str, Any]:
+    given = {name: value for name in SETTINGS if (value := getattr(options, name)) is not None}
+    names = {"temperature": "temperature", "top_p": "top_p", "seed": "seed"}
+    given |= {ours: value for theirs, ours in names.items() if (value := getattr(request, theirs)) is not None}
+    length = _length(request)
+    if length is not None:
+        given["max_new_tokens"] = length
+    if request.stop is not None:
+        given["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+    if request.logit_bias:
+        given["suppress_tokens"] = tuple(int(key) for key in request.logit_bias)
+    return _checked({**_giving_way(defaults.settings, given), **given})
+
+
+def _length(request: Request) -> int | None:
+    newer = getattr(request, "max_completion_tokens", None)
+    if newer is not None and request.max_tokens is not None and newer != request.max_tokens:
+        raise Refused(
+            f"max_completion_tokens {newer} and max_tokens {request.max_tokens} are two words for one limit: give one",
+            param="max_tokens",
+        )
+    return newer if newer is not None else request.max_tokens
+
+
+def _giving_way(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The command line's settings, without those that make no sense beside what the request asks for."""
+    kept = {"stop": (), **values}
+    if given.get("temperature") == 0:
+        kept |= FILTERS
+    if "max_new_tokens" in given:
+        kept["min_new_tokens"] = min(kept.get("min_new_tokens", 0), given["max_new_tokens"])
+    return kept
+
+
+def _checked(settings: dict[str, Any]) -> dict[str, Any]:
+    try:
+        built = GenerationSettings.build(settings)
+    except SettingsError as error:
+        raise Refused(str(error), param=_blamed(str(error)), code="invalid_value") from error
+    return {each.name: getattr(built, each.name) for each in fields(built)}
+
+
+def _blamed(message: str) -> str | None:
+    """The request's field that a message of GenerationSettings begins with."""
+    word = message.split(" ")[0].rstrip(",:")
+    theirs = {"max_new_tokens": "max_tokens", "suppress_tokens": "logit_bias"}
+    if word in theirs:
+        return theirs[word]
+    if word in OutriderOptions.model_fields:
+        return f"outrider.{word}"
+    return word if word in Request.model_fields else None
+
+
+def _choice(options: OutriderOptions, default: Choice) -> Choice:
+    given = {name: value for name in CHOICE if (value := getattr(options, name)) is not None}
+    file = given.get("gate", "")
+    if file.startswith("calibrated:") and file != default.gate:
+        raise Refused(
+            "a gate file is named on the gateway's command line (--gate calibrated:FILE), not in a request",
+            param="outrider.gate",
+        )
+    readers = {"gate": gate, "accept": rule, "net": lambda text: None if text == "cut" else conditions(text)}
+    for name, reader in readers.items():
+        if name in given and given[name] != getattr(default, name):
+            _checked_by(reader, given[name], f"outrider.{name}")
+    if "net" in given and given["net"] != "cut":
+        given["net"] = str(conditions(given["net"]))  # one verifier for one network, however it is written
+    return replace(default, **given, watch=bool(options.tokens))
+
+
+def _checked_by(reader: Any, value: str, param: str) -> None:
+    try:
+        reader(value)
+    except SettingsError as error:
+        raise Refused(str(error), param=param, code="invalid_value") from error
+
+
+# Prompts ----------------------------------------------------------------------------------------------------
+
+
+def _prompt(request: Request, options: OutriderOptions, defaults: Defaults) -> PromptLike:
+    if isinstance(request, ChatRequest):
+        if any(_audio_parts(message) for message in request.messages):
+            return _recording(request, options, defaults)
+        _no_task(options)
+        return [_turn(at, message) for at, message in enumerate(request.messages)]
+    _no_task(options)
+    assert isinstance(request, CompletionRequest)  # there are two kinds of requests
+    prompt = request.prompt
+    if isinstance(prompt, list) and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        _check_text(prompt, "prompt")
+        if not prompt:
+            raise Refused("the prompt is empty: it has no tokens", param="prompt")
+    return prompt
+
+
+def _no_task(options: OutriderOptions) -> None:
+    for name in ("task", "lang"):
+        if getattr(options, name) is not None:
+            raise Refused(f"outrider.{name} is for a recording, and there is none", param=f"outrider.{name}")
+
+
+def _audio_parts(message: Message) -> list[AudioPart]:
+    return [part for part in message.content if isinstance(part, AudioPart)]
+
+
+def _texts(message: Message) -> str:
+    """A message's text; parts become lines."""
+    if isinstance(message.content, str):
+        return message.content
+    return "\n".join(part.text for part in message.content if isinstance(part, TextPart))
+
+
+def _turn(at: int, message: Message) -> dict[str, str]:
+    text = _texts(message)
+    _check_text(text, f"messages.{at}.content")
+    return {"role": "system" if message.role == "developer" else message.role, "content": text}
+
+
+def _check_text(text: str, param: str) -> None:
+    """Refuse half a surrogate pair."""
+    try:
+        check_text(text)
+    except PromptError as error:
+        raise Refused(str(error), param=param) from error
+
+
+def _recording(request: ChatRequest, options: OutriderOptions, defaults: Defaults) -> Audio:
+    if not defaults.audio_seconds:
+        raise Refused(f"{defaults.edge} takes no audio: give an audio-language model as --edge", param="messages")
+    if len(request.messages) > 1 or request.messages[0].role != "user":
+        raise Refused(
+            "a recording comes in a conversation of one message, the user's: its prompt has no room for others",
+            param="messages",
+        )
+    message = request.messages[0]
+    found = _audio_parts(message)
+    if len(found) > 1:
+        raise Refused("one recording to a request", param="messages.0.content")
+    question = _texts(message).strip() or None
+    if question is not None:
+        _check_text(question, "messages.0.content")
+        if options.task is not None or options.lang is not None:
+            raise Refused(
+                "the text beside a recording says what to write, and so do outrider.task and lang: give one",
+                param="outrider.task" if options.task is not None else "outrider.lang",
+            )
+    wave, rate = decoded(found[0].input_audio.data, found[0].input_audio.format, defaults.audio_seconds)
+    task, lang = options.task or "default", options.lang or "en"
+    return Audio(wave, task, lang, rate, instruction=question)
+
+
+def decoded(data: str, kind: str, most_seconds: float) -> tuple[np.ndarray, int]:
+    """The waveform (float32 [samples, channels]) and the rate of a file in base64.
+
+    Raises:
+        Refused: it is not base64, or another format than is said.
+        AudioError: it is no recording, or longer than `most_seconds`.
+    """
+    import soundfile
+
+    where = "messages.0.content.input_audio"
+    try:
+        raw = base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise Refused(f"input_audio.data is not base64: {error}", param=f"{where}.data") from error
+    if not raw:
+        raise Refused("input_audio.data is empty", param=f"{where}.data")
+    try:
+        with soundfile.SoundFile(io.BytesIO(raw)) as file:
+            if file.format not in CONTAINERS[kind]:
+                raise Refused(f"input_audio.format is {kind}, the data is {file.format}", param=f"{where}.format")
+            _check_size(file, most_seconds)
+            return file.read(dtype="float32", always_2d=True), int(file.samplerate)
+    except (soundfile.LibsndfileError, RuntimeError) as error:
+        raise AudioError(f"the recording is not {kind} that can be read ({error})") from error
+
+
+def _check_size(file: Any, most_seconds: float) -> None:
+    """Before anything is unpacked: what a header claims, a small file can hold."""
+    seconds = file.frames / file.samplerate
+    if seconds > most_seconds:
+        raise AudioError(f"the recording lasts {seconds:.1f} s; at most {most_seconds:g} s are taken: split it")
+    if file.channels > MAX_CHANNELS or file.frames * file.channels > MOST_SAMPLES:
+        raise AudioError(
+            f"the recording has {file.channels} channels of {file.frames} samples; "
+            f"{MAX_CHANNELS} channels and {MOST_SAMPLES} samples in all are read"
+        )
+
+
+# Refusals ---------------------------------------------------------------------------------------------------
+
+
+def _refused(error: ValidationError, kind: type[Request], body: bytes) -> Refused:
+    """What is wrong, in our words: an unknown field first, else whatever lies deepest. No value is repeated."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    if errors[0]["type"] == "json_invalid":
+        reason = errors[0]["msg"].removeprefix("Invalid JSON: ")
+        return Refused(f"the body is no JSON that can be read: {reason}", code="invalid_json")
+    sent = from_json(body)  # by the same reader: what json reads differs
+    places = [_place(each["loc"], sent) for each in errors]
+    order = range(len(errors))
+    at = max(order, key=lambda n: (errors[n]["type"] == "extra_forbidden", len(places[n]), -n))
+    return _explained(errors[at]["type"], errors[at]["msg"], places[at], kind)
+
+
+def _explained(type_: str, message: str, place: list[str], kind: type[Request]) -> Refused:
+    name, path = (place[-1] if place else ""), ".".join(place)
+    if type_ == "missing":
+        return Refused(f"{path} is missing", param=path, code="missing")
+    if undone := next((step for step in place if step in UNDONE), None):
+        return Refused(f"{path}: not done: {UNDONE[undone]}", param=path, code="unsupported")
+    if type_ == "extra_forbidden":
+        return Refused(f"{path}: no such field{_known(place, kind)}", param=path, code="unknown_parameter")
+    if name == "role":
+        message = ROLES
+    elif type_.startswith("union_tag"):
+        message = PARTS
+    return Refused(f"{path or 'the body'}: {message}", param=path or None, code="invalid_value")
+
+
+def _place(loc: Sequence[int | str], sent: Any) -> list[str]:
+    """Where in the request an error is; the steps that are branches of our own types are left out."""
+    place: list[str] = []
+    for number, step in enumerate(loc, start=1):
+        inside = _inside(sent, step)
+        if inside is not None:
+            sent = inside[0]
+        elif number < len(loc) or not isinstance(sent, dict):
+            continue  # else it is a field that is missing
+        place.append(str(step))
+    return place
+
+
+def _inside(sent: Any, step: int | str) -> tuple[Any] | None:
+    if isinstance(sent, dict):
+        return (sent[step],) if step in sent else None
+    return (sent[step],) if isinstance(sent, list) and isinstance(step, int) and step < len(sent) else None
+
+
+def _known(place: list[str], kind: type[Request]) -> str:
+    if len(place) == 1:
+        return f"; there are {', '.join(sorted(kind.model_fields))}"
+    names = OutriderOptions.model_fields if place[0] == "outrider" and len(place) == 2 else ()
+    return f"; there are {', '.join(sorted(names))}" if names else ""

@@ -1,0 +1,262 @@
+"""Where requests come in: who is next, what becomes of a generation, and what becomes of it when its client leaves.
+
+Everything here belongs to the event loop, but for `Ticket.work`: that runs in a thread of a bounded pool, one for each
+generation. Events cross over in batches: those of one block come together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Any
+
+from outrider.api import StreamEvent
+from outrider.core.outcome import Result
+from outrider.edge.cancellation import Cancellation
+from outrider.errors import OutriderError, StateError
+from outrider.gateway.pool import Choice, Pool
+from outrider.prompts.chat import PromptLike
+
+log = logging.getLogger(__name__)
+
+RECENT = 32  # generations by which it is judged how long one takes
+BURST_S = 0.001  # what comes within it is told together
+UNKNOWN_S = 1.0  # what one is taken to last before any has ended
+
+
+class Busy(OutriderError):
+    """Too much is waiting already. retry_after_s: when a place in the queue is likely to be free."""
+
+    def __init__(self, reason: str, retry_after_s: float) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+
+
+class Ticket:
+    """One generation. Iterating gives batches of events: whatever has come since the last one.
+
+    `cancel` ends it: its engine slot and its cloud session are given back within moments, and iterating ends. Whoever
+    takes a ticket either reads it to its end or cancels it. A task that is cancelled while it reads cancels the ticket.
+
+    Raises (iterating): what the generation raised.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.started = loop.create_future()  # its prompt and settings can be used
+        self._loop, self._cancellation = loop, Cancellation()
+        self._events: deque[StreamEvent] = deque()
+        self._news = asyncio.Event()
+        self._telling = False  # the loop was told of events, and has not looked yet
+        self._outcome: Future[Result] | None = None
+
+    # In a thread of its own ---------------------------------------------------------------------------------
+
+    def work(self, pool: Pool, prompt: PromptLike, settings: dict[str, Any], choice: Choice) -> Result:
+        """Generate."""
+        self._cancellation.check()
+        with pool.lent(choice) as decoder:
+            stream = decoder.stream(prompt, cancellation=self._cancellation, **settings)
+            self._call(self._begin)
+            try:
+                while True:
+                    self._push(next(stream))
+                    self._cancellation.check()
+            except StopIteration as end:
+                result: Result = end.value
+                return result
+            finally:
+                stream.close()
+
+    def _push(self, event: StreamEvent) -> None:
+        self._events.append(event)
+        if not self._telling:
+            self._telling = True
+            self._call(self._tell)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        self._loop.call_soon_threadsafe(function)
+
+    # In the loop --------------------------------------------------------------------------------------------
+
+    @property
+    def result(self) -> Result:
+        """Once iterating has ended.
+
+        Raises:
+            StateError: it has not, or was cancelled.
+        """
+        if self._outcome is None or self._outcome.cancelled() or self._outcome.exception() is not None:
+            raise StateError("this generation has no result: it still runs, failed, or was cancelled")
+        return self._outcome.result()
+
+    def cancel(self) -> None:
+        """At any time; after the end it changes nothing."""
+        self._cancellation.cancel()
+
+    def end(self, outcome: Future[Result]) -> None:
+        """It has ended, one way or another."""
+        self._outcome = outcome
+        self._news.set()
+        error = outcome.exception()
+        if error is not None and not isinstance(error, (OutriderError, CancelledError)):
+            log.error("a generation failed", exc_info=error)
+        if error is not None and not self.started.done():
+            self.started.set_exception(error)
+
+    def __aiter__(self) -> Ticket:
+        return self
+
+    async def __anext__(self) -> list[StreamEvent]:
+        while not self._events and self._outcome is None:
+            self._news.clear()
+            try:
+                await self._news.wait()
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+        if self._events:
+            return [self._events.popleft() for _ in range(len(self._events))]
+        assert self._outcome is not None
+        error = self._outcome.exception()
+        if error is None or isinstance(error, CancelledError):
+            raise StopAsyncIteration
+        raise error
+
+    def _begin(self) -> None:
+        if not self.started.done():
+            self.started.set_result(None)
+
+    def _tell(self) -> None:
+        """Let a burst come to its end: woken by its first event, the loop would keep the others from coming."""
+        self._loop.call_later(BURST_S, self._show)
+
+    def _show(self) -> None:
+        self._telling = False
+        self._news.set()
+
+
+class Desk:
+    """Admits generations: at most `slots` run, and at most `queue` wait.
+
+    Clients take turns for what gets free, however much each of them asks; a client's own requests keep their order.
+    """
+
+    def __init__(self, pool: Pool, *, slots: int = 8, queue: int = 64) -> None:
+        self._pool, self._slots, self._queue = pool, slots, queue
+        self._threads = ThreadPoolExecutor(slots, "outrider-generation")
+        self._free = slots
+        self._lines: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # whose turn it is comes first
+        self._running: set[Ticket] = set()
+        self._durations: deque[float] = deque(maxlen=RECENT)  # s
+        self._closed = False
+        self._ended = asyncio.Event()
+
+    @property
+    def active(self) -> int:
+        """Generations that run."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no slot yet."""
+        return sum(map(len, self._lines.values()))
+
+    async def start(self, client: str, prompt: PromptLike, settings: dict[str, Any], choice: Choice) -> Ticket:
+        """Wait for a slot, and begin. Being cancelled leaves the queue, or ends what has begun.
+
+        Raises:
+            Busy: the queue is full, or this desk is being closed.
+            InputError: the prompt, a setting or the choice cannot be used; nothing was computed.
+            CloudError: the cloud is not there, and that was not to be got over, or it says no.
+        """
+        await self._admission(client)
+        ticket = self._run(prompt, settings, choice)
+        try:
+            await ticket.started
+        except asyncio.CancelledError:
+            ticket.cancel()
+            raise
+        except CancelledError:
+            raise self._busy("this gateway is going down") from None
+        return ticket
+
+    async def close(self) -> None:
+        """End all, and wait until they have ended."""
+        self._closed = True
+        lines, self._lines = self._lines, OrderedDict()
+        for place in [place for line in lines.values() for place in line if not place.done()]:
+            place.set_exception(self._busy("this gateway is going down"))
+        for ticket in self._running:
+            ticket.cancel()
+        while self._running:
+            self._ended.clear()
+            await self._ended.wait()
+        await asyncio.to_thread(self._threads.shutdown)
+
+    # Slots --------------------------------------------------------------------------------------------------
+
+    async def _admission(self, client: str) -> None:
+        """Take a slot, at once or when it is this client's turn."""
+        if not self._free and not self._closed:
+            await self._queued(client)
+        else:
+            self._free -= 1
+        if self._closed:
+            self._release()
+            raise self._busy("this gateway is going down")
+
+    async def _queued(self, client: str) -> None:
+        if self.waiting >= self._queue:
+            raise self._busy(f"{self.active} requests are being answered, and {self.waiting} wait: try again later")
+        place = asyncio.get_running_loop().create_future()
+        self._lines.setdefault(client, deque()).append(place)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if not place.cancelled() and place.exception() is None:  # it was called a moment ago
+                self._release()
+            self._leave(client, place)
+            raise
+
+    def _leave(self, client: str, place: asyncio.Future[None]) -> None:
+        line = self._lines.get(client)
+        if line is not None and place in line:
+            line.remove(place)
+            if not line:
+                del self._lines[client]
+
+    def _release(self) -> None:
+        """A slot is free: for the next client's next request."""
+        self._free += 1
+        while self._free and self._lines:
+            client, line = self._lines.popitem(last=False)
+            place = line.popleft()
+            if line:
+                self._lines[client] = line
+            if not place.done():
+                self._free -= 1
+                place.set_result(None)
+
+    def _busy(self, reason: str) -> Busy:
+        usual = sum(self._durations) / len(self._durations) if self._durations else UNKNOWN_S
+        return Busy(reason, usual / self._slots)
+
+    # Running ------------------------------------------------------------------------------------------------
+
+    def _run(self, prompt: PromptLike, settings: dict[str, Any], choice: Choice) -> Ticket:
+        loop = asyncio.get_running_loop()
+        ticket, began = Ticket(loop), loop.time()
+        self._running.add(ticket)
+        outcome = self._threads.submit(ticket.work, self._pool, prompt, settings, choice)
+        outcome.add_done_callback(lambda done: loop.call_soon_threadsafe(self._end, ticket, done, began))
+        return ticket
+
+    def _end(self, ticket: Ticket, outcome: Future[Result], began: float) -> None:
+        self._durations.append(asyncio.get_running_loop().time() - began)
+        self._running.discard(ticket)
+        ticket.end(outcome)
+        self._release()
+        self._ended.set()

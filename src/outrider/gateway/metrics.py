@@ -1,0 +1,77 @@
+"""What the gateway counts, for Prometheus. Each method is named by what happened; nothing here decides anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from outrider.core.outcome import Result
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class Metrics:
+    """One gateway's figures, in a registry of their own. active, waiting: asked for when the figures are."""
+
+    def __init__(self, active: Callable[[], int], waiting: Callable[[], int], slots: int) -> None:
+        self.registry = CollectorRegistry()
+        gauges: Mapping[str, tuple[str, Callable[[], float]]] = {
+            "outrider_edge_active": ("generations that run now", active),
+            "outrider_edge_waiting": ("requests that wait for a slot", waiting),
+            "outrider_edge_slots": ("generations that may run at once", lambda: slots),
+        }
+        for name, (about, value) in gauges.items():
+            Gauge(name, about, registry=self.registry).set_function(value)
+        self._requests = self._counter("outrider_edge_requests", "answers by endpoint and status", "path", "status")
+        self._gone = self._counter("outrider_edge_disconnects", "clients that left before their answer's end")
+        self._prompt = self._counter("outrider_edge_prompt_tokens", "tokens of prompts")
+        self._tokens = self._counter("outrider_edge_tokens", "tokens generated, by who decided them", "source")
+        self._guarantees = self._counter("outrider_edge_results", "answers by guarantee", "guarantee")
+        self._blocks = self._counter("outrider_edge_blocks", "blocks drafted")
+        self._escalated = self._counter("outrider_edge_escalated", "blocks that were verified")
+        self._verified = self._counter("outrider_edge_verified", "drafted tokens that a verdict decided")
+        self._bytes = self._counter("outrider_edge_cloud_bytes", "bytes to and from the cloud", "direction", "kind")
+        self._lost = self._counter("outrider_edge_cloud_lost", "answers that went on without the cloud")
+        self._ttft = self._histogram("outrider_edge_ttft_seconds", "from the start to the first token that counts")
+        self._total = self._histogram("outrider_edge_seconds", "of a generation")
+        self._queue = self._histogram("outrider_edge_queue_seconds", "wait for a slot")
+
+    def answered(self, path: str, status: int) -> None:
+        """An answer has begun. `path` is one of ours: every new one is a new series."""
+        self._requests.labels(path, str(status)).inc()
+
+    def left(self) -> None:
+        self._gone.inc()
+
+    def queued(self, seconds: float) -> None:
+        """A request got its slot after this long."""
+        self._queue.observe(seconds)
+
+    def generated(self, result: Result) -> None:
+        """A generation came to its end."""
+        stats = result.stats
+        self._prompt.inc(result.prompt_tokens)
+        for source in set(result.sources):
+            self._tokens.labels(source.value).inc(result.sources.count(source))
+        self._guarantees.labels(result.guarantee).inc()
+        self._blocks.inc(stats.blocks)
+        self._escalated.inc(stats.escalated)
+        self._verified.inc(stats.verified)
+        self._lost.inc(stats.cloud_lost)
+        for direction, kinds in result.ledger.items():
+            for kind, size in kinds.items():
+                self._bytes.labels(direction, kind).inc(size)
+        self._ttft.observe(stats.ttft_s)
+        self._total.observe(stats.total_s)
+
+    def text(self) -> bytes:
+        """The figures in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _histogram(self, name: str, about: str) -> Histogram:
+        return Histogram(name, about, buckets=SECONDS, registry=self.registry)
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        """prometheus_client adds the `_total`."""
+        return Counter(name, about, labels, registry=self.registry)

@@ -1,0 +1,223 @@
+// The live page of `outrider edge`: starts runs, and shows what becomes of them.
+
+import { asked, prepare } from "./input.js";
+import { Panel } from "./panel.js";
+import { chunks, reach, Refusal } from "./stream.js";
+import { canTogether, choice, decoding, fill, refresh, shownGate, way } from "./settings.js";
+import { hide, isShown } from "./tip.js";
+import { agreement } from "./tokens.js";
+
+const by = (id) => document.getElementById(id);
+const TITLES = { speculative: "Together", "edge-only": "Edge alone", "cloud-only": "Cloud alone" };
+let key = "";
+let model = "";
+let running = null; // the AbortController of what runs
+let panels = [];
+
+// Starting ------------------------------------------------------------------------------------------------------
+
+async function start() {
+  try {
+    const info = await (await reach("v1/outrider", { key })).json();
+    const models = await (await reach("v1/models", { key })).json();
+    const clips = info.audio ? await (await reach("demo/clips", { key })).json() : [];
+    model = models.data[0].id;
+    by("key-form").hidden = true;
+    by("edge-name").textContent = info.edge;
+    [by("cloud-name").textContent, by("cloud-place").textContent] = [...info.cloud.split(" at "), ""];
+    by("version").textContent = info.version;
+    fill(info);
+    prepare({ hears: info.audio, clips, fetchClip, run: runOne, fail: say });
+    by("compare").disabled = !canTogether();
+    if (!canTogether())
+      by("compare-reason").textContent = "Compare needs an edge and a cloud. Ctrl+Enter runs, Escape stops.";
+    say("");
+  } catch (problem) {
+    failed(problem);
+  }
+}
+
+const fetchClip = async (url) => (await reach(url, { key })).arrayBuffer();
+
+function say(words) {
+  by("status").textContent = words;
+  by("status").classList.toggle("bad", false);
+}
+
+function failed(problem) {
+  if (problem instanceof Refusal && problem.status === 401) askKey();
+  say(problem.message);
+  by("status").classList.toggle("bad", true);
+}
+
+function askKey() {
+  by("key-form").hidden = false;
+  by("key").focus();
+}
+
+by("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  key = by("key").value.trim();
+  start();
+});
+
+// Running -------------------------------------------------------------------------------------------------------
+
+function open(list, side) {
+  panels.forEach((panel) => panel.leave());
+  panels = list;
+  hide();
+  by("panels").className = side ? "side" : "";
+  by("differs").hidden = !side;
+  by("panels").replaceChildren(...list.map((panel) => panel.element));
+  reveal();
+}
+
+/** On a phone, and from the settings, what runs can be out of sight. */
+function reveal() {
+  const { top } = by("panels").getBoundingClientRect();
+  if (top >= 0 && top < innerHeight * 0.7) return;
+  const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  by("output").scrollIntoView({ block: "start", behavior: still ? "instant" : "smooth" });
+}
+
+/** One run at a time: what still runs is stopped first. work: called with the signal that stops it. */
+async function guarded(work) {
+  if (!model) {
+    await start(); // the gateway did not answer when the page was loaded
+    return;
+  }
+  if (running) running.abort();
+  const own = new AbortController();
+  running = own;
+  by("stop").setAttribute("aria-disabled", "false");
+  by("output").setAttribute("aria-busy", "true");
+  by("said").textContent = "";
+  say("Running");
+  try {
+    await work(own.signal);
+    if (running === own) say("Done");
+  } catch (problem) {
+    if (running !== own) return;
+    if (problem.name === "AbortError") say("Stopped");
+    else failed(problem);
+  } finally {
+    if (running === own) rest();
+  }
+}
+
+function rest() {
+  running = null;
+  by("stop").setAttribute("aria-disabled", "true");
+  by("output").setAttribute("aria-busy", "false");
+}
+
+/** Stream one completion into a panel. Throws what ended it early, after the panel has said it. */
+async function stream(panel, input, of, signal) {
+  const body = { model, ...input.fields, ...decoding(), stream: true, outrider: { ...choice(of), ...input.own } };
+  showRequest(input.path, body);
+  panel.began = performance.now();
+  let end = null;
+  try {
+    for await (const chunk of chunks(input.path, { key, signal, body: JSON.stringify(body) })) {
+      const own = chunk.outrider || {};
+      if (own.tokens) panel.take(own.tokens);
+      if (own.stats) end = own;
+    }
+  } catch (problem) {
+    if (problem.name === "AbortError") panel.stopped();
+    else panel.fail(problem.message);
+    throw problem;
+  }
+  panel.finish(end);
+}
+
+function runOne() {
+  return guarded(async (signal) => {
+    const input = await asked();
+    signal.throwIfAborted(); // another run has taken the place meanwhile
+    decoding();
+    const panel = new Panel(`${TITLES[way()]}: ${input.about}`, "", shownGate(way()));
+    open([panel], false);
+    await stream(panel, input, way(), signal);
+    by("said").textContent = `${panel.tokens.text} (${panel.end.guarantee}. ${panel.meaning})`;
+  });
+}
+
+// Comparing -----------------------------------------------------------------------------------------------------
+
+const ORDER = ["cloud-only", "edge-only", "speculative"]; // the others are compared with the cloud's text
+
+function runAll() {
+  return guarded(async (signal) => {
+    const input = await asked();
+    signal.throwIfAborted(); // another run has taken the place meanwhile
+    const about = { speculative: `Together, gate ${choice("speculative").gate}` };
+    const made = Object.fromEntries(["edge-only", "speculative", "cloud-only"].map((of) => {
+      return [of, new Panel(about[of] || TITLES[of], "waiting for its turn", shownGate(of))];
+    }));
+    open(Object.values(made), true);
+    for (const of of ORDER) {
+      say(`Running one after another, so that their times compare: ${TITLES[of].toLowerCase()}`);
+      made[of].state("running");
+      await streamOrSay(made[of], input, of, signal);
+    }
+    compareAll(made);
+  });
+}
+
+/** A column that fails says so itself, and the others go on. */
+async function streamOrSay(panel, input, of, signal) {
+  try {
+    await stream(panel, input, of, signal);
+  } catch (problem) {
+    if (problem.name === "AbortError" || problem.status === 401) throw problem;
+  }
+}
+
+function compareAll(made) {
+  const cloud = made["cloud-only"];
+  const said = [];
+  for (const of of ["edge-only", "speculative"]) {
+    const panel = made[of];
+    if (!panel.end || !cloud.end) continue;
+    const same = agreement(panel.tokens, cloud.tokens);
+    const words = `${same} of ${panel.tokens.list.length} tokens as the cloud alone writes them`;
+    panel.draw();
+    panel.state(words);
+    said.push(`${panel.title}: ${words}.`);
+  }
+  if (cloud.end) cloud.state(`${cloud.tokens.list.length} tokens, which the others are compared with`);
+  by("said").textContent = said.join(" ");
+}
+
+function showRequest(path, body) {
+  const short = JSON.stringify(body, (name, value) => {
+    return name === "data" && value.length > 60 ? `${value.slice(0, 40)}… (${value.length} characters)` : value;
+  }, 2);
+  by("sent").hidden = false;
+  by("sent-body").textContent = `POST ${new URL(path, document.baseURI).pathname}\n${short}`;
+}
+
+// Keys and buttons ----------------------------------------------------------------------------------------------
+
+function stop() {
+  if (running) running.abort();
+}
+
+by("run").addEventListener("click", runOne);
+by("again").addEventListener("click", runOne);
+by("compare").addEventListener("click", runAll);
+by("stop").addEventListener("click", stop);
+document.addEventListener("keydown", (event) => {
+  const field = event.target.matches("input:not([type=checkbox], [type=radio], [type=file], #key)");
+  if (event.key === "Enter" && !event.isComposing && (event.ctrlKey || event.metaKey || field)) {
+    event.preventDefault();
+    runOne();
+  } else if (event.key === "Escape") {
+    if (isShown()) hide();
+    else stop();
+  }
+});
+refresh();
+start();

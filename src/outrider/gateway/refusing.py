@@ -1,0 +1,76 @@
+"""What is said to a client whose request cannot be answered: OpenAI's error shape, and the status that goes with it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.errors import CloudLost, CloudRefused, DecodingError, InputError, OutriderError
+from outrider.gateway.desk import Busy
+
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+CLOUD = "cloud_error"
+
+
+class Refused(InputError):
+    """A request that is refused before anything is computed.
+
+    status: HTTP's. param: the field that is to blame, as in "messages.0.content". code: OpenAI's word for the reason.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param, self.code, self.status = param, code, status
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An answer that is an error."""
+
+    status: int
+    message: str
+    type: str = INVALID
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def encoded(self) -> bytes:
+        """The body; text that is none (half a surrogate pair) is shown escaped."""
+        return json.dumps(self.body(), ensure_ascii=False).encode("utf-8", "backslashreplace")
+
+
+def refusal(error: OutriderError) -> Refusal:
+    """What a client is told of an error of ours."""
+    text = str(error)
+    if isinstance(error, Refused):
+        kind = INVALID if error.status < 500 else SERVER
+        return Refusal(error.status, text, kind, param=error.param, code=error.code, headers=_challenge(error.status))
+    if isinstance(error, Busy):
+        wait = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+        return Refusal(429, text, type="rate_limit_error", code="rate_limit_exceeded", headers=wait)
+    if isinstance(error, InputError):
+        return Refusal(400, text, code="unusable")
+    if isinstance(error, DecodingError):  # every token banned: by the request's own settings
+        return Refusal(400, text, code="nothing_to_choose")
+    if isinstance(error, CloudLost):
+        return Refusal(503, text, type=CLOUD, code="cloud_lost", headers={"Retry-After": "1"})
+    if isinstance(error, CloudRefused):
+        return Refusal(503, text, type=CLOUD, code="cloud_refused")
+    return Refusal(500, f"{type(error).__name__}: {text}", type=SERVER, code="internal")
+
+
+def plain(status: int, message: str) -> Refusal:
+    """A refusal of HTTP's own: an unknown path, another method."""
+    codes = {404: "not_found", 405: "method_not_allowed"}
+    return Refusal(status, message, type=INVALID if status < 500 else SERVER, code=codes.get(status))
+
+
+def _challenge(status: int) -> dict[str, str]:
+    return {"WWW-Authenticate": "Bearer"} if status == 401 else {}

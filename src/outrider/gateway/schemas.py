@@ -1,0 +1,215 @@
+"""What is read: requests of the OpenAI API, field by field, and what becomes of the fields that we do not do.
+
+Nothing is ignored: a field that is not here is refused by name, and one that is here only for the value that asks for
+nothing (`n` 1, `tools` empty) is refused at any other, with `UNDONE` saying what it would need.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from outrider.config import SEED_LIMIT, DriverName, OnCloudLoss, OnLoop, Privacy, Scope
+from outrider.gateway.pool import Way
+
+MODEL: Final = "outrider"  # the pair, under the one name that requests give it
+LONGEST_WORD = 256  # characters of a gate, an acceptance rule, a network
+MOST_STOPS = 16
+AudioFormat = Literal["wav", "mp3", "flac", "ogg", "aiff"]
+
+_TOOLS = "function calls need a model and a chat template made for them, and a reader of what the model then writes"
+_PENALTY = (
+    "a penalty that counts occurrences must be applied on both sides and by every verifier, which ours cannot yet: "
+    "only 0 is taken; outrider.repetition_penalty and outrider.no_repeat_ngram_size are there against repetition"
+)
+UNDONE: Final[dict[str, str]] = {
+    "n": "one answer to a request: send it again, with another seed",
+    "best_of": "one answer to a request: send it again, with another seed",
+    "frequency_penalty": _PENALTY,
+    "presence_penalty": _PENALTY,
+    "logprobs": "the target's log-probabilities do not travel with verdicts; outrider.tokens reports the drafter's",
+    "top_logprobs": "the target's log-probabilities do not travel with verdicts; outrider.tokens reports the drafter's",
+    "logit_bias": "only -100, which bans a token, is done on both sides: a bias is no constraint of the decoder",
+    "tools": _TOOLS,
+    "tool_choice": _TOOLS,
+    "parallel_tool_calls": _TOOLS,
+    "functions": _TOOLS,
+    "function_call": _TOOLS,
+    "tool_calls": _TOOLS,
+    "response_format": "only text: JSON would need a grammar that constrains drafter and verifier alike",
+    "modalities": "only text: the models write, and do not speak",
+    "audio": "the models write, and do not speak",
+    "prediction": "the drafter predicts: there is no second source of drafts",
+    "reasoning_effort": "the models do not reason apart from their answer",
+    "verbosity": "say it in the prompt; for captions outrider.task is default, detailed or concise",
+    "web_search_options": "nothing is looked up",
+    "moderation": "nothing is judged but tokens",
+    "store": "nothing is kept",
+    "service_tier": "there is one tier: auto or default",
+    "echo": "the answer holds generated text only: put the prompt before it",
+    "suffix": "the models continue a text, and do not fill it in",
+    "name": "chat templates know roles, not names: say it in the content",
+    "prompt_cache_options": "prompts are not cached between requests",
+    "prompt_cache_retention": "prompts are not cached between requests",
+}
+UNUSED: Final = ("user", "safety_identifier", "metadata", "prompt_cache_key")  # they ask nothing of the answer
+ROLES = "a role is system, developer, user or assistant: a tool's answers need function calls, which are not done"
+PARTS = "a part is text or input_audio: the models read text and recordings"
+
+
+class Read(BaseModel):
+    """What every object of a request keeps to: no other fields, no conversions, no infinities."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _undone(name: str) -> Any:
+    """What to say of a field that is there for the value that asks for nothing."""
+    return Field(description=UNDONE[name])
+
+
+Zero = Annotated[float, Field(ge=0, le=0)]
+One = Annotated[int, Field(ge=1, le=1)]
+TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Ban = Annotated[float, Field(ge=-100, le=-100)]
+Word = Annotated[str, Field(max_length=LONGEST_WORD)]
+Count = Annotated[int, Field(ge=0, le=2**31)]
+Positive = Annotated[int, Field(ge=1, le=2**31)]
+BlockLength = Annotated[int, Field(ge=1, le=64)] | Literal["auto"]
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class OutriderOptions(Read):
+    """What OpenAI's API has no field for. What is left out is as the command line said."""
+
+    way: Way | None = Field(default=None, description="speculative, edge-only, or cloud-only")
+    gate: Word | None = Field(
+        default=None, description="which blocks are verified: always, never, entropy:1.5, trigger:…"
+    )
+    k: BlockLength | None = Field(default=None, description="tokens per block, or auto")
+    accept: Word | None = Field(default=None, description="exact, residual, rank:N, margin:D or typical:E")
+    scope: Scope | None = None
+    on_loop: OnLoop | None = None
+    driver: DriverName | None = None
+    on_cloud_loss: OnCloudLoss | None = None
+    privacy: Privacy | None = Field(default=None, description="the most that leaves the edge")
+    net: Word | None = Field(default=None, description="an emulated network: none, rtt=50ms,bw=2Mbit, or cut")
+    provisional: bool | None = Field(default=None, description="report drafted tokens too, before their verdict")
+    tokens: bool | None = Field(default=None, description="report each token, and who decided it")
+    task: Literal["default", "detailed", "concise"] | None = Field(
+        default=None, description="the caption task of a recording"
+    )
+    lang: Literal["en", "zh"] | None = Field(default=None, description="the caption's language")
+    top_k: Count | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    no_repeat_ngram_size: Count | None = None
+    sentences: Positive | None = Field(default=None, description="end after so many complete sentences")
+    min_new_tokens: Count | None = None
+    ignore_eos: bool | None = None
+
+
+class StreamOptions(Read):
+    include_usage: bool | None = Field(default=None, description="a last chunk with the usage")
+    include_obfuscation: Literal[False] | None = Field(default=None, description="chunks are not padded")
+
+
+class ResponseFormat(Read):
+    type: Literal["text"]
+
+
+class Request(Read):
+    """The fields that both kinds of completion have."""
+
+    # Another name is 404, as OpenAI's clients expect, and no invalid value: hence no Literal.
+    model: str = Field(description="the one of GET /v1/models", json_schema_extra={"enum": [MODEL]})
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Positive | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = Field(default=None, description="0, greedy, unless said")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=SEED_LIMIT)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    n: Annotated[One | None, _undone("n")] = None
+    frequency_penalty: Annotated[Zero | None, _undone("frequency_penalty")] = None
+    presence_penalty: Annotated[Zero | None, _undone("presence_penalty")] = None
+    logit_bias: Annotated[dict[TokenKey, Ban] | None, _undone("logit_bias")] = None
+    user: Word | None = Field(default=None, description="not used: nothing is kept about users")
+    outrider: OutriderOptions | None = None
+
+
+class TextPart(Read):
+    type: Literal["text"]
+    text: str
+
+
+class InputAudio(Read):
+    data: str = Field(description="the file, in base64")
+    format: AudioFormat
+
+
+class AudioPart(Read):
+    type: Literal["input_audio"]
+    input_audio: InputAudio
+
+
+Part = Annotated[TextPart | AudioPart, Field(discriminator="type")]
+
+
+class Message(Read):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[Part], Field(min_length=1)]
+    name: Annotated[None, _undone("name")] = None
+    refusal: None = None
+    audio: Annotated[None, _undone("audio")] = None
+    tool_calls: Annotated[Annotated[list[None], Field(max_length=0)] | None, _undone("tool_calls")] = None
+    function_call: Annotated[None, _undone("function_call")] = None
+    annotations: Annotated[list[None], Field(max_length=0)] | None = None
+
+
+class ChatRequest(Request):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Positive | None = None
+    logprobs: Annotated[Literal[False] | None, _undone("logprobs")] = None
+    top_logprobs: Annotated[Annotated[int, Field(ge=0, le=0)] | None, _undone("top_logprobs")] = None
+    tools: Annotated[Annotated[list[None], Field(max_length=0)] | None, _undone("tools")] = None
+    tool_choice: Annotated[Literal["none", "auto"] | None, _undone("tool_choice")] = None
+    parallel_tool_calls: Annotated[None, _undone("parallel_tool_calls")] = None
+    functions: Annotated[Annotated[list[None], Field(max_length=0)] | None, _undone("functions")] = None
+    function_call: Annotated[Literal["none", "auto"] | None, _undone("function_call")] = None
+    response_format: Annotated[ResponseFormat | None, _undone("response_format")] = None
+    modalities: Annotated[Annotated[list[Literal["text"]], Field(max_length=1)] | None, _undone("modalities")] = None
+    audio: Annotated[None, _undone("audio")] = None
+    prediction: Annotated[None, _undone("prediction")] = None
+    reasoning_effort: Annotated[Literal["none"] | None, _undone("reasoning_effort")] = None
+    verbosity: Annotated[Literal["medium"] | None, _undone("verbosity")] = None
+    web_search_options: Annotated[None, _undone("web_search_options")] = None
+    moderation: Annotated[None, _undone("moderation")] = None
+    store: Annotated[Literal[False] | None, _undone("store")] = None
+    service_tier: Annotated[Literal["auto", "default"] | None, _undone("service_tier")] = None
+    prompt_cache_options: Annotated[None, _undone("prompt_cache_options")] = None
+    prompt_cache_retention: Annotated[None, _undone("prompt_cache_retention")] = None
+    safety_identifier: Word | None = Field(default=None, description="not used: nothing is kept about users")
+    prompt_cache_key: Word | None = Field(default=None, description="not used: prompts are not cached between requests")
+    metadata: dict[Word, str] | None = Field(default=None, description="not used: nothing is kept")
+
+
+Ids = Annotated[list[Annotated[int, Field(ge=0, le=2**31)]], Field(min_length=1)]
+
+
+class CompletionRequest(Request):
+    """`POST /v1/completions`. prompt: a text, or token ids; a list of one of either is taken too."""
+
+    prompt: (
+        str
+        | Ids
+        | Annotated[list[str], Field(min_length=1, max_length=1)]
+        | Annotated[list[Ids], Field(min_length=1, max_length=1)]
+    )
+    best_of: Annotated[One | None, _undone("best_of")] = None
+    echo: Annotated[Literal[False] | None, _undone("echo")] = None
+    logprobs: Annotated[None, _undone("logprobs")] = None
+    suffix: Annotated[None, _undone("suffix")] = None

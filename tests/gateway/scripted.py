@@ -1,0 +1,152 @@
+"""A desk that plays scripts instead of models, and a gateway around it on a free port, in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+
+from outrider.api import StreamEvent
+from outrider.core.outcome import Result, Stats
+from outrider.core.sequence import Source
+from outrider.core.stopping import Reason
+from outrider.gateway.access import Access
+from outrider.gateway.app import Shown, create_app, overview
+from outrider.gateway.asking import Defaults
+from outrider.gateway.exchange import Gateway
+from outrider.gateway.metrics import Metrics
+from outrider.gateway.server import bound
+
+
+def event(
+    index: int, text: str, kind: str = "confirmed", source: Source = Source.ACCEPTED, token: int | None = None
+) -> StreamEvent:
+    return StreamEvent(kind, index, 100 + index if token is None else token, text, source, None)  # type: ignore[arg-type]
+
+
+def spoken(*texts: str) -> list[list[StreamEvent]]:
+    """Each text as a confirmed token, each in a batch of its own."""
+    return [[event(index, text)] for index, text in enumerate(texts)]
+
+
+def result_of(text: str, tokens: int, reason: Reason = "eos") -> Result:
+    sources = [Source.ACCEPTED] * tokens
+    stats = Stats(rounds=1, blocks=1, escalated=1, verified=tokens, ttft_s=0.01, total_s=0.05)
+    stats.count_sources(sources)
+    return Result(text, [100 + n for n in range(tokens)], reason, "exact", 7, stats, sources)
+
+
+@dataclass
+class Script:
+    """What one generation does: its batches, a pause before each, then a result or an error."""
+
+    batches: Sequence[list[StreamEvent]] = field(default_factory=lambda: spoken("a", " b", " c"))
+    end: Result | Exception = field(default_factory=lambda: result_of("a b c", 3))
+    pause: float = 0.0
+    refusal: Exception | None = None  # of the desk, before it begins
+
+
+class ScriptedTicket:
+    def __init__(self, script: Script, gone: Callable[[ScriptedTicket], None]) -> None:
+        self._script, self._gone = script, gone
+        self._left = list(script.batches)
+        self.cancelled_after: int | None = None  # batches that were given
+
+    def __aiter__(self) -> ScriptedTicket:
+        return self
+
+    async def __anext__(self) -> list[StreamEvent]:
+        await asyncio.sleep(self._script.pause)
+        if self._left:
+            return self._left.pop(0)
+        self._gone(self)
+        if isinstance(self._script.end, Exception):
+            raise self._script.end
+        raise StopAsyncIteration
+
+    @property
+    def result(self) -> Result:
+        assert isinstance(self._script.end, Result)
+        return self._script.end
+
+    def cancel(self) -> None:
+        if self.cancelled_after is None:
+            self.cancelled_after = len(self._script.batches) - len(self._left)
+        self._gone(self)
+
+
+class ScriptedDesk:
+    """The interface of `outrider.gateway.desk.Desk`. asked: what `start` was given."""
+
+    waiting = 0
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.asked: list[tuple[str, Any, dict[str, Any], Any]] = []
+        self.tickets: list[ScriptedTicket] = []
+        self._running: list[ScriptedTicket] = []
+
+    @property
+    def active(self) -> int:
+        return len(self._running)
+
+    async def start(self, client: str, prompt: Any, settings: dict[str, Any], choice: Any) -> ScriptedTicket:
+        self.asked.append((client, prompt, settings, choice))
+        if self.script.refusal is not None:
+            raise self.script.refusal
+        ticket = ScriptedTicket(self.script, self._gone)
+        self.tickets.append(ticket)
+        self._running.append(ticket)
+        return ticket
+
+    def _gone(self, ticket: ScriptedTicket) -> None:
+        if ticket in self._running:
+            self._running.remove(ticket)
+
+    async def close(self) -> None:
+        for ticket in list(self._running):
+            ticket.cancel()
+
+
+@dataclass
+class Running:
+    """A gateway that serves."""
+
+    url: str
+    desk: ScriptedDesk
+    app: Any
+
+
+@contextmanager
+def serving(
+    script: Script | None = None,
+    access: Access | None = None,
+    defaults: Defaults | None = None,
+    origins: tuple[str, ...] = (),
+) -> Iterator[Running]:
+    """A gateway on loopback whose desk plays the script."""
+    desk = ScriptedDesk(script or Script())
+    defaults = defaults or Defaults(edge="scripted")
+    metrics = Metrics(lambda: desk.active, lambda: desk.waiting, 8)
+    gateway = Gateway(desk, access or Access(), defaults, metrics)  # type: ignore[arg-type]
+    app = create_app(gateway, Shown(overview(defaults, "none", 8), origins))
+    with bound("127.0.0.1", 0) as on:
+        server = uvicorn.Server(
+            uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1)
+        )
+        thread = threading.Thread(target=server.run, args=([on],))
+        thread.start()
+        try:
+            while not server.started:
+                assert thread.is_alive()
+                threading.Event().wait(0.005)
+            yield Running(f"http://127.0.0.1:{on.getsockname()[1]}", desk, app)
+        finally:
+            server.should_exit = True
+            thread.join(10)
+            assert not thread.is_alive()

@@ -1,0 +1,300 @@
+"""The HTTP contract, with scripts in the models' place: statuses, streams, refusals, and clients that leave."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from gateway.scripted import Running, Script, event, result_of, serving, spoken
+from outrider import errors
+from outrider.cloud.security import Tokens
+from outrider.errors import CloudLost, CloudRefused, DecodingError, OutriderError, PromptError, StateError
+from outrider.gateway import replies
+from outrider.gateway.access import Access, check_listen, known_hosts
+from outrider.gateway.desk import Busy
+from outrider.gateway.refusing import refusal
+from outrider.gateway.server import bound
+
+KEY = "a-key-that-is-long-enough"
+HELLO: dict[str, Any] = {"model": "outrider", "messages": [{"role": "user", "content": "hello"}]}
+JSON = {"content-type": "application/json"}
+
+
+clients: list[openai.OpenAI] = []
+
+
+def client(running: Running, key: str = "none") -> openai.OpenAI:
+    clients.append(openai.OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0))
+    return clients[-1]
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    while clients:
+        clients.pop().close()
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Running]:
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Tokens:
+    (tmp_path / "keys").write_text(f"me {KEY}\n")
+    (tmp_path / "keys").chmod(0o600)
+    return Tokens.load(tmp_path / "keys")
+
+
+# Facts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "reply"),
+    [
+        ("/health", replies.Health),
+        ("/v1/models", replies.Models),
+        ("/v1/models/outrider", replies.Model),
+        ("/v1/outrider", replies.Overview),
+    ],
+)
+def test_facts_are_what_the_document_says(plain: Running, path: str, reply: type[replies.Reply]) -> None:
+    assert reply.model_validate_json(httpx2.get(plain.url + path).content)
+
+
+def test_the_bundled_clips_are_listed_and_served(plain: Running) -> None:
+    clips = [replies.Clip.model_validate(clip) for clip in httpx2.get(f"{plain.url}/demo/clips").json()]
+    assert len(clips) == 12
+    assert httpx2.get(plain.url + clips[0].url).content.startswith(b"OggS")
+    assert httpx2.get(f"{plain.url}/demo/clips/clips.json").status_code == 404
+    assert httpx2.get(f"{plain.url}/demo/clips/..%2f..%2fMODEL_CARD.md").status_code == 404
+
+
+def test_the_page_may_ask_no_other_host(plain: Running) -> None:
+    policy = httpx2.get(f"{plain.url}/").headers["content-security-policy"]
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules.pop("default-src") == "'none'"
+    assert set(rules.values()) <= {"'self'", "'none'"}, "nothing inline, nobody else"
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nothing", 404), ("GET", "/v1/completions", 405)])
+def test_http_s_own_refusals_have_openai_s_shape(plain: Running, method: str, path: str, status: int) -> None:
+    reply = httpx2.request(method, plain.url + path)
+    assert reply.status_code == status
+    assert replies.ErrorReply.model_validate_json(reply.content)
+
+
+def test_figures_count_answers_and_tokens() -> None:
+    with serving() as running:
+        client(running).chat.completions.create(**HELLO)
+        with pytest.raises(openai.NotFoundError):
+            client(running).chat.completions.create(**{**HELLO, "model": "x"})
+        figures = httpx2.get(f"{running.url}/metrics").text
+    assert 'outrider_edge_requests_total{path="/v1/chat/completions",status="200"} 1.0' in figures
+    assert 'outrider_edge_requests_total{path="/v1/chat/completions",status="404"} 1.0' in figures
+    assert 'outrider_edge_tokens_total{source="accepted"} 3.0' in figures
+
+
+# Errors -----------------------------------------------------------------------------------------------------
+
+
+def leaves(kind: type[OutriderError]) -> list[type[OutriderError]]:
+    return [kind, *(leaf for each in kind.__subclasses__() for leaf in leaves(each))]
+
+
+@pytest.mark.parametrize("kind", [each for each in leaves(OutriderError) if each.__module__ == errors.__name__])
+def test_every_error_has_a_status_of_its_own_and_none_from_bad_input_is_a_server_s(kind: type[OutriderError]) -> None:
+    said = refusal(kind("a reason"))
+    assert replies.ErrorReply.model_validate(said.body())
+    if issubclass(kind, errors.InputError | DecodingError):
+        assert said.status == 400
+    assert (said.type == "cloud_error") == issubclass(kind, CloudLost | CloudRefused)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (PromptError("too long"), openai.BadRequestError),
+        (Busy("full", 2.2), openai.RateLimitError),
+        (CloudLost("away"), openai.InternalServerError),
+        (StateError("a bug"), openai.InternalServerError),
+    ],
+)
+def test_what_fails_before_the_first_word_has_its_status_streaming_or_not(
+    error: OutriderError, kind: type[openai.APIStatusError], stream: bool
+) -> None:
+    for script in (Script(refusal=error), Script(batches=[], end=error)):
+        with serving(script) as running, pytest.raises(kind) as raised:
+            client(running).chat.completions.create(**HELLO, stream=stream)
+        assert str(error) in raised.value.message
+        if isinstance(error, Busy):
+            assert raised.value.response.headers["retry-after"] == "3"
+
+
+def test_a_stream_that_fails_later_ends_with_the_error() -> None:
+    with serving(Script(end=CloudLost("away"))) as running:
+        stream = client(running).chat.completions.create(**HELLO, stream=True)
+        said = []
+        with pytest.raises(openai.APIError, match="away"):
+            said.extend(chunk.choices[0].delta.content for chunk in stream)
+        assert said == ["", "a", " b", " c"]
+        assert running.desk.active == 0
+
+
+def test_an_unexpected_error_tells_no_more_than_its_kind() -> None:
+    with serving(Script(refusal=ValueError("secret"))) as running:  # type: ignore[arg-type]
+        reply = httpx2.post(f"{running.url}/v1/completions", json={"model": "outrider", "prompt": "x"})
+    assert reply.status_code == 500
+    assert "secret" not in reply.text
+
+
+# Clients that leave -----------------------------------------------------------------------------------------
+
+
+def until(condition: Any, seconds: float = 1.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_generation(stream: bool) -> None:
+    script = Script(batches=spoken(*["a"] * 1000), end=result_of("a" * 1000, 1000), pause=0.02)
+    with serving(script) as running:
+        with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as line:
+            body = json.dumps({**HELLO, "stream": stream}).encode()
+            line.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+            line.sendall(b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            until(lambda: running.desk.active == 1)
+            if stream:
+                assert b"200 OK" in line.recv(1000)
+        until(lambda: running.desk.active == 0)
+        assert running.desk.tickets[0].cancelled_after < 200  # type: ignore[operator]
+        until(lambda: "outrider_edge_disconnects_total 1.0" in httpx2.get(f"{running.url}/metrics").text)
+
+
+def test_closing_the_client_s_stream_ends_the_generation() -> None:
+    script = Script(batches=spoken(*["a"] * 1000), end=result_of("a" * 1000, 1000), pause=0.02)
+    with serving(script) as running:
+        stream = client(running).chat.completions.create(**HELLO, stream=True)
+        next(stream)
+        stream.close()
+        until(lambda: running.desk.active == 0)
+
+
+# The door ---------------------------------------------------------------------------------------------------
+
+
+def test_without_the_key_nothing_but_health_and_page_is_open(keys: Tokens) -> None:
+    with serving(access=Access(keys)) as running:
+        for path in ("/v1/models", "/v1/outrider", "/metrics"):
+            assert httpx2.get(running.url + path).status_code == 401
+        for path in ("/health", "/", "/openapi.json", "/demo/clips"):
+            assert httpx2.get(running.url + path).status_code == 200
+        with pytest.raises(openai.AuthenticationError) as refused:
+            client(running, "another-key").chat.completions.create(**HELLO)
+        assert refused.value.code == "invalid_api_key"
+        assert "another-key" not in refused.value.message
+        assert running.desk.asked == []
+        client(running, KEY).chat.completions.create(**HELLO)
+        assert running.desk.asked[0][0] == "me"
+
+
+def test_without_keys_a_client_is_its_address(plain: Running) -> None:
+    client(plain).chat.completions.create(**HELLO)
+    assert plain.desk.asked[-1][0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/demo/clips", "/openapi.json"])
+def test_another_site_s_name_for_this_machine_is_refused(path: str) -> None:
+    hosts = known_hosts("127.0.0.1", keys=False)
+    with serving(access=Access(hosts=hosts)) as running:
+        assert httpx2.get(running.url + path).status_code == 200
+        assert httpx2.get(running.url + path, headers={"host": "evil.example"}).status_code == 403
+        assert httpx2.get(running.url + path, headers={"host": "localhost:8080"}).status_code == 200
+
+
+def test_which_addresses_need_keys() -> None:
+    check_listen("127.0.0.1", keys=False, insecure=False)
+    check_listen("0.0.0.0", keys=True, insecure=False)
+    check_listen("0.0.0.0", keys=False, insecure=True)
+    with pytest.raises(errors.SettingsError, match="--api-keys"):
+        check_listen("0.0.0.0", keys=False, insecure=False)
+    with pytest.raises(errors.SettingsError, match="--api-keys"):
+        check_listen("", keys=False, insecure=False)
+    assert known_hosts("0.0.0.0", keys=False) is None
+    assert known_hosts("::1", keys=False) == {"localhost", "127.0.0.1", "[::1]"}
+
+
+def test_other_sites_pages_may_ask_only_where_they_were_let_in(plain: Running) -> None:
+    asks = {"origin": "https://page.example", "access-control-request-method": "POST"}
+    assert httpx2.options(f"{plain.url}/v1/chat/completions", headers=asks).status_code == 405
+    with serving(origins=("https://page.example",)) as running:
+        reply = httpx2.options(f"{running.url}/v1/chat/completions", headers=asks)
+        assert reply.headers["access-control-allow-origin"] == "https://page.example"
+        other = httpx2.options(f"{running.url}/v1/chat/completions", headers={**asks, "origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_a_body_of_another_type_is_not_read(plain: Running) -> None:
+    assert httpx2.post(f"{plain.url}/v1/completions", content=b"{}").status_code == 415
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_too_large_a_body_is_refused_before_it_is_there(chunked: bool) -> None:
+    with serving(access=Access(max_body=1000)) as running:
+        with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as line:
+            line.settimeout(5)
+            line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+            size = (
+                b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % 1001 if chunked else b"Content-Length: 10000000\r\n\r\n"
+            )
+            line.sendall(size + (b" " * 1001 if chunked else b""))  # and no more
+            assert b"413" in line.recv(1000).partition(b"\r\n")[0]
+        with pytest.raises(openai.APIStatusError) as refused:
+            client(running).completions.create(model="outrider", prompt="x" * 10_000_000)
+        assert refused.value.status_code == 413
+
+
+# Streams ----------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_of_events_is_one_chunk() -> None:
+    with serving(Script(batches=[[event(0, "a"), event(1, " b"), event(2, " c")]])) as running:
+        chunks = list(client(running).chat.completions.create(**HELLO, stream=True))
+    assert [chunk.choices[0].delta.content for chunk in chunks] == ["", "a b c", None]
+
+
+def test_the_stream_is_ended_by_done(plain: Running) -> None:
+    reply = httpx2.post(f"{plain.url}/v1/chat/completions", json={**HELLO, "stream": True})
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert reply.text.endswith("data: [DONE]\n\n")
+
+
+def test_provisional_tokens_come_only_when_asked_for() -> None:
+    batches = [[event(0, "x", "provisional")], [event(0, "a", "revised")], *spoken("a", " b", " c")[1:]]
+    with serving(Script(batches=batches)) as running:
+        for asked, kinds in ((False, ["revised"]), (True, ["provisional", "revised"])):
+            options = {"tokens": True, "provisional": asked}
+            stream = client(running).chat.completions.create(**HELLO, stream=True, extra_body={"outrider": options})
+            chunks = list(stream)
+            told = [t for chunk in chunks for t in (getattr(chunk, "outrider", None) or {}).get("tokens", [])]
+            assert [token["kind"] for token in told][: len(kinds)] == kinds
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "a b c"
+
+
+def test_what_is_sent_is_not_held_back_for_more() -> None:
+    with bound("127.0.0.1", 0) as on:  # asyncio switches Nagle's algorithm off only where it sees that this is TCP
+        assert on.proto == socket.IPPROTO_TCP

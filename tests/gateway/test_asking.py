@@ -1,0 +1,274 @@
+"""What a request is understood to ask for, and what is refused by name."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+import outrider
+from outrider.errors import AudioError
+from outrider.gateway.asking import Asked, Defaults, asked, decoded, read
+from outrider.gateway.pool import Choice
+from outrider.gateway.refusing import Refused
+from outrider.gateway.schemas import UNDONE, UNUSED, ChatRequest, CompletionRequest
+from outrider.prompts.audio import Audio
+
+CLIP = Path(outrider.__file__).parent / "demo" / "clips" / "en-1.ogg"
+TEXT = {"type": "text", "text": "x"}
+HEARS = Defaults(audio_seconds=30.0)
+
+
+def chat(defaults: Defaults = Defaults(), **fields: Any) -> Asked:  # noqa: B008
+    body = {"model": "outrider", "messages": [{"role": "user", "content": "hello"}], **fields}
+    return asked(read(ChatRequest, json.dumps(body).encode()), defaults)
+
+
+def completion(**fields: Any) -> Asked:
+    body = {"model": "outrider", "prompt": "hello", **fields}
+    return asked(read(CompletionRequest, json.dumps(body).encode()), Defaults())
+
+
+def recording(kind: str = "ogg", data: str | None = None, **more: Any) -> dict[str, Any]:
+    sound = data if data is not None else base64.b64encode(CLIP.read_bytes()).decode()
+    return {"type": "input_audio", "input_audio": {"data": sound, "format": kind, **more}}
+
+
+def said(*parts: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+def wave(seconds: float, rate: int = 16_000, channels: int = 1, kind: str = "WAV", **more: Any) -> str:
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros((int(seconds * rate), channels), np.float32), rate, format=kind, **more)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+# What is done -----------------------------------------------------------------------------------------------
+
+
+def test_openai_s_fields_become_our_settings() -> None:
+    found = chat(max_tokens=9, temperature=0.5, top_p=0.9, seed=2**64 - 1, stop=["a", "b"], logit_bias={"5": -100})
+    wanted = {"max_new_tokens": 9, "temperature": 0.5, "top_p": 0.9, "seed": 2**64 - 1, "stop": ("a", "b")}
+    assert found.settings.items() >= {**wanted, "suppress_tokens": (5,)}.items()
+    assert found.stop == ("a", "b")
+    assert chat(max_completion_tokens=7, max_tokens=7, stop="x").settings.items() >= {"max_new_tokens": 7}.items()
+
+
+def test_our_own_fields_become_settings_and_a_choice() -> None:
+    options = {"way": "edge-only", "k": "auto", "net": "bw=2Mbit,rtt=50ms", "gate": "entropy:1", "tokens": True}
+    found = chat(outrider={**options, "min_new_tokens": 3, "ignore_eos": True})
+    assert found.choice == Choice(way="edge-only", k="auto", net="rtt=50ms,bw=2Mbit", gate="entropy:1", watch=True)
+    assert found.settings.items() >= {"min_new_tokens": 3, "ignore_eos": True}.items()
+
+
+def test_what_is_left_out_is_as_the_command_line_said() -> None:
+    defaults = Defaults(Choice(k=3, net="rtt=5ms"), {"temperature": 0.7, "top_p": 0.8, "stop": ("x",), "seed": 4})
+    found = chat(defaults)
+    assert (found.choice.k, found.choice.net, found.stop) == (3, "rtt=5ms", ("x",))
+    assert found.settings.items() >= {"temperature": 0.7, "top_p": 0.8, "seed": 4}.items()
+
+
+def test_the_command_line_gives_way_to_a_request_that_it_contradicts() -> None:
+    defaults = Defaults(settings={"temperature": 0.7, "top_p": 0.8, "top_k": 5, "min_new_tokens": 50})
+    found = chat(defaults, temperature=0, max_tokens=10)
+    assert found.settings.items() >= {"top_p": 1.0, "top_k": 0, "min_new_tokens": 10}.items()
+
+
+def test_a_conversation_is_handed_to_the_template() -> None:
+    found = chat(
+        messages=[
+            {"role": "developer", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None},
+        ]
+    )
+    assert found.prompt == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": "c"},
+    ]
+
+
+@pytest.mark.parametrize(("given", "taken"), [("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2])])
+def test_a_completion_takes_a_text_or_ids_alone_or_in_a_list(given: Any, taken: Any) -> None:
+    assert completion(prompt=given).prompt == taken
+
+
+def test_values_that_ask_for_nothing_are_taken() -> None:
+    nothing = {"n": 1, "frequency_penalty": 0.0, "presence_penalty": 0, "logprobs": False, "tools": [], "store": False}
+    nothing |= {"tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"], "logit_bias": {}}
+    assert chat(**nothing, service_tier="auto").settings == chat().settings
+
+
+def test_what_was_not_used_is_told() -> None:
+    assert chat(user="me", metadata={"a": "b"}).notes == ("user was not used", "metadata was not used")
+
+
+# Recordings -------------------------------------------------------------------------------------------------
+
+
+def test_a_recording_is_heard_with_its_task_or_with_a_question() -> None:
+    captioned = chat(HEARS, messages=said(recording()), outrider={"task": "concise", "lang": "zh"}).prompt
+    asks = chat(HEARS, messages=said({"type": "text", "text": "Who?"}, recording())).prompt
+    assert isinstance(captioned, Audio)
+    assert isinstance(asks, Audio)
+    assert (captioned.task, captioned.lang, captioned.instruction) == ("concise", "zh", None)
+    assert asks.instruction == "Who?"
+    wave, rate = soundfile.read(CLIP, dtype="float32", always_2d=True)
+    assert captioned.sampling_rate == rate
+    assert np.array_equal(captioned.source, wave)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "written"), [("wav", "WAV"), ("flac", "FLAC"), ("mp3", "MP3"), ("ogg", "OGG"), ("aiff", "AIFF")]
+)
+def test_every_format_that_is_named_is_read(kind: str, written: str) -> None:
+    assert decoded(wave(0.5, kind=written), kind, 30.0)[1] == 16_000
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "error"),
+    [
+        ("not base64!", "wav", "not base64"),
+        ("", "wav", "empty"),
+        (base64.b64encode(b"nothing").decode(), "wav", "not wav that can be read"),
+        (wave(0.5), "flac", "format is flac, the data is WAV"),
+        (wave(31), "wav", "lasts 31.0 s; at most 30"),
+        (wave(29.9, rate=48_000, channels=40, kind="WAV", subtype="PCM_U8"), "wav", "channels"),
+    ],
+)  # fmt: skip
+def test_what_is_no_recording_is_refused(data: str, kind: str, error: str) -> None:
+    with pytest.raises((Refused, AudioError), match=error):
+        decoded(data, kind, 30.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [{"role": "system", "content": "x"}, *said(recording())]}, "messages"),
+        ({"messages": said(recording(), recording())}, "messages.0.content"),
+        ({"messages": said(recording(), TEXT), "outrider": {"task": "concise"}}, "outrider.task"),
+        ({"messages": said(recording(), TEXT), "outrider": {"lang": "en"}}, "outrider.lang"),
+        ({"messages": [{"role": "user", "content": "x"}], "outrider": {"task": "concise"}}, "outrider.task"),
+    ],
+)  # fmt: skip
+def test_what_the_prompt_of_a_recording_has_no_room_for_is_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(Refused) as refused:
+        chat(HEARS, **fields)
+    assert refused.value.param == param
+
+
+def test_a_model_that_does_not_hear_says_so() -> None:
+    with pytest.raises(Refused, match="takes no audio"):
+        chat(messages=said(recording()))
+
+
+# Refusals ---------------------------------------------------------------------------------------------------
+
+DIFFERENT: dict[str, Any] = {  # a value that asks for what is not done
+    "n": 2, "best_of": 2, "frequency_penalty": 0.5, "presence_penalty": -0.5, "logprobs": True, "top_logprobs": 3,
+    "logit_bias": {"5": 10}, "tools": [{"type": "function"}], "tool_choice": "required", "parallel_tool_calls": True,
+    "functions": [{"name": "f"}], "function_call": {"name": "f"}, "response_format": {"type": "json_object"},
+    "modalities": ["text", "audio"], "audio": {"voice": "x"}, "prediction": {"type": "content", "content": "x"},
+    "reasoning_effort": "high", "verbosity": "low", "web_search_options": {}, "moderation": {}, "store": True,
+    "service_tier": "flex", "echo": True, "suffix": "x", "prompt_cache_options": {}, "prompt_cache_retention": "24h",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(DIFFERENT))
+def test_what_is_not_done_is_refused_with_what_it_would_need(name: str) -> None:
+    ask = completion if name in ("best_of", "echo", "suffix") else chat
+    with pytest.raises(Refused, match=f"{name}.*not done") as refused:
+        ask(**{name: DIFFERENT[name]})
+    assert str(refused.value.param).split(".")[0] == name
+    assert UNDONE[name] in str(refused.value)
+
+
+def test_every_field_of_openai_s_api_is_done_refused_or_told_as_not_used() -> None:
+    done = {"messages", "model", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed"}
+    done |= {"stop", "stream", "stream_options", *UNUSED}
+    theirs = set(chat_create_params.CompletionCreateParamsBase.__annotations__)
+    theirs |= set(completion_create_params.CompletionCreateParamsBase.__annotations__)
+    assert theirs - done - set(DIFFERENT) == set()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_k": 5}, "top_k"),
+        ({"outrider": {"speed": 3}}, "outrider.speed"),
+        ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages.0.colour"),
+        ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages.0.name"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": said({"type": "image_url", "image_url": {"url": "x"}})}, "messages.0.content.0"),
+        ({"messages": said({"type": "text", "text": 5})}, "messages.0.content.0.text"),
+        ({"messages": said(recording(extra=1))}, "messages.0.content.0.input_audio.extra"),
+        ({"messages": []}, "messages"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "warm"}, "temperature"),
+        ({"top_p": 0.5}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+        ({"seed": -1}, "seed"),
+        ({"stop": ""}, "stop"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"outrider": {"k": 65}}, "outrider.k"),
+        ({"outrider": {"gate": "entropy"}}, "outrider.gate"),
+        ({"outrider": {"gate": "calibrated:/etc/passwd"}}, "outrider.gate"),
+        ({"outrider": {"accept": "luck"}}, "outrider.accept"),
+        ({"outrider": {"net": "rtt=fast"}}, "outrider.net"),
+        ({"outrider": {"min_new_tokens": 500}}, "outrider.min_new_tokens"),
+        ({"outrider": {"provisional": True}}, "outrider.provisional"),
+    ],
+)
+def test_a_refusal_names_the_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(Refused) as refused:
+        chat(**fields)
+    assert refused.value.param == param
+    assert refused.value.status == 400
+
+
+def test_the_gate_file_of_the_command_line_may_be_named_again() -> None:
+    defaults = Defaults(Choice(gate="calibrated:mine.json"))
+    assert chat(defaults, outrider={"gate": "calibrated:mine.json"}).choice == defaults.choice
+
+
+def test_another_model_is_not_found() -> None:
+    with pytest.raises(Refused) as refused:
+        chat(model="gpt-4o")
+    assert (refused.value.status, refused.value.code, refused.value.param) == (404, "model_not_found", "model")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"5",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"seed":' + b"1" * 5000 + b"}",
+        b'{"temperature":NaN}',
+        b'{"model":"outrider","messages":[{"role":"user","content":"\\ud800"}]}',
+    ],
+)
+def test_what_is_no_request_is_refused(body: bytes) -> None:
+    with pytest.raises(Refused) as refused:
+        read(ChatRequest, body)
+    assert refused.value.status == 400
+
+
+def test_a_refusal_repeats_no_text() -> None:
+    with pytest.raises(Refused) as refused:
+        chat(messages=[{"role": "user", "content": {"secret words": 5}}])
+    assert "secret" not in str(refused.value)

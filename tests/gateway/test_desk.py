@@ -1,0 +1,473 @@
+"""Admission, turns, and what becomes of a generation whose client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from fakes import HashRows, ScriptedEngine
+from outrider import CloudLost, PromptError, Result, SettingsError, StreamEvent
+from outrider.edge import drafter as drafting
+from outrider.engines.base import Feed
+from outrider.errors import StateError
+from outrider.gateway.desk import Busy, Desk, Ticket
+from outrider.gateway.pool import Choice, Pool
+from outrider.netem.thread import LinkThread
+from outrider.verifiers.connect import connect
+from tests.cloud.common import SOON
+from tests.cloud.serving import Served, serving
+from tests.gateway.pairs import PROMPTS, clouded, edge, pooled, said
+
+V = 32
+ALONE = Choice("edge-only")
+DRIVERS: Any = ("sequential", "pipelined")
+
+
+class Held(ScriptedEngine):
+    """An engine that can be held before a forward, or takes its time for each."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        super().__init__(HashRows(1, V, memory=4), V)
+        self.seconds = seconds
+        self.go = threading.Event()
+        self.go.set()
+
+    def forward_many(self, feeds: Seq[Feed]) -> list[Tensor]:
+        assert self.go.wait(SOON)
+        time.sleep(self.seconds)
+        return super().forward_many(feeds)
+
+
+def work(body: Callable[[], Awaitable[None]]) -> None:
+    async def timed() -> None:
+        await asyncio.wait_for(body(), 60)
+
+    asyncio.run(timed())
+
+
+async def eventually(holds: Callable[[], bool], within: float = SOON) -> None:
+    deadline = time.monotonic() + within
+    while not holds():
+        assert time.monotonic() < deadline, "it never came true"
+        await asyncio.sleep(0.002)
+
+
+async def all_of(ticket: Ticket) -> list[StreamEvent]:
+    return [event async for batch in ticket for event in batch]
+
+
+async def answer(desk: Desk, prompt: Any, choice: Choice = ALONE, client: str = "me", **settings: Any) -> Result:
+    ticket = await desk.start(client, prompt, settings, choice)
+    await all_of(ticket)
+    return ticket.result
+
+
+def threads() -> int:
+    return sum(thread.name.startswith("outrider-generation") for thread in threading.enumerate())
+
+
+# The bundled pair -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with clouded() as running:
+        yield running
+
+
+@pytest.mark.parametrize("choice", [Choice(), Choice(driver="pipelined", k="auto"), Choice("edge-only")], ids=str)
+def test_32_at_once_say_what_they_say_one_at_a_time(served: Served, choice: Choice) -> None:
+    prompts = PROMPTS * 4
+    way = "cloud-only" if choice.way == "speculative" else "edge-only"
+
+    async def body() -> None:
+        with pooled(served) as pool:
+            desk = Desk(pool, slots=8, queue=64)
+            results = await asyncio.gather(
+                *(
+                    answer(desk, prompt, choice, f"client {n % 5}", max_new_tokens=20)
+                    for n, prompt in enumerate(prompts)
+                )
+            )
+            assert [tuple(result.token_ids) for result in results] == [said(way, p, 20) for p in prompts]
+            assert {result.guarantee for result in results} == {"exact" if way == "cloud-only" else "edge-only"}
+            assert (desk.active, desk.waiting) == (0, 0)
+            await desk.close()
+
+    work(body)
+    assert edge()._cache.in_use == 0
+
+
+def test_events_come_in_order_and_make_the_text(served: Served) -> None:
+    async def body() -> None:
+        with pooled(served) as pool:
+            desk = Desk(pool)
+            ticket = await desk.start("me", "Hello there", {"max_new_tokens": 20}, Choice(watch=True))
+            with pytest.raises(StateError):
+                ticket.result  # noqa: B018 - it still runs
+            texts: list[str] = []
+            for event in await all_of(ticket):
+                if event.kind == "revised":
+                    del texts[event.index :]
+                texts[event.index : event.index + 1] = [event.text]
+            assert "".join(texts[: len(ticket.result.token_ids)]) == ticket.result.text
+            await desk.close()
+
+    work(body)
+
+
+# Refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_used_is_raised_from_start_and_computes_nothing() -> None:
+    engine = Held()
+
+    async def body() -> None:
+        desk = Desk(Pool(engine, None))
+        for prompt, settings, choice, error in (
+            ([], {}, ALONE, PromptError),
+            ("text", {}, ALONE, PromptError),
+            ([1], {"temperature": -1.0}, ALONE, SettingsError),
+            ([1], {"tempersture": 1.0}, ALONE, SettingsError),
+            ([1], {}, Choice(), SettingsError),
+        ):
+            with pytest.raises(error):
+                await desk.start("me", prompt, settings, choice)
+        assert desk.active == 0
+        assert (engine.forwards, engine.opened) == (0, [])
+        assert len((await answer(desk, [1], max_new_tokens=3)).token_ids) == 3
+        await desk.close()
+
+    work(body)
+
+
+def test_a_cloud_that_is_lost_is_told_where_it_is_lost() -> None:
+    async def body() -> None:
+        pool = Pool(Held(), lambda net: connect("grpc://127.0.0.1:9", patience=0.1, net=net))
+        desk = Desk(pool)
+        with pytest.raises(CloudLost):
+            await desk.start("me", [1], {}, Choice())
+        assert desk.active == 0
+        await desk.close()
+        pool.close()
+
+    work(body)
+
+
+def test_what_breaks_in_the_middle_ends_the_iteration_with_it(caplog: pytest.LogCaptureFixture) -> None:
+    class Breaks(Held):
+        def forward_many(self, feeds: Seq[Feed]) -> list[Tensor]:
+            if self.forwards == 9:
+                raise MemoryError("no more")
+            return super().forward_many(feeds)
+
+    engine = Breaks()
+
+    async def body() -> None:
+        desk = Desk(Pool(engine, None))
+        ticket = await desk.start("me", [1], {"max_new_tokens": 30}, ALONE)
+        with pytest.raises(MemoryError):
+            await all_of(ticket)
+        with pytest.raises(StateError):
+            ticket.result  # noqa: B018 - it has none
+        assert desk.active == 0
+        assert not engine.open_slots
+        await desk.close()
+
+    work(body)
+    assert "a generation failed" in caplog.text
+
+
+# The queue --------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_queue_is_busy_and_says_when_to_come_again() -> None:
+    engine = Held()
+
+    async def body() -> None:
+        desk = Desk(Pool(engine, None), slots=2, queue=3)
+        await asyncio.gather(*(answer(desk, [1], max_new_tokens=2) for _ in range(4)))
+        engine.go.clear()
+        running = [asyncio.create_task(answer(desk, [1], max_new_tokens=2)) for _ in range(5)]
+        await eventually(lambda: (desk.active, desk.waiting) == (2, 3))
+        with pytest.raises(Busy, match="2 requests are being answered, and 3 wait") as busy:
+            await desk.start("you", [1], {}, ALONE)
+        assert 0 < busy.value.retry_after_s < 1
+        engine.go.set()
+        await asyncio.gather(*running)
+        assert (desk.active, desk.waiting) == (0, 0)
+        assert (await answer(desk, [1], max_new_tokens=2)).token_ids
+        await desk.close()
+
+    work(body)
+
+
+def test_how_long_to_wait_is_judged_by_how_long_generations_take() -> None:
+    async def body() -> None:
+        engine = Held(seconds=0.02)
+        desk = Desk(Pool(engine, None), slots=2, queue=0)
+        await answer(desk, [1], max_new_tokens=10, ignore_eos=True)
+        ends = [asyncio.create_task(answer(desk, [1], max_new_tokens=10, ignore_eos=True)) for _ in range(2)]
+        await eventually(lambda: desk.active == 2)
+        with pytest.raises(Busy) as busy:
+            await desk.start("you", [1], {}, ALONE)
+        assert 0.1 <= busy.value.retry_after_s < 1.0, "half of what a generation takes: there are two slots"
+        await asyncio.gather(*ends)
+        await desk.close()
+
+    work(body)
+
+
+def test_clients_take_turns_however_much_one_of_them_asks() -> None:
+    engine = Held()
+    order: list[str] = []
+
+    async def one(desk: Desk, client: str, n: int) -> None:
+        ticket = await desk.start(client, [1], {"max_new_tokens": 2}, ALONE)
+        order.append(f"{client}{n}")
+        await all_of(ticket)
+
+    async def body() -> None:
+        desk = Desk(Pool(engine, None), slots=1)
+        engine.go.clear()
+        running = [asyncio.create_task(one(desk, "greedy", n)) for n in range(5)]
+        await eventually(lambda: desk.waiting == 4)
+        running += [asyncio.create_task(one(desk, "modest", n)) for n in range(2)]
+        await eventually(lambda: desk.waiting == 6)
+        engine.go.set()
+        await asyncio.gather(*running)
+        await desk.close()
+
+    work(body)
+    assert order == ["greedy0", "greedy1", "modest0", "greedy2", "modest1", "greedy3", "greedy4"]
+
+
+def test_who_leaves_the_queue_is_not_called() -> None:
+    engine = Held()
+
+    async def body() -> None:
+        desk = Desk(Pool(engine, None), slots=1)
+        engine.go.clear()
+        first = asyncio.create_task(answer(desk, [1], max_new_tokens=2))
+        await eventually(lambda: desk.active == 1)
+        second, third = (asyncio.create_task(answer(desk, [1], client=name, max_new_tokens=2)) for name in "bc")
+        await eventually(lambda: desk.waiting == 2)
+        second.cancel()
+        await eventually(lambda: desk.waiting == 1)
+        engine.go.set()
+        await asyncio.gather(first, third)
+        assert len(engine.opened) == 2
+        assert desk._free == 1
+        await desk.close()
+
+    work(body)
+
+
+def test_who_is_cancelled_at_the_moment_of_being_called_passes_the_slot_on() -> None:
+    engine = Held()
+
+    async def body() -> None:
+        desk = Desk(Pool(engine, None), slots=1)
+        await desk._admission("a")
+        second, third = (asyncio.create_task(desk._admission(name)) for name in "bc")
+        await eventually(lambda: desk.waiting == 2)
+        desk._release()
+        second.cancel()  # called, and not awake yet
+        await third
+        assert (desk._free, desk.waiting) == (0, 0)
+        desk._release()
+        await desk.close()
+
+    work(body)
+
+
+# Leaving ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["cancel", "task"])
+def test_a_generation_that_is_cancelled_gives_its_slot_back_at_once(how: str) -> None:
+    engine = Held(seconds=0.005)
+
+    async def body() -> None:
+        desk = Desk(Pool(engine, None), slots=1)
+        ticket = await desk.start("me", [1], {"max_new_tokens": 5000, "ignore_eos": True}, ALONE)
+        reading = asyncio.create_task(all_of(ticket))
+        await eventually(lambda: engine.forwards > 5)
+        if how == "cancel":
+            ticket.cancel()
+            assert await reading
+        else:
+            reading.cancel()
+            with suppress(asyncio.CancelledError):
+                await reading
+        await eventually(lambda: desk.active == 0, 0.5)
+        assert not engine.open_slots
+        with pytest.raises(StateError):
+            ticket.result  # noqa: B018 - it has none
+        await desk.close()
+
+    work(body)
+
+
+def test_a_long_prompt_is_left_between_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting, "PART", 4)
+    engine = Held(seconds=0.02)
+
+    async def body() -> None:
+        desk = Desk(Pool(engine, None), slots=1)
+        ticket = await desk.start("me", [1] * 4000, {"max_new_tokens": 5}, ALONE)
+        await eventually(lambda: engine.forwards > 2)
+        ticket.cancel()
+        await eventually(lambda: desk.active == 0, 0.5)
+        assert engine.fed < 400
+        await desk.close()
+
+    work(body)
+
+
+def test_a_hundred_cancelled_generations_leave_nothing_behind() -> None:
+    engine = Held(seconds=0.0005)
+
+    async def body() -> None:
+        desk = Desk(Pool(engine, None), slots=4, queue=200)
+        tasks = [
+            asyncio.create_task(answer(desk, [1], client=str(n % 3), max_new_tokens=5000, ignore_eos=True))
+            for n in range(100)
+        ]
+        for n, task in enumerate(tasks):
+            await asyncio.sleep(0.003 if n % 4 else 0)
+            task.cancel()
+        assert all(
+            isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*tasks, return_exceptions=True)
+        )
+        await eventually(lambda: desk.active == 0)
+        assert (desk._free, desk.waiting, threads() <= 4) == (4, 0, True)
+        assert not engine.open_slots
+        assert len((await answer(desk, [1], max_new_tokens=3)).token_ids) == 3
+        await desk.close()
+
+    work(body)
+    assert threads() == 0
+
+
+def test_closing_ends_what_runs_and_what_waits() -> None:
+    engine = Held(seconds=0.002)
+
+    async def body() -> None:
+        desk = Desk(Pool(engine, None), slots=2)
+        ticket = await desk.start("me", [1], {"max_new_tokens": 5000, "ignore_eos": True}, ALONE)
+        tasks = [asyncio.create_task(answer(desk, [1], max_new_tokens=5000, ignore_eos=True)) for _ in range(4)]
+        await eventually(lambda: (desk.active, desk.waiting) == (2, 3))
+        await asyncio.wait_for(desk.close(), 2)
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(end) for end in ends] == [StateError, Busy, Busy, Busy], "the one that ran was cancelled"
+        await all_of(ticket)
+        with pytest.raises(Busy, match="going down"):
+            await desk.start("me", [1], {}, ALONE)
+
+    work(body)
+    assert not engine.open_slots
+    assert threads() == 0
+
+
+# A cloud that does not answer -------------------------------------------------------------------------------------
+
+
+class Quiet(Held):
+    """The target, as a service's engine."""
+
+    identity = "quiet"
+
+
+@contextmanager
+def stalling(cloud: Any) -> Iterator[tuple[Pool, Served, LinkThread, ScriptedEngine]]:
+    """A pool whose cloud is behind a link that can stall."""
+    engine = ScriptedEngine(HashRows(2, V, memory=4), V)  # seldom right: there are many rounds
+    with serving(cloud) as served, LinkThread("127.0.0.1", served.port) as link:
+        pool = Pool(engine, lambda net: connect(f"grpc://127.0.0.1:{link.port}", net=net, patience=20, deadline=20))
+        try:
+            yield pool, served, link, engine
+        finally:
+            pool.close()
+
+
+STALLED = [*(Choice(driver=driver) for driver in DRIVERS), Choice("cloud-only"), Choice(on_cloud_loss="wait")]
+
+
+@pytest.mark.parametrize("choice", STALLED, ids=str)
+@pytest.mark.parametrize("again", [False, True], ids=["first", "later"])
+def test_who_waits_for_a_silent_cloud_is_let_go_at_once(choice: Choice, again: bool) -> None:
+    settings = {"max_new_tokens": 240, "ignore_eos": True}
+    with stalling(Quiet(seconds=0.03)) as (pool, served, link, engine):
+
+        async def body() -> None:
+            desk = Desk(pool, slots=1)
+            await answer(desk, [1, 2], choice, max_new_tokens=2)  # so that it is known
+            sessions = served.service.sessions
+            await eventually(lambda: not list(sessions))
+            if not again:
+                link.stall(2.0)
+            ticket = await desk.start("me", [1, 2], settings, choice)
+            if again:
+                await anext(ticket)
+                link.stall(2.0)
+            reading = asyncio.create_task(all_of(ticket))
+            await asyncio.sleep(0.3)
+            assert desk.active == 1
+            started = time.monotonic()
+            ticket.cancel()
+            await eventually(lambda: desk.active == 0, 0.5)
+            assert time.monotonic() - started < 0.5
+            assert not engine.open_slots
+            await reading
+            await asyncio.sleep(2.0)  # until the cloud hears of it all
+            await eventually(lambda: not list(sessions), 1.0)
+            await desk.close()
+
+        work(body)
+
+
+@pytest.mark.parametrize("choice", STALLED[:3], ids=str)
+def test_the_cloud_session_ends_within_a_second(choice: Choice) -> None:
+    cloud = Quiet(seconds=0.03)
+    with stalling(cloud) as (pool, served, _, engine):
+
+        async def body() -> None:
+            desk = Desk(pool, slots=4)
+            tickets = [
+                await desk.start("me", [1, 2], {"max_new_tokens": 200, "ignore_eos": True}, choice) for _ in range(4)
+            ]
+            await eventually(lambda: cloud.forwards > 20)
+            for ticket in tickets:
+                ticket.cancel()
+            await eventually(lambda: desk.active == 0 and not list(served.service.sessions), 1.0)
+            assert not engine.open_slots
+            await eventually(lambda: not cloud.open_slots, 1.0)
+            await desk.close()
+
+        work(body)
+
+
+def test_a_cloud_that_does_not_even_say_who_it_is_is_left_at_once() -> None:
+    with stalling(Quiet()) as (pool, _, link, _):
+
+        async def body() -> None:
+            desk = Desk(pool, slots=2)
+            link.stall(2.0)
+            starting = [asyncio.create_task(desk.start("me", [1, 2], {}, Choice())) for _ in range(2)]
+            await asyncio.sleep(0.2)
+            assert desk.active == 2
+            starting[0].cancel()
+            await eventually(lambda: desk.active == 1, 0.5)
+            await all_of(await starting[1])
+            await desk.close()
+
+        work(body)

@@ -1,0 +1,250 @@
+"""The unmodified `openai` client against a real gateway with the bundled pair: the same texts as in Python."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from gateway.process import CLIPS, edge, figure, heard
+from outrider import Audio, SpeculativeDecoder, load_engine, local
+from outrider.core.text import BROKEN
+
+pytestmark = pytest.mark.network
+
+KEY = "a-key-that-is-long-enough"
+LONG = {"outrider": {"ignore_eos": True, "on_loop": "ignore"}}  # for answers that do not end by themselves
+NAMES = [f"{lang}-{n}.ogg" for lang in ("zh", "en") for n in range(1, 5)]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(f"me {KEY}\n")
+    keys.chmod(0o600)
+    with edge("--api-keys", str(keys)) as (url, _):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def decoder() -> SpeculativeDecoder:
+    return SpeculativeDecoder(load_engine("demo:edge"), local(load_engine("demo:cloud")))
+
+
+def content(stream: Any) -> str:
+    deltas = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+    assert not any(BROKEN in delta for delta in deltas)
+    return "".join(deltas)
+
+
+def test_a_chat_is_answered_as_in_python(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
+    messages = [{"role": "user", "content": "这段语音"}]
+    expected = decoder.generate(messages, max_new_tokens=40)
+    reply = client.chat.completions.create(model="outrider", messages=messages, max_tokens=40)  # type: ignore[call-overload]
+    assert reply.choices[0].message.content == expected.text
+    assert reply.usage.prompt_tokens == expected.prompt_tokens
+    assert reply.usage.completion_tokens == len(expected.token_ids)
+    assert reply.outrider["guarantee"] == "exact"
+    assert reply.outrider["stats"]["rounds"] == expected.stats.rounds
+
+
+def test_a_recording_is_captioned_streaming_and_not(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
+    expected = decoder.generate(Audio(CLIPS / "zh-2.ogg", "detailed", "zh"))
+    body = heard("zh-2.ogg", extra_body={"outrider": {"task": "detailed", "lang": "zh"}})
+    assert client.chat.completions.create(**body).choices[0].message.content == expected.text
+    chunks = list(client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True}))
+    assert content(chunks) == expected.text
+    assert chunks[-1].usage.completion_tokens == len(expected.token_ids)  # type: ignore[union-attr]
+    assert chunks[-2].outrider["guarantee"] == "exact"  # type: ignore[attr-defined]
+    assert chunks[-2].choices[0].finish_reason == "stop"
+
+
+def test_a_question_takes_the_task_s_place(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
+    question = "Sum up in one short sentence how this person speaks and the emotion it suggests."
+    body = heard("en-3.ogg")
+    body["messages"][0]["content"].insert(0, {"type": "text", "text": question})
+    expected = decoder.generate(Audio(CLIPS / "en-3.ogg", instruction=question))
+    assert client.chat.completions.create(**body).choices[0].message.content == expected.text
+
+
+def test_a_stop_string_ends_the_text_before_itself(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
+    whole = str(decoder.generate(Audio(CLIPS / "en-5.ogg")).text)
+    word = whole.split()[5]
+    reply = client.chat.completions.create(**heard("en-5.ogg", stop=[word]))
+    assert reply.choices[0].message.content == whole[: whole.index(word)]
+    assert (reply.choices[0].finish_reason, reply.outrider["finish_reason"]) == ("stop", "stop")
+    assert (
+        content(client.chat.completions.create(**heard("en-5.ogg", stop=word), stream=True))
+        == whole[: whole.index(word)]
+    )
+
+
+def test_a_seed_gives_the_same_text_and_another_seed_another(
+    client: openai.OpenAI, decoder: SpeculativeDecoder
+) -> None:
+    def drawn(seed: int) -> str:
+        ask: dict[str, Any] = {"model": "outrider", "prompt": "hello", "max_tokens": 12}
+        return client.completions.create(**ask, temperature=2.0, seed=seed).choices[0].text
+
+    assert drawn(7) == drawn(7) == decoder.generate("hello", max_new_tokens=12, temperature=2.0, seed=7).text
+    assert len({drawn(seed) for seed in (7, 8, 9)}) > 1
+
+
+def test_a_completion_continues_text_and_ids(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
+    expected = decoder.generate("The speaker", max_new_tokens=12)
+    reply = client.completions.create(model="outrider", prompt="The speaker", max_tokens=12)
+    assert reply.choices[0].text == expected.text
+    ids = list(decoder.encode("The speaker").ids)
+    stream = client.completions.create(model="outrider", prompt=ids, max_tokens=12, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == expected.text
+
+
+def test_eight_clients_at_once_get_the_same_texts_as_one(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
+    expected = [decoder.generate(Audio(CLIPS / name, lang=name[:2])).text for name in NAMES]
+
+    def caption(name: str) -> str:
+        body = heard(name, stream=True, extra_body={"outrider": {"lang": name[:2]}})
+        return content(client.chat.completions.create(**body))
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(caption, NAMES)) == expected
+
+
+def test_tokens_say_who_decided_them_and_provisional_ones_come_first(client: openai.OpenAI) -> None:
+    options = {"tokens": True, "provisional": True}
+    stream = list(client.chat.completions.create(**heard("en-1.ogg", stream=True, extra_body={"outrider": options})))
+    told = [t for chunk in stream for t in (getattr(chunk, "outrider", None) or {}).get("tokens", [])]
+    assert {token["kind"] for token in told} == {"provisional", "confirmed", "revised"}
+    assert told[0]["kind"] == "provisional"
+    assert all(token["signals"]["entropy"] >= 0 for token in told if token["kind"] == "provisional")
+    stands: list[str] = []
+    for token in told:
+        stands[token["index"] :] = [
+            token["text"],
+            *([] if token["kind"] == "revised" else stands[token["index"] + 1 :]),
+        ]
+    length = stream[-1].outrider["stats"]["cloud_tokens"]  # type: ignore[attr-defined]
+    assert "".join(stands[:length]) == content(stream)
+
+
+def test_what_leaves_with_a_request_can_be_chosen_for_it(client: openai.OpenAI) -> None:
+    def outcome(**options: Any) -> dict[str, Any]:
+        return client.chat.completions.create(**heard("en-1.ogg", extra_body={"outrider": options})).outrider  # type: ignore[no-any-return, attr-defined]
+
+    assert outcome(way="edge-only")["stats"]["bytes_up"] == 0
+    assert outcome(privacy="tokens")["stats"]["media_bytes_up"] == 0
+    assert outcome(way="cloud-only")["guarantee"] == "exact"
+    assert outcome(net="cut", on_cloud_loss="edge-only")["guarantee"] == "edge-only"
+    with pytest.raises(openai.InternalServerError) as lost:
+        outcome(net="cut")
+    assert (lost.value.status_code, lost.value.code) == (503, "cloud_lost")
+
+
+def test_errors_are_those_of_the_client(url: str, client: openai.OpenAI) -> None:
+    hello: dict[str, Any] = {"model": "outrider", "messages": [{"role": "user", "content": "hello"}]}
+    with (
+        openai.OpenAI(base_url=f"{url}/v1", api_key="another-key-altogether", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        stranger.models.list()
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(**{**hello, "model": "gpt-4o"})
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**hello, n=2)
+    assert refused.value.param == "n"
+    with pytest.raises(openai.BadRequestError, match="holds"):
+        client.chat.completions.create(**hello, max_tokens=10**6)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_slot_within_a_second(stream: bool) -> None:
+    with edge() as (url, _), openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        ask: dict[str, Any] = {"model": "outrider", "prompt": "hello", "max_tokens": 800, "extra_body": LONG}
+        if stream:
+            running = client.completions.create(**ask, stream=True)
+            next(iter(running))
+            assert figure(url, "outrider_edge_active") == 1
+            running.close()
+        else:
+            with pytest.raises(openai.APITimeoutError):
+                client.completions.create(**ask, timeout=0.2)
+        left = time.monotonic()
+        while figure(url, "outrider_edge_active"):
+            assert time.monotonic() - left < 1
+            time.sleep(0.01)
+        assert figure(url, "outrider_edge_disconnects_total") == 1
+
+
+def test_a_stream_that_the_gateway_s_end_cuts_short_says_so() -> None:
+    with edge() as (url, process), openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        stream = client.completions.create(
+            model="outrider", prompt="hello", max_tokens=800, stream=True, extra_body=LONG
+        )
+        next(iter(stream))
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(openai.APIError, match="going down"):
+            list(stream)
+
+
+def test_without_a_cloud_it_is_an_edge_alone() -> None:
+    with edge("--cloud", "none") as (url, _), openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        reply = client.completions.create(model="outrider", prompt="hello", max_tokens=5)
+        assert reply.outrider["guarantee"] == "edge-only"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--edge", "none"], "give one"),
+        (["--slots", "0"], "--slots 0"),
+        (["--gate", "luck"], "gate 'luck'"),
+        (["--listen", "0.0.0.0:0"], "--api-keys"),
+        (["--token-file", "x"], "--token-file"),
+        (["--allow-origin", "example.org"], "--allow-origin"),
+        (["--max-body", "much"], "no size"),
+    ],
+)
+def test_a_wrong_option_is_one_line(options: list[str], error: str) -> None:
+    assert re.fullmatch(rf"outrider: .*{re.escape(error)}.*\n", refused(*options))
+
+
+def test_a_taken_port_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"cannot listen on 127.0.0.1:{port}" in refused("--listen", f"127.0.0.1:{port}")
+
+
+def refused(*options: str) -> str:
+    command = [sys.executable, "-m", "outrider", "edge", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done
+    return done.stderr
+
+
+def test_logs_hold_no_user_s_text(tmp_path: Path) -> None:
+    with edge("--verbose", "--log-format", "json") as (url, process):
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            client.completions.create(model="outrider", prompt="secretword", max_tokens=3)
+            with pytest.raises(openai.APIError):
+                client.completions.create(
+                    model="outrider", prompt="secretword", extra_body={"outrider": {"net": "cut"}}
+                )
+        process.terminate()
+        assert process.stderr is not None
+        assert "secretword" not in process.stderr.read()

@@ -1,0 +1,350 @@
+"""Decoders by choice, verifiers by network."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from fakes import HashRows, ScriptedEngine, ScriptedVerifier
+from outrider import CloudLost, SettingsError, SpeculativeDecoder, StreamEvent, local
+from outrider.edge.cancellation import Cancellation
+from outrider.gateway import pool as pools
+from outrider.gateway.pool import Choice, Pool
+from outrider.gateway.sharing import SharedEngine
+from outrider.verifiers.base import Description
+from outrider.verifiers.local import LocalVerifier
+from tests.cloud.common import SOON
+from tests.cloud.serving import Served, serving
+from tests.gateway.pairs import PROMPTS, clouded, pooled, reach, said
+
+V = 32
+LENGTH = 24
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with clouded() as running:
+        yield running
+
+
+@pytest.fixture
+def pool(served: Served) -> Iterator[Pool]:
+    with pooled(served) as made:
+        yield made
+
+
+class Distant(ScriptedVerifier):
+    """A verifier that can be disconnected and cut. `asked`: how often it was described."""
+
+    def __init__(self, net: str = "none") -> None:
+        super().__init__([1], V)
+        self.net, self.asked, self.gone, self.is_cut = net, 0, False, False
+        self.go = threading.Event()
+        self.go.set()
+
+    def describe(self, edge: Description | None = None) -> Description:
+        self.asked += 1
+        assert self.go.wait(SOON)
+        return super().describe()
+
+    def probe(self) -> None: ...
+
+    def submit(self, session: int, request: Any) -> Any: ...
+
+    def ledger(self, session: int) -> Any: ...
+
+    def disconnect(self) -> None:
+        self.gone = True
+
+    def cut(self) -> None:
+        self.is_cut = True
+
+
+class Reached:
+    """A way to clouds that counts them."""
+
+    def __init__(self) -> None:
+        self.made: list[Distant] = []
+
+    def __call__(self, net: str) -> Distant:
+        self.made.append(Distant(net))
+        return self.made[-1]
+
+    @property
+    def open(self) -> list[str]:
+        return [verifier.net for verifier in self.made if not verifier.gone]
+
+
+def scripted() -> ScriptedEngine:
+    return ScriptedEngine(HashRows(1, V), V)
+
+
+# Kept -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_decoder_is_kept_and_so_is_its_verifier() -> None:
+    reached = Reached()
+    pool = Pool(scripted(), reached)
+    first = pool.decoder(Choice(k=3))
+    assert pool.decoder(Choice(k=3)) is first
+    assert pool.decoder(Choice(k=4)) is not first
+    assert pool.decoder(Choice(k=3, net="rtt=0.05s")) is pool.decoder(Choice(k=3, net="rtt=50ms"))
+    assert [verifier.net for verifier in reached.made] == ["none", "rtt=50ms"]
+    assert [verifier.asked for verifier in reached.made] == [0, 0], "nothing is said to a cloud that nobody uses"
+
+
+def test_what_does_not_matter_for_a_way_makes_no_other_decoder() -> None:
+    pool = Pool(scripted(), Reached())
+    alone = pool.decoder(Choice("edge-only"))
+    assert pool.decoder(Choice("edge-only", gate="entropy:1", net="rtt=1s", privacy="tokens", scope="repair")) is alone
+    assert pool.decoder(Choice("edge-only", on_loop="escalate")) is alone
+    assert pool.decoder(Choice("edge-only", on_loop="stop")) is not alone
+    remote = pool.decoder(Choice("cloud-only"))
+    assert pool.decoder(Choice("cloud-only", gate="never", on_cloud_loss="edge-only", driver="pipelined")) is remote
+    assert (alone.verifier, remote.draft) == (None, None)
+
+
+def test_only_the_last_ones_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "MOST_DECODERS", 3)
+    pool = Pool(scripted(), Reached())
+    first, second = (pool.decoder(Choice(k=k)) for k in (1, 2))
+    pool.decoder(Choice(k=1))
+    for k in (3, 4):
+        pool.decoder(Choice(k=k))
+    assert pool.decoder(Choice(k=1)) is first
+    assert pool.decoder(Choice(k=2)) is not second
+
+
+def test_networks_that_nobody_uses_are_closed_the_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "MOST_NETWORKS", 2)
+    reached = Reached()
+    pool = Pool(scripted(), reached)
+    nets = [f"rtt={n}ms" for n in range(1, 6)]
+    with ExitStack() as running:
+        held = running.enter_context(pool.lent(Choice(net=nets[0])))
+        for net in nets[1:]:
+            with pool.lent(Choice(net=net)):
+                pass
+        assert reached.open == [nets[0], nets[4]], "one is in use, however long"
+        assert pool.decoder(Choice(net=nets[0])) is held
+    with pool.lent(Choice(net=nets[1])):
+        assert len(reached.open) == 3, "one more, for as long as it is used"
+    assert len(reached.open) == 2
+    pool.close()
+    assert reached.open == []
+
+
+def test_a_cloud_in_this_process_is_shared_too_and_has_no_network() -> None:
+    pool = Pool(scripted(), lambda net: local(scripted()))
+    verifier = pool.decoder(Choice()).verifier
+    assert isinstance(verifier, LocalVerifier)
+    assert isinstance(verifier.engine, SharedEngine)
+    for net in ("rtt=5ms", "cut"):
+        with pytest.raises(SettingsError, match="no network in between"):
+            pool.decoder(Choice(net=net))
+
+
+@pytest.mark.parametrize(
+    ("choice", "why"),
+    [
+        (Choice("cloudy"), "way"),  # type: ignore[arg-type]
+        (Choice(net="5ms"), "network condition"),
+        (Choice(gate="entropy"), "gate"),
+        (Choice(k=0), "k is"),
+        (Choice("cloud-only", on_loop="sample"), "on_loop"),
+        (Choice("edge-only", on_loop="panic"), "on_loop"),  # type: ignore[arg-type]
+        (Choice(net="cut", on_cloud_loss="wait"), "for ever"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(choice: Choice, why: str) -> None:
+    with pytest.raises(SettingsError, match=why):
+        Pool(scripted(), Reached()).decoder(choice)
+
+
+@pytest.mark.parametrize("way", ["speculative", "cloud-only"])
+def test_without_a_cloud_there_is_one_way(way: Any) -> None:
+    pool = Pool(scripted(), None)
+    with pytest.raises(SettingsError, match="there is no cloud here"):
+        pool.decoder(Choice(way))
+    assert pool.decoder(Choice("edge-only")).generate([1, 2], max_new_tokens=4).guarantee == "edge-only"
+
+
+# Meeting ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_cloud_is_described_once_however_many_ask_at_once() -> None:
+    verifier = Distant()
+    verifier.go.clear()
+    decoder = SpeculativeDecoder(scripted(), verifier, lazy=True)
+    with ThreadPoolExecutor(8) as threads:
+        waiting = [threads.submit(decoder._pair.meet) for _ in range(8)]
+        time.sleep(0.05)
+        verifier.go.set()
+        assert [future.result(SOON) for future in waiting] == [True] * 8
+    assert verifier.asked == 1
+    assert len(decoder._pair.sides) == 2
+
+
+def test_who_waits_for_a_cloud_to_describe_itself_can_leave_and_the_others_get_it() -> None:
+    verifier = Distant()
+    verifier.go.clear()
+    decoder = SpeculativeDecoder(scripted(), verifier, lazy=True)
+    leaving = Cancellation()
+    with ThreadPoolExecutor(2) as threads:
+        leaver = threads.submit(decoder._pair.meet, leaving)
+        time.sleep(0.05)
+        stayer = threads.submit(decoder._pair.meet)
+        time.sleep(0.05)
+        leaving.cancel()
+        with pytest.raises(CancelledError):
+            leaver.result(0.5)
+        verifier.go.set()
+        assert stayer.result(SOON)
+
+
+def test_a_bug_in_the_meeting_leaves_nobody_waiting() -> None:
+    class Buggy(ScriptedVerifier):
+        def describe(self, edge: Description | None = None) -> Description:
+            raise ZeroDivisionError
+
+    decoder = SpeculativeDecoder(scripted(), Buggy([1], V), lazy=True)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            decoder.generate([1], max_new_tokens=2)
+
+
+class Named(ScriptedEngine):
+    """An engine whose tokens have names, and a fingerprint of its own."""
+
+    def __init__(self, fingerprint: str) -> None:
+        super().__init__(HashRows(1, V), V)
+        self.vocabulary, self._fingerprint = [f"word{n}" for n in range(V)], fingerprint
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+
+def test_a_vocabulary_is_fetched_once_for_all_decoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(Named("theirs")) as served:
+        pool = Pool(Named("ours"), reach(served))
+        first: Any = pool.decoder(Choice())
+        fetched, fetch = [], first.verifier.connection.vocabulary
+
+        async def vocabulary(timeout: float) -> list[str]:
+            fetched.append(timeout)
+            return await fetch(timeout)
+
+        monkeypatch.setattr(first.verifier.connection, "vocabulary", vocabulary)
+        outputs = [pool.decoder(Choice(k=k)).generate([1, 2], max_new_tokens=5).token_ids for k in (1, 2, 3)]
+        pool.close()
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert len(fetched) == 1
+
+
+# On the bundled pair ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", PROMPTS[:3])
+def test_each_way_says_what_it_should(pool: Pool, prompt: str) -> None:
+    cloud = list(said("cloud-only", prompt, LENGTH))
+    for driver in ("sequential", "pipelined"):
+        result = pool.decoder(Choice(driver=driver)).generate(prompt, max_new_tokens=LENGTH)  # type: ignore[arg-type]
+        assert (result.token_ids, result.guarantee) == (cloud, "exact")
+    remote = pool.decoder(Choice("cloud-only")).generate(prompt, max_new_tokens=LENGTH)
+    assert (remote.token_ids, remote.guarantee, bool(remote.text)) == (cloud, "exact", True)
+    alone = pool.decoder(Choice("edge-only")).generate(prompt, max_new_tokens=LENGTH)
+    assert (alone.token_ids, alone.guarantee) == (list(said("edge-only", prompt, LENGTH)), "edge-only")
+
+
+def test_an_emulated_network_is_in_between(pool: Pool) -> None:
+    decoder = pool.decoder(Choice(net="rtt=120ms"))
+    decoder.generate("rain", max_new_tokens=2)
+    result = decoder.generate("rain", max_new_tokens=2)
+    assert result.stats.ttft_s >= 0.12
+
+
+@pytest.mark.parametrize("driver", ["sequential", "pipelined"])
+def test_without_a_cable_the_edge_goes_on_alone_within_a_second_and_says_so(pool: Pool, driver: Any) -> None:
+    decoder = pool.decoder(Choice(gate="entropy:0.1", driver=driver, net="cut"))
+    for _ in range(2):
+        started = time.monotonic()
+        result = decoder.generate("Hello there", max_new_tokens=LENGTH)
+        assert time.monotonic() - started < 3.0, "about half a second, and what the tokens take on a busy machine"
+        assert (result.guarantee, result.token_ids) == ("edge-only", list(said("edge-only", "Hello there", LENGTH)))
+        assert any("the cloud was lost" in warning for warning in result.warnings)
+    assert pool.decoder(Choice()).generate("rain", max_new_tokens=4).guarantee == "exact", "the others' cable is in"
+
+
+def test_without_a_cable_an_exact_gate_fails_unless_told_otherwise(pool: Pool) -> None:
+    with pytest.raises(CloudLost, match="the network is cut"):
+        pool.decoder(Choice(net="cut")).generate("rain", max_new_tokens=4)
+    told = pool.decoder(Choice(net="cut", on_cloud_loss="edge-only")).generate("rain", max_new_tokens=4)
+    assert told.guarantee == "edge-only"
+
+
+def test_one_decoder_counts_right_while_many_use_it(pool: Pool) -> None:
+    """Its lookahead learns from all of them, and its outputs stay what they are."""
+    decoder = pool.decoder(Choice(k="auto", driver="pipelined"))
+    alone = {prompt: list(said("cloud-only", prompt, LENGTH)) for prompt in PROMPTS}
+    with ThreadPoolExecutor(8) as threads:
+        results = list(threads.map(lambda prompt: decoder.generate(prompt, max_new_tokens=LENGTH), PROMPTS))
+    assert [result.token_ids for result in results] == [alone[prompt] for prompt in PROMPTS]
+
+
+def test_generations_that_run_at_once_tell_what_they_learnt_one_by_one(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = pool.decoder(Choice(k="auto"))
+    inside, overlaps = [], []
+
+    def alone(function: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
+            overlaps.append(len(inside))
+            inside.append(1)
+            time.sleep(0.002)
+            try:
+                return function(*args, **named)
+            finally:
+                inside.pop()
+
+        return call
+
+    assert decoder.lookahead is not None
+    pace = decoder.lookahead.pace
+    assert pace is not None
+    for owner, name in ((pace, "drafted"), (pace, "decided"), (decoder._oversight, "judge")):
+        monkeypatch.setattr(owner, name, alone(getattr(owner, name)))
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(lambda prompt: decoder.generate(prompt, max_new_tokens=12), PROMPTS[:6]))
+    assert len(overlaps) > 20
+    assert not any(overlaps)
+
+
+def test_watching_tells_how_sure_the_drafter_was_of_each_token_and_changes_nothing(pool: Pool) -> None:
+    for driver in ("sequential", "pipelined"):
+        unwatched, watched = (
+            list(pool.decoder(Choice(driver=driver, watch=watch)).stream("Hello there", max_new_tokens=LENGTH))  # type: ignore[arg-type]
+            for watch in (False, True)
+        )
+        assert [tokens(events) for events in (unwatched, watched)] == [
+            list(said("cloud-only", "Hello there", LENGTH))
+        ] * 2
+        assert not any(event.signals for event in unwatched)
+        for event in watched:
+            assert (event.signals is None) == (event.source.value in ("correction", "bonus"))
+        known = {(e.index, e.token_id): e.signals for e in watched if e.kind == "provisional"}
+        accepted = [e for e in watched if e.source.value == "accepted"]
+        assert accepted
+        assert all(known[event.index, event.token_id] == event.signals for event in accepted)
+
+
+def tokens(events: list[StreamEvent]) -> list[int]:
+    """What stands in the end."""
+    return list({event.index: event.token_id for event in events if event.kind != "provisional"}.values())
