@@ -29,6 +29,7 @@ from outrider.config import GenerationSettings
 from outrider.edge.cancellation import Cancellation
 from outrider.edge.drafter import Drafter
 from outrider.edge.oracle import OracleDrafter, with_errors
+from outrider.edge.pair import Met
 from outrider.engines.base import Prompt
 from outrider.engines.torch import TorchEngine
 
@@ -43,8 +44,10 @@ class WithOracle(SpeculativeDecoder):
     alpha: float
     seed: int
 
-    def _drafter(self, prompt: Prompt, settings: GenerationSettings, cancellation: Cancellation | None) -> Any:
-        drafter = super()._drafter(prompt, settings, cancellation)
+    def _drafter(
+        self, prompt: Prompt, settings: GenerationSettings, met: Met, cancellation: Cancellation | None
+    ) -> Any:
+        drafter = super()._drafter(prompt, settings, met, cancellation)
         assert isinstance(drafter, Drafter)
         return OracleDrafter(drafter, len(prompt.ids), self.output, self.alpha, self.seed)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -81,6 +82,13 @@ def row(net: str, ranking: Ranking, lives: dict[tuple[str, str], Live]) -> dict[
     }
 
 
+def ordered(rows: list[dict[str, Any]]) -> tuple[int, int]:
+    """Pairs of ways that the plan has in the right order, and all pairs."""
+    pairs = [pair for found in rows for pair in combinations(found["ways"].values(), 2)]
+    right = sum((a["planned_s"] < b["planned_s"]) == (a["live_s"] < b["live_s"]) for a, b in pairs)
+    return right, len(pairs)
+
+
 def show(rows: list[dict[str, Any]], clips: int) -> None:
     for found in rows:
         ways = ", ".join(
@@ -104,7 +112,9 @@ def main() -> None:
     show(rows, args.clips)
     right = sum(found["right"] for found in rows)
     print(f"the plan's choice was the fastest in {right} of {len(rows)} networks")
-    print(json.dumps({"benchmark": "plan_live", **vars(args), "right": right, "rows": rows}))
+    in_order, pairs = ordered(rows)
+    print(f"{in_order} of {pairs} pairs of ways are in the right order")
+    print(json.dumps({"benchmark": "plan_live", **vars(args), "right": right, "in_order": in_order, "rows": rows}))
 
 
 if __name__ == "__main__":

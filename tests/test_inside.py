@@ -139,10 +139,36 @@ def test_what_is_no_model_is_refused() -> None:
         for_transformers(model("bloom"))
 
 
-def test_other_vocabularies_are_refused() -> None:
+@pytest.mark.parametrize("name", ["foo/bar", "demo", Path("/models/foo")])
+def test_a_name_is_no_model(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loading(*_: Any, **__: Any) -> None:
+        raise AssertionError("it was loaded")
+
+    monkeypatch.setattr(engines, "load_engine", loading)
+    with pytest.raises(ModelError, match=rf"as from load_engine\('{name}'\)"):
+        for_transformers(name)
+
+
+def test_a_model_without_a_head_is_refused() -> None:
+    for load in (for_transformers, load_engine):
+        for headless in (model("qwen2").model, model("gpt2").transformer):
+            with pytest.raises(ModelError, match=f"{type(headless).__name__} has no language-model head"):
+                load(headless)
+    with pytest.raises(ModelError, match="Qwen2Model has no language-model head"):
+        engine_of(TARGET.model)
+
+
+def test_what_is_no_tokenizer_is_refused_when_it_is_made() -> None:
+    for draft in (DRAFT, engine_of(DRAFT)):
+        with pytest.raises(SettingsError, match="not str"):
+            for_transformers(draft, tokenizer="x")
+
+
+def test_other_vocabularies_are_refused_and_the_sides_are_named() -> None:
     small = model("qwen2")
     small.resize_token_embeddings(VOCAB - 5)
-    with pytest.raises(VocabularyMismatch, match="cannot read"):
+    named = rf"the target {type(TARGET).__name__} may emit token 92, which the drafter {type(small).__name__} cannot"
+    with pytest.raises(VocabularyMismatch, match=named):
         call(for_transformers(small))
 
 

@@ -26,7 +26,7 @@ from outrider.edge.drafter import Drafter
 from outrider.edge.drivers import pipelined, sequential
 from outrider.edge.lessons import Lessons
 from outrider.edge.link import Link, PipelinedVerifier
-from outrider.edge.pair import Pair
+from outrider.edge.pair import Met, Pair
 from outrider.engines.base import Prompt, Reader
 from outrider.errors import PromptError, SettingsError
 from outrider.prompts.audio import is_silent
@@ -168,7 +168,7 @@ class SpeculativeDecoder:
             return "none"
         if isinstance(self.verifier, LocalVerifier):
             return _place(self.verifier.engine)
-        name = self._target.name if self._pair.met else "not there"
+        name = self._target.name if self._pair.now.whole else "not there"
         return f"{name}, {self.driver}, on loss {self.on_cloud_loss}, privacy {self.privacy}"
 
     def encode(self, prompt: PromptLike) -> Prompt:
@@ -180,7 +180,7 @@ class SpeculativeDecoder:
 
     @property
     def _target(self) -> Description:
-        return self._pair.target
+        return self._pair.now.target
 
     @property
     def _encoder(self) -> Any:
@@ -190,18 +190,16 @@ class SpeculativeDecoder:
 
     def _start(self, prompt: PromptLike, values: dict[str, Any], cancellation: Cancellation | None = None) -> _Run:
         settings = GenerationSettings.build(values)
-        self._pair.meet(cancellation)
+        met = self._pair.meet(cancellation)
         encoded = self.encode(prompt)
-        self._pair.check(encoded, settings)
-        rules = self._rules(settings)
+        met.check(encoded, settings)
+        rules = self._rules(settings, met)
         if rules.needs_text and self.tokenizer is None:
             raise SettingsError("stop strings and sentences need a tokenizer, and the model came without one")
-        if any(token >= self._pair.target_vocabulary for token in settings.suppress_tokens):
-            raise SettingsError(f"suppress_tokens: ids go up to {self._pair.target_vocabulary - 1}")
-        return _Run(self, encoded, settings, rules, cancellation)
+        return _Run(self, encoded, settings, rules, met, cancellation)
 
-    def _rules(self, settings: GenerationSettings) -> StopRules:
-        eos = () if settings.ignore_eos else self._target.eos_ids
+    def _rules(self, settings: GenerationSettings, met: Met) -> StopRules:
+        eos = () if settings.ignore_eos else met.target.eos_ids
         return StopRules(settings.max_new_tokens, eos, settings.stop, settings.sentences, settings.min_new_tokens)
 
     def _plan(self, rules: StopRules, prompt: Prompt, seed: int) -> Plan:
@@ -211,22 +209,24 @@ class SpeculativeDecoder:
         return Plan(rules, gate, self._rule, self.lookahead, has_verifier, self.on_loop, self.scope)
 
     def _drafter(
-        self, prompt: Prompt, settings: GenerationSettings, cancellation: Cancellation | None
+        self, prompt: Prompt, settings: GenerationSettings, met: Met, cancellation: Cancellation | None
     ) -> Drafter | None:
         if self.draft is None or self.lookahead is None:
             return None
-        policy = Policy.build(settings, self._target.eos_ids, self._pair.draft_vocabulary, len(prompt.ids))
+        policy = Policy.build(settings, met.target.eos_ids, met.draft_vocabulary, len(prompt.ids))
         needs = {
             "needs_signals": self._watch or self.gate.needs_signals or self.lookahead.needs_signals,
             "needs_q": self._rule.needs_q and self.verifier is not None,
         }
         return Drafter(Reader(self.draft, prompt, "drafter"), policy, **needs, cancellation=cancellation)
 
-    def _link(self, prompt: Prompt, settings: GenerationSettings, cancellation: Cancellation | None) -> Link | None:
-        if self.verifier is None or not self._pair.met:
+    def _link(
+        self, prompt: Prompt, settings: GenerationSettings, met: Met, cancellation: Cancellation | None
+    ) -> Link | None:
+        if self.verifier is None or not met.whole:
             return None
         shared = self._shared(prompt)
-        conditions = Conditions(settings, self.accept, self._pair.target_vocabulary, self.withholds(prompt))
+        conditions = Conditions(settings, self.accept, met.target_vocabulary, self.withholds(prompt))
         return Link(self.verifier, lambda verifier: verifier.open(shared, conditions), self.on_cloud_loss, cancellation)
 
     def _shared(self, prompt: Prompt) -> Prompt:
@@ -265,14 +265,15 @@ class _Run:
         prompt: Prompt,
         settings: GenerationSettings,
         rules: StopRules,
+        met: Met,
         cancellation: Cancellation | None,
     ) -> None:
         self._owner, self._prompt, self._settings, self._rules = owner, prompt, settings, rules
-        self._cancellation = cancellation
+        self._met, self._cancellation = met, cancellation
         plan = owner._plan(rules, prompt, settings.seed)
         self._decoder = Decoder(prompt.ids, plan, self._decode if rules.needs_text else None)
         self._ledger = Ledger()
-        if not owner._pair.met:
+        if not met.whole:
             self._decoder.lose_verifier()
 
     def events(self) -> Iterator[Event]:
@@ -280,10 +281,10 @@ class _Run:
         owner, stats = self._owner, self._decoder.stats
         started = time.perf_counter()
         with ExitStack() as closing:
-            drafter = owner._drafter(self._prompt, self._settings, self._cancellation)
+            drafter = owner._drafter(self._prompt, self._settings, self._met, self._cancellation)
             if drafter is not None:
                 closing.callback(drafter.close)
-            link = owner._link(self._prompt, self._settings, self._cancellation)
+            link = owner._link(self._prompt, self._settings, self._met, self._cancellation)
             if link is not None:
                 closing.callback(link.close)
             for event in self._drive(drafter, link):
@@ -326,7 +327,7 @@ class _Run:
         stats.media_bytes_up = self._ledger.up["media"]
         ids = decoder.sequence.generated
         lossless = self._owner.lossless and not self._owner.withholds(self._prompt)
-        sides = self._owner._pair.sides
+        sides = self._met.sides
         with self._owner._lock:
             judged = self._owner._oversight.judge(stats, lossless, self._owner.k, sides, self._settings)
         return Result(

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import soundfile
 
+pytestmark = pytest.mark.network  # each starts a process, which takes seconds
+
 BUNDLED = Path(__file__).parents[2] / "src" / "outrider" / "demo"
 CLIP = BUNDLED / "clips" / json.loads((BUNDLED / "clips" / "clips.json").read_text(encoding="utf-8"))[0]["file"]
 

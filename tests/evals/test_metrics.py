@@ -356,6 +356,7 @@ def test_shares_of_the_time() -> None:
     assert sum(found[f"share_{name}"].value for name in spent(Stats())) == pytest.approx(1)
     overlapping = spent(timing(4, **parts).stats)  # a pipelined run
     assert overlapping["rest"] == 0
+    assert sum(overlapping.values()) == pytest.approx(4)
 
 
 # All together -----------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.cli.report import run_report
+from outrider.core.outcome import wilson
 from outrider.core.sequence import Source
 from outrider.errors import DataError
 from outrider.evals import breakdown, digest, tradeoffs
@@ -266,13 +267,13 @@ def test_acceptance_by_position_from_a_trace() -> None:
 
 @given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_the_interval_holds_the_share(pair: tuple[int, int]) -> None:
-    low, high = breakdown.wilson(*pair)
+    low, high = wilson(pair[0] / pair[1], pair[1], breakdown.TWO_SIDED)
     assert 0 <= low <= pair[0] / pair[1] + 1e-12
     assert pair[0] / pair[1] - 1e-12 <= high <= 1
 
 
 def test_the_interval_is_wilson_s() -> None:
-    low, high = breakdown.wilson(8, 10)
+    low, high = wilson(0.8, 10, breakdown.TWO_SIDED)
     assert (low, high) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
 
 
@@ -351,11 +352,36 @@ def test_measured_quality_says_how_little_of_the_cloud_is_enough() -> None:
     whole, near, little = Figure(0.9, 0.85, 0.95), Figure(0.892, 0.85, 0.93), Figure(0.7, 0.6, 0.8)
     section = tradeoffs.measured([measured(cloud_only=(10, whole), gated=(2, near), edge_only=(0, little))])
     assert section.upright == "attribute all"
-    assert section.lead.endswith("Within a point of the cloud alone at the smallest share: gated entropy:0.5, 20.0 %.")
+    assert section.lead.endswith(
+        "Within a point of the cloud alone at the smallest share, intervals aside: gated entropy:0.5, 20.0 %."
+    )
     assert section.drawing is not None
     assert "whisker" in section.drawing
     section = tradeoffs.measured([measured(cloud_only=(10, whole), edge_only=(0, little))])
     assert section.lead.endswith("Nothing here comes within a point of the cloud alone at a smaller cloud share.")
+
+
+def test_what_exact_mode_reaches_is_no_smaller_share_and_other_data_say_nothing() -> None:
+    whole = Figure(0.9, 0.85, 0.95)
+    section = tradeoffs.measured([measured(exact=(10, whole), cloud_only=(10, whole))])
+    assert section.lead.endswith("Nothing here comes within a point of the cloud alone at a smaller cloud share.")
+    elsewhere = replace(measured(gated=(1, whole)), name="other", about={"configuration": {"data": {"hash": "f00"}}})
+    section = tradeoffs.measured([measured(cloud_only=(10, whole)), elsewhere])
+    assert section.lead.endswith("Nothing here comes within a point of the cloud alone at a smaller cloud share.")
+
+
+def test_a_metric_that_one_mode_alone_has_does_not_hide_the_next() -> None:
+    runs = measured(cloud_only=(10, Figure(0.9)), gated=(1, Figure(0.8)))
+    metrics = {"cloud-only": {"attribute_all": Figure(0.9), "chrf": Figure(80)}, "gated": {"chrf": Figure(79.5)}}
+    section = tradeoffs.measured([replace(runs, metrics=metrics)])
+    assert section.upright == "chrf"
+    assert "smallest share" in section.lead, "a point of 100"
+
+
+def test_verdicts_that_reach_back_over_blocks_are_no_positions() -> None:
+    about = {"configuration": {"speculation": {"scope": "repair"}}}
+    assert breakdown.acceptance([replace(run(answer()), about=about)]).missing
+    assert not breakdown.acceptance([run(answer())]).missing
 
 
 def test_one_mode_alone_shows_no_tradeoff() -> None:

@@ -22,19 +22,21 @@ def line(mode: str, item: str, text: str | None, tokens: int = 3) -> tuple[tuple
     return (item, mode), {"id": item, "mode": mode, "text": text, "token_ids": list(range(tokens))}
 
 
-def test_each_mode_is_scored_on_what_it_answered() -> None:
+def test_modes_are_scored_on_what_all_of_them_answered() -> None:
     results = dict(
         [
             line("cloud-only", "a", "the cat sat on the mat"),
             line("cloud-only", "b", "a dog ran in the park"),
             line("exact", "a", "the cat sat on the mat"),
             line("exact", "c", "it rains"),
+            line("plain", "c", None),
         ]
     )
     results["exact", "b"] = {"id": "b", "mode": "exact", "error": {"type": "X", "message": "y"}}
-    found = quality(ITEMS, ["cloud-only", "exact"], results, HOW)
+    found = quality(ITEMS, ["cloud-only", "exact", "plain"], results, HOW)
+    assert found["plain"] == {}, "it has no text at all"
     assert found["exact"]["rouge_l"]["value"] == 1.0
-    assert found["exact"]["rouge_l"]["n"] == found["cloud-only"]["rouge_l"]["n"] == 2
+    assert found["exact"]["rouge_l"]["n"] == found["cloud-only"]["rouge_l"]["n"] == 1
     assert found["exact"]["same_text"] | {"by_lang": 0} == {
         "value": 1.0,
         "n": 1,

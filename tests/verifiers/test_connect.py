@@ -189,6 +189,20 @@ def test_connecting_sends_nothing_yet(target: str, options: dict[str, Any]) -> N
         verifier.disconnect()
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_other_peoples_servers_are_named_where_a_verifier_is_printed(kind: str) -> None:
+    verifier: Any = connect(f"{kind}://a.example:1,b.example:2", token=TOKEN, tls=True)
+    try:
+        assert repr(verifier) == f"<ServedVerifier {kind}://a.example:1,b.example:2>"
+    finally:
+        verifier.disconnect()
+
+
+def test_what_is_expected_tells_of_replicas() -> None:
+    with pytest.raises(SettingsError, match=re.escape("vllm://HOST:PORT[,HOST:PORT...]")):
+        parse_target("http://a:1")
+
+
 @pytest.mark.parametrize("content", ["", "\n", "two words", "t\u00f6ken-that-is-long-enough"])
 def test_a_token_file_holds_one_word(tmp_path: Path, content: str) -> None:
     (tmp_path / "token").write_text(content, encoding="utf-8")

@@ -63,7 +63,7 @@ def test_a_token_that_differs_is_named_with_both_texts(count: int, data: st.Data
     with pytest.raises(VocabularyMismatch) as caught:
         met(words(count), theirs)
     assert named in str(caught.value)
-    assert "an-edge and vllm://cloud:1 do not share" in str(caught.value)
+    assert "the drafter an-edge and the target vllm://cloud:1 do not share" in str(caught.value)
 
 
 @settings(max_examples=80)
@@ -114,7 +114,8 @@ def test_tokens_beyond_the_drafters_are_counted(extra: int) -> None:
 
 @pytest.mark.parametrize("extra", [MAX_EXTRA_TOKENS + 1, 1000])
 def test_too_many_tokens_beyond_the_drafters_are_refused(extra: int) -> None:
-    with pytest.raises(VocabularyMismatch, match="has over 128 tokens more than an-edge, the first 20"):
+    named = r"the target .* has over 128 tokens more than the drafter an-edge, the first 20"
+    with pytest.raises(VocabularyMismatch, match=named):
         met(words(20), words(20 + extra))
 
 
@@ -125,7 +126,7 @@ def test_a_token_that_the_server_lacks_is_named() -> None:
 
 def test_without_a_tokenizer_there_is_nothing_to_compare() -> None:
     server = Server(words(3))
-    with pytest.raises(VocabularyMismatch, match="an-edge came without a tokenizer"):
+    with pytest.raises(VocabularyMismatch, match="the drafter an-edge came without a tokenizer"):
         asyncio.run(same_tokens(replace(drafter(words(3)), decode=None), "a server", server))
     assert server.asked == []
 

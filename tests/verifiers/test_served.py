@@ -163,10 +163,7 @@ def test_a_stranger_is_refused_by_name(server: VllmServer, path: str, raw: bytes
 def test_a_token_is_wanted() -> None:
     with VllmServer(Model(cloud()), key="secret") as server:
         for given in ({}, {"token": "wrong"}):
-            with (
-                far(server, **given) as verifier,
-                pytest.raises(CloudRefused, match="Unauthorized; it may want a token"),
-            ):
+            with far(server, **given) as verifier, pytest.raises(CloudRefused, match="Unauthorized; "):
                 verifier.probe()
         with far(server, token="secret") as verifier:
             assert tokens(SpeculativeDecoder(edge(), verifier)) == wanted()

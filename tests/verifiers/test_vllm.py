@@ -152,7 +152,7 @@ def test_without_a_drafter_and_without_a_meeting_it_is_said_what_is_missing() ->
     with (
         VllmServer(Model(cloud())) as server,
         far(server) as verifier,
-        pytest.raises(SettingsError, match="needs a drafter"),
+        pytest.raises(SettingsError, match="name an edge model"),
     ):
         SpeculativeDecoder(None, verifier)
 

@@ -58,7 +58,7 @@ def identify(models: Models) -> tuple[ModelId, ModelId]:
     """
     if "none" in (models.edge, models.cloud):
         raise SettingsError("a gate is calibrated for a pair: give --edge and --cloud")
-    sides = Pair(load_drafter(models), reach(models), "fail").sides
+    sides = Pair(load_drafter(models), reach(models), "fail").now.sides
     edge, cloud = (ModelId(side.name, side.fingerprint) for side in sides)
     return edge, cloud
 

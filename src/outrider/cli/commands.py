@@ -296,11 +296,13 @@ def _loaded(build: Callable[[], SpeculativeDecoder], output: Output) -> Iterator
 
 
 def quieten(output: Output) -> None:
-    """Logs on stderr; the model library's own bars and remarks only with --verbose."""
+    """Logs on stderr: warnings, and all of our own with --verbose; the model library's bars and remarks then, too."""
     from transformers.utils import logging as transformers_logging
 
-    level = logging.DEBUG if output.verbose else logging.WARNING
-    logging.basicConfig(level=level, handlers=[RichHandler(console=STDERR, show_path=False)], format="%(message)s")
+    logging.basicConfig(
+        level=logging.WARNING, handlers=[RichHandler(console=STDERR, show_path=False)], format="%(message)s"
+    )
+    logging.getLogger("outrider").setLevel(logging.DEBUG if output.verbose else logging.NOTSET)
     if not output.verbose:
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()

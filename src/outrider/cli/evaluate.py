@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
-from outrider.cli.options import Decoding, Models, Network, Output, Speculation, Whole, _whole
+from outrider.cli.options import Decoding, MaybeWhole, Models, Network, Output, Speculation, Whole
 from outrider.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -51,11 +51,11 @@ class Evaluation:
 
     out: str
     modes: str = ""
-    limit: Annotated[int | None, Parameter(converter=_whole)] = None
+    limit: MaybeWhole = None
     trace: Annotated[bool, Parameter(negative="")] = False
     retry_failed: Annotated[bool, Parameter(negative="")] = False
     bertscore: str | None = None
-    edge_threads: Annotated[int | None, Parameter(converter=_whole)] = None
+    edge_threads: MaybeWhole = None
     edge_memory: str | None = None
 
     @property

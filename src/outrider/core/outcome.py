@@ -163,8 +163,8 @@ class Audits:
         if self._seen < FEWEST_AUDITED:
             return 0.0
         if self._loss == "outputs":
-            return _wilson(self._changed / self._results, self._results)
-        of_tokens = _wilson(self._disagreed / self._audited, self._audited)
+            return wilson(self._changed / self._results, self._results, CONFIDENCE)[0]
+        of_tokens, _ = wilson(self._disagreed / self._audited, self._audited, CONFIDENCE)
         return max(min(self._lower_of_results(), of_tokens), 0.0) * self._share
 
     def _lower_of_results(self) -> float:
@@ -190,10 +190,11 @@ class Audits:
         return self._skipped / self._tokens
 
 
-def _wilson(rate: float, count: int) -> float:
-    """The lower end of Wilson's interval."""
-    z2 = CONFIDENCE**2 / count
-    return (rate + z2 / 2 - math.sqrt(z2 * (rate * (1 - rate) + z2 / 4))) / (1 + z2)
+def wilson(share: float, count: int, z: float) -> tuple[float, float]:
+    """The score interval of a share of `count` trials, z standard deviations to each side (Wilson 1927)."""
+    z2 = z * z / count
+    middle, half = (share + z2 / 2) / (1 + z2), math.sqrt(z2 * (share * (1 - share) + z2 / 4)) / (1 + z2)
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 @dataclass(frozen=True)

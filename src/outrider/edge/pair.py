@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from outrider.config import GenerationSettings, OnCloudLoss
 from outrider.edge.cancellation import Cancellation, follow
 from outrider.engines.base import Engine, Prompt
-from outrider.errors import CloudLost, OutriderError, PromptError, StateError
+from outrider.errors import CloudLost, OutriderError, PromptError, SettingsError, StateError
 from outrider.prompts.audio import check_length
 from outrider.verifiers.base import Description, Distant, Verifier, shared_vocabulary
 from outrider.verifiers.local import describe
@@ -17,13 +18,55 @@ from outrider.verifiers.local import describe
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Met:
+    """Who is there. A generation goes by what was there when it began, whatever comes later.
+
+    sides: drafter, then verifier, as far as they are there. draft_vocabulary, target_vocabulary: how many ids the one
+    may draft and the other emit. whole: nobody is missing.
+    """
+
+    sides: tuple[Description, ...]
+    draft_vocabulary: int
+    target_vocabulary: int
+    whole: bool
+
+    @property
+    def target(self) -> Description:
+        """Whose output it is to be."""
+        return self.sides[-1]
+
+    def check(self, prompt: Prompt, settings: GenerationSettings) -> None:
+        """All must be able to read the prompt, and to hold what follows.
+
+        Raises:
+            PromptError, AudioError: they are not.
+            SettingsError: an id that the target does not have.
+        """
+        highest, limit = max(prompt.ids), self.target.row_count
+        if highest >= limit:
+            raise PromptError(f"{self.target.name} cannot read token {highest}: it has {limit} rows")
+        if any(token >= self.target_vocabulary for token in settings.suppress_tokens):
+            raise SettingsError(f"suppress_tokens: ids go up to {self.target_vocabulary - 1}")
+        if prompt.audio is not None:
+            if not self.target.audio_seconds:
+                raise PromptError(f"{self.target.name} takes no audio, so it cannot verify what was heard")
+            check_length(prompt.audio, self.target.audio_seconds, self.target.name)
+        total = len(prompt.ids) + settings.max_new_tokens
+        for side in self.sides:
+            if side.max_length is not None and total > side.max_length:
+                raise PromptError(
+                    f"a prompt of {len(prompt.ids)} tokens and max_new_tokens {settings.max_new_tokens} make {total}: "
+                    f"{side.name} holds {side.max_length}"
+                )
+
+
 class Pair:
     """Drafter and verifier, at least one of them. Each is described once: a description lists the whole vocabulary.
 
-    sides: drafter, then verifier, as far as they are there. draft_vocabulary, target_vocabulary: how many ids the one
-    may draft and the other emit. on_loss: where the verifier cannot be reached, "fail" raises, "wait" asks on, and
-    "edge-only" leaves the drafter on its own until `meet` succeeds. reader: who writes the verifier's prompts where
-    there is no drafter. lazy: nobody is asked before the first `meet`.
+    now: who is there. on_loss: where the verifier cannot be reached, "fail" raises, "wait" asks on, and "edge-only"
+    leaves the drafter on its own until `meet` succeeds. reader: who writes the verifier's prompts where there is no
+    drafter. lazy: nobody is asked before the first `meet`.
 
     Raises: as `meet`, unless it is lazy.
     """
@@ -38,23 +81,17 @@ class Pair:
         lazy: bool = False,
     ) -> None:
         self._verifier, self._on_loss = verifier, on_loss
-        self.sides = [describe(draft)] if draft is not None else []
-        self._edge = describe(reader) if reader is not None and draft is None else next(iter(self.sides), None)
-        self.met = verifier is None
-        if self.sides:
-            self.draft_vocabulary = self.target_vocabulary = self.sides[0].vocab_size
+        sides = () if draft is None else (describe(draft),)
+        self._edge = describe(reader) if reader is not None and draft is None else next(iter(sides), None)
+        size = sides[0].vocab_size if sides else 0
+        self.now = Met(sides, size, size, whole=verifier is None)
         self._lock = threading.Lock()
         self._meeting: Future[None] | None = None
         if not lazy:
             self.meet()
 
-    @property
-    def target(self) -> Description:
-        """Whose output it is to be."""
-        return self.sides[-1]
-
-    def meet(self, cancellation: Cancellation | None = None) -> bool:
-        """Whether all are there; asks a verifier that was not. Who asks meanwhile waits for the same answer.
+    def meet(self, cancellation: Cancellation | None = None) -> Met:
+        """Who is there; asks a verifier that was not. Who asks meanwhile waits for the same answer.
 
         Raises:
             CloudLost: on "fail".
@@ -62,7 +99,7 @@ class Pair:
             CancelledError: it was cancelled.
         """
         told = False
-        while not self.met:
+        while not (now := self.now).whole:
             try:
                 self._attempt(cancellation or Cancellation())
             except CloudLost as lost:
@@ -72,13 +109,13 @@ class Pair:
                     log.warning("%s; %s", lost, "asking on" if self._on_loss == "wait" else "the edge begins alone")
                 told = True
                 if self._on_loss == "edge-only":
-                    return False
-        return True
+                    return now
+        return now
 
     def _attempt(self, cancellation: Cancellation) -> None:
         """One attempt, in a thread of its own if it may take its time: who waits for it must be free to leave."""
         with self._lock:
-            if self.met:
+            if self.now.whole:
                 return
             mine = self._meeting is None
             meeting = self._meeting = self._meeting or Future()
@@ -97,7 +134,7 @@ class Pair:
         finally:
             with self._lock:
                 self._meeting = None
-            if self.met:
+            if self.now.whole:
                 meeting.set_result(None)
             else:
                 meeting.set_exception(outcome)
@@ -106,29 +143,4 @@ class Pair:
         assert self._verifier is not None  # else it was met
         cloud, edge = self._verifier.describe(self._edge), self._edge
         vocabularies = shared_vocabulary(edge, cloud) if edge is not None else (cloud.vocab_size, cloud.vocab_size)
-        self.draft_vocabulary, self.target_vocabulary = vocabularies
-        self.sides.append(cloud)
-        self.met = True
-
-    # What they can take -------------------------------------------------------------------------------------
-
-    def check(self, prompt: Prompt, settings: GenerationSettings) -> None:
-        """Both models must be able to read the prompt, and to hold what follows.
-
-        Raises:
-            PromptError, AudioError: they are not.
-        """
-        highest, limit = max(prompt.ids), self.target.row_count
-        if highest >= limit:
-            raise PromptError(f"{self.target.name} cannot read token {highest}: it has {limit} rows")
-        if prompt.audio is not None:
-            if not self.target.audio_seconds:
-                raise PromptError(f"{self.target.name} takes no audio, so it cannot verify what was heard")
-            check_length(prompt.audio, self.target.audio_seconds, self.target.name)
-        total = len(prompt.ids) + settings.max_new_tokens
-        for side in self.sides:
-            if side.max_length is not None and total > side.max_length:
-                raise PromptError(
-                    f"a prompt of {len(prompt.ids)} tokens and max_new_tokens {settings.max_new_tokens} make {total}: "
-                    f"{side.name} holds {side.max_length}"
-                )
+        self.now = Met((*self.now.sides, cloud), *vocabularies, whole=True)

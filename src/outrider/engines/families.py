@@ -21,6 +21,7 @@ class Text:
     audio: AudioInput | None = None
 
     def __init__(self, model: Any) -> None:
+        _check_head(model)
         self.model = self.language = model
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = _cache_name(parameters, model)
@@ -52,6 +53,7 @@ class AudioLanguage(Text):
     """
 
     def __init__(self, model: Any, extractor: Any) -> None:
+        _check_head(model)
         self.model = model
         self.language, tower = _parts(model)
         self.decoder = self.language
@@ -192,6 +194,11 @@ def _parts(model: Any) -> tuple[Any, nn.Module]:
         if hasattr(holder, "language_model"):
             return holder.language_model, holder.audio_tower
     return model.model, model.audio_tower
+
+
+def _check_head(model: Any) -> None:
+    if model.get_output_embeddings() is None:
+        raise ModelError(f"{type(model).__name__} has no language-model head: load it with AutoModelForCausalLM, say")
 
 
 def _cache_name(parameters: Any, model: Any) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
 
+from outrider.core.outcome import wilson
 from outrider.core.sequence import Source
 from outrider.evals.charts import Axis, Bars, Point, Series, bars, plot
 from outrider.evals.digest import (
@@ -25,10 +25,12 @@ from outrider.evals.digest import (
     size,
     tick_percent,
 )
+from outrider.evals.latency import divided
 from outrider.evals.results import Answer, EvalRun, Timing
 
 FEW = 20  # drafts, below which a rate is drawn hollow
 LONGEST = 64  # tokens that a block can have
+TWO_SIDED = 1.959964  # standard deviations to each side of 95 %
 KINDS = 7  # of bytes, that one bar can tell apart
 STAGES = ("edge prefill", "draft", "cloud prefill", "verify", "queue", "network", "rest")
 
@@ -40,13 +42,15 @@ Tally = dict[int, tuple[int, int]]  # position: (accepted, judged)
 
 def acceptance(runs: Sequence[EvalRun]) -> Section:
     title = "Acceptance by position in the block"
-    tallies = [(name, by_position(of_mode(run.answers, mode))) for name, run, mode in labels(runs)]
+    shown = [(name, run, mode) for name, run, mode in labels(runs) if not repairs(run)]
+    tallies = [(name, by_position(of_mode(run.answers, mode))) for name, run, mode in shown]
     tallies += [(label(run, "traces", runs), _traced(run)) for run in runs if run.traces]
     tallies = [(name, tally) for name, tally in tallies if tally]
     if not tallies:
         missing = (
             "It needs the sources of tokens that verdicts decided, each verdict ending with "
-            "a token of its own (so not those of a pipelined driver), or traces.jsonl."
+            "a token of its own (so not those of a pipelined driver, nor with --scope repair, whose verdicts reach "
+            "back over several blocks), or traces.jsonl."
         )
         return Section("acceptance", title, "", missing=missing)
     beside = [0.06 * (n - (len(tallies) - 1) / 2) for n in range(len(tallies))]  # so that intervals do not cover others
@@ -70,6 +74,12 @@ def acceptance(runs: Sequence[EvalRun]) -> Section:
     )
     table = Table(("mode", "position", "judged", "accepted"), rows)
     return Section("acceptance", title, lead, table, "accepted", drawing, legend=legend(series))
+
+
+def repairs(run: EvalRun) -> bool:
+    """Whether verdicts may have covered tokens of earlier blocks."""
+    speculation = run.about.get("configuration", {}).get("speculation")
+    return isinstance(speculation, dict) and speculation.get("scope") == "repair"
 
 
 def by_position(answers: Sequence[Answer]) -> Tally:
@@ -126,14 +136,6 @@ def replayed(agrees: Sequence[bool], k: int) -> Iterator[tuple[int, bool]]:
         at += length + 1
 
 
-def wilson(hits: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
-    """The 95 % score interval of a share (Wilson 1927)."""
-    share, squared = hits / trials, z * z
-    middle = (share + squared / (2 * trials)) / (1 + squared / trials)
-    half = z * math.sqrt(share * (1 - share) / trials + squared / (4 * trials * trials)) / (1 + squared / trials)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
 def _position(tick: float) -> str:
     """Positions are whole; ticks between them have no number."""
     return plain(tick) if tick.is_integer() and tick > 0 else ""
@@ -142,7 +144,7 @@ def _position(tick: float) -> str:
 def _acceptance_points(name: str, tally: Tally, shift: float) -> Iterator[Point]:
     for position, (accepted, judged) in sorted(tally.items()):
         tip = f"{name}, position {position}\n{accepted} of {judged}: {percent(accepted / judged).text}"
-        low, high = wilson(accepted, judged)
+        low, high = wilson(accepted / judged, judged, TWO_SIDED)
         yield Point(position + shift, accepted / judged, tip, low, high, faint=judged < FEW)
 
 
@@ -230,28 +232,5 @@ def _mean_stages(timings: Sequence[Timing]) -> dict[str, float]:
 
 
 def stages_of(timing: Timing) -> dict[str, float]:
-    """The total, divided: what the cloud did counts as far as the edge waited for it.
-
-    Where several stages together exceed the total, as clocks of two machines may, the later ones give way.
-    """
-    spent: dict[str, float] = {}
-    left = timing.total_s
-    for stage, taken in _within(timing, "edge prefill", "prefill", "draft"):
-        spent[stage] = min(taken, left)
-        left -= spent[stage]
-    waited = min(timing.stages.get("wait", 0.0), left)
-    left -= waited
-    queued = [("queue", timing.stages["queue"])] if "queue" in timing.stages else []
-    for stage, taken in [*_within(timing, "cloud prefill", "verify_prefill", "verify"), *queued]:
-        spent[stage] = min(taken, waited)
-        waited -= spent[stage]
-    return {**spent, "network": waited, "rest": left}
-
-
-def _within(timing: Timing, name: str, part: str, whole: str) -> Iterator[tuple[str, float]]:
-    """A stage, divided into a part that has a name of its own, if it was measured, and the rest."""
-    of_part = timing.stages.get(part, 0.0)
-    if part in timing.stages:
-        yield name, of_part
-    if whole in timing.stages:
-        yield whole, max(timing.stages[whole] - of_part, 0.0)
+    """The total, by what it was spent on."""
+    return divided(timing.total_s, timing.stages)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -56,19 +56,44 @@ def latency(timings: Sequence[Timing], how: Resampling) -> dict[str, Score]:
 
 
 def spent(stats: Stats) -> dict[str, float]:
-    """Seconds by what they were spent on.
+    """Seconds by what they were spent on: `divided`, with both prefills as one."""
+    names = ("prefill", "draft", "wait", "verify_prefill", "verify", "queue")
+    parts = divided(stats.total_s, {name: getattr(stats, f"{name}_s") for name in names})
+    prefill = parts["edge prefill"] + parts["cloud prefill"]
+    return {"prefill": prefill, **{name: parts[name] for name in SHARES[1:]}}
 
-    prefill: until the drafter had its first token, and what the verifier's first verdict took: both read the prompt.
-    draft: the drafter's other forward passes. queue, verify: as the verifier reports them. network: what is left of the
-    wait for verdicts. rest: everything else. In a pipelined run drafting and waiting overlap, and so the parts can
-    exceed the total; rest is then 0.
+
+def divided(total_s: float, seconds: Mapping[str, float]) -> dict[str, float]:
+    """A total, divided into what is known of it, and the rest.
+
+    edge prefill: until the drafter had its first token; cloud prefill: what the verifier's first verdict took: both
+    read the prompt. draft: the drafter's other forward passes. verify, queue: as the verifier reports them, as far as
+    the edge waited for it: what the cloud does while a pipelined edge drafts on costs no time. network: what is left of
+    the wait. Where stages together exceed the total, as clocks of two machines may, the later ones give way.
+
+    seconds: prefill (a part of draft), draft, wait, verify_prefill (a part of verify), verify, queue, as far as they
+    are known; what is not known is absent from the result.
     """
-    network = max(0.0, stats.wait_s - stats.queue_s - stats.verify_s)
-    rest = max(0.0, stats.total_s - stats.draft_s - stats.wait_s)
-    prefill = stats.prefill_s + stats.verify_prefill_s
-    draft, verify = stats.draft_s - stats.prefill_s, stats.verify_s - stats.verify_prefill_s
-    parts = (prefill, draft, network, stats.queue_s, verify, rest)
-    return dict(zip(SHARES, parts, strict=True))
+    spent: dict[str, float] = {}
+    left = total_s
+    for stage, taken in _within(seconds, "edge prefill", "prefill", "draft"):
+        spent[stage] = min(taken, left)
+        left -= spent[stage]
+    waited = min(seconds.get("wait", 0.0), left)
+    left -= waited
+    queued = [("queue", seconds["queue"])] if "queue" in seconds else []
+    for stage, taken in [*_within(seconds, "cloud prefill", "verify_prefill", "verify"), *queued]:
+        spent[stage] = min(taken, waited)
+        waited -= spent[stage]
+    return {**spent, "network": waited, "rest": left}
+
+
+def _within(seconds: Mapping[str, float], name: str, part: str, whole: str) -> Iterator[tuple[str, float]]:
+    """A stage, divided into a part that has a name of its own, if it was measured, and the rest."""
+    if part in seconds:
+        yield name, seconds[part]
+    if whole in seconds:
+        yield whole, max(seconds[whole] - seconds.get(part, 0.0), 0.0)
 
 
 def _quantiles(name: str, values: Sequence[Sequence[float]], how: Resampling) -> dict[str, Score]:

@@ -10,8 +10,7 @@ from typing import Any
 from outrider.core.outcome import Stats
 from outrider.evals.latency import Timing, latency
 from outrider.evals.manifest import Item
-from outrider.evals.metrics import Scoring, agreement, score
-from outrider.evals.scores import Measure
+from outrider.evals.metrics import Scoring, score
 from outrider.evals.store import Key, Row
 from outrider.evals.summary import REFERENCE
 
@@ -24,11 +23,16 @@ def quality(
 ) -> dict[str, Figures]:
     """By mode, what its texts are worth; nothing where models came without a tokenizer.
 
+    All modes are scored on the same items: those that each mode answered that answered any. `n` says how many.
+
     Raises:
         SettingsError: a package of the extra `eval` is missing.
     """
     texts = {mode: _texts(items, mode, results) for mode in modes}
-    return {mode: _quality(items, texts[mode], texts.get(REFERENCE, {}), how) for mode in modes}
+    answering = [answers.keys() for answers in texts.values() if answers]
+    common = [item for item in items if all(item.id in answered for answered in answering)]
+    cloud = texts.get(REFERENCE) or None
+    return {mode: _quality(common, texts[mode], cloud, how) if texts[mode] else {} for mode in modes}
 
 
 def times(
@@ -50,16 +54,10 @@ def _texts(items: Sequence[Item], mode: str, results: Mapping[Key, Row]) -> dict
     return {name: row["text"] for name, row in rows.items() if row.get("text") is not None}
 
 
-def _quality(items: Sequence[Item], texts: dict[str, str], cloud: dict[str, str], how: Scoring) -> Figures:
-    answered = [item for item in items if item.id in texts]
-    if not answered:
-        return {}
-    both = [item for item in answered if item.id in cloud]
-    found: dict[str, Measure | None] = {**score(answered, [texts[item.id] for item in answered], how=how)}
-    if both:
-        ours, theirs = ([side[item.id] for item in both] for side in (texts, cloud))
-        found |= agreement(ours, theirs, [item.lang for item in both], how.resampling)
-    return {name: measure.to_json() for name, measure in found.items() if measure is not None}
+def _quality(items: Sequence[Item], texts: dict[str, str], cloud: dict[str, str] | None, how: Scoring) -> Figures:
+    theirs = None if cloud is None else [cloud[item.id] for item in items]
+    found = score(items, [texts[item.id] for item in items], theirs, how)
+    return {name: measure.to_json() for name, measure in found.items()}
 
 
 def _timing(row: Row, tokens: int) -> Timing:

@@ -22,10 +22,11 @@ from outrider.evals.digest import (
     tick_percent,
 )
 from outrider.evals.results import Answer, EvalRun, Figure, Swept
+from outrider.evals.summary import REFERENCE
 
 LINES = 8  # that one chart can tell apart
 QUALITIES = ("attribute_all", "agreement", "quality", "accuracy", "exact_match", "same_text", "chrf", "rouge_l", "bleu")
-REFERENCE = "cloud-only"
+OUT_OF_100 = ("chrf", "bleu")
 POINT = 0.01  # of a share
 
 
@@ -34,12 +35,13 @@ POINT = 0.01  # of a share
 
 @dataclass(frozen=True)
 class _Setting:
-    """One point of the quality chart."""
+    """One point of the quality chart. data: what it was measured on."""
 
     family: str
     name: str
     share: float
     quality: Figure
+    data: str = ""
 
 
 def measured(runs: Sequence[EvalRun]) -> Section:
@@ -49,7 +51,7 @@ def measured(runs: Sequence[EvalRun]) -> Section:
     if len(settings) < 2:
         missing = "There is no summary.json with a known metric of quality for two modes at least."
         return Section("measured", title, "", missing=missing)
-    return _quality_section("measured", title, measure, settings, _reach(settings))
+    return _quality_section("measured", title, measure.replace("_", " "), settings, _reach(settings, measure))
 
 
 def quality(runs: Sequence[EvalRun]) -> Section:
@@ -86,17 +88,18 @@ def _quality_section(id_: str, title: str, measure: str, settings: list[_Setting
     return Section(id_, title, lead, table, measure, drawing, legend=legend(series))
 
 
-def _reach(settings: Sequence[_Setting]) -> str:
-    """How little of the cloud comes within a point of the cloud alone."""
-    alone = next((s for s in settings if s.name.endswith(REFERENCE)), None)
+def _reach(settings: Sequence[_Setting], measure: str) -> str:
+    """How little of the cloud comes within a point of the cloud alone, on the same data."""
+    alone = next((s for s in settings if s.family == REFERENCE), None)
     if alone is None:
         return ""
-    point = POINT if 0 <= alone.quality.value <= 1 else 100 * POINT
-    near = [s for s in settings if s.quality.value >= alone.quality.value - point]
+    point = 100 * POINT if measure in OUT_OF_100 else POINT
+    near = [s for s in settings if s.data == alone.data and s.quality.value >= alone.quality.value - point]
     least = min(near, key=lambda s: s.share)
-    if least is alone:
+    if least.share >= alone.share:
         return " Nothing here comes within a point of the cloud alone at a smaller cloud share."
-    return f" Within a point of the cloud alone at the smallest share: {least.name}, {percent(least.share).text}."
+    found = f"{least.name}, {percent(least.share).text}"
+    return f" Within a point of the cloud alone at the smallest share, intervals aside: {found}."
 
 
 def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -129,15 +132,24 @@ def _summed_settings(runs: Sequence[EvalRun]) -> tuple[list[_Setting], str]:
             share = _cloud_share(of_mode(run.answers, mode))
             if value is not None and share is not None:
                 shown = f"{name} {_gate(run)}" if mode == "gated" else name
-                settings.append(_Setting(mode, shown, share, value))
-        if settings:
-            return settings, measure.replace("_", " ")
+                settings.append(_Setting(mode, shown, share, value, _data(run)))
+        if len(settings) > 1:
+            return settings, measure
     return [], ""
 
 
 def _gate(run: EvalRun) -> str:
-    configuration = run.about.get("configuration", {}).get("speculation")
-    return str(configuration.get("gate", "")) if isinstance(configuration, dict) else ""
+    return _configured(run, "speculation", "gate")
+
+
+def _data(run: EvalRun) -> str:
+    return _configured(run, "data", "hash")
+
+
+def _configured(run: EvalRun, group: str, name: str) -> str:
+    """From run.json; empty where it is not there."""
+    found = run.about.get("configuration", {}).get(group)
+    return str(found.get(name, "")) if isinstance(found, dict) else ""
 
 
 def _cloud_share(answers: Sequence[Answer]) -> float | None:

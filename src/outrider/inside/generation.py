@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from outrider.api import SpeculativeDecoder, StreamEvent, local
 from outrider.config import OnLoop, Scope
 from outrider.core.outcome import Result
 from outrider.engines.base import Prompt
-from outrider.errors import SettingsError
+from outrider.errors import ModelError, SettingsError
 from outrider.inside import settings as asked
 from outrider.inside.call import withheld
 from outrider.inside.engines import View, alone_with, engine_of
@@ -50,11 +51,16 @@ def for_transformers(
             that `torch.manual_seed` governs it.
 
     Raises:
-        SettingsError: settings that contradict each other; when called, anything in the call that would change the
-            output and is not Outrider's, by name, before any model work.
+        ModelError: a drafter that is no loaded model, or cannot draft; when called, a target that cannot be driven.
+        SettingsError: settings that contradict each other, or a tokenizer that is none; when called, anything in the
+            call that would change the output and is not Outrider's, by name, before any model work.
         PromptError: when called, a batch, padding, or inputs other than ids and one recording.
         VocabularyMismatch: when called, the drafter does not share the target's vocabulary.
     """
+    if isinstance(draft, (str, Path)):
+        raise ModelError(f"draft is a loaded transformers model or an engine, as from load_engine({str(draft)!r})")
+    if tokenizer is not None and not hasattr(tokenizer, "convert_ids_to_tokens"):
+        raise SettingsError(f"tokenizer is a loaded one, as from AutoTokenizer, not {type(tokenizer).__name__}")
     engine = draft if hasattr(draft, "forward_many") else engine_of(draft, tokenizer)
     options = {"gate": gate, "k": k, "accept": accept, "scope": scope, "on_loop": on_loop}
     return Inside(engine, tokenizer if tokenizer is not None else engine.tokenizer, options, seed)

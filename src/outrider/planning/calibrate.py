@@ -2,10 +2,11 @@
 
 The loss of a trace at threshold θ is one of two. "outputs": 1 if the gate would have committed any token on the edge's
 word that the target would have said otherwise, so that the output is another, else 0. "tokens": the share of its tokens
-of which that is true; it is never more than the first, and may be small where few outputs are the target's. Blocks are
-formed as `Decoder` forms them, along the target's
-output: a skipped block moves on by its length, a verified one to behind its correction or bonus token, a block ends
-with a drafted end token; audits are part of it. An end that is committed too early costs all that was still to come.
+of which that is true; it is never more than the first, and may be small where few outputs are the target's.
+
+Blocks are formed as `Decoder` forms them, along the target's output: a skipped block moves on by its length, a verified
+one to behind its correction or bonus token, a block ends with a drafted end token; audits are part of it. An end that
+is committed too early costs all that was still to come.
 
 θ comes from conformal risk control (Angelopoulos, Bates, Fisch, Lei, Schuster, 2022): with n traces, the loosest θ with
 

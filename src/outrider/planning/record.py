@@ -56,7 +56,7 @@ class Recorder:
     def __init__(self, draft: Engine, target: Verifier, settings: GenerationSettings | None = None) -> None:
         settings = settings or GenerationSettings()
         self.draft, self.target, self.settings = draft, target, settings
-        self.pair = Pair(draft, target, "fail")
+        self.pair = Pair(draft, target, "fail").now
         eos = () if settings.ignore_eos else self.pair.target.eos_ids
         self.rules = StopRules(settings.max_new_tokens, eos, settings.stop, settings.sentences, settings.min_new_tokens)
         if self.rules.needs_text and draft.tokenizer is None:

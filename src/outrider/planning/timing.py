@@ -110,9 +110,9 @@ def _streaming(recorder: Recorder, prompt: Prompt, length: int) -> float:
     try:
         stream = target.generate(session)
         next(stream)
-        count = max(1, min(length, STREAMED) - 1)
-        _, seconds = _timed(lambda: [next(stream) for _ in range(count)])
-        return seconds / count
+        tokens = max(1, min(length, STREAMED) - 1)
+        _, seconds = _timed(lambda: [next(stream) for _ in range(tokens)])
+        return seconds / tokens
     finally:
         target.close(session)
 

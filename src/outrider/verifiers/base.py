@@ -112,7 +112,8 @@ def shared_vocabulary(edge: Description, cloud: Description) -> tuple[int, int]:
         token = edge.row_count
         name = f" ({names[token]!r})" if names else ""
         raise VocabularyMismatch(
-            f"{cloud.name} may emit token {token}{name}, which {edge.name} cannot read: it has {token} rows"
+            f"the target {cloud.name} may emit token {token}{name}, which the drafter {edge.name} cannot read: it has "
+            f"{token} rows"
         )
     return min(edge.vocab_size, cloud.vocab_size), cloud.vocab_size
 
@@ -120,26 +121,32 @@ def shared_vocabulary(edge: Description, cloud: Description) -> tuple[int, int]:
 def _check_names(edge: Description, cloud: Description) -> list[str]:
     """The target's token strings, which are the drafter's as far as both go. None have names without tokenizers."""
     ours, theirs = edge.vocabulary, cloud.vocabulary
-    for side, names, other in ((edge, ours, theirs), (cloud, theirs, ours)):
+    for which, side, names, other in (("drafter", edge, ours, theirs), ("target", cloud, theirs, ours)):
         if len(names) != side.vocab_size and (names or other):
             raise VocabularyMismatch(
-                f"{edge.name} and {cloud.name} cannot be compared: {side.name} names {len(names)} of its "
+                f"{sides(edge.name, cloud.name)} cannot be compared: the {which} names {len(names)} of its "
                 f"{side.vocab_size} tokens"
             )
     for token, (first, second) in enumerate(zip(ours, theirs, strict=False)):
         if first != second:
             raise VocabularyMismatch(
-                f"{edge.name} and {cloud.name} do not share a vocabulary: token {token} is {first!r} in the first and "
-                f"{second!r} in the second"
+                f"{sides(edge.name, cloud.name)} do not share a vocabulary: token {token} is {first!r} in the first "
+                f"and {second!r} in the second"
             )
     return theirs
+
+
+def sides(edge: str, cloud: str) -> str:
+    """Both by name, and which is which: models of one class have one name."""
+    return f"the drafter {edge} and the target {cloud}"
 
 
 def _check_extra(edge: Description, cloud: Description) -> None:
     extra = abs(edge.vocab_size - cloud.vocab_size)
     if extra > MAX_EXTRA_TOKENS:
-        larger, smaller = (edge, cloud) if edge.vocab_size > cloud.vocab_size else (cloud, edge)
+        named = [f"the drafter {edge.name}", f"the target {cloud.name}"]
+        larger, smaller = named if edge.vocab_size > cloud.vocab_size else reversed(named)
         raise VocabularyMismatch(
-            f"{larger.name} has {extra} tokens more than {smaller.name}, the first of them {smaller.vocab_size}: "
-            f"at most {MAX_EXTRA_TOKENS} are taken for padding"
+            f"{larger} has {extra} tokens more than {smaller}, the first of them "
+            f"{min(edge.vocab_size, cloud.vocab_size)}: at most {MAX_EXTRA_TOKENS} are taken for padding"
         )

@@ -14,7 +14,9 @@ from outrider.netem.conditions import Conditions, conditions
 from outrider.verifiers.base import Verifier
 from outrider.verifiers.local import LocalVerifier
 
-EXPECTED = "expected grpc://HOST:PORT, vllm://HOST:PORT, sglang://HOST:PORT, local:MODEL or none"
+EXPECTED = (
+    "expected grpc://HOST:PORT, vllm://HOST:PORT[,HOST:PORT...], sglang://HOST:PORT[,HOST:PORT...], local:MODEL or none"
+)
 Kind = Literal["none", "local", "grpc", "vllm", "sglang"]
 REMOTE = ("grpc", "vllm", "sglang")
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s:/@,\[\]]+):(?P<port>\d{1,5})")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 from outrider.errors import VocabularyMismatch
-from outrider.verifiers.base import MAX_EXTRA_TOKENS, Description
+from outrider.verifiers.base import MAX_EXTRA_TOKENS, Description, sides
 
 AT_ONCE = 16_384  # ids in one request
 
@@ -23,7 +23,7 @@ async def same_tokens(edge: Description, name: str, decode: Decode) -> int:
         VocabularyMismatch: a token means another thing (the first is named), or the drafter cannot say what it means.
     """
     if edge.decode is None:
-        raise VocabularyMismatch(f"{edge.name} came without a tokenizer: it cannot be compared with {name}")
+        raise VocabularyMismatch(f"the drafter {edge.name} came without a tokenizer: it cannot be compared with {name}")
     for start in range(0, edge.vocab_size, AT_ONCE):
         await _compare(edge, name, decode, start, min(start + AT_ONCE, edge.vocab_size))
     return edge.vocab_size + await _extra(edge, name, decode)
@@ -36,15 +36,15 @@ async def _compare(edge: Description, name: str, decode: Decode, start: int, end
         return
     if end - start == 1:
         raise VocabularyMismatch(
-            f"{edge.name} and {name} do not share a vocabulary: token {start} is {ours!r} in the first and "
+            f"{sides(edge.name, name)} do not share a vocabulary: token {start} is {ours!r} in the first and "
             f"{theirs!r} in the second"
         )
     middle = (start + end) // 2
     await _compare(edge, name, decode, start, middle)
     await _compare(edge, name, decode, middle, end)
     raise VocabularyMismatch(
-        f"{edge.name} and {name} do not share a vocabulary: tokens {start} to {end - 1} together are {ours!r} in the "
-        f"first and {theirs!r} in the second"
+        f"{sides(edge.name, name)} do not share a vocabulary: tokens {start} to {end - 1} together are {ours!r} in "
+        f"the first and {theirs!r} in the second"
     )
 
 
@@ -58,4 +58,6 @@ async def _extra(edge: Description, name: str, decode: Decode) -> int:
     for found in range(MAX_EXTRA_TOKENS + 1):
         if not await decode([first + found]):
             return found
-    raise VocabularyMismatch(f"{name} has over {MAX_EXTRA_TOKENS} tokens more than {edge.name}, the first {first}")
+    raise VocabularyMismatch(
+        f"the target {name} has over {MAX_EXTRA_TOKENS} tokens more than the drafter {edge.name}, the first {first}"
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -21,6 +22,7 @@ from outrider.wire.status import Disconnected, Untrusted
 from outrider.wire.web import Reply, Web
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 AVOIDED = 5.0  # s for which a replica that failed is asked last
 
@@ -37,6 +39,8 @@ class Replica:
         self._doubtful = False  # it was away: who came back may be another
         self._seen = 0  # connections that were made when it was last looked at
         self._lock = asyncio.Lock()
+        self._lost = False  # its sessions have moved, and that was said
+        self._warned: set[str] = set()
 
     @property
     def avoided(self) -> bool:
@@ -93,12 +97,38 @@ class Replica:
     def fail(self) -> None:
         self._failed, self._doubtful = time.monotonic(), True
 
+    def lost(self, reason: Again, everyone: Sequence[Replica]) -> None:
+        """A session could not use it, and asks the next one."""
+        if self._lost or len(everyone) < 2:
+            return
+        self._lost = True
+        left = ", ".join(other.name for other in everyone if not other._lost)
+        then = f"its sessions move to {left}" if left else "none is left"
+        log.warning("replica %s does not answer (%s); %s", self.name, bare(reason, self.name), then)
+
+    def found(self) -> None:
+        """A session used it."""
+        if self._lost:
+            self._lost = False
+            log.warning("replica %s is back in use", self.name)
+
+    def warn(self, caution: str) -> None:
+        """Say it, once for all sessions; nothing if it is empty."""
+        if caution and caution not in self._warned:
+            self._warned.add(caution)
+            log.warning("%s", caution)
+
     def _check(self, found: Abilities, known: Abilities | None) -> None:
         if known is None:
             return
         if (found.model, found.max_length) != (known.model, known.max_length):
             raise CloudRefused(f"{self.name} serves {found.model}, not {known.model} as before")
         require_same(self.name, known.sample, found.sample, max(known.noise, found.noise))
+
+
+def bare(reason: Again, name: str) -> str:
+    """The reason, without the name of who it is about in front."""
+    return str(reason).removeprefix(f"{name}: ").removeprefix(f"{name.partition('://')[2]}: ")
 
 
 def rendezvous(key: str, replicas: Sequence[Replica]) -> list[Replica]:
@@ -119,10 +149,12 @@ async def first_ready(replicas: Sequence[Replica], key: str, use: Callable[[Repl
     reason: Again | None = None
     for replica in rendezvous(key, replicas):
         try:
-            return await use(replica)
+            await use(replica)
+            return replica.found()
         except Again as again:
             if again.busy:
                 raise
+            replica.lost(again, replicas)
             reason = again
     assert reason is not None
     raise reason

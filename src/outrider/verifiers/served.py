@@ -17,7 +17,7 @@ from outrider.netem.conditions import Conditions as Net
 from outrider.verifiers.base import Conditions, Description
 from outrider.verifiers.meeting import same_tokens
 from outrider.verifiers.refusals import Again
-from outrider.verifiers.replicas import Replica, first_ready
+from outrider.verifiers.replicas import Replica, bare, first_ready
 from outrider.verifiers.retrying import persistently
 from outrider.verifiers.served_session import ServedSession
 from outrider.verifiers.server import Abilities, Dialect
@@ -67,6 +67,9 @@ class ServedVerifier:
         self._sessions: dict[int, ServedSession] = {}
         self._numbers = count(1)
 
+    def __repr__(self) -> str:
+        return f"<ServedVerifier {self.name}>"
+
     def __enter__(self) -> ServedVerifier:
         return self
 
@@ -93,7 +96,10 @@ class ServedVerifier:
             self._description = self._worker.run(self._persistently(self._meet, edge)).result()
             self._met = edge.fingerprint
         if self._description is None:
-            raise SettingsError(f"{self.name} does not list its tokens: it needs a drafter to compare them with")
+            raise SettingsError(
+                f"{self.name}: --edge none is not possible with {self._dialect.scheme}, which does not list its "
+                "tokens: name an edge model, whose tokens are compared with the server's"
+            )
         return self._description
 
     def open(self, prompt: Prompt, conditions: Conditions) -> int:
@@ -166,7 +172,8 @@ class ServedVerifier:
         try:
             return await persistently(self.name, self.patience, attempt, *args)
         except Again as last:
-            raise CloudLost(f"{self.name} cannot be reached: {last} (tried for {self.patience:g} s)") from last
+            reason = bare(last, self.name)
+            raise CloudLost(f"{self.name} cannot be reached: {reason} (tried for {self.patience:g} s)") from last
 
 
 class _Lines(Worker):

@@ -83,6 +83,7 @@ class ServedSession:
     async def _judge(self, replica: Replica, reading: Reading) -> Verdict:
         able = await replica.ready(next((other.able for other in self._replicas if other.able is not None), None))
         check_settings(self._settings, able, replica.name, self._dialect)
+        replica.warn(doubt(self._settings, able, self.session.vocab_size, replica.name, self._dialect))
         self.session.noise = max(self.session.noise, able.noise)
         while True:
             rows = await self._read(replica, able, reading)
@@ -125,6 +126,7 @@ class ServedSession:
 
     async def _exchange(self, replica: Replica, able: Abilities, ask: Ask) -> list[PartialRow]:
         path, body = self._dialect.request(ask, able)
+        replica.warn(able.caution)
         data, account = encoded(body), replica.web.line.account
         media = len(ask.media.url) if ask.media is not None and ask.media.url is not None else 0
         cost = account.sent(len(data))  # nobody else's, while it is under way
@@ -174,6 +176,17 @@ def check_settings(settings: GenerationSettings, able: Abilities, name: str, dia
             f"sampling from the whole vocabulary: {name} sends {able.top} entries of a row; set top_k (up to "
             f"{able.top - 1}), top_p or min_p, or {dialect.more.format(-1)}"
         )
+
+
+def doubt(settings: GenerationSettings, able: Abilities, vocab_size: int, name: str, dialect: Dialect) -> str:
+    """What may turn out only in the middle of an output; empty where nothing may."""
+    if settings.temperature == 0 or settings.top_k or able.top == WHOLE or able.top >= vocab_size:
+        return ""
+    which = "top_p" if settings.top_p < 1.0 else "min_p"
+    return (
+        f"{which} may not be settled by the {able.top} entries of a row that {name} sends, and the output then ends "
+        f"with a refusal: add top_k (up to {able.top - 1}), or {dialect.more.format(-1)}"
+    )
 
 
 def _check_prompt(prompt: Prompt, conditions: Conditions, target: Description) -> None:

@@ -20,6 +20,7 @@ from outrider.wire.web import Json, Reply, Web
 
 WHOLE = -1  # as a number of entries: all of a row's
 PASSING = (408, 425, 429, 500, 502, 503, 504)
+ELSEWHERE = (404, 405, 501)  # what a web server says of a path that it does not know
 PATIENT = 300.0  # s; the first requests of a server may compile what they need
 
 
@@ -68,6 +69,7 @@ class Abilities:
     model: what it serves. max_length: positions of a sequence that it can judge. way: how it is asked, as the dialect
     knows it. top: most entries of a row that it sends; WHOLE for all. normalised: rows are log-probabilities, not
     logits. noise: logits; by how much two ways to the same row may differ, doubled. sample: rows of a fixed prompt.
+    caution: what the way that it is asked costs, for whoever goes it; empty where there is nothing to say.
     """
 
     model: str
@@ -77,15 +79,17 @@ class Abilities:
     normalised: bool
     noise: float
     sample: tuple[PartialRow, ...]
+    caution: str = ""
 
 
 class Dialect(Protocol):
-    """How one kind of server is spoken with. scheme: as in "vllm://host:port".
+    """How one kind of server is spoken with. scheme: as in "vllm://host:port". product: whose API it is.
 
     logits, more: how to start it so that rows are logits, or so that it sends n entries of a row ("{}" stands for n).
     """
 
     scheme: str
+    product: str
     logits: str
     more: str
 
@@ -137,11 +141,32 @@ def reading(name: str) -> Iterator[None]:
 def failure(name: str, reply: Reply) -> Exception:
     """What an answer other than 200 means wherever it comes from."""
     if reply.status in PASSING:
-        return Again(f"{name}: {reply.error} (HTTP {reply.status})", reply.after, busy=reply.status == 429)
+        return Again(f"{name}: {reply.reason}", reply.after, busy=reply.status == 429)
     if reply.status in (401, 403):
-        return CloudRefused(f"{name} refused: {reply.error}; it may want a token")
+        return CloudRefused(f"{name} refused: {reply.error.rstrip('.')}; {_identity(reply)}")
     kind: type[OutriderError] = PromptError if "context length" in reply.error else CloudRefused
-    return kind(f"{name}: {reply.error} (HTTP {reply.status})")
+    return kind(f"{name}: {reply.reason}")
+
+
+def _identity(reply: Reply) -> str:
+    """What a refusal of who we are may be about."""
+    if not reply.identified:
+        return "it may want a token"
+    return "the token given is not accepted" if reply.status == 401 else "the token given may not be enough"
+
+
+async def told_of_itself(dialect: Dialect, web: Web, path: str) -> Json:
+    """What the server answers to the first questions, which every server of its kind knows.
+
+    Raises:
+        CloudRefused: it does not know them.
+    """
+    reply = await web.get(path)
+    if reply.status in ELSEWHERE:
+        raise CloudRefused(f"{web.name}: nobody there speaks {dialect.product}'s API (GET {path}: HTTP {reply.status})")
+    if reply.status != 200:
+        raise dialect.failure(web.name, reply)
+    return reply.content
 
 
 async def told(dialect: Dialect, web: Web, path: str, body: Json, seconds: float = PATIENT) -> Json:

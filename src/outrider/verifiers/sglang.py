@@ -26,9 +26,9 @@ FORCED = 1e4  # a bias that leaves one token
 class Sglang:
     """The dialect; it keeps nothing."""
 
-    scheme = "sglang"
+    scheme, product = "sglang", "SGLang"
     logits = "use vllm or our own cloud, which send logits"
-    more = "use vllm or our own cloud, which send as many as {} (-1: all)"
+    more = "use vllm with --max-logprobs {}, or our own cloud"
 
     async def probe(self, web: Web) -> Abilities:
         """What it serves, and that it gives the same rows with and without its cache.
@@ -48,11 +48,9 @@ class Sglang:
         return replace(server.proven(web.name, able, read[-len(reused) :], reused), normalised=True)
 
     async def _model(self, web: Web) -> tuple[str, int | None]:
-        replies = [await web.get(path) for path in ("/get_model_info", "/get_server_info")]
-        for reply in replies:
-            if reply.status != 200:
-                raise self.failure(web.name, reply)
-        model, length = replies[0].content.get("model_path"), replies[1].content.get("context_length")
+        paths = ("/get_model_info", "/get_server_info")
+        own, running = [await server.told_of_itself(self, web, path) for path in paths]
+        model, length = own.get("model_path"), running.get("context_length")
         if not model:
             raise CloudRefused(f"{web.name} serves no model, or is no SGLang server")
         with server.reading(web.name):

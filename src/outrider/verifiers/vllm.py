@@ -14,7 +14,6 @@ raw_logits`, else log-probabilities; `--max-logprobs` limits how many entries of
 
 from __future__ import annotations
 
-import logging
 import re
 import uuid
 from collections.abc import Mapping, Sequence
@@ -31,11 +30,10 @@ from outrider.verifiers.measure import PROBED, PROMPT
 from outrider.verifiers.server import PATIENT, WHOLE, Abilities, Ask, MediaMissing, Reread
 from outrider.wire.web import Json, Reply, Web
 
-log = logging.getLogger(__name__)
-
 TAIL, SPREAD = "tail", "spread"
 MIXED = "mixed"  # spread for texts; tail, read anew where that fails, for recordings, which cannot go the other way
 TOPS = (WHOLE, 4096, 1024, 256, 64, 20, PROBED)  # entries of a row that a server may let us have; its default is 20
+ENDPOINT = "--enable-scale-out"  # opens the way of the tail; the refusal of one that is not open names it
 PLAIN = {  # what a server's own defaults would otherwise set
     "temperature": 0.0,
     "max_tokens": 1,
@@ -46,12 +44,21 @@ PLAIN = {  # what a server's own defaults would otherwise set
     "top_k": 0,
     "min_p": 0.0,
 }
+SLOW = "reads each block as k+1 prompts, at some k+1 times the work"
+CACHED = (
+    "vllm://{} fails where the prefix cache is at work ({}): blocks are read as k+1 prompts, recordings anew each "
+    "time; start vllm with MALLOC_PERTURB_=255 in its environment, or with model runner V2"
+)
+
+
+class _Closed(CloudRefused):
+    """The endpoint is not there."""
 
 
 class Vllm:
     """The dialect; it keeps nothing."""
 
-    scheme = "vllm"
+    scheme, product = "vllm", "vLLM"
     logits = "start vllm with --logprobs-mode raw_logits"
     more = "start vllm with --max-logprobs {}"
 
@@ -64,42 +71,29 @@ class Vllm:
         """
         model, length = await self._model(web)
         plain = Abilities(model, length, TAIL, PROBED, normalised=False, noise=0.0, sample=())
-        return await self._tail(web, plain) or await self._spread(web, plain)
+        return await self._tail(web, plain)
 
     async def _model(self, web: Web) -> tuple[str, int | None]:
-        reply = await web.get("/v1/models")
-        if reply.status != 200:
-            raise self.failure(web.name, reply)
+        content = await server.told_of_itself(self, web, "/v1/models")
         with server.reading(web.name):
-            served = [card for card in reply.content.get("data", ()) if not card.get("parent")]  # others are adapters
+            served = [card for card in content.get("data", ()) if not card.get("parent")]  # others are adapters
             if not served:
                 raise CloudRefused(f"{web.name} serves no model, or is no vLLM server")
             length = served[0].get("max_model_len")
             return str(served[0]["id"]), int(length) - 1 if length else None  # one is generated behind what is judged
 
-    async def _tail(self, web: Web, able: Abilities) -> Abilities | None:
-        """Whether rows come back right with the prefix cache at work; None, said in the log, where they do not."""
+    async def _tail(self, web: Web, able: Abilities) -> Abilities:
+        """With the prefix cache at work, if rows come back right; in another way where they do not."""
         whole = server.known()
         try:
             read = await server.asked(self, web, replace(whole, fresh=True), able)
             await server.asked(self, web, replace(whole, ids=PROMPT, rows=1), able)
             reused = await server.asked(self, web, whole, able)
         except Reread as error:
-            log.warning(
-                "%s fails where the prefix cache is at work (%s): blocks are read as k+1 prompts, recordings anew each "
-                "time; start vllm with MALLOC_PERTURB_=255 in its environment, or with model runner V2",
-                web.name,
-                error,
-            )
-            return replace(await self._spread(web, able), way=MIXED)
+            spread = await self._spread(web, able)
+            return replace(spread, way=MIXED, caution=CACHED.format(web.name, error))
         except CloudRefused as error:
-            log.warning(
-                "%s cannot verify a block as one sequence (%s): each is read as k+1 prompts, at some k+1 times the "
-                "work; start vllm with --enable-scale-out",
-                web.name,
-                error,
-            )
-            return None
+            return replace(await self._spread(web, able), caution=_caution(web.name, error))
         return server.proven(web.name, replace(able, top=await self._most(web, able)), read, reused)
 
     async def _spread(self, web: Web, able: Abilities) -> Abilities:
@@ -140,6 +134,8 @@ class Vllm:
             return (_spread_rows if _way(ask, able) == SPREAD else _tail_rows)(content, ask, able)
 
     def failure(self, name: str, reply: Reply) -> Exception:
+        if reply.status == 404 or ENDPOINT in reply.error:
+            return _Closed(f"{name}: {reply.reason}")
         if "not JSON compliant" in reply.error:  # rows of cached tokens, which no one has filled in
             return Reread(reply.error)
         if "Cache miss" in reply.error:
@@ -156,6 +152,12 @@ class Vllm:
         content = await server.told(self, web, "/v1/completions", body)
         with server.reading(web.name):
             return str(content["choices"][0]["finish_reason"]) == "stop"
+
+
+def _caution(name: str, error: CloudRefused) -> str:
+    if isinstance(error, _Closed):
+        return f"vllm://{name} {SLOW}: start it with {ENDPOINT}"
+    return f"vllm://{name} {SLOW}: as one sequence it could not be verified ({str(error).removeprefix(f'{name}: ')})"
 
 
 def _way(ask: Ask, able: Abilities) -> str:

@@ -17,13 +17,14 @@ from outrider.wire.worker import Line
 
 Json = dict[str, Any]
 AT_ONCE = 256  # requests in flight to one host
+_PLAIN = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")  # OpenSSL: what came is no TLS record
 
 
 @dataclass(frozen=True)
 class Reply:
     """status: HTTP's. content: the object in the body; empty where there is none. after: seconds to wait (Retry-After).
 
-    up, down: bytes of the two bodies.
+    up, down: bytes of the two bodies. identified: whether a token went with the request.
     """
 
     status: int
@@ -31,6 +32,13 @@ class Reply:
     after: float = 0.0
     up: int = 0
     down: int = 0
+    identified: bool = False
+
+    @property
+    def reason(self) -> str:
+        """What the server says is wrong, and HTTP's status, once."""
+        status = f"HTTP {self.status}"
+        return status if self.error == status else f"{self.error} ({status})"
 
     @property
     def error(self) -> str:
@@ -44,7 +52,7 @@ class Web:
     """token: sent as a bearer token with every request. deadline: seconds for `get`. To be used in the line's loop.
 
     Raises (every request):
-        Untrusted: the server's certificate is not what it must be.
+        Untrusted: the server's certificate is not what it must be, or it speaks no TLS.
         Disconnected: no connection, or it broke before the answer was complete.
         TimeoutError: no complete answer within the time.
     """
@@ -102,6 +110,7 @@ class Web:
             float(after) if after.replace(".", "", 1).isdecimal() else 0.0,
             len(body or b""),
             len(content),
+            bool(self._headers),
         )
 
     def _trouble(self, error: httpx2.RequestError) -> Disconnected:
@@ -109,6 +118,8 @@ class Web:
         while cause is not None:
             if isinstance(cause, ssl.SSLCertVerificationError):
                 return Untrusted(f"its certificate: {cause.verify_message}")
+            if isinstance(cause, ssl.SSLError) and cause.reason in _PLAIN:
+                return Untrusted("it does not speak TLS")
             cause = cause.__cause__ or cause.__context__
         return Disconnected(self.line.link.trouble or str(error) or type(error).__name__)
 
