@@ -20,7 +20,7 @@ from outrider.gateway.app import Shown, create_app, overview
 from outrider.gateway.asking import Defaults
 from outrider.gateway.exchange import Gateway
 from outrider.gateway.metrics import Metrics
-from outrider.gateway.server import bound
+from outrider.gateway.server import bound, config
 
 
 def event(
@@ -84,6 +84,7 @@ class ScriptedDesk:
     """The interface of `outrider.gateway.desk.Desk`. asked: what `start` was given."""
 
     waiting = 0
+    room = 72
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -120,6 +121,7 @@ class Running:
     url: str
     desk: ScriptedDesk
     app: Any
+    gateway: Gateway
 
 
 @contextmanager
@@ -128,24 +130,25 @@ def serving(
     access: Access | None = None,
     defaults: Defaults | None = None,
     origins: tuple[str, ...] = (),
+    cloud: Callable[[], str] | None = None,
 ) -> Iterator[Running]:
     """A gateway on loopback whose desk plays the script."""
     desk = ScriptedDesk(script or Script())
     defaults = defaults or Defaults(edge="scripted")
     metrics = Metrics(lambda: desk.active, lambda: desk.waiting, 8)
     gateway = Gateway(desk, access or Access(), defaults, metrics)  # type: ignore[arg-type]
-    app = create_app(gateway, Shown(overview(defaults, "none", 8), origins))
+    app = create_app(gateway, Shown(overview(defaults, "none", 8), origins, cloud))
     with bound("127.0.0.1", 0) as on:
-        server = uvicorn.Server(
-            uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1)
-        )
+        served = config(app)
+        served.timeout_graceful_shutdown = 1
+        server = uvicorn.Server(served)
         thread = threading.Thread(target=server.run, args=([on],))
         thread.start()
         try:
             while not server.started:
                 assert thread.is_alive()
                 threading.Event().wait(0.005)
-            yield Running(f"http://127.0.0.1:{on.getsockname()[1]}", desk, app)
+            yield Running(f"http://127.0.0.1:{on.getsockname()[1]}", desk, app, gateway)
         finally:
             server.should_exit = True
             thread.join(10)

@@ -76,6 +76,7 @@ class Script:
     audio: bool = False
     cloud: str = "a cloud"
     networks: bool = True
+    cut: bool = True
     asked: list[dict[str, Any]] = field(default_factory=list)
     left: threading.Event = field(default_factory=threading.Event)  # a client went away in mid-stream
 
@@ -85,6 +86,7 @@ class Script:
             "cloud": self.cloud,
             "audio": self.audio,
             "networks": self.networks,
+            "cut": self.cut,
             "slots": 8,
             "settings": {"max_new_tokens": 99},
             "signals": ["entropy", "margin", "maxprob", "logprob"],

@@ -15,6 +15,7 @@ from outrider.api import StreamEvent
 from outrider.core.gate import Signals
 from outrider.core.sequence import Source
 from outrider.core.text import BROKEN, Transcript
+from outrider.errors import StateError
 from outrider.gateway import replies
 from outrider.gateway.answering import DONE, Answer, Settled, Tokens, usage, visible
 from outrider.gateway.asking import Asked
@@ -98,6 +99,19 @@ def test_a_stop_string_that_a_special_token_divides_is_none() -> None:
     assert settled.add([event(1, "D")]) == ""  # looks like one
     assert settled.add([]) == ""
     assert settled.add([event(2, "x")]) == "ENDx"  # it went on, so it was none
+
+
+def test_a_stop_string_behind_one_that_was_none_ends_the_text() -> None:
+    settled = Settled(["END"])
+    said = [settled.add([event(n, piece)]) for n, piece in enumerate(["EN", "D", "x", "END"])]
+    assert "".join(said) + settled.end(result_of("ENDxEND", 4, "stop")) == "ENDx"
+
+
+def test_a_result_that_is_not_what_went_out_is_an_error() -> None:
+    settled = Settled()
+    settled.add([event(0, "a"), event(1, "b")])
+    with pytest.raises(StateError, match="not the result's"):
+        settled.end(result_of("ax", 2))
 
 
 def test_provisional_text_never_goes_out() -> None:
@@ -201,6 +215,15 @@ def test_a_stream_says_who_speaks_then_text_then_why_it_ended_then_usage(chat: b
 def test_without_a_word_said_a_stream_still_has_its_opening() -> None:
     said = events_of(Answer(asked(stream=True), chat=True).last(result_of("", 1)))
     assert said[0]["choices"][0]["delta"]["role"] == "assistant"
+
+
+@pytest.mark.parametrize("scope", ["block", "repair"])
+@pytest.mark.parametrize("way", ["speculative", "edge-only", "cloud-only"])
+def test_text_waits_for_verdicts_only_where_one_can_change_it(way: Any, scope: Any) -> None:
+    choice = Choice(way, gate="entropy:1", scope=scope)
+    answer = Answer(Asked("a prompt", {}, choice, stream=True), chat=False)
+    said = answer.chunk([event(0, "a", source=Source.EDGE)])
+    assert bool(said) == (way != "speculative" or scope == "block")
 
 
 def test_nothing_is_sent_while_there_is_nothing_to_say() -> None:

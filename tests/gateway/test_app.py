@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from outrider.cloud.security import Tokens
 from outrider.errors import CloudLost, CloudRefused, DecodingError, OutriderError, PromptError, StateError
 from outrider.gateway import replies
 from outrider.gateway.access import Access, check_listen, known_hosts
-from outrider.gateway.desk import Busy
+from outrider.gateway.desk import Busy, GoingDown
+from outrider.gateway.exchange import Arrivals
 from outrider.gateway.refusing import refusal
 from outrider.gateway.server import bound
 
@@ -129,6 +131,7 @@ def test_every_error_has_a_status_of_its_own_and_none_from_bad_input_is_a_server
         (Busy("full", 2.2), openai.RateLimitError),
         (CloudLost("away"), openai.InternalServerError),
         (StateError("a bug"), openai.InternalServerError),
+        (GoingDown(), openai.InternalServerError),
     ],
 )
 def test_what_fails_before_the_first_word_has_its_status_streaming_or_not(
@@ -138,6 +141,8 @@ def test_what_fails_before_the_first_word_has_its_status_streaming_or_not(
         with serving(script) as running, pytest.raises(kind) as raised:
             client(running).chat.completions.create(**HELLO, stream=stream)
         assert str(error) in raised.value.message
+        if isinstance(error, GoingDown):
+            assert (raised.value.status_code, raised.value.code) == (503, "going_down")
         if isinstance(error, Busy):
             assert raised.value.response.headers["retry-after"] == "3"
 
@@ -155,8 +160,26 @@ def test_a_stream_that_fails_later_ends_with_the_error() -> None:
 def test_an_unexpected_error_tells_no_more_than_its_kind() -> None:
     with serving(Script(refusal=ValueError("secret"))) as running:  # type: ignore[arg-type]
         reply = httpx2.post(f"{running.url}/v1/completions", json={"model": "outrider", "prompt": "x"})
+        figures = httpx2.get(f"{running.url}/metrics").text
     assert reply.status_code == 500
     assert "secret" not in reply.text
+    assert 'outrider_edge_requests_total{path="/v1/completions",status="500"} 1.0' in figures
+
+
+def test_a_stream_whose_result_is_another_text_ends_with_an_error() -> None:
+    with serving(Script(end=result_of("another", 3))) as running:
+        stream = client(running).completions.create(model="outrider", prompt="x", stream=True)
+        with pytest.raises(openai.APIError, match="not the result's"):
+            list(stream)
+
+
+def test_the_cloud_s_name_may_be_known_later() -> None:
+    names = iter(["not there yet", "a model"])
+    with serving(cloud=lambda: next(names)) as running:
+        assert [httpx2.get(f"{running.url}/v1/outrider").json()["cloud"] for _ in range(2)] == [
+            "not there yet",
+            "a model",
+        ]
 
 
 # Clients that leave -----------------------------------------------------------------------------------------
@@ -183,6 +206,60 @@ def test_a_client_that_leaves_ends_its_generation(stream: bool) -> None:
         until(lambda: running.desk.active == 0)
         assert running.desk.tickets[0].cancelled_after < 200  # type: ignore[operator]
         until(lambda: "outrider_edge_disconnects_total 1.0" in httpx2.get(f"{running.url}/metrics").text)
+
+
+@contextmanager
+def uploading(running: Running, sent: bytes = b"{", size: int = 1000) -> Iterator[socket.socket]:
+    """A request whose body does not come to its end."""
+    with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as line:
+        line.settimeout(5)
+        line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+        line.sendall(b"Content-Length: %d\r\n\r\n" % size + sent)
+        yield line
+
+
+def arriving(running: Running) -> int:
+    return running.gateway.arrivals._by_client.total()
+
+
+def test_a_client_that_leaves_while_it_sends_is_counted_as_gone() -> None:
+    with serving() as running:
+        with uploading(running):
+            until(lambda: arriving(running) == 1)
+        until(lambda: "outrider_edge_disconnects_total 1.0" in httpx2.get(f"{running.url}/metrics").text)
+        figures = httpx2.get(f"{running.url}/metrics").text
+        assert 'outrider_edge_requests_total{path="/v1/completions",status="499"} 1.0' in figures
+        assert 'status="500"' not in figures
+        assert arriving(running) == 0
+
+
+def test_no_more_bodies_are_read_than_there_is_room_for() -> None:
+    with serving() as running:
+        running.desk.room = 2
+        with uploading(running), uploading(running):
+            until(lambda: arriving(running) == 2)
+            with uploading(running, b"") as third:
+                assert b"429" in third.recv(1000).partition(b"\r\n")[0], "before its body"
+        until(lambda: arriving(running) == 0)
+        client(running).chat.completions.create(**HELLO)
+
+
+def test_one_client_s_uploads_leave_room_for_another_s() -> None:
+    arrivals = Arrivals()
+    with arrivals.one("a", 1):
+        with pytest.raises(Busy), arrivals.one("a", 1):
+            pass
+        with arrivals.one("b", 1), pytest.raises(Busy), arrivals.one("c", 1):
+            pass
+    with arrivals.one("a", 1):
+        pass
+
+
+def test_a_body_that_takes_too_long_is_not_waited_for() -> None:
+    with serving(access=Access(body_s=0.2)) as running:
+        with uploading(running) as line:
+            assert b"408" in line.recv(1000).partition(b"\r\n")[0]
+        assert arriving(running) == 0
 
 
 def test_closing_the_client_s_stream_ends_the_generation() -> None:
@@ -214,6 +291,11 @@ def test_without_the_key_nothing_but_health_and_page_is_open(keys: Tokens) -> No
 
 def test_without_keys_a_client_is_its_address(plain: Running) -> None:
     client(plain).chat.completions.create(**HELLO)
+    assert plain.desk.asked[-1][0] == "127.0.0.1"
+
+
+def test_a_client_cannot_name_another_address(plain: Running) -> None:
+    httpx2.post(f"{plain.url}/v1/chat/completions", json=HELLO, headers={"x-forwarded-for": "10.9.8.7"})
     assert plain.desk.asked[-1][0] == "127.0.0.1"
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import base64
 import io
 import json
+import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pydantic
 import pytest
 import soundfile
 from openai.types import completion_create_params
@@ -16,10 +19,11 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 import outrider
 from outrider.errors import AudioError
-from outrider.gateway.asking import Asked, Defaults, asked, decoded, read
+from outrider.gateway.asking import Asked, Defaults, asked, read
 from outrider.gateway.pool import Choice
+from outrider.gateway.recordings import decoded
 from outrider.gateway.refusing import Refused
-from outrider.gateway.schemas import UNDONE, UNUSED, ChatRequest, CompletionRequest
+from outrider.gateway.schemas import UNDONE, UNUSED, ChatRequest, CompletionRequest, Request
 from outrider.prompts.audio import Audio
 
 CLIP = Path(outrider.__file__).parent / "demo" / "clips" / "en-1.ogg"
@@ -64,9 +68,9 @@ def test_openai_s_fields_become_our_settings() -> None:
 
 
 def test_our_own_fields_become_settings_and_a_choice() -> None:
-    options = {"way": "edge-only", "k": "auto", "net": "bw=2Mbit,rtt=50ms", "gate": "entropy:1", "tokens": True}
+    options = {"way": "speculative", "k": "auto", "net": "bw=2Mbit,rtt=50ms", "gate": "entropy:1", "tokens": True}
     found = chat(outrider={**options, "min_new_tokens": 3, "ignore_eos": True})
-    assert found.choice == Choice(way="edge-only", k="auto", net="rtt=50ms,bw=2Mbit", gate="entropy:1", watch=True)
+    assert found.choice == Choice(way="speculative", k="auto", net="rtt=50ms,bw=2Mbit", gate="entropy:1", watch=True)
     assert found.settings.items() >= {"min_new_tokens": 3, "ignore_eos": True}.items()
 
 
@@ -125,7 +129,20 @@ def test_a_recording_is_heard_with_its_task_or_with_a_question() -> None:
     assert asks.instruction == "Who?"
     wave, rate = soundfile.read(CLIP, dtype="float32", always_2d=True)
     assert captioned.sampling_rate == rate
-    assert np.array_equal(captioned.source, wave)  # type: ignore[arg-type]
+    assert np.array_equal(captioned.source, wave[:, 0])  # type: ignore[arg-type]
+
+
+def test_channels_are_mixed_without_all_of_them_in_memory() -> None:
+    wave = np.random.default_rng(1).uniform(-0.5, 0.5, (200_000, 32)).astype(np.float32)
+    file = io.BytesIO()
+    soundfile.write(file, wave, 16_000, format="WAV", subtype="PCM_U8")
+    data = base64.b64encode(file.getvalue()).decode()
+    tracemalloc.start()
+    found, _ = decoded(data, "wav", 30.0)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert np.allclose(found, wave.mean(axis=1), atol=0.01)
+    assert most < wave.nbytes, "the file itself, the mean, and one block"
 
 
 @pytest.mark.parametrize(
@@ -224,6 +241,13 @@ def test_every_field_of_openai_s_api_is_done_refused_or_told_as_not_used() -> No
         ({"outrider": {"k": 65}}, "outrider.k"),
         ({"outrider": {"gate": "entropy"}}, "outrider.gate"),
         ({"outrider": {"gate": "calibrated:/etc/passwd"}}, "outrider.gate"),
+        ({"outrider": {"way": "edge-only", "gate": "entropy:1"}}, "outrider.gate"),
+        ({"outrider": {"way": "edge-only", "net": "rtt=5ms"}}, "outrider.net"),
+        ({"outrider": {"way": "edge-only", "privacy": "tokens"}}, "outrider.privacy"),
+        ({"outrider": {"way": "edge-only", "on_loop": "escalate"}}, "outrider.on_loop"),
+        ({"outrider": {"way": "cloud-only", "k": 4}}, "outrider.k"),
+        ({"outrider": {"way": "cloud-only", "driver": "pipelined"}}, "outrider.driver"),
+        ({"outrider": {"way": "cloud-only", "on_cloud_loss": "edge-only"}}, "outrider.on_cloud_loss"),
         ({"outrider": {"accept": "luck"}}, "outrider.accept"),
         ({"outrider": {"net": "rtt=fast"}}, "outrider.net"),
         ({"outrider": {"min_new_tokens": 500}}, "outrider.min_new_tokens"),
@@ -240,6 +264,30 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], param: str) -> None:
 def test_the_gate_file_of_the_command_line_may_be_named_again() -> None:
     defaults = Defaults(Choice(gate="calibrated:mine.json"))
     assert chat(defaults, outrider={"gate": "calibrated:mine.json"}).choice == defaults.choice
+
+
+@pytest.mark.parametrize("spec", ["{}", "trigger:{}", "trigger:trigger:{}", "entropy:1|{}", "trigger:entropy:1|{}"])
+def test_no_other_file_is_opened_for_a_gate(spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "secret.json"
+    file.write_text("[]")
+    read_text = Path.read_text
+
+    def watched(path: Path, *args: Any, **more: Any) -> str:
+        assert path != file, "it was opened"
+        return read_text(path, *args, **more)
+
+    monkeypatch.setattr(Path, "read_text", watched)
+    with pytest.raises(Refused, match="on the gateway's command line"):
+        chat(Defaults(Choice(gate="calibrated:mine.json")), outrider={"gate": spec.format(f"calibrated:{file}")})
+
+
+@pytest.mark.parametrize("way", ["edge-only", "cloud-only"])
+def test_values_that_a_way_does_not_use_are_taken_where_they_ask_for_nothing(way: str) -> None:
+    nothing = {"gate": "always", "accept": "exact", "scope": "block", "driver": "sequential", "net": "none"}
+    defaults = Defaults(Choice(gate="entropy:1", net="rtt=5ms", driver="pipelined", on_loop="escalate"))
+    found = chat(defaults, outrider={"way": way, **nothing, "privacy": "audio", "tokens": True}).choice
+    assert found.settled() == Choice(way, on_loop=found.settled().on_loop, watch=way == "edge-only")  # type: ignore[arg-type]
+    assert chat(defaults, outrider={"way": way}).choice.way == way, "the command line's own give way"
 
 
 def test_another_model_is_not_found() -> None:
@@ -266,6 +314,62 @@ def test_what_is_no_request_is_refused(body: bytes) -> None:
     with pytest.raises(Refused) as refused:
         read(ChatRequest, body)
     assert refused.value.status == 400
+
+
+MANY = 150_000
+BAD: dict[str, tuple[type[Request], Any]] = {
+    "ids": (CompletionRequest, {"prompt": [-1] * MANY}),
+    "lists of ids": (CompletionRequest, {"prompt": [[-1] * MANY]}),
+    "messages": (ChatRequest, {"messages": [-1] * MANY}),
+    "parts": (ChatRequest, {"messages": [{"role": "user", "content": [-1] * MANY}]}),
+    "stops": (ChatRequest, {"messages": [{"role": "user", "content": "x"}], "stop": [-1] * MANY}),
+    "tools": (ChatRequest, {"messages": [{"role": "user", "content": "x"}], "tools": [-1] * MANY}),
+    "keys": (ChatRequest, {f"{n}": 0 for n in range(MANY // 5)}),
+    "inner keys": (ChatRequest, {"messages": [{f"{n}": 0 for n in range(MANY // 5)}]}),
+    "biases": (
+        ChatRequest,
+        {"messages": [{"role": "user", "content": "x"}], "logit_bias": {f"{n}": 0 for n in range(MANY // 5)}},
+    ),
+    "metadata": (
+        ChatRequest,
+        {"messages": [{"role": "user", "content": "x"}], "metadata": {f"{n}": 0 for n in range(MANY // 5)}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_body_with_many_faults_is_refused_for_one_of_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, fields = BAD[name]
+    body = json.dumps({"model": "outrider", **fields}, separators=(",", ":")).encode()
+    counts, found = [], pydantic.ValidationError.errors
+
+    class Told(Exception):
+        pass
+
+    def refused(error: pydantic.ValidationError, *_: Any) -> Told:
+        counts.append(len(found(error)))
+        return Told()
+
+    started = time.perf_counter()
+    with pytest.raises(Refused):
+        read(kind, body)
+    assert time.perf_counter() - started < 0.1
+    monkeypatch.setattr("outrider.gateway.asking._refused", refused)
+    with pytest.raises(Told):
+        read(kind, body)
+    assert counts[0] <= 6, "one; and one for each form that a field may have, or that is missing"
+
+
+def test_only_a_recording_may_be_long() -> None:
+    long = "x" * 2**21
+    for fields in ({"messages": [{"role": "user", "content": long}]}, {"messages": said(recording()), "user": long}):
+        with pytest.raises(Refused, match="beside a recording") as refused:
+            chat(HEARS, **fields)
+        assert refused.value.status == 413
+    tune = np.random.default_rng(1).uniform(-1, 1, 29 * 48_000)
+    file = io.BytesIO()
+    soundfile.write(file, tune, 48_000, format="WAV")
+    assert chat(HEARS, messages=said(recording("wav", base64.b64encode(file.getvalue()).decode())))
 
 
 def test_a_refusal_repeats_no_text() -> None:

@@ -18,7 +18,7 @@ from outrider import CloudLost, PromptError, Result, SettingsError, StreamEvent
 from outrider.edge import drafter as drafting
 from outrider.engines.base import Feed
 from outrider.errors import StateError
-from outrider.gateway.desk import Busy, Desk, Ticket
+from outrider.gateway.desk import Busy, Desk, GoingDown, Ticket
 from outrider.gateway.pool import Choice, Pool
 from outrider.netem.thread import LinkThread
 from outrider.verifiers.connect import connect
@@ -199,11 +199,56 @@ def test_a_full_queue_is_busy_and_says_when_to_come_again() -> None:
         running = [asyncio.create_task(answer(desk, [1], max_new_tokens=2)) for _ in range(5)]
         await eventually(lambda: (desk.active, desk.waiting) == (2, 3))
         with pytest.raises(Busy, match="2 requests are being answered, and 3 wait") as busy:
-            await desk.start("you", [1], {}, ALONE)
+            await desk.start("me", [1], {}, ALONE)
         assert 0 < busy.value.retry_after_s < 1
         engine.go.set()
         await asyncio.gather(*running)
         assert (desk.active, desk.waiting) == (0, 0)
+        assert (await answer(desk, [1], max_new_tokens=2)).token_ids
+        await desk.close()
+
+    work(body)
+
+
+def test_a_client_that_fills_the_queue_keeps_no_other_out() -> None:
+    engine = Held()
+
+    async def body() -> None:
+        desk = Desk(Pool(engine, None), slots=1, queue=4)
+        engine.go.clear()
+        greedy = [asyncio.create_task(answer(desk, [1], client="greedy", max_new_tokens=2)) for _ in range(5)]
+        await eventually(lambda: (desk.active, desk.waiting) == (1, 4))
+        with pytest.raises(Busy):
+            await desk.start("greedy", [1], {}, ALONE)
+        modest = [asyncio.create_task(answer(desk, [1], client="modest", max_new_tokens=2)) for _ in range(3)]
+        await eventually(lambda: modest[2].done())
+        assert isinstance(modest[2].exception(), Busy), "two each, and no more"
+        ends = [task for task in greedy if task.done()]
+        assert ends == greedy[3:], "its last ones made room"
+        assert all(isinstance(task.exception(), Busy) for task in ends)
+        third = asyncio.create_task(answer(desk, [1], client="third", max_new_tokens=2))
+        await eventually(lambda: sum(task.done() for task in (*greedy, *modest)) == 4)
+        engine.go.set()
+        ends = await asyncio.gather(*greedy, *modest, third, return_exceptions=True)
+        assert sum(isinstance(end, Busy) for end in ends) == 4
+        assert (desk.active, desk.waiting, desk._free) == (0, 0, 1)
+        await desk.close()
+
+    work(body)
+
+
+def test_a_slot_is_not_lost_where_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        desk = Desk(Pool(Held(), None), slots=1)
+
+        def none(*_: Any) -> Any:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(desk._threads, "submit", none)
+            with pytest.raises(Busy, match="no thread"):
+                await desk.start("me", [1], {}, ALONE)
+        assert (desk.active, desk._free) == (0, 1)
         assert (await answer(desk, [1], max_new_tokens=2)).token_ids
         await desk.close()
 
@@ -368,9 +413,11 @@ def test_closing_ends_what_runs_and_what_waits() -> None:
         await eventually(lambda: (desk.active, desk.waiting) == (2, 3))
         await asyncio.wait_for(desk.close(), 2)
         ends = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(end) for end in ends] == [StateError, Busy, Busy, Busy], "the one that ran was cancelled"
+        assert [type(end) for end in ends] == [StateError, GoingDown, GoingDown, GoingDown], (
+            "the one that ran was cancelled"
+        )
         await all_of(ticket)
-        with pytest.raises(Busy, match="going down"):
+        with pytest.raises(GoingDown):
             await desk.start("me", [1], {}, ALONE)
 
     work(body)

@@ -166,6 +166,38 @@ def test_what_cannot_work_is_disabled_and_says_why(page: Page, server: StandIn) 
     assert (asked["way"], asked["gate"]) == ("edge-only", "always")
 
 
+def test_a_cable_that_cannot_be_cut_is_not_offered(page: Page, server: StandIn) -> None:
+    play(page, server, Script([tokens(*text(["in"])), ended()], cut=False))
+    wait(page, "Done")
+    assert page.evaluate("document.getElementById('cut').disabled && !document.getElementById('rtt').disabled")
+    reason = page.evaluate("document.getElementById('network-reason').textContent")
+    assert reason == "The cable can only be cut to one of Outrider's clouds."
+
+
+def test_a_risk_budget_says_of_what(page: Page, server: StandIn) -> None:
+    risk = {"budget": 0.05, "loss": "outputs", "audited": 0, "disagreed": 0, "estimate": None}
+    play(page, server, Script([tokens(*text(["in"])), ended(risk=risk)]))
+    wait(page, "Done")
+    said = page.evaluate("document.querySelector('.warnings').textContent")
+    assert said == "risk budget 5.0 % of all outputs; no audit yet"
+
+
+def test_a_double_click_opens_one_microphone_and_it_is_closed(page: Page, server: StandIn) -> None:
+    server.script = Script(audio=True)
+    page.open(server.url, 1280)
+    page.until("document.getElementById('version').textContent", 5)
+    page.evaluate("""(() => { window.opened = 0; window.stopped = 0;
+        navigator.mediaDevices.getUserMedia = () => new Promise((resolve) => { window.opened += 1;
+            setTimeout(() => resolve({ getTracks: () => [{ stop: () => { window.stopped += 1; } }] }), 100); });
+        window.MediaRecorder = class { start() {} stop() { this.onstop(); } }; })()""")
+    page.evaluate("document.getElementById('record').click(); document.getElementById('record').click()")
+    page.until("document.getElementById('record').textContent.startsWith('Stop')", 5)
+    page.evaluate("document.getElementById('record').click()")
+    page.until("document.getElementById('record').textContent === 'Record'", 5)
+    page.evaluate("new Promise((resolve) => setTimeout(resolve, 200))")
+    assert page.evaluate("[window.opened, window.stopped]") == [1, 1]
+
+
 def test_escape_stops_and_the_gateway_sees_it(page: Page, server: StandIn) -> None:
     pieces = [tokens(token("confirmed", n, f" {n}", "edge")) for n in range(2000)]
     script = play(page, server, Script([*pieces, ended()], pause=0.005))

@@ -140,6 +140,91 @@ def test_networks_that_nobody_uses_are_closed_the_oldest_first(monkeypatch: pyte
     assert reached.open == []
 
 
+class Plain(ScriptedVerifier):
+    """A verifier that cannot be cut, as other engines' servers cannot."""
+
+    def __init__(self) -> None:
+        super().__init__([1], V)
+        self.gone = False
+
+    def probe(self) -> None: ...
+
+    def disconnect(self) -> None:
+        self.gone = True
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice(net="rtt=1ms", scope="repair"),
+        Choice(net="rtt=1ms", k=0),
+        Choice(net="rtt=1ms", gate="luck"),
+        Choice("cloud-only", net="rtt=1ms", on_loop="sample"),
+        Choice(net="cut", on_cloud_loss="wait"),
+    ],
+    ids=str,
+)
+def test_what_is_refused_reaches_for_no_cloud(choice: Choice) -> None:
+    reached = Reached()
+    with pytest.raises(SettingsError), Pool(scripted(), reached).lent(choice):
+        pass
+    assert reached.made == []
+
+
+def test_a_cable_that_cannot_be_cut_leaves_no_verifier_behind() -> None:
+    reached: list[Plain] = []
+
+    def reach_(net: str) -> Plain:
+        reached.append(Plain())
+        return reached[-1]
+
+    pool = Pool(scripted(), reach_)
+    for _ in range(3):
+        with pytest.raises(SettingsError, match="cannot be cut off"), pool.lent(Choice(net="cut")):
+            pass
+    assert [verifier.gone for verifier in reached] == [True] * 3
+    pool.decoder(Choice())
+    assert not pool.cuttable
+
+
+def test_networks_are_closed_also_where_a_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "MOST_NETWORKS", 2)
+    monkeypatch.setattr(Pool, "_check", lambda self, choice: None)
+    reached = Reached()
+    pool = Pool(scripted(), reached)
+    for n in range(1, 9):
+        with pytest.raises(SettingsError), pool.lent(Choice(net=f"rtt={n}ms", k=0)):
+            pass
+    assert len(reached.open) == 2
+
+
+def test_the_gateway_s_own_choice_stays_whatever_clients_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "MOST_DECODERS", 3)
+    monkeypatch.setattr(pools, "MOST_NETWORKS", 2)
+    reached = Reached()
+    pool = Pool(scripted(), reached)
+    own = pool.keep(Choice(net="rtt=100ms", k="auto"))
+    watched = pool.decoder(Choice(net="rtt=100ms", k="auto", watch=True))
+    assert pool.cuttable
+    for n in range(1, 9):
+        with pool.lent(Choice(net=f"rtt={n}ms")):
+            pass
+    assert pool.decoder(Choice(net="rtt=100ms", k="auto")) is own
+    assert pool.decoder(Choice(net="rtt=100ms", k="auto", watch=True)) is watched
+    assert "rtt=100ms" in reached.open
+    assert len(reached.open) == 2
+    assert len(pool._decoders) <= 3
+
+
+def test_watching_learns_with_who_does_not_watch() -> None:
+    pool = Pool(scripted(), Reached())
+    plain, watched = (pool.decoder(Choice(k="auto", watch=watch)) for watch in (False, True))
+    assert watched.lookahead is plain.lookahead
+    assert watched._oversight is plain._oversight
+    assert watched._lock is plain._lock
+    assert pool.decoder(Choice(k="auto", gate="entropy:1")).lookahead is not plain.lookahead
+
+
 def test_a_cloud_in_this_process_is_shared_too_and_has_no_network() -> None:
     pool = Pool(scripted(), lambda net: local(scripted()))
     verifier = pool.decoder(Choice()).verifier
@@ -186,9 +271,9 @@ def test_a_cloud_is_described_once_however_many_ask_at_once() -> None:
         waiting = [threads.submit(decoder._pair.meet) for _ in range(8)]
         time.sleep(0.05)
         verifier.go.set()
-        assert [future.result(SOON) for future in waiting] == [True] * 8
+        assert all(future.result(SOON).whole for future in waiting)
     assert verifier.asked == 1
-    assert len(decoder._pair.sides) == 2
+    assert len(decoder._pair.now.sides) == 2
 
 
 def test_who_waits_for_a_cloud_to_describe_itself_can_leave_and_the_others_get_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from outrider.verifiers.base import Conditions
 from outrider.verifiers.refusals import Again, of_call
 from outrider.verifiers.remote import RemoteVerifier
 from outrider.wire import schema
-from outrider.wire.status import CallFailed, Status
+from outrider.wire.status import CallFailed, Disconnected, Status
 
 V = 32
 PROMPT = (3, 1, 4, 1, 5)
@@ -301,6 +302,38 @@ def test_closing_while_tokens_are_still_coming_ends_them_and_the_session(served:
         while len(served.service.sessions) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not len(served.service.sessions)
+
+
+@pytest.mark.parametrize("how", ["broken", "slow"])
+def test_the_stream_on_which_a_session_was_to_be_closed_is_not_left_open(
+    served: Served, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    opened: list[Any] = []
+
+    async def send(data: bytes, *, last: bool = False) -> None:
+        if how == "broken":
+            raise Disconnected("on purpose")
+        await asyncio.sleep(60)
+
+    with far(served, deadline=0.5) as cloud:
+        session = cloud.open(Prompt(PROMPT), conditions(max_new_tokens=240))
+        stream = cloud.generate(session)
+        assert next(stream).next_token == said(1)[0]
+        open_stream = cloud.connection.open_stream
+
+        async def opening() -> Any:
+            fresh = await open_stream()
+            monkeypatch.setattr(fresh, "send", send)
+            opened.append(fresh)
+            return fresh
+
+        monkeypatch.setattr(cloud.connection, "open_stream", opening)
+        cloud.close(session)
+        deadline = time.monotonic() + 10
+        while not (opened and not opened[0]._ours) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(opened) == 1
+        assert not any((opened[0]._ours, opened[0]._theirs)), "it was cancelled"
 
 
 @pytest.mark.parametrize(

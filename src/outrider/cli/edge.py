@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,12 +22,11 @@ from outrider.cli.options import (
     Network,
     Speculation,
     Whole,
-    assemble,
     check,
     collect_from_now_on,
     load_drafter,
 )
-from outrider.errors import CloudLost, SettingsError
+from outrider.errors import SettingsError
 
 if TYPE_CHECKING:
     from socket import socket
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
 
 SERVING = Group("Serving", sort_key=6)
 NEEDED = ("fastapi", "uvicorn")
+MEETING_S = 30.0  # that the first answer of the cloud is waited for, before clients are served without it
 log = logging.getLogger("outrider.gateway")
 
 
@@ -216,16 +216,12 @@ def _serve(on: socket, access: Access, reach: Callable[[], Reach | None], asked:
     engine = load_drafter(asked.models)
     assert engine is not None  # --edge none was refused
     cloud = reach()
-    name = "none" if cloud is None else _meet(engine, cloud, asked)
-    pool = Pool(engine, cloud)
-    collect_from_now_on()
-    try:
+    with _met(engine, cloud) as name, closing(Pool(engine, cloud)) as pool:
+        collect_from_now_on()
         asyncio.run(_run(on, access, pool, name, asked))
-    finally:
-        pool.close()
 
 
-async def _run(on: socket, access: Access, pool: Pool, cloud: str, asked: Asked) -> None:
+async def _run(on: socket, access: Access, pool: Pool, cloud: Callable[[], str], asked: Asked) -> None:
     from outrider.gateway.app import Shown, create_app, overview
     from outrider.gateway.asking import Defaults
     from outrider.gateway.desk import Desk
@@ -235,15 +231,14 @@ async def _run(on: socket, access: Access, pool: Pool, cloud: str, asked: Asked)
 
     engine, serving = pool.engine, asked.serving
     desk = Desk(pool, slots=serving.slots, queue=serving.queue)
-    choice = _choice(asked.speculation, asked.network, has_cloud=cloud != "none")
-    pool.decoder(choice)
+    choice = _choice(asked.speculation, asked.network, has_cloud=cloud() != "none")
+    pool.keep(choice)
     audio = getattr(engine, "audio", None)
     defaults = Defaults(choice, asked.decoding.settings(), 0.0 if audio is None else audio.max_seconds, engine.name)
     metrics = Metrics(lambda: desk.active, lambda: desk.waiting, serving.slots)
-    app = create_app(
-        Gateway(desk, access, defaults, metrics), Shown(overview(defaults, cloud, serving.slots), serving.allow_origin)
-    )
-    await serve(app, on, desk, lambda url: _say(url, f"edge {engine.name} · cloud {cloud}", serving))
+    shown = overview(defaults, cloud(), serving.slots, cut=pool.cuttable)
+    app = create_app(Gateway(desk, access, defaults, metrics), Shown(shown, serving.allow_origin, cloud))
+    await serve(app, on, desk, lambda url: _say(url, f"edge {engine.name} · cloud {cloud()}", serving))
 
 
 def _choice(speculation: Speculation, network: Network, *, has_cloud: bool) -> Choice:
@@ -254,20 +249,21 @@ def _choice(speculation: Speculation, network: Network, *, has_cloud: bool) -> C
     return Choice(way, **asdict(speculation), **together, net=network.net or "none")
 
 
-def _meet(engine: Engine, cloud: Reach, asked: Asked) -> str:
-    """The cloud's model, as far as it can be asked now; one that suits no edge ends the gateway here.
+@contextmanager
+def _met(engine: Engine, cloud: Reach | None) -> Iterator[Callable[[], str]]:
+    """Meet the cloud, as far as it can be asked now; one that suits no edge ends the gateway here.
 
-    One that cannot be reached yet does not: requests then say so until it can.
+    One that cannot be reached yet does not: requests then say so until it can. What this yields gives its name.
     """
-    verifier = cloud("none")
-    try:
-        assemble(engine, verifier, asked.speculation, asked.network)
-        return str(verifier.describe().name)
-    except CloudLost as error:
-        log.warning("the cloud cannot be reached yet", extra={"kind": type(error).__name__})
-        return "not there yet"
-    finally:
-        verifier.disconnect()  # type: ignore[attr-defined]
+    from outrider.gateway.meeting import Meeting
+
+    if cloud is None:
+        yield lambda: "none"
+        return
+    with closing(Meeting(engine, cloud("none"))) as meeting:
+        if not meeting.wait(MEETING_S):
+            log.warning("the cloud cannot be reached yet")
+        yield lambda: meeting.name
 
 
 def _log_to_stderr(serving: Serving) -> None:

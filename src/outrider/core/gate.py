@@ -256,20 +256,22 @@ def gate(spec: str) -> Gate:
     if prefix == "calibrated":
         return _calibrated(rest, spec)
     if prefix == "trigger":
-        inner = gate(rest)
-        if isinstance(inner, Calibrated):
-            raise SettingsError(
-                f"gate {spec!r}: a trigger skips nothing that a budget could be for: {inner.inner} does"
-            )
-        if isinstance(inner, Trigger):
-            raise SettingsError(f"gate {spec!r}: trigger: is said once")
-        return Trigger(inner)
+        return _trigger(rest, spec)
     parts = tuple(_single(part.strip(), spec) for part in spec.split("|"))
     if len(parts) == 1:
         return parts[0]
     if any(isinstance(part, (Always, Never)) for part in parts):
         raise SettingsError(f"gate {spec!r}: always and never stand alone; | joins thresholds")
     return AnyOf(parts)
+
+
+def _trigger(rest: str, spec: str) -> Trigger:
+    """What a trigger cannot hold is refused by its name, before a file would be read."""
+    if rest.startswith("calibrated:"):
+        raise SettingsError(f"gate {spec!r}: a trigger skips nothing that a calibrated gate's budget could be for")
+    if rest.startswith("trigger:"):
+        raise SettingsError(f"gate {spec!r}: trigger: is said once")
+    return Trigger(gate(rest))
 
 
 def _calibrated(path: str, spec: str) -> Calibrated:

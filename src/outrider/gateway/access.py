@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -21,12 +22,13 @@ class Access:
 
     keys: the API keys that are taken; None takes everybody. max_body: bytes. hosts: the names under which the gateway
     may be addressed, None for any: a page of another site whose name is made to resolve to this machine (DNS
-    rebinding) would otherwise be let in as one of ours.
+    rebinding) would otherwise be let in as one of ours. body_s: seconds that a body may take to come.
     """
 
     keys: Tokens | None = None
     max_body: int = 16 * 2**20
     hosts: frozenset[str] | None = None
+    body_s: float = 60.0
 
     def client(self, request: Request) -> str:
         """Whose turn a request takes: the key's name, else the peer's address.
@@ -46,6 +48,20 @@ class Access:
         """Raise Refused for a name that is not this gateway's."""
         if self.hosts is not None and _without_port(host) not in self.hosts:
             raise Refused("this gateway is not known by the name in the Host header", code="unknown_host", status=403)
+
+    async def body(self, request: Request) -> bytes:
+        """The request's body.
+
+        Raises:
+            Refused: no JSON by its type, or too long, or too slow: then the rest is not waited for.
+            ClientDisconnect: the client went away.
+        """
+        _check_head(request, self.max_body)
+        try:
+            async with asyncio.timeout(self.body_s):
+                return await _read(request, self.max_body)
+        except TimeoutError:
+            raise Refused(f"the body took over {self.body_s:g} s", code="too_slow", status=408) from None
 
 
 def check_listen(host: str, *, keys: bool, insecure: bool) -> None:
@@ -68,18 +84,16 @@ def known_hosts(host: str, *, keys: bool) -> frozenset[str] | None:
     return HERE | {f"[{host}]" if ":" in host else host.lower()}
 
 
-async def body(request: Request, most: int) -> bytes:
-    """The request's body.
-
-    Raises:
-        Refused: no JSON by its type, or longer than `most` bytes: then the rest is not waited for.
-    """
+def _check_head(request: Request, most: int) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != MEDIA_TYPE:  # another site's page could send other types without asking the browser first
         raise Refused(f"send the request as {MEDIA_TYPE}", code="unsupported_media_type", status=415)
     said = request.headers.get("content-length", "")
     if said.isdecimal() and int(said) > most:
         raise _too_large(most)
+
+
+async def _read(request: Request, most: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():

@@ -16,6 +16,7 @@ from typing import Any, Final
 from outrider.api import StreamEvent
 from outrider.core.outcome import Result
 from outrider.core.stopping import Reason
+from outrider.errors import StateError
 from outrider.gateway.asking import Asked
 from outrider.gateway.refusing import Refusal
 from outrider.gateway.schemas import MODEL
@@ -52,10 +53,16 @@ class Settled:
         return self._out("".join(self._taken()))
 
     def end(self, result: Result) -> str:
-        """What is left at the end: what was held back, and half a character as the decoder shows it."""
+        """What is left at the end: what was held back, and half a character as the decoder shows it.
+
+        Raises:
+            StateError: the result's text does not begin with what went out.
+        """
         sent = "".join(self._sent)
-        whole = visible(result, self._stop)
-        return whole[len(sent) :] if whole.startswith(sent) else ""
+        whole = visible(result, self._stop, len(sent))
+        if not whole.startswith(sent):
+            raise StateError("the text that was streamed is not the result's: do not use it")
+        return whole[len(sent) :]
 
     def _place(self, event: StreamEvent) -> None:
         if event.kind == "revised":
@@ -96,12 +103,13 @@ def _withheld(text: str, known: int, stop: Seq[str]) -> int:
     return most
 
 
-def visible(result: Result, stop: Seq[str]) -> str:
-    """A result's text as OpenAI's API shows it: without the stop string that ended it."""
+def visible(result: Result, stop: Seq[str], sent: int = 0) -> str:
+    """A result's text as OpenAI's API shows it: without the stop string that ended it, which stands in no part of the
+    first `sent` characters."""
     text = result.text or ""
     if result.finish_reason != "stop":
         return text
-    places = [at for word in stop if (at := text.find(word)) >= 0]
+    places = [at for word in stop if (at := text.find(word, sent)) >= 0]
     return text[: min(places)] if places else text
 
 
@@ -149,7 +157,7 @@ class Answer:
             "created": int(time.time()),
             "model": MODEL,
         }
-        self._text = Settled(asked.stop, repairs=asked.choice.scope == "repair")
+        self._text = Settled(asked.stop, repairs=asked.choice.settled().scope == "repair")
         self._tokens = Tokens(provisional=asked.provisional) if asked.tokens else None
         self._begun = False
 

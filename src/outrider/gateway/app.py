@@ -47,25 +47,33 @@ REASONS: Final = {
     401: "No API key, or one that is not known.",
     403: "The Host header names another host.",
     404: "There is no such thing.",
+    408: "The body took too long to come.",
     413: "The body is too large.",
     415: "The body is not application/json.",
-    429: "All slots are taken and the queue is full; Retry-After says when to come again.",
+    429: "There is no room for another request; Retry-After says when to come again.",
     500: "A bug of the gateway.",
-    503: "The cloud cannot be reached, or refused (`type` is cloud_error).",
+    503: "The cloud cannot be reached, or refused (`type` is cloud_error); or the gateway is going down.",
 }
-GENERATING: Final = (400, 403, 404, 413, 415, 429, 500, 503)
+GENERATING: Final = (400, 403, 404, 408, 413, 415, 429, 500, 503)
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What the gateway says of itself at `/v1/outrider`: the fields of `replies.Overview`."""
+    """What the gateway says of itself at `/v1/outrider`: the fields of `replies.Overview`.
+
+    cloud: asked each time for the cloud's name, which may be known later than the rest.
+    """
 
     overview: dict[str, Any]
     origins: tuple[str, ...] = ()
+    cloud: Callable[[], str] | None = None
+
+    def now(self) -> dict[str, Any]:
+        return self.overview if self.cloud is None else {**self.overview, "cloud": self.cloud()}
 
 
-def overview(defaults: Defaults, cloud: str, slots: int) -> dict[str, Any]:
-    """What is shown of a gateway. cloud: the model's name, or none."""
+def overview(defaults: Defaults, cloud: str, slots: int, *, cut: bool = False) -> dict[str, Any]:
+    """What is shown of a gateway. cloud: the model's name, or none. cut: whether it can be cut off."""
     return {
         "edge": defaults.edge,
         "cloud": cloud,
@@ -73,6 +81,7 @@ def overview(defaults: Defaults, cloud: str, slots: int) -> dict[str, Any]:
         "settings": dict(defaults.settings),
         "audio": bool(defaults.audio_seconds),
         "networks": cloud != "none",
+        "cut": cut,
         "slots": slots,
         "signals": list(NAMES),
         "version": __version__,
@@ -147,7 +156,7 @@ def _add_facts(app: FastAPI, gateway: Gateway, shown: Shown, keyed: Sequence[Any
 
     fact("/v1/models", replies.Models, "The models.", lambda _: {"object": "list", "data": [MODEL_ENTRY]})
     fact("/v1/models/{model:path}", replies.Model, "One model.", lambda request: _model(request.path_params["model"]))
-    fact("/v1/outrider", replies.Overview, "What runs, and what requests take on.", lambda _: shown.overview)
+    fact("/v1/outrider", replies.Overview, "What runs, and what requests take on.", lambda _: shown.now())
 
     async def metrics(request: Asking) -> Response:
         gateway.access.client(request)
@@ -234,20 +243,24 @@ def bundled_clips() -> list[dict[str, Any]]:
 
 
 def _add_errors(app: FastAPI, gateway: Gateway) -> None:
+    def count(request: Asking, status: int) -> None:
+        if request.url.path.startswith("/v1/"):
+            gateway.metrics.answered(_endpoint(request), status)
+
     def ours(request: Asking, error: Exception) -> Response:
         assert isinstance(error, OutriderError)  # as registered
         said = refusal(error)
         if said.status >= 500:
             log.warning("a request has failed", extra={"kind": type(error).__name__, "status": str(said.status)})
-        if request.url.path.startswith("/v1/"):
-            gateway.metrics.answered(_endpoint(request), said.status)
+        count(request, said.status)
         return _answer(said)
 
     def https(_: Asking, error: Exception) -> Response:
         assert isinstance(error, HTTPException)  # as registered
         return _answer(plain(error.status_code, str(error.detail)), error.headers)
 
-    def bug(_: Asking, error: Exception) -> Response:
+    def bug(request: Asking, error: Exception) -> Response:
+        count(request, 500)
         return _answer(Refusal(500, f"unexpected {type(error).__name__}", type=SERVER, code="internal"))
 
     app.add_exception_handler(OutriderError, ours)

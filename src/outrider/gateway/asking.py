@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import io
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, TypeVar
 
-import numpy as np
 from pydantic import ValidationError
 from pydantic_core import from_json
 
 from outrider.config import GenerationSettings
 from outrider.core.acceptance import rule
 from outrider.core.gate import gate
-from outrider.errors import AudioError, PromptError, SettingsError
+from outrider.errors import PromptError, SettingsError
 from outrider.gateway.pool import Choice
+from outrider.gateway.recordings import decoded
 from outrider.gateway.refusing import Refused
 from outrider.gateway.schemas import (
     MODEL,
@@ -34,22 +32,16 @@ from outrider.gateway.schemas import (
     TextPart,
 )
 from outrider.netem.conditions import conditions
-from outrider.prompts.audio import MAX_CHANNELS, Audio
+from outrider.prompts.audio import Audio
 from outrider.prompts.chat import PromptLike, check_text
 
 R = TypeVar("R", bound=Request)
 
-MOST_SAMPLES: Final = 2**25  # of a recording, all channels, before it becomes 16 kHz mono: 128 MiB of floats
+MOST_BESIDE: Final = 2**21  # bytes of a body beside its recording: texts, ids and options
+RECORDING: Final = re.compile(rb'"data"\s*:\s*"[A-Za-z0-9+/=\\]{1000,}')
 FILTERS: Final = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # each at the value that keeps everything
 CHOICE: Final = tuple(each.name for each in fields(Choice) if each.name in OutriderOptions.model_fields)
 SETTINGS: Final = tuple(each.name for each in fields(GenerationSettings) if each.name in OutriderOptions.model_fields)
-CONTAINERS: Final = {  # what libsndfile calls the formats
-    "wav": ("WAV", "WAVEX", "RF64"),
-    "mp3": ("MP3", "MPEG"),
-    "flac": ("FLAC",),
-    "ogg": ("OGG",),
-    "aiff": ("AIFF",),
-}
 
 
 @dataclass(frozen=True)
@@ -83,10 +75,11 @@ def read(kind: type[R], body: bytes) -> R:
     Raises:
         Refused: it is no JSON, or a field is unknown, missing, out of range, or asks for what is not done.
     """
+    sent = _sent(body)
     try:
-        request = kind.model_validate_json(body)
+        request = kind.model_validate(sent)
     except ValidationError as error:
-        raise _refused(error, kind, body) from None
+        raise _refused(error, kind, sent) from None
     if request.model != MODEL:
         raise Refused(
             f"the model {request.model!r} is not here: the pair is {MODEL!r}",
@@ -95,6 +88,20 @@ def read(kind: type[R], body: bytes) -> R:
             status=404,
         )
     return request
+
+
+def _sent(body: bytes) -> Any:
+    """The body's values. What is small in JSON can be large in memory: only a recording may be long."""
+    recording = RECORDING.search(body)
+    if len(body) - (len(recording[0]) if recording is not None else 0) > MOST_BESIDE:
+        raise Refused(f"the body holds more than {MOST_BESIDE} bytes beside a recording", code="too_large", status=413)
+    try:
+        sent = from_json(body)
+    except ValueError as error:
+        raise Refused(f"the body is no JSON that can be read: {error}", code="invalid_json") from None
+    if not isinstance(sent, dict):
+        raise Refused("the body: an object is due here", code="invalid_value")
+    return sent
 
 
 def asked(request: Request, defaults: Defaults) -> Asked:
@@ -184,8 +191,7 @@ def _blamed(message: str) -> str | None:
 
 def _choice(options: OutriderOptions, default: Choice) -> Choice:
     given = {name: value for name in CHOICE if (value := getattr(options, name)) is not None}
-    file = given.get("gate", "")
-    if file.startswith("calibrated:") and file != default.gate:
+    if "calibrated:" in given.get("gate", "") and given["gate"] != default.gate:
         raise Refused(
             "a gate file is named on the gateway's command line (--gate calibrated:FILE), not in a request",
             param="outrider.gate",
@@ -196,7 +202,20 @@ def _choice(options: OutriderOptions, default: Choice) -> Choice:
             _checked_by(reader, given[name], f"outrider.{name}")
     if "net" in given and given["net"] != "cut":
         given["net"] = str(conditions(given["net"]))  # one verifier for one network, however it is written
-    return replace(default, **given, watch=bool(options.tokens))
+    choice = replace(default, **given, watch=bool(options.tokens))
+    _check_used(choice, given)
+    return choice
+
+
+def _check_used(choice: Choice, given: Mapping[str, Any]) -> None:
+    """Refuse what the request itself asks for and its way does not do. Values that ask for nothing are taken."""
+    used, nothing = choice.settled(), Choice()
+    for name, value in given.items():
+        if value != getattr(used, name) and value != getattr(nothing, name):
+            raise Refused(
+                f"outrider.{name}: decoding {choice.way} does not use it: leave it out, or choose another way",
+                param=f"outrider.{name}",
+            )
 
 
 def _checked_by(reader: Any, value: str, param: str) -> None:
@@ -283,54 +302,12 @@ def _recording(request: ChatRequest, options: OutriderOptions, defaults: Default
     return Audio(wave, task, lang, rate, instruction=question)
 
 
-def decoded(data: str, kind: str, most_seconds: float) -> tuple[np.ndarray, int]:
-    """The waveform (float32 [samples, channels]) and the rate of a file in base64.
-
-    Raises:
-        Refused: it is not base64, or another format than is said.
-        AudioError: it is no recording, or longer than `most_seconds`.
-    """
-    import soundfile
-
-    where = "messages.0.content.input_audio"
-    try:
-        raw = base64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise Refused(f"input_audio.data is not base64: {error}", param=f"{where}.data") from error
-    if not raw:
-        raise Refused("input_audio.data is empty", param=f"{where}.data")
-    try:
-        with soundfile.SoundFile(io.BytesIO(raw)) as file:
-            if file.format not in CONTAINERS[kind]:
-                raise Refused(f"input_audio.format is {kind}, the data is {file.format}", param=f"{where}.format")
-            _check_size(file, most_seconds)
-            return file.read(dtype="float32", always_2d=True), int(file.samplerate)
-    except (soundfile.LibsndfileError, RuntimeError) as error:
-        raise AudioError(f"the recording is not {kind} that can be read ({error})") from error
-
-
-def _check_size(file: Any, most_seconds: float) -> None:
-    """Before anything is unpacked: what a header claims, a small file can hold."""
-    seconds = file.frames / file.samplerate
-    if seconds > most_seconds:
-        raise AudioError(f"the recording lasts {seconds:.1f} s; at most {most_seconds:g} s are taken: split it")
-    if file.channels > MAX_CHANNELS or file.frames * file.channels > MOST_SAMPLES:
-        raise AudioError(
-            f"the recording has {file.channels} channels of {file.frames} samples; "
-            f"{MAX_CHANNELS} channels and {MOST_SAMPLES} samples in all are read"
-        )
-
-
 # Refusals ---------------------------------------------------------------------------------------------------
 
 
-def _refused(error: ValidationError, kind: type[Request], body: bytes) -> Refused:
+def _refused(error: ValidationError, kind: type[Request], sent: Any) -> Refused:
     """What is wrong, in our words: an unknown field first, else whatever lies deepest. No value is repeated."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
-    if errors[0]["type"] == "json_invalid":
-        reason = errors[0]["msg"].removeprefix("Invalid JSON: ")
-        return Refused(f"the body is no JSON that can be read: {reason}", code="invalid_json")
-    sent = from_json(body)  # by the same reader: what json reads differs
     places = [_place(each["loc"], sent) for each in errors]
     order = range(len(errors))
     at = max(order, key=lambda n: (errors[n]["type"] == "extra_forbidden", len(places[n]), -n))
@@ -339,6 +316,8 @@ def _refused(error: ValidationError, kind: type[Request], body: bytes) -> Refuse
 
 def _explained(type_: str, message: str, place: list[str], kind: type[Request]) -> Refused:
     name, path = (place[-1] if place else ""), ".".join(place)
+    if type_ == "too_many":
+        return Refused(f"{path or 'the body'}: {message}", param=path or None, code="invalid_value")
     if type_ == "missing":
         return Refused(f"{path} is missing", param=path, code="missing")
     if undone := next((step for step in place if step in UNDONE), None):
@@ -349,6 +328,8 @@ def _explained(type_: str, message: str, place: list[str], kind: type[Request]) 
         message = ROLES
     elif type_.startswith("union_tag"):
         message = PARTS
+    elif type_ in ("model_type", "model_attributes_type", "dict_type"):
+        message = "an object is due here"
     return Refused(f"{path or 'the body'}: {message}", param=path or None, code="invalid_value")
 
 

@@ -35,6 +35,13 @@ class Busy(OutriderError):
         self.retry_after_s = retry_after_s
 
 
+class GoingDown(OutriderError):
+    """This desk is being closed."""
+
+    def __init__(self) -> None:
+        super().__init__("the gateway is going down")
+
+
 class Ticket:
     """One generation. Iterating gives batches of events: whatever has come since the last one.
 
@@ -141,7 +148,8 @@ class Ticket:
 class Desk:
     """Admits generations: at most `slots` run, and at most `queue` wait.
 
-    Clients take turns for what gets free, however much each of them asks; a client's own requests keep their order.
+    Clients take turns for what gets free, however much each of them asks; a client's own requests keep their order. Who
+    comes to a full queue takes the last place of whoever has the most, if that still leaves them as many.
     """
 
     def __init__(self, pool: Pool, *, slots: int = 8, queue: int = 64) -> None:
@@ -164,11 +172,17 @@ class Desk:
         """Requests that have no slot yet."""
         return sum(map(len, self._lines.values()))
 
+    @property
+    def room(self) -> int:
+        """Requests that may be here at once, running or waiting."""
+        return self._slots + self._queue
+
     async def start(self, client: str, prompt: PromptLike, settings: dict[str, Any], choice: Choice) -> Ticket:
         """Wait for a slot, and begin. Being cancelled leaves the queue, or ends what has begun.
 
         Raises:
-            Busy: the queue is full, or this desk is being closed.
+            Busy: the queue is full, or was filled up meanwhile by clients who have fewer requests in it.
+            GoingDown: this desk is being closed.
             InputError: the prompt, a setting or the choice cannot be used; nothing was computed.
             CloudError: the cloud is not there, and that was not to be got over, or it says no.
         """
@@ -180,7 +194,7 @@ class Desk:
             ticket.cancel()
             raise
         except CancelledError:
-            raise self._busy("this gateway is going down") from None
+            raise GoingDown from None
         return ticket
 
     async def close(self) -> None:
@@ -188,7 +202,7 @@ class Desk:
         self._closed = True
         lines, self._lines = self._lines, OrderedDict()
         for place in [place for line in lines.values() for place in line if not place.done()]:
-            place.set_exception(self._busy("this gateway is going down"))
+            place.set_exception(GoingDown())
         for ticket in self._running:
             ticket.cancel()
         while self._running:
@@ -206,11 +220,11 @@ class Desk:
             self._free -= 1
         if self._closed:
             self._release()
-            raise self._busy("this gateway is going down")
+            raise GoingDown
 
     async def _queued(self, client: str) -> None:
-        if self.waiting >= self._queue:
-            raise self._busy(f"{self.active} requests are being answered, and {self.waiting} wait: try again later")
+        if self.waiting >= self._queue and not self._displaced(client):
+            raise self._full()
         place = asyncio.get_running_loop().create_future()
         self._lines.setdefault(client, deque()).append(place)
         try:
@@ -220,6 +234,16 @@ class Desk:
                 self._release()
             self._leave(client, place)
             raise
+
+    def _displaced(self, client: str) -> bool:
+        """Turn away the last of the longest line for this client; not if that made it the shorter one."""
+        longest = max(self._lines, key=lambda each: len(self._lines[each]), default=client)
+        if len(self._lines.get(longest, ())) < len(self._lines.get(client, ())) + 2:
+            return False
+        place = self._lines[longest].pop()
+        if not place.done():
+            place.set_exception(self._full())
+        return True
 
     def _leave(self, client: str, place: asyncio.Future[None]) -> None:
         line = self._lines.get(client)
@@ -240,6 +264,9 @@ class Desk:
                 self._free -= 1
                 place.set_result(None)
 
+    def _full(self) -> Busy:
+        return self._busy(f"{self.active} requests are being answered, and {self.waiting} wait: try again later")
+
     def _busy(self, reason: str) -> Busy:
         usual = sum(self._durations) / len(self._durations) if self._durations else UNKNOWN_S
         return Busy(reason, usual / self._slots)
@@ -249,8 +276,13 @@ class Desk:
     def _run(self, prompt: PromptLike, settings: dict[str, Any], choice: Choice) -> Ticket:
         loop = asyncio.get_running_loop()
         ticket, began = Ticket(loop), loop.time()
+        try:
+            outcome = self._threads.submit(ticket.work, self._pool, prompt, settings, choice)
+        except RuntimeError as error:  # there is no further thread to be had; what stands in the pool's queue may stay
+            ticket.cancel()
+            self._release()
+            raise self._busy("this machine has no thread for another request: try again later") from error
         self._running.add(ticket)
-        outcome = self._threads.submit(ticket.work, self._pool, prompt, settings, choice)
         outcome.add_done_callback(lambda done: loop.call_soon_threadsafe(self._end, ticket, done, began))
         return ticket
 

@@ -5,23 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import suppress
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Asking
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from outrider.core.outcome import Result
 from outrider.errors import OutriderError, StateError
-from outrider.gateway.access import Access, body
+from outrider.gateway.access import Access
 from outrider.gateway.answering import Answer, failed
 from outrider.gateway.asking import Asked, Defaults, asked, read
-from outrider.gateway.desk import Desk, Ticket
+from outrider.gateway.desk import Busy, Desk, GoingDown, Ticket
 from outrider.gateway.metrics import Metrics
-from outrider.gateway.refusing import Refused, refusal
+from outrider.gateway.refusing import refusal
 from outrider.gateway.schemas import ChatRequest, Request
 
 T = TypeVar("T")
@@ -35,6 +37,33 @@ class ClientGone(Exception):
     """Whoever asked is not there any more."""
 
 
+class Arrivals:
+    """Requests whose bodies are read: they take memory, and the desk does not know of them yet.
+
+    One client has as many at once as the desk has room for, and all together twice as many.
+    """
+
+    def __init__(self) -> None:
+        self._by_client: Counter[str] = Counter()
+
+    @contextmanager
+    def one(self, client: str, room: int) -> Iterator[None]:
+        """Count a request of this client's.
+
+        Raises:
+            Busy: there are too many.
+        """
+        if self._by_client[client] >= room or self._by_client.total() >= 2 * room:
+            raise Busy(f"{self._by_client.total()} requests are being read: try again later", 1.0)
+        self._by_client[client] += 1
+        try:
+            yield
+        finally:
+            self._by_client[client] -= 1
+            if not self._by_client[client]:
+                del self._by_client[client]
+
+
 @dataclass(frozen=True)
 class Gateway:
     """What the endpoints share."""
@@ -43,6 +72,7 @@ class Gateway:
     access: Access
     defaults: Defaults
     metrics: Metrics
+    arrivals: Arrivals = field(default_factory=Arrivals)
 
 
 async def exchange(asking: Asking, kind: type[Request], gateway: Gateway) -> Response:
@@ -52,24 +82,26 @@ async def exchange(asking: Asking, kind: type[Request], gateway: Gateway) -> Res
         OutriderError: it cannot be answered, and nothing was sent yet.
     """
     client = gateway.access.client(asking)
-    sent = await body(asking, gateway.access.max_body)
-    request = read(kind, sent)
     try:
-        work = await _understood(asking.receive, request, len(sent), gateway.defaults)
+        with gateway.arrivals.one(client, gateway.desk.room):
+            work = await _understood(asking, kind, gateway)
         answer = Answer(work, chat=issubclass(kind, ChatRequest))
         if work.stream:
             return await _streamed(asking, client, work, answer, gateway)
         return await _unless_gone(asking.receive, _whole(client, work, answer, gateway))
-    except ClientGone:
+    except (ClientGone, ClientDisconnect):
         gateway.metrics.left()
         return Response(status_code=GONE)
 
 
-async def _understood(receive: Receive, request: Request, size: int, defaults: Defaults) -> Asked:
-    if size <= SHORT:
-        return asked(request, defaults)
+async def _understood(asking: Asking, kind: type[Request], gateway: Gateway) -> Asked:
+    """What is asked for. Neither the body nor the request outlives this: with a recording they are large."""
+    sent = await gateway.access.body(asking)
+    request = read(kind, sent)
+    if len(sent) <= SHORT:
+        return asked(request, gateway.defaults)
     # A recording takes a while to unpack: in a thread, so that the others' streams go on meanwhile.
-    return await _unless_gone(receive, asyncio.to_thread(asked, request, defaults))
+    return await _unless_gone(asking.receive, asyncio.to_thread(asked, request, gateway.defaults))
 
 
 async def _whole(client: str, work: Asked, answer: Answer, gateway: Gateway) -> Response:
@@ -89,7 +121,7 @@ def _result(ticket: Ticket) -> Result:
     try:
         return ticket.result
     except StateError:
-        raise Refused("the gateway is going down", code="going_down", status=503) from None
+        raise GoingDown from None
 
 
 async def _ticket(client: str, work: Asked, gateway: Gateway) -> Ticket:

@@ -12,6 +12,10 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from outrider.api import SpeculativeDecoder
 from outrider.config import DriverName, OnCloudLoss, OnLoop, Privacy, Scope, check_choice
+from outrider.core.acceptance import rule
+from outrider.core.gate import gate
+from outrider.core.lookahead import lookahead
+from outrider.core.modes import check_modes
 from outrider.engines.base import Engine
 from outrider.errors import CloudError, SettingsError
 from outrider.gateway.sharing import SharedEngine
@@ -92,6 +96,7 @@ class Pool:
         self._lock = threading.RLock()
         self._decoders: OrderedDict[Choice, SpeculativeDecoder] = OrderedDict()
         self._networks: OrderedDict[str, _Network] = OrderedDict()
+        self._kept: set[Choice] = set()  # unwatched
         if engine.tokenizer is not None:
             engine.tokenizer("a")  # the first call settles its padding, which threads must not do at once
 
@@ -106,21 +111,36 @@ class Pool:
             found = self._decoders.get(choice)
             if found is None:
                 found = self._decoders[choice] = self._build(choice)
+                self._share(choice, found)
             self._decoders.move_to_end(choice)
             if choice.way != "edge-only":
                 self._networks.move_to_end(choice.net)
-            while len(self._decoders) > MOST_DECODERS:
-                self._decoders.popitem(last=False)
+            others = [each for each in self._decoders if not self._keeps(each)]
+            for old in others[: max(0, len(self._decoders) - MOST_DECODERS)]:
+                del self._decoders[old]
             return found
+
+    def keep(self, choice: Choice) -> SpeculativeDecoder:
+        """`decoder`, which then stays, and its verifier with it, whatever others ask for."""
+        with self._lock:
+            self._kept.add(replace(choice.settled(), watch=False))
+            return self.decoder(choice)
+
+    @property
+    def cuttable(self) -> bool:
+        """Whether net "cut" can be had, as far as can be told by the verifiers that there are."""
+        with self._lock:
+            return any(isinstance(network.verifier, Cuttable) for network in self._networks.values())
 
     @contextmanager
     def lent(self, choice: Choice) -> Iterator[SpeculativeDecoder]:
         """`decoder`, and until the end its verifier stays connected."""
-        with self._lock:
-            decoder, network = self.decoder(choice), self._networks.get(choice.settled().net)
-            if network is not None:
-                network.users += 1
+        network = None
         try:
+            with self._lock:
+                decoder, network = self.decoder(choice), self._networks.get(choice.settled().net)
+                if network is not None:
+                    network.users += 1
             yield decoder
         finally:
             with self._lock:
@@ -143,18 +163,45 @@ class Pool:
         options: dict[str, Any] = {"on_loop": choice.on_loop, "watch": choice.watch, "lazy": True}
         if choice.way == "edge-only":
             return SpeculativeDecoder(self.engine, k=choice.k, **options)
+        self._check(choice)
         verifier = self._verifier(choice.net)
-        if choice.net == CUT and choice.on_cloud_loss == "wait":
-            raise SettingsError("net 'cut' with on_cloud_loss 'wait' would wait for ever")
         options |= {"on_cloud_loss": choice.on_cloud_loss, "privacy": choice.privacy}
         if choice.way == "cloud-only":
             return SpeculativeDecoder(None, verifier, reader=self.engine, **options)
         options |= {"gate": choice.gate, "accept": choice.accept, "scope": choice.scope, "driver": choice.driver}
         return SpeculativeDecoder(self.engine, verifier, k=choice.k, **options)
 
-    def _verifier(self, net: str) -> Verifier:
+    def _check(self, choice: Choice) -> None:
+        """What can be refused before a cloud is reached for: whatever does not depend on what kind of cloud it is."""
         if self._cloud is None:
             raise SettingsError("there is no cloud here: the only way is edge-only")
+        if choice.net == CUT and choice.on_cloud_loss == "wait":
+            raise SettingsError("net 'cut' with on_cloud_loss 'wait' would wait for ever")
+        check_modes(
+            gate(choice.gate),
+            rule(choice.accept),
+            choice.scope,
+            choice.on_loop,
+            choice.driver,
+            choice.on_cloud_loss,
+            choice.privacy,
+            has_drafter=choice.way == "speculative",
+            has_verifier=True,
+            remote=True,
+        )
+        lookahead(choice.k)
+
+    def _share(self, choice: Choice, built: SpeculativeDecoder) -> None:
+        """Audits, and what k auto has learnt, are a choice's, watched or not."""
+        twin = self._decoders.get(replace(choice, watch=not choice.watch))
+        if twin is not None:
+            built.lookahead, built._oversight, built._lock = twin.lookahead, twin._oversight, twin._lock
+
+    def _keeps(self, choice: Choice) -> bool:
+        return replace(choice, watch=False) in self._kept
+
+    def _verifier(self, net: str) -> Verifier:
+        assert self._cloud is not None  # it was checked
         if net not in self._networks:
             self._networks[net] = _Network(self._reach(net, self._cloud))
         return self._networks[net].verifier
@@ -167,6 +214,7 @@ class Pool:
             return LocalVerifier(SharedEngine(verifier.engine))
         if net == CUT:
             if not isinstance(verifier, Cuttable):
+                _disconnect([verifier])
                 raise SettingsError("net 'cut': this verifier cannot be cut off")
             verifier.cut()
         return verifier
@@ -174,7 +222,8 @@ class Pool:
     def _spare(self) -> list[Verifier]:
         """Take out the verifiers that have not been used for longest, as far as there are too many, and nobody uses
         them now."""
-        idle = [net for net, network in self._networks.items() if not network.users]
+        kept = {choice.net for choice in self._kept}
+        idle = [net for net, network in self._networks.items() if not network.users and net not in kept]
         spare = idle[: max(0, len(self._networks) - MOST_NETWORKS)]
         for choice in [choice for choice in self._decoders if choice.way != "edge-only" and choice.net in spare]:
             del self._decoders[choice]

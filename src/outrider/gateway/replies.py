@@ -122,7 +122,7 @@ class Health(Reply):
 
 
 class Overview(Reply):
-    """What runs. defaults: of the `outrider` field. networks: whether outrider.net can be set."""
+    """What runs. defaults: of the `outrider` field. networks: whether outrider.net can be set. cut: to `cut` too."""
 
     edge: str
     cloud: str
@@ -130,6 +130,7 @@ class Overview(Reply):
     settings: dict[str, Any]
     audio: bool
     networks: bool
+    cut: bool
     slots: int
     signals: list[str]
     version: str

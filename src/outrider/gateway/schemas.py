@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from outrider.config import SEED_LIMIT, DriverName, OnCloudLoss, OnLoop, Privacy, Scope
 from outrider.gateway.pool import Way
@@ -16,6 +17,9 @@ from outrider.gateway.pool import Way
 MODEL: Final = "outrider"  # the pair, under the one name that requests give it
 LONGEST_WORD = 256  # characters of a gate, an acceptance rule, a network
 MOST_STOPS = 16
+MOST_KEYS = 256  # of one object: each that is wrong would have an error of its own
+MOST_MESSAGES = 4096
+MOST_PARTS = 256
 AudioFormat = Literal["wav", "mp3", "flac", "ogg", "aiff"]
 
 _TOOLS = "function calls need a model and a chat template made for them, and a reader of what the model then writes"
@@ -58,10 +62,22 @@ ROLES = "a role is system, developer, user or assistant: a tool's answers need f
 PARTS = "a part is text or input_audio: the models read text and recordings"
 
 
+def _few(value: Any) -> Any:
+    """Refuse an object with many keys before they are looked at one by one."""
+    if isinstance(value, dict) and len(value) > MOST_KEYS:
+        raise PydanticCustomError("too_many", "an object of over {most} keys", {"most": MOST_KEYS})
+    return value
+
+
 class Read(BaseModel):
     """What every object of a request keeps to: no other fields, no conversions, no infinities."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def few(cls, value: Any) -> Any:
+        return _few(value)
 
 
 def _undone(name: str) -> Any:
@@ -69,6 +85,7 @@ def _undone(name: str) -> Any:
     return Field(description=UNDONE[name])
 
 
+FEW: Final = BeforeValidator(_few)
 Zero = Annotated[float, Field(ge=0, le=0)]
 One = Annotated[int, Field(ge=1, le=1)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
@@ -130,11 +147,11 @@ class Request(Read):
     temperature: Annotated[float, Field(ge=0)] | None = Field(default=None, description="0, greedy, unless said")
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=SEED_LIMIT)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     n: Annotated[One | None, _undone("n")] = None
     frequency_penalty: Annotated[Zero | None, _undone("frequency_penalty")] = None
     presence_penalty: Annotated[Zero | None, _undone("presence_penalty")] = None
-    logit_bias: Annotated[dict[TokenKey, Ban] | None, _undone("logit_bias")] = None
+    logit_bias: Annotated[Annotated[dict[TokenKey, Ban], FEW] | None, _undone("logit_bias")] = None
     user: Word | None = Field(default=None, description="not used: nothing is kept about users")
     outrider: OutriderOptions | None = None
 
@@ -159,29 +176,33 @@ Part = Annotated[TextPart | AudioPart, Field(discriminator="type")]
 
 class Message(Read):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[Part], Field(min_length=1)]
+    content: str | Annotated[list[Part], Field(min_length=1, max_length=MOST_PARTS, fail_fast=True)]
     name: Annotated[None, _undone("name")] = None
     refusal: None = None
     audio: Annotated[None, _undone("audio")] = None
-    tool_calls: Annotated[Annotated[list[None], Field(max_length=0)] | None, _undone("tool_calls")] = None
+    tool_calls: Annotated[Annotated[list[None], Field(max_length=0, fail_fast=True)] | None, _undone("tool_calls")] = (
+        None
+    )
     function_call: Annotated[None, _undone("function_call")] = None
-    annotations: Annotated[list[None], Field(max_length=0)] | None = None
+    annotations: Annotated[list[None], Field(max_length=0, fail_fast=True)] | None = None
 
 
 class ChatRequest(Request):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     max_completion_tokens: Positive | None = None
     logprobs: Annotated[Literal[False] | None, _undone("logprobs")] = None
     top_logprobs: Annotated[Annotated[int, Field(ge=0, le=0)] | None, _undone("top_logprobs")] = None
-    tools: Annotated[Annotated[list[None], Field(max_length=0)] | None, _undone("tools")] = None
+    tools: Annotated[Annotated[list[None], Field(max_length=0, fail_fast=True)] | None, _undone("tools")] = None
     tool_choice: Annotated[Literal["none", "auto"] | None, _undone("tool_choice")] = None
     parallel_tool_calls: Annotated[None, _undone("parallel_tool_calls")] = None
-    functions: Annotated[Annotated[list[None], Field(max_length=0)] | None, _undone("functions")] = None
+    functions: Annotated[Annotated[list[None], Field(max_length=0, fail_fast=True)] | None, _undone("functions")] = None
     function_call: Annotated[Literal["none", "auto"] | None, _undone("function_call")] = None
     response_format: Annotated[ResponseFormat | None, _undone("response_format")] = None
-    modalities: Annotated[Annotated[list[Literal["text"]], Field(max_length=1)] | None, _undone("modalities")] = None
+    modalities: Annotated[
+        Annotated[list[Literal["text"]], Field(max_length=1, fail_fast=True)] | None, _undone("modalities")
+    ] = None
     audio: Annotated[None, _undone("audio")] = None
     prediction: Annotated[None, _undone("prediction")] = None
     reasoning_effort: Annotated[Literal["none"] | None, _undone("reasoning_effort")] = None
@@ -194,10 +215,10 @@ class ChatRequest(Request):
     prompt_cache_retention: Annotated[None, _undone("prompt_cache_retention")] = None
     safety_identifier: Word | None = Field(default=None, description="not used: nothing is kept about users")
     prompt_cache_key: Word | None = Field(default=None, description="not used: prompts are not cached between requests")
-    metadata: dict[Word, str] | None = Field(default=None, description="not used: nothing is kept")
+    metadata: Annotated[dict[Word, str], FEW] | None = Field(default=None, description="not used: nothing is kept")
 
 
-Ids = Annotated[list[Annotated[int, Field(ge=0, le=2**31)]], Field(min_length=1)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, le=2**31)]], Field(min_length=1, fail_fast=True)]
 
 
 class CompletionRequest(Request):
@@ -206,8 +227,8 @@ class CompletionRequest(Request):
     prompt: (
         str
         | Ids
-        | Annotated[list[str], Field(min_length=1, max_length=1)]
-        | Annotated[list[Ids], Field(min_length=1, max_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=1, fail_fast=True)]
+        | Annotated[list[Ids], Field(min_length=1, max_length=1, fail_fast=True)]
     )
     best_of: Annotated[One | None, _undone("best_of")] = None
     echo: Annotated[Literal[False] | None, _undone("echo")] = None

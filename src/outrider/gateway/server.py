@@ -49,20 +49,25 @@ def bound(host: str, port: int) -> socket.socket:
     return found
 
 
-async def serve(app: FastAPI, on: socket.socket, desk: Desk, listening: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT. listening: told the URL once clients can come."""
-    config = uvicorn.Config(
+def config(app: FastAPI) -> uvicorn.Config:
+    """How the application is served. What a client says of itself in X-Forwarded-For is not believed."""
+    return uvicorn.Config(
         app,
         log_config=None,
         access_log=False,
         http="h11",
         ws="none",
         lifespan="off",
+        proxy_headers=False,
         server_header=False,
         timeout_keep_alive=KEPT,
         timeout_graceful_shutdown=LAST_WORDS,
     )
-    server, loop, asked = _Server(config), asyncio.get_running_loop(), asyncio.Event()
+
+
+async def serve(app: FastAPI, on: socket.socket, desk: Desk, listening: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT. listening: told the URL once clients can come."""
+    server, loop, asked = _Server(config(app)), asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.set)
     serving = asyncio.create_task(server.serve(sockets=[on]))

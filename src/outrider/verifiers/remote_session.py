@@ -115,8 +115,12 @@ class RemoteSession:
             return stream
         stream.cancel()
         fresh = await self._peer.connection.open_stream()
-        for frame in self._resume():
-            await fresh.send(frame.SerializeToString())
+        try:
+            for frame in self._resume():
+                await fresh.send(frame.SerializeToString())
+        except BaseException:  # a time limit too: nobody else knows of this stream
+            fresh.cancel()
+            raise
         return fresh
 
     # One attempt --------------------------------------------------------------------------------------------

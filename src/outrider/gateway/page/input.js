@@ -5,6 +5,7 @@ import { base64, decode, noMicrophone, play, record, silence, wav } from "./audi
 const by = (id) => document.getElementById(id);
 let chosen = null; // {name, format, seconds, bytes: () => Promise<ArrayBuffer>}
 let tape = null; // the recording in progress
+let switching = false; // it is being started or stopped
 let clock = 0;
 let connected = false;
 
@@ -144,7 +145,18 @@ function connect(fail) {
   });
 }
 
+/** One click at a time: a second one would open the microphone again, and nobody would close the first. */
 async function toggleTape(fail) {
+  if (switching) return;
+  switching = true;
+  try {
+    await switchTape(fail);
+  } finally {
+    switching = false;
+  }
+}
+
+async function switchTape(fail) {
   const button = by("record");
   if (tape) {
     const running = tape;

@@ -93,7 +93,7 @@ export class Panel {
     if (risk) {
       const share = (value) => `${(100 * value).toPrecision(2)} %`;
       const estimate = risk.estimate === null ? "no audit yet" : `audits put it at ${share(risk.estimate)}`;
-      lines.push(`risk budget ${share(risk.budget)} of all tokens; ${estimate}`);
+      lines.push(`risk budget ${share(risk.budget)} of all ${risk.loss}; ${estimate}`);
     }
     return lines;
   }

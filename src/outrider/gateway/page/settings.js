@@ -17,7 +17,7 @@ const radio = (name) => document.querySelector(`input[name="${name}"]:checked`);
 const words = (text) => text.replace(/([\d.]+)(\D+)/, "$1 $2").replace("bit", "bit/s");
 
 let defaults = {};
-let can = { edge: true, cloud: true, networks: true };
+let can = { edge: true, cloud: true, networks: true, cut: true };
 let rest = []; // network conditions of the gateway's own that have no control here
 
 function option(value, text) {
@@ -28,6 +28,7 @@ function option(value, text) {
 export function fill(info) {
   defaults = info.defaults || {};
   can = { edge: info.edge !== "none", cloud: info.cloud !== "none", networks: info.networks && info.cloud !== "none" };
+  can.cut = can.networks && info.cut;
   by("signal").replaceChildren(...info.signals.map((name) => option(name, name)));
   fillGate(defaults.gate || "always");
   fillNetwork(defaults.net || "none");
@@ -75,7 +76,7 @@ function fillNetwork(net) {
   rest = parts.filter((part) => !/^(rtt|bw)=/.test(part) && part !== "cut");
   list("rtt", RTTS, pick("rtt"), "none added");
   list("bandwidth", BANDWIDTHS, pick("bw"), "unlimited");
-  by("cut").checked = parts.includes("cut");
+  by("cut").checked = can.cut && parts.includes("cut");
 }
 
 function list(id, choices, chosen, none) {
@@ -164,7 +165,8 @@ function wayReason() {
 
 function refreshNetwork() {
   const alone = way() === "edge-only";
-  for (const id of ["rtt", "bandwidth", "cut"]) by(id).disabled = alone || !can.networks;
+  for (const id of ["rtt", "bandwidth"]) by(id).disabled = alone || !can.networks;
+  by("cut").disabled = alone || !can.cut;
   if (!alone && by("cut").checked) by("rtt").disabled = by("bandwidth").disabled = true;
   by("privacy").disabled = alone;
   by("driver").disabled = by("driver").disabled || !can.networks;
@@ -178,7 +180,9 @@ function networkReason(alone) {
   if (!can.cloud) return "Without a cloud there is no network to simulate.";
   if (!can.networks) return "The way to this gateway's cloud cannot be simulated.";
   if (alone) return "The edge alone uses no network.";
-  return rest.length ? `Also, as the gateway was started: ${rest.join(", ")}.` : "";
+  const said = can.cut ? [] : ["The cable can only be cut to one of Outrider's clouds."];
+  if (rest.length) said.push(`Also, as the gateway was started: ${rest.join(", ")}.`);
+  return said.join(" ");
 }
 
 function drawPath(alone) {
