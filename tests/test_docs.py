@@ -119,6 +119,7 @@ def serves(line: str) -> None:
         assert child.wait(timeout=60) == 0, said + child.stderr.read()
 
 
+@pytest.mark.network
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_python_example_runs(page: Path, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for block in fences(page, "python"):
@@ -126,6 +127,7 @@ def test_every_python_example_runs(page: Path, workplace: Path, capsys: pytest.C
             exec(compile(code, page.name, "exec"), {})
 
 
+@pytest.mark.network
 def test_the_demo_s_output_in_the_readme_is_a_real_one() -> None:
     shown = fences(ROOT / "README.md", "text")[0]
     command = [sys.executable, "-m", "outrider", "demo"]

@@ -237,6 +237,10 @@ class SpeculativeDecoder:
             return Prompt(prompt.ids)
         return Prompt(prompt.ids, features=self._encoder.audio.features(prompt.audio))
 
+    def learn_with(self, other: SpeculativeDecoder) -> None:
+        """Share what is learnt on the way (audits, the pace of k "auto") with a decoder of the same settings."""
+        self.lookahead, self._oversight, self._lock = other.lookahead, other._oversight, other._lock
+
     def withholds(self, prompt: Prompt) -> bool:
         """Whether the verifier sees less of this prompt than the drafter does."""
         return self.verifier is not None and self.privacy == "tokens" and prompt.heard

@@ -7,12 +7,13 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.network  # each starts a process, which takes seconds
+
 SAY = """
 import logging
 from outrider.cli.commands import quieten
 from outrider.cli.options import Output
 
-pytestmark = pytest.mark.network  # each starts a process, which takes seconds
 quieten(Output(verbose={verbose}))
 for name in ("outrider", "outrider.verifiers.served", "httpx", "httpcore.http11", "httpx2", "asyncio", "urllib3"):
     for level in (logging.DEBUG, logging.INFO, logging.WARNING):

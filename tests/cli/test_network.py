@@ -25,6 +25,8 @@ from outrider.engines.load import BUNDLED
 from outrider.netem.conditions import Conditions
 from outrider.netem.thread import LinkThread
 
+pytestmark = pytest.mark.network
+
 GRPC = ["generate", "hi", "--cloud", "grpc://127.0.0.1:1"]
 GENERATE = ["generate", "--prompt-ids", "5 6 7", "--ignore-eos", "--json", "--max-new-tokens"]
 

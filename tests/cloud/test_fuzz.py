@@ -206,6 +206,7 @@ async def fuzz_directly(tally: Tally, bystander: Bystander) -> None:
         await asyncio.to_thread(batcher.stop)
 
 
+@pytest.mark.network
 @pytest.mark.usefixtures("quiet")
 def test_frames_of_all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.cloud.sessions.secrets.token_bytes", random.Random(SEED).randbytes)

@@ -24,6 +24,8 @@ from tests.cloud.common import PROMPT, SOON, Held, code, eventually, open_, reac
 from tests.cloud.raw import CLOSE, RawStream, opening, resuming, verifying
 from tests.cloud.serving import serving
 
+pytestmark = pytest.mark.network
+
 
 def health(channel: grpc.Channel, service: str = "") -> int:
     return (

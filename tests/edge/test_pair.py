@@ -68,9 +68,9 @@ def test_what_was_there_does_not_change() -> None:
     assert pair.meet() is after
 
 
-def test_both_must_hold_what_follows() -> None:
-    small, large = engine("qwen2"), engine("qwen2")
-    small.max_length = 10
+def test_both_must_hold_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = engine("qwen2"), engine("llama")
+    monkeypatch.setattr(small, "max_length", 10)
     pair = Pair(small, LocalVerifier(large), "fail")
     with pytest.raises(PromptError, match="holds 10"):
         SpeculativeDecoder(small, LocalVerifier(large)).generate([1, 2, 3], max_new_tokens=8)

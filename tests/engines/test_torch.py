@@ -134,6 +134,7 @@ def test_identity_tells_checkpoints_apart_and_is_the_same_everywhere() -> None:
     assert TorchEngine(tuned).identity != first
 
 
+@pytest.mark.network
 def test_identity_is_the_same_in_another_process() -> None:
     script = "from outrider import load_engine; print(load_engine('demo:edge').identity)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

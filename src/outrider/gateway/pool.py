@@ -195,7 +195,7 @@ class Pool:
         """Audits, and what k auto has learnt, are a choice's, watched or not."""
         twin = self._decoders.get(replace(choice, watch=not choice.watch))
         if twin is not None:
-            built.lookahead, built._oversight, built._lock = twin.lookahead, twin._oversight, twin._lock
+            built.learn_with(twin)
 
     def _keeps(self, choice: Choice) -> bool:
         return replace(choice, watch=False) in self._kept
