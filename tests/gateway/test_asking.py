@@ -376,3 +376,15 @@ def test_a_refusal_repeats_no_text() -> None:
     with pytest.raises(Refused) as refused:
         chat(messages=[{"role": "user", "content": {"secret words": 5}}])
     assert "secret" not in str(refused.value)
+
+
+BODY = {"model": "outrider", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize("field", ["store", "logprobs"])
+@pytest.mark.parametrize("value", [0, 0.0, "", []])
+def test_what_only_equals_false_is_not_false(field: str, value: object) -> None:
+    with pytest.raises(Refused) as refused:
+        read(ChatRequest, json.dumps({**BODY, field: value}).encode())
+    assert refused.value.param == field
+    read(ChatRequest, json.dumps({**BODY, field: False}).encode())

@@ -288,10 +288,9 @@ def _errors(keyed: Sequence[Any], *statuses: int) -> dict[int | str, dict[str, A
 
 
 def _streams() -> dict[str, Any]:
-    about = "with stream: true, OpenAI's chunks as server-sent events, ended by [DONE]"
     return {
-        "description": "The answer.",
-        "content": {"text/event-stream": {"schema": {"type": "string", "description": about}}},
+        "description": "The answer. With stream: true, OpenAI's chunks as server-sent events, ended by [DONE].",
+        "content": {"text/event-stream": {}},
     }
 
 

@@ -85,7 +85,15 @@ def _undone(name: str) -> Any:
     return Field(description=UNDONE[name])
 
 
+def _truth(value: Any) -> Any:
+    """A literal would take 0 for false."""
+    if not isinstance(value, bool):
+        raise PydanticCustomError("bool_type", "expected false")
+    return value
+
+
 FEW: Final = BeforeValidator(_few)
+No = Annotated[Literal[False], BeforeValidator(_truth)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 One = Annotated[int, Field(ge=1, le=1)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
@@ -129,7 +137,7 @@ class OutriderOptions(Read):
 
 class StreamOptions(Read):
     include_usage: bool | None = Field(default=None, description="a last chunk with the usage")
-    include_obfuscation: Literal[False] | None = Field(default=None, description="chunks are not padded")
+    include_obfuscation: No | None = Field(default=None, description="chunks are not padded")
 
 
 class ResponseFormat(Read):
@@ -192,7 +200,7 @@ class ChatRequest(Request):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     max_completion_tokens: Positive | None = None
-    logprobs: Annotated[Literal[False] | None, _undone("logprobs")] = None
+    logprobs: Annotated[No | None, _undone("logprobs")] = None
     top_logprobs: Annotated[Annotated[int, Field(ge=0, le=0)] | None, _undone("top_logprobs")] = None
     tools: Annotated[Annotated[list[None], Field(max_length=0, fail_fast=True)] | None, _undone("tools")] = None
     tool_choice: Annotated[Literal["none", "auto"] | None, _undone("tool_choice")] = None
@@ -209,7 +217,7 @@ class ChatRequest(Request):
     verbosity: Annotated[Literal["medium"] | None, _undone("verbosity")] = None
     web_search_options: Annotated[None, _undone("web_search_options")] = None
     moderation: Annotated[None, _undone("moderation")] = None
-    store: Annotated[Literal[False] | None, _undone("store")] = None
+    store: Annotated[No | None, _undone("store")] = None
     service_tier: Annotated[Literal["auto", "default"] | None, _undone("service_tier")] = None
     prompt_cache_options: Annotated[None, _undone("prompt_cache_options")] = None
     prompt_cache_retention: Annotated[None, _undone("prompt_cache_retention")] = None
@@ -231,6 +239,6 @@ class CompletionRequest(Request):
         | Annotated[list[Ids], Field(min_length=1, max_length=1, fail_fast=True)]
     )
     best_of: Annotated[One | None, _undone("best_of")] = None
-    echo: Annotated[Literal[False] | None, _undone("echo")] = None
+    echo: Annotated[No | None, _undone("echo")] = None
     logprobs: Annotated[None, _undone("logprobs")] = None
     suffix: Annotated[None, _undone("suffix")] = None
