@@ -29,6 +29,20 @@ os.dup2(read, 3)
 os.dup2(write, 4)
 os.execv(sys.argv[3], sys.argv[3:])"""
 
+# JavaScript: contrast(element), of a text with what is behind it, as WCAG defines it.
+CONTRAST = """
+      const linear = x => x <= .03928 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4;
+      const light = c => { const v = c.map(x => linear(x / 255));
+        return .2126 * v[0] + .7152 * v[1] + .0722 * v[2]; };
+      const parse = c => c.match(/[\\d.]+/g).map(Number);
+      const behind = one => {
+        const c = parse(getComputedStyle(one).backgroundColor);
+        return c.length < 4 || c[3] > 0 ? c.slice(0, 3) : behind(one.parentElement); };
+      const contrast = one => {
+        const a = light(parse(getComputedStyle(one).color).slice(0, 3)), b = light(behind(one));
+        return (Math.max(a, b) + .05) / (Math.min(a, b) + .05); };
+"""
+
 
 def found() -> str | None:
     """Where a Chromium is, if there is one."""

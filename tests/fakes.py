@@ -8,7 +8,7 @@ out without it (`plain`), and a cache that holds the wrong tokens shows in the o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from torch import Tensor
 from outrider.config import GenerationSettings
 from outrider.core.acceptance import Verdict
 from outrider.core.decoder import Verify
+from outrider.core.outcome import Result
 from outrider.core.policy import Policy
 from outrider.core.stopping import StopRules, stop_reason
 from outrider.engines.base import Feed, Prompt
@@ -351,3 +352,13 @@ def plain(rows: Rows, prompt: Seq[int], vocab_size: int, *, eos: Collection[int]
         ids.append(policy.distribution(rows(tuple(ids)), ids, len(ids)).choice)
         if stop_reason(rules, ids[len(prompt) :], None):
             return ids[len(prompt) :]
+
+
+def rest(stream: Generator[Any, None, Result]) -> Result:
+    """Exhaust a stream."""
+    while True:
+        try:
+            next(stream)
+        except StopIteration as end:
+            result: Result = end.value
+            return result

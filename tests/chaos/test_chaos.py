@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from fakes import rest
 from outrider import CloudLost, Result, connect
 from outrider.netem.conditions import Conditions
 from outrider.netem.thread import LinkThread
@@ -212,16 +213,6 @@ def test_the_real_command_killed_and_started_again(edge: Guarded, target: Guarde
             process.kill()
             process.communicate()
     assert said(result) == said(reference(case.seed, edge, target))
-
-
-def rest(stream: Any) -> Result:
-    """Exhaust a stream."""
-    while True:
-        try:
-            next(stream)
-        except StopIteration as end:
-            result: Result = end.value
-            return result
 
 
 def command(port: int) -> tuple[Any, int]:

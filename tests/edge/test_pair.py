@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from concurrent.futures import Future
-from typing import Any
 
 import pytest
 from tests.engines.tiny import engine
 
+from fakes import rest
 from outrider import SpeculativeDecoder
 from outrider.core.acceptance import Verdict
 from outrider.core.decoder import Verify
-from outrider.core.outcome import Result
 from outrider.edge.pair import Pair
 from outrider.errors import CloudLost, PromptError
 from outrider.verifiers.base import Description
@@ -39,22 +37,13 @@ class Late(LocalVerifier):
         return Ledger()
 
 
-def ended(stream: Generator[Any, None, Result]) -> Result:
-    while True:
-        try:
-            next(stream)
-        except StopIteration as end:
-            result: Result = end.value
-            return result
-
-
 def test_who_comes_later_is_no_part_of_what_has_begun() -> None:
     draft, cloud = engine("qwen2"), Late(engine("qwen2"))
     decoder = SpeculativeDecoder(draft, cloud, on_cloud_loss="edge-only", k=3)
     early = decoder.stream([3, 4, 5], max_new_tokens=8, ignore_eos=True)
     cloud.there = True
     assert decoder.generate([3, 4, 5], max_new_tokens=8, ignore_eos=True).guarantee == "exact"
-    result = ended(early)
+    result = rest(early)
     assert (result.guarantee, result.stats.cloud_lost, result.stats.cloud_tokens) == ("edge-only", True, 0)
 
 

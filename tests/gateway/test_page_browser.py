@@ -345,20 +345,16 @@ def test_a_recording_can_be_made(fresh: Page) -> None:
 
 def test_texts_stand_out_from_what_is_behind_them(page: Page, url: str) -> None:
     """WCAG AA: at least 4.5 to 1, in both themes."""
-    contrast = """(() => {
-      const linear = x => x <= .03928 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4;
-      const light = c => { const v = c.map(x => linear(x / 255));
-        return .2126 * v[0] + .7152 * v[1] + .0722 * v[2]; };
-      const parse = c => c.match(/[\\d.]+/g).map(Number);
-      const behind = one => {
-        const c = parse(getComputedStyle(one).backgroundColor);
-        return c.length < 4 || c[3] > 0 ? c.slice(0, 3) : behind(one.parentElement); };
+    contrast = (
+        "(() => {"
+        + chromium.CONTRAST
+        + """
       const texts = [...document.querySelectorAll('.t, .lead, .soft, .small, label, legend, a, h1, h2, h3, .reason,'
         + '.word, dt, dd, .segments span, button:not(:disabled, [aria-disabled=true]), summary, .fault, .way small')];
       return texts.filter(one => one.getClientRects().length && !one.closest('.hidden')).map(one => {
-        const a = light(parse(getComputedStyle(one).color).slice(0, 3)), b = light(behind(one));
-        return [(Math.max(a, b) + .05) / (Math.min(a, b) + .05), one.className || one.tagName]; })
+        return [contrast(one), one.className || one.tagName]; })
         .filter(([value]) => value < 4.5); })()"""
+    )
     for dark in (False, True):
         show(page, url, dark=dark)
         put(page, "gate", "signal")

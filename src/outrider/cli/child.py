@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,11 @@ from contextlib import contextmanager
 from outrider.errors import OutriderError
 
 END = 5.0  # s that it gets to end by itself
+
+
+def share_cores() -> None:
+    """Half of the cores for each, unless told otherwise; with all for each, edge and cloud stall."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
 
 
 @contextmanager

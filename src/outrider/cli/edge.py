@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as jsonlib
 import logging
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -182,7 +181,7 @@ def _cloud(models: Models, network: Network) -> Iterator[Callable[[], Reach | No
 
     What this yields, when called, gives a function from an emulated network to a verifier behind it, or None.
     """
-    from outrider.cli.child import starting_cloud
+    from outrider.cli.child import share_cores, starting_cloud
     from outrider.verifiers.connect import connect, parse_target
 
     target, options = parse_target(models.cloud), network.connection()
@@ -201,10 +200,8 @@ def _cloud(models: Models, network: Network) -> Iterator[Callable[[], Reach | No
     elif target.kind != "local":
         yield lambda: reaching(models.cloud)
     else:
-        share = max(1, (os.cpu_count() or 1) // 2)  # of the cores: with all for each, edge and cloud stall
-        os.environ.setdefault("OMP_NUM_THREADS", str(share))
-        model = "demo" if models.cloud == "local:demo" else target.model
-        with starting_cloud(model, "--dtype", models.dtype, "--device", models.device) as address:
+        share_cores()
+        with starting_cloud(target.model, "--dtype", models.dtype, "--device", models.device) as address:
             yield lambda: reaching(f"grpc://{address()}")
 
 

@@ -38,10 +38,9 @@ def demo(
     output: Output = Output(),
 ) -> int:
     """Caption the bundled clips, edge and cloud in two processes, and show who decided each token."""
-    from outrider.cli.child import starting_cloud
+    from outrider.cli.child import share_cores, starting_cloud
 
-    share = max(1, (os.cpu_count() or 1) // 2)  # of the cores: with all for each, edge and cloud stall
-    os.environ.setdefault("OMP_NUM_THREADS", str(share))
+    share_cores()
     with starting_cloud("demo") as address:  # it loads while this process, from the next line on, does
         from outrider.cli.commands import run_demo
 

@@ -85,6 +85,9 @@ class Stats:
         self.edge_tokens = len(sources) - self.cloud_tokens
 
 
+SECONDS = tuple(each.name for each in fields(Stats) if each.name.endswith("_s"))
+
+
 def guarantee(stats: Stats, *, lossless: bool, bounded: bool = False) -> Guarantee:
     """What the output is worth, judged by what was done and not by what was planned.
 

@@ -59,6 +59,12 @@ def doubled(size: int, wanted: int, limit: int | None = None) -> int:
     return size if limit is None else min(size, limit)
 
 
+def check_truncation(slot: int, length: int, held: int) -> None:
+    """Raise StateError unless a slot that holds `held` positions can keep the first `length`."""
+    if not 0 <= length <= held:
+        raise StateError(f"cannot truncate slot {slot} to {length}: it holds {held} positions")
+
+
 def check_feeds(feeds: Seq[Feed]) -> None:
     """Raise StateError unless each slot stands once in a batch, and is fed what rows are wanted of."""
     slots = [feed.slot for feed in feeds]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.engines.base import Feed, Prompt, afford, check_feeds, doubled
+from outrider.engines.base import Feed, Prompt, afford, check_feeds, check_truncation, doubled
 from outrider.engines.llama import BATCH, OUTPUTS, PADDING, LlamaContext, LlamaModel, Token, most_sequences, padded
 from outrider.engines.probe import Probe
 from outrider.engines.vocabulary import Vocabulary
@@ -164,8 +164,7 @@ class GgufEngine(Vocabulary):
 
     def truncate(self, slot: int, length: int) -> None:
         held = self.kv_len(slot)
-        if not 0 <= length <= held:
-            raise StateError(f"cannot truncate slot {slot} to {length}: it holds {held} positions")
+        check_truncation(slot, length, held)
         if length < held:
             self._forget(slot, length)
 

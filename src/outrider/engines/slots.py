@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from outrider.engines.base import doubled
+from outrider.engines.base import check_truncation, doubled
 from outrider.errors import PromptError, StateError
 
 FIRST_CAPACITY = 256
@@ -133,8 +133,7 @@ class SlotCache(Cache):
             StateError: the slot does not hold that many.
         """
         self.check(slot)
-        if not 0 <= length <= self.lengths[slot]:
-            raise StateError(f"cannot truncate slot {slot} to {length}: it holds {self.lengths[slot]} positions")
+        check_truncation(slot, length, self.lengths[slot])
         self.lengths[slot] = length
 
     def check(self, slot: int) -> None:

@@ -78,8 +78,7 @@ def acceptance(runs: Sequence[EvalRun]) -> Section:
 
 def repairs(run: EvalRun) -> bool:
     """Whether verdicts may have covered tokens of earlier blocks."""
-    speculation = run.about.get("configuration", {}).get("speculation")
-    return isinstance(speculation, dict) and speculation.get("scope") == "repair"
+    return run.configured("speculation", "scope") == "repair"
 
 
 def by_position(answers: Sequence[Answer]) -> Tally:

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any, Final, Protocol
 
 from outrider.api import SpeculativeDecoder
-from outrider.core.outcome import Oversight, Result
+from outrider.core.outcome import SECONDS, Oversight, Result
 from outrider.core.text import Transcript
 from outrider.engines.base import Prompt
 from outrider.errors import OutriderError, SettingsError
@@ -28,8 +28,7 @@ from outrider.verifiers.base import Description
 
 NAMES: Final = ("edge-only", "cloud-only", "exact", "gated", "plain", "assisted")
 OURS: Final = NAMES[:4]
-_SECONDS: Final = ("ttft_s", "total_s", "draft_s", "prefill_s", "wait_s", "queue_s", "verify_s", "verify_prefill_s")
-_NO_COUNTERS: Final = (*_SECONDS, "bytes_up", "bytes_down", "media_bytes_up")
+_NO_COUNTERS: Final = (*SECONDS, "bytes_up", "bytes_down", "media_bytes_up")
 
 
 class Inapplicable(OutriderError):
@@ -227,7 +226,7 @@ def build(name: str, draft: Any, verifier: Any, setup: Setup, encoder: Encoder) 
 
 def _timing(result: Result, arrivals: list[float]) -> dict[str, Any]:
     stats = result.stats
-    seconds = {name: round(getattr(stats, name), 6) for name in _SECONDS}
+    seconds = {name: round(getattr(stats, name), 6) for name in SECONDS}
     return {**seconds, "itl_s": gaps(arrivals), "bytes": result.ledger or {"up": {}, "down": {}}}
 
 

@@ -124,6 +124,11 @@ class EvalRun:
     metrics: dict[str, dict[str, Figure]] = field(default_factory=dict)
     latency: dict[str, dict[str, Figure]] = field(default_factory=dict)
 
+    def configured(self, group: str, name: str) -> str:
+        """From run.json's configuration; empty where it is not there."""
+        found = self.about.get("configuration", {}).get(group)
+        return str(found.get(name, "")) if isinstance(found, dict) else ""
+
     @property
     def modes(self) -> list[str]:
         """In the order of their first answer."""
@@ -154,8 +159,7 @@ def read_run(folder: Path) -> EvalRun:
         timings=_distinct(rows(timings, _timing), timings) if timings.exists() else (),
         traces=tuple(read_traces(traces)) if traces.exists() else (),
         sweep=rows(sweep, _swept) if sweep.exists() else (),
-        metrics=_metrics(summary, "modes") if summary.exists() else {},
-        latency=_metrics(summary, "latency") if summary.exists() else {},
+        **(_summary(summary) if summary.exists() else {}),
     )
 
 
@@ -223,12 +227,17 @@ def _swept(row: Row) -> Swept:
     )
 
 
-def _metrics(path: Path, group: str) -> dict[str, dict[str, Figure]]:
-    """Figures by mode and metric; what is no figure (a text, a list, null) is left alone."""
+def _summary(path: Path) -> dict[str, dict[str, dict[str, Figure]]]:
+    """summary.json, by the names that an `EvalRun` has for its groups."""
     whole_file = read_object(path)
     with naming(str(path)):
-        modes = mapping(whole_file, group) if group in whole_file else {}
-        found = {mode: {name: _figure(v, name) for name, v in mapping(modes, mode).items()} for mode in modes}
+        return {"metrics": _metrics(whole_file, "modes"), "latency": _metrics(whole_file, "latency")}
+
+
+def _metrics(whole_file: Row, group: str) -> dict[str, dict[str, Figure]]:
+    """Figures by mode and metric; what is no figure (a text, a list, null) is left alone."""
+    modes = mapping(whole_file, group) if group in whole_file else {}
+    found = {mode: {name: _figure(v, name) for name, v in mapping(modes, mode).items()} for mode in modes}
     return {mode: {name: f for name, f in figures.items() if f is not None} for mode, figures in found.items()}
 
 

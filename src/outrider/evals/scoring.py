@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from itertools import accumulate
 from typing import Any
 
-from outrider.core.outcome import Stats
+from outrider.core.outcome import SECONDS, Stats
 from outrider.evals.latency import Timing, latency
 from outrider.evals.manifest import Item
 from outrider.evals.metrics import Scoring, score
 from outrider.evals.store import Key, Row
 from outrider.evals.summary import REFERENCE
 
-SECONDS = [field.name for field in fields(Stats) if field.name.endswith("_s")]
 Figures = dict[str, dict[str, Any]]  # by metric: value, n, low, high; a text's also by_lang
 
 

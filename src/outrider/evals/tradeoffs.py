@@ -131,25 +131,11 @@ def _summed_settings(runs: Sequence[EvalRun]) -> tuple[list[_Setting], str]:
             value = run.metrics.get(mode, {}).get(measure)
             share = _cloud_share(of_mode(run.answers, mode))
             if value is not None and share is not None:
-                shown = f"{name} {_gate(run)}" if mode == "gated" else name
-                settings.append(_Setting(mode, shown, share, value, _data(run)))
+                shown = f"{name} {run.configured('speculation', 'gate')}" if mode == "gated" else name
+                settings.append(_Setting(mode, shown, share, value, run.configured("data", "hash")))
         if len(settings) > 1:
             return settings, measure
     return [], ""
-
-
-def _gate(run: EvalRun) -> str:
-    return _configured(run, "speculation", "gate")
-
-
-def _data(run: EvalRun) -> str:
-    return _configured(run, "data", "hash")
-
-
-def _configured(run: EvalRun, group: str, name: str) -> str:
-    """From run.json; empty where it is not there."""
-    found = run.about.get("configuration", {}).get(group)
-    return str(found.get(name, "")) if isinstance(found, dict) else ""
 
 
 def _cloud_share(answers: Sequence[Answer]) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -22,8 +21,6 @@ from outrider.gateway.sharing import SharedEngine
 from outrider.netem.conditions import conditions
 from outrider.verifiers.base import Distant, Verifier
 from outrider.verifiers.local import LocalVerifier
-
-log = logging.getLogger(__name__)
 
 Way = Literal["speculative", "edge-only", "cloud-only"]
 

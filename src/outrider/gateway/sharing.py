@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.core.decoder import Proposal
 from outrider.core.policy import Policy
 from outrider.core.sampling import Pick
-from outrider.engines.base import Chooser, Engine, Feed, Prompt, check_feeds, read_many
+from outrider.engines.base import Chooser, Engine, Feed, Prompt, check_feeds, check_truncation, read_many
 from outrider.errors import StateError
 
 T = TypeVar("T")
@@ -103,9 +103,7 @@ class SharedEngine:
         return self._lengths[slot]
 
     def truncate(self, slot: int, length: int) -> None:
-        held = self.kv_len(slot)
-        if not 0 <= length <= held:
-            raise StateError(f"cannot truncate slot {slot} to {length}: it holds {held} positions")
+        check_truncation(slot, length, self.kv_len(slot))
         self._lengths[slot] = length
 
     # Reading ------------------------------------------------------------------------------------------------
