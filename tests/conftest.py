@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"  # GPU kernels run without a GPU; read when Triton is first imported
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -21,3 +24,12 @@ torch.set_num_threads(1)
 
 settings.register_profile("outrider", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("outrider")
+
+
+@pytest.fixture(autouse=True)
+def no_connection_is_left() -> Iterator[None]:
+    """A test that leaves a connection's thread disturbs the next one, and most often shows a refusal that leaks it."""
+    before = set(threading.enumerate())
+    yield
+    left = [thread for thread in threading.enumerate() if thread.name == "outrider-connection"]
+    assert not set(left) - before, "connections that nobody closed"

@@ -317,7 +317,7 @@ class _Run:
             if event.index == len(transcript.ids):
                 transcript.push(event.token)
             text = transcript.pieces[event.index]
-            yield StreamEvent(event.kind, event.index, event.token, text, event.source, event.signals)
+            yield StreamEvent(event.kind, event.index, event.token, text, event.source, event.signals, event.settled)
         return self.result()
 
     def result(self) -> Result:

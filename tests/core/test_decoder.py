@@ -557,11 +557,12 @@ def test_a_bonus_revises_nothing() -> None:
 
 
 class Consumer:
-    """What a naive reader of the events shows, and how much of it is final."""
+    """What a naive reader of the events shows, how much of it is final, and what it was told that stays."""
 
     def __init__(self) -> None:
         self.shown: list[int] = []
         self.final = 0
+        self.settled: list[int] = []
 
     def take(self, event: Event) -> None:
         if event.kind == "revised":
@@ -575,6 +576,10 @@ class Consumer:
             assert self.shown[event.index] == event.token
         if event.kind != "provisional":
             self.final = max(self.final, event.index + 1)
+        assert event.settled <= self.final
+        assert self.shown[: len(self.settled)] == self.settled, "what was settled was taken back"
+        assert event.settled >= len(self.settled)
+        self.settled = self.shown[: event.settled]
 
 
 # Any schedule ---------------------------------------------------------------------------------------------------
@@ -626,8 +631,8 @@ def alone(following: Model, rules: StopRules) -> tuple[str, list[int]]:
             return reason, ids[2:]
 
 
-def run(plan: Plan, drafter: Model, target: Model) -> tuple[Decoder, Consumer, str]:
-    """The sequential driver, with every invariant checked after every step."""
+def run(plan: Plan, drafter: Model, target: Model, verdicts: int | None = None) -> tuple[Decoder, Consumer, str]:
+    """The sequential driver, with every invariant checked after every step. verdicts: then the cloud is lost."""
     decoder, cloud, consumer = Decoder(PROMPT, plan, letters), Cloud(target), Consumer()
     while not isinstance(action := decoder.next(), Done):
         if isinstance(action, Draft):
@@ -637,6 +642,8 @@ def run(plan: Plan, drafter: Model, target: Model) -> tuple[Decoder, Consumer, s
                 ids.append(1 + chance(5, ids, 4) if leave else drafter(ids))
                 proposals.append(Proposal(ids[-1], Signals(0.0, 1.0, 0.0, 0.2), left_loop=leave))
             decoder.drafted(proposals)
+        elif action.round - 1 == verdicts:
+            decoder.lose_verifier()
         else:
             decoder.decided(cloud.judge(action))
             committed = decoder.sequence.ids[: decoder.sequence.committed_length]
@@ -699,6 +706,18 @@ def test_skip_gates_keep_the_books_and_the_events_straight(world: dict, scope: s
         settled = len(output) - next((n for n, s in enumerate(reversed(decoder.sequence.sources)) if s.by_cloud), 0)
         by_cloud = any(source.by_cloud for source in decoder.sequence.sources)
         assert not by_cloud or output[:settled] == alone(target, replace(world["rules"], max_new_tokens=settled))[1]
+        assert consumer.settled == (output[:settled] if by_cloud else [])
+    else:
+        assert consumer.settled == output
+
+
+@settings(max_examples=200, deadline=None)
+@given(worlds, st.sampled_from(["block", "repair"]), st.integers(0, 6))
+def test_once_the_cloud_is_lost_everything_is_settled_as_it_comes(world: dict, scope: str, verdicts: int) -> None:
+    plan = Plan(world["rules"], Script(world["answers"]), Exact(), world["lookahead"], True, "ignore", scope)  # type: ignore[arg-type]
+    decoder, consumer, _ = run(plan, *models(world), verdicts=verdicts)
+    if decoder.stats.cloud_lost:
+        assert consumer.settled == decoder.sequence.generated
 
 
 @settings(max_examples=60, deadline=None)

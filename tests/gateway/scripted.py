@@ -26,7 +26,10 @@ from outrider.gateway.server import bound, config
 def event(
     index: int, text: str, kind: str = "confirmed", source: Source = Source.ACCEPTED, token: int | None = None
 ) -> StreamEvent:
-    return StreamEvent(kind, index, 100 + index if token is None else token, text, source, None)  # type: ignore[arg-type]
+    """An event; what is confirmed is settled."""
+    settled = index + (kind != "provisional")
+    known = 100 + index if token is None else token
+    return StreamEvent(kind, index, known, text, source, None, settled)  # type: ignore[arg-type]
 
 
 def spoken(*texts: str) -> list[list[StreamEvent]]:

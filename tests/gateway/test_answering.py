@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -122,18 +123,14 @@ def test_provisional_text_never_goes_out() -> None:
     assert settled.add([event(1, "c", "revised", Source.CORRECTION)]) == "c"
 
 
-def test_with_repair_text_waits_for_the_verdict_that_can_still_change_it() -> None:
-    settled = Settled(repairs=True)
-    skipped = [event(0, "a", source=Source.EDGE), event(1, "b", source=Source.EDGE)]
+def test_text_waits_until_it_is_settled() -> None:
+    settled = Settled()
+    skipped = [replace(event(n, text, source=Source.EDGE), settled=0) for n, text in enumerate("ab")]
     assert settled.add(skipped) == ""
     verdict = [event(0, "a", source=Source.ACCEPTED), event(1, "x", "revised", Source.CORRECTION)]
     assert settled.add(verdict) == "ax"
-    assert settled.add([event(2, "y", source=Source.EDGE)]) == ""
-    assert settled.end(result_of("axy", 3)) == "y"
-
-
-def test_without_repair_it_does_not_wait() -> None:
-    assert Settled().add([event(0, "a", source=Source.EDGE)]) == "a"
+    assert settled.add([replace(event(2, "y", source=Source.EDGE), settled=2)]) == ""
+    assert settled.add([event(3, "z", source=Source.EDGE)]) == "yz"  # no cloud is there any more
 
 
 # Tokens -----------------------------------------------------------------------------------------------------
@@ -215,15 +212,6 @@ def test_a_stream_says_who_speaks_then_text_then_why_it_ended_then_usage(chat: b
 def test_without_a_word_said_a_stream_still_has_its_opening() -> None:
     said = events_of(Answer(asked(stream=True), chat=True).last(result_of("", 1)))
     assert said[0]["choices"][0]["delta"]["role"] == "assistant"
-
-
-@pytest.mark.parametrize("scope", ["block", "repair"])
-@pytest.mark.parametrize("way", ["speculative", "edge-only", "cloud-only"])
-def test_text_waits_for_verdicts_only_where_one_can_change_it(way: Any, scope: Any) -> None:
-    choice = Choice(way, gate="entropy:1", scope=scope)
-    answer = Answer(Asked("a prompt", {}, choice, stream=True), chat=False)
-    said = answer.chunk([event(0, "a", source=Source.EDGE)])
-    assert bool(said) == (way != "speculative" or scope == "block")
 
 
 def test_nothing_is_sent_while_there_is_nothing_to_say() -> None:

@@ -113,7 +113,8 @@ def test_costs_of_real_steps_are_positive_and_leave_nothing_open() -> None:
     assert costs.verify_s > 0
     assert costs.stream_s is not None
     assert 0 < costs.stream_s < 1
-    assert costs.per_round_overhead_s < costs.verify_s  # nothing is between the two but a function call
+    whole = costs.verify_s + costs.verify_per_token_s * 8  # of a line through few points, either part may be 0
+    assert costs.per_round_overhead_s < whole  # nothing is between the two but a function call
     assert not draft.open_slots
     assert not target.open_slots
 

@@ -375,6 +375,13 @@ class Decoder:
         self._loop_found = False
         self._looked_until = len(self.sequence.sources)
 
+    @property
+    def _settled(self) -> int:
+        """How many generated tokens nothing can take back: with scope "repair", those that the verifier knows."""
+        repairs = self.plan.scope == "repair" and self.plan.has_verifier
+        committed = self.sequence.committed_length
+        return (min(self._shared, committed) if repairs else committed) - self.sequence.prompt_length
+
     # Recording ----------------------------------------------------------------------------------------------
 
     def _record(self, verdict: Verdict, asked: Verify) -> None:
@@ -389,4 +396,5 @@ class Decoder:
 
     def _emit(self, kind: Kind, at: int, source: Source) -> None:
         signals = None if source in (Source.CORRECTION, Source.BONUS) else self._signals.get(at)
-        self._events.append(Event(kind, at - self.sequence.prompt_length, self.sequence.ids[at], source, signals))
+        index = at - self.sequence.prompt_length
+        self._events.append(Event(kind, index, self.sequence.ids[at], source, signals, self._settled))

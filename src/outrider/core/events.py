@@ -17,6 +17,7 @@ class Event:
 
     A revised event stands for its token *and* says that every token after it is void. What is still provisional when
     the output is done is void too. signals: how sure the drafter was of it, if it was drafted and that was measured.
+    settled: how many generated tokens, from the first one, nothing can take back any more. It never falls.
     """
 
     kind: Kind
@@ -24,6 +25,7 @@ class Event:
     token: int
     source: Source
     signals: Signals | None = field(default=None, compare=False)
+    settled: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class StreamEvent:
     kind: provisional (drafted), confirmed, or revised (this token replaces the one at `index`, and every token after
     it is void). text: the piece that the token adds; empty while a character is incomplete. source: who decided it.
     signals: how sure the drafter was of it; None for the verifier's own tokens, and where nothing asked for signals.
+    settled: how many tokens, from the first one, nothing can take back any more: all confirmed ones, but for `scope`
+    repair, where a verdict must have passed over them, or the cloud be lost. It never falls.
     """
 
     kind: Kind
@@ -41,3 +45,4 @@ class StreamEvent:
     text: str
     source: Source
     signals: Signals | None = None
+    settled: int = 0

@@ -1,7 +1,7 @@
 """From what a generation tells (events, then a result) to the bodies and chunks that a client reads.
 
-Text goes out when nothing can take it back: once it is confirmed, with `scope` repair once a verdict has passed over
-it, and not while it could be the beginning of a stop string, which OpenAI's API leaves out of the text.
+Text goes out when nothing can take it back (`StreamEvent.settled`), and not while it could be the beginning of a stop
+string, which OpenAI's API leaves out of the text.
 """
 
 from __future__ import annotations
@@ -32,13 +32,10 @@ DONE: Final = b"data: [DONE]\n\n"
 
 
 class Settled:
-    """The text that nothing can take back any more.
+    """The text that nothing can take back any more."""
 
-    repairs: whether a token on the edge's word can still be revised, until a verdict passes over it.
-    """
-
-    def __init__(self, stop: Seq[str] = (), *, repairs: bool = False) -> None:
-        self._stop, self._repairs = stop, repairs
+    def __init__(self, stop: Seq[str] = ()) -> None:
+        self._stop = stop
         self._pieces: list[str] = []
         self._final = 0  # how many of the pieces stay
         self._settled = 0  # how many of those were taken
@@ -69,8 +66,7 @@ class Settled:
             del self._pieces[event.index :]
         if event.index == len(self._pieces):
             self._pieces.append(event.text)
-        if not self._repairs or event.source.by_cloud:
-            self._final = event.index + 1
+        self._final = event.settled
 
     def _taken(self) -> list[str]:
         taken = self._pieces[self._settled : self._final]
@@ -157,7 +153,7 @@ class Answer:
             "created": int(time.time()),
             "model": MODEL,
         }
-        self._text = Settled(asked.stop, repairs=asked.choice.settled().scope == "repair")
+        self._text = Settled(asked.stop)
         self._tokens = Tokens(provisional=asked.provisional) if asked.tokens else None
         self._begun = False
 

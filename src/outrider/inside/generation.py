@@ -135,7 +135,6 @@ class _Call:
     """One call: the sequence so far, for criteria and streamer. result: None where a criterion ended the output."""
 
     def __init__(self, decoder: _Ready, prompt: Prompt, settings: dict[str, Any]) -> None:
-        self._revisable = decoder.scope == "repair"
         self._events = decoder.stream(prompt, **settings)  # type: ignore[arg-type]
         self.result: Result | None = None
 
@@ -162,9 +161,8 @@ class _Call:
             for event in self._confirmed(events):
                 del tokens[event.index :]
                 tokens.append(event.token_id)
-                if event.source.by_cloud or not self._revisable:
-                    yield from tokens[told:]
-                    told = len(tokens)
+                yield from tokens[told : event.settled]
+                told = max(told, event.settled)
         yield from tokens[told:]
 
     def _confirmed(self, events: Generator[StreamEvent, None, Result]) -> Generator[StreamEvent, None, None]:
