@@ -27,6 +27,7 @@ from outrider.cli.options import (
     assemble,
     build_decoder,
     check,
+    closed_on_failure,
     collect_from_now_on,
     load_drafter,
 )
@@ -63,7 +64,8 @@ def run_demo(
 
     def build() -> SpeculativeDecoder:
         draft = load_drafter(Models())  # before it waits for the cloud, which is loading too
-        return assemble(draft, connect(f"grpc://{cloud()}", **network.connection()), speculation, network)
+        with closed_on_failure(connect(f"grpc://{cloud()}", **network.connection())) as verifier:
+            return assemble(draft, verifier, speculation, network)
 
     return _caption_all(jobs, titles, build, decoding, output)
 

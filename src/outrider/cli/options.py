@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import atexit
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -231,11 +232,24 @@ def build_decoder(models: Models, speculation: Speculation, network: Network) ->
 
     if models.edge != "none":
         locate(models.edge)
-    verifier = reach(models, network)
     loss = settled_loss(network.on_cloud_loss, gate(speculation.gate), has_drafter=models.edge != "none")
-    if isinstance(verifier, Distant) and loss == "fail":
-        verifier.probe()  # who cannot be reached is known before a model is loaded
-    return assemble(load_drafter(models), verifier, speculation, network)
+    with closed_on_failure(reach(models, network)) as verifier:
+        if isinstance(verifier, Distant) and loss == "fail":
+            verifier.probe()  # who cannot be reached is known before a model is loaded
+        return assemble(load_drafter(models), verifier, speculation, network)
+
+
+@contextmanager
+def closed_on_failure(verifier: Verifier | None) -> Iterator[Verifier | None]:
+    """The verifier, whose connection is closed if what is done with it fails."""
+    from outrider.verifiers.base import Distant
+
+    try:
+        yield verifier
+    except BaseException:
+        if isinstance(verifier, Distant):
+            verifier.disconnect()
+        raise
 
 
 def reach(models: Models, network: Network = Network()) -> Verifier | None:
