@@ -1,17 +1,18 @@
 """What the gateway adds to the Python API: milliseconds to the first token, and per token.
 
-Both ends run the bundled edge model alone and are asked the same prompt in turn: the same process decodes, once called
-through `SpeculativeDecoder.stream`, once over HTTP from a client in another process. `first` is from the call to the
-first text that a client can show; `token` is the time from there to the end, divided by the tokens in between. Medians
-over the rounds; the last line is JSON.
+The bundled edge model, alone or with a cloud (in this process; in one of its own, as `outrider edge` has it), is asked
+the same prompt in turn: the same process decodes, once called through `SpeculativeDecoder.stream`, once over HTTP from
+a client in another process. `first` is from the call to the first text that a client can show; `token` is the time from
+there to the end, divided by the tokens in between. Medians over the rounds; the last line is JSON.
 
-    python benchmarks/gateway.py [--rounds 40] [--tokens 64] [--cloud none]
+    python benchmarks/gateway.py [--rounds 40] [--tokens 64] [--cloud none|local|process]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -20,9 +21,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 import uvicorn
 
 from outrider.api import SpeculativeDecoder
+from outrider.cli.child import cloud_process, share_cores
 from outrider.engines.load import load_engine
 from outrider.gateway.access import Access
 from outrider.gateway.app import Shown, create_app, overview
@@ -31,7 +34,9 @@ from outrider.gateway.desk import Desk
 from outrider.gateway.exchange import Gateway
 from outrider.gateway.metrics import Metrics
 from outrider.gateway.pool import Choice, Pool
-from outrider.gateway.server import bound
+from outrider.gateway.server import bound, config
+from outrider.verifiers.base import Verifier
+from outrider.verifiers.connect import connect
 from outrider.verifiers.local import LocalVerifier
 
 PROMPT = "The speaker speaks slowly and"
@@ -77,7 +82,7 @@ def over_http(pool: Pool, choice: Choice, tokens: int) -> Iterator[Timed]:
     defaults = Defaults(choice)
     app = create_app(Gateway(desk, Access(), defaults, metrics), Shown(overview(defaults, "none", 8)))
     with bound("127.0.0.1", 0) as on:
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_keep_alive=600))
+        server = uvicorn.Server(config(app))
         thread = threading.Thread(target=server.run, args=([on],), daemon=True)
         thread.start()
         while not server.started:
@@ -100,9 +105,20 @@ def over_http(pool: Pool, choice: Choice, tokens: int) -> Iterator[Timed]:
         thread.join()
 
 
-def measure(rounds: int, tokens: int, cloud: str) -> dict[str, float]:
+@contextmanager
+def reached(cloud: str) -> Iterator[Verifier | None]:
+    """The verifier of this kind."""
+    if cloud == "process":
+        share_cores()
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        with cloud_process("demo") as address:
+            yield connect(f"grpc://{address}")
+    else:
+        yield LocalVerifier(load_engine("demo:cloud")) if cloud == "local" else None
+
+
+def measure(rounds: int, tokens: int, verifier: Verifier | None) -> dict[str, float]:
     """Medians in milliseconds; the two ways take turns, and which begins alternates."""
-    verifier = LocalVerifier(load_engine("demo:cloud")) if cloud == "local" else None
     pool = Pool(load_engine("demo:edge"), None if verifier is None else lambda _: verifier)
     choice = Choice("edge-only" if verifier is None else "speculative", k=5)
     found: dict[str, list[tuple[float, float]]] = {"python": [], "http": []}
@@ -132,15 +148,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="gateway against Python API")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--cloud", choices=("none", "local"), default="none")
+    parser.add_argument("--cloud", choices=("none", "local", "process"), default="none")
     options = parser.parse_args()
-    figures = measure(options.rounds, options.tokens, options.cloud)
+    with reached(options.cloud) as verifier:
+        figures = measure(options.rounds, options.tokens, verifier)
     print(f"{'':12}{'Python API':>12}{'gateway':>12}{'added':>10}")
     for name, label in (("first", "first token"), ("token", "per token")):
         row = (figures[f"{side}_{name}_ms"] for side in ("python", "http", "added"))
         print(f"{label:12}" + "".join(f"{value:>{width}.2f}" for value, width in zip(row, (12, 12, 10), strict=True)))
     rounded = {name: round(value, 3) for name, value in figures.items()}
-    print(json.dumps({"benchmark": "gateway", "rounds": options.rounds, "tokens": options.tokens, **rounded}))
+    print(json.dumps({"benchmark": "gateway", **vars(options), **rounded}))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 from fakes import FarVerifier, HashRows, Rows, ScriptedEngine
 from outrider.config import GenerationSettings, OnCloudLoss
 from outrider.core.acceptance import rule
-from outrider.core.decoder import Decoder, Done, Plan
+from outrider.core.decoder import Decoder, Done, Draft, Plan, Proposal
 from outrider.core.gate import Decision, Gate
 from outrider.core.gate import gate as parse_gate
 from outrider.core.lookahead import lookahead
@@ -32,6 +32,17 @@ TARGET, OTHER, LOOPY = HashRows(1, V), HashRows(2, V), HashRows(3, V, memory=1)
 
 def letters(ids: list[int]) -> str:
     return "".join(chr(97 + token) for token in ids)
+
+
+def block(
+    drafter: Any, ids: Seq[int], length: int, *, leave_loop: bool = False, eos: Collection[int] = ()
+) -> list[Proposal]:
+    """A drafter hands a block over in pieces: all of it, up to an EOS."""
+    proposals: list[Proposal] = []
+    while len(proposals) < length and not (proposals and proposals[-1].token in eos):
+        known = [*ids, *(proposal.token for proposal in proposals)]
+        proposals += drafter.draft(known, Draft(length - len(proposals), leave_loop=leave_loop and not proposals))
+    return proposals
 
 
 @dataclass

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
-from generation import Scheduled
+from generation import Scheduled, block
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -225,7 +226,7 @@ def test_an_action_that_nobody_can_do_is_a_state_error() -> None:
 
 def test_a_verdict_on_another_block_is_refused_and_the_right_one_still_counts() -> None:
     decoder, drafter, _ = parts([1, 2, 3, 4, 5, 6, 7, 8])
-    decoder.drafted(drafter.draft(decoder.sequence.ids, Draft(3)))
+    decoder.drafted(block(drafter, decoder.sequence.ids, 3))
     asked = decoder.next()
     assert isinstance(asked, Verify)
     for verdict in (Verdict(0, 1, 5), Verdict(2, 1, 5), Verdict(1, 4, 5), Verdict(1, -1, 5)):
@@ -244,7 +245,7 @@ def test_asking_what_is_next_changes_nothing() -> None:
     decoder, drafter, _ = parts([1, 2, 3, 4, 5, 6, 7, 8])
     for _ in range(3):
         assert decoder.next() == Draft(3)
-    decoder.drafted(drafter.draft(decoder.sequence.ids, Draft(3)))
+    decoder.drafted(block(drafter, decoder.sequence.ids, 3))
     asked = [decoder.next() for _ in range(3)]
     assert asked[0] is asked[1] is asked[2]
     assert decoder.stats.rounds == decoder.stats.blocks == decoder.stats.escalated == 1
@@ -257,7 +258,7 @@ def test_a_drafter_stops_at_eos_and_feeds_nothing_twice() -> None:
     engine = OracleEngine(len(PROMPT), [7, 8, 0, 9], V)
     policy = Policy.build(GenerationSettings(), (0,), V, len(PROMPT))
     drafter = Drafter(Reader(engine, Prompt(PROMPT), "drafter"), policy, needs_signals=True, needs_q=False)
-    proposals = drafter.draft(list(PROMPT), Draft(8))
+    proposals = block(drafter, PROMPT, 8, eos=(0,))
     assert [proposal.token for proposal in proposals] == [7, 8, 0]
     assert all(proposal.signals is not None and proposal.q is None for proposal in proposals)
     assert engine.fed == len(PROMPT) + 2
@@ -267,6 +268,31 @@ def test_a_drafter_stops_at_eos_and_feeds_nothing_twice() -> None:
     assert engine.refed == 1, "one token, which had been rolled back"
     drafter.close()
     assert not engine.open_slots
+
+
+class Slow(ScriptedEngine):
+    """Takes `seconds` for every forward."""
+
+    seconds = 0.0
+
+    def forward(self, slot: int, ids: Any, rows: int | None = None) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return super().forward(slot, ids, rows)
+
+
+@pytest.mark.parametrize(("seconds", "pieces"), [(0.0, [1, 4, 5]), (0.03, [1, 1, 1])])
+def test_the_first_token_comes_alone_and_of_a_slow_drafter_every_one(seconds: float, pieces: list[int]) -> None:
+    engine = Slow(TARGET, V)
+    engine.seconds = seconds
+    policy = Policy.build(GenerationSettings(), (), V, len(PROMPT))
+    drafter = Drafter(Reader(engine, Prompt(PROMPT), "drafter"), policy, needs_signals=False, needs_q=False)
+    ids, found = list(PROMPT), []
+    for count in (5, 4, 5):
+        found.append(drafter.draft(ids, Draft(count)))
+        ids += [proposal.token for proposal in found[-1]]
+    assert [len(piece) for piece in found] == pieces
+    assert ids[len(PROMPT) :] == plain(TARGET, PROMPT, V, max_new_tokens=sum(pieces))
+    assert seconds <= drafter.prefill_seconds < drafter.seconds
 
 
 def test_a_loop_is_left_by_one_random_draw_among_the_best() -> None:
@@ -279,7 +305,7 @@ def test_a_loop_is_left_by_one_random_draw_among_the_best() -> None:
         for _ in range(2):
             reader = Reader(ScriptedEngine(TARGET, V), Prompt(PROMPT), "drafter")
             drafter = Drafter(reader, policy[seed], needs_signals=False, needs_q=False)
-            blocks.append(drafter.draft(list(PROMPT), Draft(3, leave_loop=True)))
+            blocks.append(block(drafter, PROMPT, 3, leave_loop=True))
         assert blocks[0] == blocks[1]
         tokens = [proposal.token for proposal in blocks[0]]
         assert [proposal.left_loop for proposal in blocks[0]] == [True, False, False]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from generation import block
 
 from fakes import HashRows, ScriptedEngine, plain
 from outrider.config import GenerationSettings
-from outrider.core.decoder import Draft
 from outrider.core.policy import Policy
 from outrider.edge.drafter import Drafter
 from outrider.edge.oracle import OracleDrafter
@@ -29,7 +29,7 @@ def right(drafter: OracleDrafter, cut: int) -> list[bool]:
     for start in range(0, 300, cut):
         ids = [*PROMPT, *OUTPUT[:start]]
         drafter.settle(len(ids))
-        proposals = drafter.draft(ids, Draft(cut))
+        proposals = block(drafter, ids, cut)
         found += [p.token == t for p, t in zip(proposals, OUTPUT[start:], strict=False)]
     return found
 
@@ -47,7 +47,7 @@ def test_errors_depend_on_seed_and_position_alone() -> None:
 
 def test_the_drafter_has_its_work_and_stays_in_step() -> None:
     drafter = oracle(0.8)
-    drafter.draft(PROMPT, Draft(4))
+    block(drafter, PROMPT, 4)
     assert drafter._drafter._reader.known == len(PROMPT) + 3
     assert drafter.seconds > 0
     drafter.settle(len(PROMPT) + 1)
@@ -57,9 +57,10 @@ def test_the_drafter_has_its_work_and_stays_in_step() -> None:
 
 def test_behind_the_output_the_drafters_tokens_stand() -> None:
     drafter = oracle(1.0, output=OUTPUT[:2])
-    tokens = [p.token for p in drafter.draft(PROMPT, Draft(4))]
+    tokens = [p.token for p in block(drafter, PROMPT, 4)]
     assert tokens[:2] == OUTPUT[:2]
-    assert tokens[2:] == plain(HashRows(2, V), PROMPT, V, max_new_tokens=4)[2:]
+    # handed over as one and three: the three follow the first, which is the output's
+    assert tokens[2:] == plain(HashRows(2, V), [*PROMPT, OUTPUT[0]], V, max_new_tokens=3)[1:]
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan")])

@@ -99,7 +99,7 @@ class ScriptedDesk:
     def active(self) -> int:
         return len(self._running)
 
-    async def start(self, client: str, prompt: Any, settings: dict[str, Any], choice: Any) -> ScriptedTicket:
+    async def start(self, client: str, prompt: Any, settings: dict[str, Any], choice: Any, **_: Any) -> ScriptedTicket:
         self.asked.append((client, prompt, settings, choice))
         if self.script.refusal is not None:
             raise self.script.refusal

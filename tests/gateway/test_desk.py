@@ -29,6 +29,7 @@ from tests.gateway.pairs import PROMPTS, clouded, edge, pooled, said
 V = 32
 ALONE = Choice("edge-only")
 DRIVERS: Any = ("sequential", "pipelined")
+KINDS = ("provisional", "confirmed", "revised")
 
 
 class Held(ScriptedEngine):
@@ -119,6 +120,21 @@ def test_events_come_in_order_and_make_the_text(served: Served) -> None:
                     del texts[event.index :]
                 texts[event.index : event.index + 1] = [event.text]
             assert "".join(texts[: len(ticket.result.token_ids)]) == ticket.result.text
+            await desk.close()
+
+    work(body)
+
+
+@pytest.mark.parametrize("provisional", [False, True])
+def test_drafted_tokens_are_told_at_once_to_who_wants_them(served: Served, provisional: bool) -> None:
+    async def body() -> None:
+        with pooled(served) as pool:
+            desk, choice = Desk(pool), Choice(net="rtt=50ms")
+            ticket = await desk.start("me", "Hello there", {"max_new_tokens": 20}, choice, provisional=provisional)
+            first = await anext(ticket)
+            assert {event.kind for event in first} <= ({"provisional"} if provisional else set(KINDS))
+            assert provisional or first[-1].kind != "provisional"
+            ticket.cancel()
             await desk.close()
 
     work(body)

@@ -10,7 +10,7 @@ import pytest
 from outrider.cli import edge
 from outrider.errors import SettingsError
 
-HEAVY = ("torch", "numpy", "asyncio", "fastapi", "starlette", "uvicorn", "pydantic")
+HEAVY = ("torch", "numpy", "asyncio", "fastapi", "httptools", "starlette", "uvicorn", "pydantic")
 
 
 @pytest.mark.network  # a process each
@@ -25,5 +25,5 @@ def test_help_loads_none_of_them(arguments: list[str]) -> None:
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edge, "find_spec", lambda name: None)
-    with pytest.raises(SettingsError, match=r"fastapi and uvicorn: pip install 'outrider\[gateway\]'"):
+    with pytest.raises(SettingsError, match=r"fastapi, httptools, uvicorn: pip install 'outrider\[gateway\]'"):
         edge._check_installed()

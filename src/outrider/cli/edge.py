@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     Reach = Callable[[str], Verifier]
 
 SERVING = Group("Serving", sort_key=6)
-NEEDED = ("fastapi", "uvicorn")
+NEEDED = ("fastapi", "httptools", "uvicorn")
 MEETING_S = 30.0  # that the first answer of the cloud is waited for, before clients are served without it
 log = logging.getLogger("outrider.gateway")
 
@@ -108,7 +108,7 @@ def run_edge(listen: str, asked: Asked) -> int:
 def _check_installed() -> None:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise SettingsError(f"outrider edge needs {' and '.join(missing)}: pip install 'outrider[gateway]'")
+        raise SettingsError(f"outrider edge needs {', '.join(missing)}: pip install 'outrider[gateway]'")
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from outrider.edge.cancellation import Cancellation
 from outrider.engines.base import Reader, chooser
 
 PART = 256  # tokens of a long prompt that are read at once where reading it can be cancelled
+SHOWN_S = 0.02  # a block that takes longer is handed over in pieces: whoever watches sees single tokens come
 
 
 class Drafter:
@@ -39,49 +40,44 @@ class Drafter:
         self._started = 0.0
 
     def draft(self, ids: list[int], action: Draft) -> list[Proposal]:
-        """Up to action.count proposals that follow `ids`; an EOS ends the block early."""
-        self._started = time.perf_counter()
+        """Up to action.count proposals that follow `ids`: fewer after an EOS, or when some are there to be shown.
+
+        The first call gives one: nobody waits longer than for that, and its time is that of the prompt.
+        """
+        self._started, first = time.perf_counter(), not self.prefill_seconds
+        count = 1 if first else action.count
         if self._cancellation is not None:
             self._read_on(ids, self._cancellation)
         on_device = self._chooser is not None and not action.leave_loop
-        proposals = self._draft_on_device(ids, action.count) if on_device else self._draft(ids, action)
-        self.seconds += time.perf_counter() - self._started
+        proposals = (
+            self._draft_on_device(ids, count) if on_device else self._draft(ids, count, leave_loop=action.leave_loop)
+        )
+        taken = time.perf_counter() - self._started
+        self.seconds += taken
+        if first:
+            self.prefill_seconds = taken
         return proposals
 
-    def _draft(self, ids: list[int], action: Draft) -> list[Proposal]:
+    def _draft(self, ids: list[int], count: int, *, leave_loop: bool) -> list[Proposal]:
         ids = list(ids)
         proposals: list[Proposal] = []
-        for n in range(action.count):
+        for n in range(count):
+            if n and time.perf_counter() - self._started > SHOWN_S:
+                break
             if self._cancellation is not None:
                 self._cancellation.check()
             row = self._reader.read(ids, 1)[0]
-            proposals.append(self._propose(row, ids, leave_loop=action.leave_loop and n == 0))
-            self._note_first()
+            proposals.append(self._propose(row, ids, leave_loop=leave_loop and n == 0))
             ids.append(proposals[-1].token)
             if ids[-1] in self._policy.constraints.eos_ids:
                 break
         return proposals
 
     def _draft_on_device(self, ids: list[int], count: int) -> list[Proposal]:
-        """All at once, but for the very first token, whose time is that of the prompt."""
-        if self.prefill_seconds:
-            return self._choose(ids, count)
-        first = self._choose(ids, 1)
-        self._note_first()
-        token = first[0].token
-        if count == 1 or token in self._policy.constraints.eos_ids:
-            return first
-        return first + self._choose([*ids, token], count - 1)
-
-    def _choose(self, ids: list[int], count: int) -> list[Proposal]:
-        """What the cache holds behind an EOS is dropped by `settle`."""
+        """All at once. What the cache holds behind an EOS is dropped by `settle`."""
         assert self._chooser is not None
         feed = self._reader.feed(ids, 1)
         return self._chooser.draft(feed.slot, feed.ids, count, self._policy, sure=self._needs_signals)
-
-    def _note_first(self) -> None:
-        if not self.prefill_seconds:
-            self.prefill_seconds = time.perf_counter() - self._started
 
     def _read_on(self, ids: list[int], cancellation: Cancellation) -> None:
         """Read all but the last part of what the cache lacks."""

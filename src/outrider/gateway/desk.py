@@ -47,16 +47,18 @@ class Ticket:
 
     `cancel` ends it: its engine slot and its cloud session are given back within moments, and iterating ends. Whoever
     takes a ticket either reads it to its end or cancels it. A task that is cancelled while it reads cancels the ticket.
+    provisional: whether drafted tokens are told at once; else they come with the next ones that are confirmed.
 
     Raises (iterating): what the generation raised.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, provisional: bool = False) -> None:
         self.started = loop.create_future()  # its prompt and settings can be used
-        self._loop, self._cancellation = loop, Cancellation()
+        self._loop, self._cancellation, self._provisional = loop, Cancellation(), provisional
         self._events: deque[StreamEvent] = deque()
         self._news = asyncio.Event()
         self._telling = False  # the loop was told of events, and has not looked yet
+        self._shown = False  # it has looked at some
         self._outcome: Future[Result] | None = None
 
     # In a thread of its own ---------------------------------------------------------------------------------
@@ -79,7 +81,7 @@ class Ticket:
 
     def _push(self, event: StreamEvent) -> None:
         self._events.append(event)
-        if not self._telling:
+        if not self._telling and (self._provisional or event.kind != "provisional"):
             self._telling = True
             self._call(self._tell)
 
@@ -137,11 +139,17 @@ class Ticket:
             self.started.set_result(None)
 
     def _tell(self) -> None:
-        """Let a burst come to its end: woken by its first event, the loop would keep the others from coming."""
-        self._loop.call_later(BURST_S, self._show)
+        """Let a burst come to its end: woken by its first event, the loop would keep the others from coming.
+
+        The very first events are waited for, and shown at once.
+        """
+        if self._shown:
+            self._loop.call_later(BURST_S, self._show)
+        else:
+            self._show()
 
     def _show(self) -> None:
-        self._telling = False
+        self._telling, self._shown = False, True
         self._news.set()
 
 
@@ -177,7 +185,9 @@ class Desk:
         """Requests that may be here at once, running or waiting."""
         return self._slots + self._queue
 
-    async def start(self, client: str, prompt: PromptLike, settings: dict[str, Any], choice: Choice) -> Ticket:
+    async def start(
+        self, client: str, prompt: PromptLike, settings: dict[str, Any], choice: Choice, *, provisional: bool = False
+    ) -> Ticket:
         """Wait for a slot, and begin. Being cancelled leaves the queue, or ends what has begun.
 
         Raises:
@@ -187,7 +197,8 @@ class Desk:
             CloudError: the cloud is not there, and that was not to be got over, or it says no.
         """
         await self._admission(client)
-        ticket = self._run(prompt, settings, choice)
+        ticket = Ticket(asyncio.get_running_loop(), provisional=provisional)
+        self._run(ticket, prompt, settings, choice)
         try:
             await ticket.started
         except asyncio.CancelledError:
@@ -273,9 +284,9 @@ class Desk:
 
     # Running ------------------------------------------------------------------------------------------------
 
-    def _run(self, prompt: PromptLike, settings: dict[str, Any], choice: Choice) -> Ticket:
+    def _run(self, ticket: Ticket, prompt: PromptLike, settings: dict[str, Any], choice: Choice) -> None:
         loop = asyncio.get_running_loop()
-        ticket, began = Ticket(loop), loop.time()
+        began = loop.time()
         try:
             outcome = self._threads.submit(ticket.work, self._pool, prompt, settings, choice)
         except RuntimeError as error:  # there is no further thread to be had; what stands in the pool's queue may stay
@@ -284,7 +295,6 @@ class Desk:
             raise self._busy("this machine has no thread for another request: try again later") from error
         self._running.add(ticket)
         outcome.add_done_callback(lambda done: loop.call_soon_threadsafe(self._end, ticket, done, began))
-        return ticket
 
     def _end(self, ticket: Ticket, outcome: Future[Result], began: float) -> None:
         self._durations.append(asyncio.get_running_loop().time() - began)

@@ -126,7 +126,8 @@ def _result(ticket: Ticket) -> Result:
 
 async def _ticket(client: str, work: Asked, gateway: Gateway) -> Ticket:
     asked_at = time.perf_counter()
-    ticket = await gateway.desk.start(client, work.prompt, work.settings, work.choice)
+    start, told = gateway.desk.start, work.provisional
+    ticket = await start(client, work.prompt, work.settings, work.choice, provisional=told)
     gateway.metrics.queued(time.perf_counter() - asked_at)
     return ticket
 

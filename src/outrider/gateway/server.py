@@ -55,7 +55,7 @@ def config(app: FastAPI) -> uvicorn.Config:
         app,
         log_config=None,
         access_log=False,
-        http="h11",
+        http="httptools",  # half a millisecond sooner to the first token than h11
         ws="none",
         lifespan="off",
         proxy_headers=False,
