@@ -247,6 +247,35 @@ def test_a_secured_service_lets_in_who_shows_a_token(tmp_path: Path, capsys: pyt
             assert named in capsys.readouterr().err.lower()
 
 
+STARTS = """
+import sys, time
+from outrider.cli.child import cloud_process
+with cloud_process("demo") as address:
+    print(address, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_cloud_of_our_own_ends_with_the_process_that_started_it_even_if_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", STARTS], stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None
+        host, _, port = starter.stdout.readline().strip().rpartition(":")
+        assert listens(host, int(port))
+        starter.kill()
+    deadline = time.monotonic() + 30
+    while listens(host, int(port)):
+        assert time.monotonic() < deadline, "the cloud is still there"
+        time.sleep(0.1)
+
+
+def listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), 5).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
 def test_cloud_only_over_the_network_needs_no_edge_model(
     address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

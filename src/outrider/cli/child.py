@@ -35,9 +35,11 @@ def cloud_process(model: str, *options: str) -> Iterator[str]:
 def starting_cloud(model: str, *options: str) -> Iterator[Callable[[], str]]:
     """The same, without waiting: what it yields waits, and raises, when it is called."""
     command = [sys.executable, "-m", "outrider", "cloud", model, "--listen", "127.0.0.1:0", "--json", "--grace", "0"]
+    command += ["--until-stdin-ends", *options]  # it ends with this process, killed or not
+    pipe = subprocess.PIPE
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said,  # a pipe would fill up and block it
-        subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=said, text=True) as child,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=said, text=True) as child,
     ):
 
         def address() -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import json as jsonlib
 import os
+import signal
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -105,6 +107,8 @@ class Operation:
         HOST:PORT for Prometheus metrics.
     grace
         Seconds that sessions at work get to finish after SIGTERM.
+    until_stdin_ends
+        End, too, when standard input does: for a program that starts this one, and may be killed.
     log_format
         text or json lines, on stderr; neither holds any user's text.
     json
@@ -117,6 +121,7 @@ class Operation:
     device: str = "auto"
     metrics: str | None = None
     grace: float = 30.0
+    until_stdin_ends: Annotated[bool, Parameter(negative="")] = False
     log_format: Literal["text", "json"] = "text"
     json: Annotated[bool, Parameter(negative="")] = False
     verbose: Annotated[bool, Parameter(negative="", alias="-v")] = False
@@ -132,6 +137,8 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
     serving = build_serving(listen, security, capacity, operation)
     name = "demo:cloud" if model == "demo" else model
     locate(name)
+    if operation.until_stdin_ends:
+        threading.Thread(target=_end_with_stdin, name="outrider-stdin", daemon=True).start()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own lines would stand among ours
     logs.configure("INFO" if operation.verbose else "WARNING", json=operation.log_format == "json", stream=sys.stderr)
     from outrider.cloud.server import run
@@ -148,6 +155,12 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
 
     asyncio.run(run(engine, serving, listening))
     return 0
+
+
+def _end_with_stdin() -> None:
+    while os.read(0, 4096):  # not sys.stdin: its lock would be held while the interpreter ends
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def build_serving(listen: str, security: Security, capacity: Capacity, operation: Operation) -> Serving:
