@@ -19,10 +19,10 @@ from fakes import HashRows, ScriptedEngine
 from outrider.core.decoder import Proposal
 from outrider.core.policy import Policy
 from outrider.core.sampling import Pick
-from outrider.engines.base import Feed, Prompt, chooser, read_many
+from outrider.engines.base import CHUNK, Feed, Prompt, chooser, read_many
 from outrider.engines.torch import TorchEngine
 from outrider.errors import ModelError, StateError
-from outrider.gateway.sharing import CHUNK, SharedEngine
+from outrider.gateway.sharing import SharedEngine
 from tests.cloud.common import SOON, eventually
 from tests.engines.tiny import engine as tiny
 from tests.engines.tiny import model

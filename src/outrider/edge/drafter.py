@@ -11,9 +11,8 @@ from outrider.core.decoder import Draft, Proposal
 from outrider.core.gate import measure
 from outrider.core.policy import Policy
 from outrider.edge.cancellation import Cancellation
-from outrider.engines.base import Reader, chooser
+from outrider.engines.base import CHUNK, Reader, chooser
 
-PART = 256  # tokens of a long prompt that are read at once where reading it can be cancelled
 SHOWN_S = 0.02  # a block that takes longer is handed over in pieces: whoever watches sees single tokens come
 
 
@@ -82,8 +81,8 @@ class Drafter:
     def _read_on(self, ids: list[int], cancellation: Cancellation) -> None:
         """Read all but the last part of what the cache lacks."""
         cancellation.check()
-        while len(ids) - (known := self._reader.known) > PART:
-            self._reader.read(ids[: known + PART], 1)
+        while len(ids) - (known := self._reader.known) > CHUNK:
+            self._reader.read(ids[: known + CHUNK], 1)
             cancellation.check()
 
     def settle(self, length: int) -> None:

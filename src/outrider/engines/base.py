@@ -16,6 +16,8 @@ from outrider.core.sampling import Pick
 from outrider.core.sequence import check_cache
 from outrider.errors import ModelError, PromptError, StateError
 
+CHUNK = 256  # tokens of a long prompt that are read at once, where others wait for the engine or it may be cancelled
+
 
 @dataclass(frozen=True)
 class Prompt:

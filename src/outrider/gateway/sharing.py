@@ -20,12 +20,11 @@ from torch import Tensor
 from outrider.core.decoder import Proposal
 from outrider.core.policy import Policy
 from outrider.core.sampling import Pick
-from outrider.engines.base import Chooser, Engine, Feed, Prompt, check_feeds, check_truncation, read_many
+from outrider.engines.base import CHUNK, Chooser, Engine, Feed, Prompt, check_feeds, check_truncation, read_many
 from outrider.errors import StateError
 
 T = TypeVar("T")
 
-CHUNK = 256  # tokens of a long prompt that are read at once, and of wide feeds together
 NARROW = 16  # tokens; padding up to here costs less than a second forward
 MOST = 64  # feeds in one forward
 
