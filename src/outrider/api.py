@@ -257,7 +257,7 @@ class _Nameless:
     audio = None
 
     def __init__(self, target: Description) -> None:
-        self.name, self.vocab_size = target.name, target.vocab_size
+        self.name, self.vocab_size, self.max_length = target.name, target.vocab_size, target.max_length
 
 
 class _Run:
@@ -300,6 +300,7 @@ class _Run:
                 stats.draft_s, stats.prefill_s = drafter.seconds, drafter.prefill_seconds
             if link is not None:
                 stats.wait_s = link.seconds
+                owner._pair.lose(link.lost_after)
                 self._ledger = link.ledger()
 
     def _drive(self, drafter: Drafter | None, link: Link | None) -> Iterator[Event]:

@@ -4,6 +4,7 @@ OutriderError
 ├── InputError            what the user gave cannot be used; nothing was computed (exit code 2)
 │   ├── SettingsError     a setting is out of range, unknown, or contradicts another
 │   ├── PromptError       a prompt that is empty, too long, or of a kind the model does not take
+│   │   └── ContextError  the prompt, or prompt and output together, are longer than a model holds
 │   ├── AudioError        a recording that is unreadable, empty, too short, too long, or not finite
 │   ├── DataError         a manifest, trace, gate or result file that is not what it must be; file and item are named
 │   └── ModelError        a checkpoint that is missing, unreadable or unsuitable, named
@@ -33,6 +34,10 @@ class SettingsError(InputError):
 
 class PromptError(InputError):
     """A prompt that is empty, too long, or of a kind the model does not take."""
+
+
+class ContextError(PromptError):
+    """The prompt, or prompt and output together, are longer than a model holds."""
 
 
 class AudioError(InputError):

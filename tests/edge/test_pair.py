@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import pytest
 from tests.engines.tiny import engine
@@ -11,6 +15,7 @@ from fakes import rest
 from outrider import SpeculativeDecoder
 from outrider.core.acceptance import Verdict
 from outrider.core.decoder import Verify
+from outrider.edge import pair as pairing
 from outrider.edge.pair import Pair
 from outrider.errors import CloudLost, PromptError
 from outrider.verifiers.base import Description
@@ -55,6 +60,55 @@ def test_what_was_there_does_not_change() -> None:
     after = pair.meet()
     assert (len(before.sides), before.whole, len(after.sides), after.whole) == (1, False, 2, True)
     assert pair.meet() is after
+
+
+class Patient(Late):
+    """Takes its time to find out that nobody is there."""
+
+    def describe(self, edge: Any = None) -> Any:
+        if not self.there:
+            time.sleep(0.2)
+        return super().describe(edge)
+
+
+@pytest.mark.parametrize("on_loss", ["edge-only", "fail"])
+def test_not_every_generation_waits_for_a_cloud_that_is_away(on_loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairing, "SHORT", 0.1)
+    cloud = Patient(engine("qwen2"))
+    decoder = SpeculativeDecoder(engine("qwen2"), cloud, on_cloud_loss=on_loss, k=3, lazy=True)
+    asked = partial(decoder.generate, [3, 4, 5], max_new_tokens=8, ignore_eos=True)
+
+    def timed() -> float:
+        began = time.perf_counter()
+        with suppress(CloudLost):
+            assert asked().stats.cloud_lost
+        return time.perf_counter() - began
+
+    assert timed() > 0.2
+    assert (timed() > 0.2) == (on_loss == "fail")
+    cloud.there = True
+    time.sleep(0.7)
+    assert asked().guarantee == "exact"
+
+
+def test_a_cloud_that_is_lost_on_the_way_is_not_waited_for_at_once_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairing, "SHORT", 0.1)
+    draft, cloud = engine("qwen2"), Late(engine("qwen2"))
+    cloud.there = True
+    decoder = SpeculativeDecoder(draft, cloud, on_cloud_loss="edge-only", k=3)
+    asked = partial(decoder.generate, [3, 4, 5], max_new_tokens=8, ignore_eos=True)
+
+    def away(*_: Any) -> Any:
+        time.sleep(0.2)
+        raise CloudLost("away")
+
+    for name in ("submit", "verify"):
+        monkeypatch.setattr(cloud, name, away, raising=False)
+    verdicts = asked()
+    assert (verdicts.stats.cloud_lost, verdicts.stats.wait_s > 0.2) == (True, True)
+    alone = asked()
+    assert (alone.stats.cloud_lost, alone.stats.wait_s, alone.stats.rounds) == (True, 0.0, 0)
+    assert alone.token_ids == verdicts.token_ids
 
 
 def test_both_must_hold_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:

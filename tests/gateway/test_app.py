@@ -17,9 +17,19 @@ import pytest
 from gateway.scripted import Running, Script, event, result_of, serving, spoken
 from outrider import errors
 from outrider.cloud.security import Tokens
-from outrider.errors import CloudLost, CloudRefused, DecodingError, OutriderError, PromptError, StateError
-from outrider.gateway import replies
+from outrider.errors import (
+    CloudLost,
+    CloudRefused,
+    ContextError,
+    DecodingError,
+    OutriderError,
+    PromptError,
+    SettingsError,
+    StateError,
+)
+from outrider.gateway import replies, server
 from outrider.gateway.access import Access, check_listen, known_hosts
+from outrider.gateway.app import PAGE_HEADERS
 from outrider.gateway.desk import Busy, GoingDown
 from outrider.gateway.exchange import Arrivals
 from outrider.gateway.refusing import refusal
@@ -127,7 +137,7 @@ def test_every_error_has_a_status_of_its_own_and_none_from_bad_input_is_a_server
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (PromptError("too long"), openai.BadRequestError),
+        (PromptError("no text"), openai.BadRequestError),
         (Busy("full", 2.2), openai.RateLimitError),
         (CloudLost("away"), openai.InternalServerError),
         (StateError("a bug"), openai.InternalServerError),
@@ -143,8 +153,25 @@ def test_what_fails_before_the_first_word_has_its_status_streaming_or_not(
         assert str(error) in raised.value.message
         if isinstance(error, GoingDown):
             assert (raised.value.status_code, raised.value.code) == (503, "going_down")
+        if isinstance(error, PromptError) and script.refusal is not None:
+            assert (raised.value.param, raised.value.code) == ("messages", "unusable")
         if isinstance(error, Busy):
             assert raised.value.response.headers["retry-after"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("error", "param", "code"),
+    [
+        (ContextError("a prompt of 3000 tokens: demo holds 2048"), "prompt", "context_length_exceeded"),
+        (SettingsError("suppress_tokens: ids go up to 1023"), "logit_bias", "unusable"),
+        (SettingsError("there is no cloud here: the only way is edge-only"), "outrider.way", "unusable"),
+        (SettingsError("net 'cut' with on_cloud_loss 'wait' would wait for ever"), "outrider.net", "unusable"),
+    ],
+)
+def test_what_only_the_model_can_tell_names_the_field_too(error: OutriderError, param: str, code: str) -> None:
+    with serving(Script(refusal=error)) as running, pytest.raises(openai.BadRequestError) as raised:
+        client(running).completions.create(model="outrider", prompt="x")
+    assert (raised.value.param, raised.value.code) == (param, code)
 
 
 def test_a_stream_that_fails_later_ends_with_the_error() -> None:
@@ -299,13 +326,17 @@ def test_a_client_cannot_name_another_address(plain: Running) -> None:
     assert plain.desk.asked[-1][0] == "127.0.0.1"
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/demo/clips", "/openapi.json"])
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/demo/clips", "/openapi.json", "/page/page.js"])
 def test_another_site_s_name_for_this_machine_is_refused(path: str) -> None:
     hosts = known_hosts("127.0.0.1", keys=False)
     with serving(access=Access(hosts=hosts)) as running:
         assert httpx2.get(running.url + path).status_code == 200
         assert httpx2.get(running.url + path, headers={"host": "evil.example"}).status_code == 403
         assert httpx2.get(running.url + path, headers={"host": "localhost:8080"}).status_code == 200
+        with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as line:
+            line.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n".encode())
+            assert b"403" in line.recv(1000).partition(b"\r\n")[0], "named twice"
+        assert "location" not in httpx2.get(f"{running.url}/page", headers={"host": "evil.example"}).headers
 
 
 def test_which_addresses_need_keys() -> None:
@@ -330,8 +361,49 @@ def test_other_sites_pages_may_ask_only_where_they_were_let_in(plain: Running) -
         assert "access-control-allow-origin" not in other.headers
 
 
-def test_a_body_of_another_type_is_not_read(plain: Running) -> None:
-    assert httpx2.post(f"{plain.url}/v1/completions", content=b"{}").status_code == 415
+@pytest.mark.parametrize("headers", [{}, {**JSON, "content-encoding": "gzip"}])
+def test_a_body_of_another_type_is_not_read(plain: Running, headers: dict[str, str]) -> None:
+    reply = httpx2.post(f"{plain.url}/v1/completions", content=b"{}", headers=headers)
+    assert reply.status_code == 415
+    assert reply.headers["connection"] == "close", "the rest of the body would be taken for a request"
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+@pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: "])
+def test_a_connection_on_which_a_request_does_not_come_to_an_end_is_closed(
+    before: bytes, begun: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "KEPT", 1)  # s; after an answer
+    monkeypatch.setattr(server, "HEAD_S", 0.3)
+    with serving() as running, socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as line:
+        line.settimeout(10)
+        line.sendall(before + begun)
+        heard = b""
+        while part := line.recv(1000):
+            heard += part
+        assert heard.count(b"200 OK") == bool(before)
+
+
+def test_a_request_may_take_longer_than_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HEAD_S", 0.2)
+    with serving() as running, socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as line:
+        body = json.dumps(HELLO).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        line.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode())
+        time.sleep(0.5)
+        line.sendall(body)
+        line.settimeout(10)
+        assert b"200" in line.recv(1000).partition(b"\r\n")[0]
+
+
+def test_whoever_looks_for_the_page_may_leave_the_body_out(plain: Running) -> None:
+    assert httpx2.head(plain.url).status_code == 200
+
+
+def test_the_page_s_files_have_the_page_s_headers(plain: Running) -> None:
+    page, script = (httpx2.get(plain.url + path).headers for path in ("/", "/page/page.js"))
+    for name in PAGE_HEADERS:
+        assert script[name] == page[name]
 
 
 @pytest.mark.parametrize("chunked", [False, True])

@@ -261,6 +261,37 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], param: str) -> None:
     assert refused.value.status == 400
 
 
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"stop": ["x"] * 17}, "stop", "at most 16"),
+        ({"prompt": ["a", "b"]}, "prompt", "at most 1 item"),
+        ({"prompt": []}, "prompt", "at least 1 item"),
+        ({"prompt": {}}, "prompt", "valid"),
+        ({"outrider": {"k": "AUTO"}}, "outrider.k", "1 to 64, or auto"),
+        ({"outrider": {"k": True}}, "outrider.k", "1 to 64, or auto"),
+    ],
+)
+def test_of_a_field_with_several_forms_the_one_that_was_meant_is_spoken_of(
+    fields: dict[str, Any], param: str, said: str
+) -> None:
+    with pytest.raises(Refused, match=said) as refused:
+        completion(**fields)
+    assert refused.value.param == param
+
+
+def test_what_is_no_recording_is_named_without_our_objects() -> None:
+    with pytest.raises(Refused, match="Format not recognised") as refused:
+        chat(HEARS, messages=[{"role": "user", "content": [recording("wav", "aGVsbG8=")]}])
+    assert refused.value.param == "messages.0.content.input_audio.data"
+    assert "0x" not in str(refused.value)
+
+
+def test_a_way_that_nobody_chose_is_not_called_a_choice() -> None:
+    with pytest.raises(Refused, match="as this gateway does unless told otherwise"):
+        chat(Defaults(Choice("edge-only")), outrider={"gate": "entropy:1"})
+
+
 def test_the_gate_file_of_the_command_line_may_be_named_again() -> None:
     defaults = Defaults(Choice(gate="calibrated:mine.json"))
     assert chat(defaults, outrider={"gate": "calibrated:mine.json"}).choice == defaults.choice

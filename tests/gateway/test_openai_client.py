@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import socket
@@ -218,6 +219,7 @@ def test_without_a_cloud_it_is_an_edge_alone() -> None:
         (["--token-file", "x"], "--token-file"),
         (["--allow-origin", "example.org"], "--allow-origin"),
         (["--max-body", "much"], "no size"),
+        (["--max-body", "0"], "1 byte or more"),
     ],
 )
 def test_a_wrong_option_is_one_line(options: list[str], error: str) -> None:
@@ -247,4 +249,6 @@ def test_logs_hold_no_user_s_text(tmp_path: Path) -> None:
                 )
         process.terminate()
         assert process.stderr is not None
-        assert "secretword" not in process.stderr.read()
+        said = process.stderr.read()
+        assert "secretword" not in said
+        assert all(json.loads(line)["event"] for line in said.splitlines()), "not only lines of JSON"

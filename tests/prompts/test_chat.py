@@ -1,9 +1,11 @@
 """From what a user gives to the ids that both models read."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from outrider import Audio, PromptError, load_engine
+from outrider import Audio, ContextError, PromptError, load_engine
 from outrider.prompts.chat import encode
 from tests.engines.tiny import engine
 
@@ -54,3 +56,14 @@ def test_audio_and_chat_need_a_model_that_takes_them() -> None:
         encode(engine("qwen2"), Audio(np.zeros(16_000, np.float32)))
     with pytest.raises(PromptError, match="tokenizer"):
         encode(engine("qwen2"), [{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("prompt", ["x " * 1_000_000, [{"role": "user", "content": "x " * 1_000_000}], [5] * 3000])
+def test_what_cannot_fit_is_refused_before_it_is_read(demo: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = max(demo.tokenizer.get_vocab(), key=len)
+    assert encode(demo, longest * 50).ids, "what may fit is read"
+    read: list[object] = []
+    monkeypatch.setattr(type(demo.tokenizer), "__call__", lambda *given, **_: read.append(given))
+    with pytest.raises(ContextError, match="holds 2048"):
+        encode(demo, prompt)
+    assert not read

@@ -151,7 +151,8 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
         where = f"{serving.host}:{server.port}"
         if operation.json:
             print(jsonlib.dumps({"listening": where, "model": engine.name}), flush=True)  # noqa: T201
-        print(f"outrider: serving {engine.name} at grpc://{where}", file=sys.stderr, flush=True)  # noqa: T201
+        if operation.log_format == "text":
+            print(f"outrider: serving {engine.name} at grpc://{where}", file=sys.stderr, flush=True)  # noqa: T201
 
     asyncio.run(run(engine, serving, listening))
     return 0

@@ -135,7 +135,9 @@ def _door(listen: str, serving: Serving) -> tuple[socket, Access]:
     keys = Tokens.load(Path(serving.api_keys)) if serving.api_keys is not None else None
     check_listen(host, keys=keys is not None, insecure=serving.insecure)
     hosts = known_hosts(host, keys=keys is not None)
-    access = Access(keys, parse_bytes(serving.max_body), hosts)
+    if (max_body := parse_bytes(serving.max_body)) < 1:
+        raise SettingsError(f"--max-body {serving.max_body}: 1 byte or more")
+    access = Access(keys, max_body, hosts)
     return bound(host, port), access
 
 
@@ -282,6 +284,7 @@ def _log_to_stderr(serving: Serving) -> None:
 
 
 def _say(url: str, summary: str, serving: Serving) -> None:
-    print(f"serving {url}/ · {summary}", file=sys.stderr, flush=True)  # noqa: T201
+    if serving.log_format == "text":
+        print(f"serving {url}/ · {summary}", file=sys.stderr, flush=True)  # noqa: T201
     if serving.json:
         print(jsonlib.dumps({"listening": url}), flush=True)  # noqa: T201

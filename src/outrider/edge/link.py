@@ -93,6 +93,7 @@ class Link:
         self._asked: Future[Verdict] | None = None
         self._lost = False
         self.seconds = 0.0  # spent waiting for verdicts
+        self.lost_after = 0.0  # s of these, the last ones, if the edge then went on alone
 
     @property
     def session(self) -> int:
@@ -157,6 +158,7 @@ class Link:
                 if self._on_loss == "fail":
                     raise
                 if self._on_loss == "edge-only":
+                    self.lost_after = time.perf_counter() - started
                     return None
             else:
                 self._lost = False

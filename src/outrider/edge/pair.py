@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from outrider.config import GenerationSettings, OnCloudLoss
 from outrider.edge.cancellation import Cancellation, follow
 from outrider.engines.base import Engine, Prompt
-from outrider.errors import CloudLost, OutriderError, PromptError, SettingsError, StateError
+from outrider.errors import CloudLost, ContextError, OutriderError, PromptError, SettingsError, StateError
 from outrider.prompts.audio import check_length
 from outrider.verifiers.base import Description, Distant, Verifier, shared_vocabulary
 from outrider.verifiers.local import describe
 
 log = logging.getLogger(__name__)
+
+SHORT = 0.5  # s that every generation may wait for a cloud that is away
+TIMES = 3  # after a longer wait in vain, for so many times as long nobody waits again
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Met:
         """All must be able to read the prompt, and to hold what follows.
 
         Raises:
-            PromptError, AudioError: they are not.
+            PromptError, AudioError: they are not. ContextError: what follows does not fit.
             SettingsError: an id that the target does not have.
         """
         highest, limit = max(prompt.ids), self.target.row_count
@@ -55,7 +59,7 @@ class Met:
         total = len(prompt.ids) + settings.max_new_tokens
         for side in self.sides:
             if side.max_length is not None and total > side.max_length:
-                raise PromptError(
+                raise ContextError(
                     f"a prompt of {len(prompt.ids)} tokens and max_new_tokens {settings.max_new_tokens} make {total}: "
                     f"{side.name} holds {side.max_length}"
                 )
@@ -65,7 +69,8 @@ class Pair:
     """Drafter and verifier, at least one of them. Each is described once: a description lists the whole vocabulary.
 
     now: who is there. on_loss: where the verifier cannot be reached, "fail" raises, "wait" asks on, and "edge-only"
-    leaves the drafter on its own until `meet` succeeds. reader: who writes the verifier's prompts where there is no
+    leaves the drafter on its own until `meet` succeeds, and for a while after each loss: not every generation waits for
+    a cloud that is away. reader: who writes the verifier's prompts where there is no
     drafter. lazy: nobody is asked before the first `meet`.
 
     Raises: as `meet`, unless it is lazy.
@@ -84,7 +89,8 @@ class Pair:
         sides = () if draft is None else (describe(draft),)
         self._edge = describe(reader) if reader is not None and draft is None else next(iter(sides), None)
         size = sides[0].vocab_size if sides else 0
-        self.now = Met(sides, size, size, whole=verifier is None)
+        self.now = self._alone = Met(sides, size, size, whole=verifier is None)
+        self._again_at = 0.0  # by time.monotonic
         self._lock = threading.Lock()
         self._meeting: Future[None] | None = None
         if not lazy:
@@ -98,7 +104,9 @@ class Pair:
             VocabularyMismatch: they do not share a vocabulary.
             CancelledError: it was cancelled.
         """
-        told = False
+        told, began = False, time.monotonic()
+        if began < self._again_at:
+            return self._alone
         while not (now := self.now).whole:
             try:
                 self._attempt(cancellation or Cancellation())
@@ -109,8 +117,14 @@ class Pair:
                     log.warning("%s; %s", lost, "asking on" if self._on_loss == "wait" else "the edge begins alone")
                 told = True
                 if self._on_loss == "edge-only":
+                    self.lose(time.monotonic() - began)
                     return now
         return now
+
+    def lose(self, seconds: float) -> None:
+        """The verifier was waited for in vain, for so long: on "edge-only" the next generations begin without it."""
+        if self._on_loss == "edge-only" and seconds > SHORT:
+            self._again_at = time.monotonic() + TIMES * seconds
 
     def _attempt(self, cancellation: Cancellation) -> None:
         """One attempt, in a thread of its own if it may take its time: who waits for it must be free to leave."""

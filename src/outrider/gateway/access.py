@@ -36,7 +36,7 @@ class Access:
         Raises:
             Refused: the wrong host, or no key that is known.
         """
-        self.check_host(request.headers.get("host", ""))
+        self.check_host(request)
         if self.keys is None:
             return request.client.host if request.client is not None else "local"
         name = self.keys.identity(_bearer(request.headers.getlist("authorization")))
@@ -44,9 +44,10 @@ class Access:
             raise _unknown("the API key is not known to this gateway")
         return name
 
-    def check_host(self, host: str) -> None:
-        """Raise Refused for a name that is not this gateway's."""
-        if self.hosts is not None and _without_port(host) not in self.hosts:
+    def check_host(self, request: Request) -> None:
+        """Raise Refused for a name that is not this gateway's, or for two names."""
+        named = request.headers.getlist("host")
+        if self.hosts is not None and (len(named) != 1 or _without_port(named[0]) not in self.hosts):
             raise Refused("this gateway is not known by the name in the Host header", code="unknown_host", status=403)
 
     async def body(self, request: Request) -> bytes:
@@ -86,6 +87,8 @@ def known_hosts(host: str, *, keys: bool) -> frozenset[str] | None:
 
 def _check_head(request: Request, most: int) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise Refused("send the request as it is, without Content-Encoding", code="unsupported_media_type", status=415)
     if kind != MEDIA_TYPE:  # another site's page could send other types without asking the browser first
         raise Refused(f"send the request as {MEDIA_TYPE}", code="unsupported_media_type", status=415)
     said = request.headers.get("content-length", "")

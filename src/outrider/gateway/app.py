@@ -19,6 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as Asking
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
 
 from outrider import __version__
 from outrider.core.gate import NAMES
@@ -91,6 +92,7 @@ def overview(defaults: Defaults, cloud: str, slots: int, *, cut: bool = False) -
 def create_app(gateway: Gateway, shown: Shown) -> FastAPI:
     """The gateway as an ASGI application."""
     app = FastAPI(title="outrider edge", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    app.router.redirect_slashes = False  # its answer would name whatever host the request did
     keyed = [Depends(HTTPBearer(auto_error=False, description="an API key"))] if gateway.access.keys else []
     _add_completions(app, gateway, keyed)
     _add_facts(app, gateway, shown, keyed)
@@ -176,8 +178,10 @@ def _add_facts(app: FastAPI, gateway: Gateway, shown: Shown, keyed: Sequence[Any
     )
 
     async def health(request: Asking) -> Response:
-        gateway.access.check_host(request.headers.get("host", ""))
-        return JSONResponse({"status": "ok", "active": gateway.desk.active, "waiting": gateway.desk.waiting})
+        gateway.access.check_host(request)
+        desk = gateway.desk
+        cloud = str(shown.now()["cloud"])
+        return JSONResponse({"status": "ok", "active": desk.active, "waiting": desk.waiting, "cloud": cloud})
 
     responses: dict[int | str, dict[str, Any]] = {200: {"model": replies.Health}, **_errors([], 403)}
     app.add_api_route("/health", health, summary="Whether it serves.", operation_id="Health", responses=responses)
@@ -187,22 +191,22 @@ def _add_page(app: FastAPI, gateway: Gateway) -> None:
     """The page, its files, the bundled clips and the document itself: open to whoever reaches the gateway."""
 
     async def page(request: Asking) -> Response:
-        gateway.access.check_host(request.headers.get("host", ""))
+        gateway.access.check_host(request)
         return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)
 
     async def clips(request: Asking) -> Response:
-        gateway.access.check_host(request.headers.get("host", ""))
+        gateway.access.check_host(request)
         return JSONResponse(await asyncio.to_thread(bundled_clips))
 
     async def clip(request: Asking) -> Response:
-        gateway.access.check_host(request.headers.get("host", ""))
+        gateway.access.check_host(request)
         name = request.path_params["name"]
         if name not in {each["name"] for each in await asyncio.to_thread(bundled_clips)}:
             raise Refused("there is no such clip", code="not_found", status=404)
         return FileResponse(CLIPS / name, media_type="audio/ogg")
 
     async def document(request: Asking) -> Response:
-        gateway.access.check_host(request.headers.get("host", ""))
+        gateway.access.check_host(request)
         return JSONResponse(_document(app))
 
     for path, answer in (
@@ -211,8 +215,22 @@ def _add_page(app: FastAPI, gateway: Gateway) -> None:
         ("/demo/clips/{name}", clip),
         ("/openapi.json", document),
     ):
-        app.add_api_route(path, answer, include_in_schema=False)
-    app.mount("/page", StaticFiles(directory=PAGE), name="page")
+        app.add_api_route(path, answer, methods=["GET", "HEAD"], include_in_schema=False)
+    app.mount("/page", _PageFiles(gateway), name="page")
+
+
+class _PageFiles(StaticFiles):
+    """The page's own files: to whom the page itself is shown, and with its headers."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        super().__init__(directory=PAGE)
+        self._access = gateway.access
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        self._access.check_host(Asking(scope))
+        response = await super().get_response(path, scope)
+        response.headers.update(PAGE_HEADERS)
+        return response
 
 
 def _model(name: str) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from pydantic_core import from_json
 from outrider.config import GenerationSettings
 from outrider.core.acceptance import rule
 from outrider.core.gate import gate
-from outrider.errors import PromptError, SettingsError
+from outrider.errors import AudioError, InputError, PromptError, SettingsError
 from outrider.gateway.pool import Choice
 from outrider.gateway.recordings import decoded
-from outrider.gateway.refusing import Refused
+from outrider.gateway.refusing import Refused, blaming
 from outrider.gateway.schemas import (
     MODEL,
     PARTS,
@@ -39,6 +39,7 @@ R = TypeVar("R", bound=Request)
 
 MOST_BESIDE: Final = 2**21  # bytes of a body beside its recording: texts, ids and options
 RECORDING: Final = re.compile(rb'"data"\s*:\s*"[A-Za-z0-9+/=\\]{1000,}')
+SIZES: Final = ("too_long", "too_short", "string_too_long", "string_too_short")
 FILTERS: Final = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # each at the value that keeps everything
 CHOICE: Final = tuple(each.name for each in fields(Choice) if each.name in OutriderOptions.model_fields)
 SETTINGS: Final = tuple(each.name for each in fields(GenerationSettings) if each.name in OutriderOptions.model_fields)
@@ -56,7 +57,8 @@ class Defaults:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that can be answered. notes: what of it asked for nothing, for the answer's warnings."""
+    """A request that can be answered. notes: what of it asked for nothing, for the answer's warnings. field: where its
+    prompt stood."""
 
     prompt: PromptLike
     settings: dict[str, Any]
@@ -67,6 +69,7 @@ class Asked:
     tokens: bool = False
     stop: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    field: str = "prompt"
 
 
 def read(kind: type[R], body: bytes) -> R:
@@ -108,8 +111,7 @@ def asked(request: Request, defaults: Defaults) -> Asked:
     """What to generate for a request; decodes its recording, which takes a while.
 
     Raises:
-        Refused: fields that contradict each other or the model; the field is named.
-        AudioError: a recording that cannot be used.
+        Refused: fields that contradict each other or the model, or a recording that cannot be used; the field is named.
     """
     options = request.outrider or OutriderOptions()
     if request.stream_options is not None and not request.stream:
@@ -130,6 +132,7 @@ def asked(request: Request, defaults: Defaults) -> Asked:
         tokens=bool(options.tokens),
         stop=settings["stop"],
         notes=tuple(f"{name} was not used" for name in UNUSED if getattr(request, name, None) is not None),
+        field="messages" if isinstance(request, ChatRequest) else "prompt",
     )
 
 
@@ -170,6 +173,12 @@ def _giving_way(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
     return kept
 
 
+def blamed(error: InputError, work: Asked) -> Refused:
+    """What was found out only where the prompt was read: the refusal, with the field that is to blame."""
+    about_prompt = isinstance(error, (PromptError, AudioError))
+    return blaming(error, work.field if about_prompt else _blamed(str(error)))
+
+
 def _checked(settings: dict[str, Any]) -> dict[str, Any]:
     try:
         built = GenerationSettings.build(settings)
@@ -179,14 +188,16 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _blamed(message: str) -> str | None:
-    """The request's field that a message of GenerationSettings begins with."""
-    word = message.split(" ")[0].rstrip(",:")
+    """The first field of a request that a message of ours speaks of."""
     theirs = {"max_new_tokens": "max_tokens", "suppress_tokens": "logit_bias"}
-    if word in theirs:
-        return theirs[word]
-    if word in OutriderOptions.model_fields:
-        return f"outrider.{word}"
-    return word if word in Request.model_fields else None
+    for word in re.findall(r"\w+", message):
+        if word in theirs:
+            return theirs[word]
+        if word in OutriderOptions.model_fields:
+            return f"outrider.{word}"
+        if word in Request.model_fields:
+            return word
+    return None
 
 
 def _choice(options: OutriderOptions, default: Choice) -> Choice:
@@ -212,10 +223,8 @@ def _check_used(choice: Choice, given: Mapping[str, Any]) -> None:
     used, nothing = choice.settled(), Choice()
     for name, value in given.items():
         if value != getattr(used, name) and value != getattr(nothing, name):
-            raise Refused(
-                f"outrider.{name}: decoding {choice.way} does not use it: leave it out, or choose another way",
-                param=f"outrider.{name}",
-            )
+            way = f"decoding {choice.way}" + ("" if "way" in given else ", as this gateway does unless told otherwise,")
+            raise Refused(f"outrider.{name}: {way} does not use it: leave it out", param=f"outrider.{name}")
 
 
 def _checked_by(reader: Any, value: str, param: str) -> None:
@@ -297,7 +306,10 @@ def _recording(request: ChatRequest, options: OutriderOptions, defaults: Default
                 "the text beside a recording says what to write, and so do outrider.task and lang: give one",
                 param="outrider.task" if options.task is not None else "outrider.lang",
             )
-    wave, rate = decoded(found[0].input_audio.data, found[0].input_audio.format, defaults.audio_seconds)
+    try:
+        wave, rate = decoded(found[0].input_audio.data, found[0].input_audio.format, defaults.audio_seconds)
+    except AudioError as error:
+        raise blaming(error, "messages.0.content.input_audio.data") from error
     task, lang = options.task or "default", options.lang or "en"
     return Audio(wave, task, lang, rate, instruction=question)
 
@@ -308,9 +320,15 @@ def _recording(request: ChatRequest, options: OutriderOptions, defaults: Default
 def _refused(error: ValidationError, kind: type[Request], sent: Any) -> Refused:
     """What is wrong, in our words: an unknown field first, else whatever lies deepest. No value is repeated."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
-    places = [_place(each["loc"], sent) for each in errors]
+    places = [_place(each["loc"], sent, missing=each["type"] == "missing") for each in errors]
     order = range(len(errors))
-    at = max(order, key=lambda n: (errors[n]["type"] == "extra_forbidden", len(places[n]), -n))
+
+    def weight(n: int) -> tuple[bool, bool, int, int]:
+        """Of the branches of a union, the one whose type is right says what is wrong."""
+        kind = errors[n]["type"]
+        return kind == "extra_forbidden", kind in SIZES, len(places[n]), -n
+
+    at = max(order, key=weight)
     return _explained(errors[at]["type"], errors[at]["msg"], places[at], kind)
 
 
@@ -326,6 +344,8 @@ def _explained(type_: str, message: str, place: list[str], kind: type[Request]) 
         return Refused(f"{path}: no such field{_known(place, kind)}", param=path, code="unknown_parameter")
     if name == "role":
         message = ROLES
+    elif path == "outrider.k":
+        message = "1 to 64, or auto"
     elif type_.startswith("union_tag"):
         message = PARTS
     elif type_ in ("model_type", "model_attributes_type", "dict_type"):
@@ -333,15 +353,15 @@ def _explained(type_: str, message: str, place: list[str], kind: type[Request]) 
     return Refused(f"{path or 'the body'}: {message}", param=path or None, code="invalid_value")
 
 
-def _place(loc: Sequence[int | str], sent: Any) -> list[str]:
+def _place(loc: Sequence[int | str], sent: Any, *, missing: bool) -> list[str]:
     """Where in the request an error is; the steps that are branches of our own types are left out."""
     place: list[str] = []
     for number, step in enumerate(loc, start=1):
         inside = _inside(sent, step)
         if inside is not None:
             sent = inside[0]
-        elif number < len(loc) or not isinstance(sent, dict):
-            continue  # else it is a field that is missing
+        elif number < len(loc) or not missing:
+            continue
         place.append(str(step))
     return place
 

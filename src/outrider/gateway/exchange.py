@@ -17,10 +17,10 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from outrider.core.outcome import Result
-from outrider.errors import OutriderError, StateError
+from outrider.errors import AudioError, OutriderError, PromptError, SettingsError, StateError
 from outrider.gateway.access import Access
 from outrider.gateway.answering import Answer, failed
-from outrider.gateway.asking import Asked, Defaults, asked, read
+from outrider.gateway.asking import Asked, Defaults, asked, blamed, read
 from outrider.gateway.desk import Busy, Desk, GoingDown, Ticket
 from outrider.gateway.metrics import Metrics
 from outrider.gateway.refusing import refusal
@@ -111,23 +111,29 @@ async def _whole(client: str, work: Asked, answer: Answer, gateway: Gateway) -> 
             answer.note(events)
     finally:
         ticket.cancel()
-    result = _result(ticket)
-    gateway.metrics.generated(result)
+    result = _result(ticket, gateway)
     return Response(answer.body(result), media_type="application/json")
 
 
-def _result(ticket: Ticket) -> Result:
+def _result(ticket: Ticket, gateway: Gateway) -> Result:
     """What came of a generation that was read to its end; we were told to stop where that is nothing."""
     try:
-        return ticket.result
+        result = ticket.result
     except StateError:
         raise GoingDown from None
+    gateway.metrics.generated(result)
+    if result.stats.cloud_lost:
+        log.warning("an answer went on without the cloud")
+    return result
 
 
 async def _ticket(client: str, work: Asked, gateway: Gateway) -> Ticket:
     asked_at = time.perf_counter()
     start, told = gateway.desk.start, work.provisional
-    ticket = await start(client, work.prompt, work.settings, work.choice, provisional=told)
+    try:
+        ticket = await start(client, work.prompt, work.settings, work.choice, provisional=told)
+    except (PromptError, AudioError, SettingsError) as error:
+        raise blamed(error, work) from error
     gateway.metrics.queued(time.perf_counter() - asked_at)
     return ticket
 
@@ -152,8 +158,7 @@ async def _chunks(client: str, work: Asked, answer: Answer, gateway: Gateway) ->
             if chunk := answer.chunk(events):
                 begun = True
                 yield chunk
-        result = _result(ticket)
-        gateway.metrics.generated(result)
+        result = _result(ticket, gateway)
         yield answer.last(result)
     except OutriderError as error:
         if not begun:

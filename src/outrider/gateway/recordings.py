@@ -47,7 +47,8 @@ def decoded(data: str, kind: str, most_seconds: float) -> tuple[np.ndarray, int]
             _check_size(file, most_seconds)
             return _mixed(file), int(file.samplerate)
     except (soundfile.LibsndfileError, RuntimeError) as error:
-        raise AudioError(f"the recording is not {kind} that can be read ({error})") from error
+        reason = getattr(error, "error_string", "it breaks off, or is no recording")  # not str: that names an object
+        raise AudioError(f"the recording is not {kind} that can be read: {reason}") from error
 
 
 def _mixed(file: Any) -> np.ndarray:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.errors import CloudLost, CloudRefused, DecodingError, InputError, OutriderError
+from outrider.errors import CloudLost, CloudRefused, ContextError, DecodingError, InputError, OutriderError
 from outrider.gateway.desk import Busy, GoingDown
 
 INVALID = "invalid_request_error"
@@ -46,12 +46,18 @@ class Refusal:
         return json.dumps(self.body(), ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 
+def blaming(error: InputError, param: str | None) -> Refused:
+    """The same, with the field that is to blame; of a text that is too long, in OpenAI's word."""
+    code = "context_length_exceeded" if isinstance(error, ContextError) else "unusable"
+    return Refused(str(error), param=param, code=code)
+
+
 def refusal(error: OutriderError) -> Refusal:
     """What a client is told of an error of ours."""
     text = str(error)
     if isinstance(error, Refused):
         kind = INVALID if error.status < 500 else SERVER
-        return Refusal(error.status, text, kind, param=error.param, code=error.code, headers=_challenge(error.status))
+        return Refusal(error.status, text, kind, param=error.param, code=error.code, headers=_going_with(error.status))
     if isinstance(error, Busy):
         wait = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
         return Refusal(429, text, type="rate_limit_error", code="rate_limit_exceeded", headers=wait)
@@ -74,5 +80,8 @@ def plain(status: int, message: str) -> Refusal:
     return Refusal(status, message, type=INVALID if status < 500 else SERVER, code=codes.get(status))
 
 
-def _challenge(status: int) -> dict[str, str]:
-    return {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+def _going_with(status: int) -> dict[str, str]:
+    """The headers of a refusal; where the body was not read to its end, no other request can follow it."""
+    if status == 401:
+        return {"WWW-Authenticate": "Bearer"}
+    return {"Connection": "close"} if status in (408, 413, 415) else {}

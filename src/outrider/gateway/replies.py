@@ -119,6 +119,7 @@ class Health(Reply):
     status: Literal["ok"]
     active: int
     waiting: int
+    cloud: str
 
 
 class Overview(Reply):

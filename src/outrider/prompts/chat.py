@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from functools import lru_cache
 from numbers import Integral
 from typing import Any
 
 from outrider.engines.base import Prompt
-from outrider.errors import PromptError
+from outrider.errors import ContextError, PromptError
 from outrider.prompts import audio as recordings
 from outrider.prompts import captions
 from outrider.prompts.audio import Audio
@@ -27,13 +28,14 @@ def encode(engine: Any, prompt: PromptLike) -> Prompt:
 
     Raises:
         PromptError: empty, an id outside the vocabulary, no tokenizer or chat template where one is needed.
+        ContextError: longer than the model holds.
         AudioError: the recording cannot be used.
     """
     if isinstance(prompt, Audio):
         return _encode_audio(engine, prompt)
     if isinstance(prompt, str):
         check_text(prompt)
-        return Prompt(_checked(engine, _tokenizer(engine)(prompt)["input_ids"]))
+        return Prompt(_checked(engine, _read(engine, prompt)))
     if not isinstance(prompt, Seq) or isinstance(prompt, bytes):
         raise PromptError(f"a prompt is text, token ids, chat messages or Audio, not {type(prompt).__name__}")
     if len(prompt) and isinstance(prompt[0], dict):
@@ -73,7 +75,22 @@ def _from_messages(engine: Any, messages: Messages) -> list[int]:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     except (TemplateError, KeyError, TypeError, AttributeError) as error:
         raise PromptError(f"the chat template does not take these messages: {error}") from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return _read(engine, text, add_special_tokens=False)
+
+
+def _read(engine: Any, text: str, **options: Any) -> list[int]:
+    """The text's tokens. A text that would not fit if it were made of the longest tokens is not read at all: it would
+    take seconds, which nobody could end."""
+    tokenizer = _tokenizer(engine)
+    if engine.max_length is not None and len(text) > engine.max_length * _longest(tokenizer):
+        raise ContextError(f"a prompt of {len(text)} characters: {engine.name} holds {engine.max_length} tokens")
+    return list(tokenizer(text, **options)["input_ids"])
+
+
+@lru_cache(16)
+def _longest(tokenizer: Any) -> int:
+    """Characters of the longest token. In the vocabulary a byte of a character is a character of its own, or more."""
+    return max(len(token) for token in tokenizer.get_vocab())
 
 
 def _without_audio(engine: Any, ids: list[int]) -> list[int]:
@@ -93,6 +110,8 @@ def _tokenizer(engine: Any) -> Any:
 def _checked(engine: Any, ids: Seq[int]) -> tuple[int, ...]:
     if not len(ids):
         raise PromptError("the prompt is empty: it has no tokens")
+    if engine.max_length is not None and len(ids) > engine.max_length:
+        raise ContextError(f"a prompt of {len(ids)} tokens: {engine.name} holds {engine.max_length}")
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, Integral):
             raise PromptError(f"a token id is a whole number, not {token!r}")
