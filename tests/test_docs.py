@@ -66,7 +66,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what `outrider eval` and `calibrate` leave behind: a short run of the bundled clips, and a gate."""
     folder = tmp_path_factory.mktemp("evaluated")
     outrider = [sys.executable, "-m", "outrider"]
-    run = ["eval", "demo", "--out", "run", "--modes", "exact,cloud-only", "--trace", "--max-new-tokens", "24"]
+    run = ["eval", "demo", "--out", "run", "--modes", "exact,cloud-only", "--trace"]
     gate = ["calibrate", "run/traces.jsonl", "--out", "gate.json", "--epsilon", "0.2"]
     for command in (run, gate):
         subprocess.run([*outrider, *command], cwd=folder, check=True, capture_output=True)

@@ -76,6 +76,30 @@ def test_a_set_that_is_not_there_is_refused(tmp_path: Path) -> None:
         called(tmp_path / "run", "no-such-set")
 
 
+@pytest.mark.parametrize("out", ["", " "])
+def test_a_run_needs_a_folder_with_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = (Assistant(), Models(), Speculation(), Network(), Decoding(), Output())
+    with pytest.raises(InputError, match="--out names no folder"):
+        run_eval("demo", Evaluation(out), *options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_in_the_folder_s_place_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(InputError, match=r"--out .*run is a file: a folder was wanted"):
+        called(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("modes", "said"), [("", True), ("edge-only", False)])
+def test_what_is_left_out_is_said_only_to_who_did_not_choose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], modes: str, said: bool
+) -> None:
+    alone = {"models": {"cloud": "none"}, "decoding": {"max_new_tokens": 2}}
+    assert called(tmp_path / "run", evaluation={"modes": modes, "limit": 1}, **alone) == 0
+    assert ("exact" in json.loads(capsys.readouterr().out)["left_out"]) is said
+
+
 # In a process of its own ------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.engines.tiny import engine
 
 from outrider.api import local
-from outrider.cli.calibrate import identify, run_calibrate
+from outrider.cli.calibrate import _show, identify, run_calibrate
 from outrider.cli.options import Models
 from outrider.config import GateFile, GenerationSettings, Loss, ModelId, read_gate_file
 from outrider.core.acceptance import Exact, Verdict
@@ -334,3 +334,15 @@ def test_audits_are_drawn_at_their_rate() -> None:
     assert (audited(5, places, 0.05) != audited(6, places, 0.05)).mean() == pytest.approx(2 * 0.05 * 0.95, abs=0.01)
     assert not audited(5, places, 0.0).any()
     assert audited(5, places, 1.0).all()
+
+
+def test_what_is_shown_says_which_traces_chose_and_where_hardly_anything_is_saved(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = found(requests(60))
+    _show(replace(made, escalation=0.4), "gate.json", 60)
+    printed = capsys.readouterr().out
+    assert "on the 15 of 60 traces that chose the signal (the sentence below counts the other 45)" in printed
+    assert "saves nearly nothing" not in printed
+    _show(replace(made, escalation=0.91), "gate.json", 60)
+    assert "91 % of blocks go to the cloud, audits included: it saves nearly nothing." in capsys.readouterr().out

@@ -13,7 +13,10 @@ from outrider.config import GenerationSettings, Loss, ModelId
 from outrider.edge.pair import Pair
 from outrider.errors import SettingsError
 from outrider.planning.calibrate import AUDIT, Calibration, calibrate, write_gate_file
+from outrider.planning.origin import check_origin
 from outrider.planning.traces import read_traces
+
+NEARLY_ALL = 0.9  # of the blocks escalated: then the gate is hardly worth its risk
 
 
 def run_calibrate(
@@ -30,9 +33,19 @@ def run_calibrate(
     seed: int = 0,
     json_output: bool = False,
 ) -> int:
-    """Find the gate, write it to `out`, print what was found. edge, cloud, settings: whose traces they are."""
+    """Find the gate, write it to `out`, print what was found. edge, cloud, settings: whose traces they are.
+
+    traces: their file, or the folder of the run that has it.
+
+    Raises:
+        SettingsError: the run.json beside them says that they are another pair's, or were taken otherwise.
+    """
+    file = Path(traces, "traces.jsonl") if Path(traces).is_dir() else Path(traces)
+    known = read_traces(file)
+    if not check_origin(file, edge=edge, cloud=cloud, settings=settings):
+        _warn(f"no run.json beside {file} says whose traces these are: the gate file says what was given")
     found = calibrate(
-        read_traces(Path(traces)),
+        known,
         epsilon=epsilon,
         k=k,
         edge=edge,
@@ -46,7 +59,7 @@ def run_calibrate(
     if json_output:
         print(json.dumps({"file": out, **found.to_json()}, ensure_ascii=False))  # noqa: T201
     else:
-        _show(found, out)
+        _show(found, out, len(known))
     return 0
 
 
@@ -63,13 +76,24 @@ def identify(models: Models) -> tuple[ModelId, ModelId]:
     return edge, cloud
 
 
-def _show(found: Calibration, out: str) -> None:
+def _warn(message: str) -> None:
+    Console(stderr=True).print(f"outrider: {message}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _show(found: Calibration, out: str, traces: int) -> None:
+    """traces: all of them, those that chose the signal included."""
     console = Console()
+    chose = traces - found.traces
+    lead = (
+        f"on the {chose} of {traces} traces that chose the signal (the sentence below counts the other {found.traces})"
+    )
+    console.print(lead, style="dim", markup=False, highlight=False, soft_wrap=True)
     console.print(_table(found))
     wrong = f"{found.loss} of {found.traces} traces"
+    hardly = ": it saves nearly nothing" if found.escalation > NEARLY_ALL else ""
     console.print(
-        f"{found.gate}: {_percent(found.escalation)} of blocks go to the cloud, audits included. On the edge's word, "
-        f"{_percent(found.risk)} of the {wrong} would differ from the cloud's: within the budget of "
+        f"{found.gate}: {_percent(found.escalation)} of blocks go to the cloud, audits included{hardly}. On the edge's "
+        f"word, {_percent(found.risk)} of the {wrong} would differ from the cloud's: within the budget of "
         f"{_percent(found.epsilon)}.\nWritten to {out}: --gate calibrated:{out} --k {found.k}",
         markup=False,
         highlight=False,

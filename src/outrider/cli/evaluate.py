@@ -131,7 +131,8 @@ def run_eval(
         _run(bench, items, modes, store, options)
         names = [mode.name for mode in modes]
         unscored = _summarise(items, names, store, scoring)
-        return _report(store, names, left_out | unscored, output)
+        unasked = {} if evaluation.asked else left_out  # who chose the modes knows which were not chosen
+        return _report(store, names, unasked | unscored, output)
 
 
 # Checking ---------------------------------------------------------------------------------------------------
@@ -152,6 +153,7 @@ def _checked(
     from outrider.evals.modes import choose, obstacle
     from outrider.verifiers.connect import parse_target
 
+    _check_out(evaluation.out)
     check(models, speculation, network)
     GenerationSettings.build(decoding.settings())
     _assistance(assistant)
@@ -169,6 +171,13 @@ def _checked(
         raise SettingsError("an evaluation needs a model in this process that reads its prompts: give --edge")
     memory = _check_limits(evaluation, models, cloud)
     return _Options(evaluation, assistant, models, speculation, network, decoding, modes, left_out, memory)
+
+
+def _check_out(out: str) -> None:
+    if not out.strip():
+        raise SettingsError("--out names no folder")
+    if Path(out).exists() and not Path(out).is_dir():
+        raise SettingsError(f"--out {out} is a file: a folder was wanted, in which the run is kept")
 
 
 def _check_limits(evaluation: Evaluation, models: Models, cloud: str) -> int | None:

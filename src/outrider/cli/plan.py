@@ -18,13 +18,18 @@ from outrider.config import GenerationSettings
 from outrider.errors import SettingsError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from outrider.planning.costs import Costs
-    from outrider.planning.planner import Option, Ranking
+    from outrider.planning.planner import Aim, Option, Ranking
     from outrider.planning.sweep import Row
     from outrider.planning.traces import Trace
 
 PAIR = Group("What is measured", sort_key=0)
 Drivers = Literal["sequential", "pipelined"]
+UNCUT = 10_000  # columns
+CHANGED = "changed: tokens; outputs change more often (one other token makes another output)"
 
 
 @Parameter(name="*", group=PAIR)
@@ -160,54 +165,62 @@ def _options(ranking: Ranking) -> list[dict[str, Any]]:
             "name": option.name,
             "k": option.setup.k if option.setup.mode == "speculative" else None,
             "allowed": option.allowed,
-            "behind": option.behind,
-            "breakeven_rtt_s": option.breakeven_rtt_s,
+            "behind": None if math.isinf(option.behind) else option.behind,
+            "breakeven_rtt_s": None if option.breakeven_rtt_s == math.inf else option.breakeven_rtt_s,
+            "pays_up_to_rtt": _pays(option.breakeven_rtt_s),
             **asdict(option.summary),
         }
         for option in ranking.options
     ]
 
 
-def _show_plan(ranking: Ranking, costs: Costs, net: str) -> None:
+def _console() -> Console:
+    """What is piped is read by programs, or in an editor: no line of it is cut or folded."""
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
+    return console if console.is_terminal else Console(width=UNCUT)
+
+
+def _table(columns: Sequence[str], texts: Sequence[str]) -> Table:
+    """texts: the columns that hold no numbers. In a narrow terminal a cell is folded: a cut gate is no gate."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(name, justify="left" if name in texts else "right", overflow="fold")
+    return table
+
+
+def _show_plan(ranking: Ranking, costs: Costs, net: str) -> None:
+    console = _console()
     times = f"draft {1000 * costs.draft_s:.1f} ms a token, verdict {1000 * costs.verify_s:.1f} ms"
     console.print(f"measured: {times} and {1000 * costs.verify_per_token_s:.1f} ms a draft; network {net}", style="dim")
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in (
-        "",
-        "k",
-        "ms per token",
-        "by cloud",
-        "changed",
-        "cloud ms per token",
-        "against the best",
-        "pays up to RTT",
-    ):
-        table.add_column(name, justify="right" if name else "left")
-    for option in ranking.options:
-        table.add_row(*_plan_cells(option), style=None if option.allowed else "dim")
+    rows = [_plan_cells(option, ranking.goal.aim) for option in ranking.options]
+    table = _table(list(rows[0]), texts=[""])
+    for option, cells in zip(ranking.options, rows, strict=True):
+        table.add_row(*cells.values(), style=None if option.allowed else "dim")
     console.print(table)
+    console.print(CHANGED, style="dim")
     console.print(_verdict(ranking), style="bold")
 
 
-def _plan_cells(option: Option) -> list[str]:
+def _plan_cells(option: Option, aim: Aim) -> dict[str, str]:
+    """By the names of the columns."""
     found = option.summary
-    k = str(option.setup.k) if option.setup.mode == "speculative" else "–"
-    cloud = 1000 * found.cloud_s / max(found.tokens, 1)
-    shares = [f"{100 * share:.1f} %" for share in (found.cloud_share, found.disagreement)]
-    against = f"{option.behind:.2f}×" if option.allowed else "over budget"
-    return [
-        option.name,
-        k,
-        f"{1000 * found.token_s:.1f}",
-        *shares,
-        f"{cloud:.1f}",
-        against,
-        _pays(option.breakeven_rtt_s),
-    ]
+    behind = "–" if math.isinf(option.behind) else f"{option.behind:.2f}×"
+    cells = {
+        "": option.name,
+        "k": str(option.setup.k) if option.setup.mode == "speculative" else "–",
+        "ms per token": f"{1000 * found.token_s:.1f}",
+        "by cloud": f"{100 * found.cloud_share:.1f} %",
+        "changed": f"{100 * found.disagreement:.1f} %",
+        "cloud ms per token": f"{1000 * found.cloud_s / max(found.tokens, 1):.1f}",
+    }
+    if aim == "privacy":
+        cells["bytes up per output"] = f"{found.bytes_up:,.0f}"
+    cells["against the best"] = behind if option.allowed else "over budget"
+    return cells | {"pays up to RTT": _pays(option.breakeven_rtt_s)}
 
 
 def _pays(rtt_s: float | None) -> str:
@@ -232,20 +245,18 @@ def _verdict(ranking: Ranking) -> str:
     others = [option for option in ranking.options[1:] if option.allowed]
     if not others:
         return f"{advice}; nothing else keeps within the budget."
+    if math.isinf(others[0].behind):
+        return f"{advice}: by this goal it costs nothing, and all else costs something."
     return f"{advice}; the next best ({others[0].name}) costs {others[0].behind:.2f} times as much by this goal."
 
 
 def _show_sweep(rows: Sequence[Row], front: Sequence[Row]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("gate", "k", "driver", "network", "by cloud", "changed", "ms per token", "escalated", ""):
-        table.add_column(name, justify="left" if name in ("gate", "driver", "network", "") else "right")
+    columns = ("gate", "k", "driver", "network", "by cloud", "changed", "ms per token", "escalated", "")
+    table = _table(columns, texts=("gate", "driver", "network", ""))
     best = {id(row) for row in front}
     for row in rows:
         found = row.summary
         shares = [f"{100 * share:.1f} %" for share in (found.cloud_share, found.disagreement)]
         cells = [row.gate, str(row.k), row.driver, row.net, *shares, f"{1000 * found.token_s:.1f}"]
         table.add_row(*cells, f"{100 * found.escalation:.0f} %", "frontier" if id(row) in best else "")
-    Console().print(table)
+    _console().print(table)

@@ -62,6 +62,21 @@ def labels(runs: Sequence[EvalRun]) -> Iterator[tuple[str, EvalRun, str]]:
             yield label(run, mode, runs), run, mode
 
 
+def extent(run: EvalRun) -> str:
+    """How much of a run there is."""
+    answers, modes = len(run.answers), len(run.modes)
+    return f"{answers:,} answer{'s' * (answers != 1)} in {modes} mode{'s' * (modes != 1)}"
+
+
+def unfinished(run: EvalRun) -> str:
+    """What to say of a run that was stopped; empty for one that is whole."""
+    if not run.missing:
+        return ""
+    are = "is" if run.missing == 1 else "are"
+    whole = f"{run.missing:,} of {run.expected:,} answers {are} missing"
+    return f"{run.name} is not finished: {whole}; repeat the eval command to complete it"
+
+
 def of_mode(rows: Sequence[Row], mode: str) -> list[Row]:
     return [row for row in rows if row.mode == mode]
 

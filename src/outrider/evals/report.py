@@ -119,6 +119,7 @@ def _wide(sections: Sequence[Section]) -> set[str]:
 def _template() -> Any:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters.update(csp_hash=_csp_hash, stack=stack, flat=lambda values: list(_flat(values)))
+    environment.filters.update(extent=digest.extent, unfinished=digest.unfinished)
     text = files("outrider.evals").joinpath("report.html.jinja").read_text(encoding="utf-8")
     return environment.from_string(text)
 
@@ -184,14 +185,15 @@ def _tokens(answer: Answer, names: Sequence[str]) -> Iterator[Token]:
 # Writing ----------------------------------------------------------------------------------------------------
 
 
-def write_report(folders: Sequence[Path], out: Path) -> None:
-    """Read the folders and write the page.
+def write_report(folders: Sequence[Path], out: Path) -> list[EvalRun]:
+    """Read the folders and write the page; the runs that it is about.
 
     Raises:
         DataError: a folder that is no evaluation, or a file that cannot be written.
     """
-    page = render(read_runs(folders))
+    runs = read_runs(folders)
     try:
-        out.write_text(page, encoding="utf-8")
+        out.write_text(render(runs), encoding="utf-8")
     except OSError as error:
         raise DataError(f"{out} cannot be written: {error}") from error
+    return runs

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from outrider.config import is_whole
 from outrider.core.sequence import Source
 from outrider.errors import DataError
 from outrider.evals.reading import (
@@ -126,13 +127,35 @@ class EvalRun:
 
     def configured(self, group: str, name: str) -> str:
         """From run.json's configuration; empty where it is not there."""
-        found = self.about.get("configuration", {}).get(group)
+        found = self._configuration.get(group)
         return str(found.get(name, "")) if isinstance(found, dict) else ""
 
     @property
     def modes(self) -> list[str]:
         """In the order of their first answer."""
         return list(dict.fromkeys(answer.mode for answer in self.answers))
+
+    @property
+    def expected(self) -> int:
+        """Lines of results.jsonl when all is done, by run.json; 0 where it does not say."""
+        data = self._configuration.get("data")
+        items: Any = data.get("items") if isinstance(data, dict) else None
+        return int(items) * len(self._wanted) if is_whole(items) else 0
+
+    @property
+    def missing(self) -> int:
+        """Of those, how many are not there yet. What failed is there: the same command would not try it again."""
+        lines = [*(answer.mode for answer in self.answers), *(failure.mode for failure in self.failures)]
+        return max(self.expected - sum(mode in self._wanted for mode in lines), 0)
+
+    @property
+    def _configuration(self) -> Row:
+        return self.about.get("configuration", {})
+
+    @property
+    def _wanted(self) -> list[Any]:
+        modes = self._configuration.get("modes")
+        return modes if isinstance(modes, list) else []
 
 
 Keyed = TypeVar("Keyed", Answer | Failure, Timing)

@@ -15,8 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.config import is_number, is_whole
 from outrider.core.gate import NAMES, Signals
 from outrider.errors import DataError
+
+LARGEST = {"margin": 1.0, "maxprob": 1.0}  # the other signals have no upper end; none is below 0
+ROUNDED = 1e-6  # that a signal may be past its end
 
 
 @dataclass(frozen=True)
@@ -61,30 +65,51 @@ class Trace:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Trace:
-        """Raises DataError for an object that is no trace."""
+        """Raises DataError for an object that is no trace, or says what no model can."""
         try:
-            rows = zip(*(value[name] for name in NAMES), strict=True)
-            signals = tuple(Signals(**dict(zip(NAMES, map(float, row), strict=True))) for row in rows)
-            target, draft = (tuple(int(token) for token in value[name]) for name in ("target", "draft"))
-            return cls(str(value["id"]), int(value["prompt_tokens"]), target, draft, signals, int(value["media_bytes"]))
+            columns = [[_signal(entry, name) for entry in value[name]] for name in NAMES]
+            signals = tuple(Signals(*row) for row in zip(*columns, strict=True))
+            target, draft = (tuple(_whole(token, f"{n} token") for token in value[n]) for n in ("target", "draft"))
+            sizes = [_whole(value[name], name) for name in ("prompt_tokens", "media_bytes")]
+            return cls(str(value["id"]), sizes[0], target, draft, signals, sizes[1])
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"no trace: {type(error).__name__} {error}") from error
+
+
+def _signal(value: Any, name: str) -> float:
+    if not is_number(value):
+        raise DataError(f"{name} {value!r} is no finite number")
+    if not -ROUNDED <= value <= LARGEST.get(name, value) + ROUNDED:
+        raise DataError(f"{name} {value!r} is {'not between 0 and 1' if name in LARGEST else 'below 0'}")
+    return float(value)
+
+
+def _whole(value: Any, name: str) -> int:
+    if not is_whole(value) or value < 0:
+        raise DataError(f"{name} {value!r} is no whole number, 0 or more")
+    return int(value)
 
 
 def read_traces(path: Path) -> list[Trace]:
     """The traces in a file, one JSON object a line.
 
     Raises:
-        DataError: it cannot be read, is empty, or a line (named) is no trace.
+        DataError: it cannot be read, is empty, or a line (named) is no trace or has the id of another one.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # and not splitlines, which cuts at U+2028 inside an id
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    traces = [_parse(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
-    if not traces:
+    found: dict[str, tuple[int, Trace]] = {}
+    for n, line in enumerate(lines, 1):
+        if line.strip():
+            trace = _parse(line, f"{path}, line {n}")
+            if trace.id in found:  # copies are not exchangeable, which is what a calibration's budget stands on
+                raise DataError(f"{path}, line {n}: id {trace.id!r} is that of line {found[trace.id][0]} already")
+            found[trace.id] = n, trace
+    if not found:
         raise DataError(f"{path} holds no trace")
-    return traces
+    return [trace for _, trace in found.values()]
 
 
 def write_traces(path: Path, traces: Iterable[Trace]) -> None:

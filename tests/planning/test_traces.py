@@ -1,0 +1,60 @@
+"""Traces as files: what is written is read back, and what no model can have said is refused by file and line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.core.gate import Signals
+from outrider.errors import DataError
+from outrider.planning.traces import Trace, read_traces, write_traces
+
+GOOD = Trace("a", 4, (5, 6), (5, 7), (Signals(0.0, 1.0, 0.0, 0.0), Signals(2.5, 0.1, 0.7, 3.5)), 9)
+
+
+def write(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    write_traces(tmp_path / "traces.jsonl", [GOOD])
+    assert read_traces(tmp_path / "traces.jsonl") == [GOOD]
+
+
+def test_a_line_separator_inside_an_id_ends_no_line(tmp_path: Path) -> None:
+    row = json.dumps({**GOOD.to_json(), "id": "a\u2028b"}, ensure_ascii=False)
+    (tmp_path / "traces.jsonl").write_text(row + "\n", encoding="utf-8")
+    assert read_traces(tmp_path / "traces.jsonl")[0].id == "a\u2028b"
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"entropy": [0.1, -0.2]}, r"entropy -0\.2 is below 0"),
+        ({"logprob": [0.1, -3.0]}, r"logprob -3\.0 is below 0"),
+        ({"margin": [1.1, 0.2]}, r"margin 1\.1 is not between 0 and 1"),
+        ({"maxprob": [0.5, -0.1]}, r"maxprob -0\.1 is not between 0 and 1"),
+        ({"entropy": [float("nan"), 0.1]}, "entropy nan is no finite number"),
+        ({"logprob": [0.1, float("inf")]}, "logprob inf is no finite number"),
+        ({"entropy": ["0.1", 0.1]}, r"entropy '0\.1' is no finite number"),
+        ({"target": [5, -1]}, "target token -1 is no whole number, 0 or more"),
+        ({"draft": [5, 1.5]}, r"draft token 1\.5 is no whole number"),
+        ({"prompt_tokens": -1}, "prompt_tokens -1 is no whole number"),
+        ({"media_bytes": -1}, "media_bytes -1 is no whole number"),
+        ({"margin": [0.1]}, "no trace: ValueError"),
+    ],
+)
+def test_the_impossible_is_refused_by_file_and_line(tmp_path: Path, changes: dict[str, Any], wrong: str) -> None:
+    file = write(tmp_path / "traces.jsonl", GOOD.to_json(), {**GOOD.to_json(), "id": "b", **changes})
+    with pytest.raises(DataError, match=rf"traces\.jsonl, line 2: {wrong}"):
+        read_traces(file)
+
+
+def test_an_id_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "traces.jsonl", GOOD.to_json(), {**GOOD.to_json(), "id": "b"}, GOOD.to_json())
+    with pytest.raises(DataError, match=r"traces\.jsonl, line 3: id 'a' is that of line 1 already"):
+        read_traces(file)
