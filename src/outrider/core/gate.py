@@ -215,15 +215,18 @@ class Calibrated:
         return bool(audited(self.key, np.array([position]), self.file.audit)[0])
 
     def fit(self, k: int | str, edge: Named, cloud: Named, settings: GenerationSettings) -> Fit:
-        """What of a run differs from the calibration: another k or vocabulary voids the budget, the rest is told."""
+        """What of a run differs from the calibration: another k, vocabulary or setting voids the budget; another name,
+        which may be the same model's, is told."""
         file = self.file
         void = [] if k == file.k else [f"with k {file.k}, not {k}"]
         sides = (("edge", file.edge, edge), ("cloud", file.cloud, cloud))
         void += [f"with another vocabulary on the {s}" for s, was, now in sides if was.fingerprint != now.fingerprint]
+        void += [f"with {change}" for change in _changes(file.settings, settings)]
         told = [f"with {was.name} as the {s}, not {now.name}" for s, was, now in sides if was.name != now.name]
-        told += [f"with {change}" for change in _changes(file.settings, settings)]
         lines = [f"the gate was calibrated {what}: its budget is not promised" for what in void]
-        lines += [f"the gate was calibrated {what}" for what in told]
+        lines += [
+            f"the gate was calibrated {what}: its budget is promised only if that is the same model" for what in told
+        ]
         return Fit(not void, tuple(lines))
 
     def __str__(self) -> str:
