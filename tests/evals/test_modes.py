@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 
 from outrider.api import local
 from outrider.config import GateFile, ModelId
-from outrider.errors import PromptError, SettingsError
+from outrider.errors import ContextError, SettingsError
 from outrider.evals.bench import Bench, about
 from outrider.evals.limits import Held, address_space, check_memory, check_threads
 from outrider.evals.manifest import Item
@@ -158,7 +158,7 @@ def test_times_are_apart_from_results_and_fit_the_tokens() -> None:
 def test_prompts_that_do_not_fit_and_foreign_errors_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     made = bench("llama", max_new_tokens=600)
     for name, row in answers(made, TEXT).items():
-        assert row["error"]["type"] == PromptError.__name__, name
+        assert row["error"]["type"] == ContextError.__name__, name
     (mode,), _ = bench("llama").modes(("plain",), [])
 
     def broken(**_: Any) -> None:

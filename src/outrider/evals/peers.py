@@ -18,7 +18,7 @@ from outrider.config import GenerationSettings
 from outrider.core.stopping import Reason, StopRules, stop_reason
 from outrider.engines.base import Prompt
 from outrider.engines.torch import TorchEngine
-from outrider.errors import DecodingError, PromptError, SettingsError
+from outrider.errors import ContextError, DecodingError, PromptError, SettingsError
 from outrider.evals.manifest import Item
 from outrider.evals.modes import Encoder, Inapplicable, Outcome, gaps
 
@@ -99,10 +99,10 @@ class Peer:
             raise DecodingError(f"transformers {transformers.__version__}: {type(error).__name__}: {error}") from error
 
     def _check(self, prompt: Prompt) -> None:
-        """Raises PromptError for what does not fit, Inapplicable for what transformers' assistant cannot be given."""
+        """Raises ContextError for what does not fit, Inapplicable for what transformers' assistant cannot be given."""
         total, limit = len(prompt.ids) + self._settings.max_new_tokens, self._target.max_length
         if limit is not None and total > limit:
-            raise PromptError(f"prompt and max_new_tokens make {total} tokens: {self._target.name} holds {limit}")
+            raise ContextError(f"prompt and max_new_tokens make {total} tokens: {self._target.name} holds {limit}")
         if not prompt.heard:
             return
         if self._target.audio is None:
