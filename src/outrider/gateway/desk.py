@@ -119,13 +119,9 @@ class Ticket:
         return self
 
     async def __anext__(self) -> list[StreamEvent]:
+        await self._told()
         while not self._events and self._outcome is None:
-            self._news.clear()
-            try:
-                await self._news.wait()
-            except asyncio.CancelledError:
-                self.cancel()
-                raise
+            await self._told()
         if self._events:
             return [self._events.popleft() for _ in range(len(self._events))]
         assert self._outcome is not None
@@ -133,6 +129,16 @@ class Ticket:
         if error is None or isinstance(error, CancelledError):
             raise StopAsyncIteration
         raise error
+
+    async def _told(self) -> None:
+        """Wait until there is something to tell, which drafts may not be, or all has been told."""
+        if self._outcome is None:
+            try:
+                await self._news.wait()
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+            self._news.clear()
 
     def _begin(self) -> None:
         if not self.started.done():
