@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from outrider import CloudError, CloudLost, Result, SpeculativeDecoder, connect, local
+from outrider.edge.pair import TIMES
 from outrider.netem.conditions import Conditions
 from outrider.netem.thread import LinkThread
 from tests.chaos.cases import check_books, said
