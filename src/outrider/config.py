@@ -18,6 +18,7 @@ OnCloudLoss = Literal["fail", "edge-only", "wait"]
 Privacy = Literal["tokens", "features", "audio"]
 Loss = Literal["outputs", "tokens"]  # what a risk budget counts
 
+OWN = "seed"  # the setting that is each request's own, and no part of what a gate is calibrated for
 SEED_LIMIT = 2**64
 GATE_FILE_VERSION = 2
 

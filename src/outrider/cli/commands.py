@@ -38,7 +38,7 @@ from outrider.engines.load import BUNDLED
 from outrider.errors import AudioError, OutriderError, PromptError, SettingsError
 from outrider.prompts.audio import Audio, load
 from outrider.prompts.chat import check_text
-from outrider.verifiers.base import Distant
+from outrider.verifiers.base import disconnect
 from outrider.verifiers.connect import connect
 
 STDERR = Console(stderr=True)
@@ -293,8 +293,7 @@ def _loaded(build: Callable[[], SpeculativeDecoder], output: Output) -> Iterator
     try:
         yield decoder
     finally:
-        if isinstance(decoder.verifier, Distant):
-            decoder.verifier.disconnect()
+        disconnect(decoder.verifier)
 
 
 def quieten(output: Output) -> None:

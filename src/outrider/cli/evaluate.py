@@ -233,12 +233,12 @@ def _models(options: _Options, stack: ExitStack) -> tuple[Any, Any]:
     """The edge's engine and the verifier; a cloud that cannot be reached is known before a model is loaded."""
     from outrider.cli.options import load_drafter, reach
     from outrider.evals.limits import Held
-    from outrider.verifiers.base import Distant
+    from outrider.verifiers.base import Distant, disconnect
 
     models, threads = options.models, options.evaluation.edge_threads
     verifier = reach(models, options.network)
+    stack.callback(disconnect, verifier)
     if isinstance(verifier, Distant):
-        stack.callback(verifier.disconnect)
         verifier.probe()
     draft: Any = load_drafter(models) if threads is None else Held(lambda: load_drafter(models), threads)
     return draft, verifier

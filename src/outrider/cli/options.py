@@ -242,13 +242,12 @@ def build_decoder(models: Models, speculation: Speculation, network: Network) ->
 @contextmanager
 def closed_on_failure(verifier: Verifier | None) -> Iterator[Verifier | None]:
     """The verifier, whose connection is closed if what is done with it fails."""
-    from outrider.verifiers.base import Distant
+    from outrider.verifiers.base import disconnect
 
     try:
         yield verifier
     except BaseException:
-        if isinstance(verifier, Distant):
-            verifier.disconnect()
+        disconnect(verifier)
         raise
 
 

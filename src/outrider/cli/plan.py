@@ -124,7 +124,7 @@ def _measure(measured: Measured, models: Models, decoding: Decoding, output: Out
     from outrider.planning.record import record
     from outrider.planning.timing import measure_costs
     from outrider.planning.traces import read_traces
-    from outrider.verifiers.base import Distant
+    from outrider.verifiers.base import disconnect
 
     if "none" in (models.edge, models.cloud):
         raise SettingsError("a plan is made for a pair: give --edge and --cloud")
@@ -135,8 +135,7 @@ def _measure(measured: Measured, models: Models, decoding: Decoding, output: Out
     draft = load_drafter(models)
     with ExitStack() as closing:
         verifier = reach(models)
-        if isinstance(verifier, Distant):
-            closing.callback(verifier.disconnect)
+        closing.callback(disconnect, verifier)
         collect_from_now_on()
         prompts = [given(item) for item in items]
         costs = measure_costs(draft, verifier, prompts[:3], settings)  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.config import GateFile, GenerationSettings, plain_number, read_gate_file
+from outrider.config import OWN, GateFile, GenerationSettings, plain_number, read_gate_file
 from outrider.core.sampling import tempered, uniforms
 from outrider.errors import DataError, SettingsError
 
@@ -240,7 +240,7 @@ def audited(key: int, positions: np.ndarray, share: float) -> np.ndarray:
 
 def _changes(was: GenerationSettings, now: GenerationSettings) -> list[str]:
     """The settings that differ. The seed is the request's own."""
-    pairs = [(f.name, getattr(was, f.name), getattr(now, f.name)) for f in fields(was) if f.name != "seed"]
+    pairs = [(f.name, getattr(was, f.name), getattr(now, f.name)) for f in fields(was) if f.name != OWN]
     return [f"{name} {before!r}, not {after!r}" for name, before, after in pairs if before != after]
 
 

@@ -36,32 +36,33 @@ class Drafter:
         self._chooser = None if needs_q else chooser(reader.engine)
         self.seconds = 0.0  # spent drafting
         self.prefill_seconds = 0.0  # of these, until the first token was there
-        self._started = 0.0
 
     def draft(self, ids: list[int], action: Draft) -> list[Proposal]:
         """Up to action.count proposals that follow `ids`: fewer after an EOS, or when some are there to be shown.
 
         The first call gives one: nobody waits longer than for that, and its time is that of the prompt.
         """
-        self._started, first = time.perf_counter(), not self.prefill_seconds
+        started, first = time.perf_counter(), not self.prefill_seconds
         count = 1 if first else action.count
         if self._cancellation is not None:
             self._read_on(ids, self._cancellation)
         on_device = self._chooser is not None and not action.leave_loop
-        proposals = (
-            self._draft_on_device(ids, count) if on_device else self._draft(ids, count, leave_loop=action.leave_loop)
-        )
-        taken = time.perf_counter() - self._started
+        if on_device:
+            proposals = self._draft_on_device(ids, count)
+        else:
+            proposals = self._draft(ids, count, until=started + SHOWN_S, leave_loop=action.leave_loop)
+        taken = time.perf_counter() - started
         self.seconds += taken
         if first:
             self.prefill_seconds = taken
         return proposals
 
-    def _draft(self, ids: list[int], count: int, *, leave_loop: bool) -> list[Proposal]:
+    def _draft(self, ids: list[int], count: int, *, until: float, leave_loop: bool) -> list[Proposal]:
+        """One at a time. until: when what is there is handed over, by time.perf_counter."""
         ids = list(ids)
         proposals: list[Proposal] = []
         for n in range(count):
-            if n and time.perf_counter() - self._started > SHOWN_S:
+            if n and time.perf_counter() > until:
                 break
             if self._cancellation is not None:
                 self._cancellation.check()

@@ -129,9 +129,9 @@ def _result(ticket: Ticket, gateway: Gateway) -> Result:
 
 async def _ticket(client: str, work: Asked, gateway: Gateway) -> Ticket:
     asked_at = time.perf_counter()
-    start, told = gateway.desk.start, work.provisional
+    how = (work.prompt, work.settings, work.choice)
     try:
-        ticket = await start(client, work.prompt, work.settings, work.choice, provisional=told)
+        ticket = await gateway.desk.start(client, *how, provisional=work.provisional)
     except (PromptError, AudioError, SettingsError) as error:
         raise blamed(error, work) from error
     gateway.metrics.queued(time.perf_counter() - asked_at)

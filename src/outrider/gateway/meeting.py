@@ -10,7 +10,7 @@ from outrider.edge.cancellation import Cancellation
 from outrider.edge.pair import Pair
 from outrider.engines.base import Engine
 from outrider.errors import CloudError, CloudLost, OutriderError
-from outrider.verifiers.base import Distant, Verifier
+from outrider.verifiers.base import Verifier, disconnect
 
 UNKNOWN = "not there yet"
 PAUSE_S = 1.0  # between two attempts, each as patient as the verifier is
@@ -63,15 +63,11 @@ class Meeting:
             self._outcome.set_exception(error)
         finally:
             self._tried.set()
-            self._disconnect()
+            with suppress(CloudError):  # it may be gone already
+                disconnect(self._verifier)
 
     def _attempt(self) -> str | None:
         try:
             return self._pair.meet(self._cancellation).target.name
         except CloudLost:
             return None
-
-    def _disconnect(self) -> None:
-        if isinstance(self._verifier, Distant):
-            with suppress(CloudError):  # it may be gone already
-                self._verifier.disconnect()

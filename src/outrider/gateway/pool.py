@@ -19,7 +19,7 @@ from outrider.engines.base import Engine
 from outrider.errors import CloudError, SettingsError
 from outrider.gateway.sharing import SharedEngine
 from outrider.netem.conditions import conditions
-from outrider.verifiers.base import Distant, Verifier
+from outrider.verifiers.base import Distant, Verifier, disconnect
 from outrider.verifiers.local import LocalVerifier
 
 Way = Literal["speculative", "edge-only", "cloud-only"]
@@ -229,6 +229,5 @@ class Pool:
 
 def _disconnect(verifiers: list[Verifier]) -> None:
     for verifier in verifiers:
-        if isinstance(verifier, Distant):
-            with suppress(CloudError):  # it may be gone already
-                verifier.disconnect()
+        with suppress(CloudError):  # it may be gone already
+            disconnect(verifier)

@@ -8,11 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from outrider.config import GenerationSettings, ModelId
+from outrider.config import OWN, GenerationSettings, ModelId
 from outrider.errors import DataError, SettingsError
 
 UNSAID = object()
-OWN = "seed"  # each request's own, and no part of what a gate is calibrated for
 Key = tuple[str, ...]
 
 

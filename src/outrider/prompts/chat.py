@@ -81,9 +81,10 @@ def _from_messages(engine: Any, messages: Messages) -> list[int]:
 def _read(engine: Any, text: str, **options: Any) -> list[int]:
     """The text's tokens. A text that would not fit if it were made of the longest tokens is not read at all: it would
     take seconds, which nobody could end."""
-    tokenizer = _tokenizer(engine)
-    if engine.max_length is not None and len(text) > engine.max_length * _longest(tokenizer):
-        raise ContextError(f"a prompt of {len(text)} characters: {engine.name} holds {engine.max_length} tokens")
+    tokenizer, most = _tokenizer(engine), engine.max_length
+    # First without the vocabulary, whose list takes a while: few texts have more characters than that many tokens.
+    if most is not None and len(text) > most and len(text) > most * _longest(tokenizer):
+        raise ContextError(f"a prompt of {len(text)} characters: {engine.name} holds {most} tokens")
     return list(tokenizer(text, **options)["input_ids"])
 
 

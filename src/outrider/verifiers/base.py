@@ -94,6 +94,12 @@ class Distant(Protocol):
         ...
 
 
+def disconnect(verifier: Verifier | None) -> None:
+    """Close the connection, where the verifier has one."""
+    if isinstance(verifier, Distant):
+        verifier.disconnect()
+
+
 def shared_vocabulary(edge: Description, cloud: Description) -> tuple[int, int]:
     """How many ids the drafter may draft, and how many the target may emit.
 
