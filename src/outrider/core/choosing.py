@@ -87,7 +87,7 @@ def constrained(rows: Tensor, kind: Kind, places: Places) -> Tensor:
         if chain.no_repeat_ngram:
             _ban_repeats(out, history, lengths, chain.no_repeat_ngram)
     if chain.eos_ids and chain.min_new_tokens:
-        early = torch.where(places.generated < chain.min_new_tokens, -torch.inf, 0.0)[:, None]
+        early = torch.where(places.generated < chain.min_new_tokens, -torch.inf, 0.0).to(rows.dtype)[:, None]
         out = _shifted(out, chain.eos_ids, early)
     if chain.banned_ids:
         out = _shifted(out, chain.banned_ids, torch.full_like(out[:, :1], -torch.inf))

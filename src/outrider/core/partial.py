@@ -57,7 +57,7 @@ class PartialRow:
         Raises:
             Uncovered: this row does not say.
         """
-        row = torch.full((policy.vocab_size,), -torch.inf)
+        row = torch.full((policy.vocab_size,), -torch.inf, dtype=torch.float32)
         known = (self.ids >= 0) & (self.ids < policy.vocab_size)  # beyond is padding, which nothing may emit
         rows.put(row, self.ids[known], self.values[known])
         distribution = _Known(policy.distribution(row, ids, length), self._ceiling(policy, int(known.sum())))
@@ -81,7 +81,7 @@ class PartialRow:
         if sampling.greedy:
             return True
         scores = tempered(distribution.row, sampling.temperature)
-        limit = float(tempered(torch.tensor(ceiling), sampling.temperature))  # rounded as the scores are
+        limit = float(tempered(torch.tensor(ceiling, dtype=torch.float32), sampling.temperature))  # rounded as the scores are
         if 0 < sampling.top_k < policy.vocab_size:
             return float(torch.topk(scores, sampling.top_k).values[-1]) > limit
         best = scores[scores > limit].sort(descending=True).values  # all of them are known to be the best there are

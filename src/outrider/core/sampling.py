@@ -193,7 +193,7 @@ class Distribution:
     def support(self) -> Support:
         """What can be drawn. Greedy: one token with probability 1."""
         if self.sampling.greedy:
-            return Support(torch.tensor([self.choice]), torch.zeros(1))
+            return Support(torch.tensor([self.choice]), torch.zeros(1, dtype=torch.float32))
         return support(self.row, self.sampling)
 
     @cached_property

@@ -8,6 +8,7 @@ bit for bit.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from functools import cached_property
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from outrider.engines.base import Feed, Prompt, afford, check_feeds, check_truncation, doubled
 from outrider.engines.llama import BATCH, OUTPUTS, PADDING, LlamaContext, LlamaModel, Token, most_sequences, padded
+from outrider.engines.locking import Locked, exclusive
 from outrider.engines.probe import Probe
 from outrider.engines.vocabulary import Vocabulary
 from outrider.errors import ModelError, OutriderError, PromptError, StateError
@@ -29,10 +31,10 @@ SAMPLES, SAMPLE_BYTES = 4096, 256  # of a file, for its identity
 HEAD_BYTES = 2**23  # names, shapes, vocabulary: most files' metadata
 
 
-class GgufEngine(Vocabulary):
+class GgufEngine(Vocabulary, Locked):
     """A GGUF file in llama.cpp, on the CPU, with KV slots (`Engine` in base.py says what the methods promise).
 
-    Rows are copies: they stay valid. threads: those of torch, unless given.
+    Rows are copies: they stay valid. Calls from several threads take turns. threads: those of torch, unless given.
 
     Raises:
         ModelError: the file is unreadable, no decoder-only language model, or one whose cache cannot be truncated,
@@ -44,6 +46,7 @@ class GgufEngine(Vocabulary):
 
     def __init__(self, path: str, tokenizer: Any = None, name: str | None = None, threads: int | None = None) -> None:
         self.name = name or path
+        self.lock = threading.RLock()
         self._path, self._threads = Path(path), threads or torch.get_num_threads()
         self._model = LlamaModel(path)
         self.tokenizer = tokenizer if tokenizer is not None else self._read_tokenizer()
@@ -91,6 +94,7 @@ class GgufEngine(Vocabulary):
         """What the caches of keys and values hold now."""
         return self.position_bytes * sum(context.sequences * context.length for context in self._contexts)
 
+    @exclusive
     def reserve(self, budget: int, max_length: int) -> int:
         """Never hold more than `budget` bytes of keys and values, for sequences of up to `max_length` positions.
 
@@ -140,6 +144,7 @@ class GgufEngine(Vocabulary):
 
     # Slots --------------------------------------------------------------------------------------------------
 
+    @exclusive
     def open(self, prompt: Prompt) -> int:
         if prompt.heard:
             raise PromptError(f"{self.name} takes no audio")
@@ -150,6 +155,7 @@ class GgufEngine(Vocabulary):
         self._lengths[slot] = 0
         return slot
 
+    @exclusive
     def close(self, slot: int) -> None:
         self.kv_len(slot)
         try:
@@ -162,6 +168,7 @@ class GgufEngine(Vocabulary):
             raise StateError(f"slot {slot} is not open")
         return self._lengths[slot]
 
+    @exclusive
     def truncate(self, slot: int, length: int) -> None:
         held = self.kv_len(slot)
         check_truncation(slot, length, held)
@@ -179,9 +186,10 @@ class GgufEngine(Vocabulary):
     def forward(self, slot: int, ids: Seq[int], rows: int | None = None) -> Tensor:
         return self.forward_many([Feed(slot, ids, len(ids) if rows is None else rows)])[0]
 
+    @exclusive
     def forward_many(self, feeds: Seq[Feed]) -> list[Tensor]:
         self._check(feeds)
-        outs = [torch.empty(feed.rows, self.row_count) for feed in feeds]
+        outs = [torch.empty(feed.rows, self.row_count, dtype=torch.float32) for feed in feeds]
         for feed in feeds:  # before anything is read
             self._lengthen(self._place(feed.slot)[0], self._lengths[feed.slot] + len(feed.ids))
         try:

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.engines.locking import LOADING
 from outrider.errors import ModelError, SettingsError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def load_engine(
 ) -> TorchEngine | GgufEngine:
     """Load a model and give it KV slots.
 
-    A `.gguf` file runs in llama.cpp on the CPU, quantised as it is; with a dtype, or on a cuda device, it is made dense
+    Calls from several threads load one after another. A `.gguf` file runs in llama.cpp on the CPU, quantised as it is; with a dtype, or on a cuda device, it is made dense
     and runs in transformers.
 
     Args:
@@ -47,19 +48,24 @@ def load_engine(
     if not isinstance(model, (str, Path)):
         return _wrap(model, tokenizer, extractor, dtype, device)
     path = locate(str(model))
+    with LOADING:
+        return _load(path, str(model), tokenizer, extractor, dtype, device)
+
+
+def _load(path: str, name: str, tokenizer: Any, extractor: Any, dtype: str, device: str) -> TorchEngine | GgufEngine:
     if path.endswith(".gguf") and dtype == "auto" and device in ("auto", "cpu"):
-        return _in_llama(path, tokenizer, extractor, str(model))
+        return _in_llama(path, tokenizer, extractor, name)
     target = _device(device)
     options = {"dtype": _dtype(dtype, target)}
-    log.info("loading %s as %s on %s", model, options["dtype"], target)
+    log.info("loading %s as %s on %s", name, options["dtype"], target)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # remarks of the loading library about checkpoints are not ours to fix
         try:
             parts = _load_gguf(path, options) if path.endswith(".gguf") else _load_transformers(path, options)
             loaded = parts[0].to(target)
         except _foreign_errors() as error:
-            raise ModelError(f"cannot load {model}: {_first_line(error)}") from error
-    return _engine(loaded, tokenizer or parts[1], extractor or parts[2], name=str(model))
+            raise ModelError(f"cannot load {name}: {_first_line(error)}") from error
+    return _engine(loaded, tokenizer or parts[1], extractor or parts[2], name=name)
 
 
 def _wrap(model: Any, tokenizer: Any, extractor: Any, dtype: str, device: str) -> TorchEngine:

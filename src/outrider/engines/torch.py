@@ -19,6 +19,7 @@ from outrider.core.sampling import Pick
 from outrider.engines import attention
 from outrider.engines.base import Feed, Prompt, afford, check_feeds
 from outrider.engines.families import AudioLanguage, MaskLike, Text
+from outrider.engines.locking import Locked, exclusive, lock_of
 from outrider.engines.ondevice import OnDevice
 from outrider.engines.probe import Probe
 from outrider.engines.slots import SlotCache
@@ -50,10 +51,10 @@ class _Placed:
     embeds: Tensor
 
 
-class TorchEngine(Vocabulary):
+class TorchEngine(Vocabulary, Locked):
     """A loaded transformers model with KV slots (`Engine` in base.py says what the methods promise).
 
-    On a GPU, weights of a model that can be fused become views of merged ones (stack.py).
+    Calls from several threads take turns. On a GPU, weights of a model that can be fused become views of merged ones (stack.py).
 
     Raises:
         ModelError: the model's cache cannot be truncated, proved by a short probe; the message names the model.
@@ -61,6 +62,11 @@ class TorchEngine(Vocabulary):
 
     def __init__(self, model: Any, tokenizer: Any = None, extractor: Any = None, name: str | None = None) -> None:
         self.name = name or type(model).__name__
+        self.lock = lock_of(model)
+        with self.lock:
+            self._adopt(model, tokenizer, extractor)
+
+    def _adopt(self, model: Any, tokenizer: Any, extractor: Any) -> None:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self._family = AudioLanguage(model, extractor) if _is_audio(model) else Text(model)
@@ -101,6 +107,7 @@ class TorchEngine(Vocabulary):
         """What the buffers of keys and values hold now."""
         return sum(buffer.nbytes for buffer in self._cache.buffers)
 
+    @exclusive
     def reserve(self, budget: int, max_length: int) -> int:
         """Never hold more than `budget` bytes of keys and values, for sequences of up to `max_length` positions.
 
@@ -122,6 +129,7 @@ class TorchEngine(Vocabulary):
 
     # Slots --------------------------------------------------------------------------------------------------
 
+    @exclusive
     def open(self, prompt: Prompt) -> int:
         if prompt.heard:
             self._check_media(prompt)
@@ -137,6 +145,7 @@ class TorchEngine(Vocabulary):
         if placed != made:
             raise PromptError(f"{placed} audio placeholders for {made} audio embeddings")
 
+    @exclusive
     def close(self, slot: int) -> None:
         self._cache.release(slot)
         self._media.pop(slot, None)
@@ -145,6 +154,7 @@ class TorchEngine(Vocabulary):
         self._cache.check(slot)
         return self._cache.lengths[slot]
 
+    @exclusive
     def truncate(self, slot: int, length: int) -> None:
         self._cache.truncate(slot, length)
 
@@ -153,6 +163,7 @@ class TorchEngine(Vocabulary):
     def forward(self, slot: int, ids: Seq[int], rows: int | None = None) -> Tensor:
         return self.forward_many([Feed(slot, ids, len(ids) if rows is None else rows)])[0]
 
+    @exclusive
     @torch.inference_mode()
     def forward_many(self, feeds: Seq[Feed]) -> list[Tensor]:
         wanted = [feed.rows for feed in feeds]
@@ -163,6 +174,7 @@ class TorchEngine(Vocabulary):
         """Whether `choose_many` and `draft` are there: on a GPU, for models that can be fused."""
         return self._on_device is not None
 
+    @exclusive
     @torch.inference_mode()
     def choose_many(self, feeds: Seq[Feed], policies: Seq[Policy]) -> list[list[Pick]]:
         assert self._on_device is not None
@@ -170,6 +182,7 @@ class TorchEngine(Vocabulary):
         with self._here():
             return self._on_device.choose(self._logits(feeds), feeds, starts, policies, self._cache)
 
+    @exclusive
     @torch.inference_mode()
     def draft(self, slot: int, ids: Seq[int], count: int, policy: Policy, *, sure: bool) -> list[Proposal]:
         assert self._on_device is not None

@@ -191,7 +191,7 @@ def _unpack_shortlist(part: schema.Shortlist, vocab_size: int) -> Support:
     if not part.ids or len(part.ids) != len(part.logp) or len(part.ids) > acceptance.RESIDUAL_SHORTLIST:
         raise Refusal(Code.INVALID, f"a distribution of {len(part.ids)} ids and {len(part.logp)} log-probabilities")
     check_ids(part.ids, vocab_size, "q")
-    logp = torch.tensor(list(part.logp))
+    logp = torch.tensor(list(part.logp), dtype=torch.float32)
     if len(set(part.ids)) < len(part.ids) or not abs(float(torch.logsumexp(logp, -1))) < 1e-3:
         raise Refusal(Code.INVALID, "q is no distribution: repeated ids, or a sum that is not 1")
     return Support(torch.tensor(list(part.ids)), logp)
