@@ -63,7 +63,7 @@ class SpeculativeDecoder:
         reader: without a drafter, the engine whose tokenizer prompts and texts are written with.
         lazy: speak to the verifier first when something is generated, not now.
 
-    One decoder serves any number of threads, if its engine does (`outrider.gateway.sharing`).
+    One decoder serves any number of threads; their forwards take turns (`outrider.gateway.sharing` batches them).
 
     Raises:
         SettingsError: settings that contradict each other.

@@ -13,6 +13,7 @@ import torch
 from outrider import SpeculativeDecoder, load_engine, local
 from outrider.engines.base import Feed, Prompt
 from outrider.engines.torch import TorchEngine
+from outrider.engines.vocabulary import tokenize
 from tests.engines.tiny import model, tokens
 
 THREADS = 8
@@ -131,3 +132,20 @@ def test_a_thread_that_loads_a_model_does_not_change_what_others_generate() -> N
 def test_one_checkpoint_is_loaded_by_many_threads() -> None:
     found = run_together(lambda n: load_engine("demo:edge" if n % 2 else "demo:cloud"))
     assert len({made.identity for made in found}) == 2
+
+
+def test_options_of_one_thread_s_text_do_not_reach_another_s() -> None:
+    tokenizer = load_engine("demo:edge").tokenizer
+    text = f"a {tokenizer.all_special_tokens[0]} b"
+    kinds = [{"split_special_tokens": False}, {"split_special_tokens": True}, {"truncation": True, "max_length": 2}]
+    expected = [tokenize(tokenizer, text, **kind) for kind in kinds]
+    assert len({tuple(ids) for ids in expected}) == 3
+    found = run_together(lambda n: [tokenize(tokenizer, text, **kinds[n % 3]) for _ in range(400)])
+    assert all(ids == expected[n % 3] for n, made in enumerate(found) for ids in made)
+
+
+def test_both_sides_of_a_pair_may_be_one_tokenizer_in_many_threads() -> None:
+    decoder = SpeculativeDecoder(load_engine("demo:edge"), None)
+    texts = ["a dog barks", "一只狗在叫", "rain " * 20]
+    expected = [decoder.encode(text).ids for text in texts]
+    assert all(ids == expected for ids in run_together(lambda _: [decoder.encode(text).ids for text in texts]))

@@ -81,7 +81,9 @@ class PartialRow:
         if sampling.greedy:
             return True
         scores = tempered(distribution.row, sampling.temperature)
-        limit = float(tempered(torch.tensor(ceiling, dtype=torch.float32), sampling.temperature))  # rounded as the scores are
+        limit = float(
+            tempered(torch.tensor(ceiling, dtype=torch.float32), sampling.temperature)
+        )  # rounded as the scores are
         if 0 < sampling.top_k < policy.vocab_size:
             return float(torch.topk(scores, sampling.top_k).values[-1]) > limit
         best = scores[scores > limit].sort(descending=True).values  # all of them are known to be the best there are

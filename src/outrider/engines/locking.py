@@ -15,7 +15,7 @@ S = TypeVar("S", bound="Locked")
 # Loading changes state of the whole process: torch's default dtype, and the initialisers that transformers replaces.
 LOADING = threading.RLock()
 _guard = threading.Lock()
-_model_locks: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
+_locks: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
 
 
 class Locked:
@@ -35,7 +35,7 @@ def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
     return guarded
 
 
-def lock_of(model: Any) -> threading.RLock:
-    """Return the lock that all engines of one loaded model share: its forward may keep state in the model."""
+def lock_of(shared: Any) -> threading.RLock:
+    """Return the lock of a loaded model, which its engines share as its forward may keep state, or of a tokenizer."""
     with _guard:
-        return _model_locks.setdefault(model, threading.RLock())
+        return _locks.setdefault(shared, threading.RLock())

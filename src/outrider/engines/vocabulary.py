@@ -6,6 +6,17 @@ import hashlib
 from functools import cached_property
 from typing import Any
 
+from outrider.engines.locking import lock_of
+
+
+def tokenize(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    """Return the ids of a text. options: of the tokenizer's call.
+
+    Some options are written into the tokenizer for the time of the call: one thread at a time.
+    """
+    with lock_of(tokenizer):
+        return list(tokenizer(text, **options)["input_ids"])
+
 
 class Vocabulary:
     """The part of an engine that its tokenizer makes. row_count: ids that the model can read."""

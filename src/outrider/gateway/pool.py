@@ -94,8 +94,6 @@ class Pool:
         self._decoders: OrderedDict[Choice, SpeculativeDecoder] = OrderedDict()
         self._networks: OrderedDict[str, _Network] = OrderedDict()
         self._kept: set[Choice] = set()  # unwatched
-        if engine.tokenizer is not None:
-            engine.tokenizer("a")  # the first call settles its padding, which threads must not do at once
 
     def decoder(self, choice: Choice) -> SpeculativeDecoder:
         """The decoder. It has not spoken to a cloud yet, if nobody has used it.

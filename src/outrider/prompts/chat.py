@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Any
 
 from outrider.engines.base import Prompt
+from outrider.engines.vocabulary import tokenize
 from outrider.errors import ContextError, PromptError
 from outrider.prompts import audio as recordings
 from outrider.prompts import captions
@@ -85,7 +86,7 @@ def _read(engine: Any, text: str, **options: Any) -> list[int]:
     # First without the vocabulary, whose list takes a while: few texts have more characters than that many tokens.
     if most is not None and len(text) > most and len(text) > most * _longest(tokenizer):
         raise ContextError(f"a prompt of {len(text)} characters: {engine.name} holds {most} tokens")
-    return list(tokenizer(text, **options)["input_ids"])
+    return tokenize(tokenizer, text, **options)
 
 
 @lru_cache(16)
