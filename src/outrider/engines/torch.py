@@ -54,7 +54,8 @@ class _Placed:
 class TorchEngine(Vocabulary, Locked):
     """A loaded transformers model with KV slots (`Engine` in base.py says what the methods promise).
 
-    Calls from several threads take turns. On a GPU, weights of a model that can be fused become views of merged ones (stack.py).
+    Calls from several threads take turns. On a GPU, weights of a model that can be fused become views of merged ones
+    (stack.py).
 
     Raises:
         ModelError: the model's cache cannot be truncated, proved by a short probe; the message names the model.
