@@ -71,7 +71,9 @@ class GgufEngine(Vocabulary, Locked):
         # Without its type, transformers first reads the whole file for a configuration: 10 s instead of 1.
         hint = {"tokenizer_type": kind} if kind in TOKENIZER_MAPPING_NAMES else {}
         try:
-            return AutoTokenizer.from_pretrained(str(self._path.parent), gguf_file=self._path.name, **hint)
+            return AutoTokenizer.from_pretrained(
+                str(self._path.parent), gguf_file=self._path.name, trust_remote_code=False, **hint
+            )
         except Exception as error:  # of a broken vocabulary the tokenizers library raises nothing narrower
             raise ModelError(f"{self.name}: its vocabulary makes no tokenizer: {error}") from error
 

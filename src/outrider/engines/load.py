@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.engines.checkpoint import NO_CODE, check_checkpoint, check_gguf, find, read_json
 from outrider.engines.locking import LOADING
-from outrider.errors import ModelError, SettingsError
+from outrider.errors import ModelError, OutriderError, SettingsError
 
 if TYPE_CHECKING:
     from outrider.engines.gguf import GgufEngine
@@ -53,19 +55,34 @@ def load_engine(
 
 
 def _load(path: str, name: str, tokenizer: Any, extractor: Any, dtype: str, device: str) -> TorchEngine | GgufEngine:
-    if path.endswith(".gguf") and dtype == "auto" and device in ("auto", "cpu"):
-        return _in_llama(path, tokenizer, extractor, name)
+    if path.endswith(".gguf"):
+        check_gguf(path, name)
+        if dtype == "auto" and device in ("auto", "cpu"):
+            return _in_llama(path, tokenizer, extractor, name)
     target = _device(device)
-    options = {"dtype": _dtype(dtype, target)}
+    options = {"dtype": _dtype(dtype, target), "use_safetensors": True, **NO_CODE}
     log.info("loading %s as %s on %s", name, options["dtype"], target)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), named(name):
         warnings.simplefilter("ignore")  # remarks of the loading library about checkpoints are not ours to fix
-        try:
-            parts = _load_gguf(path, options) if path.endswith(".gguf") else _load_transformers(path, options)
-            loaded = parts[0].to(target)
-        except _foreign_errors() as error:
-            raise ModelError(f"cannot load {name}: {_first_line(error)}") from error
-    return _engine(loaded, tokenizer or parts[1], extractor or parts[2], name=name)
+        parts = _load_gguf(path, options) if path.endswith(".gguf") else _load_transformers(path, name, options)
+        loaded = parts[0].to(target)
+        return _engine(loaded, tokenizer or parts[1], extractor or parts[2], name=name)
+
+
+@contextmanager
+def named(name: str, doing: str = "cannot load") -> Iterator[None]:
+    """Turn whatever a model library raises into a `ModelError` that names the model.
+
+    The libraries promise no set of exceptions: tokenizers raises bare `Exception`, and Rust's panics are none at all.
+    """
+    try:
+        yield
+    except OutriderError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(f"{doing} {name}: {_reason(error)}") from error
 
 
 def _wrap(model: Any, tokenizer: Any, extractor: Any, dtype: str, device: str) -> TorchEngine:
@@ -73,7 +90,8 @@ def _wrap(model: Any, tokenizer: Any, extractor: Any, dtype: str, device: str) -
         raise ModelError(f"a model is a name or a transformers model, not {type(model).__name__}")
     if (dtype, device) != ("auto", "auto"):
         raise SettingsError("dtype and device are for models given by name; move a loaded model with its own .to()")
-    return _engine(model, tokenizer, extractor)
+    with named(type(model).__name__, "cannot decode with"):
+        return _engine(model, tokenizer, extractor)
 
 
 def _engine(model: Any, tokenizer: Any, extractor: Any, name: str | None = None) -> TorchEngine:
@@ -94,29 +112,8 @@ def _in_llama(path: str, tokenizer: Any, extractor: Any, name: str) -> GgufEngin
     if extractor is not None:
         raise SettingsError(f"{name}: llama.cpp gets no recordings here: an extractor has no use")
     log.info("loading %s into llama.cpp", name)
-    try:
+    with named(name):
         return GgufEngine(path, tokenizer, name)
-    except _foreign_errors() as error:
-        raise ModelError(f"cannot load {name}: {_first_line(error)}") from error
-
-
-def _foreign_errors() -> tuple[type[Exception], ...]:
-    """What reading a checkpoint can raise, in the libraries that read it."""
-    from huggingface_hub import errors
-    from safetensors import SafetensorError
-
-    strict = getattr(errors, "StrictDataclassError", OSError)
-    return (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        ImportError,
-        SafetensorError,
-        strict,
-    )
 
 
 def locate(name: str) -> str:
@@ -143,22 +140,23 @@ def locate(name: str) -> str:
     return name
 
 
-def _load_transformers(path: str, options: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _load_transformers(path: str, name: str, options: dict[str, Any]) -> tuple[Any, Any, Any]:
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(path)
+    check_checkpoint(path, name)
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     if config.is_encoder_decoder:
-        raise ModelError(f"{path}: {config.model_type} is an encoder-decoder; outrider takes decoder-only models")
+        raise ModelError(f"{name}: {config.model_type} is an encoder-decoder; outrider takes decoder-only models")
     auto = _class_for(config)
-    model = _complete(path, *auto.from_pretrained(path, output_loading_info=True, **options))
+    model = _complete(name, *auto.from_pretrained(path, output_loading_info=True, **options))
     return model, _tokenizer(path), _extractor(path) if config.model_type in _AUDIO_TYPES else None
 
 
-def _complete(path: str, model: Any, report: dict[str, Any]) -> Any:
+def _complete(name: str, model: Any, report: dict[str, Any]) -> Any:
     """The model, unless the loading library had to invent weights that the checkpoint lacks."""
     lacking = sorted(map(str, report.get("missing_keys", ())))
     if lacking:
-        raise ModelError(f"{path} lacks {len(lacking)} of the model's weights, the first {lacking[0]}")
+        raise ModelError(f"{name} lacks {len(lacking)} of the model's weights, the first {lacking[0]}")
     return model
 
 
@@ -189,7 +187,7 @@ def _load_gguf(path: str, options: dict[str, Any]) -> tuple[Any, Any, Any]:
     auto, tokenizers = transformers.AutoModelForCausalLM, transformers.AutoTokenizer
     loaded = auto.from_pretrained(str(file.parent), gguf_file=file.name, output_loading_info=True, **options)
     model = _complete(path, *loaded)
-    return model, tokenizers.from_pretrained(str(file.parent), gguf_file=file.name), None
+    return model, tokenizers.from_pretrained(str(file.parent), gguf_file=file.name, **NO_CODE), None
 
 
 def _tokenizer(path: str) -> Any:
@@ -199,19 +197,16 @@ def _tokenizer(path: str) -> Any:
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if not tokenizer.chat_template:  # Qwen2.5-Omni and Qwen2-Audio keep it with the processor
         tokenizer.chat_template = _processor_template(path)
     return tokenizer
 
 
 def _processor_template(path: str) -> str | None:
-    from transformers.utils import cached_file
-
-    file = cached_file(path, "chat_template.json", _raise_exceptions_for_missing_entries=False)
-    if file is None:
-        return None
-    return str(json.loads(Path(file).read_text(encoding="utf-8"))["chat_template"])
+    file = find(path, "chat_template.json")
+    template = None if file is None else read_json(file, path).get("chat_template")
+    return template if isinstance(template, str) else None
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -223,7 +218,7 @@ def _extractor(path: str) -> Any:
     folder = Path(path)
     if folder.is_dir() and not (folder / "preprocessor_config.json").is_file():
         return None
-    return WhisperFeatureExtractor.from_pretrained(path)
+    return WhisperFeatureExtractor.from_pretrained(path, trust_remote_code=False)
 
 
 def _dtype(name: str, device: Any) -> Any:
@@ -252,5 +247,15 @@ def _device(name: str) -> Any:
     return device
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _reason(error: BaseException) -> str:
+    """One line that says what is wrong."""
+    text = str(error).strip()
+    if "trust_remote_code" in text or "requires you to execute" in text:
+        return "it needs Python code of its own (auto_map), which is never run: give a model that transformers knows"
+    if isinstance(error, MemoryError):
+        return "there is not enough memory"
+    if isinstance(error, RecursionError):
+        return "one of its files is nested too deeply"
+    first = text.splitlines()[0] if text else ""
+    plain = isinstance(error, (OSError, ValueError, ImportError, RuntimeError)) and first
+    return first if plain else f"{type(error).__name__}: {first}".rstrip(": ")
