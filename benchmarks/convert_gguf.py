@@ -19,12 +19,18 @@ def convert(source: Path, folder: Path) -> Path:
 
     options = {"gguf_file": source.name, "dtype": torch.bfloat16}
     model = AutoModelForCausalLM.from_pretrained(
-        str(source.parent), quantization_config=GgufConfig(dequantize=True), **options
+        str(source.parent),
+        quantization_config=GgufConfig(dequantize=True),
+        trust_remote_code=False,
+        use_safetensors=True,
+        **options,
     )
     if hasattr(model.config, "quantization_config"):  # 5.17: the weights are dense now, and could not be saved with it
         del model.config.quantization_config
     model.save_pretrained(target)
-    AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name).save_pretrained(target)
+    AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name, trust_remote_code=False).save_pretrained(
+        target
+    )
     return target
 
 

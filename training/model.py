@@ -102,7 +102,9 @@ def create(size: Size, tokenizer: Tokenizer, seed: int) -> Any:
 
 def load(directory: Path | str, dtype: torch.dtype, device: str) -> Any:
     """A saved checkpoint, ready to generate."""
-    model: Any = Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(str(directory), dtype=dtype)
+    model: Any = Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(
+        str(directory), dtype=dtype, trust_remote_code=False, use_safetensors=True
+    )
     return model.to(device).eval()
 
 

@@ -84,5 +84,5 @@ def test_devices_that_cannot_be_used_are_named(device: str) -> None:
 def test_a_given_tokenizer_is_the_one_that_is_used() -> None:
     from transformers import AutoTokenizer
 
-    mine = AutoTokenizer.from_pretrained(BUNDLED / "edge")
+    mine = AutoTokenizer.from_pretrained(BUNDLED / "edge", trust_remote_code=False)
     assert load_engine("demo:edge", tokenizer=mine).tokenizer is mine

@@ -83,7 +83,9 @@ def test_noise_bounds_what_rounding_does_to_a_longer_text() -> None:
 def test_the_tokenizer_is_the_one_that_transformers_makes_of_the_file() -> None:
     for engine in pair():
         path = Path(engine.name)
-        slow = transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+        slow = transformers.AutoTokenizer.from_pretrained(
+            str(path.parent), gguf_file=path.name, trust_remote_code=False
+        )
         assert slow.get_vocab() == engine.tokenizer.get_vocab()
         assert slow.chat_template == engine.tokenizer.chat_template
         assert type(slow) is type(engine.tokenizer)

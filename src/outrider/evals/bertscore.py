@@ -32,8 +32,10 @@ class Encoder:
         from transformers import AutoModel, AutoTokenizer
 
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            self._model = AutoModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            self._model = AutoModel.from_pretrained(
+                folder, local_files_only=True, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+            )
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"{folder} holds no encoder for BERTScore: {error}") from error
         self._model.to(device).eval()
