@@ -170,7 +170,7 @@ def build_serving(listen: str, security: Security, capacity: Capacity, operation
     Raises:
         SettingsError: what is wrong, and with which option.
     """
-    from outrider.cloud.limits import MESSAGE_OVERHEAD, Limits, parse_bytes
+    from outrider.cloud.limits import LEAST_MESSAGE, MIB, Limits, parse_bytes
     from outrider.cloud.security import Tokens, check_listen, check_metrics, parse_address
     from outrider.cloud.server import Serving
 
@@ -186,7 +186,7 @@ def build_serving(listen: str, security: Security, capacity: Capacity, operation
         max_prompt_tokens=capacity.max_prompt,
         max_media_bytes=media,
         max_media_total=parse_bytes(capacity.max_media_total),
-        max_message_bytes=media + MESSAGE_OVERHEAD + BYTES_PER_ID * capacity.max_context,
+        max_message_bytes=max(MIB // 2, LEAST_MESSAGE + BYTES_PER_ID * capacity.max_context),
         max_rate=capacity.max_rate,
         idle_seconds=capacity.idle,
     )

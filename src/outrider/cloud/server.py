@@ -9,13 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2
 
 from outrider.cloud.batcher import Batcher
+from outrider.cloud.health import health_handlers
 from outrider.cloud.limits import Limits
 from outrider.cloud.metrics import Metrics
 from outrider.cloud.security import Tokens
 from outrider.cloud.service import Service
+from outrider.cloud.transport import options
 from outrider.engines.base import Hosted
 from outrider.errors import SettingsError
 from outrider.wire import schema
@@ -23,8 +25,6 @@ from outrider.wire.tls import ServerTls
 
 log = logging.getLogger(__name__)
 
-KEEPALIVE_MS = 60_000  # a peer that vanished without a word is noticed
-SPARE_CALLS = 16  # of one connection, beside a stream for each session and one that takes its place
 ACTIVE = 5.0  # s; a session that asked for nothing for so long is not waited for
 LAST_WORDS = 0.2  # s between not-serving and the first check of whether everyone has left
 
@@ -74,17 +74,8 @@ class Server:
             SettingsError: the address cannot be bound.
         """
         serving = self._serving
-        self._grpc = grpc.aio.server(
-            options=[
-                ("grpc.max_receive_message_length", serving.limits.max_message_bytes),
-                ("grpc.so_reuseport", 0),
-                ("grpc.http2.bdp_probe", 0),
-                ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-                ("grpc.max_concurrent_streams", 2 * serving.limits.max_sessions_per_identity + SPARE_CALLS),
-            ]
-        )
-        self._grpc.add_generic_rpc_handlers((self.service.handlers(),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        self._grpc = grpc.aio.server(options=options(serving.limits))
+        self._grpc.add_generic_rpc_handlers((self.service.handlers(), health_handlers(self._health)))
         try:
             self.port = self._bind(f"{_bracketed(serving.host)}:{serving.port}")
             if serving.metrics_at is not None:
