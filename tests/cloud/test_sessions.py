@@ -286,7 +286,7 @@ def test_an_identity_that_loses_a_recording_had_more_than_the_newcomer(additions
         kept.gone.clear()
         with suppress(Refusal):
             kept.add(identity, size)
-        after = Counter({name: 0 for name in "abc"})
+        after = Counter(dict.fromkeys("abc", 0))
         for record in kept.sessions:
             after[record.identity] += record.media_bytes
         for record in {record.identity: record for record in kept.gone}.values():

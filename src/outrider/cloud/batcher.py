@@ -6,8 +6,8 @@ One thread owns the engine. Each step
     read      all short blocks in as few forwards as their widths allow; then one chunk of the long prefills
     judge     those that are read to the end
 
-so a long prefill delays the others' verdicts by one chunk at most. Within an identity, the first to come is served first;
-between identities, slots and engine time are shared (shares.py).
+so a long prefill delays the others' verdicts by one chunk at most. Within an identity, the first to come is served
+first. Between identities, slots and engine time are shared (shares.py).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def health_handlers(servicer: health.aio.HealthServicer) -> grpc.GenericRpcHandl
         try:
             async with receiving, asyncio.timeout(RECEIVE):
                 return health_pb2.HealthCheckRequest.FromString(await anext(aiter(requests)))
-        except Exception:  # noqa: BLE001 - no request, a late one, or none that can be read
+        except Exception:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "expected one HealthCheckRequest")
             raise
 

@@ -117,7 +117,7 @@ class RemoteVerifier:
     def close(self, session: int) -> None:
         """Tell the cloud, without waiting for it."""
         found = self._sessions.pop(session, None)
-        if found is not None:
+        if found is not None and not self.connection.inherited:
             self.connection.run(found.leave())
 
     def cut(self) -> None:
