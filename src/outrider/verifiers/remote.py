@@ -26,6 +26,7 @@ from outrider.verifiers.remote_session import Peer, RemoteSession
 from outrider.verifiers.retrying import persistently
 from outrider.wire import schema
 from outrider.wire.connection import Connection
+from outrider.wire.hosts import bracketed
 from outrider.wire.ledger import Ledger
 from outrider.wire.status import CallFailed, Disconnected
 from outrider.wire.tls import ClientTls
@@ -57,7 +58,7 @@ class RemoteVerifier:
         deadline: float = 30.0,
         patience: float = 10.0,
     ) -> None:
-        self.name = f"grpc://{host}:{port}"
+        self.name = f"grpc://{bracketed(host)}:{port}"
         self.deadline, self.patience = deadline, patience
         self.connection = Connection(host, port, tls=tls, token=token, net=net)
         self._description: Description | None = None
@@ -172,7 +173,7 @@ class RemoteVerifier:
         except (CallFailed, Disconnected) as error:
             if isinstance(error, CallFailed) and self.connection.link.down == before:
                 self.connection.renew()
-            raise of_call(self.name, error) from error
+            raise of_call(self.name, error, token=self.connection.has_token) from error
 
     async def _retrying(self, attempt: Callable[..., Awaitable[T]], *args: object) -> T:
         """Attempts until one succeeds or patience ends."""
@@ -186,5 +187,8 @@ class RemoteVerifier:
         trouble = "the network is cut" if self._cut else self.connection.link.trouble
         if trouble is not None:
             return f"{trouble} (tried for {self.patience:g} s)"
-        hints = {"wrong version": "it seems to speak no TLS", "lost at once": "if it speaks TLS, give tls or ca"}
+        hints = {
+            "wrong version": "it seems not to speak TLS",
+            "lost at once": "if it speaks TLS, give --tls or --ca FILE (in Python tls=True or ca=FILE)",
+        }
         return "; ".join([str(last), *(hint for sign, hint in hints.items() if sign in str(last))])

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from outrider.errors import CloudError, StateError
 from outrider.netem.conditions import Conditions
 from outrider.netem.link import Link
+from outrider.wire.hosts import ascii_host
 from outrider.wire.ledger import Account
 
 T = TypeVar("T")
@@ -45,7 +46,10 @@ class Worker:
         self._process = os.getpid()
         self._folder = tempfile.mkdtemp(prefix="outrider-")
         weakref.finalize(self, _remove, self._folder, self._process)  # also where nobody disconnects
-        self.lines = [Line(os.path.join(self._folder, f"s{n}"), Link(*host, net)) for n, host in enumerate(hosts)]
+        self.lines = [
+            Line(os.path.join(self._folder, f"s{n}"), Link(ascii_host(host), port, net))
+            for n, (host, port) in enumerate(hosts)
+        ]
         self._lock = threading.Lock()
         self._ended = False
         self._tasks: set[asyncio.Task[Any]] = set()
