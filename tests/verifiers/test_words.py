@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.certificates import Authority
 
 from cloud.serving import serving
 from fakes import HashRows, ScriptedEngine
 from outrider import CloudLost, CloudRefused, SettingsError, connect
 from outrider.cloud.security import Tokens
 from outrider.wire.tls import ServerTls
-from tests.certificates import Authority
 
 TOKENS = Tokens({"lab": hashlib.sha256(b"l" * 20).digest()})
 

@@ -292,7 +292,7 @@ def test_a_kind_of_key_is_refused_exactly_where_grpc_cannot_serve_with_it(tmp_pa
 
 def test_rsa_pss_is_refused_by_name(tmp_path: Path, authority: Authority) -> None:
     """cryptography cannot make such a key: the identifier in an RSA certificate is changed."""
-    cert, key = self_signed(tmp_path, KEYS["RSA"]())
+    cert, _key = self_signed(tmp_path, KEYS["RSA"]())
     der = ssl.PEM_cert_to_DER_cert(cert.read_text())
     pss = der.replace(bytes.fromhex("06092a864886f70d010101"), bytes.fromhex("06092a864886f70d01010a"))
     cert.write_text(ssl.DER_cert_to_PEM_cert(pss))

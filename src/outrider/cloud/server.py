@@ -12,6 +12,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2
 
 from outrider.cloud.batcher import Batcher
+from outrider.cloud.figures import listen
 from outrider.cloud.health import health_handlers
 from outrider.cloud.limits import Limits
 from outrider.cloud.metrics import Metrics
@@ -21,10 +22,12 @@ from outrider.cloud.transport import options
 from outrider.engines.base import Hosted
 from outrider.errors import SettingsError
 from outrider.wire import schema
+from outrider.wire.hosts import ascii_host, bracketed
 from outrider.wire.tls import ServerTls
 
 log = logging.getLogger(__name__)
 
+EVERYWHERE = "::"
 ACTIVE = 5.0  # s; a session that asked for nothing for so long is not waited for
 LAST_WORDS = 0.2  # s between not-serving and the first check of whether everyone has left
 
@@ -77,9 +80,9 @@ class Server:
         self._grpc = grpc.aio.server(options=options(serving.limits))
         self._grpc.add_generic_rpc_handlers((self.service.handlers(), health_handlers(self._health)))
         try:
-            self.port = self._bind(f"{_bracketed(serving.host)}:{serving.port}")
+            self.port = self._bind(_address(serving.host, serving.port))
             if serving.metrics_at is not None:
-                self.metrics.serve(*serving.metrics_at)
+                self.metrics.serve(*serving.metrics_at, healthy=lambda: not self.service.draining)
         except SettingsError:
             await self.stop()
             raise
@@ -155,9 +158,22 @@ async def run(engine: Hosted, serving: Serving, listening: Callable[[Server], No
     hurrying.cancel()
 
 
-def _bracketed(host: str) -> str:
+def check_free(host: str, port: int) -> None:
+    """Find out whether an address can be listened on, without listening.
+
+    Raises:
+        SettingsError: it is taken, or not this machine's; or the port is one that this user may not take.
+    """
+    try:
+        listen(host, port).close()
+    except (OSError, UnicodeError) as error:
+        where = f"{bracketed(host) or 'every interface'}, port {port}"
+        raise SettingsError(f"cannot listen on {where}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _address(host: str, port: int) -> str:
     """As gRPC wants it. "" is every interface: gRPC takes [::] for both kinds of addresses, and cannot bind ""."""
-    return f"[{host or '::'}]" if ":" in host or not host else host
+    return f"{bracketed(ascii_host(host) or EVERYWHERE)}:{port}"
 
 
 def _report(upkeep: asyncio.Task[None]) -> None:

@@ -137,8 +137,8 @@ def _remote(
     for host, _ in target.hosts:
         if token is not None and not encrypted and not _is_loopback(host):
             raise SettingsError(
-                f"a token for {host} would cross the network unencrypted: add --tls or --ca FILE (in Python tls=True or "
-                "ca=FILE)"
+                f"a token for {host} would cross the network unencrypted: add --tls or --ca FILE "
+                "(in Python tls=True or ca=FILE)"
             )
     paths = [None if name is None else Path(name) for name in (ca, cert, key)]
     link = net if isinstance(net, Conditions) else conditions(net) if net is not None else Conditions()

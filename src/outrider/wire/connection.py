@@ -46,10 +46,13 @@ class Connection(Worker):
         data = await self._channel.unary(f"/{schema.SERVICE}/Describe", request, timeout)
         return schema.DescribeAnswer.FromString(data)
 
-    async def vocabulary(self, timeout: float) -> list[str]:
+    async def vocabulary(self, most: int, timeout: float) -> list[str]:
+        """The cloud's token strings; no more are read, once there are more than `most`."""
         names: list[str] = []
         async for data in self._channel.unary_stream(f"/{schema.SERVICE}/Vocabulary", b"", timeout):
             names += schema.VocabularyPart.FromString(data).tokens
+            if len(names) > most:
+                break
         return names
 
     def retire(self) -> None:

@@ -17,7 +17,7 @@ def ascii_host(host: str) -> str:
 
 
 def peer_name(host: str) -> str:
-    """The name that a certificate and HTTP's :authority hold: the zone of an IPv6 address is this machine's business."""
+    """The name that a certificate and HTTP's :authority hold: an IPv6 address without its zone."""
     return ascii_host(host).partition("%")[0]
 
 
