@@ -67,6 +67,7 @@ class Authority:
         issued = Issued(self._folder / f"{name or 'nameless'}.crt", self._folder / f"{name or 'nameless'}.key")
         certificate = builder.sign(self._key, hashes.SHA256())
         issued.cert.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+        issued.key.touch(0o600)
         issued.key.write_bytes(private_pem(key))
         return issued
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from outrider.cloud.limits import MESSAGE_OVERHEAD, Limits
+from outrider.cloud.limits import LEAST_MESSAGE, Limits
 from outrider.cloud.security import Tokens
 from outrider.wire import schema
 from outrider.wire.tls import ServerTls
@@ -144,7 +144,7 @@ def test_a_prompt_has_so_many_tokens_but_what_followed_it_may_come_along() -> No
 
 
 def test_a_message_that_is_too_large_ends_its_stream_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    limits = Limits(max_media_bytes=1000, max_media_total=1000, max_message_bytes=1000 + MESSAGE_OVERHEAD)
+    limits = Limits(max_media_bytes=1000, max_media_total=1000, max_message_bytes=LEAST_MESSAGE)
     with (
         reached(Held(), limits=limits) as (served, channel),
         RawStream(channel) as bystander,

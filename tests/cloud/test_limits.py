@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.cloud.limits import MESSAGE_OVERHEAD, MIB, Limits, RateLimiter, parse_bytes
+from outrider.cloud.limits import LEAST_MESSAGE, MIB, Limits, RateLimiter, parse_bytes
 from outrider.errors import SettingsError
 
 WHOLE = ("max_sessions", "max_sessions_per_identity", "max_prompt_tokens", "max_message_bytes", "burst")
@@ -57,10 +57,17 @@ def test_only_what_may_be_unlimited_may_be_none(name: str) -> None:
     assert Limits(max_prompt_tokens=None, max_rate=None) == Limits()
 
 
-def test_a_message_holds_the_media_and_a_prompt() -> None:
-    Limits(max_media_bytes=MIB, max_message_bytes=MIB + MESSAGE_OVERHEAD)
-    with pytest.raises(SettingsError, match=f"it is at least {MIB + MESSAGE_OVERHEAD}"):
-        Limits(max_media_bytes=MIB, max_message_bytes=MIB + MESSAGE_OVERHEAD - 1)
+def test_a_message_holds_a_prompt_and_media_comes_in_several() -> None:
+    Limits(max_media_bytes=MIB, max_message_bytes=LEAST_MESSAGE)
+    with pytest.raises(SettingsError, match=f"it is at least {LEAST_MESSAGE}"):
+        Limits(max_message_bytes=LEAST_MESSAGE - 1)
+
+
+def test_an_identity_that_is_not_alone_leaves_half_of_the_room_for_media() -> None:
+    limits = Limits(max_media_bytes=6, max_media_total=10)
+    assert limits.media_share(named=False) == 10
+    assert limits.media_share(named=True) == 6
+    assert Limits(max_media_bytes=1, max_media_total=10).media_share(named=True) == 5
 
 
 def test_all_sessions_media_is_no_less_than_ones() -> None:

@@ -105,6 +105,43 @@ def test_figures_are_served_until_closed() -> None:
     metrics.close()
 
 
+def asked(url: str, method: str) -> tuple[int, bytes, str]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=20) as answer:
+            return answer.status, answer.read(), answer.headers["content-length"]
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read(), error.headers["content-length"]
+
+
+def test_head_is_answered_as_get_without_a_body() -> None:
+    metrics, well = Metrics(), [True]
+    port = metrics.serve("127.0.0.1", 0, healthy=lambda: well[0])
+    try:
+        for path, expected in (("metrics", 200), ("health", 200), ("health?x=1", 200), ("other", 404)):
+            url = f"http://127.0.0.1:{port}/{path}"
+            status, body, length = asked(url, "GET")
+            assert (status, int(length)) == (expected, len(body))
+            assert body
+            assert asked(url, "HEAD") == (expected, b"", length)
+        well[0] = False
+        assert asked(f"http://127.0.0.1:{port}/health", "GET")[:2] == (503, b"NOT_SERVING\n")
+        assert asked(f"http://127.0.0.1:{port}/health", "HEAD")[0] == 503
+    finally:
+        metrics.close()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+def test_every_interface_is_both_families() -> None:
+    metrics = Metrics()
+    port = metrics.serve("", 0)
+    try:
+        for host in ("127.0.0.1", "[::1]"):
+            assert asked(f"http://{host}:{port}/metrics", "GET")[0] == 200
+    finally:
+        metrics.close()
+
+
 def test_an_address_that_is_taken_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

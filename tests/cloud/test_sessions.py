@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -241,6 +242,55 @@ def test_nothing_is_kept_of_who_has_gone() -> None:
     finally:
         gc.enable()
     assert len(kept.sessions) == 0
+
+
+# Shares ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_identitys_recordings_end_nobody_elses_session() -> None:
+    kept = Kept(**media_limits(500))
+    mine = kept.add("me", media=100)
+    for _ in range(50):
+        kept.add("greedy", media=100)
+    assert mine in kept.sessions
+    assert {record.identity for record in kept.gone} == {"greedy"}
+
+
+def test_an_identity_that_took_all_the_room_gives_way_even_at_work() -> None:
+    kept = Kept(**media_limits(500))
+    theirs = [kept.add("greedy", media=100) for _ in range(5)]
+    for record in theirs:
+        busy(record)
+    kept.add("me", media=100)
+    assert kept.gone == theirs[:1]
+    kept.add("me", media=100)
+    assert kept.gone == theirs[:2]
+    kept.add("me", media=100)  # now it would have more than the other, and makes room itself
+    assert [record.identity for record in kept.gone] == ["greedy", "greedy", "me"]
+
+
+def test_an_identity_that_took_all_places_gives_way() -> None:
+    kept = Kept(max_sessions=4, max_sessions_per_identity=4)
+    theirs = [kept.add("greedy") for _ in range(4)]
+    mine = [kept.add("me"), kept.add("me")]
+    assert kept.gone == theirs[:2]
+    with full():
+        kept.add("me")
+    assert all(record in kept.sessions for record in mine)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 100)), max_size=30))
+def test_an_identity_that_loses_a_recording_had_more_than_the_newcomer(additions: list[tuple[str, int]]) -> None:
+    kept = Kept(max_sessions=99, **media_limits(300))
+    for identity, size in additions:
+        kept.gone.clear()
+        with suppress(Refusal):
+            kept.add(identity, size)
+        after = Counter(dict.fromkeys("abc", 0))
+        for record in kept.sessions:
+            after[record.identity] += record.media_bytes
+        for record in {record.identity: record for record in kept.gone}.values():
+            assert record.identity == identity or after[record.identity] + record.media_bytes > after[identity]
 
 
 # Orphans --------------------------------------------------------------------------------------------------------

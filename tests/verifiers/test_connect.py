@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider import SettingsError, connect
+from outrider import CloudLost, SettingsError, connect
 from outrider.verifiers.connect import Target, parse_target
+from outrider.wire.hosts import peer_name
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,9 @@ from outrider.verifiers.connect import Target, parse_target
         ("vllm://b:8000,a:8000,b:8001/", Target("vllm", hosts=(("b", 8000), ("a", 8000), ("b", 8001)))),
         ("vllm://[::1]:8000", Target("vllm", hosts=(("::1", 8000),))),
         ("vllm://[fe80::1%1]:1,10.0.0.1:65535", Target("vllm", hosts=(("fe80::1%1", 1), ("10.0.0.1", 65535)))),
+        ("grpc://[fe80::1%eth0]:7070", Target("grpc", hosts=(("fe80::1%eth0", 7070),))),
+        ("grpc://bücher.example:7070", Target("grpc", hosts=(("bücher.example", 7070),))),
+        ("vllm://例え.テスト:1", Target("vllm", hosts=(("例え.テスト", 1),))),
         ("sglang://h:1", Target("sglang", hosts=(("h", 1),))),
         ("sglang://h:1/", Target("sglang", hosts=(("h", 1),))),
     ],
@@ -39,7 +43,7 @@ def test_what_texts_name(text: str, target: Target) -> None:
     assert target.remote == text.startswith(("grpc", "vllm", "sglang"))
 
 
-names = st.from_regex(r"[a-z0-9.-]{1,8}|\[[0-9a-f:]{2,8}\]", fullmatch=True)
+names = st.from_regex(r"[a-z0-9-]{1,6}(\.[a-z0-9]{1,3})?\.?", fullmatch=True) | st.ip_addresses(v=6).map("[{}]".format)
 ports = st.integers(1, 65535)
 lists = st.lists(st.tuples(names, ports), min_size=1, max_size=5, unique=True)
 
@@ -117,6 +121,32 @@ def test_addresses_that_are_none_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "host",
+    ["[::g]", "[1.2.3.4]", "[fe80::1%]", "[host]", "a..b", ".", "x" * 64 + ".example", "ü" * 64, "a.\u2060", "a\x00b"],
+)
+@pytest.mark.parametrize("kind", ["grpc", "vllm"])
+def test_a_host_that_can_be_none_is_named(kind: str, host: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        parse_target(f"{kind}://{host}:7070")
+    assert repr(host.strip("[]"))[1:-1] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "sent"),
+    [("bücher.example", "xn--bcher-kva.example"), ("fe80::1%eth0", "fe80::1"), ("Cloud.example.", "Cloud.example.")],
+)
+def test_hosts_are_sent_as_http_and_certificates_have_them(host: str, sent: str) -> None:
+    assert peer_name(host) == sent
+
+
+@pytest.mark.parametrize("target", ["grpc://[::1]:1", "grpc://bücher.invalid:1", "grpc://[fe80::1%lo]:1"])
+def test_a_cloud_is_named_as_it_was_typed(target: str) -> None:
+    verifier = connect(target, patience=0.1)
+    with pytest.raises(CloudLost, match=f"^{re.escape(target)} cannot be reached"), verifier:  # type: ignore[union-attr]
+        verifier.probe()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
     "text", ["vllm://a:1,a:1", "sglang://a:1,b:1,a:1", "vllm://[::1]:1,[::1]:1", "vllm://a:1,a:01"]
 )
 def test_a_replica_is_named_once(text: str) -> None:
@@ -184,7 +214,7 @@ def test_no_replica_gets_a_token_unencrypted(kind: str, far: str, at: int) -> No
 def test_connecting_sends_nothing_yet(target: str, options: dict[str, Any]) -> None:
     verifier: Any = connect(target, **options)
     try:
-        assert verifier.name == target.replace("[::1]", "::1")
+        assert verifier.name == target
     finally:
         verifier.disconnect()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cloud.serving import Served, serving
 from fakes import HashRows, ScriptedEngine, plain
@@ -27,7 +30,7 @@ from outrider.errors import DecodingError, PromptError, SettingsError, StateErro
 from outrider.netem.thread import LinkThread
 from outrider.verifiers.base import Conditions
 from outrider.verifiers.refusals import Again, of_call
-from outrider.verifiers.remote import RemoteVerifier
+from outrider.verifiers.remote import RemoteVerifier, _impossible
 from outrider.wire import schema
 from outrider.wire.status import CallFailed, Disconnected, Status
 
@@ -97,6 +100,71 @@ def test_another_protocol_is_named(served: Served, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(cloud.connection, "describe", describe)
         with pytest.raises(CloudRefused, match="speaks protocol 2, this edge 1"):
             cloud.describe()
+
+
+GOOD = {
+    "protocol": 1,
+    "name": "m",
+    "vocab_size": 32,
+    "row_count": 40,
+    "eos_ids": [2],
+    "fingerprint": b"f",
+    "model": b"m",
+}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"vocab_size": 0}, "vocab_size 0"),
+        ({"vocab_size": 2**32 - 1, "row_count": 2**32 - 1}, "vocab_size 4294967295"),
+        ({"row_count": 31}, "row_count 31"),
+        ({"row_count": 2**32 - 1}, "row_count 4294967295"),
+        ({"eos_ids": [40]}, "eos_ids beyond"),
+        ({"eos_ids": list(range(33))}, "33 eos_ids"),
+        ({"max_length": 1}, "max_length 1"),
+        ({"audio_seconds": -1.0}, "audio_seconds -1"),
+        ({"audio_seconds": math.nan}, "audio_seconds nan"),
+        ({"audio_seconds": math.inf}, "audio_seconds inf"),
+        ({"name": ""}, "a name of 0"),
+        ({"name": "x" * 10**6}, "a name of 1000000"),
+        ({"name": "m\x1b]0;owned\x07"}, "a name that cannot be printed"),
+        ({"fingerprint": b""}, "no fingerprint"),
+        ({"model": bytes(10**6)}, "model hash"),
+    ],
+)
+def test_a_description_that_cannot_be_is_refused_by_name(
+    served: Served, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any], named: str
+) -> None:
+    answer = schema.DescribeAnswer(**{**GOOD, "max_drafts": schema.MAX_DRAFTS, **wrong})
+
+    async def describe(*_: object) -> schema.DescribeAnswer:
+        return answer
+
+    with far(served) as cloud:
+        monkeypatch.setattr(cloud.connection, "describe", describe)
+        with pytest.raises(CloudRefused, match=f"cannot be: .*{named}") as caught:
+            SpeculativeDecoder(engine(), cloud)
+        assert len(str(caught.value)) < 300
+        assert "\x1b" not in str(caught.value)
+
+
+@given(st.builds(dict, **{name: st.integers(0, 2**32 - 1) for name in ("vocab_size", "row_count", "max_length")}))
+def test_any_description_is_refused_or_can_be_used(numbers: dict[str, int]) -> None:
+    answer = schema.DescribeAnswer(**{**GOOD, **numbers})
+    if _impossible(answer) is None:
+        assert 0 < answer.vocab_size <= answer.row_count
+        assert max(answer.eos_ids) < answer.row_count
+
+
+def test_a_vocabulary_that_never_ends_is_not_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    with far(served) as cloud:
+        cloud.describe()
+        parts = [schema.VocabularyPart(tokens=["x"] * 4096).SerializeToString()] * 10**6
+        served.service.__dict__["_vocabulary"] = parts
+        with pytest.raises(CloudRefused, match="names more tokens than the 32"):
+            cloud._read_vocabulary()
+        assert cloud.connection.link.down < 2**23
 
 
 def test_another_checkpoint_behind_the_address_is_refused_and_never_mixed_in(served: Served) -> None:

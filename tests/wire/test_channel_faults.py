@@ -125,7 +125,7 @@ def test_going_away_loses_what_was_not_processed_and_finishes_the_rest() -> None
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "protocol error: a frame of 4740180 bytes"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "protocol error: a frame of 4740180 bytes"),  # after its SETTINGS
         (b"\0\0\1\7\0\0\0\0\0x", "protocol error: a GOAWAY frame that is too short"),
         (b"\0\0\4\x01\4\0\0\0\1\xff\xff\xff\xff", "protocol error: "),  # headers that HPACK cannot have made
         (b"\0\0\1\0\x08\0\0\0\1\xff", "protocol error: "),  # padding beyond the frame

@@ -10,16 +10,20 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import dsa, ec, ed448, ed25519, rsa
+from cryptography.x509.oid import NameOID
 
+from outrider import connect
 from outrider.errors import SettingsError
 from outrider.wire.channel import Channel
 from outrider.wire.status import Disconnected
-from outrider.wire.tls import ClientTls, ServerTls, _validity
+from outrider.wire.tls import CLIENT_KINDS, ClientTls, ServerTls, _validity, check_kind
 from tests.certificates import DAY, Authority, private_pem
 
 METHOD = "/test/Who"
@@ -235,3 +239,89 @@ def test_dates_of_long_names_are_found(tmp_path: Path) -> None:
     issued = Authority(tmp_path, "x" * 60).server("y" * 60, tuple(f"host-{i}.example" for i in range(30)))
     begin, end = _validity(ssl.PEM_cert_to_DER_cert(issued.cert.read_text()))
     assert begin < datetime.now(UTC) < end
+
+
+# Kinds of keys --------------------------------------------------------------------------------------------------
+
+
+def self_signed(folder: Path, key: Any, name: str = "odd") -> tuple[Path, Path]:
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.now(UTC)
+    builder = x509.CertificateBuilder(subject, subject, key.public_key(), 7, now - DAY, now + DAY)
+    builder = builder.add_extension(x509.BasicConstraints(True, None), True)
+    hashed = None if isinstance(key, (ed448.Ed448PrivateKey, ed25519.Ed25519PrivateKey)) else hashes.SHA256()
+    cert, secret = folder / f"{name}.crt", folder / f"{name}.key"
+    cert.write_bytes(builder.sign(key, hashed).public_bytes(serialization.Encoding.PEM))
+    secret.touch(0o600)
+    secret.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return cert, secret
+
+
+KEYS: dict[str, Any] = {
+    "RSA": lambda: rsa.generate_private_key(65537, 2048),
+    "ECDSA P-256": lambda: ec.generate_private_key(ec.SECP256R1()),
+    "ECDSA P-384": lambda: ec.generate_private_key(ec.SECP384R1()),
+    "ECDSA P-521": lambda: ec.generate_private_key(ec.SECP521R1()),
+    "Ed25519": ed25519.Ed25519PrivateKey.generate,
+    "Ed448": ed448.Ed448PrivateKey.generate,
+    "ECDSA secp256k1": lambda: ec.generate_private_key(ec.SECP256K1()),
+    "ECDSA P-224": lambda: ec.generate_private_key(ec.SECP224R1()),
+    "ECDSA on another curve": lambda: ec.generate_private_key(ec.BrainpoolP256R1()),
+    "DSA": lambda: dsa.generate_private_key(2048),
+}
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_a_kind_of_key_is_refused_exactly_where_grpc_cannot_serve_with_it(tmp_path: Path, kind: str) -> None:
+    cert, key = self_signed(tmp_path, KEYS[kind]())
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            pair = [(key.read_bytes(), cert.read_bytes())]
+            grpc.server(pool).add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials(pair))
+            usable = True
+        except RuntimeError:
+            usable = False
+    if usable:
+        ServerTls(cert, key)
+    else:
+        with pytest.raises(SettingsError, match=rf"odd\.crt: its key is {kind}, which gRPC cannot use"):
+            ServerTls(cert, key)
+
+
+def test_rsa_pss_is_refused_by_name(tmp_path: Path, authority: Authority) -> None:
+    """cryptography cannot make such a key: the identifier in an RSA certificate is changed."""
+    cert, _key = self_signed(tmp_path, KEYS["RSA"]())
+    der = ssl.PEM_cert_to_DER_cert(cert.read_text())
+    pss = der.replace(bytes.fromhex("06092a864886f70d010101"), bytes.fromhex("06092a864886f70d01010a"))
+    cert.write_text(ssl.DER_cert_to_PEM_cert(pss))
+    with pytest.raises(SettingsError, match="its key is RSA-PSS, which gRPC cannot use"):
+        check_kind(cert, CLIENT_KINDS)
+
+
+@pytest.mark.parametrize("kind", ["Ed448", "ECDSA secp256k1"])
+def test_client_authorities_of_such_kinds_are_refused_unless_another_can_be_used(
+    tmp_path: Path, authority: Authority, kind: str
+) -> None:
+    issued, (odd, _) = authority.server(), self_signed(tmp_path, KEYS[kind]())
+    with pytest.raises(SettingsError, match=rf"odd\.crt: its key is {kind}"):
+        ServerTls(issued.cert, issued.key, odd)
+    odd.write_bytes(odd.read_bytes() + authority.ca.read_bytes())
+    ServerTls(issued.cert, issued.key, odd)
+
+
+@pytest.mark.parametrize("kind", ["Ed25519", "Ed448", "ECDSA P-521"])
+def test_a_clients_certificate_that_no_grpc_server_takes_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    cert, key = self_signed(tmp_path, KEYS[kind]())
+    with pytest.raises(SettingsError, match=rf"odd\.crt: its key is {kind}"):
+        connect("grpc://127.0.0.1:1", cert=str(cert), key=str(key))
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o660])
+def test_a_private_key_that_others_can_read_is_refused(authority: Authority, mode: int) -> None:
+    issued = authority.server()
+    issued.key.chmod(mode)
+    for tls in (ServerTls, lambda cert, key: ClientTls(None, cert, key)):
+        with pytest.raises(SettingsError, match=r"localhost\.key, a private key, .* chmod 600 .*localhost\.key"):
+            tls(issued.cert, issued.key)

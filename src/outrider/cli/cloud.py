@@ -16,6 +16,7 @@ from cyclopts import Group, Parameter
 
 from outrider.cli.options import Whole, collect_from_now_on
 from outrider.errors import SettingsError
+from outrider.wire.hosts import bracketed
 
 if TYPE_CHECKING:
     from outrider.cloud.server import Server, Serving
@@ -129,17 +130,19 @@ class Operation:
 
 def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, operation: Operation) -> int:
     """Load the model and serve it until told to stop."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before gRPC is imported: its own lines would stand among ours
     import asyncio  # here, as parsing needs none of it
 
     from outrider.cloud import logs
+    from outrider.cloud.server import check_free
     from outrider.engines.load import load_engine, locate
 
     serving = build_serving(listen, security, capacity, operation)
+    check_free(serving.host, serving.port)  # before a model is loaded in vain
     name = "demo:cloud" if model == "demo" else model
     locate(name)
     if operation.until_stdin_ends:
         threading.Thread(target=_end_with_stdin, name="outrider-stdin", daemon=True).start()
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own lines would stand among ours
     logs.configure("INFO" if operation.verbose else "WARNING", json=operation.log_format == "json", stream=sys.stderr)
     from outrider.cloud.server import run
 
@@ -148,7 +151,7 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
     collect_from_now_on()
 
     def listening(server: Server) -> None:
-        where = f"{serving.host}:{server.port}"
+        where = f"{bracketed(serving.host)}:{server.port}"
         if operation.json:
             print(jsonlib.dumps({"listening": where, "model": engine.name}), flush=True)  # noqa: T201
         if operation.log_format == "text":
@@ -170,7 +173,7 @@ def build_serving(listen: str, security: Security, capacity: Capacity, operation
     Raises:
         SettingsError: what is wrong, and with which option.
     """
-    from outrider.cloud.limits import MESSAGE_OVERHEAD, Limits, parse_bytes
+    from outrider.cloud.limits import LEAST_MESSAGE, MIB, Limits, parse_bytes
     from outrider.cloud.security import Tokens, check_listen, check_metrics, parse_address
     from outrider.cloud.server import Serving
 
@@ -186,7 +189,7 @@ def build_serving(listen: str, security: Security, capacity: Capacity, operation
         max_prompt_tokens=capacity.max_prompt,
         max_media_bytes=media,
         max_media_total=parse_bytes(capacity.max_media_total),
-        max_message_bytes=media + MESSAGE_OVERHEAD + BYTES_PER_ID * capacity.max_context,
+        max_message_bytes=max(MIB // 2, LEAST_MESSAGE + BYTES_PER_ID * capacity.max_context),
         max_rate=capacity.max_rate,
         idle_seconds=capacity.idle,
     )

@@ -6,7 +6,8 @@ One thread owns the engine. Each step
     read      all short blocks in as few forwards as their widths allow; then one chunk of the long prefills
     judge     those that are read to the end
 
-so a long prefill delays the others' verdicts by one chunk at most, and within a kind the first to come is served first.
+so a long prefill delays the others' verdicts by one chunk at most. Within an identity, the first to come is served
+first. Between identities, slots and engine time are shared (shares.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -23,6 +25,7 @@ from typing import ParamSpec
 from outrider.cloud.metrics import Metrics
 from outrider.cloud.seats import Seats
 from outrider.cloud.sessions import Record
+from outrider.cloud.shares import Shares, round_robin, within_share
 from outrider.core.acceptance import Verdict
 from outrider.core.decoder import Verify
 from outrider.core.policy import Rows
@@ -49,6 +52,10 @@ class Job:
     reading: Reading | None = None
     admitted: float | None = None
 
+    @property
+    def identity(self) -> str:
+        return self.record.identity
+
 
 class Batcher:
     """Owner of the engine's thread.
@@ -65,6 +72,8 @@ class Batcher:
         self._leavers: list[Record] = []
         self._running = self._ended = False
         self._jobs: list[Job] = []
+        self._shares = Shares()
+        self._used: defaultdict[str, float] = defaultdict(float)  # engine seconds of the present step, by identity
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
 
     def start(self) -> None:
@@ -131,18 +140,22 @@ class Batcher:
     # One step -----------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
+        self._used.clear()
         for job in list(self._jobs):
             if job.reading is None:
                 self._attempt([job], self._plan, job)
-        self._admit_oldest()
+        self._admit_waiting()
         reading = [job for job in self._jobs if job.admitted is not None]
         short = [job for job in reading if self._left(job) <= SHORT]
-        for group in groups(short, self._left, self._max_batch):
-            self._attempt(group, self._read, group, [self._left(job) for job in group])
         long = [job for job in reading if job not in short]
+        for group in groups(within_share(short, _identity, self._left, SHORT), self._left, self._max_batch):
+            self._attempt(group, self._read, group, [self._left(job) for job in group])
+        permitted = self._shares.permitted(_identities(long), _identities(short))
+        long = [job for job in long if job.identity in permitted]
         if long:
-            long = long[: max(1, self._chunk // SHORT)]
-            self._attempt(long, self._read, long, self._shares(long))
+            long = round_robin(long, _identity, {})[: max(1, self._chunk // SHORT)]
+            self._attempt(long, self._prefill, long)
+        self._shares.repay(self._used)
 
     def _plan(self, job: Job) -> None:
         """What must be read for a request; a repeat is answered at once."""
@@ -152,33 +165,72 @@ class Batcher:
         else:
             job.reading = asked
 
-    def _admit_oldest(self) -> None:
-        """As many as there are slots, first come, first served; those who have a slot keep it."""
-        busy = {job.record for job in self._jobs if job.admitted is not None}
+    def _admit_waiting(self) -> None:
+        """As many as there are slots, round-robin over identities; a session that has a slot keeps it."""
+        admitted = [job for job in self._jobs if job.admitted is not None]
         waiting = [job for job in self._jobs if job.admitted is None]
-        chosen = waiting[: max(0, self.seats.total - len(busy))]
-        busy |= {job.record for job in chosen}
+        seated = [job for job in waiting if job.record in self.seats]
+        permitted = self._shares.permitted(
+            _identities(job for job in waiting if job not in seated), _identities([*admitted, *seated])
+        )
+        waiting = [job for job in waiting if job in seated or job.identity in permitted]
+        waiting = round_robin(waiting, _identity, Counter(job.identity for job in admitted))
+        room = max(0, self.seats.total - len(admitted))
+        chosen, rest = waiting[:room], waiting[room:]
+        if rest and not chosen:
+            chosen = self._preempt(rest[0], admitted)
+        busy = {job.record for job in self._jobs if job.admitted is not None} | {job.record for job in chosen}
         for job in chosen:
             self._attempt([job], self._admit, job, busy)
 
+    def _preempt(self, job: Job, admitted: Seq[Job]) -> list[Job]:
+        """Take a slot from the identity that uses the most, if it uses at least two more than the job's.
+
+        The latest of its long prefills waits again, and is recomputed; its other requests still make progress. Short
+        requests give their slots back within a step.
+        """
+        using = Counter(other.identity for other in admitted)
+        name, most = using.most_common(1)[0]
+        victims = [other for other in admitted if other.identity == name and self._left(other) > SHORT]
+        if most < using[job.identity] + 2 or not victims:
+            return []
+        victim = max(victims, key=lambda other: other.admitted or 0.0)
+        victim.admitted = None
+        self.seats.vacate(victim.record)
+        return [job]
+
     def _admit(self, job: Job, busy: set[Record]) -> None:
         """Give a request a slot, if there is one whose session is not `busy`."""
+        started, fresh = time.perf_counter(), job.record not in self.seats
         if self.seats.take(job.record, busy):
             self._reader(job).settle(self._reading(job).start)
             job.admitted = time.perf_counter()
             self._metrics.queued(job.admitted - job.arrived)
+        if fresh:
+            self._spend(job.identity, time.perf_counter() - started, heavy=True)
 
-    def _shares(self, jobs: Seq[Job]) -> list[int]:
+    def _spend(self, identity: str, seconds: float, *, heavy: bool) -> None:
+        self._used[identity] += seconds
+        if heavy:
+            self._shares.charge(identity, seconds)
+
+    def _prefill(self, jobs: Seq[Job]) -> None:
+        self._read(jobs, self._parts(jobs), heavy=True)
+
+    def _parts(self, jobs: Seq[Job]) -> list[int]:
         """How many tokens of each long prefill to read now; the last part must hold all the rows that are wanted."""
         share = max(1, self._chunk // len(jobs))
         lefts = [(self._left(job), self._reading(job).rows) for job in jobs]
         return [left if left <= max(share, rows) else min(share, left - rows) for left, rows in lefts]
 
-    def _read(self, jobs: Seq[Job], counts: Seq[int]) -> None:
+    def _read(self, jobs: Seq[Job], counts: Seq[int], *, heavy: bool = False) -> None:
         started = time.perf_counter()
         feeds = [self._feed(job, count) for job, count in zip(jobs, counts, strict=True)]
         rows = read_many(self._engine, feeds, [job.record.session.picks_by for job in jobs])
-        self._metrics.batch(len(jobs), sum(counts), time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._metrics.batch(len(jobs), sum(counts), seconds)
+        for job, count in zip(jobs, counts, strict=True):
+            self._spend(job.identity, seconds * count / sum(counts), heavy=heavy)
         for job, its in zip(jobs, rows, strict=True):
             if not self._left(job):
                 self._attempt([job], self._judge, job, its)
@@ -233,6 +285,14 @@ class Batcher:
     def _reading(job: Job) -> Reading:
         assert job.reading is not None  # planned
         return job.reading
+
+
+def _identity(job: Job) -> str:
+    return job.identity
+
+
+def _identities(jobs: Iterable[Job]) -> set[str]:
+    return {job.identity for job in jobs}
 
 
 def _refuse(job: Job) -> None:

@@ -107,7 +107,7 @@ class Conversation:
         opening, limit = self._opening, self._service.limits.max_media_bytes
         if len(opening.media) + len(frame.data) > limit:
             raise Refusal(Code.TOO_LARGE, f"media: at most {limit} bytes are taken here")
-        self._service.expect_media(len(frame.data))
+        self._service.expect_media(self._identity, len(frame.data))
         opening.media += frame.data
         if not frame.more:
             yield await self._begin(opening.frame, bytes(opening.media))
@@ -117,10 +117,11 @@ class Conversation:
         """Its media is a session's now, or nobody's."""
         opening, self._opening = self._opening, None
         if opening is not None:
-            self._service.expect_media(-len(opening.media))
+            self._service.expect_media(self._identity, -len(opening.media))
 
     async def _begin(self, frame: schema.Open, media: bytes) -> schema.Answer:
-        record = await asyncio.to_thread(self._build, frame, media)
+        async with self._service.openings.turn(self._identity):
+            record = await asyncio.to_thread(self._build, frame, media)
         self._service.check_serving()
         record.give_to(self)
         self._service.sessions.add(record)
@@ -143,12 +144,17 @@ class Conversation:
         conditions = Conditions(settings, unpack_accept(frame.accept), frame.vocab_size)
         kind: int = frame.media
 
-        ready = [unpack_media(engine, ids, kind, media)]
+        prompt = unpack_media(engine, ids, kind, media)
+        session = open_session(engine, prompt, conditions, committed)
+        ready = [prompt]
+        service.keep_ready(ready)
 
         def load_prompt() -> Prompt:
-            return ready.pop() if ready else unpack_media(engine, ids, kind, media)
+            try:
+                return ready.pop()
+            except IndexError:
+                return unpack_media(engine, ids, kind, media)
 
-        session = open_session(engine, ready[0], conditions, committed)
         return Record(self._identity, session, settings, load_prompt, len(media))
 
     async def _resume(self, frame: schema.Resume) -> AsyncIterator[schema.Answer]:
@@ -189,6 +195,7 @@ class Conversation:
         At least one is asked for: a wrong base length is an error, however little room it leaves.
         """
         record, engine = self._own(), self._service.engine
+        self._service.check_count(len(frame.new_ids))
         first = schema.Verify(round=frame.round, base_length=frame.base_length, new_ids=frame.new_ids)
         request = unpack_verify(first, record.session.vocab_size, engine.row_count)
         ends, room = self._service.end_ids(record), self._service.room(record, request.base_length)

@@ -12,8 +12,9 @@ from typing import Any
 from outrider.errors import SettingsError
 
 MIB = 2**20
-MESSAGE_OVERHEAD = 64 * 2**10  # bytes of ids and settings that travel in the same message as the media
+LEAST_MESSAGE = 64 * 2**10  # bytes: a prompt and its settings
 LARGEST_MESSAGE = 2**31 - 1  # bytes: gRPC's own limit is an int32
+SPARE_STREAMS = 16
 _UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": MIB, "GiB": 2**30, "TiB": 2**40}
 _BYTES = re.compile(r"([0-9]{1,15}) ?([A-Za-z]*)")
@@ -27,9 +28,10 @@ class Limits:
     Sizes are bytes, times seconds. max_rate: requests per second and identity, of which `burst` may come at once; None
     is unlimited. A session ends after idle_seconds without a request. max_prompt_tokens: None leaves the model's own
     limit. max_media_bytes: of one session, 0 takes no media; max_media_total: what all sessions together may keep.
+    max_message_bytes: of one frame; media comes in several.
 
     Raises:
-        SettingsError: a value out of range, or max_message_bytes that cannot hold max_media_bytes.
+        SettingsError: a value out of range.
     """
 
     max_sessions: int = 1024
@@ -37,7 +39,7 @@ class Limits:
     max_prompt_tokens: int | None = None
     max_media_bytes: int = 8 * MIB
     max_media_total: int = 512 * MIB
-    max_message_bytes: int = 9 * MIB
+    max_message_bytes: int = MIB // 2
     max_rate: float | None = None
     burst: int = 50
     idle_seconds: float = 600
@@ -58,12 +60,19 @@ class Limits:
         _need(
             self.max_message_bytes <= LARGEST_MESSAGE, f"max_message_bytes is at most {LARGEST_MESSAGE}, gRPC's limit"
         )
-        needed = self.max_media_bytes + MESSAGE_OVERHEAD
         _need(
-            self.max_message_bytes >= needed,
-            f"max_message_bytes {self.max_message_bytes} cannot hold max_media_bytes {self.max_media_bytes} and a "
-            f"prompt: it is at least {needed}",
+            self.max_message_bytes >= LEAST_MESSAGE,
+            f"max_message_bytes {self.max_message_bytes} cannot hold a prompt: it is at least {LEAST_MESSAGE}",
         )
+
+    @property
+    def max_streams_per_identity(self) -> int:
+        """Session streams of one identity: one for each session, one that takes its place, and some to spare."""
+        return 2 * self.max_sessions_per_identity + SPARE_STREAMS
+
+    def media_share(self, *, named: bool) -> int:
+        """Bytes of media that one identity may have on its way. named: there are other identities, which need room."""
+        return max(self.max_media_bytes, self.max_media_total // 2) if named else self.max_media_total
 
 
 class RateLimiter:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from threading import Thread
-from wsgiref.simple_server import WSGIServer
+from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from outrider.errors import SettingsError
+from outrider.cloud.figures import FiguresServer
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -22,7 +21,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._server: tuple[WSGIServer, Thread] | None = None
+        self._server: FiguresServer | None = None
         self._make_gauges()
         self._make_histograms()
         self._make_counters()
@@ -109,28 +108,24 @@ class Metrics:
         """The figures in Prometheus' text format."""
         return generate_latest(self.registry).decode()
 
-    def serve(self, host: str, port: int) -> int:
+    def serve(self, host: str, port: int, healthy: Callable[[], bool] = lambda: True) -> int:
         """Serve the figures over HTTP until `close`; the port that was bound (0 lets the system choose).
+
+        healthy: what `/health` answers.
 
         Raises:
             SettingsError: the address cannot be bound.
         """
         if self._server is not None:
             raise RuntimeError("these metrics are served already: close them first")
-        try:
-            self._server = start_http_server(port, host or "0.0.0.0", self.registry)
-        except (OSError, OverflowError) as error:
-            raise SettingsError(f"metrics cannot be served on {host or '0.0.0.0'}, port {port}: {error}") from error
-        return self._server[0].server_port
+        self._server = FiguresServer(host, port, self.text, healthy)
+        return self._server.port
 
     def close(self) -> None:
         """Stop serving, if it was begun; may be called twice."""
-        if self._server is None:
-            return
-        (server, thread), self._server = self._server, None
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
 
     def _gauge(self, name: str, about: str) -> Gauge:
         return Gauge(name, about, registry=self.registry)

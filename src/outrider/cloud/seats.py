@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Set
 
 from outrider.cloud.metrics import Metrics
@@ -10,7 +11,10 @@ from outrider.engines.base import Engine, Reader
 
 
 class Seats:
-    """`total` slots of an engine for any number of sessions: the least recently used gives way."""
+    """`total` slots of an engine for any number of sessions.
+
+    The least recently used session of the identity that has the most slots gives way.
+    """
 
     def __init__(self, engine: Engine, total: int, metrics: Metrics) -> None:
         self._engine, self.total, self._metrics = engine, total, metrics
@@ -19,6 +23,9 @@ class Seats:
 
     def __len__(self) -> int:
         return len(self._readers)
+
+    def __contains__(self, record: Record) -> bool:
+        return record in self._readers
 
     def reader(self, record: Record) -> Reader:
         return self._readers[record]
@@ -56,7 +63,8 @@ class Seats:
         idle = [record for record in self._readers if record not in busy]
         if not idle:
             return False
-        oldest = min(idle, key=lambda record: record.touched)
+        slots = Counter(record.identity for record in self._readers)
+        oldest = min(idle, key=lambda record: (-slots[record.identity], record.touched))
         self.vacate(oldest)
         self._metrics.evicted()
         return True

@@ -9,22 +9,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2
 
 from outrider.cloud.batcher import Batcher
+from outrider.cloud.figures import listen
+from outrider.cloud.health import health_handlers
 from outrider.cloud.limits import Limits
 from outrider.cloud.metrics import Metrics
 from outrider.cloud.security import Tokens
 from outrider.cloud.service import Service
+from outrider.cloud.transport import options
 from outrider.engines.base import Hosted
 from outrider.errors import SettingsError
 from outrider.wire import schema
+from outrider.wire.hosts import ascii_host, bracketed
 from outrider.wire.tls import ServerTls
 
 log = logging.getLogger(__name__)
 
-KEEPALIVE_MS = 60_000  # a peer that vanished without a word is noticed
-SPARE_CALLS = 16  # of one connection, beside a stream for each session and one that takes its place
+EVERYWHERE = "::"
 ACTIVE = 5.0  # s; a session that asked for nothing for so long is not waited for
 LAST_WORDS = 0.2  # s between not-serving and the first check of whether everyone has left
 
@@ -74,21 +77,12 @@ class Server:
             SettingsError: the address cannot be bound.
         """
         serving = self._serving
-        self._grpc = grpc.aio.server(
-            options=[
-                ("grpc.max_receive_message_length", serving.limits.max_message_bytes),
-                ("grpc.so_reuseport", 0),
-                ("grpc.http2.bdp_probe", 0),
-                ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-                ("grpc.max_concurrent_streams", 2 * serving.limits.max_sessions_per_identity + SPARE_CALLS),
-            ]
-        )
-        self._grpc.add_generic_rpc_handlers((self.service.handlers(),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        self._grpc = grpc.aio.server(options=options(serving.limits))
+        self._grpc.add_generic_rpc_handlers((self.service.handlers(), health_handlers(self._health)))
         try:
-            self.port = self._bind(f"{_bracketed(serving.host)}:{serving.port}")
+            self.port = self._bind(_address(serving.host, serving.port))
             if serving.metrics_at is not None:
-                self.metrics.serve(*serving.metrics_at)
+                self.metrics.serve(*serving.metrics_at, healthy=lambda: not self.service.draining)
         except SettingsError:
             await self.stop()
             raise
@@ -164,9 +158,22 @@ async def run(engine: Hosted, serving: Serving, listening: Callable[[Server], No
     hurrying.cancel()
 
 
-def _bracketed(host: str) -> str:
+def check_free(host: str, port: int) -> None:
+    """Find out whether an address can be listened on, without listening.
+
+    Raises:
+        SettingsError: it is taken, or not this machine's; or the port is one that this user may not take.
+    """
+    try:
+        listen(host, port).close()
+    except (OSError, UnicodeError) as error:
+        where = f"{bracketed(host) or 'every interface'}, port {port}"
+        raise SettingsError(f"cannot listen on {where}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _address(host: str, port: int) -> str:
     """As gRPC wants it. "" is every interface: gRPC takes [::] for both kinds of addresses, and cannot bind ""."""
-    return f"[{host or '::'}]" if ":" in host or not host else host
+    return f"{bracketed(ascii_host(host) or EVERYWHERE)}:{port}"
 
 
 def _report(upkeep: asyncio.Task[None]) -> None:

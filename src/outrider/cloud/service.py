@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from functools import cached_property
 
@@ -13,10 +14,11 @@ from outrider.cloud.batcher import Batcher
 from outrider.cloud.conversation import Conversation, lost
 from outrider.cloud.limits import Limits, RateLimiter
 from outrider.cloud.metrics import Metrics
-from outrider.cloud.security import Tokens, Unauthenticated, identity_of
+from outrider.cloud.security import ANONYMOUS, Tokens, Unauthenticated, identity_of
 from outrider.cloud.sessions import RETRY_FULL, Record, Sessions
+from outrider.cloud.turns import Turns
 from outrider.core.decoder import Verify
-from outrider.engines.base import Hosted
+from outrider.engines.base import Hosted, Prompt
 from outrider.errors import AudioError, DecodingError, InputError, OutOfStep, OutriderError, PromptError, SettingsError
 from outrider.verifiers.local import describe
 from outrider.wire import schema
@@ -27,6 +29,8 @@ log = logging.getLogger(__name__)
 OPENING, LONGEST_OPENING = 30.0, 600.0  # s that a stream without a session may last: between two frames, and in all
 VOCABULARY_PART = 4096  # tokens in one message
 RETRY_DRAINING = 0.5  # s
+OPENINGS = 2  # of one identity that are unpacked at a time: worker threads are few
+READY = 16  # prompts that are kept unpacked until they get their first slot
 LONGEST = 2**20  # tokens of a session, where neither the model nor the operator says less
 
 _CODES: tuple[tuple[type[OutriderError], int], ...] = (
@@ -64,21 +68,33 @@ class Service:
         self._description = describe(engine)
         self._model = engine.identity.encode()
         self._arriving = 0  # bytes of media whose session is not there yet
+        self._arriving_of: Counter[str] = Counter()  # the same by identity
+        self._streams_of: Counter[str] = Counter()
+        self._frames, self.openings = Turns(1), Turns(OPENINGS)
+        self._ready: deque[list[Prompt]] = deque()
         self.max_length = max_length if max_length is not None else engine.max_length
 
     # gRPC methods -------------------------------------------------------------------------------------------
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """The service's methods; frames stay bytes, so that what cannot be parsed is refused by us."""
+        """The service's methods; frames stay bytes, so that what cannot be parsed is refused by us.
+
+        None is unary here: gRPC would receive the whole request before the caller is known.
+        """
         methods = {
-            "Describe": grpc.unary_unary_rpc_method_handler(self.describe),
-            "Vocabulary": grpc.unary_stream_rpc_method_handler(self.vocabulary),
+            "Describe": grpc.stream_unary_rpc_method_handler(self.describe),
+            "Vocabulary": grpc.stream_stream_rpc_method_handler(self.vocabulary),
             "Session": grpc.stream_stream_rpc_method_handler(self.session),
         }
         return grpc.method_handlers_generic_handler(schema.SERVICE, methods)
 
-    async def describe(self, _: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        await self._identity(context)
+    async def describe(self, _: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> bytes:
+        identity = await self._identity(context)
+        async with self._frames.turn(identity):
+            return self._described
+
+    @cached_property
+    def _described(self) -> bytes:
         own = self._description
         answer = schema.DescribeAnswer(
             protocol=schema.VERSION,
@@ -94,9 +110,11 @@ class Service:
         )
         return answer.SerializeToString()
 
-    async def vocabulary(self, _: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        await self._identity(context)
+    async def vocabulary(self, _: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        identity = await self._identity(context)
         for part in self._vocabulary:
+            async with self._frames.turn(identity):
+                pass
             yield part
 
     @cached_property
@@ -106,12 +124,17 @@ class Service:
         return [schema.VocabularyPart(tokens=names[n : n + VOCABULARY_PART]).SerializeToString() for n in starts]
 
     async def session(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        conversation = Conversation(self, await self._identity(context))
+        identity = await self._identity(context)
+        conversation = Conversation(self, identity)
         self.streams += 1
+        self._streams_of[identity] += 1
         try:
+            self._check_streams(identity)
             async for data in _frames(aiter(requests), conversation):
                 self.metrics.received(len(data))
-                async for answer in conversation.take(parse_request(data)):
+                async with self._frames.turn(identity):
+                    request = parse_request(data)
+                async for answer in conversation.take(request):
                     yield self._sent(answer)
         except Exception as raised:  # noqa: BLE001 - the outermost guard: a peer gets a typed error, no traceback
             refusal = as_refusal(raised)
@@ -121,6 +144,9 @@ class Service:
         finally:
             conversation.end()
             self.streams -= 1
+            self._streams_of[identity] -= 1
+            if not self._streams_of[identity]:
+                del self._streams_of[identity]
 
     async def _identity(self, context: grpc.aio.ServicerContext) -> str:
         try:
@@ -157,11 +183,33 @@ class Service:
         if not self._description.audio_seconds:
             raise Refusal(Code.PROMPT, f"{self.engine.name} takes no audio, so it cannot verify what was heard")
 
-    def expect_media(self, size: int) -> None:
-        """So many bytes of media more are held for openings, or less. They count as those of sessions do."""
-        if size > 0 and self._arriving + size > self.limits.max_media_total:
+    def expect_media(self, identity: str, size: int) -> None:
+        """So many bytes of media more are held for openings, or less. They count as those of sessions do.
+
+        Where there may be other identities, one of them gets half of the room at most.
+        """
+        share = self.limits.media_share(named=identity != ANONYMOUS)
+        full = self._arriving + size > self.limits.max_media_total or self._arriving_of[identity] + size > share
+        if size > 0 and full:
             raise Refusal(Code.LIMIT, "no room for more media: too many recordings are on their way", RETRY_FULL)
         self._arriving += size
+        self._arriving_of[identity] += size
+        if not self._arriving_of[identity]:
+            del self._arriving_of[identity]
+
+    def keep_ready(self, ready: list[Prompt]) -> None:
+        """Keep an unpacked prompt for its first slot; the oldest of too many is unpacked again when it is needed.
+
+        A minute of silence is a few kilobytes of FLAC and megabytes of samples. Called in worker threads.
+        """
+        self._ready.append(ready)
+        if len(self._ready) > READY:
+            self._ready.popleft().clear()
+
+    def _check_streams(self, identity: str) -> None:
+        most = self.limits.max_streams_per_identity
+        if self._streams_of[identity] > most:
+            raise Refusal(Code.LIMIT, f"{identity} has {most} streams open, as many as it may", RETRY_FULL)
 
     def check_rate(self, identity: str) -> None:
         wait = self._rate.take(identity)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -58,6 +59,11 @@ class Record:
         return self.id[:4].hex()
 
     @property
+    def unused(self) -> bool:
+        """Whether no stream uses it, and no verdict is being computed."""
+        return self.stream is None and not self.busy
+
+    @property
     def busy(self) -> bool:
         """True while a verdict is being computed: until then, nobody takes the session away."""
         return self.pending is not None and not self.pending.done()
@@ -87,7 +93,7 @@ class Sessions:
         Raises:
             Refusal: as many as the service, or this identity, may have; or no room for its media.
         """
-        going = [*self._in_the_way(record.identity), *self._to_free(record.media_bytes)]
+        going = [*self._in_the_way(record.identity), *self._to_free(record.identity, record.media_bytes)]
         for other in going:
             self.drop(other)
         self._records[record.id] = record
@@ -136,24 +142,54 @@ class Sessions:
         if len(own) >= limits.max_sessions_per_identity:
             return [_orphan(own, f"{identity} has {len(own)} sessions in use, as many as it may")]
         if len(self) >= limits.max_sessions:
-            return [_orphan(list(self), f"all {limits.max_sessions} sessions of this service are in use")]
+            return [self._in_excess(identity, len(own))]
         return []
 
-    def _to_free(self, wanted: int) -> list[Record]:
-        """Who must go for so much media: it is kept for sessions that lose their slot, and edges can send it again."""
+    def _in_excess(self, identity: str, own: int) -> Record:
+        """The session that gives way in a full service, of an identity that has as many as the newcomer or more.
+
+        One that no stream uses, of the identity that has the most; else one in use, if the newcomer would still have
+        fewer than that identity.
+        """
+        count = Counter(record.identity for record in self)
+        by_count = sorted(self, key=lambda record: -count[record.identity])
+        unused = [record for record in by_count if record.unused and count[record.identity] >= own]
+        if unused:
+            return unused[0]
+        first = min(by_count, key=lambda record: (-count[record.identity], record.busy))
+        if count[first.identity] >= own + 2:
+            return first
+        raise Refusal(Code.LIMIT, f"all {self._limits.max_sessions} sessions of this service are in use", RETRY_FULL)
+
+    def _to_free(self, identity: str, wanted: int) -> list[Record]:
+        """The sessions that give way for so much media, of the identity that holds the most, longest idle first.
+
+        Their edges can send it again. A session of an identity that holds less than the newcomer would is never ended.
+        """
         excess = sum(record.media_bytes for record in self) + wanted - self._limits.max_media_total
-        idle = [record for record in self if record.media_bytes and not record.busy]
+        held = Counter({identity: wanted})
+        for record in self:
+            held[record.identity] += record.media_bytes
+        left = [record for record in self if record.media_bytes]
         going: list[Record] = []
         while wanted and excess > 0:
-            if not idle:
+            own = held[identity]
+            candidates = [
+                record
+                for record in left
+                if (record.identity == identity and not record.busy) or held[record.identity] > own
+            ]
+            if not candidates:
                 raise Refusal(Code.LIMIT, "no room for more media: too many recordings are in use", RETRY_FULL)
-            going.append(idle.pop(0))
+            going.append(min(candidates, key=lambda record: (-held[record.identity], record.busy)))
+            left.remove(going[-1])
+            held[going[-1].identity] -= going[-1].media_bytes
             excess -= going[-1].media_bytes
         return going
 
 
 def _orphan(records: list[Record], otherwise: str) -> Record:
     for record in records:
-        if record.stream is None and not record.busy:
+        if record.unused:
             return record
     raise Refusal(Code.LIMIT, otherwise, RETRY_FULL)

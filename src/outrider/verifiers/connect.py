@@ -13,13 +13,14 @@ from outrider.errors import SettingsError
 from outrider.netem.conditions import Conditions, conditions
 from outrider.verifiers.base import Verifier
 from outrider.verifiers.local import LocalVerifier
+from outrider.wire.hosts import ascii_host
 
 EXPECTED = (
     "expected grpc://HOST:PORT, vllm://HOST:PORT[,HOST:PORT...], sglang://HOST:PORT[,HOST:PORT...], local:MODEL or none"
 )
 Kind = Literal["none", "local", "grpc", "vllm", "sglang"]
 REMOTE = ("grpc", "vllm", "sglang")
-_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s:/@,\[\]]+):(?P<port>\d{1,5})")
+_ADDRESS = re.compile(r"(\[(?P<v6>[^\s/@,\[\]]+)\]|(?P<name>[^\s:/@,\[\]]+)):(?P<port>[0-9]{1,5})")
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,15 @@ def _host(text: str, whole: str) -> tuple[str, int]:
     address = _ADDRESS.fullmatch(text)
     if address is None or not 0 < int(address["port"]) < 65536:
         raise SettingsError(f"cloud {whole!r}: {EXPECTED}")
-    return address["host"].strip("[]"), int(address["port"])
+    host = address["v6"] or address["name"]
+    try:
+        if address["v6"]:
+            ipaddress.IPv6Address(host)  # with a zone, such as fe80::1%eth0, too
+        else:
+            ascii_host(host)
+    except ValueError as error:
+        raise SettingsError(f"cloud {whole!r}: {host!r} is not a valid host: {error}") from error
+    return host, int(address["port"])
 
 
 def connect(target: str, **options: Any) -> Verifier | None:
@@ -113,13 +122,13 @@ def _remote(
     deadline: float = 30.0,
     patience: float = 10.0,
 ) -> Verifier:
-    from outrider.wire.tls import ClientTls
+    from outrider.wire.tls import CLIENT_KINDS, ClientTls, check_kind
 
     for name, seconds in (("deadline", deadline), ("patience", patience)):
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
             raise SettingsError(f"{name} is a number of seconds above 0, not {seconds!r}")
     if token is not None and token_file is not None:
-        raise SettingsError("give token or token_file, not both")
+        raise SettingsError("token and token_file are both given: give one of them")
     token = _read_token(token_file) if token_file is not None else token
     if token is not None and not (token.isascii() and token.isprintable() and " " not in token and token):
         where = f"{token_file}: " if token_file is not None else ""
@@ -127,10 +136,15 @@ def _remote(
     encrypted = tls or any(name is not None for name in (ca, cert, key))
     for host, _ in target.hosts:
         if token is not None and not encrypted and not _is_loopback(host):
-            raise SettingsError(f"a token for {host} would cross the network unencrypted: add tls or ca")
+            raise SettingsError(
+                f"a token for {host} would cross the network unencrypted: add --tls or --ca FILE "
+                "(in Python tls=True or ca=FILE)"
+            )
     paths = [None if name is None else Path(name) for name in (ca, cert, key)]
     link = net if isinstance(net, Conditions) else conditions(net) if net is not None else Conditions()
     secured = ClientTls(*paths) if encrypted else None
+    if target.kind == "grpc" and paths[1] is not None:
+        check_kind(paths[1], CLIENT_KINDS)
     common: dict[str, Any] = {"tls": secured, "token": token, "net": link, "deadline": deadline, "patience": patience}
     if target.kind == "grpc":
         from outrider.verifiers.remote import RemoteVerifier

@@ -13,7 +13,7 @@ from outrider.errors import (
 )
 from outrider.wire import schema
 from outrider.wire.messages import Code
-from outrider.wire.status import CallFailed, Disconnected, Status, Untrusted
+from outrider.wire.status import CallFailed, Disconnected, NotGrpc, Status, Untrusted
 
 _TYPES: dict[int, type[OutriderError]] = {
     Code.VOCABULARY: VocabularyMismatch,
@@ -44,13 +44,29 @@ class Again(Exception):
         self.after, self.busy = after, busy
 
 
-def of_call(name: str, error: CallFailed | Disconnected) -> Exception:
-    """What a failed call to the cloud `name` means."""
+def of_call(name: str, error: CallFailed | Disconnected, *, token: bool = False) -> Exception:
+    """What a failed call to the cloud `name` means. token: whether one was sent."""
+    if isinstance(error, CallFailed) and error.status is Status.UNAUTHENTICATED:
+        return CloudRefused(f"{name} does not know this edge: {_token_hint(token)}")
     if isinstance(error, CallFailed) and _is_final(error):
         return CloudRefused(f"{name} refused: {error.details}")
     if isinstance(error, Untrusted):
         return CloudRefused(f"{name} is not trusted: {error}")
+    if isinstance(error, NotGrpc):
+        return CloudRefused(f"{name}: {error}{_hint(str(error))}")
     return Again(str(error))
+
+
+def _token_hint(token: bool) -> str:
+    if token:
+        return "its operator has not given out the token in --token-file (in Python token or token_file)"
+    return "it requires a token, give --token-file FILE (in Python token=… or token_file=FILE)"
+
+
+def _hint(protocol: str) -> str:
+    if "TLS" in protocol:
+        return ": give --tls or --ca FILE (in Python tls=True or ca=FILE)"
+    return ": is this the port of a gateway, of metrics, or of a vLLM or SGLang server (vllm://, sglang://)?"
 
 
 def _is_final(error: CallFailed) -> bool:

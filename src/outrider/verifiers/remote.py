@@ -7,6 +7,7 @@ the answer is the same, for every request says where it stands.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from itertools import count
@@ -26,12 +27,15 @@ from outrider.verifiers.remote_session import Peer, RemoteSession
 from outrider.verifiers.retrying import persistently
 from outrider.wire import schema
 from outrider.wire.connection import Connection
+from outrider.wire.hosts import bracketed
 from outrider.wire.ledger import Ledger
 from outrider.wire.status import CallFailed, Disconnected
 from outrider.wire.tls import ClientTls
 
 T = TypeVar("T")
 
+LARGEST_VOCABULARY = 2**24  # tokens; sixty times the largest there is
+LONGEST_NAME = 400  # characters of a model's name, and bytes of what identifies it
 CUT_PATIENCE = 0.3  # s
 
 
@@ -57,13 +61,13 @@ class RemoteVerifier:
         deadline: float = 30.0,
         patience: float = 10.0,
     ) -> None:
-        self.name = f"grpc://{host}:{port}"
+        self.name = f"grpc://{bracketed(host)}:{port}"
         self.deadline, self.patience = deadline, patience
         self.connection = Connection(host, port, tls=tls, token=token, net=net)
         self._description: Description | None = None
         self._cut = False
         self._names: list[str] = []  # of its tokens, once they were asked for
-        self._model = b""
+        self._model, self._vocab_size = b"", 0
         self._sessions: dict[int, RemoteSession] = {}
         self._numbers = count(1)
 
@@ -117,7 +121,7 @@ class RemoteVerifier:
     def close(self, session: int) -> None:
         """Tell the cloud, without waiting for it."""
         found = self._sessions.pop(session, None)
-        if found is not None:
+        if found is not None and not self.connection.inherited:
             self.connection.run(found.leave())
 
     def cut(self) -> None:
@@ -147,7 +151,11 @@ class RemoteVerifier:
             raise CloudRefused(f"{self.name} speaks protocol {answer.protocol}, this edge {schema.VERSION}")
         if answer.max_drafts < schema.MAX_DRAFTS:
             raise CloudRefused(f"{self.name} takes {answer.max_drafts} drafts at once, not {schema.MAX_DRAFTS}")
+        problem = _impossible(answer)
+        if problem:
+            raise CloudRefused(f"{self.name} describes itself in a way that cannot be: {problem}")
         self._model = answer.model
+        self._vocab_size = answer.vocab_size
         return Description(
             f"{answer.name} at {self.name}",
             answer.vocab_size,
@@ -160,7 +168,10 @@ class RemoteVerifier:
         )
 
     async def _vocabulary(self) -> list[str]:
-        return await self._called(self.connection.vocabulary(self.deadline))
+        names = await self._called(self.connection.vocabulary(self._vocab_size, self.deadline))
+        if len(names) > self._vocab_size:
+            raise CloudRefused(f"{self.name} names more tokens than the {self._vocab_size} that it says it has")
+        return names
 
     async def _called(self, call: Awaitable[T]) -> T:
         """One attempt. A connection on which nothing at all came is not used again."""
@@ -172,7 +183,7 @@ class RemoteVerifier:
         except (CallFailed, Disconnected) as error:
             if isinstance(error, CallFailed) and self.connection.link.down == before:
                 self.connection.renew()
-            raise of_call(self.name, error) from error
+            raise of_call(self.name, error, token=self.connection.has_token) from error
 
     async def _retrying(self, attempt: Callable[..., Awaitable[T]], *args: object) -> T:
         """Attempts until one succeeds or patience ends."""
@@ -186,5 +197,27 @@ class RemoteVerifier:
         trouble = "the network is cut" if self._cut else self.connection.link.trouble
         if trouble is not None:
             return f"{trouble} (tried for {self.patience:g} s)"
-        hints = {"wrong version": "it seems to speak no TLS", "lost at once": "if it speaks TLS, give tls or ca"}
+        hints = {
+            "wrong version": "it seems not to speak TLS",
+            "lost at once": "if it speaks TLS, give --tls or --ca FILE (in Python tls=True or ca=FILE)",
+        }
         return "; ".join([str(last), *(hint for sign, hint in hints.items() if sign in str(last))])
+
+
+def _impossible(answer: schema.DescribeAnswer) -> str | None:
+    """What in a cloud's description contradicts itself or the protocol; None if nothing does."""
+    vocabulary, rows, ends = answer.vocab_size, answer.row_count, answer.eos_ids
+    checks = {
+        f"vocab_size {vocabulary}": not 0 < vocabulary <= LARGEST_VOCABULARY,
+        f"row_count {rows}, with a vocab_size of {vocabulary}": not vocabulary <= rows <= LARGEST_VOCABULARY,
+        f"{len(ends)} eos_ids": len(ends) > vocabulary,
+        f"max_length {answer.max_length}": answer.max_length == 1,
+        f"audio_seconds {answer.audio_seconds}": not 0 <= answer.audio_seconds < math.inf,
+        f"a name of {len(answer.name)} characters": not 0 < len(answer.name) <= LONGEST_NAME,
+        "a name that cannot be printed": not answer.name.isprintable(),
+        "no fingerprint of its vocabulary, or one that is none": not 0 < len(answer.fingerprint) <= LONGEST_NAME,
+        "no model hash, or one that is none": not 0 < len(answer.model) <= LONGEST_NAME,
+    }
+    if len(ends) <= vocabulary:
+        checks[f"eos_ids beyond its {rows} rows"] = max(ends, default=0) >= max(1, rows)
+    return next((problem for problem, found in checks.items() if found), None)

@@ -140,7 +140,7 @@ class RemoteSession:
                 return verdict
         except (CallFailed, Disconnected) as error:
             self._hang_up()
-            raise of_call(self._peer.name, error) from error
+            raise of_call(self._peer.name, error, token=self._peer.connection.has_token) from error
         except TimeoutError as error:
             self._hang_up()
             if self._peer.connection.link.down == before:  # not slow: silent

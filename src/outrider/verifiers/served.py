@@ -21,6 +21,7 @@ from outrider.verifiers.replicas import Replica, bare, first_ready
 from outrider.verifiers.retrying import persistently
 from outrider.verifiers.served_session import ServedSession
 from outrider.verifiers.server import Abilities, Dialect
+from outrider.wire.hosts import bracketed
 from outrider.wire.ledger import Ledger
 from outrider.wire.tls import ClientTls
 from outrider.wire.web import Web
@@ -53,7 +54,7 @@ class ServedVerifier:
         deadline: float = 30.0,
         patience: float = 10.0,
     ) -> None:
-        names = ",".join(f"{host}:{port}" for host, port in hosts)
+        names = ",".join(f"{bracketed(host)}:{port}" for host, port in hosts)
         self.name, self.patience = f"{dialect.scheme}://{names}", patience
         self._dialect = dialect
         self._worker = _Lines(self.name, hosts, net)

@@ -108,7 +108,7 @@ class Channel:
         while http.usable and http.full:
             await http.change()
         if http.reason is not None:
-            raise Disconnected(http.reason)
+            raise http.failure(http.reason)
         if not http.usable:  # the server is going, and finishes what it has: the next connection is another's
             return await self._open(method, timeout)
         return Stream(http, self._headers(http.scheme, method, timeout))
@@ -155,7 +155,7 @@ class Channel:
         self._made.add(http)
         http.closed.add_done_callback(lambda _: self._made.discard(http))
         if http.reason is not None:
-            raise Disconnected(http.reason)
+            raise http.failure(http.reason)
         return http
 
 

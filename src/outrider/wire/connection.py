@@ -8,6 +8,7 @@ from collections.abc import Callable
 from outrider.netem.conditions import Conditions
 from outrider.wire import schema
 from outrider.wire.channel import Channel
+from outrider.wire.hosts import bracketed, peer_name
 from outrider.wire.http2 import Http2
 from outrider.wire.stream import Stream
 from outrider.wire.tls import ClientTls
@@ -20,10 +21,11 @@ class Connection(Worker):
     def __init__(
         self, host: str, port: int, *, tls: ClientTls | None = None, token: str | None = None, net: Conditions
     ) -> None:
-        self._host, self._tls = host, tls
+        self.has_token = token is not None
+        self._host, self._tls = peer_name(host), tls
         metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        self._channel = Channel(self._open, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", metadata)
-        super().__init__(f"grpc://{host}:{port}", [(host, port)], net)
+        self._channel = Channel(self._open, f"{bracketed(self._host)}:{port}", metadata)
+        super().__init__(f"grpc://{bracketed(host)}:{port}", [(host, port)], net)
         (line,) = self.lines
         self.link, self.account, self._path = line.link, line.account, line.path
 
@@ -44,10 +46,13 @@ class Connection(Worker):
         data = await self._channel.unary(f"/{schema.SERVICE}/Describe", request, timeout)
         return schema.DescribeAnswer.FromString(data)
 
-    async def vocabulary(self, timeout: float) -> list[str]:
+    async def vocabulary(self, most: int, timeout: float) -> list[str]:
+        """The cloud's token strings; no more are read, once there are more than `most`."""
         names: list[str] = []
         async for data in self._channel.unary_stream(f"/{schema.SERVICE}/Vocabulary", b"", timeout):
             names += schema.VocabularyPart.FromString(data).tokens
+            if len(names) > most:
+                break
         return names
 
     def retire(self) -> None:

@@ -13,6 +13,8 @@ HEADER = 9  # bytes before each frame's own
 LARGEST = 2**14  # bytes of a frame, as long as we announce nothing else (RFC 9113, 6.5.2)
 SETTINGS, GOAWAY = 4, 7
 
+_TLS_RECORDS, _TLS_MAJOR = (0x15, 0x16), 3  # an alert or a handshake message, and the version's first byte
+_GREETING = 7  # bytes that tell protocols apart: a TLS alert has no more
 _FIXED = 8  # bytes of a GOAWAY frame before its text
 _CODES = frozenset(ErrorCodes)
 
@@ -24,19 +26,28 @@ def preface(settings: Mapping[int, int]) -> bytes:
     return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + header + body
 
 
+class OtherProtocol(ProtocolError):
+    """The first bytes are not HTTP/2's. The message says what they are."""
+
+
 class Frames:
     """Cuts what arrives into whole frames."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
+        self._greeted = False
 
     def cut(self, data: bytes) -> Iterator[tuple[int, bytes]]:
         """Each frame's type, and the frame.
 
         Raises:
             h2.exceptions.FrameTooLargeError: a frame that is larger than allowed.
+            OtherProtocol: the peer does not speak HTTP/2.
         """
         self._rest += data
+        if not self._greeted and len(self._rest) >= _GREETING:
+            self._greeted = True
+            _check_greeting(bytes(self._rest[:8]))
         while len(self._rest) >= HEADER:
             size = int.from_bytes(self._rest[:3], "big")
             if size > LARGEST:
@@ -45,6 +56,14 @@ class Frames:
                 return
             yield self._rest[3], bytes(self._rest[: HEADER + size])
             del self._rest[: HEADER + size]
+
+
+def _check_greeting(start: bytes) -> None:
+    """Raise OtherProtocol where a server's first bytes are those of HTTP/1 or TLS."""
+    if start.startswith(b"HTTP/"):
+        raise OtherProtocol(f"{start.decode('ascii', 'replace').strip()}, not gRPC")
+    if start[0] in _TLS_RECORDS and start[1] == _TLS_MAJOR:
+        raise OtherProtocol("TLS")
 
 
 def goodbye(frame: bytes) -> tuple[int, str]:

@@ -26,8 +26,8 @@ from h2.events import (
 from h2.exceptions import ProtocolError, StreamClosedError
 from h2.settings import SettingCodes, Settings
 
-from outrider.wire.frames import GOAWAY, Frames, broken, goodbye, named, preface
-from outrider.wire.status import Headers
+from outrider.wire.frames import GOAWAY, Frames, OtherProtocol, broken, goodbye, named, preface
+from outrider.wire.status import Disconnected, Headers, NotGrpc
 
 WINDOW = 2**20  # bytes that the server may send ahead, per stream and in all: a vocabulary without waiting
 GREETING = 20.0  # s that a server may take for its first frame, once connected
@@ -72,6 +72,7 @@ class Http2(asyncio.Protocol):
         self._arrived = 0  # bytes since the last grant on the connection
         self._greeted = self._leaving = self._paused = False
         self._reason: str | None = None  # why it is lost
+        self._foreign = False  # the server does not speak HTTP/2
         self._farewell = ""  # why the server goes
         self._out = self._preface()
 
@@ -89,6 +90,10 @@ class Http2(asyncio.Protocol):
     def reason(self) -> str | None:
         """Why the connection is lost; None while it is not."""
         return self._reason
+
+    def failure(self, reason: str) -> Disconnected:
+        """What a call raises that was lost for this reason."""
+        return NotGrpc(reason) if self._foreign else Disconnected(reason)
 
     @property
     def usable(self) -> bool:
@@ -189,6 +194,9 @@ class Http2(asyncio.Protocol):
                     self._go_away(frame)
                 else:
                     self._receive(frame)
+        except OtherProtocol as error:
+            self._foreign = True
+            self._end(f"the server speaks {error}")
         except ProtocolError as error:
             self._end(f"protocol error: {str(error) or type(error).__name__}")
         self.flush()

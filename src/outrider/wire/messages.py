@@ -91,14 +91,19 @@ def pack_ids(ids: Seq[int]) -> schema.Ids:
 def unpack_ids(packed: schema.Ids, limit: int, what: str) -> tuple[int, ...]:
     """At most `limit` ids.
 
+    Lengths come first, as they cost nothing: what follows takes time in proportion to `limit`, whatever was sent.
+
     Raises:
         Refusal: too many, or counts that do not fit the tokens. The sum is checked before anything is unfolded.
     """
-    if packed.count and len(packed.count) != len(packed.token):
-        raise Refusal(Code.INVALID, f"{what}: {len(packed.count)} counts for {len(packed.token)} tokens")
-    if packed.count and not min(packed.count):
+    tokens, counts = len(packed.token), len(packed.count)
+    if counts and counts != tokens:
+        raise Refusal(Code.INVALID, f"{what}: {counts} counts for {tokens} tokens")
+    if tokens > limit:  # each counts at least once
+        raise Refusal(Code.PROMPT, f"{what} of {tokens} tokens or more: this service takes at most {limit}")
+    if counts and not min(packed.count):
         raise Refusal(Code.INVALID, f"{what}: a token that counts 0 times")
-    total = sum(packed.count) if packed.count else len(packed.token)
+    total = sum(packed.count) if counts else tokens
     if total > limit:
         raise Refusal(Code.PROMPT, f"{what} of {total} tokens: this service takes at most {limit}")
     if not packed.count:

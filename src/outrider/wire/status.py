@@ -41,6 +41,10 @@ class Disconnected(Exception):
     """The connection or the call broke, and no status came. The message says what happened."""
 
 
+class NotGrpc(Disconnected):
+    """What answers speaks another protocol. The message says which; trying again does not help."""
+
+
 class Untrusted(Disconnected):
     """The server's certificate is not one that we accept: whoever that is, trying again does not help."""
 

@@ -112,7 +112,7 @@ class Stream:
 
     def lost(self, reason: str) -> None:
         if self._theirs:  # else it has a status, which stands
-            self._failure = Disconnected(reason)
+            self._failure = self._http.failure(reason)
         self._ours = self._theirs = False
         self._news.set()
 

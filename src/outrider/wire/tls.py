@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import ssl
 from datetime import UTC, datetime
@@ -15,20 +16,38 @@ if TYPE_CHECKING:
 
 _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _MISMATCH = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED")  # OpenSSL: another key, or kind
-_UTC_TIME, _VERSION = 0x17, 0xA0  # DER tags
+_UTC_TIME, _OID, _VERSION = 0x17, 0x06, 0xA0  # DER tags
+_EC = "2a8648ce3d0201"
+_KINDS = {  # of keys, by their object identifiers' DER
+    "2a864886f70d010101": "RSA",
+    "2a864886f70d01010a": "RSA-PSS",
+    "2a8648ce380401": "DSA",
+    "2b6570": "Ed25519",
+    "2b6571": "Ed448",
+    "2a8648ce3d030107": "ECDSA P-256",
+    "2b81040022": "ECDSA P-384",
+    "2b81040023": "ECDSA P-521",
+    "2b81040021": "ECDSA P-224",
+    "2b8104000a": "ECDSA secp256k1",
+}
+CLIENT_KINDS = ("RSA", "ECDSA P-256", "ECDSA P-384")  # that a gRPC server takes from a client
+SERVER_KINDS = (*CLIENT_KINDS, "ECDSA P-521", "Ed25519")  # that it can serve with; gRPC's own clients take the former
 
 
 class ServerTls:
     """The server's certificate and key, and, for mutual TLS, the authority whose clients are let in. All PEM files.
 
     Raises:
-        SettingsError: a file that is missing, unreadable, not PEM, encrypted, not valid today, or a key that is
-            another certificate's.
+        SettingsError: a file that is missing, unreadable, not PEM, encrypted, not valid today, or of a kind that gRPC
+            cannot use; a key that is another certificate's, or that other users of this machine can read.
     """
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None = None) -> None:
         self._pair = _load_pair(cert, key)
+        check_kind(cert, SERVER_KINDS)
         self._client_ca = None if client_ca is None else _load_authorities(client_ca)
+        if client_ca is not None:
+            check_kind(client_ca, SERVER_KINDS, authorities=True)
 
     @property
     def mutual(self) -> bool:
@@ -85,6 +104,7 @@ def _load_pair(cert: Path, key: Path) -> tuple[bytes, bytes]:
         if error.reason in _MISMATCH:
             raise SettingsError(f"{key} does not belong to the certificate {cert}") from error
         raise SettingsError(f"{key} is no usable PEM private key for {cert} ({error.reason})") from error
+    _check_private(key)
     return secret, chain
 
 
@@ -99,6 +119,33 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _check_private(key: Path) -> None:
+    """Refuse a private key that other users of this machine can read, as token files are refused."""
+    if os.name == "posix" and key.stat().st_mode & 0o077:
+        raise SettingsError(f"{key}, a private key, is open to other users of this machine: chmod 600 {key}")
+
+
+def check_kind(path: Path, kinds: tuple[str, ...], *, authorities: bool = False) -> None:
+    """Refuse a certificate whose key is of another kind; of several authorities, one of these kinds is enough.
+
+    Raises:
+        SettingsError: the file, the kind, and those that are taken.
+    """
+    found = [_key_kind(certificate) for certificate in _certificates(path, _read(path))]
+    if not set(found if authorities else found[:1]) & set(kinds):
+        raise SettingsError(f"{path}: its key is {found[0]}, which gRPC cannot use here: it takes {', '.join(kinds)}")
+
+
+def _key_kind(certificate: bytes) -> str:
+    """The kind of a certificate's public key. RFC 5280, 4.1: it follows the subject, {{algorithm, parameters}, key}."""
+    algorithm, *parameters = _elements(_elements(_tbs(certificate)[5][1])[0][1])
+    oid = algorithm[1].hex()
+    if oid != _EC:
+        return _KINDS.get(oid, f"of an unknown kind (object identifier {oid})")
+    tag, curve = parameters[0] if parameters else (0, b"")
+    return _KINDS.get(curve.hex(), "ECDSA on another curve" if tag == _OID else "ECDSA with explicit parameters")
 
 
 def _certificates(path: Path, data: bytes) -> list[bytes]:
@@ -130,11 +177,15 @@ def _validity(certificate: bytes) -> tuple[datetime, datetime]:
     RFC 5280, 4.1: Certificate ::= {tbs, …}; tbs ::= {[0] version (optional), serial, signature algorithm, issuer,
     validity {notBefore, notAfter}, …}. OpenSSL has parsed these bytes before: they are well-formed.
     """
+    begin, end = (_moment(tag, text) for tag, text in _elements(_tbs(certificate)[3][1]))
+    return begin, end
+
+
+def _tbs(certificate: bytes) -> list[tuple[int, bytes]]:
+    """What is signed: serial, signature algorithm, issuer, validity, subject, public key, extensions."""
     (_, outer), *_ = _elements(certificate)
     (_, tbs), *_ = _elements(outer)
-    parts = [part for part in _elements(tbs) if part[0] != _VERSION]
-    begin, end = (_moment(tag, text) for tag, text in _elements(parts[3][1]))
-    return begin, end
+    return [part for part in _elements(tbs) if part[0] != _VERSION]
 
 
 def _elements(der: bytes) -> list[tuple[int, bytes]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx2
 
+from outrider.wire.hosts import bracketed, peer_name
 from outrider.wire.status import Disconnected, Untrusted
 from outrider.wire.tls import ClientTls
 from outrider.wire.worker import Line
@@ -61,9 +62,8 @@ class Web:
         self, line: Line, host: str, port: int, tls: ClientTls | None, token: str | None, deadline: float = 30.0
     ) -> None:
         self._deadline = deadline
-        self.line, self.name = line, f"{host}:{port}"
-        address = f"[{host}]" if ":" in host else host
-        self._base = f"{'http' if tls is None else 'https'}://{address}:{port}"
+        self.line, self.name = line, f"{bracketed(host)}:{port}"
+        self._base = f"{'http' if tls is None else 'https'}://{bracketed(peer_name(host))}:{port}"
         self._tls = tls
         self._headers = {"authorization": f"Bearer {token}"} if token else {}
         self._client: httpx2.AsyncClient | None = None

@@ -17,9 +17,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from outrider.errors import CloudError
+from outrider.errors import CloudError, StateError
 from outrider.netem.conditions import Conditions
 from outrider.netem.link import Link
+from outrider.wire.hosts import ascii_host
 from outrider.wire.ledger import Account
 
 T = TypeVar("T")
@@ -42,9 +43,13 @@ class Worker:
 
     def __init__(self, name: str, hosts: Sequence[tuple[str, int]], net: Conditions) -> None:
         self.name = name
+        self._process = os.getpid()
         self._folder = tempfile.mkdtemp(prefix="outrider-")
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)  # also where nobody disconnects
-        self.lines = [Line(os.path.join(self._folder, f"s{n}"), Link(*host, net)) for n, host in enumerate(hosts)]
+        weakref.finalize(self, _remove, self._folder, self._process)  # also where nobody disconnects
+        self.lines = [
+            Line(os.path.join(self._folder, f"s{n}"), Link(ascii_host(host), port, net))
+            for n, (host, port) in enumerate(hosts)
+        ]
         self._lock = threading.Lock()
         self._ended = False
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -59,15 +64,29 @@ class Worker:
 
         Raises:
             CloudError: the connection is closed; where that comes before the work is done, the future raises it.
+            StateError: the connection was made before a fork, in another process.
         """
+        if self.inherited:
+            work.close()
+            raise StateError(
+                f"the connection to {self.name} was made in process {self._process}, before a fork, and this process "
+                f"({os.getpid()}) has no thread that serves it: connect again here"
+            )
         with self._lock:
             if self._ended:
                 work.close()
                 raise self._disconnected()
             return asyncio.run_coroutine_threadsafe(self._until_closed(work), self._loop)
 
+    @property
+    def inherited(self) -> bool:
+        """Whether this process is a fork of the one that made the connection. Threads do not survive a fork."""
+        return os.getpid() != self._process
+
     def close(self) -> None:
-        """End what runs, the link and the thread."""
+        """End what runs, the link and the thread. An inherited connection stays its maker's."""
+        if self.inherited:
+            return
         with self._lock:
             if self._ended:
                 return
@@ -110,3 +129,9 @@ class Worker:
             await line.link.close()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=GOODBYE)
+
+
+def _remove(folder: str, process: int) -> None:
+    """Remove a folder, if this is the process that made it."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)

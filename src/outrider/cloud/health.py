@@ -1,0 +1,50 @@
+"""The standard health service, for callers that are not known: what they may hold is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+from grpc_health.v1 import health, health_pb2
+
+SERVICE = "grpc.health.v1.Health"
+AT_ONCE = 16  # requests that are being received
+WATCHING = 64  # streams of Watch
+RECEIVE = 5.0  # s
+
+
+def health_handlers(servicer: health.aio.HealthServicer) -> grpc.GenericRpcHandler:
+    """Check and Watch of `servicer`, as streams: of a unary call, gRPC would receive the whole request first."""
+    receiving, watching = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(WATCHING)
+
+    async def asked(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> health_pb2.HealthCheckRequest:
+        try:
+            async with receiving, asyncio.timeout(RECEIVE):
+                return health_pb2.HealthCheckRequest.FromString(await anext(aiter(requests)))
+        except Exception:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "expected one HealthCheckRequest")
+            raise
+
+    async def check(
+        requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
+        return await servicer.Check(await asked(requests, context), context)
+
+    async def watch(
+        requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        if watching.locked():
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{WATCHING} callers watch already: use Check")
+        async with watching:
+            request = await asked(requests, context)
+            await servicer.Watch(request, context)
+        return
+        yield
+
+    answer = health_pb2.HealthCheckResponse.SerializeToString
+    methods = {
+        "Check": grpc.stream_unary_rpc_method_handler(check, response_serializer=answer),
+        "Watch": grpc.stream_stream_rpc_method_handler(watch, response_serializer=answer),
+    }
+    return grpc.method_handlers_generic_handler(SERVICE, methods)

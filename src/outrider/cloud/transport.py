@@ -1,0 +1,38 @@
+"""How gRPC treats connections, before anything of ours sees them."""
+
+from __future__ import annotations
+
+from outrider.cloud.limits import Limits
+
+HANDSHAKE_MS = 20_000  # TLS, and HTTP/2's first frames
+IDLE_MS = 300_000  # a connection without a call is closed after so long; the next call makes another
+PING_MS, PONG_MS = 60_000, 20_000  # a peer that vanished without a word is noticed
+MOST_PINGS_MS = 900  # a client may send a keepalive ping every second
+MOST_CONNECTIONS = 1024
+IDENTITY_ONLY = 1  # a set of compression algorithms: bit 0 is none at all
+
+Option = tuple[str, int]
+
+
+def options(limits: Limits) -> list[Option]:
+    """Channel arguments of the server.
+
+    Messages are never compressed. Without the last two arguments, gRPC before 1.79 inflates a compressed message before
+    it looks at the size, and before the caller is known.
+    """
+    return [
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.max_concurrent_streams", limits.max_streams_per_identity),
+        ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
+        ("grpc.so_reuseport", 0),
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ("grpc.max_connection_idle_ms", IDLE_MS),
+        ("grpc.keepalive_time_ms", PING_MS),
+        ("grpc.keepalive_timeout_ms", PONG_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", MOST_PINGS_MS),
+        ("grpc.compression_enabled_algorithms_bitset", IDENTITY_ONLY),
+        ("grpc.per_message_decompression", 0),
+    ]

@@ -1,0 +1,54 @@
+"""Turns per identity: so many things of one identity at a time, first come, first served. For one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class _Places:
+    free: asyncio.Semaphore
+    users: int = field(default=0)  # those that wait included
+
+
+class Turns:
+    """places: how many turns an identity may have at a time.
+
+    With one place, the event loop serves identities in rotation: one with hundreds of streams gets no more passes than
+    one with a single stream.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._count = places
+        self._of: dict[str, _Places] = {}
+
+    def __len__(self) -> int:
+        """Return the number of identities that have a turn or wait for one."""
+        return len(self._of)
+
+    @asynccontextmanager
+    async def turn(self, identity: str) -> AsyncIterator[None]:
+        """Wait for a turn. It ends with the next pass of the event loop, so that others come in between."""
+        places = self._of.setdefault(identity, _Places(asyncio.Semaphore(self._count)))
+        places.users += 1
+        try:
+            await places.free.acquire()
+        except BaseException:
+            self._leave(identity, places)
+            raise
+        try:
+            yield
+        finally:
+            asyncio.get_running_loop().call_soon(self._end, identity, places)
+
+    def _end(self, identity: str, places: _Places) -> None:
+        places.free.release()
+        self._leave(identity, places)
+
+    def _leave(self, identity: str, places: _Places) -> None:
+        places.users -= 1
+        if not places.users:
+            self._of.pop(identity, None)
