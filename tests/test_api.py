@@ -73,7 +73,7 @@ def test_the_stream_ends_with_the_result_and_its_pieces_make_its_text() -> None:
         if event.kind == "revised":
             del texts[event.index :]
         texts[event.index : event.index + 1] = [event.text]
-    assert "".join(texts[: len(result.token_ids)]) == result.text.rstrip("\ufffd")
+    assert "".join(texts[: len(result.token_ids)]) == result.text
 
 
 def test_the_seconds_of_a_result_say_what_they_went_on() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from outrider.config import DriverName, GenerationSettings, OnCloudLoss, OnLoop, Privacy, Scope
 from outrider.core.acceptance import rule
 from outrider.core.decoder import Decoder, Plan
+from outrider.core.detokenizer import detokenizer
 from outrider.core.events import Event
 from outrider.core.events import StreamEvent as StreamEvent
 from outrider.core.gate import Calibrated, Gate
@@ -127,7 +128,7 @@ class SpeculativeDecoder:
     ) -> Generator[StreamEvent, None, Result]:
         """Generate, telling what becomes of each token. The `Result` is the generator's return value.
 
-        Raises at once, as `generate` does. Half a character at the very end of the output has no piece.
+        Raises at once, as `generate` does. The texts of the tokens that stay make up the result's.
         cancellation: ends it from another thread, with `concurrent.futures.CancelledError` in this one.
         """
         return self._start(prompt, settings, cancellation).stream()
@@ -367,7 +368,7 @@ class _Run:
 def _decode(tokenizer: Any, ids: list[int], *, visible_only: bool) -> str:
     if tokenizer is None:
         return ""
-    return str(tokenizer.decode(ids, skip_special_tokens=visible_only, clean_up_tokenization_spaces=False))
+    return detokenizer(tokenizer)(ids, visible_only=visible_only)
 
 
 def _place(engine: Any) -> str:

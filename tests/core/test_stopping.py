@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +21,7 @@ class Words:
         self.ids = list(range(1, len(parts) + 1))
 
     def decode(self, ids: list[int]) -> str:
-        return b"".join(self.parts[token] for token in ids).decode(errors="replace")
+        return codecs.getincrementaldecoder("utf-8")("replace").decode(b"".join(self.parts[token] for token in ids))
 
 
 def ending(rules: StopRules, words: Words, ids: list[int] | None = None) -> tuple[str | None, int]:

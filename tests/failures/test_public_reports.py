@@ -557,7 +557,7 @@ def test_an_output_that_is_cut_within_a_character() -> None:
     target, _ = speaker("社区", "Go: ")
     shown, result = show(SpeculativeDecoder(target, local(target), k=2).stream("Go: ", max_new_tokens=5))
     assert shown == "社"
-    assert result.text.rstrip("\ufffd") == "社"
+    assert result.text == "社"
     assert len(result.token_ids) == 5
 
 

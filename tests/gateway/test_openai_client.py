@@ -19,7 +19,7 @@ import pytest
 
 from gateway.process import CLIPS, edge, figure, heard
 from outrider import Audio, SpeculativeDecoder, load_engine, local
-from outrider.core.text import BROKEN
+from outrider.core.detokenizer import BROKEN
 
 pytestmark = pytest.mark.network
 

@@ -274,8 +274,6 @@ def pieces(decoder: SpeculativeDecoder, result: Result) -> list[str]:
     transcript = Transcript(decoder.decode)
     for token in result.token_ids:
         transcript.push(token)
-    if transcript.pieces:
-        transcript.pieces[-1] += transcript.flush()
     return transcript.pieces
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from outrider.core.detokenizer import BROKEN
+
 Reason = Literal["eos", "length", "stop", "sentences", "loop"]
 Decode = Callable[[list[int]], str]
 
@@ -61,10 +63,18 @@ def _has_sentences(rules: StopRules, generated: list[int], decode: Decode) -> bo
 
 
 def _completes_stop_string(strings: tuple[str, ...], generated: list[int], decode: Decode) -> bool:
-    """True if a stop string ends inside the last token. A token carries a byte at least, which bounds the look back."""
-    reach = max(len(text.encode()) for text in strings) + WINDOW_MARGIN
-    tail = decode(generated[-reach:])
-    return any(text in tail for text in strings)
+    """Return whether a stop string ends inside the last token.
+
+    Most tokens carry a byte at least, which bounds the look back. A window that begins inside a character begins with
+    U+FFFD, which is not the text's.
+    """
+    reach, longest = max(len(text.encode()) for text in strings) + WINDOW_MARGIN, max(map(len, strings))
+    while len((tail := decode(generated[-reach:])).lstrip(BROKEN)) <= longest and reach < len(generated):
+        reach *= 2
+    if not any(text in tail for text in strings):
+        return False
+    known = len(decode(generated[-reach:-1]))
+    return any(tail.find(text, max(0, known - len(text) + 1)) >= 0 for text in strings)
 
 
 def count_sentences(text: str) -> int:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-BROKEN = "\ufffd"  # what decoders put where bytes do not make a character yet
-
 
 class Transcript:
     """The text of a growing (and sometimes rewound) list of tokens, one piece per token.
 
-    A token that ends in the middle of a character has an empty piece; the character belongs to the piece of the
-    token that completes it. Pieces are cut from decodings with the previous piece's tokens as context, since
-    decoders treat the first token of a text differently.
+    decode: ids as text that only grows at its end, as `Detokenizer` does. The pieces together are the decoding of all
+    ids. The letters that a token completes are its piece, so that one which ends inside a character may have none.
+
+    A piece is the difference of two decodings. They begin with the token that made the last piece but one, since
+    decoders treat the first token of a text differently; with it, they hold the character that is not complete yet.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
@@ -30,16 +30,11 @@ class Transcript:
         context, shown = self._marks[-1]
         self.ids.append(token)
         before, after = self._decode(self.ids[context:shown]), self._decode(self.ids[context:])
-        complete = not after.endswith(BROKEN) and len(after) > len(before)
-        self.pieces.append(after[len(before) :] if complete else "")
-        self._marks.append((shown, len(self.ids)) if complete else (context, shown))
-        return self.pieces[-1]
+        piece = after[len(before) :]
+        self.pieces.append(piece)
+        self._marks.append((shown, len(self.ids)) if piece else (context, shown))
+        return piece
 
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens."""
         del self.ids[length:], self.pieces[length:], self._marks[length + 1 :]
-
-    def flush(self) -> str:
-        """What is still held back at the end of the output: an incomplete character, as the decoder shows it."""
-        context, shown = self._marks[-1]
-        return self._decode(self.ids[context:])[len(self._decode(self.ids[context:shown])) :]

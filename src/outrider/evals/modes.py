@@ -203,7 +203,7 @@ class Decoded:
         transcript = Transcript(self.decoder.decode)
         for token in ids:
             transcript.push(token)
-        return [*transcript.pieces[:-1], transcript.pieces[-1] + transcript.flush()]
+        return transcript.pieces
 
 
 def build(name: str, draft: Any, verifier: Any, setup: Setup, encoder: Encoder) -> Decoded:

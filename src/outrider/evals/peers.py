@@ -15,6 +15,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from transformers.generation.streamers import BaseStreamer
 
 from outrider.config import GenerationSettings
+from outrider.core.detokenizer import detokenizer
 from outrider.core.stopping import Reason, StopRules, stop_reason
 from outrider.engines.base import Prompt
 from outrider.engines.torch import TorchEngine
@@ -151,7 +152,7 @@ class Peer:
         tokenizer = self._target.tokenizer
         text = None
         if tokenizer is not None:
-            text = str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+            text = detokenizer(tokenizer)(ids, visible_only=True)
         return {
             "text": text,
             "token_ids": ids,
@@ -162,7 +163,7 @@ class Peer:
         }
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._target.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        return detokenizer(self._target.tokenizer)(ids)
 
     @contextmanager
     def _bare(self) -> Iterator[None]:

@@ -50,7 +50,7 @@ class Settled:
         return self._out("".join(self._taken()))
 
     def end(self, result: Result) -> str:
-        """What is left at the end: what was held back, and half a character as the decoder shows it.
+        """What is left at the end: what was held back.
 
         Raises:
             StateError: the result's text does not begin with what went out.

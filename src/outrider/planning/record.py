@@ -10,6 +10,7 @@ from torch import Tensor
 from outrider.config import GenerationSettings
 from outrider.core.acceptance import Exact
 from outrider.core.decoder import Decoder, Plan
+from outrider.core.detokenizer import detokenizer
 from outrider.core.gate import Always, Signals, measure
 from outrider.core.policy import Policy
 from outrider.core.stopping import StopRules
@@ -118,4 +119,4 @@ class Recorder:
         return Policy.build(self.settings, pair.target.eos_ids, pair.draft_vocabulary, len(prompt.ids))
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self.draft.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return detokenizer(self.draft.tokenizer)(ids)
