@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.options import Models, load_drafter, reach
+from outrider.cli.options import Connection, Models, check_connection, load_drafter, reach
+from outrider.cli.terminal import print_json, print_message, stdout
 from outrider.config import GenerationSettings, Loss, ModelId
 from outrider.edge.pair import Pair
 from outrider.errors import SettingsError
 from outrider.planning.calibrate import AUDIT, Calibration, calibrate, write_gate_file
 from outrider.planning.origin import check_origin
 from outrider.planning.traces import read_traces
+from outrider.verifiers.base import Distant, disconnect
 
 NEARLY_ALL = 0.9  # of the blocks escalated: then the gate is hardly worth its risk
 
@@ -57,13 +57,13 @@ def run_calibrate(
     )
     write_gate_file(out, found)
     if json_output:
-        print(json.dumps({"file": out, **found.to_json()}, ensure_ascii=False))  # noqa: T201
+        print_json({"file": out, **found.to_json()})
     else:
         _show(found, out, len(known))
     return 0
 
 
-def identify(models: Models) -> tuple[ModelId, ModelId]:
+def identify(models: Models, network: Connection = Connection()) -> tuple[ModelId, ModelId]:
     """Edge and cloud as a gate file names them. Loads the edge; the cloud is asked, or loaded if it is local.
 
     Raises:
@@ -71,23 +71,28 @@ def identify(models: Models) -> tuple[ModelId, ModelId]:
     """
     if "none" in (models.edge, models.cloud):
         raise SettingsError("a gate is calibrated for a pair: give --edge and --cloud")
-    sides = Pair(load_drafter(models), reach(models), "fail").now.sides
+    check_connection(models, network)
+    verifier = reach(models, network)
+    if isinstance(verifier, Distant):
+        verifier.probe()  # a cloud that cannot be reached is known before a model is loaded
+    sides = Pair(load_drafter(models), verifier, "fail").now.sides
+    disconnect(verifier)
     edge, cloud = (ModelId(side.name, side.fingerprint) for side in sides)
     return edge, cloud
 
 
 def _warn(message: str) -> None:
-    Console(stderr=True).print(f"outrider: {message}", markup=False, highlight=False, soft_wrap=True)
+    print_message(f"outrider: {message}")
 
 
 def _show(found: Calibration, out: str, traces: int) -> None:
     """traces: all of them, those that chose the signal included."""
-    console = Console()
+    console = stdout()
     chose = traces - found.traces
     lead = (
         f"on the {chose} of {traces} traces that chose the signal (the sentence below counts the other {found.traces})"
     )
-    console.print(lead, style="dim", markup=False, highlight=False, soft_wrap=True)
+    console.print(lead, style="dim", soft_wrap=True)
     console.print(_table(found))
     wrong = f"{found.loss} of {found.traces} traces"
     hardly = ": it saves nearly nothing" if found.escalation > NEARLY_ALL else ""
@@ -95,8 +100,6 @@ def _show(found: Calibration, out: str, traces: int) -> None:
         f"{found.gate}: {_percent(found.escalation)} of blocks go to the cloud, audits included{hardly}. On the edge's "
         f"word, {_percent(found.risk)} of the {wrong} would differ from the cloud's: within the budget of "
         f"{_percent(found.epsilon)}.\nWritten to {out}: --gate calibrated:{out} --k {found.k}",
-        markup=False,
-        highlight=False,
         soft_wrap=True,
     )
 

@@ -1,43 +1,55 @@
-"""`outrider`: the command line. Exit codes: 0 ok, 2 bad usage or input, 1 failure."""
+"""`outrider`: the command line. Exit codes: 0 ok, 1 failure, 2 bad usage or input, 130 Ctrl-C."""
 
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, Parameter
 
 from outrider import __version__
+from outrider.cli import interrupts
 from outrider.cli.cloud import Capacity, Operation, Security
 from outrider.cli.edge import Asked, Serving
 from outrider.cli.evaluate import Assistant, Evaluation
-from outrider.cli.options import Decoding, Models, Network, Output, Speculation, Whole
+from outrider.cli.guard import guarded
+from outrider.cli.options import Connection, Decoding, DemoNetwork, Models, Network, Output, Speculation, Whole
 from outrider.cli.plan import Drivers, Measured
-from outrider.errors import InputError, OutriderError
+from outrider.cli.shell import add_completion, shown_default
 
 app = App(
     name="outrider",
     help="Edge–cloud speculative decoding for language and audio-language models.",
     version=__version__,
-    help_format="plaintext",
+    help_format="markdown",
+    help_epilogue="Results go to stdout, everything else to stderr. `outrider COMMAND --help` shows examples.",
+    default_parameter=Parameter(show_default=shown_default),
+    suppress_keyboard_interrupt=False,
 )
+add_completion(app)
 
 
 @app.command
 def demo(
     *,
     speculation: Speculation = Speculation(),
-    network: Network = Network(),
+    network: DemoNetwork = DemoNetwork(),
     decoding: Decoding = Decoding(),
     output: Output = Output(),
 ) -> int:
-    """Caption the bundled clips, edge and cloud in two processes, and show who decided each token."""
+    """Caption the bundled clips, edge and cloud in two processes, and show who decided each token.
+
+    With --net the cloud alone captions them as well: the texts are compared and both times are measured.
+
+    ```text
+    outrider demo
+    outrider demo --net rtt=80ms
+    ```
+    """
     from outrider.cli.child import share_cores, starting_cloud
 
     share_cores()
@@ -52,6 +64,7 @@ def caption(
     *audio: str,
     lang: Literal["zh", "en"] = "en",
     task: Literal["default", "detailed", "concise"] = "default",
+    instruction: str | None = None,
     models: Models = Models(),
     speculation: Speculation = Speculation(),
     network: Network = Network(),
@@ -59,6 +72,12 @@ def caption(
     output: Output = Output(),
 ) -> int:
     """Describe how the speech in each recording sounds.
+
+    ```text
+    outrider caption speech.wav --lang zh --task detailed
+    outrider caption *.wav --cloud grpc://127.0.0.1:7070 --json
+    outrider caption speech.wav --instruction "How fast is this person speaking?"
+    ```
 
     Parameters
     ----------
@@ -68,10 +87,12 @@ def caption(
         The caption's language.
     task
         How much to say.
+    instruction
+        What to ask about the recording, in your own words, instead of --task.
     """
     from outrider.cli.commands import run_caption
 
-    return run_caption(audio, lang, task, models, speculation, network, decoding, output)
+    return run_caption(audio, lang, task, models, speculation, network, decoding, output, instruction)
 
 
 @app.command
@@ -87,6 +108,11 @@ def generate(
     output: Output = Output(),
 ) -> int:
     """Continue a text, or answer it.
+
+    ```text
+    outrider generate "def fibonacci(n):" --edge SMALL --cloud local:LARGE
+    outrider generate --chat --edge SMALL --cloud grpc://127.0.0.1:7070 < prompt.txt > answer.txt
+    ```
 
     Parameters
     ----------
@@ -113,6 +139,11 @@ def cloud(
     operation: Operation = Operation(),
 ) -> int:
     """Serve verification to edges, until SIGTERM.
+
+    ```text
+    outrider cloud demo
+    outrider cloud MODEL --listen 0.0.0.0:7070 --tls-cert cloud.pem --tls-key cloud.key --tokens tokens.txt
+    ```
 
     Parameters
     ----------
@@ -141,6 +172,11 @@ def edge(
     Speculation, network and decoding are what requests take on where they do not say otherwise. A cloud that is
     local:MODEL runs in a process of its own.
 
+    ```text
+    outrider edge
+    outrider edge --edge SMALL --cloud grpc://127.0.0.1:7070 --listen 127.0.0.1:8080
+    ```
+
     Parameters
     ----------
     listen
@@ -166,6 +202,11 @@ def evaluate(
 ) -> int:
     """Run a set through the modes of decoding, in turn, on the same models; the same command goes on where it was.
 
+    ```text
+    outrider eval demo --out run --gate entropy:0.3 --trace
+    outrider eval manifest.jsonl --out run --modes exact,cloud-only
+    ```
+
     Parameters
     ----------
     data
@@ -188,10 +229,16 @@ def calibrate(
     audit: float = 0.05,
     seed: Whole = 0,
     models: Models = Models(),
+    connection: Connection = Connection(),
     decoding: Decoding = Decoding(),
     output: Output = Output(),
 ) -> int:
     """Find the gate that escalates least within a risk budget, from traces; --gate calibrated:FILE decodes with it.
+
+    ```text
+    outrider calibrate run/traces.jsonl --out gate.json --epsilon 0.2
+    outrider caption speech.wav --gate calibrated:gate.json
+    ```
 
     Parameters
     ----------
@@ -212,9 +259,11 @@ def calibrate(
     """
     from outrider.cli.calibrate import identify, run_calibrate
     from outrider.config import GenerationSettings
+    from outrider.files import check_place
 
+    check_place(out)
     settings = GenerationSettings.build(decoding.settings())
-    edge, cloud = identify(models)
+    edge, cloud = identify(models, connection)
     return run_calibrate(
         traces,
         out,
@@ -240,10 +289,16 @@ def plan(
     utilisation: float = 0.0,
     measured: Measured = Measured(),
     models: Models = Models(),
+    connection: Connection = Connection(),
     decoding: Decoding = Decoding(),
     output: Output = Output(),
 ) -> int:
     """Say which way of decoding wins for this pair, network and goal, and by how much; often that is the cloud alone.
+
+    ```text
+    outrider plan --net rtt=50ms,bw=2Mbit
+    outrider plan --aim quality --budget 0.01 --traces run/traces.jsonl
+    ```
 
     Parameters
     ----------
@@ -261,7 +316,7 @@ def plan(
     """
     from outrider.cli.plan import run_plan
 
-    return run_plan(measured, models, decoding, output, net, aim, budget, gate, utilisation)
+    return run_plan(measured, models, connection, decoding, output, net, aim, budget, gate, utilisation)
 
 
 @app.command
@@ -274,10 +329,15 @@ def sweep(
     out: str | None = None,
     measured: Measured = Measured(),
     models: Models = Models(),
+    connection: Connection = Connection(),
     decoding: Decoding = Decoding(),
     output: Output = Output(),
 ) -> int:
     """Try thresholds × k × drivers × networks in simulation, over this pair's traces.
+
+    ```text
+    outrider sweep --traces run/traces.jsonl --net rtt=10ms --net rtt=100ms --out run/sweep.jsonl
+    ```
 
     Parameters
     ----------
@@ -294,7 +354,7 @@ def sweep(
     """
     from outrider.cli.plan import run_sweep
 
-    return run_sweep(measured, models, decoding, output, gate, k, driver, net, out)
+    return run_sweep(measured, models, connection, decoding, output, gate, k, driver, net, out)
 
 
 @app.command
@@ -317,40 +377,18 @@ def main() -> None:
     """Parse, run, and turn every error into a line on stderr and an exit code."""
     gc.disable()  # until models are loaded: modules by the thousand hold no garbage, and the search costs a seventh
     signal.signal(signal.SIGTERM, _terminated)
+    interrupts.install()
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # the model libraries' bars are for people who watch
-    sys.exit(_guarded(partial(_run, sys.argv[1:])))
+    sys.exit(guarded(partial(_run, sys.argv[1:])))
 
 
 def _run(tokens: list[str]) -> int:
     result: Any = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+    sys.stdout.flush()  # here, where an error of the file system is still reported
     return result if isinstance(result, int) else 0
 
 
 def _terminated(number: int, frame: object) -> None:
     """Leave in order: a cloud in a process of its own would be left behind."""
     sys.exit(128 + number)
-
-
-def _guarded(run: Callable[[], int]) -> int:
-    try:
-        return run()
-    except CycloptsError as error:
-        return _complain(str(error), 2)
-    except InputError as error:
-        return _complain(str(error), 2)
-    except OutriderError as error:
-        return _complain(str(error), 1)
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 1
-    except KeyboardInterrupt:
-        return _complain("interrupted", 130)
-    except Exception as error:  # the process's outermost loop: whatever is left is a bug of ours
-        logging.getLogger("outrider").debug("unexpected error", exc_info=True)
-        return _complain(f"unexpected {type(error).__name__}: {error} (see --verbose)", 1)
-
-
-def _complain(message: str, code: int) -> int:
-    print(f"outrider: {message}", file=sys.stderr)  # noqa: T201
-    return code

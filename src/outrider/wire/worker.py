@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import tempfile
 import threading
 import weakref
 from collections.abc import Coroutine, Sequence
@@ -18,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from outrider.errors import CloudError, StateError
+from outrider.files import TemporaryFolder
 from outrider.netem.conditions import Conditions
 from outrider.netem.link import Link
 from outrider.wire.hosts import ascii_host
@@ -44,10 +43,10 @@ class Worker:
     def __init__(self, name: str, hosts: Sequence[tuple[str, int]], net: Conditions) -> None:
         self.name = name
         self._process = os.getpid()
-        self._folder = tempfile.mkdtemp(prefix="outrider-")
-        weakref.finalize(self, _remove, self._folder, self._process)  # also where nobody disconnects
+        self._folder = TemporaryFolder()
+        weakref.finalize(self, self._folder.close)  # also without close()
         self.lines = [
-            Line(os.path.join(self._folder, f"s{n}"), Link(ascii_host(host), port, net))
+            Line(os.path.join(self._folder.path, f"s{n}"), Link(ascii_host(host), port, net))
             for n, (host, port) in enumerate(hosts)
         ]
         self._lock = threading.Lock()
@@ -96,7 +95,7 @@ class Worker:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
     async def hang_up(self) -> None:
         """Close what speaks through the link, in the loop; called once, by `close`."""
@@ -129,9 +128,3 @@ class Worker:
             await line.link.close()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=GOODBYE)
-
-
-def _remove(folder: str, process: int) -> None:
-    """Remove a folder, if this is the process that made it."""
-    if os.getpid() == process:
-        shutil.rmtree(folder, ignore_errors=True)
