@@ -27,7 +27,7 @@ from outrider.errors import (
     SettingsError,
     StateError,
 )
-from outrider.gateway import replies, server
+from outrider.gateway import connections, replies
 from outrider.gateway.access import Access, check_listen, known_hosts
 from outrider.gateway.app import PAGE_HEADERS
 from outrider.gateway.desk import Busy, GoingDown
@@ -373,8 +373,8 @@ def test_a_body_of_another_type_is_not_read(plain: Running, headers: dict[str, s
 def test_a_connection_on_which_a_request_does_not_come_to_an_end_is_closed(
     before: bytes, begun: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "KEPT", 1)  # s; after an answer
-    monkeypatch.setattr(server, "HEAD_S", 0.3)
+    monkeypatch.setattr(connections, "KEPT", 1)  # s; after an answer
+    monkeypatch.setattr(connections, "HEAD_S", 0.3)
     with serving() as running, socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as line:
         line.settimeout(10)
         line.sendall(before + begun)
@@ -385,7 +385,7 @@ def test_a_connection_on_which_a_request_does_not_come_to_an_end_is_closed(
 
 
 def test_a_request_may_take_longer_than_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HEAD_S", 0.2)
+    monkeypatch.setattr(connections, "HEAD_S", 0.2)
     with serving() as running, socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as line:
         body = json.dumps(HELLO).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
