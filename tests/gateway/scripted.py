@@ -51,6 +51,7 @@ class Script:
     end: Result | Exception = field(default_factory=lambda: result_of("a b c", 3))
     pause: float = 0.0
     refusal: Exception | None = None  # of the desk, before it begins
+    hold: threading.Event | None = None  # the request has to wait for a slot until it is set
 
 
 class ScriptedTicket:
@@ -98,8 +99,14 @@ class ScriptedDesk:
     def active(self) -> int:
         return len(self._running)
 
-    async def start(self, client: str, prompt: Any, settings: dict[str, Any], choice: Any, **_: Any) -> ScriptedTicket:
+    async def start(
+        self, client: str, prompt: Any, settings: dict[str, Any], choice: Any, *, queued: Callable[[], None], **_: Any
+    ) -> ScriptedTicket:
         self.asked.append((client, prompt, settings, choice))
+        if self.script.hold is not None:
+            queued()
+            while not self.script.hold.is_set():
+                await asyncio.sleep(0.005)
         if self.script.refusal is not None:
             raise self.script.refusal
         ticket = ScriptedTicket(self.script, self._gone)

@@ -9,19 +9,22 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx2
 import psutil
 import pytest
+from starlette.requests import Request
 
 from gateway.scripted import Running, Script, serving
 from outrider.cloud.security import Tokens
-from outrider.gateway import connections
+from outrider.gateway import connections, exchange
 from outrider.gateway.access import Access
 from outrider.gateway.connections import HEAD_BYTES, MOST_HEADERS, MOST_PIPELINED, URL_BYTES, Listener
+from outrider.gateway.desk import Busy
+from outrider.gateway.exchange import Arrivals
 
 KEY = "a-key-that-is-long-enough"
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
@@ -45,6 +48,13 @@ def connected(url: str) -> Iterator[socket.socket]:
         yield line
 
 
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def everything(line: socket.socket) -> bytes:
     """What comes until the connection is closed."""
     heard = b""
@@ -58,7 +68,8 @@ def answered(line: socket.socket) -> bytes:
     """One answer of /health, whole."""
     heard = b""
     while not heard.endswith(b"}"):
-        assert (part := line.recv(2**16)), heard
+        part = line.recv(2**16)
+        assert part, heard
         heard += part
     return heard
 
@@ -277,3 +288,42 @@ def test_every_interface_means_both_families() -> None:
         port = on.getsockname()[1]
         for host in ("127.0.0.1", *(["::1"] if socket.has_dualstack_ipv6() else [])):
             socket.create_connection((host, port), timeout=HANG_S).close()
+
+
+# Bodies and waiting prompts --------------------------------------------------------------------------------------
+
+
+def test_the_bytes_of_one_client_s_unread_bodies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "PROMPT_BYTES", 0)
+    body = b'{"model": "outrider", "prompt": "' + b"x" * 600
+    with serving(access=Access(max_body=1000)) as running, ExitStack() as stack:
+        budget = running.gateway.budget
+        assert budget == 4000
+        for n in range(6):
+            line = stack.enter_context(connected(running.url))
+            send(line, POST + b"Content-Length: 900\r\n\r\n" + body)
+            until(lambda n=n: sum(running.gateway.arrivals._bytes.values()) == len(body) * (n + 1))
+        late = stack.enter_context(connected(running.url))
+        send(late, POST + b"Content-Length: 900\r\n\r\n" + body)
+        assert b" 429 " in late.recv(2**16).partition(b"\r\n")[0]
+        assert sum(running.gateway.arrivals._bytes.values()) <= budget
+        stack.close()
+        until(lambda: not running.gateway.arrivals._bytes)
+
+
+def test_all_clients_together_have_twice_as_much() -> None:
+    arrivals = Arrivals()
+    with arrivals.holding("a", 10) as a, arrivals.holding("b", 10) as b, arrivals.holding("c", 10) as c:
+        a(10)
+        with pytest.raises(Busy):
+            a(1)
+        b(9)
+        with pytest.raises(Busy):
+            c(2)
+        c(1)
+    assert not arrivals._bytes
+
+
+def test_a_client_is_the_same_through_both_families() -> None:
+    scope = {"type": "http", "client": ("::ffff:10.0.0.1", 1), "headers": []}
+    assert Access().client(Request(scope)) == "10.0.0.1"

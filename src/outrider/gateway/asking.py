@@ -31,7 +31,7 @@ from outrider.gateway.schemas import (
     Request,
     TextPart,
 )
-from outrider.netem.conditions import conditions
+from outrider.netem.conditions import Conditions, conditions
 from outrider.prompts.audio import Audio
 from outrider.prompts.chat import PromptLike, check_text
 
@@ -39,6 +39,8 @@ R = TypeVar("R", bound=Request)
 
 MOST_BESIDE: Final = 2**21  # bytes of a body beside its recording: texts, ids and options
 RECORDING: Final = re.compile(rb'"data"\s*:\s*"[A-Za-z0-9+/=\\]{1000,}')
+MOST_DELAY_S: Final = 10.0  # of a network that a request emulates
+LEAST_RATE: Final = 1000.0  # bit/s, likewise
 SIZES: Final = ("too_long", "too_short", "string_too_long", "string_too_short")
 FILTERS: Final = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # each at the value that keeps everything
 CHOICE: Final = tuple(each.name for each in fields(Choice) if each.name in OutriderOptions.model_fields)
@@ -212,10 +214,27 @@ def _choice(options: OutriderOptions, default: Choice) -> Choice:
         if name in given and given[name] != getattr(default, name):
             _checked_by(reader, given[name], f"outrider.{name}")
     if "net" in given and given["net"] != "cut":
-        given["net"] = str(conditions(given["net"]))  # one verifier for one network, however it is written
+        net = conditions(given["net"])
+        if given["net"] != default.net:
+            _check_net(net)
+        given["net"] = str(net)  # one verifier for one network, however it is written
     choice = replace(default, **given, watch=bool(options.tokens))
     _check_used(choice, given)
     return choice
+
+
+def _check_net(net: Conditions) -> None:
+    """Refuse an emulated network on which a generation would hold its slot for long."""
+    delays = {"rtt": net.rtt, "jitter": net.jitter, "stall": net.stall_for or 0.0}
+    rates = {"up": net.up, "down": net.down}
+    for name, seconds in delays.items():
+        if seconds > MOST_DELAY_S:
+            message = f"outrider.net: {name} is at most {MOST_DELAY_S:g} s in a request, not {seconds:g} s"
+            raise Refused(message, param="outrider.net", code="invalid_value")
+    for name, rate in rates.items():
+        if rate is not None and rate < LEAST_RATE:
+            message = f"outrider.net: {name} is at least {LEAST_RATE:g} bit/s in a request, not {rate:g} bit/s"
+            raise Refused(message, param="outrider.net", code="invalid_value")
 
 
 def _check_used(choice: Choice, given: Mapping[str, Any]) -> None:
