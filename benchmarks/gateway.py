@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-import uvicorn
 
 from outrider.api import SpeculativeDecoder
 from outrider.cli.child import cloud_process, share_cores
@@ -34,7 +33,7 @@ from outrider.gateway.desk import Desk
 from outrider.gateway.exchange import Gateway
 from outrider.gateway.metrics import Metrics
 from outrider.gateway.pool import Choice, Pool
-from outrider.gateway.server import bound, config
+from outrider.gateway.server import bound, http_server
 from outrider.verifiers.base import Verifier
 from outrider.verifiers.connect import connect
 from outrider.verifiers.local import LocalVerifier
@@ -82,7 +81,7 @@ def over_http(pool: Pool, choice: Choice, tokens: int) -> Iterator[Timed]:
     defaults = Defaults(choice)
     app = create_app(Gateway(desk, Access(), defaults, metrics), Shown(overview(defaults, "none", 8)))
     with bound("127.0.0.1", 0) as on:
-        server = uvicorn.Server(config(app))
+        server = http_server(app, on)
         thread = threading.Thread(target=server.run, args=([on],), daemon=True)
         thread.start()
         while not server.started:

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
-
 from outrider.api import StreamEvent
 from outrider.core.outcome import Result, Stats
 from outrider.core.sequence import Source
@@ -18,9 +16,10 @@ from outrider.core.stopping import Reason
 from outrider.gateway.access import Access
 from outrider.gateway.app import Shown, create_app, overview
 from outrider.gateway.asking import Defaults
+from outrider.gateway.connections import Listener
 from outrider.gateway.exchange import Gateway
 from outrider.gateway.metrics import Metrics
-from outrider.gateway.server import bound, config
+from outrider.gateway.server import bound, http_server
 
 
 def event(
@@ -52,6 +51,7 @@ class Script:
     end: Result | Exception = field(default_factory=lambda: result_of("a b c", 3))
     pause: float = 0.0
     refusal: Exception | None = None  # of the desk, before it begins
+    hold: threading.Event | None = None  # the request has to wait for a slot until it is set
 
 
 class ScriptedTicket:
@@ -99,8 +99,14 @@ class ScriptedDesk:
     def active(self) -> int:
         return len(self._running)
 
-    async def start(self, client: str, prompt: Any, settings: dict[str, Any], choice: Any, **_: Any) -> ScriptedTicket:
+    async def start(
+        self, client: str, prompt: Any, settings: dict[str, Any], choice: Any, *, queued: Callable[[], None], **_: Any
+    ) -> ScriptedTicket:
         self.asked.append((client, prompt, settings, choice))
+        if self.script.hold is not None:
+            queued()
+            while not self.script.hold.is_set():
+                await asyncio.sleep(0.005)
         if self.script.refusal is not None:
             raise self.script.refusal
         ticket = ScriptedTicket(self.script, self._gone)
@@ -125,6 +131,7 @@ class Running:
     desk: ScriptedDesk
     app: Any
     gateway: Gateway
+    listener: Listener
 
 
 @contextmanager
@@ -142,16 +149,15 @@ def serving(
     gateway = Gateway(desk, access or Access(), defaults, metrics)  # type: ignore[arg-type]
     app = create_app(gateway, Shown(overview(defaults, "none", 8), origins, cloud))
     with bound("127.0.0.1", 0) as on:
-        served = config(app)
-        served.timeout_graceful_shutdown = 1
-        server = uvicorn.Server(served)
+        server = http_server(app, on)
+        server.config.timeout_graceful_shutdown = 1
         thread = threading.Thread(target=server.run, args=([on],))
         thread.start()
         try:
             while not server.started:
                 assert thread.is_alive()
                 threading.Event().wait(0.005)
-            yield Running(f"http://127.0.0.1:{on.getsockname()[1]}", desk, app, gateway)
+            yield Running(f"http://127.0.0.1:{on.getsockname()[1]}", desk, app, gateway, on)
         finally:
             server.should_exit = True
             thread.join(10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,10 +28,10 @@ from outrider.errors import (
     SettingsError,
     StateError,
 )
-from outrider.gateway import replies, server
+from outrider.gateway import connections, exchange, replies
 from outrider.gateway.access import Access, check_listen, known_hosts
 from outrider.gateway.app import PAGE_HEADERS
-from outrider.gateway.desk import Busy, GoingDown
+from outrider.gateway.desk import Busy, GoingDown, TimeLimit
 from outrider.gateway.exchange import Arrivals
 from outrider.gateway.refusing import refusal
 from outrider.gateway.server import bound
@@ -82,6 +83,21 @@ def keys(tmp_path: Path) -> Tokens:
 )
 def test_facts_are_what_the_document_says(plain: Running, path: str, reply: type[replies.Reply]) -> None:
     assert reply.model_validate_json(httpx2.get(plain.url + path).content)
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/models/outrider", "/v1/outrider", "/metrics", "/"])
+def test_whatever_can_be_read_answers_head_with_the_same_headers_and_no_body(plain: Running, path: str) -> None:
+    full, head = httpx2.get(plain.url + path), httpx2.head(plain.url + path)
+    assert head.status_code == 200
+    assert head.content == b""
+    assert head.headers["content-type"] == full.headers["content-type"]
+    assert "content-length" in head.headers
+
+
+def test_head_needs_the_key_that_get_needs(keys: Tokens) -> None:
+    with serving(access=Access(keys)) as running:
+        assert httpx2.head(f"{running.url}/v1/models").status_code == 401
+        assert httpx2.head(f"{running.url}/health").status_code == 200
 
 
 def test_the_bundled_clips_are_listed_and_served(plain: Running) -> None:
@@ -357,7 +373,13 @@ def test_other_sites_pages_may_ask_only_where_they_were_let_in(plain: Running) -
     with serving(origins=("https://page.example",)) as running:
         reply = httpx2.options(f"{running.url}/v1/chat/completions", headers=asks)
         assert reply.headers["access-control-allow-origin"] == "https://page.example"
+        assert "access-control-allow-private-network" not in reply.headers
+        asks["access-control-request-private-network"] = "true"
+        reply = httpx2.options(f"{running.url}/v1/chat/completions", headers=asks)
+        assert reply.status_code == 200
+        assert reply.headers["access-control-allow-private-network"] == "true"
         other = httpx2.options(f"{running.url}/v1/chat/completions", headers={**asks, "origin": "https://evil.example"})
+        assert other.status_code == 400
         assert "access-control-allow-origin" not in other.headers
 
 
@@ -373,8 +395,8 @@ def test_a_body_of_another_type_is_not_read(plain: Running, headers: dict[str, s
 def test_a_connection_on_which_a_request_does_not_come_to_an_end_is_closed(
     before: bytes, begun: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "KEPT", 1)  # s; after an answer
-    monkeypatch.setattr(server, "HEAD_S", 0.3)
+    monkeypatch.setattr(connections, "KEPT", 1)  # s; after an answer
+    monkeypatch.setattr(connections, "HEAD_S", 0.3)
     with serving() as running, socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as line:
         line.settimeout(10)
         line.sendall(before + begun)
@@ -385,7 +407,7 @@ def test_a_connection_on_which_a_request_does_not_come_to_an_end_is_closed(
 
 
 def test_a_request_may_take_longer_than_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HEAD_S", 0.2)
+    monkeypatch.setattr(connections, "HEAD_S", 0.2)
     with serving() as running, socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as line:
         body = json.dumps(HELLO).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
@@ -420,6 +442,87 @@ def test_too_large_a_body_is_refused_before_it_is_there(chunked: bool) -> None:
         with pytest.raises(openai.APIStatusError) as refused:
             client(running).completions.create(model="outrider", prompt="x" * 10_000_000)
         assert refused.value.status_code == 413
+
+
+# Waiting ----------------------------------------------------------------------------------------------------
+
+
+ASK = {"model": "outrider", "prompt": "x", "stream": True}
+
+
+@pytest.fixture
+def quick_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "PING_S", 0.02)
+
+
+@pytest.mark.usefixtures("quick_pings")
+def test_a_stream_that_waits_for_a_slot_has_its_headers_at_once_and_comments_meanwhile() -> None:
+    hold = threading.Event()
+    with serving(Script(hold=hold)) as running:
+        with httpx2.stream("POST", f"{running.url}/v1/completions", json=ASK, timeout=30) as reply:
+            assert reply.status_code == 200
+            parts = reply.iter_text()
+            heard = ""
+            while heard.count(": waiting\n\n") < 3:
+                heard += next(parts)
+            assert running.desk.tickets == []
+            hold.set()
+            rest = "".join(parts)
+        assert "data:" not in heard
+        assert rest.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.usefixtures("quick_pings")
+def test_openai_s_client_reads_past_the_comments() -> None:
+    hold = threading.Event()
+    with serving(Script(hold=hold, pause=0.05)) as running:
+        stream = client(running).completions.create(**ASK)  # type: ignore[call-overload]
+        hold.set()
+        assert "".join(chunk.choices[0].text for chunk in stream) == "a b c"
+
+
+@pytest.mark.usefixtures("quick_pings")
+def test_comments_fill_a_silence_in_mid_stream_too() -> None:
+    script = Script(pause=0.2)
+    with serving(script) as running:
+        text = httpx2.post(f"{running.url}/v1/completions", json=ASK).text
+    before, _, after = text.partition("data:")
+    assert ": waiting" in after.partition("data:")[0], before
+
+
+@pytest.mark.usefixtures("quick_pings")
+@pytest.mark.parametrize("error", [CloudLost("away"), Busy("full", 1), PromptError("no"), TimeLimit("too long")])
+def test_what_fails_after_the_headers_is_the_stream_s_last_event(error: OutriderError) -> None:
+    hold = threading.Event()
+    with serving(Script(hold=hold, refusal=error)) as running:
+        with httpx2.stream("POST", f"{running.url}/v1/completions", json=ASK, timeout=30) as reply:
+            assert reply.status_code == 200
+            hold.set()
+            text = "".join(reply.iter_text())
+        events = [part for part in text.split("\n\n") if part and not part.startswith(":")]
+        assert len(events) == 1
+        said = replies.ErrorReply.model_validate_json(events[0].removeprefix("data: "))
+        assert str(error) in said.error.message
+        assert httpx2.get(f"{running.url}/health").status_code == 200
+
+
+def test_what_can_be_refused_before_the_queue_has_its_status() -> None:
+    with serving(Script(hold=threading.Event())) as running:
+        reply = httpx2.post(f"{running.url}/v1/completions", json={**ASK, "top_p": 5})
+        assert reply.status_code == 400
+
+
+def test_a_client_that_leaves_while_it_waits_leaves_the_queue() -> None:
+    with serving(Script(hold=threading.Event())) as running:
+        with httpx2.stream("POST", f"{running.url}/v1/completions", json=ASK, timeout=30) as reply:
+            assert reply.status_code == 200
+        until(lambda: "outrider_edge_disconnects_total 1.0" in httpx2.get(f"{running.url}/metrics").text)
+
+
+def test_a_generation_that_took_too_long_is_504() -> None:
+    with serving(Script(batches=[], end=TimeLimit("after 600 s"))) as running:
+        reply = httpx2.post(f"{running.url}/v1/completions", json={**ASK, "stream": False})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (504, "time_limit")
 
 
 # Streams ----------------------------------------------------------------------------------------------------

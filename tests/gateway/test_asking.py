@@ -18,8 +18,8 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 import outrider
-from outrider.errors import AudioError
-from outrider.gateway.asking import Asked, Defaults, asked, read
+from outrider.errors import AudioError, ContextError
+from outrider.gateway.asking import Asked, Defaults, asked, blamed, read
 from outrider.gateway.pool import Choice
 from outrider.gateway.recordings import decoded
 from outrider.gateway.refusing import Refused
@@ -114,7 +114,45 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
 
 
 def test_what_was_not_used_is_told() -> None:
-    assert chat(user="me", metadata={"a": "b"}).notes == ("user was not used", "metadata was not used")
+    assert chat(user="me", metadata={"a": "b"}).notes == (
+        "user was not used: nothing is kept about users",
+        "metadata was not used: nothing is kept",
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "note"),
+    [
+        ({"top_p": 0.9}, "top_p was not used: at temperature 0"),
+        ({"top_p": 0.9, "temperature": 0}, "top_p was not used: at temperature 0"),
+        ({"outrider": {"top_k": 40, "min_p": 0.1}}, "outrider.top_k was not used"),
+        ({"parallel_tool_calls": True}, "parallel_tool_calls was not used: there are no tools"),
+        ({"parallel_tool_calls": False, "tools": []}, "parallel_tool_calls was not used"),
+        ({"reasoning_effort": "medium"}, "reasoning_effort was not used"),
+        ({"store": True}, "store was not used"),
+    ],
+)
+def test_what_clients_send_unasked_is_taken_with_a_warning(fields: dict[str, Any], note: str) -> None:
+    found = chat(**fields)
+    assert found.notes[0].startswith(note)
+    assert found.settings == chat().settings
+
+
+def test_a_filter_that_is_used_has_no_warning() -> None:
+    found = chat(top_p=0.9, temperature=0.5)
+    assert (found.notes, found.settings["top_p"]) == ((), 0.9)
+    assert chat(Defaults(settings={"temperature": 0.7}), top_p=0.9).notes == ()
+    assert chat(top_p=1.0).notes == ()
+
+
+@pytest.mark.parametrize("stop", ["", [], [""], None])
+def test_an_empty_stop_asks_for_nothing(stop: Any) -> None:
+    assert chat(stop=stop).stop == ()
+    assert chat(stop=["", "x"]).stop == ("x",)
+
+
+def test_usage_may_be_asked_of_a_whole_answer_which_has_it_anyway() -> None:
+    assert not chat(stream_options={"include_usage": True}).stream
 
 
 # Recordings -------------------------------------------------------------------------------------------------
@@ -172,7 +210,7 @@ def test_what_is_no_recording_is_refused(data: str, kind: str, error: str) -> No
     ("fields", "param"),
     [
         ({"messages": [{"role": "system", "content": "x"}, *said(recording())]}, "messages"),
-        ({"messages": said(recording(), recording())}, "messages.0.content"),
+        ({"messages": said(recording(), TEXT, recording())}, "messages.0.content.2"),
         ({"messages": said(recording(), TEXT), "outrider": {"task": "concise"}}, "outrider.task"),
         ({"messages": said(recording(), TEXT), "outrider": {"lang": "en"}}, "outrider.lang"),
         ({"messages": [{"role": "user", "content": "x"}], "outrider": {"task": "concise"}}, "outrider.task"),
@@ -184,6 +222,67 @@ def test_what_the_prompt_of_a_recording_has_no_room_for_is_refused(fields: dict[
     assert refused.value.param == param
 
 
+BIG = "A" * 2_400_000
+
+
+@pytest.mark.parametrize(
+    "head", ["data:audio/wav;base64,", "data:audio/x-wav;codecs=1;base64,", "DATA:video/webm;base64,"]
+)
+def test_the_data_url_of_a_recording_is_taken(head: str) -> None:
+    found = chat(HEARS, messages=said(recording("wav", head + wave(20.0)))).prompt
+    assert isinstance(found, Audio)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ("data:audio/wav;base64," + BIG, "not wav that can be read"),
+        ("data:image/png;base64," + BIG, "a data URL of image/png"),
+        ("data:audio/wav," + BIG, "without ;base64"),
+        ("data:" + BIG, "without ;base64"),
+        ("_-" + BIG, "URL-safe"),
+        (BIG + "!", "not base64"),
+        (BIG + " ", "not base64"),
+    ],
+)
+def test_a_large_recording_that_is_none_is_refused_for_what_it_is(data: str, reason: str) -> None:
+    with pytest.raises(Refused, match=reason) as refused:
+        chat(HEARS, messages=said(TEXT, recording("wav", data)))
+    assert refused.value.param == "messages.0.content.1.input_audio.data"
+    assert refused.value.status == 400
+
+
+def test_the_wrong_format_names_the_part() -> None:
+    with pytest.raises(Refused) as refused:
+        chat(HEARS, messages=said(TEXT, recording("wav")))
+    assert refused.value.param == "messages.0.content.1.input_audio.format"
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_length_limit_that_is_too_large_is_named_as_it_was_given(name: str) -> None:
+    message = "a prompt of 9 tokens and max_new_tokens 4000 make 4009: the edge holds 1024"
+    error = blamed(ContextError(message), chat(**{name: 4000}))
+    assert (error.param, error.code) == (name, "context_length_exceeded")
+    assert f"{name} 4000" in str(error)
+    error = blamed(ContextError(message), chat())
+    assert error.param == "messages", "the command line's limit is not the client's to blame"
+    error = blamed(ContextError("a prompt of 3000 tokens: demo holds 2048"), chat(max_tokens=5))
+    assert error.param == "messages"
+
+
+@pytest.mark.parametrize("net", ["rtt=3600s", "rtt=20s,jitter=10s", "stall=60s:30s", "bw=1bit", "rtt=5ms,up=10bit"])
+def test_a_network_that_would_hold_a_slot_for_long_is_refused(net: str) -> None:
+    with pytest.raises(Refused, match="in a request") as refused:
+        chat(outrider={"net": net})
+    assert refused.value.param == "outrider.net"
+    assert chat(Defaults(Choice(net=net)), outrider={"net": net}).choice.net, "the command line's own may be named"
+
+
+def test_a_setting_that_stands_in_outrider_is_pointed_at() -> None:
+    with pytest.raises(Refused, match=r"it is outrider\.top_k here"):
+        chat(top_k=5)
+
+
 def test_a_model_that_does_not_hear_says_so() -> None:
     with pytest.raises(Refused, match="takes no audio"):
         chat(messages=said(recording()))
@@ -193,10 +292,10 @@ def test_a_model_that_does_not_hear_says_so() -> None:
 
 DIFFERENT: dict[str, Any] = {  # a value that asks for what is not done
     "n": 2, "best_of": 2, "frequency_penalty": 0.5, "presence_penalty": -0.5, "logprobs": True, "top_logprobs": 3,
-    "logit_bias": {"5": 10}, "tools": [{"type": "function"}], "tool_choice": "required", "parallel_tool_calls": True,
+    "logit_bias": {"5": 10}, "tools": [{"type": "function"}], "tool_choice": "required",
     "functions": [{"name": "f"}], "function_call": {"name": "f"}, "response_format": {"type": "json_object"},
     "modalities": ["text", "audio"], "audio": {"voice": "x"}, "prediction": {"type": "content", "content": "x"},
-    "reasoning_effort": "high", "verbosity": "low", "web_search_options": {}, "moderation": {}, "store": True,
+    "verbosity": "low", "web_search_options": {}, "moderation": {},
     "service_tier": "flex", "echo": True, "suffix": "x", "prompt_cache_options": {}, "prompt_cache_retention": "24h",
 }  # fmt: skip
 
@@ -232,12 +331,14 @@ def test_every_field_of_openai_s_api_is_done_refused_or_told_as_not_used() -> No
         ({"messages": []}, "messages"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "warm"}, "temperature"),
-        ({"top_p": 0.5}, "top_p"),
+        ({"top_p": 5}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
         ({"seed": -1}, "seed"),
-        ({"stop": ""}, "stop"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stop": ["a", 5]}, "stop.1"),
+        ({"messages": said({"type": "text", "text": "x", "cache_control": {}})}, "messages.0.content.0.cache_control"),
+        ({"messages": said({**TEXT, "text": "x"}, {"type": "text"})}, "messages.0.content.1.text"),
+        ({"messages": [{"role": "user", "content": "x"}, {"role": "user"}]}, "messages.1.content"),
         ({"outrider": {"k": 65}}, "outrider.k"),
         ({"outrider": {"gate": "entropy"}}, "outrider.gate"),
         ({"outrider": {"gate": "calibrated:/etc/passwd"}}, "outrider.gate"),
@@ -283,7 +384,7 @@ def test_of_a_field_with_several_forms_the_one_that_was_meant_is_spoken_of(
 def test_what_is_no_recording_is_named_without_our_objects() -> None:
     with pytest.raises(Refused, match="Format not recognised") as refused:
         chat(HEARS, messages=[{"role": "user", "content": [recording("wav", "aGVsbG8=")]}])
-    assert refused.value.param == "messages.0.content.input_audio.data"
+    assert refused.value.param == "messages.0.content.0.input_audio.data"
     assert "0x" not in str(refused.value)
 
 

@@ -41,6 +41,6 @@ def test_the_document_names_all_that_can_be_asked_and_what_it_is_answered() -> N
     assert set(document["paths"]) == paths | {"/health", "/metrics"}
     asked = document["paths"]["/v1/chat/completions"]["post"]
     assert asked["requestBody"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ChatRequest"}
-    assert set(asked["responses"]) == {"200", "400", "403", "404", "408", "413", "415", "429", "500", "503"}
+    assert set(asked["responses"]) == {"200", "400", "403", "404", "408", "413", "415", "429", "500", "503", "504"}
     assert document["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False
     assert "securitySchemes" not in document["components"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -38,7 +38,7 @@ class Access:
         """
         self.check_host(request)
         if self.keys is None:
-            return request.client.host if request.client is not None else "local"
+            return _address(request)
         name = self.keys.identity(_bearer(request.headers.getlist("authorization")))
         if name is None:
             raise _unknown("the API key is not known to this gateway")
@@ -50,8 +50,8 @@ class Access:
         if self.hosts is not None and (len(named) != 1 or _without_port(named[0]) not in self.hosts):
             raise Refused("this gateway is not known by the name in the Host header", code="unknown_host", status=403)
 
-    async def body(self, request: Request) -> bytes:
-        """The request's body.
+    async def body(self, request: Request, hold: Callable[[int], None]) -> bytes:
+        """The request's body. hold: called with the size of each part before it is kept; it may refuse.
 
         Raises:
             Refused: no JSON by its type, or too long, or too slow: then the rest is not waited for.
@@ -60,9 +60,14 @@ class Access:
         _check_head(request, self.max_body)
         try:
             async with asyncio.timeout(self.body_s):
-                return await _read(request, self.max_body)
+                return await _read(request, self.max_body, hold)
         except TimeoutError:
             raise Refused(f"the body took over {self.body_s:g} s", code="too_slow", status=408) from None
+
+
+def _address(request: Request) -> str:
+    """The peer's address. On a socket of both families IPv4's stand behind a prefix."""
+    return request.client.host.removeprefix("::ffff:") if request.client is not None else "local"
 
 
 def check_listen(host: str, *, keys: bool, insecure: bool) -> None:
@@ -96,13 +101,14 @@ def _check_head(request: Request, most: int) -> None:
         raise _too_large(most)
 
 
-async def _read(request: Request, most: int) -> bytes:
+async def _read(request: Request, most: int, hold: Callable[[int], None]) -> bytes:
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
         size += len(part)
         if size > most:
             raise _too_large(most)
+        hold(len(part))
         parts.append(part)
     return b"".join(parts)
 

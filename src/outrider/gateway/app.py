@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fastapi import Depends, FastAPI
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
@@ -54,8 +55,9 @@ REASONS: Final = {
     429: "There is no room for another request; Retry-After says when to come again.",
     500: "A bug of the gateway.",
     503: "The cloud cannot be reached, or refused (`type` is cloud_error); or the gateway is going down.",
+    504: "The generation took longer than this gateway allows.",
 }
-GENERATING: Final = (400, 403, 404, 408, 413, 415, 429, 500, 503)
+GENERATING: Final = (400, 403, 404, 408, 413, 415, 429, 500, 503, 504)
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,16 @@ def create_app(gateway: Gateway, shown: Shown) -> FastAPI:
     keyed = [Depends(HTTPBearer(auto_error=False, description="an API key"))] if gateway.access.keys else []
     _add_completions(app, gateway, keyed)
     _add_facts(app, gateway, shown, keyed)
+    _add_heads(app)
     _add_page(app, gateway)
     _add_errors(app, gateway)
     if shown.origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=list(shown.origins), allow_methods=["GET", "POST"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=list(shown.origins),
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],
+            allow_private_network=True,  # a public site's page asks a gateway on its reader's own machine or network
         )
     return app
 
@@ -185,6 +192,12 @@ def _add_facts(app: FastAPI, gateway: Gateway, shown: Shown, keyed: Sequence[Any
 
     responses: dict[int | str, dict[str, Any]] = {200: {"model": replies.Health}, **_errors([], 403)}
     app.add_api_route("/health", health, summary="Whether it serves.", operation_id="Health", responses=responses)
+
+
+def _add_heads(app: FastAPI) -> None:
+    """Answer HEAD wherever GET is answered; the document names GET alone."""
+    for route in [each for each in app.routes if isinstance(each, APIRoute) and each.methods == {"GET"}]:
+        app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
 
 
 def _add_page(app: FastAPI, gateway: Gateway) -> None:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from outrider.config import GenerationSettings
-from outrider.core.acceptance import rule
-from outrider.core.gate import gate
-from outrider.errors import AudioError, InputError, PromptError, SettingsError
+from outrider.errors import AudioError, ContextError, InputError, PromptError
+from outrider.gateway.base64_data import base64_of
+from outrider.gateway.generation_options import (
+    choice_of,
+    field_named_in,
+    in_request_words,
+    length_field_of,
+    notes_of,
+    settings_of,
+)
 from outrider.gateway.pool import Choice
 from outrider.gateway.recordings import decoded
 from outrider.gateway.refusing import Refused, blaming
@@ -22,7 +28,6 @@ from outrider.gateway.schemas import (
     PARTS,
     ROLES,
     UNDONE,
-    UNUSED,
     AudioPart,
     ChatRequest,
     CompletionRequest,
@@ -31,18 +36,14 @@ from outrider.gateway.schemas import (
     Request,
     TextPart,
 )
-from outrider.netem.conditions import conditions
 from outrider.prompts.audio import Audio
 from outrider.prompts.chat import PromptLike, check_text
 
 R = TypeVar("R", bound=Request)
 
 MOST_BESIDE: Final = 2**21  # bytes of a body beside its recording: texts, ids and options
-RECORDING: Final = re.compile(rb'"data"\s*:\s*"[A-Za-z0-9+/=\\]{1000,}')
+RECORDING: Final = re.compile(rb'"data"\s*:\s*"[ !#-~]{1000,}')  # whatever it is, it stays one string of ASCII
 SIZES: Final = ("too_long", "too_short", "string_too_long", "string_too_short")
-FILTERS: Final = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # each at the value that keeps everything
-CHOICE: Final = tuple(each.name for each in fields(Choice) if each.name in OutriderOptions.model_fields)
-SETTINGS: Final = tuple(each.name for each in fields(GenerationSettings) if each.name in OutriderOptions.model_fields)
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Defaults:
 @dataclass(frozen=True)
 class Asked:
     """A request that can be answered. notes: what of it asked for nothing, for the answer's warnings. field: where its
-    prompt stood."""
+    prompt stood. length_field: the field that limits the output, if it was given."""
 
     prompt: PromptLike
     settings: dict[str, Any]
@@ -70,6 +71,7 @@ class Asked:
     stop: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     field: str = "prompt"
+    length_field: str | None = None
 
 
 def read(kind: type[R], body: bytes) -> R:
@@ -114,124 +116,40 @@ def asked(request: Request, defaults: Defaults) -> Asked:
         Refused: fields that contradict each other or the model, or a recording that cannot be used; the field is named.
     """
     options = request.outrider or OutriderOptions()
-    if request.stream_options is not None and not request.stream:
-        raise Refused("stream_options is for streams: set stream to true", param="stream_options")
     if options.provisional and not (request.stream and options.tokens):
         raise Refused(
             "provisional tokens are reported in the chunks of a stream: set stream and outrider.tokens to true",
             param="outrider.provisional",
         )
-    settings = _settings(request, options, defaults)
+    settings = settings_of(request, options, defaults.settings)
+    length = length_field_of(request)
     return Asked(
         prompt=_prompt(request, options, defaults),
         settings=settings,
-        choice=_choice(options, defaults.choice),
+        choice=choice_of(options, defaults.choice),
         stream=bool(request.stream),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         provisional=bool(options.provisional),
         tokens=bool(options.tokens),
         stop=settings["stop"],
-        notes=tuple(f"{name} was not used" for name in UNUSED if getattr(request, name, None) is not None),
+        notes=notes_of(request, settings),
         field="messages" if isinstance(request, ChatRequest) else "prompt",
+        length_field=length,
     )
 
 
-# Settings ---------------------------------------------------------------------------------------------------
-
-
-def _settings(request: Request, options: OutriderOptions, defaults: Defaults) -> dict[str, Any]:
-    given = {name: value for name in SETTINGS if (value := getattr(options, name)) is not None}
-    names = {"temperature": "temperature", "top_p": "top_p", "seed": "seed"}
-    given |= {ours: value for theirs, ours in names.items() if (value := getattr(request, theirs)) is not None}
-    length = _length(request)
-    if length is not None:
-        given["max_new_tokens"] = length
-    if request.stop is not None:
-        given["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
-    if request.logit_bias:
-        given["suppress_tokens"] = tuple(int(key) for key in request.logit_bias)
-    return _checked({**_giving_way(defaults.settings, given), **given})
-
-
-def _length(request: Request) -> int | None:
-    newer = getattr(request, "max_completion_tokens", None)
-    if newer is not None and request.max_tokens is not None and newer != request.max_tokens:
-        raise Refused(
-            f"max_completion_tokens {newer} and max_tokens {request.max_tokens} are two words for one limit: give one",
-            param="max_tokens",
-        )
-    return newer if newer is not None else request.max_tokens
-
-
-def _giving_way(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The command line's settings, without those that make no sense beside what the request asks for."""
-    kept = {"stop": (), **values}
-    if given.get("temperature") == 0:
-        kept |= FILTERS
-    if "max_new_tokens" in given:
-        kept["min_new_tokens"] = min(kept.get("min_new_tokens", 0), given["max_new_tokens"])
-    return kept
+# Refusing what only the model can tell -----------------------------------------------------------------------
 
 
 def blamed(error: InputError, work: Asked) -> Refused:
     """What was found out only where the prompt was read: the refusal, with the field that is to blame."""
     about_prompt = isinstance(error, (PromptError, AudioError))
-    return blaming(error, work.field if about_prompt else _blamed(str(error)))
-
-
-def _checked(settings: dict[str, Any]) -> dict[str, Any]:
-    try:
-        built = GenerationSettings.build(settings)
-    except SettingsError as error:
-        raise Refused(str(error), param=_blamed(str(error)), code="invalid_value") from error
-    return {each.name: getattr(built, each.name) for each in fields(built)}
-
-
-def _blamed(message: str) -> str | None:
-    """The first field of a request that a message of ours speaks of."""
-    theirs = {"max_new_tokens": "max_tokens", "suppress_tokens": "logit_bias"}
-    for word in re.findall(r"\w+", message):
-        if word in theirs:
-            return theirs[word]
-        if word in OutriderOptions.model_fields:
-            return f"outrider.{word}"
-        if word in Request.model_fields:
-            return word
-    return None
-
-
-def _choice(options: OutriderOptions, default: Choice) -> Choice:
-    given = {name: value for name in CHOICE if (value := getattr(options, name)) is not None}
-    if "calibrated:" in given.get("gate", "") and given["gate"] != default.gate:
-        raise Refused(
-            "a gate file is named on the gateway's command line (--gate calibrated:FILE), not in a request",
-            param="outrider.gate",
-        )
-    readers = {"gate": gate, "accept": rule, "net": lambda text: None if text == "cut" else conditions(text)}
-    for name, reader in readers.items():
-        if name in given and given[name] != getattr(default, name):
-            _checked_by(reader, given[name], f"outrider.{name}")
-    if "net" in given and given["net"] != "cut":
-        given["net"] = str(conditions(given["net"]))  # one verifier for one network, however it is written
-    choice = replace(default, **given, watch=bool(options.tokens))
-    _check_used(choice, given)
-    return choice
-
-
-def _check_used(choice: Choice, given: Mapping[str, Any]) -> None:
-    """Refuse what the request itself asks for and its way does not do. Values that ask for nothing are taken."""
-    used, nothing = choice.settled(), Choice()
-    for name, value in given.items():
-        if value != getattr(used, name) and value != getattr(nothing, name):
-            way = f"decoding {choice.way}" + ("" if "way" in given else ", as this gateway does unless told otherwise,")
-            raise Refused(f"outrider.{name}: {way} does not use it: leave it out", param=f"outrider.{name}")
-
-
-def _checked_by(reader: Any, value: str, param: str) -> None:
-    try:
-        reader(value)
-    except SettingsError as error:
-        raise Refused(str(error), param=param, code="invalid_value") from error
+    param = work.field if about_prompt else field_named_in(str(error), work.length_field)
+    if isinstance(error, ContextError) and work.length_field and "max_new_tokens" in str(error):
+        param = work.length_field  # the prompt alone fits: what follows it does not
+    refused = blaming(error, param)
+    refused.args = (in_request_words(str(error), work.length_field),)
+    return refused
 
 
 # Prompts ----------------------------------------------------------------------------------------------------
@@ -273,9 +191,19 @@ def _texts(message: Message) -> str:
 
 
 def _turn(at: int, message: Message) -> dict[str, str]:
+    _check_texts(at, message)
     text = _texts(message)
-    _check_text(text, f"messages.{at}.content")
     return {"role": "system" if message.role == "developer" else message.role, "content": text}
+
+
+def _check_texts(at: int, message: Message) -> None:
+    """Refuse a message in whose text half a surrogate pair stands."""
+    if isinstance(message.content, str):
+        _check_text(message.content, f"messages.{at}.content")
+        return
+    for n, part in enumerate(message.content):
+        if isinstance(part, TextPart):
+            _check_text(part.text, f"messages.{at}.content.{n}.text")
 
 
 def _check_text(text: str, param: str) -> None:
@@ -297,19 +225,26 @@ def _recording(request: ChatRequest, options: OutriderOptions, defaults: Default
     message = request.messages[0]
     found = _audio_parts(message)
     if len(found) > 1:
-        raise Refused("one recording to a request", param="messages.0.content")
+        at = next(n for n, part in enumerate(message.content) if part is found[1])
+        raise Refused("one recording to a request", param=f"messages.0.content.{at}")
     question = _texts(message).strip() or None
     if question is not None:
-        _check_text(question, "messages.0.content")
+        _check_texts(0, message)
         if options.task is not None or options.lang is not None:
             raise Refused(
                 "the text beside a recording says what to write, and so do outrider.task and lang: give one",
                 param="outrider.task" if options.task is not None else "outrider.lang",
             )
+    at = next(n for n, part in enumerate(message.content) if part is found[0])
+    where = f"messages.0.content.{at}.input_audio"
     try:
-        wave, rate = decoded(found[0].input_audio.data, found[0].input_audio.format, defaults.audio_seconds)
+        data = base64_of(found[0].input_audio.data, f"{where}.data")
+        wave, rate = decoded(data, found[0].input_audio.format, defaults.audio_seconds)
+    except Refused as error:
+        field = str(error.param).rpartition(".")[2]
+        raise Refused(str(error), param=f"{where}.{field}", code=error.code, status=error.status) from error
     except AudioError as error:
-        raise blaming(error, "messages.0.content.input_audio.data") from error
+        raise blaming(error, f"{where}.data") from error
     task, lang = options.task or "default", options.lang or "en"
     return Audio(wave, task, lang, rate, instruction=question)
 
@@ -358,6 +293,9 @@ def _place(loc: Sequence[int | str], sent: Any, *, missing: bool) -> list[str]:
     place: list[str] = []
     for number, step in enumerate(loc, start=1):
         inside = _inside(sent, step)
+        tag = number > 1 and isinstance(loc[number - 2], int) and isinstance(sent, dict) and sent.get("type") == step
+        if tag and number < len(loc):
+            continue  # a part's kind, which may be the name of a field as well
         if inside is not None:
             sent = inside[0]
         elif number < len(loc) or not missing:
@@ -373,6 +311,8 @@ def _inside(sent: Any, step: int | str) -> tuple[Any] | None:
 
 
 def _known(place: list[str], kind: type[Request]) -> str:
+    if len(place) == 1 and place[0] in OutriderOptions.model_fields:
+        return f"; it is outrider.{place[0]} here"
     if len(place) == 1:
         return f"; there are {', '.join(sorted(kind.model_fields))}"
     names = OutriderOptions.model_fields if place[0] == "outrider" and len(place) == 2 else ()

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
+import math
+import threading
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.api import StreamEvent
@@ -25,6 +28,7 @@ log = logging.getLogger(__name__)
 RECENT = 32  # generations by which it is judged how long one takes
 BURST_S = 0.001  # what comes within it is told together
 UNKNOWN_S = 1.0  # what one is taken to last before any has ended
+LIVE = 2  # generations for each slot, paused ones included
 
 
 class Busy(OutriderError):
@@ -40,6 +44,10 @@ class GoingDown(OutriderError):
 
     def __init__(self) -> None:
         super().__init__("the gateway is going down")
+
+
+class TimeLimit(OutriderError):
+    """A generation took longer than a gateway allows."""
 
 
 class Ticket:
@@ -60,6 +68,11 @@ class Ticket:
         self._telling = False  # the loop was told of events, and has not looked yet
         self._shown = False  # it has looked at some
         self._outcome: Future[Result] | None = None
+        self._may_run = threading.Event()
+        self._may_run.set()
+        self._expired: TimeLimit | None = None
+        self._cancelled = False
+        self.paused = False  # another generation has its slot
 
     # In a thread of its own ---------------------------------------------------------------------------------
 
@@ -72,6 +85,7 @@ class Ticket:
             try:
                 while True:
                     self._push(next(stream))
+                    self._may_run.wait()
                     self._cancellation.check()
             except StopIteration as end:
                 result: Result = end.value
@@ -103,13 +117,30 @@ class Ticket:
 
     def cancel(self) -> None:
         """At any time; after the end it changes nothing."""
+        self._cancelled = True
         self._cancellation.cancel()
+        self._may_run.set()
+
+    def expire(self, seconds: float) -> None:
+        """End it because its time is over; iterating then raises TimeLimit."""
+        self._expired = TimeLimit(f"the generation was ended after {seconds:g} s, the most that this gateway allows")
+        self.cancel()
+
+    def pause(self) -> None:
+        """Stop before the next token, until `resume` or `cancel`."""
+        self.paused = True
+        if not self._cancelled:
+            self._may_run.clear()
+
+    def resume(self) -> None:
+        self.paused = False
+        self._may_run.set()
 
     def end(self, outcome: Future[Result]) -> None:
         """It has ended, one way or another."""
         self._outcome = outcome
         self._news.set()
-        error = outcome.exception()
+        error = self._error()
         if error is not None and not isinstance(error, (OutriderError, CancelledError)):
             log.error("a generation failed", exc_info=error)
         if error is not None and not self.started.done():
@@ -124,11 +155,16 @@ class Ticket:
             await self._told()
         if self._events:
             return [self._events.popleft() for _ in range(len(self._events))]
-        assert self._outcome is not None
-        error = self._outcome.exception()
+        error = self._error()
         if error is None or isinstance(error, CancelledError):
             raise StopAsyncIteration
         raise error
+
+    def _error(self) -> BaseException | None:
+        """How it failed, once it has ended."""
+        assert self._outcome is not None
+        error = self._outcome.exception()
+        return self._expired if isinstance(error, CancelledError) and self._expired is not None else error
 
     async def _told(self) -> None:
         """Wait until there is something to tell, which drafts may not be, or all has been told."""
@@ -159,19 +195,36 @@ class Ticket:
         self._news.set()
 
 
-class Desk:
-    """Admits generations: at most `slots` run, and at most `queue` wait.
+@dataclass
+class _Line:
+    """What one client waits for: places in the queue, and generations that were paused for other clients'."""
 
-    Clients take turns for what gets free, however much each of them asks; a client's own requests keep their order. Who
-    comes to a full queue takes the last place of whoever has the most, if that still leaves them as many.
+    places: deque[asyncio.Future[None]] = field(default_factory=deque)
+    paused: deque[Ticket] = field(default_factory=deque)
+
+    def __bool__(self) -> bool:
+        return bool(self.places or self.paused)
+
+
+class Desk:
+    """Admits generations: at most `slots` run, and at most `queue` requests wait.
+
+    Slots go round-robin to the clients that wait; a client's own requests keep their order. When all slots are taken,
+    and a client has at least two more of them than the client of a new request, the newest generation of the client
+    with the most is paused before its next token, and the new request has its slot at once. Paused generations go on
+    in their client's turn. So a lone client has all slots, and no client waits for another's long generations.
+    When the queue is full, the newest request of the client with the longest queue is evicted, unless the newcomer's
+    would then be the longer one.
+
+    seconds: that a generation may take from its slot to its end.
     """
 
-    def __init__(self, pool: Pool, *, slots: int = 8, queue: int = 64) -> None:
-        self._pool, self._slots, self._queue = pool, slots, queue
-        self._threads = ThreadPoolExecutor(slots, "outrider-generation")
+    def __init__(self, pool: Pool, *, slots: int = 8, queue: int = 64, seconds: float = math.inf) -> None:
+        self._pool, self._slots, self._queue, self._seconds = pool, slots, queue, seconds
+        self._threads = ThreadPoolExecutor(LIVE * slots, "outrider-generation")
         self._free = slots
-        self._lines: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # whose turn it is comes first
-        self._running: set[Ticket] = set()
+        self._lines: OrderedDict[str, _Line] = OrderedDict()  # whose turn it is comes first
+        self._running: dict[Ticket, str] = {}  # the client of each, paused ones included; the oldest first
         self._durations: deque[float] = deque(maxlen=RECENT)  # s
         self._closed = False
         self._ended = asyncio.Event()
@@ -179,12 +232,12 @@ class Desk:
     @property
     def active(self) -> int:
         """Generations that run."""
-        return len(self._running)
+        return sum(not ticket.paused for ticket in self._running)
 
     @property
     def waiting(self) -> int:
         """Requests that have no slot yet."""
-        return sum(map(len, self._lines.values()))
+        return sum(len(line.places) for line in self._lines.values())
 
     @property
     def room(self) -> int:
@@ -192,19 +245,29 @@ class Desk:
         return self._slots + self._queue
 
     async def start(
-        self, client: str, prompt: PromptLike, settings: dict[str, Any], choice: Choice, *, provisional: bool = False
+        self,
+        client: str,
+        prompt: PromptLike,
+        settings: dict[str, Any],
+        choice: Choice,
+        *,
+        provisional: bool = False,
+        queued: Callable[[], None] = lambda: None,
     ) -> Ticket:
         """Wait for a slot, and begin. Being cancelled leaves the queue, or ends what has begun.
+
+        queued: called if there is no slot at once.
 
         Raises:
             Busy: the queue is full, or was filled up meanwhile by clients who have fewer requests in it.
             GoingDown: this desk is being closed.
             InputError: the prompt, a setting or the choice cannot be used; nothing was computed.
             CloudError: the cloud is not there, and that was not to be got over, or it says no.
+            TimeLimit: it took too long before its first token.
         """
-        await self._admission(client)
+        await self._admission(client, queued)
         ticket = Ticket(asyncio.get_running_loop(), provisional=provisional)
-        self._run(ticket, prompt, settings, choice)
+        self._run(ticket, client, prompt, settings, choice)
         try:
             await ticket.started
         except asyncio.CancelledError:
@@ -218,7 +281,7 @@ class Desk:
         """End all, and wait until they have ended."""
         self._closed = True
         lines, self._lines = self._lines, OrderedDict()
-        for place in [place for line in lines.values() for place in line if not place.done()]:
+        for place in [place for line in lines.values() for place in line.places if not place.done()]:
             place.set_exception(GoingDown())
         for ticket in self._running:
             ticket.cancel()
@@ -229,21 +292,36 @@ class Desk:
 
     # Slots --------------------------------------------------------------------------------------------------
 
-    async def _admission(self, client: str) -> None:
+    async def _admission(self, client: str, queued: Callable[[], None] = lambda: None) -> None:
         """Take a slot, at once or when it is this client's turn."""
         if not self._free and not self._closed:
-            await self._queued(client)
+            if not self._make_room(client):
+                await self._queued(client, queued)
         else:
             self._free -= 1
         if self._closed:
             self._release()
             raise GoingDown
 
-    async def _queued(self, client: str) -> None:
+    def _make_room(self, client: str) -> bool:
+        """Take a slot from the client that has the most; not if that made it the one with fewer."""
+        if self._lines.get(client) or len(self._running) >= LIVE * self._slots:
+            return False
+        active = Counter(each for ticket, each in self._running.items() if not ticket.paused)
+        most = max(active, key=lambda each: active[each], default=client)
+        if active[most] < active[client] + 2:
+            return False
+        newest = [ticket for ticket, each in self._running.items() if each == most and not ticket.paused][-1]
+        newest.pause()
+        self._lines.setdefault(most, _Line()).paused.appendleft(newest)
+        return True
+
+    async def _queued(self, client: str, queued: Callable[[], None]) -> None:
         if self.waiting >= self._queue and not self._displaced(client):
             raise self._full()
         place = asyncio.get_running_loop().create_future()
-        self._lines.setdefault(client, deque()).append(place)
+        self._lines.setdefault(client, _Line()).places.append(place)
+        queued()
         try:
             await place
         except asyncio.CancelledError:
@@ -253,33 +331,36 @@ class Desk:
             raise
 
     def _displaced(self, client: str) -> bool:
-        """Turn away the last of the longest line for this client; not if that made it the shorter one."""
-        longest = max(self._lines, key=lambda each: len(self._lines[each]), default=client)
-        if len(self._lines.get(longest, ())) < len(self._lines.get(client, ())) + 2:
+        """Evict the newest request of the longest queue for this client; not if that made it the shorter one."""
+        lengths = {each: len(line.places) for each, line in self._lines.items()}
+        longest = max(lengths, key=lambda each: lengths[each], default=client)
+        if lengths.get(longest, 0) < lengths.get(client, 0) + 2:
             return False
-        place = self._lines[longest].pop()
+        place = self._lines[longest].places.pop()
         if not place.done():
             place.set_exception(self._full())
         return True
 
     def _leave(self, client: str, place: asyncio.Future[None]) -> None:
         line = self._lines.get(client)
-        if line is not None and place in line:
-            line.remove(place)
+        if line is not None and place in line.places:
+            line.places.remove(place)
             if not line:
                 del self._lines[client]
 
     def _release(self) -> None:
-        """A slot is free: for the next client's next request."""
+        """A slot is free: for the next client's next generation."""
         self._free += 1
         while self._free and self._lines:
             client, line = self._lines.popitem(last=False)
-            place = line.popleft()
-            if line:
-                self._lines[client] = line
-            if not place.done():
+            if line.paused:
+                self._free -= 1
+                line.paused.popleft().resume()
+            elif line.places and not (place := line.places.popleft()).done():
                 self._free -= 1
                 place.set_result(None)
+            if line:
+                self._lines[client] = line
 
     def _full(self) -> Busy:
         return self._busy(f"{self.active} requests are being answered, and {self.waiting} wait: try again later")
@@ -290,7 +371,7 @@ class Desk:
 
     # Running ------------------------------------------------------------------------------------------------
 
-    def _run(self, ticket: Ticket, prompt: PromptLike, settings: dict[str, Any], choice: Choice) -> None:
+    def _run(self, ticket: Ticket, client: str, prompt: PromptLike, settings: dict[str, Any], choice: Choice) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
@@ -299,12 +380,18 @@ class Desk:
             ticket.cancel()
             self._release()
             raise self._busy("this machine has no thread for another request: try again later") from error
-        self._running.add(ticket)
-        outcome.add_done_callback(lambda done: loop.call_soon_threadsafe(self._end, ticket, done, began))
+        self._running[ticket] = client
+        timer = loop.call_later(self._seconds, ticket.expire, self._seconds) if self._seconds < math.inf else None
+        outcome.add_done_callback(lambda done: loop.call_soon_threadsafe(self._end, ticket, done, began, timer))
 
-    def _end(self, ticket: Ticket, outcome: Future[Result], began: float) -> None:
+    def _end(self, ticket: Ticket, outcome: Future[Result], began: float, timer: asyncio.TimerHandle | None) -> None:
+        if timer is not None:
+            timer.cancel()
         self._durations.append(asyncio.get_running_loop().time() - began)
-        self._running.discard(ticket)
+        line = self._lines.get(self._running.pop(ticket))
         ticket.end(outcome)
-        self._release()
+        if line is not None and ticket in line.paused:  # another generation has its slot
+            line.paused.remove(ticket)
+        else:
+            self._release()
         self._ended.set()

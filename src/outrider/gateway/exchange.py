@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
@@ -25,11 +26,18 @@ from outrider.gateway.desk import Busy, Desk, GoingDown, Ticket
 from outrider.gateway.metrics import Metrics
 from outrider.gateway.refusing import refusal
 from outrider.gateway.schemas import ChatRequest, Request
+from outrider.prompts.audio import Audio
 
 T = TypeVar("T")
 
 log = logging.getLogger("outrider.gateway")
+STATUS_S = 1.0  # s in which an error of a stream that has a slot still gets its own status
+PING_S = 5.0  # s of silence after which a stream gets a comment
+WAITING = b": waiting\n\n"
 SHORT = 2**14  # bytes of a request that is understood at once
+PROMPT_BYTES = 2**21  # of a waiting prompt, on average
+BODIES = 4  # of the largest that are taken, at least, from one client
+ID_BYTES = 36  # of an int in a list
 GONE = 499  # what proxies log for a client that left; nobody reads it
 
 
@@ -38,17 +46,19 @@ class ClientGone(Exception):
 
 
 class Arrivals:
-    """Requests whose bodies are read: they take memory, and the desk does not know of them yet.
+    """Limits on what requests hold before their generation begins: their number while they are read, and their bytes.
 
-    One client has as many at once as the desk has room for, and all together twice as many.
+    One client has as many uploads at once as the desk has room for, and bodies and waiting prompts of `budget` bytes;
+    all clients together have twice that.
     """
 
     def __init__(self) -> None:
         self._by_client: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
 
     @contextmanager
     def one(self, client: str, room: int) -> Iterator[None]:
-        """Count a request of this client's.
+        """Count an upload of this client's.
 
         Raises:
             Busy: there are too many.
@@ -59,9 +69,34 @@ class Arrivals:
         try:
             yield
         finally:
-            self._by_client[client] -= 1
-            if not self._by_client[client]:
-                del self._by_client[client]
+            _subtract(self._by_client, client, 1)
+
+    @contextmanager
+    def holding(self, client: str, budget: int) -> Iterator[Callable[[int], None]]:
+        """Yield a function that counts more bytes of this client's, until the end of the block.
+
+        Raises (the function):
+            Busy: there are too many.
+        """
+        held = 0
+
+        def hold(size: int) -> None:
+            nonlocal held
+            if self._bytes[client] + size > budget or self._bytes.total() + size > 2 * budget:
+                raise Busy(f"requests of {self._bytes.total()} bytes are held already: try again later", 1.0)
+            self._bytes[client] += size
+            held += size
+
+        try:
+            yield hold
+        finally:
+            _subtract(self._bytes, client, held)
+
+
+def _subtract(counts: Counter[str], client: str, count: int) -> None:
+    counts[client] -= count
+    if not counts[client]:
+        del counts[client]
 
 
 @dataclass(frozen=True)
@@ -74,6 +109,11 @@ class Gateway:
     metrics: Metrics
     arrivals: Arrivals = field(default_factory=Arrivals)
 
+    @property
+    def budget(self) -> int:
+        """Bytes of bodies and waiting prompts that one client may have here."""
+        return max(PROMPT_BYTES * self.desk.room, BODIES * self.access.max_body)
+
 
 async def exchange(asking: Asking, kind: type[Request], gateway: Gateway) -> Response:
     """The answer to one request for a completion.
@@ -84,7 +124,7 @@ async def exchange(asking: Asking, kind: type[Request], gateway: Gateway) -> Res
     client = gateway.access.client(asking)
     try:
         with gateway.arrivals.one(client, gateway.desk.room):
-            work = await _understood(asking, kind, gateway)
+            work = await _understood(asking, client, kind, gateway)
         answer = Answer(work, chat=issubclass(kind, ChatRequest))
         if work.stream:
             return await _streamed(asking, client, work, answer, gateway)
@@ -94,14 +134,15 @@ async def exchange(asking: Asking, kind: type[Request], gateway: Gateway) -> Res
         return Response(status_code=GONE)
 
 
-async def _understood(asking: Asking, kind: type[Request], gateway: Gateway) -> Asked:
+async def _understood(asking: Asking, client: str, kind: type[Request], gateway: Gateway) -> Asked:
     """What is asked for. Neither the body nor the request outlives this: with a recording they are large."""
-    sent = await gateway.access.body(asking)
-    request = read(kind, sent)
-    if len(sent) <= SHORT:
-        return asked(request, gateway.defaults)
-    # A recording takes a while to unpack: in a thread, so that the others' streams go on meanwhile.
-    return await _unless_gone(asking.receive, asyncio.to_thread(asked, request, gateway.defaults))
+    with gateway.arrivals.holding(client, gateway.budget) as hold:
+        sent = await gateway.access.body(asking, hold)
+        request = read(kind, sent)
+        if len(sent) <= SHORT:
+            return asked(request, gateway.defaults)
+        # A recording takes a while to unpack: in a thread, so that the others' streams go on meanwhile.
+        return await _unless_gone(asking.receive, asyncio.to_thread(asked, request, gateway.defaults))
 
 
 async def _whole(client: str, work: Asked, answer: Answer, gateway: Gateway) -> Response:
@@ -127,56 +168,85 @@ def _result(ticket: Ticket, gateway: Gateway) -> Result:
     return result
 
 
-async def _ticket(client: str, work: Asked, gateway: Gateway) -> Ticket:
+async def _ticket(client: str, work: Asked, gateway: Gateway, queued: Callable[[], None] = lambda: None) -> Ticket:
     asked_at = time.perf_counter()
     how = (work.prompt, work.settings, work.choice)
     try:
-        ticket = await gateway.desk.start(client, *how, provisional=work.provisional)
+        with gateway.arrivals.holding(client, gateway.budget) as hold:
+            hold(_weight(work.prompt))
+            ticket = await gateway.desk.start(client, *how, provisional=work.provisional, queued=queued)
     except (PromptError, AudioError, SettingsError) as error:
         raise blamed(error, work) from error
     gateway.metrics.queued(time.perf_counter() - asked_at)
     return ticket
 
 
+def _weight(prompt: Any) -> int:
+    """Bytes that a waiting prompt takes in memory, roughly."""
+    if isinstance(prompt, Audio):
+        return int(getattr(prompt.source, "nbytes", 0))
+    if isinstance(prompt, str):
+        return sys.getsizeof(prompt)
+    return sum(ID_BYTES if isinstance(each, int) else sys.getsizeof(each.get("content", "")) for each in prompt)
+
+
 async def _streamed(asking: Asking, client: str, work: Asked, answer: Answer, gateway: Gateway) -> Response:
-    """A stream whose first chunk is there: what fails before it has a status of its own."""
-    chunks = _chunks(client, work, answer, gateway)
+    """A stream. What fails before it begins has a status of its own.
+
+    It begins with the first chunk, at once if the request has to wait for a slot, and otherwise after `STATUS_S`.
+    """
+    queued = asyncio.Event()
+    chunks = _chunks(client, work, answer, gateway, queued.set)
+    first = asyncio.ensure_future(anext(chunks))
     try:
-        first = await _unless_gone(asking.receive, anext(chunks))
+        await _unless_gone(asking.receive, _first_of(first, queued))
+        if first.done():
+            first.result()
     except BaseException:
+        first.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await first
         await chunks.aclose()
         raise
     return _Stream(first, chunks, gateway.metrics)
 
 
-async def _chunks(client: str, work: Asked, answer: Answer, gateway: Gateway) -> AsyncGenerator[bytes]:
-    """The stream's parts as they come; an error once it has begun is its last part."""
-    begun = False
-    ticket = await _ticket(client, work, gateway)
+async def _first_of(first: asyncio.Future[bytes], queued: asyncio.Event) -> None:
+    waiting = asyncio.ensure_future(queued.wait())
+    try:
+        either: set[asyncio.Future[Any]] = {first, waiting}
+        await asyncio.wait(either, timeout=STATUS_S, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+
+
+async def _chunks(
+    client: str, work: Asked, answer: Answer, gateway: Gateway, queued: Callable[[], None]
+) -> AsyncGenerator[bytes]:
+    """The stream's parts as they come."""
+    ticket = await _ticket(client, work, gateway, queued)
     try:
         async for events in ticket:
             if chunk := answer.chunk(events):
-                begun = True
                 yield chunk
-        result = _result(ticket, gateway)
-        yield answer.last(result)
-    except OutriderError as error:
-        if not begun:
-            raise
-        log.warning("a stream has failed", extra={"kind": type(error).__name__})
-        yield failed(refusal(error))
+        yield answer.last(_result(ticket, gateway))
     finally:
         ticket.cancel()
 
 
 class _Stream(Response):
-    """Server-sent events; the client's leaving ends the generator, and with it the generation."""
+    """Server-sent events; the client's leaving ends the generator, and with it the generation.
+
+    While nothing comes, a comment goes out every `PING_S`, which clients skip: proxies and clients that count seconds
+    of silence would give the stream up. What fails now is the stream's last event.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, chunks: AsyncGenerator[bytes], metrics: Metrics) -> None:
+    def __init__(self, first: asyncio.Future[bytes], chunks: AsyncGenerator[bytes], metrics: Metrics) -> None:
         self.status_code, self.background, self.body = 200, None, b""
         self._first, self._chunks, self._metrics = first, chunks, metrics
+        self._sent_at = 0.0  # by the loop's clock
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -185,15 +255,42 @@ class _Stream(Response):
         except ClientGone:
             self._metrics.left()
         finally:
+            self._first.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await self._first
             await self._chunks.aclose()
 
     async def _send(self, send: Send) -> None:
         headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send(_part(self._first))
+        if not self._first.done():
+            await send(_part(WAITING))
+        self._sent_at = asyncio.get_running_loop().time()
+        pings = asyncio.create_task(self._ping(send))
+        try:
+            await self._send_chunks(send)
+        except OutriderError as error:
+            log.warning("a stream has failed", extra={"kind": type(error).__name__})
+            await send(_part(failed(refusal(error))))
+        finally:
+            pings.cancel()
+        await send(_part(b"", more=False))
+
+    async def _send_chunks(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        await send(_part(await self._first))
+        self._sent_at = clock()
         async for chunk in self._chunks:
             await send(_part(chunk))
-        await send(_part(b"", more=False))
+            self._sent_at = clock()
+
+    async def _ping(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(max(self._sent_at + PING_S - clock(), PING_S / 10))
+            if clock() - self._sent_at >= PING_S:
+                await send(_part(WAITING))
+                self._sent_at = clock()
 
 
 def _part(content: bytes, *, more: bool = True) -> Message:

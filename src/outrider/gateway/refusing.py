@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.errors import CloudLost, CloudRefused, ContextError, DecodingError, InputError, OutriderError
-from outrider.gateway.desk import Busy, GoingDown
+from outrider.gateway.desk import Busy, GoingDown, TimeLimit
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
@@ -63,6 +63,8 @@ def refusal(error: OutriderError) -> Refusal:
         return Refusal(429, text, type="rate_limit_error", code="rate_limit_exceeded", headers=wait)
     if isinstance(error, GoingDown):
         return Refusal(503, text, type=SERVER, code="going_down")
+    if isinstance(error, TimeLimit):
+        return Refusal(504, text, type=SERVER, code="time_limit")
     if isinstance(error, InputError):
         return Refusal(400, text, code="unusable")
     if isinstance(error, DecodingError):  # every token banned: by the request's own settings

@@ -20,6 +20,7 @@ MOST_STOPS = 16
 MOST_KEYS = 256  # of one object: each that is wrong would have an error of its own
 MOST_MESSAGES = 4096
 MOST_PARTS = 256
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 AudioFormat = Literal["wav", "mp3", "flac", "ogg", "aiff"]
 
 _TOOLS = "function calls need a model and a chat template made for them, and a reader of what the model then writes"
@@ -37,7 +38,6 @@ UNDONE: Final[dict[str, str]] = {
     "logit_bias": "only -100, which bans a token, is done on both sides: a bias is no constraint of the decoder",
     "tools": _TOOLS,
     "tool_choice": _TOOLS,
-    "parallel_tool_calls": _TOOLS,
     "functions": _TOOLS,
     "function_call": _TOOLS,
     "tool_calls": _TOOLS,
@@ -45,11 +45,9 @@ UNDONE: Final[dict[str, str]] = {
     "modalities": "only text: the models write, and do not speak",
     "audio": "the models write, and do not speak",
     "prediction": "the drafter predicts: there is no second source of drafts",
-    "reasoning_effort": "the models do not reason apart from their answer",
     "verbosity": "say it in the prompt; for captions outrider.task is default, detailed or concise",
     "web_search_options": "nothing is looked up",
     "moderation": "nothing is judged but tokens",
-    "store": "nothing is kept",
     "service_tier": "there is one tier: auto or default",
     "echo": "the answer holds generated text only: put the prompt before it",
     "suffix": "the models continue a text, and do not fill it in",
@@ -57,7 +55,15 @@ UNDONE: Final[dict[str, str]] = {
     "prompt_cache_options": "prompts are not cached between requests",
     "prompt_cache_retention": "prompts are not cached between requests",
 }
-UNUSED: Final = ("user", "safety_identifier", "metadata", "prompt_cache_key")  # they ask nothing of the answer
+UNUSED: Final[dict[str, str]] = {  # fields that change nothing in the answer: taken, and named in its warnings
+    "user": "nothing is kept about users",
+    "safety_identifier": "nothing is kept about users",
+    "metadata": "nothing is kept",
+    "store": "nothing is kept",
+    "prompt_cache_key": "prompts are not cached between requests",
+    "reasoning_effort": "the models do not reason apart from their answer",
+    "parallel_tool_calls": "there are no tools",
+}
 ROLES = "a role is system, developer, user or assistant: a tool's answers need function calls, which are not done"
 PARTS = "a part is text or input_audio: the models read text and recordings"
 
@@ -78,6 +84,11 @@ class Read(BaseModel):
     @classmethod
     def few(cls, value: Any) -> Any:
         return _few(value)
+
+
+def _unused(name: str) -> Any:
+    """What to say of a field that is taken and not used."""
+    return Field(default=None, description=f"not used: {UNUSED[name]}")
 
 
 def _undone(name: str) -> Any:
@@ -102,7 +113,7 @@ Word = Annotated[str, Field(max_length=LONGEST_WORD)]
 Count = Annotated[int, Field(ge=0, le=2**31)]
 Positive = Annotated[int, Field(ge=1, le=2**31)]
 BlockLength = Annotated[int, Field(ge=1, le=64)] | Literal["auto"]
-Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Stop = Annotated[str, Field(max_length=1000)]
 
 
 class OutriderOptions(Read):
@@ -137,7 +148,7 @@ class OutriderOptions(Read):
 
 class StreamOptions(Read):
     include_usage: bool | None = Field(default=None, description="a last chunk with the usage")
-    include_obfuscation: No | None = Field(default=None, description="chunks are not padded")
+    include_obfuscation: bool | None = Field(default=None, description="not used: chunks are not padded")
 
 
 class ResponseFormat(Read):
@@ -160,7 +171,7 @@ class Request(Read):
     frequency_penalty: Annotated[Zero | None, _undone("frequency_penalty")] = None
     presence_penalty: Annotated[Zero | None, _undone("presence_penalty")] = None
     logit_bias: Annotated[Annotated[dict[TokenKey, Ban], FEW] | None, _undone("logit_bias")] = None
-    user: Word | None = Field(default=None, description="not used: nothing is kept about users")
+    user: Word | None = _unused("user")
     outrider: OutriderOptions | None = None
 
 
@@ -204,7 +215,7 @@ class ChatRequest(Request):
     top_logprobs: Annotated[Annotated[int, Field(ge=0, le=0)] | None, _undone("top_logprobs")] = None
     tools: Annotated[Annotated[list[None], Field(max_length=0, fail_fast=True)] | None, _undone("tools")] = None
     tool_choice: Annotated[Literal["none", "auto"] | None, _undone("tool_choice")] = None
-    parallel_tool_calls: Annotated[None, _undone("parallel_tool_calls")] = None
+    parallel_tool_calls: bool | None = _unused("parallel_tool_calls")
     functions: Annotated[Annotated[list[None], Field(max_length=0, fail_fast=True)] | None, _undone("functions")] = None
     function_call: Annotated[Literal["none", "auto"] | None, _undone("function_call")] = None
     response_format: Annotated[ResponseFormat | None, _undone("response_format")] = None
@@ -213,17 +224,17 @@ class ChatRequest(Request):
     ] = None
     audio: Annotated[None, _undone("audio")] = None
     prediction: Annotated[None, _undone("prediction")] = None
-    reasoning_effort: Annotated[Literal["none"] | None, _undone("reasoning_effort")] = None
+    reasoning_effort: Effort | None = _unused("reasoning_effort")
     verbosity: Annotated[Literal["medium"] | None, _undone("verbosity")] = None
     web_search_options: Annotated[None, _undone("web_search_options")] = None
     moderation: Annotated[None, _undone("moderation")] = None
-    store: Annotated[No | None, _undone("store")] = None
+    store: bool | None = _unused("store")
     service_tier: Annotated[Literal["auto", "default"] | None, _undone("service_tier")] = None
     prompt_cache_options: Annotated[None, _undone("prompt_cache_options")] = None
     prompt_cache_retention: Annotated[None, _undone("prompt_cache_retention")] = None
-    safety_identifier: Word | None = Field(default=None, description="not used: nothing is kept about users")
-    prompt_cache_key: Word | None = Field(default=None, description="not used: prompts are not cached between requests")
-    metadata: Annotated[dict[Word, str], FEW] | None = Field(default=None, description="not used: nothing is kept")
+    safety_identifier: Word | None = _unused("safety_identifier")
+    prompt_cache_key: Word | None = _unused("prompt_cache_key")
+    metadata: Annotated[dict[Word, str], FEW] | None = _unused("metadata")
 
 
 Ids = Annotated[list[Annotated[int, Field(ge=0, le=2**31)]], Field(min_length=1, fail_fast=True)]
@@ -241,4 +252,4 @@ class CompletionRequest(Request):
     best_of: Annotated[One | None, _undone("best_of")] = None
     echo: Annotated[No | None, _undone("echo")] = None
     logprobs: Annotated[None, _undone("logprobs")] = None
-    suffix: Annotated[None, _undone("suffix")] = None
+    suffix: Annotated[Literal[""] | None, _undone("suffix")] = None

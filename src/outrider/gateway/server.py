@@ -8,17 +8,17 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from outrider.errors import SettingsError
+from outrider.gateway import connections
+from outrider.gateway.connections import ACCEPTED_AT_ONCE, LimitedProtocol, Listener, most_connections
 from outrider.gateway.desk import Desk
 
-HEAD_S = 20  # s that a request's head may take to come, and a new connection its first one
 LAST_WORDS = 5  # s that answers which are cut short get to say so
-KEPT = 75  # s that an idle connection is kept: longer than clients keep it, so that none sends into a closed one
 
 
 class _Server(uvicorn.Server):
@@ -29,58 +29,49 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _Protocol(HttpToolsProtocol):
-    """Closes a connection on which a request's head is due, and does not come: uvicorn would keep it for ever."""
-
-    _due: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._expect()
-
-    def data_received(self, data: bytes) -> None:
-        if self._due is None and (self.cycle is None or self.cycle.response_complete):
-            self._expect()
-        super().data_received(data)
-
-    def on_headers_complete(self) -> None:
-        self._came()
-        super().on_headers_complete()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._came()
-        super().connection_lost(exc)
-
-    def _expect(self) -> None:
-        self._due = self.loop.call_later(HEAD_S, self.transport.close)
-
-    def _came(self) -> None:
-        if self._due is not None:
-            self._due.cancel()
-            self._due = None
-
-
-def bound(host: str, port: int) -> socket.socket:
-    """A socket with this address, which does not listen yet.
+def bound(host: str, port: int) -> Listener:
+    """A socket with this address, which does not listen yet. Host "" is every interface, IPv6 and IPv4 alike.
 
     Raises:
         SettingsError: the address is taken, or not this machine's.
     """
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if not host:
+        return _bound_to_all(port, where)
     try:
-        family, kind, number, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        found = socket.socket(family, kind, number)  # named as TCP: else asyncio leaves Nagle's 40 ms on
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError) as error:
         raise SettingsError(f"cannot listen on {where}: no address of this machine") from error
+    return _bound_to(family, address, where)
+
+
+def _bound_to_all(port: int, where: str) -> Listener:
+    """One socket for both families; where this machine has no IPv6, IPv4's alone."""
+    if socket.has_dualstack_ipv6():
+        return _bound_to(socket.AF_INET6, ("::", port), where, both=True)
+    return _bound_to(socket.AF_INET, ("0.0.0.0", port), where)
+
+
+def _bound_to(family: int, address: Any, where: str, *, both: bool = False) -> Listener:
+    found = None
     try:
+        found = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named as TCP: else Nagle's 40 ms stay on
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if both:
+            found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         found.bind(address)
     except OSError as error:
-        found.close()
+        if found is not None:
+            found.close()
         raise SettingsError(f"cannot listen on {where}: {error.strerror}") from error
     return found
+
+
+def http_server(app: FastAPI, on: Listener) -> uvicorn.Server:
+    """A server of the application, with limits on connections."""
+    server = _Server(config(app))
+    on.most, on.connections = most_connections(), server.server_state.connections
+    return server
 
 
 def config(app: FastAPI) -> uvicorn.Config:
@@ -93,19 +84,20 @@ def config(app: FastAPI) -> uvicorn.Config:
         app,
         log_config=None,
         access_log=False,
-        http=_Protocol,
+        http=LimitedProtocol,
         ws="none",
         lifespan="off",
         proxy_headers=False,
         server_header=False,
-        timeout_keep_alive=KEPT,
+        timeout_keep_alive=connections.KEPT,
+        backlog=ACCEPTED_AT_ONCE,
         timeout_graceful_shutdown=LAST_WORDS,
     )
 
 
-async def serve(app: FastAPI, on: socket.socket, desk: Desk, listening: Callable[[str], None]) -> None:
+async def serve(app: FastAPI, on: Listener, desk: Desk, listening: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT. listening: told the URL once clients can come."""
-    server, loop, asked = _Server(config(app)), asyncio.get_running_loop(), asyncio.Event()
+    server, loop, asked = http_server(app, on), asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.set)
     serving = asyncio.create_task(server.serve(sockets=[on]))

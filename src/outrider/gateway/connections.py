@@ -1,0 +1,282 @@
+"""Limits on connections: their number, the size and time of a request's head, and unread answers.
+
+All of it holds before any key is checked. A connection without a complete head costs at most `HEAD_BYTES` twice
+and a few kilobytes of objects, below 100 KiB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import socket
+import weakref
+from collections import Counter
+from collections.abc import Collection
+from contextlib import suppress
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+HEAD_S = 20  # s that a request's head may take to come, and a new connection its first one
+KEPT = 75  # s that an idle connection is kept: longer than clients keep it, so that none sends into a closed one
+LINGER_S = 5  # s for which the rest of a refused body is read and dropped, so that its client sees the answer
+STALL_S = 60  # s that a client may leave an answer unread
+HEAD_BYTES: Final = 2**15  # of a request's line and headers, and of anything else that is no body
+URL_BYTES: Final = 2**13
+MOST_HEADERS: Final = 100
+MOST_PIPELINED: Final = 8  # requests of one connection that wait for the answer before theirs
+READ_BYTES: Final = 2**15  # of one connection at a time
+MOST_CONNECTIONS: Final = 1024
+ACCEPTED_AT_ONCE: Final = 8  # in one turn of the loop; fewer than SPARE_FILES
+SPARE_FILES: Final = 16  # file descriptors for the cloud's connections, models' files and the like
+LEAST_CONNECTIONS: Final = 8
+QUEUED: Final = 1024  # connections that the system may hold until they are accepted
+
+
+class _Unknown(int):
+    """The length of a body that ends with its connection, as HTTP/1.0 has it. uvicorn counts lengths down to 0."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+    def __sub__(self, other: int) -> _Unknown:
+        return self
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """HTTP/1.1 with limits that uvicorn does not have: on heads, pipelining, trailers, drained bodies and stalls."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
+    _linger_timer: asyncio.TimerHandle | None = None
+    _bytes_without_body = 0  # since the last head or part of a body was complete
+    _refusal: tuple[int, str, str] | None = None
+    idle_since = 0.0  # by the loop's clock
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if hasattr(transport, "max_size"):  # of asyncio's own transport: 256 KiB
+            transport.max_size = READ_BYTES
+        self.idle_since = self.loop.time()
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._head_timer, self._stall_timer, self._linger_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+        self.pipeline.clear()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or (self.cycle.response_complete and not self.pipeline)
+
+    # Reading ------------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_timer is None and (self.cycle is None or self.cycle.response_complete) and not self._draining:
+            self._expect_head()
+        while data and not self.transport.is_closing():
+            room = HEAD_BYTES - self._bytes_without_body
+            if room <= 0:
+                self._refuse(431, f"a request's head is larger than {HEAD_BYTES} bytes", "head_too_large")
+                return
+            part, data = data[:room], data[room:]
+            self._bytes_without_body += len(part)
+            super().data_received(part)
+
+    @property
+    def _draining(self) -> bool:
+        return self._linger_timer is not None
+
+    def on_message_begin(self) -> None:
+        if len(self.pipeline) >= MOST_PIPELINED:
+            self._reject(429, f"over {MOST_PIPELINED} requests wait on this connection", "too_many_pipelined")
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > URL_BYTES:
+            self._reject(414, f"the URL is longer than {URL_BYTES} bytes", "url_too_long")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Trailers, which stand behind a body, come here too."""
+        super().on_header(name, value)
+        if len(self.headers) > MOST_HEADERS:
+            self._reject(431, f"a request has more than {MOST_HEADERS} headers", "head_too_large")
+
+    def on_headers_complete(self) -> None:
+        self._bytes_without_body = 0
+        self._cancel_head_timer()
+        super().on_headers_complete()
+        if self.cycle is not None and self.scope["http_version"] == "1.0":  # chunks came with HTTP/1.1
+            self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _Unknown()
+
+    def on_body(self, body: bytes) -> None:
+        self._bytes_without_body = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._bytes_without_body = 0
+        self.cycle.more_body = False  # also of a request that was answered before its body's end
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+            self._linger_timer = None
+            self._expect_head()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self.idle_since = self.loop.time()
+        if not self.pipeline:  # else `cycle` is a later request, and the answered one was read to its end
+            self.cycle.body = bytearray()  # what was not read
+            if self.cycle.more_body:
+                self._linger_timer = self.loop.call_later(LINGER_S, self.transport.close)
+        super().on_response_complete()
+
+    # Timers -------------------------------------------------------------------------------------------------
+
+    def _expect_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_S, self.transport.close)
+
+    def _cancel_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def pause_writing(self) -> None:
+        self._stall_timer = self.loop.call_later(STALL_S, self.transport.abort)
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+        super().resume_writing()
+
+    # Refusing -----------------------------------------------------------------------------------------------
+
+    def _reject(self, status: int, message: str, code: str) -> None:
+        """Refuse from within a callback of the parser, which ends in `send_400_response`."""
+        self._refusal = (status, message, code)
+        raise ValueError(message)
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        self._refusal = (status, message, code)
+        self.send_400_response(message)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what cannot be parsed, and close. Into an answer that has begun nothing is written."""
+        self._cancel_head_timer()
+        begun = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        if not begun and not self.pipeline:
+            status, message, code = self._refusal or (400, "this is not valid HTTP", "invalid_http")
+            self.transport.write(error_response(status, message, code))
+        self.transport.close()
+
+
+def error_response(status: int, message: str, code: str, *headers: bytes) -> bytes:
+    """A whole response with OpenAI's error object, after which the connection is closed."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
+    lines = [b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close", *headers]
+    return STATUS_LINE[status] + b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+FULL: Final = error_response(
+    503, "the gateway has no room for another connection: try again later", "too_many_connections", b"retry-after: 1"
+)
+
+
+def most_connections() -> int:
+    """`MOST_CONNECTIONS`, or fewer where this process may open fewer files."""
+    try:
+        import resource
+
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        used = len(os.listdir("/dev/fd"))
+    except (ImportError, OSError):
+        return MOST_CONNECTIONS
+    if allowed == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    return max(LEAST_CONNECTIONS, min(MOST_CONNECTIONS, allowed - used - SPARE_FILES))
+
+
+class Listener(socket.socket):
+    """A listening socket whose `accept` keeps the number of open connections at `most` or below.
+
+    Where there are as many, the client address with the most idle connections loses the one that has been idle for
+    longest; where none is idle, the new connection gets 503. Where this process has no file descriptor left, a spare
+    one is given up for the moment of refusing: asyncio would log an error for every attempt.
+
+    connections: those that the server has, to choose from.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.most = MOST_CONNECTIONS
+        self.connections: Collection[Any] = ()
+        self._accepted: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._spare = os.open(os.devnull, os.O_RDONLY)
+
+    def listen(self, backlog: int = 0) -> None:
+        """Listen. asyncio takes its `backlog` for the number to accept in one turn as well, which is small here."""
+        super().listen(max(backlog, QUEUED))
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        while True:
+            try:
+                connection, address = super().accept()
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                self._drop_one()
+                continue
+            if self._open_connections() < self.most or self._evict_idle():
+                self._accepted.add(connection)
+                return connection, address
+            _refuse(connection)
+
+    def close(self) -> None:
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
+        super().close()
+
+    def _open_connections(self) -> int:
+        return sum(each.fileno() >= 0 for each in self._accepted)
+
+    def _evict_idle(self) -> bool:
+        """Close an idle connection, if there is one. Its descriptor is free with the loop's next turn."""
+        idle = [each for each in self.connections if each.idle and not each.transport.is_closing()]
+        if not idle:
+            return False
+        share = Counter(_host(each) for each in idle)
+        max(idle, key=lambda each: (share[_host(each)], -each.idle_since)).transport.abort()
+        return True
+
+    def _drop_one(self) -> None:
+        """Refuse one connection with the spare descriptor. Raises BlockingIOError if none waits."""
+        self._evict_idle()
+        os.close(self._spare)
+        try:
+            _refuse(super().accept()[0])
+        finally:
+            self._spare = os.open(os.devnull, os.O_RDONLY)
+
+
+def _host(protocol: LimitedProtocol) -> str:
+    return protocol.client[0] if protocol.client is not None else ""
+
+
+def _refuse(connection: socket.socket) -> None:
+    with connection, suppress(OSError):  # the client may be gone
+        connection.setblocking(False)
+        connection.send(FULL)

@@ -1,0 +1,167 @@
+"""How a request is generated: its settings and its choice, from its fields and the command line's defaults."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, Final
+
+from outrider.config import GenerationSettings
+from outrider.core.acceptance import rule
+from outrider.core.gate import gate
+from outrider.errors import SettingsError
+from outrider.gateway.pool import Choice
+from outrider.gateway.refusing import Refused
+from outrider.gateway.schemas import UNUSED, OutriderOptions, Request
+from outrider.netem.conditions import Conditions, conditions
+
+MOST_DELAY_S: Final = 10.0  # of a network that a request emulates
+LEAST_RATE: Final = 1000.0  # bit/s, likewise
+FILTERS: Final = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # each at the value that keeps everything
+CHOICE: Final = tuple(each.name for each in fields(Choice) if each.name in OutriderOptions.model_fields)
+SETTINGS: Final = tuple(each.name for each in fields(GenerationSettings) if each.name in OutriderOptions.model_fields)
+
+
+def settings_of(request: Request, options: OutriderOptions, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Every field of GenerationSettings. defaults: those of the command line.
+
+    Raises:
+        Refused: a value out of range, or one that contradicts another; the field is named.
+    """
+    given = {name: value for name in SETTINGS if (value := getattr(options, name)) is not None}
+    names = {"temperature": "temperature", "top_p": "top_p", "seed": "seed"}
+    given |= {ours: value for theirs, ours in names.items() if (value := getattr(request, theirs)) is not None}
+    length = _length(request)
+    if length is not None:
+        given["max_new_tokens"] = length
+    if request.stop is not None:
+        stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+        given["stop"] = tuple(text for text in stop if text)  # an empty one asks for nothing
+    if request.logit_bias:
+        given["suppress_tokens"] = tuple(int(key) for key in request.logit_bias)
+    settings = {**_giving_way(defaults, given), **given}
+    if not settings.get("temperature"):
+        settings |= FILTERS  # clients send top_p beside the default temperature
+    return _checked(settings, length_field_of(request))
+
+
+def notes_of(request: Request, settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """What of a request asks for nothing here, for the answer's warnings."""
+    unused = [f"{name} was not used: {why}" for name, why in UNUSED.items() if getattr(request, name, None) is not None]
+    options = request.outrider or OutriderOptions()
+    filters = {"top_p": request.top_p, "outrider.top_k": options.top_k, "outrider.min_p": options.min_p}
+    for name, value in filters.items():
+        if value is not None and not settings["temperature"] and value != FILTERS[name.rpartition(".")[2]]:
+            unused.append(f"{name} was not used: at temperature 0 nothing is drawn")
+    return tuple(unused)
+
+
+def length_field_of(request: Request) -> str | None:
+    """The field with which a request limits its output."""
+    names = ("max_completion_tokens", "max_tokens")
+    return next((name for name in names if getattr(request, name, None) is not None), None)
+
+
+def _length(request: Request) -> int | None:
+    newer = getattr(request, "max_completion_tokens", None)
+    if newer is not None and request.max_tokens is not None and newer != request.max_tokens:
+        raise Refused(
+            f"max_completion_tokens {newer} and max_tokens {request.max_tokens} are two words for one limit: give one",
+            param="max_tokens",
+        )
+    return newer if newer is not None else request.max_tokens
+
+
+def _giving_way(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The command line's settings, without those that make no sense beside what the request asks for."""
+    kept = {"stop": (), **values}
+    if given.get("temperature") == 0:
+        kept |= FILTERS
+    if "max_new_tokens" in given:
+        kept["min_new_tokens"] = min(kept.get("min_new_tokens", 0), given["max_new_tokens"])
+    return kept
+
+
+def in_request_words(message: str, length_field: str | None) -> str:
+    """A message of the decoder's with the names that requests have for its settings."""
+    words = {"max_new_tokens": length_field or "max_tokens", "suppress_tokens": "logit_bias"}
+    return re.sub(r"\b(max_new_tokens|suppress_tokens)\b", lambda found: words[found[0]], message)
+
+
+def _checked(settings: dict[str, Any], length_field: str | None) -> dict[str, Any]:
+    try:
+        built = GenerationSettings.build(settings)
+    except SettingsError as error:
+        message, param = in_request_words(str(error), length_field), field_named_in(str(error), length_field)
+        raise Refused(message, param=param, code="invalid_value") from error
+    return {each.name: getattr(built, each.name) for each in fields(built)}
+
+
+def field_named_in(message: str, length_field: str | None) -> str | None:
+    """The first field of a request that a message of ours speaks of."""
+    theirs = {"max_new_tokens": length_field or "max_tokens", "suppress_tokens": "logit_bias"}
+    for word in re.findall(r"\w+", message):
+        if word in theirs:
+            return theirs[word]
+        if word in OutriderOptions.model_fields:
+            return f"outrider.{word}"
+        if word in Request.model_fields:
+            return word
+    return None
+
+
+def choice_of(options: OutriderOptions, default: Choice) -> Choice:
+    """How to decode, where the request says otherwise than the command line.
+
+    Raises:
+        Refused: what is unknown, out of range, or not used by the way; the field is named.
+    """
+    given = {name: value for name in CHOICE if (value := getattr(options, name)) is not None}
+    if "calibrated:" in given.get("gate", "") and given["gate"] != default.gate:
+        raise Refused(
+            "a gate file is named on the gateway's command line (--gate calibrated:FILE), not in a request",
+            param="outrider.gate",
+        )
+    readers = {"gate": gate, "accept": rule, "net": lambda text: None if text == "cut" else conditions(text)}
+    for name, reader in readers.items():
+        if name in given and given[name] != getattr(default, name):
+            _checked_by(reader, given[name], f"outrider.{name}")
+    if "net" in given and given["net"] != "cut":
+        net = conditions(given["net"])
+        if given["net"] != default.net:
+            _check_net(net)
+        given["net"] = str(net)  # one verifier for one network, however it is written
+    choice = replace(default, **given, watch=bool(options.tokens))
+    _check_used(choice, given)
+    return choice
+
+
+def _check_net(net: Conditions) -> None:
+    """Refuse an emulated network on which a generation would hold its slot for long."""
+    delays = {"rtt": net.rtt, "jitter": net.jitter, "stall": net.stall_for or 0.0}
+    rates = {"up": net.up, "down": net.down}
+    for name, seconds in delays.items():
+        if seconds > MOST_DELAY_S:
+            message = f"outrider.net: {name} is at most {MOST_DELAY_S:g} s in a request, not {seconds:g} s"
+            raise Refused(message, param="outrider.net", code="invalid_value")
+    for name, rate in rates.items():
+        if rate is not None and rate < LEAST_RATE:
+            message = f"outrider.net: {name} is at least {LEAST_RATE:g} bit/s in a request, not {rate:g} bit/s"
+            raise Refused(message, param="outrider.net", code="invalid_value")
+
+
+def _check_used(choice: Choice, given: Mapping[str, Any]) -> None:
+    """Refuse what the request itself asks for and its way does not do. Values that ask for nothing are taken."""
+    used, nothing = choice.settled(), Choice()
+    for name, value in given.items():
+        if value != getattr(used, name) and value != getattr(nothing, name):
+            way = f"decoding {choice.way}" + ("" if "way" in given else ", as this gateway does unless told otherwise,")
+            raise Refused(f"outrider.{name}: {way} does not use it: leave it out", param=f"outrider.{name}")
+
+
+def _checked_by(reader: Any, value: str, param: str) -> None:
+    try:
+        reader(value)
+    except SettingsError as error:
+        raise Refused(str(error), param=param, code="invalid_value") from error
