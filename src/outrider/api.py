@@ -340,7 +340,9 @@ class _Run:
         lossless = self._owner.lossless and not self._owner.withholds(self._prompt)
         sides = self._met.sides
         with self._owner._lock:
-            judged = self._owner._oversight.judge(stats, lossless, self._owner.k, sides, self._settings)
+            judged = self._owner._oversight.judge(
+                stats, lossless, self._owner.k, sides, self._settings, self._owner.scope, decoder.trail()
+            )
         return Result(
             text=self._owner.decode(ids) if self._owner.tokenizer is not None else None,
             token_ids=ids,

@@ -20,7 +20,11 @@ Loss = Literal["outputs", "tokens"]  # what a risk budget counts
 
 OWN = "seed"  # the setting that is each request's own, and no part of what a gate is calibrated for
 SEED_LIMIT = 2**64
-GATE_FILE_VERSION = 2
+GATE_FILE_VERSION = 3
+OLD_GATE_FILE = (
+    ". The budget of older files does not hold live; make the file anew from its traces: "
+    "outrider calibrate TRACES --out FILE, with the options that the file was made with"
+)
 
 
 @dataclass(frozen=True)
@@ -124,10 +128,12 @@ class SignalFit:
 class GateFile:
     """What `outrider calibrate` found, and for whom: the contents of a gate file.
 
-    gate: the threshold, as text. epsilon: the risk budget. loss: of what it is the largest expected share, "outputs"
-    that differ from the target's or "tokens" that do. traces: how many set the threshold. risk: their mean loss
-    there. escalation: verified blocks ÷ blocks, audits included. audit: the share of skipped blocks that is verified
-    all the same. settings: how the traces were decoded. signals: how each would have done, on traces of their own.
+    gate: the threshold, as text. epsilon: the risk budget. loss: of what it is the largest expected share: "outputs"
+    that differ from the target's, or "tokens" of the target's output that a run does not reproduce, from the first
+    difference to its end. traces: how many set the threshold. risk: their mean loss there, which bounds that of live
+    runs. escalation: verified blocks ÷ blocks, audits included, as the traces tell it. audit: the share of skipped
+    blocks that is verified all the same. settings: how the traces were decoded. signals: how each would have done, on
+    traces of their own.
 
     Raises:
         DataError: a value out of range; the key is named.
@@ -163,7 +169,8 @@ class GateFile:
         """Raises DataError for what is no gate file of this version; the key is named."""
         _hold(isinstance(value, dict), f"expected an object, not {value!r}")
         version = value.get("version")
-        _hold(version == GATE_FILE_VERSION, f"version {version!r}: this outrider reads version {GATE_FILE_VERSION}")
+        known = f"version {version!r}: this outrider reads version {GATE_FILE_VERSION}"
+        _hold(version == GATE_FILE_VERSION, known + (OLD_GATE_FILE if version in (1, 2) else ""))
         values = _exactly(cls, {key: value[key] for key in value if key != "version"})
         _hold(isinstance(values["signals"], list), f"signals is a list, not {values['signals']!r}")
         values["signals"] = tuple(_named(f"signals[{n}]", SignalFit, row) for n, row in enumerate(values["signals"]))

@@ -91,8 +91,14 @@ def drop(*path: Any) -> Callable[[dict[str, Any]], None]:
     [
         (lambda value: [value], "expected an object"),
         (lambda value: 5, "expected an object, not 5"),
-        (drop("version"), "version None: this outrider reads version 2"),
+        (drop("version"), "version None: this outrider reads version 3"),
         (put("version", 1), "version 1"),
+        (
+            put("version", 2),
+            "version 2: this outrider reads version 3. The budget of older .* outrider calibrate TRACES",
+        ),
+        (put("version", 4), "version 4: this outrider reads version 3$"),
+        (put("gate", "entropy.mean:0.3"), r"gate 'entropy\.mean:0\.3': the mean over a block cannot be calibrated"),
         (put("colour", "red"), "unknown key colour: expected gate, epsilon"),
         (drop("epsilon"), "epsilon is missing"),
         (drop("signals"), "signals is missing"),
@@ -242,7 +248,7 @@ def test_what_was_skipped_within_the_budget_is_bounded() -> None:
     assert 0 < result.stats.edge_tokens < 24
     assert (result.guarantee, result.warnings) == ("bounded", [])
     out = json.loads(json.dumps(result.to_json()))
-    assert set(out["risk"]) == {"budget", "loss", "audited", "disagreed", "estimate"}
+    assert set(out["risk"]) == {"budget", "loss", "audited", "disagreed", "estimate", "low", "high", "results"}
     assert (out["risk"]["budget"], out["risk"]["audited"]) == (0.02, result.stats.audited)
 
 
@@ -298,6 +304,23 @@ def test_the_seed_is_the_requests_own() -> None:
     assert generate(decoder_with(calibrated(gate="entropy:3.1")), seed=7).warnings == []
 
 
+def test_sampled_traces_are_of_their_own_seed() -> None:
+    sampled = GenerationSettings(max_new_tokens=24, temperature=0.8, seed=3)
+    made = calibrated(gate="entropy:3.1", settings=sampled)
+    assert generate(decoder_with(made), temperature=0.8, seed=3).guarantee == "bounded"
+    other = generate(decoder_with(made), temperature=0.8, seed=4)
+    assert other.guarantee != "bounded"
+    assert "with seed 3, not 4: its budget is not promised" in other.warnings[0]
+
+
+@pytest.mark.parametrize(("limit", "word"), [(128, "bounded"), (129, "best-effort")])
+def test_scope_repair_keeps_the_budget_where_no_verdict_is_asked_for_in_between(limit: int, word: str) -> None:
+    made = calibrated(gate="entropy:3.1", settings=GenerationSettings(max_new_tokens=limit))
+    result = generate(decoder_with(made, share=0.5, scope="repair"), max_new_tokens=limit)
+    assert result.guarantee == word
+    assert ["with scope block, not repair" in warning for warning in result.warnings] == [True] * (word != "bounded")
+
+
 def test_k_auto_voids_the_budget() -> None:
     result = generate(decoder_with(calibrated(gate="entropy:3.1"), k="auto"))
     assert result.guarantee == "best-effort"
@@ -348,8 +371,8 @@ def test_the_estimate_runs_over_all_results_of_a_decoder_and_warns_of_what_it_sh
     last = results[-1].risk
     assert last.audited == sum(result.stats.audited for result in results)
     assert last.disagreed == sum(result.stats.disagreed for result in results)
-    edge_share = sum(result.stats.edge_tokens for result in results) / (12 * 24)
-    assert last.estimate == pytest.approx(last.disagreed / last.audited * edge_share)
+    assert last.results == 12
+    assert 0.02 < last.low < last.estimate < last.high
     assert results[0].warnings == []  # one output does not show it yet
     assert "above the budget of 2 %" in results[-1].warnings[0]
     assert results[-1].guarantee == "bounded"  # the budget is what was promised; the warning says that it seems broken

@@ -31,9 +31,10 @@ from dataclasses import dataclass, replace
 
 from outrider.config import OnLoop, Scope
 from outrider.core.acceptance import Exact, Rule, Verdict
+from outrider.core.audits import AuditTrail, Output
 from outrider.core.events import Event as Event
 from outrider.core.events import Kind
-from outrider.core.gate import NAMES, Calibrated, Decision, Gate, Signals
+from outrider.core.gate import MAX_UNREPAIRED, NAMES, Calibrated, Decision, Gate, Signals
 from outrider.core.lookahead import Lookahead
 from outrider.core.loops import loop_period
 from outrider.core.outcome import Stats
@@ -45,7 +46,6 @@ from outrider.errors import StateError
 log = logging.getLogger(__name__)
 
 LEAST_SURE = {name: min if name == "margin" else max for name in NAMES}  # of a block's tokens
-MAX_UNREPAIRED = 128  # skipped tokens after which scope "repair" asks for a verdict all the same
 MAX_PROVISIONAL = 64  # pending tokens after which a verdict is asked for, and tokens drafted ahead at most
 
 
@@ -128,6 +128,8 @@ class Decoder:
         self._looked_until = 0  # loops are sought in what was generated after this point
         self._loop_found = False
         self._asked: Verify | None = None  # the verdict that is awaited
+        self._trail = AuditTrail()
+        self._audited_end: int | None = None  # where the output would have ended but for the audit that is made
         self._reason: Reason | None = None
 
     # What a driver sees -------------------------------------------------------------------------------------
@@ -217,6 +219,14 @@ class Decoder:
         events, self._events = self._events, []
         return events
 
+    def trail(self) -> AuditTrail:
+        """What verdicts showed of the skipped tokens of the output, which is complete."""
+        rules, plan = self.plan.rules, self.plan
+        sure = not (rules.eos_ids or rules.needs_text or plan.on_loop == "stop")
+        output = Output(len(self.sequence.sources), rules.max_new_tokens, sure)
+        self._trail.close(self._shared - self.sequence.prompt_length, output)
+        return self._trail
+
     # Drafting -----------------------------------------------------------------------------------------------
 
     @property
@@ -295,6 +305,7 @@ class Decoder:
         self.stats.escalated += decision.escalate
         self.stats.forced_by_loop += decision.reason == "loop"
         self.stats.forced_by_audit += decision.reason == "audit"
+        self._audited_end = self._end_if_skipped() if decision.reason == "audit" else None
         if log.isEnabledFor(logging.DEBUG):
             self._log_block(decision)
         return decision.escalate
@@ -320,6 +331,16 @@ class Decoder:
         if self.plan.scope == "repair" and len(self.sequence.ids) - self._shared >= MAX_UNREPAIRED:
             return "repair"
         return "audit" if isinstance(gate, Calibrated) and gate.audits(len(self.sequence.sources)) else ""
+
+    def _end_if_skipped(self) -> int | None:
+        """With how many generated tokens the output ends if the pending block is skipped; None if it goes on."""
+        generated = self.sequence.generated
+        for token in self.sequence.pending:
+            generated.append(token)
+            looped = self.plan.on_loop == "stop" and loop_period(generated[self._looked_until :]) is not None
+            if looped or stop_reason(self.plan.rules, generated, self._decode) is not None:
+                return len(generated)
+        return None
 
     def _must_settle(self) -> bool:
         """Provisional tokens cannot wait any longer: an end is in sight, or there are too many."""
@@ -399,6 +420,7 @@ class Decoder:
 
     def _record(self, verdict: Verdict, asked: Verify) -> None:
         base = asked.base_length - self.sequence.prompt_length
+        self._trail.take(verdict, base, len(asked.new_ids), self._audited_end)
         self.near_ties |= {base + offset for offset in verdict.near_ties}
         self.stats.audited += verdict.audited
         self.stats.disagreed += verdict.disagreed

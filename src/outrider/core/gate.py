@@ -27,12 +27,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.config import OWN, GateFile, GenerationSettings, plain_number, read_gate_file
+from outrider.config import OWN, GateFile, GenerationSettings, Scope, plain_number, read_gate_file
 from outrider.core.sampling import tempered, uniforms
 from outrider.errors import DataError, SettingsError
 
 Name = Literal["entropy", "margin", "maxprob", "logprob"]
 NAMES: tuple[Name, ...] = ("entropy", "margin", "maxprob", "logprob")
+NO_MEAN = (
+    "the mean over a block cannot be calibrated: what a live drafter adds to it behind a wrong token is in no trace. "
+    f"Calibrate one of {', '.join(NAMES)}, whose blocks go by their least sure token"
+)
+
+MAX_UNREPAIRED = 128  # skipped tokens after which scope "repair" asks for a verdict all the same
 
 
 @dataclass(frozen=True)
@@ -214,11 +220,14 @@ class Calibrated:
         """Whether a block that begins after `position` generated tokens is verified however sure the drafter is."""
         return bool(audited(self.key, np.array([position]), self.file.audit)[0])
 
-    def fit(self, k: int | str, edge: Named, cloud: Named, settings: GenerationSettings) -> Fit:
-        """What of a run differs from the calibration: another k, vocabulary or setting voids the budget; another name,
-        which may be the same model's, is told."""
+    def fit(self, k: int | str, edge: Named, cloud: Named, settings: GenerationSettings, scope: Scope = "block") -> Fit:
+        """What of a run differs from the calibration: another k, vocabulary or setting voids the budget, and so do the
+        verdicts that scope "repair" asks for within long outputs, which are not replayed. Another name, which may be
+        the same model's, is told."""
         file = self.file
         void = [] if k == file.k else [f"with k {file.k}, not {k}"]
+        if scope == "repair" and settings.max_new_tokens > MAX_UNREPAIRED:
+            void.append(f"with scope block, not repair (which keeps the budget up to max_new_tokens {MAX_UNREPAIRED})")
         sides = (("edge", file.edge, edge), ("cloud", file.cloud, cloud))
         void += [f"with another vocabulary on the {s}" for s, was, now in sides if was.fingerprint != now.fingerprint]
         void += [f"with {change}" for change in _changes(file.settings, settings)]
@@ -238,9 +247,15 @@ def audited(key: int, positions: np.ndarray, share: float) -> np.ndarray:
     return uniforms(key, 0, positions) < share
 
 
+def calibrated_settings(settings: GenerationSettings) -> list[str]:
+    """The settings that a calibration is for. The seed is the request's own where it only draws audits; sampled traces
+    share the noise of theirs, and say nothing about another."""
+    return [f.name for f in fields(settings) if f.name != OWN or settings.temperature > 0]
+
+
 def _changes(was: GenerationSettings, now: GenerationSettings) -> list[str]:
-    """The settings that differ. The seed is the request's own."""
-    pairs = [(f.name, getattr(was, f.name), getattr(now, f.name)) for f in fields(was) if f.name != OWN]
+    """The settings that differ."""
+    pairs = [(name, getattr(was, name), getattr(now, name)) for name in calibrated_settings(was)]
     return [f"{name} {before!r}, not {after!r}" for name, before, after in pairs if before != after]
 
 
@@ -287,6 +302,8 @@ def _calibrated(path: str, spec: str) -> Calibrated:
         raise DataError(f"{path}: {error}") from error
     if not isinstance(inner, Threshold):
         raise DataError(f"{path}: gate {file.gate!r} is not the threshold of one signal")
+    if inner.mean:
+        raise DataError(f"{path}: gate {file.gate!r}: {NO_MEAN}")
     return Calibrated(inner, file, path)
 
 

@@ -8,16 +8,16 @@ from dataclasses import asdict, dataclass, field, fields
 from html import escape
 from typing import Any, Literal
 
-from outrider.config import GenerationSettings, Loss
+from outrider.config import GenerationSettings, Scope
+from outrider.core.audits import Audits, AuditTrail
+from outrider.core.audits import Risk as Risk
 from outrider.core.gate import Calibrated, Fit, Gate, Named
 from outrider.core.sequence import Source
 from outrider.core.stopping import Reason
 
 Guarantee = Literal["exact", "bounded", "best-effort", "edge-only"]
 
-FEWEST_AUDITED = 5  # results before an audit warns: fewer do not show how much results differ
 SHOWN = 20  # tokens in a result's repr
-CONFIDENCE = 2.326  # one-sided, 99 %: it is looked at after every result
 
 
 @dataclass
@@ -108,93 +108,6 @@ def guarantee(stats: Stats, *, lossless: bool, bounded: bool = False) -> Guarant
     return "best-effort"
 
 
-@dataclass(frozen=True)
-class Risk:
-    """A calibrated gate's budget, and what audits say of it over all results of one decoder so far.
-
-    budget: the share of outputs that may differ from the cloud's, or, where the loss is "tokens", of their tokens that
-    may stand on the edge's word and be other than the cloud's. audited, disagreed: skipped tokens that the cloud saw in
-    passing, and how many it would have changed. estimate: of outputs, the share in which it would have changed any
-    (what it did not see cannot be in it); of tokens, disagreed ÷ audited times the share that was skipped. None before
-    the first audit.
-    """
-
-    budget: float
-    loss: Loss
-    audited: int
-    disagreed: int
-    estimate: float | None
-
-
-class Audits:
-    """The running estimate of a calibrated gate's risk. Results count whole: tokens of one output err together."""
-
-    def __init__(self, budget: float, loss: Loss) -> None:
-        self._budget, self._loss = budget, loss
-        self._results = self._seen = self._changed = 0  # all, those with audited tokens, those with a wrong one
-        self._tokens = self._skipped = 0
-        self._audited = self._disagreed = 0
-        self._squares = [0, 0, 0]  # sums over results of audited², audited · disagreed, disagreed²
-
-    def add(self, stats: Stats) -> None:
-        """Count one result. One that went on without the cloud says nothing about the gate."""
-        if stats.cloud_lost:
-            return
-        a, d = stats.audited, stats.disagreed
-        self._tokens += stats.cloud_tokens + stats.edge_tokens
-        self._skipped += stats.edge_tokens
-        self._results += 1
-        self._seen += a > 0
-        self._changed += d > 0
-        self._audited += a
-        self._disagreed += d
-        self._squares = [old + new for old, new in zip(self._squares, (a * a, a * d, d * d), strict=True)]
-
-    @property
-    def risk(self) -> Risk:
-        return Risk(self._budget, self._loss, self._audited, self._disagreed, self._estimate)
-
-    @property
-    def _estimate(self) -> float | None:
-        if not self._audited:
-            return None
-        if self._loss == "outputs":
-            return self._changed / self._results
-        return self._disagreed / self._audited * self._share
-
-    @property
-    def lower(self) -> float:
-        """A lower confidence bound of the estimate."""
-        if self._seen < FEWEST_AUDITED:
-            return 0.0
-        if self._loss == "outputs":
-            return wilson(self._changed / self._results, self._results, CONFIDENCE)[0]
-        of_tokens, _ = wilson(self._disagreed / self._audited, self._audited, CONFIDENCE)
-        return max(min(self._lower_of_results(), of_tokens), 0.0) * self._share
-
-    def _lower_of_results(self) -> float:
-        """That of a ratio over whole results."""
-        rate = self._disagreed / self._audited
-        aa, ad, dd = self._squares
-        spread = max(dd - 2 * rate * ad + rate * rate * aa, 0.0) * self._seen / (self._seen - 1)
-        return rate - CONFIDENCE * math.sqrt(spread) / self._audited
-
-    def warnings(self) -> list[str]:
-        """What to say where the audits contradict the budget."""
-        estimate = self._estimate
-        if estimate is None or self.lower <= self._budget:
-            return []
-        found = f"{self._disagreed} of {self._audited} audited tokens, in {self._changed} of {self._results} results"
-        return [
-            f"audits put the risk at {100 * estimate:.2g} % of all {self._loss}, above the budget of "
-            f"{100 * self._budget:.2g} % ({found}): these requests are not what the gate was calibrated for"
-        ]
-
-    @property
-    def _share(self) -> float:
-        return self._skipped / self._tokens
-
-
 def wilson(share: float, count: int, z: float) -> tuple[float, float]:
     """The score interval of a share of `count` trials, z standard deviations to each side (Wilson 1927)."""
     z2 = z * z / count
@@ -219,13 +132,24 @@ class Oversight:
         self._audits = Audits(gate.budget, gate.file.loss) if isinstance(gate, Calibrated) else None
 
     def judge(
-        self, stats: Stats, lossless: bool, k: int | str, sides: Seq[Named], settings: GenerationSettings
+        self,
+        stats: Stats,
+        lossless: bool,
+        k: int | str,
+        sides: Seq[Named],
+        settings: GenerationSettings,
+        scope: Scope,
+        trail: AuditTrail,
     ) -> Judgement:
-        """sides: drafter and verifier, as they describe themselves. stats: with its sources counted."""
+        """sides: drafter and verifier, as they describe themselves. stats: with its sources counted. trail: closed.
+
+        A result that went on without the cloud says nothing about the gate.
+        """
         if self._gate is None or self._audits is None:
             return Judgement(guarantee(stats, lossless=lossless))
-        fit = Fit() if stats.cloud_lost else self._gate.fit(k, sides[0], sides[-1], settings)
-        self._audits.add(stats)
+        fit = Fit() if stats.cloud_lost else self._gate.fit(k, sides[0], sides[-1], settings, scope)
+        if not stats.cloud_lost:
+            self._audits.add(trail, stats.audited, stats.disagreed)
         word = guarantee(stats, lossless=lossless, bounded=fit.bounded)
         return Judgement(word, self._audits.risk, (*fit.warnings, *self._audits.warnings()))
 

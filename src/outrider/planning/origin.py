@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from outrider.config import OWN, GenerationSettings, ModelId
+from outrider.config import GenerationSettings, ModelId
+from outrider.core.gate import calibrated_settings
 from outrider.errors import SettingsError
 from outrider.files import read_json
 
@@ -47,9 +47,9 @@ def _stamped(edge: ModelId, cloud: ModelId, settings: GenerationSettings) -> Ite
     for side, model in (("edge", edge), ("cloud", cloud)):
         yield ("models", side, "name"), model.name
         yield ("models", side, "vocabulary"), model.fingerprint
-    for name, value in asdict(settings).items():
-        if name != OWN:
-            yield ("generation", name), list(value) if isinstance(value, tuple) else value
+    for name in calibrated_settings(settings):
+        value = getattr(settings, name)
+        yield ("generation", name), list(value) if isinstance(value, tuple) else value
 
 
 def _at(value: Any, key: Key) -> Any:

@@ -1,0 +1,216 @@
+"""What audits say of a calibrated gate's risk while it runs: an estimate, and an interval that holds what it should.
+
+Every block that the gate would skip is audited with the same chance, whatever it holds. Two things follow:
+
+- Some outputs are *seen* to differ: a verdict, of an audit or of an escalation, compares all skipped tokens before it.
+- What is skipped behind the last verdict of an output is *unseen*. The block that ended the output there was not
+  audited, though it might have been; others like it were. So audited blocks whose skipping would have ended the output
+  are a random sample of the ends: how often one of them, or the skipped tokens before it, was wrong is how often an
+  unseen end is.
+
+    risk  =  seen to differ ÷ results  +  unseen ends ÷ results · wrong audited ends ÷ audited ends
+
+of outputs; of tokens, each difference counts with the share of the target's output that it leaves behind. Where that
+depends on what nobody saw (where in a skipped stretch the first wrong token stands, how long the target's output would
+have been) it counts with its least and its largest value at the two ends of the interval.
+
+The interval takes each share's Chernoff bounds (Hoeffding 1963, theorem 1), which hold for any number of results and
+for values between 0 and 1; the four together miss with a chance of at most 5 %.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from outrider.config import Loss
+from outrider.core.acceptance import Verdict
+
+FEWEST_RESULTS = 5  # before an audit warns: fewer do not show how much results differ
+MISS = 0.05  # the chance that an interval does not hold the risk
+FALSE_ALARM = 0.01  # that a warning is wrong: it is looked at after every result
+
+
+@dataclass(frozen=True)
+class Risk:
+    """A calibrated gate's budget, and what audits say of it over all results of one decoder so far.
+
+    budget: the expected share of outputs that may differ from the cloud's, or, where the loss is "tokens", of the
+    cloud's output that may lie behind the first difference. estimate: that share as the gate runs, its audits included;
+    None while there are unseen ends and no audited one. low, high: its 95 % interval. results: how many it is of, those
+    that lost the cloud left out. audited, disagreed: skipped tokens that the cloud saw in passing, and how many it
+    would have changed.
+    """
+
+    budget: float
+    loss: Loss
+    audited: int
+    disagreed: int
+    estimate: float | None
+    low: float = 0.0
+    high: float = 1.0
+    results: int = 0
+
+
+@dataclass(frozen=True)
+class Span:
+    """The first and the last generated token of which one is the first that the target would have said otherwise."""
+
+    first: int
+    last: int
+
+
+@dataclass
+class AuditTrail:
+    """What the verdicts of one generation showed of its skipped tokens. Positions count generated tokens.
+
+    differs: the output left the target's here, and stays so. ends: for each audited block whose skipping would have
+    ended the output, where it would have differed then, or None. unseen: the first skipped token that no verdict saw;
+    blind: the verifier did not compare it although it could. output: how long the output became.
+    """
+
+    differs: Span | None = None
+    ends: list[Span | None] = field(default_factory=list)
+    unseen: int | None = None
+    blind: bool = False
+    output: Output | None = None
+
+    def take(self, verdict: Verdict, base: int, skipped: int, end: int | None) -> None:
+        """A verdict on the drafts behind `base`; `skipped` tokens before them were new to the verifier.
+
+        end: where the output would have ended without this audit; None where it would not, or this was none.
+        """
+        if self.differs is not None:
+            return
+        if verdict.audited < skipped:
+            self.blind, self.unseen = True, base - skipped if self.unseen is None else self.unseen
+        if verdict.disagreed:
+            self.differs = Span(base - skipped if self.unseen is None else self.unseen, base - 1)
+        repaired = Span(base + verdict.accepted, base + verdict.accepted)
+        if end is not None and not self.blind:
+            self.ends.append(self.differs or (repaired if repaired.first < end else None))
+
+    def close(self, known: int, output: Output) -> None:
+        """The output is complete; the verifier knows its first `known` tokens."""
+        self.output = output
+        if known < output.length and not self.blind:
+            self.unseen = known
+
+
+@dataclass(frozen=True)
+class Output:
+    """How long an output became, and may become at most; sure: nothing but this limit ends the target's."""
+
+    length: int
+    limit: int
+    sure: bool
+
+    def losses(self, span: Span, loss: Loss) -> tuple[float, float, float]:
+        """The least, the likely and the largest share of the target's output that lies behind the first difference."""
+        if loss == "outputs":
+            return (1.0, 1.0, 1.0)
+        likely = (span.first + span.last) / 2
+        shortest = self.limit if self.sure else span.last + 1
+        length = self.limit if self.sure else max(self.length, span.last + 1)
+        return 1 - span.last / shortest, 1 - likely / length, 1 - span.first / self.limit
+
+
+@dataclass
+class Losses:
+    """A number of cases, and the sums of their least, likely and largest losses."""
+
+    cases: int = 0
+    least: float = 0.0
+    likely: float = 0.0
+    largest: float = 0.0
+
+    def add(self, losses: tuple[float, float, float] = (0.0, 0.0, 0.0)) -> None:
+        self.cases += 1
+        self.least += losses[0]
+        self.likely += losses[1]
+        self.largest += losses[2]
+
+
+class Audits:
+    """The running estimate of a calibrated gate's risk. Results count whole: tokens of one output err together."""
+
+    def __init__(self, budget: float, loss: Loss) -> None:
+        self._budget, self._loss = budget, loss
+        self._seen = Losses()  # of results that were seen to differ
+        self._ends = Losses()  # of audited ends
+        self._results = self._unseen = self._blind = 0
+        self._audited = self._disagreed = 0
+
+    def add(self, trail: AuditTrail, audited: int, disagreed: int) -> None:
+        """Count one result, whose trail is closed. audited, disagreed: of its skipped tokens."""
+        output = trail.output
+        assert output is not None
+        self._results += 1
+        self._audited += audited
+        self._disagreed += disagreed
+        for end in trail.ends:
+            self._ends.add(output.losses(end, self._loss) if end is not None else (0.0, 0.0, 0.0))
+        if trail.differs is not None:
+            self._seen.add(output.losses(trail.differs, self._loss))
+        elif trail.unseen is not None:
+            self._unseen += 1
+            self._blind += trail.blind
+
+    @property
+    def risk(self) -> Risk:
+        low, high = self.interval(MISS)
+        return Risk(self._budget, self._loss, self._audited, self._disagreed, self._estimate, low, high, self._results)
+
+    @property
+    def _estimate(self) -> float | None:
+        if not self._results or (self._unseen and not self._ends.cases):
+            return None
+        end = self._ends.likely / self._ends.cases if self._ends.cases else 0.0
+        return (self._seen.likely + self._unseen * end) / self._results
+
+    def interval(self, miss: float) -> tuple[float, float]:
+        """The ends between which the risk lies but for a chance of `miss`, half of it at either end."""
+        if not self._results:
+            return 0.0, 1.0
+        each, ends, unseen = miss / 4, self._ends, self._unseen - self._blind
+        least, largest = 0.0, 1.0
+        if ends.cases:
+            least = lower_bound(ends.least / ends.cases, ends.cases, each)
+            largest = upper_bound(ends.largest / ends.cases, ends.cases, each)
+        low = (self._seen.least + unseen * least) / self._results
+        high = (self._seen.largest + unseen * largest + self._blind) / self._results
+        return lower_bound(low, self._results, each), upper_bound(high, self._results, each)
+
+    def warnings(self) -> list[str]:
+        """What to say where the audits contradict the budget."""
+        low, _ = self.interval(2 * FALSE_ALARM)
+        if self._results < FEWEST_RESULTS or low <= self._budget:
+            return []
+        estimate = "" if self._estimate is None else f" at {100 * self._estimate:.2g} % of {self._loss},"
+        return [
+            f"audits put the risk{estimate} at no less than {100 * low:.2g} %, above the budget of "
+            f"{100 * self._budget:.2g} % ({self._seen.cases} of {self._results} results were seen to differ): these "
+            "requests are not what the gate was calibrated for"
+        ]
+
+
+def upper_bound(share: float, count: int, miss: float) -> float:
+    """The largest mean that `count` values between 0 and 1 can have, if their average is `share`, but for `miss`."""
+    return 1.0 - lower_bound(max(1.0 - share, 0.0), count, miss)
+
+
+def lower_bound(share: float, count: int, miss: float) -> float:
+    """The smallest such mean: the p below `share` with count · KL(share, p) = −log(miss)."""
+    share = min(share, 1.0)
+    low, high, limit = 0.0, share, -math.log(miss) / count
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _divergence(share, middle) > limit else (low, middle)
+    return low
+
+
+def _divergence(share: float, p: float) -> float:
+    """KL(share, p) of two coins, in nats."""
+    heads = share * math.log(share / p) if share > 0 and p > 0 else (math.inf if share > 0 else 0.0)
+    tails = (1 - share) * math.log((1 - share) / (1 - p)) if share < 1 else 0.0
+    return heads + tails
