@@ -175,6 +175,8 @@ class Decoding:
         The same seed gives the same tokens.
     repetition_penalty
         Above 1 makes tokens of the prompt and the output less likely.
+    repetition_window
+        How many of the last tokens the penalty looks at; 0 is all.
     no_repeat_ngram
         Never repeat an n-gram of this size; 0 is off.
     stop
@@ -193,6 +195,7 @@ class Decoding:
     min_p: float = 0.0
     seed: Whole = 0
     repetition_penalty: float = 1.0
+    repetition_window: Whole = 0
     no_repeat_ngram: Whole = 0
     stop: Annotated[tuple[str, ...], Parameter(negative="")] = ()
     sentences: MaybeWhole = None
