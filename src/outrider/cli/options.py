@@ -92,6 +92,8 @@ class Speculation:
     on_loop
         When the output loops: escalate the next block (the default), sample one token (the default without a
         cloud), stop, or ignore.
+    loop_rule
+        What counts as a loop: the longest period, the shortest tail, and tokens beyond two periods.
     """
 
     k: Annotated[int | Literal["auto"], Parameter(converter=_block_length)] = 5
@@ -99,6 +101,7 @@ class Speculation:
     accept: str = "exact"
     scope: Scope = "block"
     on_loop: OnLoop | None = None
+    loop_rule: str = "period=32,tail=8,extra=4"
 
 
 @Parameter(name="*", group=NETWORK)
@@ -292,6 +295,7 @@ def check(models: Models, speculation: Speculation, network: Network) -> None:
     from outrider.core.acceptance import rule
     from outrider.core.gate import gate
     from outrider.core.lookahead import lookahead
+    from outrider.core.loops import loop_rule
     from outrider.core.modes import check_modes
     from outrider.engines.load import locate
     from outrider.verifiers.connect import parse_target
@@ -315,3 +319,4 @@ def check(models: Models, speculation: Speculation, network: Network) -> None:
         remote=target.remote,
     )
     lookahead(speculation.k)
+    loop_rule(speculation.loop_rule)
