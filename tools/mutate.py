@@ -156,7 +156,7 @@ def survives(mutant: Mutant, copy: Path) -> bool:
         code = 70
         try:
             code = _run_tests(mutant, copy)
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - a fork must not go on with its parent's work
             traceback.print_exc()
         finally:
             sys.stdout.flush()

@@ -45,6 +45,17 @@ def test_each_kind_of_token_has_its_own_frequency() -> None:
     assert found.mean == pytest.approx(0.5, abs=0.03)
 
 
+@pytest.mark.parametrize(
+    ("right", "of", "power"), [(4, 5, math.log(0.8) / -0.1), (1, 2, 4.0), (19, 20, math.log(0.95) / -0.1)]
+)
+def test_tokens_of_a_kind_not_seen_are_as_sure_as_the_drafter_is_right(right: int, of: int, power: float) -> None:
+    """It says 90 %; how often it is right gives the power to which all that it says is taken, at most 4."""
+    found = Acceptance()
+    for n in range(4000):
+        found.note([0.1], n % of < right)
+    assert found.own(0.7) == pytest.approx(math.exp(-0.7 * power), rel=0.06)
+
+
 def test_what_follows_a_rejection_says_nothing() -> None:
     one, other = Acceptance(), Acceptance()
     one.note([0.1, 0.2, 0.3, 3.0], 1)
