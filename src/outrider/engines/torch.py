@@ -22,7 +22,7 @@ from outrider.engines.changes import change, state_of
 from outrider.engines.families import AudioLanguage, MaskLike, Text
 from outrider.engines.locking import Locked, exclusive, lock_of
 from outrider.engines.ondevice import OnDevice
-from outrider.engines.probe import Probe
+from outrider.engines.probe import Probe, check_weights, why_not_finite
 from outrider.engines.slots import SlotCache
 from outrider.engines.stack import Stack, missing, obstacle
 from outrider.engines.vocabulary import Vocabulary
@@ -71,7 +71,7 @@ class TorchEngine(Vocabulary, Locked):
             self._adopt(model, tokenizer, extractor)
 
     def _adopt(self, model: Any, tokenizer: Any, extractor: Any) -> None:
-        _check_weights(model, self.name)
+        check_weights(model, self.name, tuple(PROBES))
         self.model = model.eval()
         self.tokenizer = tokenizer
         self._family = AudioLanguage(model, extractor) if _is_audio(model) else Text(model)
@@ -321,27 +321,10 @@ class TorchEngine(Vocabulary, Locked):
         ids = probe.ids(self)
         plain = self._family.reference(torch.tensor([ids], device=self.device))[0].float()
         if not bool(plain.isfinite().all()):
-            raise ModelError(f"{self.name}: {_not_finite(self.model)}")
+            raise ModelError(f"{self.name}: {why_not_finite(self.model)}")
         worst = probe.worst(self, ids, plain, type(self.model).__name__)
         rounding = torch.finfo(self.dtype).eps * float(plain[-probe.tail :].abs().max())
         return 0.0 if self.dtype in (torch.float32, torch.float64) else 2 * max(worst, rounding)
-
-
-def _check_weights(model: Any, name: str) -> None:
-    if model.dtype not in PROBES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in PROBES)
-        raise ModelError(f"{name}: its weights are {str(model.dtype).removeprefix('torch.')}: expected {names}")
-    if any(weight.is_meta for weight in model.parameters()):
-        raise ModelError(f"{name}: its weights are not loaded (they are on the meta device)")
-
-
-def _not_finite(model: Any) -> str:
-    """Why the logits of a plain forward hold NaN or infinity."""
-    for name, weight in model.named_parameters():
-        if not bool(weight.isfinite().all()):
-            return f"its weights hold NaN or infinity, the first in {name}"
-    dtype = str(model.dtype).removeprefix("torch.")
-    return f"its logits hold NaN or infinity, though its weights do not: they overflow in {dtype}; try another dtype"
 
 
 def _max_length(config: Any) -> int | None:
