@@ -10,7 +10,7 @@ VLLM   := .cache/vllm/venv
 # More than cores: many tests wait for sockets and processes.
 WORKERS ?= 4
 
-.PHONY: demo test check format lint types test-kernels test-gguf test-real test-network test-chaos test-soak test-vllm test-browser proto bench clean
+.PHONY: demo test check format lint types test-kernels test-gguf test-real test-network test-chaos test-soak mutate test-vllm test-browser proto bench clean
 
 demo: $(BASE)
 	$(BIN)/outrider demo
@@ -64,6 +64,10 @@ test-browser: $(STAMP)
 # 200 generations while the server is killed and the link cut, stalled and slowed down.
 test-chaos: $(STAMP)
 	$(BIN)/pytest -m chaos -n auto
+
+# How many of 200 single faults in src/outrider/core its tests notice: about two hours of one core.
+mutate: $(STAMP)
+	$(BIN)/python tools/mutate.py
 
 # 64 sessions at once, then 2,000 one after another, on one server; 32 clients of a gateway for five minutes.
 test-soak: $(STAMP)

@@ -35,7 +35,12 @@ TESTS = (
 TIMEOUT_S = 240  # a mutant that loops for ever is killed
 GOAL = 0.9
 
-EQUIVALENT: dict[str, str] = {}  # "module:line original → mutant": why no output can differ
+EQUIVALENT = {  # "module original → mutant": why no output can differ
+    "rows row.device.type == \"cpu\" → (row.device.type != 'cpu')": "NumPy or torch does the same arithmetic",
+    "pace chance * (fixed + each * k) > each * tokens → (chance * (fixed + each * k) >= each * tokens)": (
+        "where both sides are equal, a longer block brings as many tokens a second"
+    ),
+}
 
 _COMPARISONS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -58,9 +63,16 @@ class Mutant:
     new: str
 
     @property
+    def change(self) -> str:
+        return f"{_short(self.path.read_text()[self.start : self.end])} → {_short(self.new)}"
+
+    @property
     def name(self) -> str:
-        old = self.path.read_text()[self.start : self.end]
-        return f"{self.path.stem}:{self.line} {_short(old)} → {_short(self.new)}"
+        return f"{self.path.stem}:{self.line} {self.change}"
+
+    @property
+    def is_equivalent(self) -> bool:
+        return f"{self.path.stem} {self.change}" in EQUIVALENT
 
     def source(self) -> str:
         """The whole module with the change."""
@@ -156,7 +168,7 @@ def survives(mutant: Mutant, copy: Path) -> bool:
         code = 70
         try:
             code = _run_tests(mutant, copy)
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - a fork must not go on with its parent's work
             traceback.print_exc()
         finally:
             sys.stdout.flush()
@@ -227,12 +239,12 @@ def main() -> int:
                 break
             mutant = chosen[number]
             alive, tried = survives(mutant, copy), tried + 1
-            survivors += [mutant.name] if alive else []
+            survivors += [mutant] if alive else []
             print(number, "SURVIVED" if alive else "killed", mutant.name, file=sys.stderr, flush=True)
             if given.log:
                 with given.log.open("a") as file:
                     file.write(json.dumps({"number": number, "alive": alive, "mutant": mutant.name}) + "\n")
-    left = [name for name in survivors if name not in EQUIVALENT]
+    left = [mutant.name for mutant in survivors if not mutant.is_equivalent]
     judged = tried - (len(survivors) - len(left))
     share = 1 - len(left) / judged if judged else 1.0
     print(json.dumps({"tried": tried, "killed": share, "survivors": left, "equivalent": len(survivors) - len(left)}))

@@ -17,6 +17,8 @@ from outrider.core.events import StreamEvent as StreamEvent
 from outrider.core.gate import Calibrated, Gate
 from outrider.core.gate import gate as parse_gate
 from outrider.core.lookahead import lookahead
+from outrider.core.loops import DEFAULT
+from outrider.core.loops import loop_rule as parse_loop_rule
 from outrider.core.modes import check_modes, settled_loss
 from outrider.core.outcome import Oversight, Result
 from outrider.core.policy import Policy
@@ -37,6 +39,7 @@ from outrider.verifiers.base import Conditions, Description, Verifier
 from outrider.verifiers.local import LocalVerifier
 from outrider.wire.ledger import Ledger
 
+DEFAULT_LOOP_RULE = str(DEFAULT)
 IDS_ONLY = (
     "without a drafter, a cloud across a network takes token ids (--prompt-ids): texts and recordings need an edge "
     "model to prepare them"
@@ -54,6 +57,7 @@ class SpeculativeDecoder:
         accept: the acceptance rule, "exact" unless told otherwise.
         scope: what becomes of skipped tokens that the verifier later finds it would have changed: "block" leaves
             and counts them, "repair" rolls back to the first.
+        loop_rule: what counts as a loop in the output, "period=32,tail=8,extra=4" (see `outrider.core.loops`).
         on_loop: what a loop in the output leads to: "escalate" the next block (the default with a verifier),
             "sample" one token (the default without), "stop", or "ignore".
         driver: "sequential" waits for each verdict; "pipelined" drafts on meanwhile, with the same output.
@@ -84,6 +88,7 @@ class SpeculativeDecoder:
         accept: str = "exact",
         scope: Scope = "block",
         on_loop: OnLoop | None = None,
+        loop_rule: str = DEFAULT_LOOP_RULE,
         driver: DriverName = "sequential",
         on_cloud_loss: OnCloudLoss | None = None,
         privacy: Privacy = "audio",
@@ -99,6 +104,7 @@ class SpeculativeDecoder:
         self.k = k
         self.lookahead = lookahead(k) if draft is not None else None
         self.on_loop: OnLoop = on_loop or ("escalate" if verifier is not None else "sample")
+        self.loop_rule = parse_loop_rule(loop_rule)
         self.scope: Scope = scope
         self.driver: DriverName = driver
         self.privacy: Privacy = privacy
@@ -211,7 +217,7 @@ class SpeculativeDecoder:
         gate, has_verifier = self.gate, self.verifier is not None
         if isinstance(gate, Calibrated):
             gate = gate.keyed(seed, prompt.ids, b"" if prompt.audio is None else prompt.audio.tobytes())
-        return Plan(rules, gate, self._rule, self.lookahead, has_verifier, self.on_loop, self.scope)
+        return Plan(rules, gate, self._rule, self.lookahead, has_verifier, self.on_loop, self.scope, self.loop_rule)
 
     def _drafter(
         self, prompt: Prompt, settings: GenerationSettings, met: Met, cancellation: Cancellation | None

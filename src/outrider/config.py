@@ -33,7 +33,8 @@ class GenerationSettings:
 
     temperature 0 is greedy. top_k 0, top_p 1, min_p 0 keep everything. no_repeat_ngram_size 0 is off. stop strings
     stay in the text. sentences ends the output after that many complete sentences, but not before min_new_tokens.
-    suppress_tokens are never emitted.
+    suppress_tokens are never emitted. repetition_window is how many of the last tokens repetition_penalty looks at, 64
+    or 128 say; 0 is the whole prefix, as in transformers.
     """
 
     max_new_tokens: int = 128
@@ -49,9 +50,10 @@ class GenerationSettings:
     sentences: int | None = None
     ignore_eos: bool = False
     suppress_tokens: tuple[int, ...] = ()
+    repetition_window: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "min_new_tokens", "top_k", "seed", "no_repeat_ngram_size"):
+        for name in ("max_new_tokens", "min_new_tokens", "top_k", "seed", "no_repeat_ngram_size", "repetition_window"):
             _need(is_whole(getattr(self, name)), f"{name} is a whole number, not {getattr(self, name)!r}")
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             _need(is_number(getattr(self, name)), f"{name} is a finite number, not {getattr(self, name)!r}")
@@ -65,6 +67,8 @@ class GenerationSettings:
         penalty = self.repetition_penalty
         _need(0.01 <= penalty <= 100, f"repetition_penalty is between 0.01 and 100 (1 is off), not {penalty}")
         _need(self.no_repeat_ngram_size >= 0, "no_repeat_ngram_size is 0 (off) or more")
+        _need(self.repetition_window >= 0, "repetition_window is 0 (the whole prefix) or more")
+        _need(not self.repetition_window or penalty != 1, "repetition_window needs a repetition_penalty other than 1")
         _need(
             self.sentences is None or (is_whole(self.sentences) and self.sentences >= 1),
             "sentences is a whole number, 1 or more",

@@ -283,11 +283,14 @@ def test_the_targets_own_choice_always_stands(accept: Rule) -> None:
 
 
 def test_a_rejected_draft_gives_way_to_the_targets_own_draw() -> None:
-    for seed in range(30):
-        sampled = Sampling(1.0, seed=seed)
-        own = Distribution(ROW[0], sampled, len(PROMPT)).choice
+    seen = set()
+    for seed in range(60):
+        sampled = Sampling(3.0, seed=seed)
+        own, following = (Distribution(ROW[0], sampled, len(PROMPT) + n).choice for n in (0, 1))
         found = verdict([3], ROW.repeat(2, 1), Rank(1), policy=policy(sampled))
-        assert (found.accepted, found.next_token) == ((1, found.next_token) if own == 3 else (0, own))
+        assert (found.accepted, found.next_token) == ((1, following) if own == 3 else (0, own))
+        seen.add(own == 3)
+    assert seen == {True, False}
 
 
 # Near-ties ------------------------------------------------------------------------------------------------------

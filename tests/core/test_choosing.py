@@ -38,7 +38,8 @@ def places(policies: list[Policy], prefixes: list[list[int]]) -> Places:
 def cases(draw: st.DrawFn) -> tuple[list[Policy], list[list[int]], torch.Tensor]:
     prefixes = draw(st.lists(st.lists(st.integers(0, PADDED - 1), min_size=1, max_size=24), min_size=1, max_size=4))
     values: dict[str, object] = {
-        "repetition_penalty": draw(st.sampled_from([1.0, 1.3, 0.7])),
+        "repetition_penalty": (penalty := draw(st.sampled_from([1.0, 1.3, 0.7]))),
+        "repetition_window": draw(st.sampled_from([0, 1, 3, 8, 64])) if penalty != 1.0 else 0,
         "no_repeat_ngram_size": draw(st.integers(0, 4)),
         "min_new_tokens": draw(st.integers(0, 8)),
         "suppress_tokens": draw(st.lists(st.integers(0, 6), max_size=2)),

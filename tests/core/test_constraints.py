@@ -31,14 +31,17 @@ chains = st.builds(
     eos_ids=st.lists(tokens, max_size=2, unique=True).map(tuple),
     banned_ids=st.lists(tokens, max_size=3, unique=True).map(tuple),
     prompt_length=st.integers(1, 6),
+    repetition_window=st.sampled_from([0, 0, 1, 3, 8, 64]),
 )
 
 
 def by_transformers(chain: Constraints, row: Tensor, prefix: list[int]) -> Tensor:
     """The row after transformers' own processors, in the order of `GenerationMixin._get_logits_processor`."""
     processors = LogitsProcessorList()
+    row = row.clone()[None]
     if chain.repetition_penalty != 1.0:
-        processors.append(RepetitionPenaltyLogitsProcessor(chain.repetition_penalty))
+        window = prefix[-chain.repetition_window :]  # −0: all
+        row = RepetitionPenaltyLogitsProcessor(chain.repetition_penalty)(torch.tensor([window]), row)
     if chain.no_repeat_ngram:
         processors.append(NoRepeatNGramLogitsProcessor(chain.no_repeat_ngram))
     if chain.min_new_tokens and chain.eos_ids:
@@ -46,7 +49,7 @@ def by_transformers(chain: Constraints, row: Tensor, prefix: list[int]) -> Tenso
         processors.append(MinNewTokensLengthLogitsProcessor(*arguments))
     if chain.banned_ids:
         processors.append(SuppressTokensLogitsProcessor(list(chain.banned_ids)))
-    return processors(torch.tensor([prefix]), row.clone()[None])[0]
+    return processors(torch.tensor([prefix]), row)[0]
 
 
 def apply(chain: Constraints, row: Tensor, prefix: list[int]) -> Tensor:

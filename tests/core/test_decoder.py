@@ -730,3 +730,27 @@ def test_edge_only_reproduces_the_drafter_but_for_loops(world: dict, on_loop: st
     if reason != "loop" and not decoder.stats.loop_sampled:
         assert (reason, decoder.sequence.generated) == alone(drafter, world["rules"])
     assert decoder.stats.cloud_tokens == 0
+
+
+def test_a_trigger_gate_leaves_at_most_so_many_tokens_provisional() -> None:
+    """Counted by single tokens: 64 pending ones ask for a verdict, 63 do not."""
+    decoder = start(gate=Trigger(Never()), lookahead=FixedK(1), limit=200)
+    pending = []
+    while not isinstance(decoder.next(), Verify):
+        propose(decoder, A)
+        pending.append(decoder.sequence.pending_count)
+    assert pending == list(range(1, MAX_PROVISIONAL + 1))
+
+
+@pytest.mark.parametrize("drafted", [1, 2])
+def test_a_block_that_the_cloud_s_loss_cuts_short_counts_once(drafted: int) -> None:
+    """Its tokens stand; the next token begins a block of its own, with all its length."""
+    decoder = start()
+    propose(decoder, *[A] * drafted)
+    assert decoder.stats.blocks == 1
+    decoder.lose_verifier()
+    assert decoder.sequence.generated == [A] * drafted
+    assert decoder.next() == Draft(3)
+    propose(decoder, B, B, B)
+    assert decoder.stats.blocks == 2
+    assert decoder.sequence.generated == [A] * drafted + [B] * 3

@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.core.loops import MAX_PERIOD, WINDOW, loop_period, tail_needed
+from outrider.core.loops import MAX_PERIOD, LoopRule, loop_rule
+from outrider.errors import SettingsError
+
+WINDOW, loop_period, tail_needed = LoopRule().window, LoopRule().find, LoopRule().tail_needed
 
 FOUR = [38035, 15946, 3837, 78685]  # the seeds' trace: a 4-token phrase in 5-token blocks, none of which repeats
 ABAB = [104432, 26381]
@@ -96,3 +99,41 @@ def test_no_false_alarm_where_nothing_repeats(tokens: list[int]) -> None:
 @given(st.lists(st.integers(0, 2), max_size=200))
 def test_only_the_window_matters(tokens: list[int]) -> None:
     assert loop_period(tokens) == loop_period(tokens[-WINDOW:])
+
+
+def test_a_rule_of_one_s_own() -> None:
+    rule = loop_rule("period=1,tail=3,extra=0")
+    assert [rule.find(tokens) for tokens in ([5, 5], [4, 5, 5, 5], [5, 6, 5, 6, 5, 6])] == [None, 1, None]
+    assert loop_rule("tail=6").find([5, 5, 5, 5, 5]) is None
+    assert loop_rule("tail=6").find([5] * 6) == 1
+
+
+@given(st.builds(LoopRule, st.integers(1, 6), st.integers(2, 9), st.integers(0, 4)), st.lists(st.integers(0, 2)))
+def test_a_loop_of_any_rule_by_its_definition(rule: LoopRule, tokens: list[int]) -> None:
+    def loops(period: int) -> bool:
+        need = max(rule.tail, 2 * period + rule.extra)
+        tail = tokens[len(tokens) - need :]
+        return len(tokens) >= need and all(tail[i] == tail[i - period] for i in range(period, need))
+
+    assert rule.find(tokens) == next((period for period in range(1, rule.period + 1) if loops(period)), None)
+    assert loop_rule(str(rule)) == rule
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "period",
+        "period=",
+        "period=0",
+        "tail=1",
+        "extra=-1",
+        "period=2,period=3",
+        "size=3",
+        "period=1e3",
+        "tail=9999",
+    ],
+)
+def test_a_rule_that_cannot_be_is_named(text: str) -> None:
+    with pytest.raises(SettingsError, match="loop_rule"):
+        loop_rule(text)

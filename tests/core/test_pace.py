@@ -6,8 +6,22 @@ import math
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from outrider.core.pace import EDGES, MEMORY, Acceptance, Line, Pace, Times, Usual
+from outrider.core.pace import (
+    EDGES,
+    LONGEST,
+    MEMORY,
+    ROUNDS,
+    Acceptance,
+    Line,
+    Pace,
+    Rounds,
+    Times,
+    Usual,
+    _best_constant,
+)
 
 KINDS = [0.5 * (low + high) for low, high in zip((0.0, *EDGES), (*EDGES, 5.0), strict=True)]
 
@@ -29,6 +43,17 @@ def test_each_kind_of_token_has_its_own_frequency() -> None:
     assert found.own(KINDS[0]) == pytest.approx(0.25, abs=0.04)
     assert found.own(KINDS[-1]) == pytest.approx(0.75, abs=0.04)
     assert found.mean == pytest.approx(0.5, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("right", "of", "power"), [(4, 5, math.log(0.8) / -0.1), (1, 2, 4.0), (19, 20, math.log(0.95) / -0.1)]
+)
+def test_tokens_of_a_kind_not_seen_are_as_sure_as_the_drafter_is_right(right: int, of: int, power: float) -> None:
+    """It says 90 %; how often it is right gives the power to which all that it says is taken, at most 4."""
+    found = Acceptance()
+    for n in range(4000):
+        found.note([0.1], n % of < right)
+    assert found.own(0.7) == pytest.approx(math.exp(-0.7 * power), rel=0.06)
 
 
 def test_what_follows_a_rejection_says_nothing() -> None:
@@ -161,3 +186,52 @@ def test_a_block_that_may_cost_a_right_guess_is_cut_earlier() -> None:
     assert waits.price == pytest.approx(overlaps.price, rel=0.02)
     lengths = [next(n for n in range(64) if not pace.pays(n, [0.1] * n)) for pace in (overlaps, waits)]
     assert lengths[0] < lengths[1]
+
+
+# k* ---------------------------------------------------------------------------------------------------------------
+
+
+@given(alpha=st.floats(0.0, 1.0), fixed=st.floats(0.0, 10.0), each=st.floats(1e-3, 1.0))
+def test_k_star_brings_the_most_tokens_a_second(alpha: float, fixed: float, each: float) -> None:
+    """By brute force over all lengths. A block of k brings 1 + α + … + α^k tokens on average."""
+    tokens = [sum(alpha**n for n in range(k + 1)) for k in range(LONGEST + 1)]
+    rates = [tokens[k] / (fixed + each * k) for k in range(1, LONGEST + 1)]
+    k, found = _best_constant(alpha, fixed, each)
+    assert 1 <= k <= LONGEST
+    assert found == pytest.approx(tokens[k])
+    assert rates[k - 1] == pytest.approx(max(rates))
+
+
+@pytest.mark.parametrize(("alpha", "fixed", "longest"), [(1.0, 2.0, True), (0.0, 1e9, False), (0.5, 0.0, False)])
+def test_k_star_at_its_ends(alpha: float, fixed: float, longest: bool) -> None:
+    assert _best_constant(alpha, fixed, 1.0)[0] == (LONGEST if longest else 1)
+
+
+def test_rounds_are_forgotten_at_their_rate() -> None:
+    """What is noted weighs 1/e after as many rounds; all of them together never weigh more than ROUNDS."""
+    rounds = Rounds()
+    rounds.note(2.0, 3.0, 5.0)
+    for _ in range(ROUNDS):
+        rounds.fade()
+    assert rounds.count == pytest.approx((1 - 1 / ROUNDS) ** ROUNDS)
+    assert (rounds.tokens, rounds.drafted, rounds.verified) == pytest.approx([n * rounds.count for n in (2, 3, 5)])
+    for _ in range(20 * ROUNDS):
+        rounds.fade()
+        rounds.note(2.0, 3.0, 5.0)
+    assert rounds.count == pytest.approx(ROUNDS, rel=1e-3)
+
+
+def test_rounds_add_up_with_their_weights() -> None:
+    one, other = Rounds(), Rounds()
+    one.note(2.0, 3.0, 5.0, count=2.0, weight=0.5)
+    other.note(1.0, 1.0, 1.0)
+    one.add(other, 3.0)
+    assert (one.count, one.tokens, one.drafted, one.verified) == (4.0, 4.0, 4.5, 5.5)
+
+
+def test_the_first_rounds_are_padded_with_less_and_less() -> None:
+    pace = Pace()
+    for _ in range(3):
+        pace.drafted(4, 0.04)
+        pace.decided([0.1] * 4, 4, drafted=4, seconds=0.1)
+    assert pace._padding == pytest.approx(4.0 * (1 - 1 / ROUNDS) ** 3)

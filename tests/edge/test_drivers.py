@@ -105,6 +105,10 @@ options_of = st.fixed_dictionaries(
         "temperature": st.sampled_from((0.0, 1.0)),
         "seed": st.integers(0, 9),
     }
+).flatmap(
+    lambda given: st.sampled_from((0, 1, 4) if given["repetition_penalty"] != 1.0 else (0,)).map(
+        lambda window: {**given, "repetition_window": window}
+    )
 )
 ks = st.sampled_from((1, 2, 3, 5, 8, "auto"))
 

@@ -442,3 +442,18 @@ def test_unknown_formats_and_devices_are_refused_for_gguf_files_too(tmp_path: Pa
 def test_an_extractor_has_no_use(folder: Path) -> None:
     with pytest.raises(SettingsError, match="extractor"):
         load_engine(written(folder, "unnamed"), extractor=object())
+
+
+@needs_llama
+def test_decoders_of_many_threads_share_an_engine(engine: Any) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    prompts = [tokens(count, seed=count) for count in (3, 9, 17, 40)]
+
+    def outputs(_: int) -> list[list[int]]:
+        decoder = SpeculativeDecoder(None, local(engine), reader=engine)
+        return [decoder.generate(prompt, max_new_tokens=8).token_ids for prompt in prompts]
+
+    expected = outputs(0)
+    with ThreadPoolExecutor(8) as pool:
+        assert all(found == expected for found in pool.map(outputs, range(16)))

@@ -39,6 +39,7 @@ def refused(code: int) -> Any:
 def settings_(draw: st.DrawFn) -> GenerationSettings:
     most = draw(st.integers(1, UINT32))
     warm = draw(st.booleans())
+    penalty = draw(st.just(1.0) | st.floats(0.01, 100))
     return GenerationSettings(
         max_new_tokens=most,
         min_new_tokens=draw(st.integers(0, most)),
@@ -47,7 +48,8 @@ def settings_(draw: st.DrawFn) -> GenerationSettings:
         top_p=draw(st.just(1.0) | st.floats(0, 1, exclude_min=True)) if warm else 1.0,
         min_p=draw(st.floats(0, 1)) if warm else 0.0,
         seed=draw(st.integers(0, UINT64)),
-        repetition_penalty=draw(st.just(1.0) | st.floats(0.01, 100)),
+        repetition_penalty=penalty,
+        repetition_window=draw(st.integers(0, UINT32)) if penalty != 1.0 else 0,
         no_repeat_ngram_size=draw(st.integers(0, UINT32)),
         ignore_eos=draw(st.booleans()),
         suppress_tokens=tuple(draw(st.lists(st.integers(0, V - 1), max_size=5))),

@@ -94,6 +94,8 @@ class Speculation:
     on_loop
         When the output loops: escalate the next block (the default), sample one token (the default without a
         cloud), stop, or ignore.
+    loop_rule
+        What counts as a loop: the longest period, the shortest tail, and tokens beyond two periods.
     """
 
     k: Annotated[int | Literal["auto"], Parameter(converter=_block_length)] = 5
@@ -101,6 +103,7 @@ class Speculation:
     accept: str = "exact"
     scope: Scope = "block"
     on_loop: OnLoop | None = None
+    loop_rule: str = "period=32,tail=8,extra=4"
 
 
 @Parameter(name="*", group=NETWORK)
@@ -202,6 +205,8 @@ class Decoding:
         The same seed gives the same tokens.
     repetition_penalty
         Above 1 makes tokens of the prompt and the output less likely.
+    repetition_window
+        How many of the last tokens the penalty looks at; 0 is all.
     no_repeat_ngram
         Never repeat an n-gram of this size; 0 is off.
     stop
@@ -220,6 +225,7 @@ class Decoding:
     min_p: float = 0.0
     seed: Whole = 0
     repetition_penalty: float = 1.0
+    repetition_window: Whole = 0
     no_repeat_ngram: Whole = 0
     stop: Annotated[tuple[str, ...], Parameter(negative="")] = ()
     sentences: MaybeWhole = None
@@ -334,6 +340,7 @@ def check(models: Models, speculation: Speculation, network: Network) -> None:
     from outrider.core.acceptance import rule
     from outrider.core.gate import gate
     from outrider.core.lookahead import lookahead
+    from outrider.core.loops import loop_rule
     from outrider.core.modes import check_modes
     from outrider.engines.load import locate
 
@@ -353,3 +360,4 @@ def check(models: Models, speculation: Speculation, network: Network) -> None:
         remote=target.remote,
     )
     lookahead(speculation.k)
+    loop_rule(speculation.loop_rule)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.core.constraints import Constraints
 from outrider.core.gate import Signals
 from outrider.core.policy import Kind, Policy
 from outrider.core.sampling import COLDEST, GOLDEN_GAMMA, Pick, Sampling, position_key
@@ -83,7 +84,7 @@ def constrained(rows: Tensor, kind: Kind, places: Places) -> Tensor:
         out = rows.clone()
         history, lengths = places.history.long(), places.lengths[:, None]
         if chain.repetition_penalty != 1.0:
-            _penalise(out, rows, history, lengths, chain.repetition_penalty)
+            _penalise(out, rows, history, lengths, chain)
         if chain.no_repeat_ngram:
             _ban_repeats(out, history, lengths, chain.no_repeat_ngram)
     if chain.eos_ids and chain.min_new_tokens:
@@ -94,9 +95,11 @@ def constrained(rows: Tensor, kind: Kind, places: Places) -> Tensor:
     return out[:, : kind.vocab_size]
 
 
-def _penalise(out: Tensor, rows: Tensor, history: Tensor, lengths: Tensor, penalty: float) -> None:
-    """Negative scores × penalty, others ÷ penalty, for all ids of the prefix."""
-    at = torch.arange(history.shape[1], device=rows.device)
+def _penalise(out: Tensor, rows: Tensor, history: Tensor, lengths: Tensor, chain: Constraints) -> None:
+    """Negative scores × penalty, others ÷ penalty, for all ids of the prefix, or of the window at its end."""
+    penalty, at = chain.repetition_penalty, torch.arange(history.shape[1], device=rows.device)
+    if chain.repetition_window:  # what lies before repeats its first one
+        at = torch.maximum(at, lengths - chain.repetition_window)
     seen = history.gather(1, torch.minimum(at, lengths - 1))  # what lies beyond repeats the last one
     scores = rows.gather(1, seen)
     out.scatter_(1, seen, torch.where(scores < 0, scores * penalty, scores / penalty))

@@ -77,7 +77,10 @@ def _common_length(old: list[int], new: list[int], length: int) -> int:
 
 @dataclass(frozen=True)
 class Constraints:
-    """The settings of the chain. `prompt_length` tells generated tokens from the prompt."""
+    """The settings of the chain. `prompt_length` tells generated tokens from the prompt.
+
+    repetition_window: how many of the prefix's last tokens the penalty looks at; 0: all, as in transformers.
+    """
 
     repetition_penalty: float = 1.0
     no_repeat_ngram: int = 0
@@ -85,6 +88,7 @@ class Constraints:
     eos_ids: tuple[int, ...] = ()
     banned_ids: tuple[int, ...] = ()
     prompt_length: int = 0
+    repetition_window: int = 0
 
     def active(self, length: int) -> bool:
         """Whether anything applies to the row that follows a prefix of `length` tokens."""
@@ -103,7 +107,7 @@ class Constraints:
         if self.repetition_penalty != 1.0 or self.no_repeat_ngram:
             index.move_to(ids, length)
         if self.repetition_penalty != 1.0:
-            _penalise(row, index.seen, self.repetition_penalty)
+            _penalise(row, self._seen(ids, length, index), self.repetition_penalty)
         if self.no_repeat_ngram:
             _ban(row, index.completions())
         if self.eos_banned(length):
@@ -111,13 +115,19 @@ class Constraints:
         _ban(row, self.banned_ids)
         return row
 
+    def _seen(self, ids: list[int], length: int, index: PrefixIndex) -> np.ndarray:
+        """int64 [distinct]: the distinct tokens that the penalty looks at."""
+        if not self.repetition_window:
+            return index.seen
+        return np.unique(np.array(ids[max(0, length - self.repetition_window) : length], dtype=np.int64))
+
     def index(self) -> PrefixIndex:
         """A memo to pass to `apply`; one per reader, never shared between threads."""
         return PrefixIndex(self.no_repeat_ngram)
 
 
 def _penalise(row: Tensor, seen: np.ndarray, penalty: float) -> None:
-    """Negative scores × penalty, others ÷ penalty, once per distinct token, prompt included.
+    """Negative scores × penalty, others ÷ penalty, once per distinct token.
 
     Dividing a negative logit would *raise* its probability: the prototype's bug.
     """

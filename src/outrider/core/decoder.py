@@ -36,7 +36,7 @@ from outrider.core.events import Event as Event
 from outrider.core.events import Kind
 from outrider.core.gate import MAX_UNREPAIRED, NAMES, Calibrated, Decision, Gate, Signals
 from outrider.core.lookahead import Lookahead
-from outrider.core.loops import loop_period
+from outrider.core.loops import DEFAULT, LoopRule
 from outrider.core.outcome import Stats
 from outrider.core.sampling import Support
 from outrider.core.sequence import Sequence, Source
@@ -103,6 +103,7 @@ class Plan:
     has_verifier: bool
     on_loop: OnLoop
     scope: Scope = "block"
+    loop_rule: LoopRule = DEFAULT
 
     @property
     def cut_is_free(self) -> bool:
@@ -400,7 +401,7 @@ class Decoder:
         generated = self.sequence.generated
         self._reason = stop_reason(self.plan.rules, generated, self._decode)
         if self._reason is None and self.plan.on_loop != "ignore" and not self._loop_found:
-            self._loop_found = loop_period(generated[self._looked_until :]) is not None
+            self._loop_found = self.plan.loop_rule.find(generated[self._looked_until :]) is not None
             if self._loop_found and self.plan.on_loop == "stop":
                 self._reason = "loop"
 

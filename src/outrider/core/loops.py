@@ -1,34 +1,82 @@
 """Degeneration: the tail of the committed output repeats itself.
 
-A loop of period p is declared when the tail shows two whole periods and four tokens more, and at least eight
+By default a loop of period p is declared when the tail shows two whole periods and four tokens more, and at least eight
 tokens: ABAB needs 8, a 4-token phrase 12, a 32-token one 68. It never ends generation; it makes the next block go
 to the verifier once (or, without one, makes one token be drawn), and only what follows that is looked at again.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, fields
+
+from outrider.errors import SettingsError
 
 MAX_PERIOD = 32
 MIN_TAIL = 8
 EXTRA = 4
-WINDOW = 2 * MAX_PERIOD + EXTRA  # no more of the tail is ever needed
+LONGEST = 1024  # tokens; a longer tail costs time at every token
 
 
-def tail_needed(period: int) -> int:
-    """Tokens of periodic tail that make a loop of this period."""
-    return max(MIN_TAIL, 2 * period + EXTRA)
+@dataclass(frozen=True)
+class LoopRule:
+    """What counts as a loop; as text, `period=32,tail=8,extra=4`.
+
+    period: the longest period that is sought. tail: tokens of periodic tail at least. extra: tokens beyond two whole
+    periods. `period=1,tail=3,extra=0` declares one when a token stands three times in a row.
+
+    Raises:
+        SettingsError: a value out of range.
+    """
+
+    period: int = MAX_PERIOD
+    tail: int = MIN_TAIL
+    extra: int = EXTRA
+
+    def __post_init__(self) -> None:
+        for name, least in (("period", 1), ("tail", 2), ("extra", 0)):
+            if not least <= getattr(self, name) <= LONGEST:
+                raise SettingsError(f"loop_rule: {name} is between {least} and {LONGEST}, not {getattr(self, name)}")
+
+    def __str__(self) -> str:
+        return ",".join(f"{each.name}={getattr(self, each.name)}" for each in fields(self))
+
+    @property
+    def window(self) -> int:
+        """No more of the tail than this is ever needed."""
+        return self.tail_needed(self.period)
+
+    def tail_needed(self, period: int) -> int:
+        """Tokens of periodic tail that make a loop of this period."""
+        return max(self.tail, 2 * period + self.extra)
+
+    def find(self, tokens: Seq[int]) -> int | None:
+        """The smallest period with which the tail of `tokens` loops, or None."""
+        tail = list(tokens[-self.window :])
+        if tail and tail[-1] not in tail[-1 - self.period : -1]:
+            return None  # nearly always: no period repeats a token that was not there before
+        for period in range(1, self.period + 1):
+            need = self.tail_needed(period)
+            if len(tail) < need:
+                return None
+            if tail[-1] == tail[-1 - period] and tail[-need + period :] == tail[-need:-period]:
+                return period
+        return None
 
 
-def loop_period(tokens: Seq[int]) -> int | None:
-    """The smallest period (1 to 32) with which the tail of `tokens` loops, or None."""
-    tail = list(tokens[-WINDOW:])
-    if tail and tail[-1] not in tail[-1 - MAX_PERIOD : -1]:
-        return None  # nearly always: no period repeats a token that was not there before
-    for period in range(1, MAX_PERIOD + 1):
-        need = tail_needed(period)
-        if len(tail) < need:
-            return None
-        if tail[-1] == tail[-1 - period] and tail[-need + period :] == tail[-need:-period]:
-            return period
-    return None
+DEFAULT = LoopRule()
+
+
+def loop_rule(text: str) -> LoopRule:
+    """Read `period=32,tail=8,extra=4`, of which parts may be left out.
+
+    Raises:
+        SettingsError: another form, a name twice, or a value out of range.
+    """
+    names = [each.name for each in fields(LoopRule)]
+    found = [re.fullmatch(r"\s*(\w+)\s*=\s*(\d{1,9})\s*", part, re.ASCII) for part in text.split(",")]
+    values = [(part[1], int(part[2])) for part in found if part is not None]
+    if len(values) < len(found) or len(dict(values)) < len(values) or not set(dict(values)) <= set(names):
+        raise SettingsError(f"loop_rule {text!r}: expected some of period=N, tail=N and extra=N, with commas between")
+    return LoopRule(**dict(values))

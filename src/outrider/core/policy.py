@@ -60,6 +60,7 @@ class Policy:
             () if settings.ignore_eos else eos_ids,
             settings.suppress_tokens,
             prompt_length,
+            settings.repetition_window,
         )
         sampling = Sampling(settings.temperature, settings.top_k, settings.top_p, settings.min_p, settings.seed)
         return cls(constraints, sampling, vocab_size)

@@ -47,9 +47,10 @@ class Met:
             PromptError, AudioError: they are not. ContextError: what follows does not fit.
             SettingsError: an id that the target does not have.
         """
-        highest, limit = max(prompt.ids), self.target.row_count
-        if highest >= limit:
-            raise PromptError(f"{self.target.name} cannot read token {highest}: it has {limit} rows")
+        highest = max(prompt.ids)
+        for side in reversed(self.sides):
+            if highest >= side.row_count:
+                raise PromptError(f"{side.name} cannot read token {highest}: it has {side.row_count} rows")
         if any(token >= self.target_vocabulary for token in settings.suppress_tokens):
             raise SettingsError(f"suppress_tokens: ids go up to {self.target_vocabulary - 1}")
         if prompt.audio is not None:

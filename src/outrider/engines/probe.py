@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,3 +81,21 @@ def _read_in_steps(engine: Engine, slot: int, ids: Seq[int], head: int, step: in
     """Roll back to the first `head` tokens and read the rest, `step` at a time."""
     engine.truncate(slot, head)
     return torch.cat([engine.forward(slot, ids[i : i + step]) for i in range(head, len(ids), step)])
+
+
+def check_weights(model: Any, name: str, dtypes: Seq[torch.dtype]) -> None:
+    """Raise ModelError for weights in another number format, or that are not loaded."""
+    if model.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ModelError(f"{name}: its weights are {str(model.dtype).removeprefix('torch.')}: expected {names}")
+    if any(weight.is_meta for weight in model.parameters()):
+        raise ModelError(f"{name}: its weights are not loaded (they are on the meta device)")
+
+
+def why_not_finite(model: Any) -> str:
+    """Say why the logits of a plain forward hold NaN or infinity."""
+    for name, weight in model.named_parameters():
+        if not bool(weight.isfinite().all()):
+            return f"its weights hold NaN or infinity, the first in {name}"
+    dtype = str(model.dtype).removeprefix("torch.")
+    return f"its logits hold NaN or infinity, though its weights do not: they overflow in {dtype}; try another dtype"

@@ -5,9 +5,10 @@
                  0                    capacity
 
 What lies beyond a slot's length is never visible: a query at position i sees key positions ≤ i only, and the next
-forward overwrites what it passes over. So a roll-back is one assignment to one integer. Buffers grow by doubling, up
-to their limits; while one grows, its old copy is held beside the new one. On a GPU the ids of the cached tokens are
-kept as well (`tokens`), for constraints that are applied there: they share the lengths, and so every roll-back.
+forward overwrites what it passes over. A new sequence begins with zeros there. So a roll-back is one assignment to one
+integer. Buffers grow by doubling, up to their limits; while one grows, its old copy is held beside the new one. On a
+GPU the ids of the cached tokens are kept as well (`tokens`), for constraints that are applied there: they share the
+lengths, and so every roll-back.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class SlotCache(Cache):
         self.slots = 1
         self.capacity = doubled(FIRST_CAPACITY, 1, max_length)
         self.lengths: list[int] = []
+        self._written: list[int] = []  # the greatest length that each slot has had since it was clean
         self.tokens: Tensor | None = None
         self.span = 0
         self._free: list[int] = []
@@ -118,9 +120,19 @@ class SlotCache(Cache):
         else:
             slot = len(self.lengths)
             self.lengths.append(0)
+            self._written.append(0)
             self.slots = doubled(self.slots, len(self.lengths), self.max_slots)
         self.lengths[slot] = 0
+        self._clean(slot)
         return slot
+
+    @torch.inference_mode()
+    def _clean(self, slot: int) -> None:
+        """Forget what earlier sequences left: a NaN there would reach beyond the mask, as 0 × NaN is NaN."""
+        if self._written[slot]:
+            for buffer in self.buffers:
+                buffer[slot, :, : self._written[slot]] = 0
+            self._written[slot] = 0
 
     def release(self, slot: int) -> None:
         self.check(slot)
@@ -163,6 +175,8 @@ class SlotCache(Cache):
         self.span = longest
         self.capacity = doubled(self.capacity, longest, self.max_length)
         self._claimed = rows, counts
+        for row, start, count in zip(rows, starts, counts, strict=True):
+            self._written[row] = max(self._written[row], start + count)
         return starts
 
     def advance(self) -> None:

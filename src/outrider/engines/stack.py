@@ -49,6 +49,7 @@ def obstacle(model: Any, language: Any, head: Any, config: Any) -> str | None:
             for part in (layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)
         ),
         f"its activation is {config.hidden_act}": config.hidden_act == "silu",
+        "it has forward hooks": not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules()),
         "its output layer is not plain": type(head) is nn.Linear and head.bias is None,
         "its rotary embedding changes with length": getattr(language.rotary_emb, "rope_type", "") in STATIC_ROPES,
         "its rotary embedding is partial, or its heads are no power of two": _rotary_width(language) == _dim(config)
@@ -191,7 +192,7 @@ class _Layer:
         return cls(
             layer.input_layernorm.weight,
             qkv,
-            None if biases[0] is None else torch.cat([bias.data for bias in biases]),
+            None if biases[0] is None else _joined(biases),
             _weight(attention, "q_norm"),
             _weight(attention, "k_norm"),
             attention.o_proj.weight.data,
@@ -207,9 +208,14 @@ def _weight(module: Any, name: str) -> Tensor | None:
 
 def _merged(parts: list[Any]) -> Tensor:
     """One weight of several projections, whose own weights become views of it."""
-    whole = torch.cat([part.weight.data for part in parts])
-    for part, view in zip(parts, torch.split(whole, [len(part.weight) for part in parts]), strict=True):
-        part.weight.data = view
+    return _joined([part.weight for part in parts])
+
+
+def _joined(weights: list[Any]) -> Tensor:
+    """One tensor of several parameters, which become views of it: what changes them changes it."""
+    whole = torch.cat([weight.data for weight in weights])
+    for weight, view in zip(weights, torch.split(whole, [len(weight) for weight in weights]), strict=True):
+        weight.data = view
     return whole
 
 

@@ -18,16 +18,18 @@ from outrider.core.policy import Policy
 from outrider.core.sampling import Pick
 from outrider.engines import attention
 from outrider.engines.base import Feed, Prompt, afford, check_feeds
+from outrider.engines.changes import change, state_of
 from outrider.engines.families import AudioLanguage, MaskLike, Text
 from outrider.engines.locking import Locked, exclusive, lock_of
 from outrider.engines.ondevice import OnDevice
-from outrider.engines.probe import Probe
+from outrider.engines.probe import Probe, check_weights, why_not_finite
 from outrider.engines.slots import SlotCache
 from outrider.engines.stack import Stack, missing, obstacle
 from outrider.engines.vocabulary import Vocabulary
-from outrider.errors import ModelError, PromptError
+from outrider.errors import ModelError, PromptError, StateError
 
 PROBES = {
+    torch.float64: Probe(9, 3, 3, 1e-3),
     torch.float32: Probe(9, 3, 3, 1e-3),
     torch.bfloat16: Probe(64, 12, 3, 0.5),
     torch.float16: Probe(64, 12, 3, 0.2),
@@ -58,16 +60,18 @@ class TorchEngine(Vocabulary, Locked):
     (stack.py).
 
     Raises:
-        ModelError: the model's cache cannot be truncated, proved by a short probe; the message names the model.
+        ModelError: the model's cache cannot be truncated, proved by a short probe, or its logits are not finite, or its
+            number format is not supported; the message names the model.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, extractor: Any = None, name: str | None = None) -> None:
-        self.name = name or type(model).__name__
+        self.name, self._given = name or type(model).__name__, name is None
         self.lock = lock_of(model)
         with self.lock:
             self._adopt(model, tokenizer, extractor)
 
     def _adopt(self, model: Any, tokenizer: Any, extractor: Any) -> None:
+        check_weights(model, self.name, tuple(PROBES))
         self.model = model.eval()
         self.tokenizer = tokenizer
         self._family = AudioLanguage(model, extractor) if _is_audio(model) else Text(model)
@@ -81,8 +85,13 @@ class TorchEngine(Vocabulary, Locked):
         self.eos_ids = _eos_ids(model)
         self.max_length = _max_length(self._text_config)
         self._on_device = self._fuse()
+        self._state = state_of(model)
         self.noise = self._probe()
         self.position_bytes = sum(b.nbytes // (b.shape[0] * b.shape[2]) for b in self._cache.buffers)
+
+    def changed(self) -> str | None:
+        """Return what of the model was changed since the engine was made, or None."""
+        return change(self._state, state_of(self.model))
 
     @property
     def audio(self) -> Any:
@@ -132,6 +141,10 @@ class TorchEngine(Vocabulary, Locked):
 
     @exclusive
     def open(self, prompt: Prompt) -> int:
+        if self._given and (changed := self.changed()):
+            raise StateError(
+                f"{self.name}: the model's {changed} changed after its engine was made: make another with load_engine"
+            )
         if prompt.heard:
             self._check_media(prompt)
         slot = self._cache.allocate()
@@ -307,9 +320,11 @@ class TorchEngine(Vocabulary, Locked):
         probe = PROBES[self.dtype]
         ids = probe.ids(self)
         plain = self._family.reference(torch.tensor([ids], device=self.device))[0].float()
+        if not bool(plain.isfinite().all()):
+            raise ModelError(f"{self.name}: {why_not_finite(self.model)}")
         worst = probe.worst(self, ids, plain, type(self.model).__name__)
         rounding = torch.finfo(self.dtype).eps * float(plain[-probe.tail :].abs().max())
-        return 0.0 if self.dtype == torch.float32 else 2 * max(worst, rounding)
+        return 0.0 if self.dtype in (torch.float32, torch.float64) else 2 * max(worst, rounding)
 
 
 def _max_length(config: Any) -> int | None:

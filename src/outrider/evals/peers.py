@@ -179,6 +179,8 @@ class Peer:
 
 def _config(settings: GenerationSettings, eos: tuple[int, ...]) -> GenerationConfig:
     """Our settings in transformers' words."""
+    if settings.repetition_window:
+        raise SettingsError("repetition_window: transformers' generate has none, so there is nothing to compare with")
     drawn = settings.temperature > 0
     warped = {
         "temperature": settings.temperature,

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from outrider.api import SpeculativeDecoder
+from outrider.api import DEFAULT_LOOP_RULE, SpeculativeDecoder
 from outrider.config import DriverName, OnCloudLoss, OnLoop, Privacy, Scope, check_choice
 from outrider.core.acceptance import rule
 from outrider.core.gate import gate
@@ -40,6 +40,7 @@ class Choice:
     accept: str = "exact"
     scope: Scope = "block"
     on_loop: OnLoop | None = None
+    loop_rule: str = DEFAULT_LOOP_RULE
     driver: DriverName = "sequential"
     on_cloud_loss: OnCloudLoss | None = None
     privacy: Privacy = "audio"
@@ -55,12 +56,13 @@ class Choice:
         check_choice("way", self.way, Way)
         if self.way == "edge-only":
             on_loop = None if self.on_loop == "escalate" else self.on_loop
-            return Choice(self.way, k=self.k, on_loop=on_loop, watch=self.watch)
+            return Choice(self.way, k=self.k, on_loop=on_loop, loop_rule=self.loop_rule, watch=self.watch)
         net = self.net if self.net == CUT else str(conditions(self.net))
         if self.way == "speculative":
             return replace(self, net=net)
         on_loss: OnCloudLoss | None = None if self.on_cloud_loss == "edge-only" else self.on_cloud_loss
-        return Choice(self.way, on_loop=self.on_loop, on_cloud_loss=on_loss, privacy=self.privacy, net=net)
+        kept = {"on_loop": self.on_loop, "loop_rule": self.loop_rule, "privacy": self.privacy}
+        return Choice(self.way, **kept, on_cloud_loss=on_loss, net=net)  # type: ignore[arg-type]
 
 
 @runtime_checkable
@@ -155,7 +157,12 @@ class Pool:
     # Building -----------------------------------------------------------------------------------------------
 
     def _build(self, choice: Choice) -> SpeculativeDecoder:
-        options: dict[str, Any] = {"on_loop": choice.on_loop, "watch": choice.watch, "lazy": True}
+        options: dict[str, Any] = {
+            "on_loop": choice.on_loop,
+            "loop_rule": choice.loop_rule,
+            "watch": choice.watch,
+            "lazy": True,
+        }
         if choice.way == "edge-only":
             return SpeculativeDecoder(self.engine, k=choice.k, **options)
         self._check(choice)

@@ -140,6 +140,7 @@ class OutriderOptions(Read):
     top_k: Count | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    repetition_window: Count | None = Field(default=None, description="last tokens that the penalty looks at; 0: all")
     no_repeat_ngram_size: Count | None = None
     sentences: Positive | None = Field(default=None, description="end after so many complete sentences")
     min_new_tokens: Count | None = None

@@ -33,7 +33,7 @@ class _Kept:
 
 
 def engine_of(model: Any, tokenizer: Any = None) -> Any:
-    """The model's engine. Made once; made anew where the model was moved since, or has another tokenizer.
+    """The model's engine. Made once; made anew where the model was changed since, or has another tokenizer.
 
     Raises:
         ModelError: an encoder-decoder, or a model whose cache cannot be truncated.
@@ -50,7 +50,7 @@ def engine_of(model: Any, tokenizer: Any = None) -> Any:
 
 
 def _fits(engine: Any, model: Any, tokenizer: Any) -> bool:
-    return (engine.device, engine.dtype) == (model.device, model.dtype) and engine.tokenizer is tokenizer
+    return engine.tokenizer is tokenizer and engine.model is model and engine.changed() is None
 
 
 def _extractor(model: Any) -> Any:
@@ -61,6 +61,20 @@ def _extractor(model: Any) -> Any:
     omni = "Omni" in type(model).__name__
     seconds = OMNI_SECONDS if omni else audio.max_source_positions // POSITIONS_PER_SECOND
     return WhisperFeatureExtractor(feature_size=audio.num_mel_bins, chunk_length=seconds)
+
+
+@contextmanager
+def evaluating(*models: Any) -> Iterator[None]:
+    """Models are in evaluation mode meanwhile: without dropout. Afterwards each module is in the mode it was in."""
+    modules = [module for model in models if hasattr(model, "modules") for module in model.modules()]
+    training = [module for module in modules if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 class View:

@@ -18,7 +18,7 @@ from outrider.engines.base import Prompt
 from outrider.errors import ModelError, SettingsError
 from outrider.inside import settings as asked
 from outrider.inside.call import withheld
-from outrider.inside.engines import View, alone_with, engine_of
+from outrider.inside.engines import View, alone_with, engine_of, evaluating
 from outrider.inside.inputs import can_hear, check_inputs, read_prompt
 
 _NOT_OURS = ("assistant_model", "cache", "past_key_values")
@@ -61,17 +61,19 @@ def for_transformers(
         raise ModelError(f"draft is a loaded transformers model or an engine, as from load_engine({str(draft)!r})")
     if tokenizer is not None and not hasattr(tokenizer, "convert_ids_to_tokens"):
         raise SettingsError(f"tokenizer is a loaded one, as from AutoTokenizer, not {type(tokenizer).__name__}")
-    engine = draft if hasattr(draft, "forward_many") else engine_of(draft, tokenizer)
+    with evaluating(draft):
+        engine = draft if hasattr(draft, "forward_many") else engine_of(draft, tokenizer)
     options = {"gate": gate, "k": k, "accept": accept, "scope": scope, "on_loop": on_loop}
-    return Inside(engine, tokenizer if tokenizer is not None else engine.tokenizer, options, seed)
+    return Inside(draft, engine, tokenizer if tokenizer is not None else engine.tokenizer, options, seed)
 
 
 class Inside:
     """What `for_transformers` makes: a function with the signature that `generate` calls."""
 
-    def __init__(self, draft: Any, tokenizer: Any, options: dict[str, Any], seed: int | None) -> None:
-        self._draft, self._tokenizer, self._options, self._seed = draft, tokenizer, options, seed
+    def __init__(self, given: Any, draft: Any, tokenizer: Any, options: dict[str, Any], seed: int | None) -> None:
+        self._given, self._tokenizer, self._options, self._seed = given, tokenizer, options, seed
         # Bad options are refused now, with the drafter in the target's place; what k="auto" learns outlives a call.
+        self._draft_tokenizer = draft.tokenizer
         self._lookahead = SpeculativeDecoder(draft, local(draft), **options).lookahead
 
     def __call__(
@@ -93,21 +95,26 @@ class Inside:
         criteria = asked.stop_strings(stop_strings, tokenizer, stopping_criteria)
         wanted = asked.read(generation_config, logits_processor, criteria, input_ids.shape[1])
         check_inputs(input_ids, model_kwargs)
-        target = engine_of(model, self._tokenizer)
-        prompt = read_prompt(input_ids, model_kwargs, target.audio)
-        with alone_with(self._draft, target):
-            call = _Call(self._decoder(target, prompt, wanted), prompt, self._settled(wanted.settings))
-            call.run(input_ids, wanted.criteria, streamer if streamer is not None else lost.get("streamer"))
+        with evaluating(model, self._given):
+            target, draft = engine_of(model, self._tokenizer), self._draft()
+            prompt = read_prompt(input_ids, model_kwargs, target.audio)
+            with alone_with(draft, target):
+                call = _Call(self._decoder(draft, target, prompt, wanted), prompt, self._settled(wanted.settings))
+                call.run(input_ids, wanted.criteria, streamer if streamer is not None else lost.get("streamer"))
         if not generation_config.return_dict_in_generate:
             return call.ids
         output = GenerateDecoderOnlyOutput(sequences=call.ids)
         output.outrider = call.result
         return output
 
-    def _decoder(self, target: Any, prompt: Prompt, wanted: asked.Wanted) -> _Ready:
-        hears = can_hear(self._draft, target.audio, prompt)
-        draft = View(self._draft, wanted.eos_ids, hears=hears)
-        decoder = _Ready(draft, local(View(target, wanted.eos_ids)), **self._options)
+    def _draft(self) -> Any:
+        """The drafter's engine, made anew if its model was changed."""
+        return self._given if hasattr(self._given, "forward_many") else engine_of(self._given, self._draft_tokenizer)
+
+    def _decoder(self, draft: Any, target: Any, prompt: Prompt, wanted: asked.Wanted) -> _Ready:
+        hears = can_hear(draft, target.audio, prompt)
+        drafter = View(draft, wanted.eos_ids, hears=hears)
+        decoder = _Ready(drafter, local(View(target, wanted.eos_ids)), **self._options)
         decoder.lookahead = self._lookahead
         return decoder
 
