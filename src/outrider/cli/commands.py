@@ -102,6 +102,8 @@ def run_generate(
     given = _prompt(prompt, prompt_ids, chat)
     GenerationSettings.build(decoding.settings())
     with _loaded(partial(build_decoder, models, speculation, network), output) as decoder:
+        if prompt_ids is None:
+            decoder.check_takes_text()
         if not _watched(output):
             _report(decoder.generate(given, **decoding.settings()), output, decoder)
         else:

@@ -72,6 +72,7 @@ class TorchEngine(Vocabulary):
         self.device, self.dtype = model.device, model.dtype
         self.row_count = int(self._text_config.vocab_size)
         self.eos_ids = _eos_ids(model)
+        self.captions_only = getattr(model.config, "outrider_tasks", None) == ["caption"]
         self.max_length = _max_length(self._text_config)
         self._on_device = self._fuse()
         self.noise = self._probe()

@@ -47,11 +47,13 @@ SETTINGS: Final = tuple(each.name for each in fields(GenerationSettings) if each
 
 @dataclass(frozen=True)
 class Defaults:
-    """What the command line said. settings: fields of GenerationSettings. audio_seconds: 0 without recordings."""
+    """What the command line said. settings: fields of GenerationSettings. audio_seconds: 0 without recordings.
+    text: False for a model that is made for recordings alone."""
 
     choice: Choice = field(default_factory=Choice)
     settings: Mapping[str, Any] = field(default_factory=dict)
     audio_seconds: float = 0.0
+    text: bool = True
     edge: str = "the edge model"
 
 
