@@ -19,7 +19,9 @@ FAULTS = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled
 
 
 # The page lets nobody write to the bundled pair, which captions only; its tests do, for want of a text pair.
-TEXT = "(choice => { choice.disabled = false; choice.click(); })(document.querySelector('input[name=kind][value=text]'))"
+TEXT = (
+    "(choice => { choice.disabled = false; choice.click(); })(document.querySelector('input[name=kind][value=text]'))"
+)
 
 
 def run(page: Page, prompt: str) -> None:
