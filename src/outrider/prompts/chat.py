@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
 from outrider.engines.base import Prompt
 from outrider.errors import ContextError, PromptError
@@ -15,6 +15,7 @@ from outrider.prompts import captions, template
 from outrider.prompts.audio import Audio
 from outrider.prompts.template import Messages
 
+Ids = TypeVar("Ids", list[int], tuple[int, ...])
 PromptLike = str | Seq[int] | Messages | Audio
 
 
@@ -41,7 +42,7 @@ def encode(engine: Any, prompt: PromptLike) -> Prompt:
         raise PromptError(f"a prompt is text, token ids, chat messages or Audio, not {type(prompt).__name__}")
     if len(prompt) and isinstance(prompt[0], dict):
         return Prompt(_checked(engine, _without_audio(engine, _from_messages(engine, prompt))))  # type: ignore[arg-type]
-    return Prompt(_checked(engine, prompt))  # type: ignore[arg-type]
+    return Prompt(_without_audio(engine, _checked(engine, prompt)))  # type: ignore[arg-type]
 
 
 def _encode_audio(engine: Any, prompt: Audio) -> Prompt:
@@ -103,7 +104,7 @@ def _longest(tokenizer: Any) -> int:
     return max(len(token) for token in tokenizer.get_vocab())
 
 
-def _without_audio(engine: Any, ids: Seq[int]) -> Seq[int]:
+def _without_audio(engine: Any, ids: Ids) -> Ids:
     """Refuse a prompt that speaks of a recording: the model would answer as if it had heard one."""
     front = getattr(engine, "audio", None)
     if front is not None and front.placeholder in ids:
