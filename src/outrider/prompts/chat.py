@@ -111,7 +111,7 @@ def _without_audio(engine: Any, ids: Ids) -> Ids:
         mark = engine.tokenizer.convert_ids_to_tokens(front.placeholder) if engine.tokenizer is not None else ""
         raise PromptError(
             f"the prompt holds a recording's placeholder (token {front.placeholder}{f', {mark}' * bool(mark)}), but no "
-            "recording comes with it: leave it out, or give outrider.Audio"
+            "recording comes with it: leave it out, or give the recording as well"
         )
     return ids
 
