@@ -189,6 +189,21 @@ def test_whatever_a_template_raises_is_a_prompt_error_that_names_the_model(templ
         encode(model("{{ messages[0].content }}" + template), chat("Hello"))
 
 
+fragments = st.sampled_from([*templates.FAULTY, *templates.BOMBS, *templates.WHOLE.values()]).flatmap(
+    lambda source: st.integers(0, len(source)).map(lambda at: source[:at])
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(parts=st.lists(fragments | st.text("{}%|~*+-.'a1[]() \n", max_size=12), max_size=4))
+def test_any_template_ends_in_a_prompt_or_in_a_prompt_error(parts: list[str]) -> None:
+    try:
+        ids = encode(model("{{ messages[0].content }}" + "".join(parts)), chat("Hello")).ids
+    except PromptError:
+        return
+    assert ids
+
+
 def test_a_bomb_that_a_text_sets_off() -> None:
     bomb = "{% for m in messages %}{{ m.content }}{{ 'a' * (m.content | length) ** 9 }}{% endfor %}"
     with pytest.raises(PromptError, match="more than"):
