@@ -5,6 +5,7 @@ import pytest
 
 from outrider import Audio, PromptError, SettingsError, SpeculativeDecoder, connect, gate, load_engine, local
 from tests.engines.tiny import engine
+from tests.equivalence.tiny_models import subword_tokenizer, tiny_engine
 
 
 @pytest.mark.parametrize(
@@ -88,3 +89,31 @@ def test_the_seconds_of_a_result_say_what_they_went_on() -> None:
     assert 0 < stats.verify_prefill_s < stats.verify_s <= stats.wait_s < stats.total_s
     alone = SpeculativeDecoder(small, None).generate([3, 4, 5], max_new_tokens=12, ignore_eos=True).stats
     assert (0 < alone.prefill_s < alone.draft_s, alone.verify_s) == (True, 0.0)
+
+
+@pytest.mark.parametrize("prompt", ["Hello", [{"role": "user", "content": "Hello"}]])
+def test_a_text_for_a_model_that_only_captions_is_warned_about(prompt: object) -> None:
+    decoder = SpeculativeDecoder(load_engine("demo:edge"), local(load_engine("demo:cloud")))
+    (warning,) = decoder.generate(prompt, max_new_tokens=4).warnings  # type: ignore[arg-type]
+    assert "captions of recordings and nothing else" in warning
+    with pytest.raises(PromptError, match="nothing else"):
+        decoder.check_takes_text()
+
+
+def test_ids_and_recordings_for_such_a_model_and_text_for_others_are_not() -> None:
+    decoder = SpeculativeDecoder(load_engine("demo:edge"), local(load_engine("demo:cloud")))
+    noise = (0.1 * np.random.default_rng(0).standard_normal(16_000)).astype(np.float32)
+    for prompt in ([5, 6, 7], Audio(noise)):
+        assert decoder.generate(prompt, max_new_tokens=4).warnings == []
+    other = SpeculativeDecoder(tiny_engine("qwen2", tokenizer=subword_tokenizer()))
+    other.check_takes_text()
+    assert other.generate("Hello", max_new_tokens=4).warnings == []
+
+
+def test_a_placeholder_of_a_recording_that_does_not_come_is_refused_in_every_prompt() -> None:
+    decoder = SpeculativeDecoder(load_engine("demo:edge"), local(load_engine("demo:cloud")))
+    noise = np.ones(16_000, np.float32)
+    prompts = ("a<|AUDIO|>b", [{"role": "user", "content": "<|AUDIO|>"}], Audio(noise, instruction="<|AUDIO|> again"))
+    for prompt in prompts:
+        with pytest.raises(PromptError, match=r"<\|AUDIO\|>"):
+            decoder.generate(prompt, max_new_tokens=4)

@@ -1,5 +1,6 @@
 """What the documents show is true: their commands run, their Python runs, their outputs are real."""
 
+import json
 import re
 import shlex
 import shutil
@@ -18,9 +19,9 @@ from outrider.cli.child import cloud_process
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-STAND_INS = {  # checkpoints that a reader would fetch from a hub
-    "Qwen/Qwen2.5-Coder-0.5B-Instruct": "demo",
-    "local:Qwen/Qwen2.5-Coder-1.5B-Instruct": "local:demo",
+STAND_INS = {  # checkpoints that a reader would fetch from a hub: the bundled pair, called a text pair
+    "Qwen/Qwen2.5-Coder-0.5B-Instruct": "text-edge",
+    "local:Qwen/Qwen2.5-Coder-1.5B-Instruct": "local:text-cloud",
 }
 
 
@@ -54,6 +55,11 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for source, name in ((authority.ca, "ca.pem"), (issued.cert, "cloud.pem"), (issued.key, "cloud.key")):
         if source != tmp_path / name:
             shutil.copy(source, tmp_path / name)
+    for side in ("edge", "cloud"):
+        copy = shutil.copytree(ROOT / "src/outrider/demo" / side, tmp_path / f"text-{side}")
+        config = json.loads((copy / "config.json").read_text())
+        del config["outrider_tasks"]
+        (copy / "config.json").write_text(json.dumps(config))
     (tmp_path / "tokens.txt").write_text(f"reader {TOKEN}\n")
     (tmp_path / "tokens.txt").chmod(0o600)
     (tmp_path / "token.txt").write_text(TOKEN)

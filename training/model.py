@@ -46,6 +46,7 @@ def config(size: Size, tokenizer: Tokenizer) -> Any:
     half = size.width // size.heads // 2
     section = [half - 2 * (half // 3), half // 3, half // 3]
     made = Qwen2_5OmniThinkerConfig(
+        outrider_tasks=["caption"],  # nothing else: the engine warns where it is given a text
         audio_config={
             "num_mel_bins": 128,
             "encoder_layers": size.audio_layers,

@@ -45,6 +45,10 @@ IDS_ONLY = (
     "model to prepare them"
 )
 
+CAPTIONS_ONLY = (
+    "{} writes captions of recordings and nothing else: what it makes of a text means nothing, whatever its guarantee"
+)
+
 
 class SpeculativeDecoder:
     """Drafts with one model, verifies with another.
@@ -160,6 +164,19 @@ class SpeculativeDecoder:
             raise PromptError(f"{encoder.name} takes no audio: give an audio-language model as --edge, or as the draft")
 
     @property
+    def captions_only(self) -> bool:
+        """Whether the checkpoint says that it is made for recordings alone (`outrider_tasks` in its config.json)."""
+        return bool(getattr(self._encoder, "captions_only", False))
+
+    def check_takes_text(self) -> None:
+        """Raise PromptError where texts can be prompts, but no answers come of them."""
+        if self.captions_only:
+            raise PromptError(
+                f"{self._encoder.name} writes captions of recordings and nothing else: caption a recording, or give "
+                "text models as --edge and --cloud (token ids, as --prompt-ids, are taken all the same)"
+            )
+
+    @property
     def tokenizer(self) -> Any:
         """The pair's tokenizer, or None."""
         return self._encoder.tokenizer
@@ -207,7 +224,9 @@ class SpeculativeDecoder:
         rules = self._rules(settings, met)
         if rules.needs_text and self.tokenizer is None:
             raise SettingsError("stop strings and sentences need a tokenizer, and the model came without one")
-        return _Run(self, encoded, settings, rules, met, cancellation)
+        misused = self.captions_only and not _is_ids(prompt) and not encoded.heard
+        notes = [CAPTIONS_ONLY.format(self._encoder.name)] if misused else []
+        return _Run(self, encoded, settings, rules, met, cancellation, notes)
 
     def _rules(self, settings: GenerationSettings, met: Met) -> StopRules:
         eos = () if settings.ignore_eos else met.target.eos_ids
@@ -282,7 +301,9 @@ class _Run:
         rules: StopRules,
         met: Met,
         cancellation: Cancellation | None,
+        notes: list[str],
     ) -> None:
+        self._notes = notes
         self._owner, self._prompt, self._settings, self._rules = owner, prompt, settings, rules
         self._met, self._cancellation = met, cancellation
         plan = owner._plan(rules, prompt, settings.seed)
@@ -364,7 +385,7 @@ class _Run:
         )
 
     def _warnings(self) -> list[str]:
-        found = []
+        found = list(self._notes)
         if self._prompt.audio is not None and is_silent(self._prompt.audio):
             found.append("the recording is silent: there is no speech to describe")
         if self._owner.withholds(self._prompt) and self._decoder.stats.cloud_tokens:

@@ -94,8 +94,17 @@ def test_no_prompt_at_all_is_refused() -> None:
     assert outrider("generate", stdin="").returncode == 2
 
 
+@pytest.mark.parametrize("arguments", [("Hello",), ("--chat", "Hello"), ("--json", "Hello", "--cloud", "none")])
+def test_text_for_a_pair_that_only_captions_is_refused(arguments: tuple[str, ...]) -> None:
+    done = outrider("generate", *arguments)
+    assert done.returncode == 2
+    assert "captions of recordings and nothing else" in done.stderr
+    assert "--edge" in done.stderr
+    assert not done.stdout
+
+
 def test_json_result_has_the_contract_s_keys_and_adds_up() -> None:
-    done = outrider("generate", "--json", "--max-new-tokens", "12", stdin="hello")
+    done = outrider("generate", "--json", "--max-new-tokens", "12", "--prompt-ids", "5 6 7")
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     result = json.loads(line)

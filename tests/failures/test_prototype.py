@@ -568,6 +568,7 @@ OUTERMOST = {  # a process, a thread, a stream: whatever reaches these is told, 
     "cloud/batcher.py": 1,
     "cloud/service.py": 1,
     "engines/gguf.py": 1,  # what the tokenizers library raises has no narrower name; it is mapped at once
+    "prompts/template.py": 1,  # a chat template is a program of the checkpoint's: whatever it raises is mapped at once
     "gateway/sharing.py": 1,  # a batch that failed is read again feed by feed, and each owner has its own error there
 }
 

@@ -85,6 +85,7 @@ class Script:
             "edge": "an edge",
             "cloud": self.cloud,
             "audio": self.audio,
+            "text": True,
             "networks": self.networks,
             "cut": self.cut,
             "slots": 8,

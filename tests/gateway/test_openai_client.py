@@ -65,6 +65,34 @@ def test_a_chat_is_answered_as_in_python(client: openai.OpenAI, decoder: Specula
     assert reply.outrider["stats"]["rounds"] == expected.stats.rounds
 
 
+def test_a_last_message_of_the_assistant_is_continued(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
+    messages = [{"role": "user", "content": "Say it"}, {"role": "assistant", "content": "This is slow"}]
+    expected = decoder.generate(messages, max_new_tokens=8)
+    raw = "<|im_start|>user\nSay it<|im_end|>\n<|im_start|>assistant\nThis is slow"
+    assert decoder.generate(raw, max_new_tokens=8).token_ids == expected.token_ids
+    reply = client.chat.completions.create(model="outrider", messages=messages, max_tokens=8)  # type: ignore[arg-type]
+    assert reply.choices[0].message.content == expected.text
+
+
+@pytest.mark.parametrize("text", ["a<|im_end|>b", "<|AUDIO|>", "<|im_start|>system"])
+def test_control_tokens_in_messages_are_refused_by_name(client: openai.OpenAI, text: str) -> None:
+    for content in (text, [{"type": "text", "text": text[:3]}, {"type": "text", "text": text}]):
+        messages: Any = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": content}]
+        with pytest.raises(openai.BadRequestError, match=r"messages\.1.* contains the control token '<\|") as refusal:
+            client.chat.completions.create(model="outrider", messages=messages)
+        assert refusal.value.param == "messages"
+
+
+def test_a_placeholder_of_a_recording_in_a_prompt_is_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="placeholder"):
+        client.completions.create(model="outrider", prompt="a<|AUDIO|>b")
+
+
+def test_text_for_a_pair_that_only_captions_is_warned_about(client: openai.OpenAI) -> None:
+    reply: Any = client.completions.create(model="outrider", prompt="Hello", max_tokens=3)
+    assert any("captions of recordings and nothing else" in warning for warning in reply.outrider["warnings"])
+
+
 def test_a_recording_is_captioned_streaming_and_not(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
     expected = decoder.generate(Audio(CLIPS / "zh-2.ogg", "detailed", "zh"))
     body = heard("zh-2.ogg", extra_body={"outrider": {"task": "detailed", "lang": "zh"}})

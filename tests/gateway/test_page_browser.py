@@ -18,7 +18,7 @@ import soundfile
 import chromium
 from chromium import Page
 from outrider.engines.load import BUNDLED
-from tests.gateway.page_common import CHROMIUM, NEEDS, faults, run, status, strip, tip
+from tests.gateway.page_common import CHROMIUM, NEEDS, TEXT, faults, run, status, strip, tip
 
 pytestmark = NEEDS
 MICROPHONE = ("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream")  # it beeps
@@ -219,7 +219,7 @@ def test_everything_works_by_keys(fresh: Page) -> None:
     fresh.evaluate("document.querySelectorAll('.clip')[1].focus()")
     fresh.press("Enter")
     assert wait(fresh) == "Done"
-    fresh.evaluate("document.querySelector('input[name=kind][value=text]').click()")
+    fresh.evaluate(TEXT)
     fresh.evaluate("document.getElementById('prompt').focus()")
     fresh.type("Hello")
     fresh.press("Enter", ctrl=True)

@@ -133,6 +133,8 @@ def run_generate(
     GenerationSettings.build(decoding.settings())
     loading = _Loading(partial(build_decoder, models, speculation, network, watch=output.verbose), _named(models))
     with _loaded(loading, output) as decoder:
+        if prompt_ids is None:
+            decoder.check_takes_text()
         if not _watched(output):
             _report(decoder.generate(given, **decoding.settings()), output, decoder)
         else:

@@ -25,7 +25,7 @@ from outrider.engines.ondevice import OnDevice
 from outrider.engines.probe import Probe, check_weights, why_not_finite
 from outrider.engines.slots import SlotCache
 from outrider.engines.stack import Stack, missing, obstacle
-from outrider.engines.vocabulary import Vocabulary
+from outrider.engines.vocabulary import Vocabulary, check_ends
 from outrider.errors import ModelError, PromptError, StateError
 
 PROBES = {
@@ -83,6 +83,8 @@ class TorchEngine(Vocabulary, Locked):
         self.device, self.dtype = model.device, model.dtype
         self.row_count = int(self._text_config.vocab_size)
         self.eos_ids = _eos_ids(model)
+        check_ends(self.name, self.eos_ids, tokenizer, "generation config")
+        self.captions_only = getattr(model.config, "outrider_tasks", None) == ["caption"]
         self.max_length = _max_length(self._text_config)
         self._on_device = self._fuse()
         self._state = state_of(model)

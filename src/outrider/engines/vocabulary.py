@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from functools import cached_property
+import logging
+from functools import cached_property, lru_cache
 from typing import Any
 
 from outrider.engines.locking import lock_of
+
+log = logging.getLogger(__name__)
 
 
 def tokenize(tokenizer: Any, text: str, **options: Any) -> list[int]:
@@ -42,3 +45,21 @@ class Vocabulary:
         if self.tokenizer is None:
             return []
         return [str(token) for token in self.tokenizer.convert_ids_to_tokens(list(range(self.vocab_size)))]
+
+
+def check_ends(name: str, used: tuple[int, ...], tokenizer: Any, source: str) -> None:
+    """Warn where the tokenizer's end token is none of those that end an output. source: where these come from."""
+    end = getattr(tokenizer, "eos_token_id", None)
+    if end is not None and end not in used:
+        _warn(name, tuple(_written(tokenizer, token) for token in used), _written(tokenizer, end), source)
+
+
+@lru_cache(256)
+def _warn(name: str, used: tuple[str, ...], end: str, source: str) -> None:
+    """Warn once of what is the same."""
+    ends = f"ends outputs with {', '.join(used)}" if used else "names no end token, so that only lengths end an output"
+    log.warning("%s: its tokenizer's end token is %s, but its %s %s; the latter is used", name, end, source, ends)
+
+
+def _written(tokenizer: Any, token: int) -> str:
+    return f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})"

@@ -83,6 +83,7 @@ def overview(defaults: Defaults, cloud: str, slots: int, *, cut: bool = False) -
         "defaults": asdict(defaults.choice),
         "settings": dict(defaults.settings),
         "audio": bool(defaults.audio_seconds),
+        "text": defaults.text,
         "networks": cloud != "none",
         "cut": cut,
         "slots": slots,

@@ -48,11 +48,13 @@ SIZES: Final = ("too_long", "too_short", "string_too_long", "string_too_short")
 
 @dataclass(frozen=True)
 class Defaults:
-    """What the command line said. settings: fields of GenerationSettings. audio_seconds: 0 without recordings."""
+    """What the command line said. settings: fields of GenerationSettings. audio_seconds: 0 without recordings.
+    text: False for a model that is made for recordings alone."""
 
     choice: Choice = field(default_factory=Choice)
     settings: Mapping[str, Any] = field(default_factory=dict)
     audio_seconds: float = 0.0
+    text: bool = True
     edge: str = "the edge model"
 
 

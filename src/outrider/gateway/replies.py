@@ -123,13 +123,17 @@ class Health(Reply):
 
 
 class Overview(Reply):
-    """What runs. defaults: of the `outrider` field. networks: whether outrider.net can be set. cut: to `cut` too."""
+    """What runs. text: False for a model that is made for recordings alone.
+
+    defaults: of the `outrider` field. networks: whether outrider.net can be set. cut: to `cut` too.
+    """
 
     edge: str
     cloud: str
     defaults: Choice
     settings: dict[str, Any]
     audio: bool
+    text: bool
     networks: bool
     cut: bool
     slots: int

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
 from outrider.engines.base import Prompt
 from outrider.engines.vocabulary import tokenize
 from outrider.errors import ContextError, PromptError
 from outrider.prompts import audio as recordings
-from outrider.prompts import captions
+from outrider.prompts import captions, template
 from outrider.prompts.audio import Audio
+from outrider.prompts.template import Messages
 
-Messages = Seq[dict[str, Any]]
+Ids = TypeVar("Ids", list[int], tuple[int, ...])
 PromptLike = str | Seq[int] | Messages | Audio
 
 
@@ -36,12 +38,12 @@ def encode(engine: Any, prompt: PromptLike) -> Prompt:
         return _encode_audio(engine, prompt)
     if isinstance(prompt, str):
         check_text(prompt)
-        return Prompt(_checked(engine, _read(engine, prompt)))
+        return Prompt(_checked(engine, _without_audio(engine, _read(engine, prompt))))
     if not isinstance(prompt, Seq) or isinstance(prompt, bytes):
         raise PromptError(f"a prompt is text, token ids, chat messages or Audio, not {type(prompt).__name__}")
     if len(prompt) and isinstance(prompt[0], dict):
         return Prompt(_checked(engine, _without_audio(engine, _from_messages(engine, prompt))))  # type: ignore[arg-type]
-    return Prompt(_checked(engine, prompt))  # type: ignore[arg-type]
+    return Prompt(_without_audio(engine, _checked(engine, prompt)))  # type: ignore[arg-type]
 
 
 def _encode_audio(engine: Any, prompt: Audio) -> Prompt:
@@ -54,7 +56,7 @@ def _encode_audio(engine: Any, prompt: Audio) -> Prompt:
         raise PromptError(f"{engine.name} takes no audio: give an audio-language model")
     name = "the recording" if hasattr(prompt.source, "dtype") else str(prompt.source)
     recordings.check_length(waveform, front.max_seconds, engine.name, name)
-    ids = _from_messages(engine, messages)
+    ids = _from_messages(engine, messages, recording=True)
     return Prompt(_checked(engine, _expand(ids, front.placeholder, front.token_count(len(waveform)))), waveform)
 
 
@@ -66,27 +68,35 @@ def _expand(ids: Seq[int], placeholder: int, count: int) -> list[int]:
     return [*ids[:at], *[placeholder] * count, *ids[at + 1 :]]
 
 
-def _from_messages(engine: Any, messages: Messages) -> list[int]:
+def _from_messages(engine: Any, messages: Messages, *, recording: bool = False) -> list[int]:
     tokenizer = _tokenizer(engine)
-    if not tokenizer.chat_template:
-        raise PromptError(f"{engine.name} has no chat template: give plain text or token ids")
-    from jinja2 import TemplateError
-
-    try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    except (TemplateError, KeyError, TypeError, AttributeError) as error:
-        raise PromptError(f"the chat template does not take these messages: {error}") from error
+    _check_fits(engine, sum(len(text) for text in _contents(messages)))
+    text = template.render(engine.name, tokenizer, messages, recording=recording)
     return _read(engine, text, add_special_tokens=False)
 
 
+def _contents(messages: Messages) -> Iterator[str]:
+    """Return the texts of messages that may not be any yet."""
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        parts = content if isinstance(content, list | tuple) else [content]
+        texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
+        yield from (text for text in texts if isinstance(text, str))
+
+
 def _read(engine: Any, text: str, **options: Any) -> list[int]:
-    """The text's tokens. A text that would not fit if it were made of the longest tokens is not read at all: it would
-    take seconds, which nobody could end."""
-    tokenizer, most = _tokenizer(engine), engine.max_length
+    """Return the text's tokens."""
+    _check_fits(engine, len(text))
+    return tokenize(_tokenizer(engine), text, **options)
+
+
+def _check_fits(engine: Any, characters: int) -> None:
+    """Raise ContextError for a text that would not fit if it were made of the longest tokens: reading it would take
+    seconds, and cannot be interrupted."""
+    most = engine.max_length
     # First without the vocabulary, whose list takes a while: few texts have more characters than that many tokens.
-    if most is not None and len(text) > most and len(text) > most * _longest(tokenizer):
-        raise ContextError(f"a prompt of {len(text)} characters: {engine.name} holds {most} tokens")
-    return tokenize(tokenizer, text, **options)
+    if most is not None and characters > most and characters > most * _longest(_tokenizer(engine)):
+        raise ContextError(f"a prompt of {characters} characters: {engine.name} holds {most} tokens")
 
 
 @lru_cache(16)
@@ -95,11 +105,15 @@ def _longest(tokenizer: Any) -> int:
     return max(len(token) for token in tokenizer.get_vocab())
 
 
-def _without_audio(engine: Any, ids: list[int]) -> list[int]:
-    """Refuse messages that speak of a recording: the model would answer as if it had heard one."""
+def _without_audio(engine: Any, ids: Ids) -> Ids:
+    """Refuse a prompt that speaks of a recording: the model would answer as if it had heard one."""
     front = getattr(engine, "audio", None)
     if front is not None and front.placeholder in ids:
-        raise PromptError("these messages have an audio part but no recording comes with them: give outrider.Audio")
+        mark = engine.tokenizer.convert_ids_to_tokens(front.placeholder) if engine.tokenizer is not None else ""
+        raise PromptError(
+            f"the prompt holds a recording's placeholder (token {front.placeholder}{f', {mark}' * bool(mark)}), but no "
+            "recording comes with it: leave it out, or give the recording as well"
+        )
     return ids
 
 

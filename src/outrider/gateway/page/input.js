@@ -17,11 +17,14 @@ function showKind() {
 }
 
 /** fail: called with words. run: called where a choice is to be captioned at once. fetchClip: gives a clip's bytes. */
-export function prepare({ hears, clips, fetchClip, run, fail }) {
+export function prepare({ hears, reads, clips, fetchClip, run, fail }) {
   document.querySelector('input[name="kind"][value="audio"]').disabled = !hears;
+  document.querySelector('input[name="kind"][value="text"]').disabled = hears && !reads;
   document.querySelector(`input[name="kind"][value="${hears ? "audio" : "text"}"]`).checked = true;
-  by("kind-reason").hidden = hears;
-  by("kind-reason").textContent = hears ? "" : "This gateway's model takes no recordings.";
+  by("kind-reason").hidden = hears && reads;
+  by("kind-reason").textContent = hears
+    ? "This gateway's model writes captions of recordings and nothing else: for text, start it with text models (--edge, --cloud)."
+    : "This gateway's model takes no recordings.";
   showKind();
   by("clips").replaceChildren(...ordered(clips).map((clip) => clipRow(clip, fetchClip, run, fail)));
   by("clips-lead").hidden = !clips.length;

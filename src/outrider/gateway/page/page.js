@@ -27,7 +27,7 @@ async function start() {
     [by("cloud-name").textContent, by("cloud-place").textContent] = [...info.cloud.split(" at "), ""];
     by("version").textContent = info.version;
     fill(info);
-    prepare({ hears: info.audio, clips, fetchClip, run: runOne, fail: say });
+    prepare({ hears: info.audio, reads: info.text, clips, fetchClip, run: runOne, fail: say });
     by("compare").disabled = !canTogether();
     if (!canTogether())
       by("compare-reason").textContent = "Compare needs an edge and a cloud. Ctrl+Enter runs, Escape stops.";

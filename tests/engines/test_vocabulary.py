@@ -1,0 +1,50 @@
+"""What an engine's tokenizer says: end tokens."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from outrider import load_engine
+from outrider.engines.torch import TorchEngine
+from tests.equivalence.tiny_models import subword_tokenizer, tiny_model
+
+
+def engine(name: str, ends: int | list[int] | None) -> TorchEngine:
+    model = tiny_model("qwen2")
+    before, model.generation_config.eos_token_id = model.generation_config.eos_token_id, ends
+    tokenizer = subword_tokenizer()
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(2)
+    try:
+        return TorchEngine(model, tokenizer, name=name)
+    finally:
+        model.generation_config.eos_token_id = before
+        tokenizer.eos_token = None
+
+
+@pytest.mark.parametrize("ends", [2, [2], [5, 2], [2, 5]])
+def test_end_tokens_that_agree_need_no_word(ends: int | list[int], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "outrider"):
+        engine("agrees", ends)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("ends", [5, [5, 6], None])
+def test_end_tokens_that_disagree_are_named_once(
+    ends: int | list[int] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "outrider"):
+        made = [engine(f"disagrees about {ends}", ends) for _ in range(2)]
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert f"disagrees about {ends}" in message
+    assert "(2)" in message
+    assert all(f"({token})" in message for token in made[0].eos_ids)
+    assert made[0].eos_ids == (() if ends is None else tuple([ends] if isinstance(ends, int) else ends))
+
+
+def test_the_bundled_pair_agrees(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "outrider"):
+        load_engine("demo:edge")
+    assert not caplog.records
