@@ -178,7 +178,7 @@ def test_the_command_serves_drains_on_sigterm_and_ends_with_0() -> None:
                 assert one.verdict(verifying(2, 6, (first.next_token,))).round == 2
                 one.send(CLOSE)
                 one.finish()
-                _, spoken = process.communicate(timeout=30)
+                _, spoken = process.communicate(timeout=120)
         assert process.returncode == 0, spoken
         assert spoken.splitlines() == [f"outrider: serving demo:cloud at grpc://{address}"]
     finally:
