@@ -333,9 +333,9 @@ def say_ssh(client: socket.socket) -> None:
 
 def test_what_speaks_no_http2_is_no_cloud() -> None:
     with stranger(say_ssh) as address:
-        cloud = connect(address, deadline=0.5, patience=0.5)
+        cloud = connect(address, patience=SOON)
         assert isinstance(cloud, RemoteVerifier)
-        with cloud, pytest.raises(CloudLost):
+        with cloud, pytest.raises(CloudRefused, match=r"another protocol than gRPC, and began with .SSH-2\.0-O."):
             cloud.describe()
 
 
