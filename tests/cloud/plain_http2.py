@@ -14,8 +14,8 @@ LIMIT = 60.0  # s; only a hang takes that long
 
 
 class PlainHttp2:
-    def __init__(self, port: int) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=LIMIT)
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+        self.socket = socket.create_connection((host, port), timeout=LIMIT)
         self.h2 = H2Connection(H2Configuration(client_side=True))
         self.answers: dict[int, dict[str, str]] = {}
         self.ended: set[int] = set()
