@@ -14,7 +14,7 @@ from outrider.wire import schema
 from outrider.wire.messages import digest, pack_ids, pack_settings
 
 METHOD = f"/{schema.SERVICE}/Session"
-TIMEOUT = 20.0
+TIMEOUT = 120.0  # s; only a hang takes that long
 
 
 class RawStream:

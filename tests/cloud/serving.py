@@ -14,7 +14,7 @@ from outrider.cloud.server import Server, Serving
 from outrider.cloud.service import Service
 
 T = TypeVar("T")
-PATIENCE = 20.0  # s; nothing here takes that long
+PATIENCE = 120.0  # s; only a hang takes that long
 
 
 @dataclass

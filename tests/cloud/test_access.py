@@ -90,7 +90,9 @@ def test_mutual_tls_and_tokens(tmp_path: Path, tokens: Tokens) -> None:
 
 
 def test_haste_is_told_when_to_come_back() -> None:
-    with reached(Held(), limits=Limits(max_rate=8, burst=3)) as (_, channel):
+    clock = [0.0]
+    with reached(Held(), limits=Limits(max_rate=8, burst=3)) as (served, channel):
+        served.service._rate._clock = lambda: clock[0]
         with RawStream(channel) as stream:
             id_ = stream.opened(open_())
             a = said(4)
@@ -99,7 +101,7 @@ def test_haste_is_told_when_to_come_back() -> None:
             error = stream.refused(verifying(3, 7))
             assert code(error.code) == "LIMIT"
             assert 0 < error.retry_after_ms <= 126
-        threading.Event().wait(error.retry_after_ms / 1000)
+        clock[0] += error.retry_after_ms / 1000
         with RawStream(channel) as stream:
             stream.opened(resuming(id_, (*PROMPT, *a[:2])))
             assert stream.verdict(verifying(3, 7)).next_token == a[2]
@@ -164,11 +166,11 @@ def test_a_message_that_is_too_large_ends_its_stream_and_nothing_else(caplog: py
 
 
 def test_a_stream_without_a_session_does_not_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.cloud.service.OPENING", 0.2)
-    with reached(Held()) as (served, channel), RawStream(channel) as idle, RawStream(channel) as used:
+    monkeypatch.setattr("outrider.cloud.service.OPENING", 1.0)
+    with reached(Held()) as (served, channel), RawStream(channel) as used:
         used.opened(open_())
-        assert code(idle.refused().code) == "INVALID"
-        time.sleep(0.4)
+        with RawStream(channel) as idle:  # it begins later, and ends for being idle
+            assert code(idle.refused().code) == "INVALID"
         assert used.verdict(verifying(1, 5)).next_token == said(1)[0]
         eventually(lambda: served.service.streams == 1)
 

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import logging
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +35,7 @@ MOST = 24  # sessions that the fuzz may have
 LIMITS = Limits(max_sessions=64, max_sessions_per_identity=MOST, max_media_bytes=20_000, max_media_total=100_000)
 NAMES = {"fuzz": "f" * 20, "bystander": "b" * 20}
 TOKENS = Tokens({name: hashlib.sha256(token.encode()).digest() for name, token in NAMES.items()})
-PATIENCE = 20.0
+PATIENCE = 120.0  # s; only a hang takes that long
 
 
 # What must hold -------------------------------------------------------------------------------------------------
@@ -137,10 +137,10 @@ async def fed(data: list[bytes], tally: Tally) -> AsyncIterator[bytes]:
         yield frame
 
 
-async def one_stream(service: Service, number: int, tally: Tally) -> None:
+async def one_stream(service: Service, number: int, tally: Tally, seed: int = SEED) -> None:
     live = {record.id: list(record.session.ids) for record in service.sessions if record.identity == "fuzz"}
-    data = frames(SEED, number, live)
-    where = f"stream {number} of seed {SEED}: {[frame.hex() for frame in data]}"
+    data = frames(seed, number, live)
+    where = f"stream {number} of seed {seed}: {[frame.hex() for frame in data]}"
     answers = service.session(fed(data, tally), Context("fuzz"))  # type: ignore[arg-type]
     seen = 0
     try:
@@ -177,7 +177,9 @@ async def stand_by(service: Service, over: asyncio.Event, bystander: Bystander) 
             bystander.check(answer)
 
 
-async def fuzz_directly(tally: Tally, bystander: Bystander) -> None:
+async def fuzz_directly(
+    tally: Tally, bystander: Bystander, seed: int = SEED, enough: Callable[[Tally], bool] = lambda t: t.read >= DIRECT
+) -> None:
     model, metrics = engine(), Metrics()
     slots = model.reserve(SLOTS * MAX_LENGTH, MAX_LENGTH)
     batcher = Batcher(model, slots, metrics)
@@ -188,8 +190,8 @@ async def fuzz_directly(tally: Tally, bystander: Bystander) -> None:
     await asyncio.sleep(0.01)
     try:
         number = 0
-        while tally.read < DIRECT:
-            await one_stream(service, number, tally)
+        while not enough(tally):
+            await one_stream(service, number, tally, seed)
             number += 1
             if standing.done():
                 break

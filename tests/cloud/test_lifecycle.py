@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,10 +18,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.cloud.server import Server, Serving, run
+from outrider.cloud.server import Server, Serving, check_free, run
 from outrider.errors import SettingsError
 from outrider.wire import schema
 from tests.cloud.common import PROMPT, SOON, Held, code, eventually, open_, reached, said
+from tests.cloud.plain_http2 import PlainHttp2
 from tests.cloud.raw import CLOSE, RawStream, opening, resuming, verifying
 from tests.cloud.serving import serving
 
@@ -178,10 +180,51 @@ def test_the_command_serves_drains_on_sigterm_and_ends_with_0() -> None:
                 assert one.verdict(verifying(2, 6, (first.next_token,))).round == 2
                 one.send(CLOSE)
                 one.finish()
-                _, spoken = process.communicate(timeout=30)
+                _, spoken = process.communicate(timeout=120)
         assert process.returncode == 0, spoken
         assert spoken.splitlines() == [f"outrider: serving demo:cloud at grpc://{address}"]
     finally:
         if process.poll() is None:
             process.kill()
             process.communicate()
+
+
+SWALLOWS = """
+import os, signal, sys
+import outrider.engines.load as load
+from outrider.cli import main
+
+def never(*_, **__):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+    except BaseException:
+        print("swallowed", flush=True)  # as a library may that is being imported
+
+load.load_engine = never
+sys.argv = ["outrider", "cloud", "demo", "--listen", "127.0.0.1:0"]
+main.main()
+"""
+
+
+def test_sigterm_while_the_model_is_loaded_ends_it_with_143() -> None:
+    done = subprocess.run([sys.executable, "-c", SWALLOWS], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "")
+
+
+def test_an_address_that_is_taken_is_refused_before_a_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SettingsError, match=rf"cannot listen on 127\.0\.0\.1, port {port}: Address already in use"):
+            check_free("127.0.0.1", port)
+    check_free("127.0.0.1", port)
+    check_free("", 0)
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+def test_every_interface_is_both_families() -> None:
+    with serving(Held(), host="") as served:
+        for host in ("127.0.0.1", "::1"):
+            with PlainHttp2(served.port, host) as client:
+                client.receive()
+                assert client.terminated is None

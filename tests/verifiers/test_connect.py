@@ -238,3 +238,10 @@ def test_a_token_file_holds_one_word(tmp_path: Path, content: str) -> None:
     (tmp_path / "token").write_text(content, encoding="utf-8")
     with pytest.raises(SettingsError, match="token"):
         connect("grpc://127.0.0.1:1", token_file=str(tmp_path / "token"))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_token(tmp_path: Path) -> None:
+    (tmp_path / "token").write_bytes(b"\xef\xbb\xbf" + TOKEN.encode() + b"\r\n")
+    verifier: Any = connect("grpc://127.0.0.1:1", token_file=str(tmp_path / "token"))
+    with verifier:
+        assert dict(verifier.connection._channel._common)[b"authorization"] == f"Bearer {TOKEN}".encode()

@@ -36,6 +36,7 @@ from outrider.wire.status import CallFailed, Disconnected, Status
 
 V = 32
 PROMPT = (3, 1, 4, 1, 5)
+SOON = 60.0  # s; only a hang takes that long
 TARGET = HashRows(1, V)
 
 
@@ -56,7 +57,7 @@ class Named(ScriptedEngine):
 
 
 def far(served: Served, **options: Any) -> RemoteVerifier:
-    verifier = connect(f"grpc://{served.address}", **{"patience": 2.0, "deadline": 5.0, **options})
+    verifier = connect(f"grpc://{served.address}", **{"patience": SOON, "deadline": SOON, **options})
     assert isinstance(verifier, RemoteVerifier)
     return verifier
 
@@ -218,12 +219,12 @@ def test_a_draining_cloud_is_left_for_whoever_takes_the_next_connection() -> Non
             old.service.draining = True
             other = cloud.open(Prompt(PROMPT), conditions())
             answer = cloud.submit(other, Verify(1, 5, (), ()))
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + SOON
             while balancer.connections == before and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert balancer.connections > before
             old.service.draining = False
-            assert answer.result(5).next_token == a[0]
+            assert answer.result(SOON).next_token == a[0]
             assert cloud.verify(session, Verify(2, 7, (), a[2:3])).next_token == a[3], "those at work finish"
 
 
@@ -251,7 +252,7 @@ def test_verdicts_are_the_local_ones(served: Served) -> None:
         verdict = cloud.verify(session, Verify(2, 9, (), (a[4], (a[5] + 1) % V, 0)))
         assert (verdict.accepted, verdict.next_token) == (1, a[5])
         assert verdict == cloud.verify(session, Verify(2, 9, (), (a[4], (a[5] + 1) % V, 0))), "a repeat"
-        assert 0 <= verdict.queue_s + verdict.compute_s < 5
+        assert 0 <= verdict.queue_s + verdict.compute_s < SOON
 
 
 def test_cloud_only_decoding_survives_a_restart(served: Served) -> None:
@@ -332,9 +333,9 @@ def say_ssh(client: socket.socket) -> None:
 
 def test_what_speaks_no_http2_is_no_cloud() -> None:
     with stranger(say_ssh) as address:
-        cloud = connect(address, deadline=0.5, patience=0.5)
+        cloud = connect(address, patience=SOON)
         assert isinstance(cloud, RemoteVerifier)
-        with cloud, pytest.raises(CloudLost):
+        with cloud, pytest.raises(CloudRefused, match=r"another protocol than gRPC, and began with .SSH-2\.0-O."):
             cloud.describe()
 
 
@@ -365,7 +366,7 @@ def test_closing_while_tokens_are_still_coming_ends_them_and_the_session(served:
         stream = cloud.generate(session)
         assert [verdict.next_token for verdict in islice(stream, 3)] == list(said(3))
         cloud.close(session)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + SOON
         while len(served.service.sessions) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not len(served.service.sessions)
@@ -396,7 +397,7 @@ def test_the_stream_on_which_a_session_was_to_be_closed_is_not_left_open(
 
         monkeypatch.setattr(cloud.connection, "open_stream", opening)
         cloud.close(session)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + SOON
         while not (opened and not opened[0]._ours) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(opened) == 1
@@ -437,7 +438,7 @@ class Slow(ScriptedEngine):
 def test_a_verdict_that_takes_longer_than_the_deadline_is_computed_once() -> None:
     """Each attempt gives up before it is there; what is repeated is waited for, and then answered from memory."""
     slow = Slow(TARGET, V)
-    with serving(slow) as served, far(served, deadline=0.5, patience=20.0) as cloud:
+    with serving(slow) as served, far(served, deadline=0.5, patience=SOON) as cloud:
         session = cloud.open(Prompt(PROMPT), conditions())
         assert cloud.verify(session, Verify(1, 5, (), ())).next_token == said(1)[0]
         assert slow.forwards == 1

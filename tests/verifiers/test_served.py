@@ -23,11 +23,12 @@ pytestmark = pytest.mark.network
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 PROMPT = [20, 30, 40, 50]
 SOON = (("retry-after", "0.01"),)
+LONG = 60.0  # s; only a hang takes that long
 
 
 def far(*servers: VllmServer, **options: Any) -> Any:
     hosts = ",".join(f"127.0.0.1:{server.port}" for server in servers)
-    return connect(f"vllm://{hosts}", **{"patience": 3.0, "deadline": 5.0, **options})
+    return connect(f"vllm://{hosts}", **{"patience": LONG, "deadline": LONG, **options})
 
 
 def tokens(decoder: SpeculativeDecoder, prompt: Any = PROMPT, **options: Any) -> list[int]:
@@ -53,7 +54,7 @@ PASSING: dict[str, dict[str, Any]] = {
     "failed": {"status": 500},
     "failed-unread": {"status": 500, "deaf": True, "raw": b"Internal Server Error"},
     "overloaded": {"status": 503, "headers": SOON, "times": 3},
-    "slow": {"delay": 0.6},
+    "slow": {"delay": 1.5},
     "cut": {"cut": True},
     "cut-twice": {"cut": True, "times": 2},
     "not-what-it-says-it-is": {"headers": (("content-encoding", "gzip"),)},
@@ -63,7 +64,7 @@ PASSING: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", PASSING)
 @pytest.mark.parametrize("driver", ["sequential", "pipelined"])
 def test_what_passes_is_waited_for(server: VllmServer, name: str, driver: Any) -> None:
-    with far(server, deadline=0.5) as verifier:
+    with far(server, deadline=1.0 if name == "slow" else LONG) as verifier:
         decoder = SpeculativeDecoder(edge(), verifier, k=3, driver=driver)
         server.faults.append(Fault(GENERATE, skip=2, **PASSING[name]))
         assert tokens(decoder) == wanted(k=3)

@@ -72,6 +72,14 @@ def test_a_port_that_speaks_http_1_is_named(parts: tuple[bytes, ...]) -> None:
     assert "vllm://" in message
 
 
+@pytest.mark.parametrize("start", [b"<!DOCTYPE HTML>", b"220 mail.example ESMTP\r\n", b"\x1b]0;owned\x07 and more"])
+def test_a_port_that_speaks_something_else_is_named(start: bytes) -> None:
+    with saying(start) as port:
+        message = refusal(f"grpc://127.0.0.1:{port}")
+    assert f"grpc://127.0.0.1:{port}: the server speaks another protocol than gRPC" in message
+    assert message.isprintable()
+
+
 @pytest.mark.parametrize(
     "record", [b"\x15\x03\x03\x00\x02\x02\x46", b"\x15\x03\x01\x00\x02\x02\x16", b"\x16\x03\x03\x00\x7a" + bytes(122)]
 )

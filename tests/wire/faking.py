@@ -22,6 +22,7 @@ class Fake(asyncio.Protocol):
     def __init__(self, script: Callable[[Fake, int], None], mute: bool, stop_reading: bool) -> None:
         self.h2 = H2Connection(H2Configuration(client_side=False))
         self.pongs: list[bytes] = []
+        self.requests = 0
         self._script, self._mute, self._stop = script, mute, stop_reading
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -37,6 +38,7 @@ class Fake(asyncio.Protocol):
             return
         for event in self.h2.receive_data(data):
             if isinstance(event, RequestReceived):
+                self.requests += 1
                 self._script(self, event.stream_id)
             if isinstance(event, DataReceived) and not self._stop:
                 self.h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)

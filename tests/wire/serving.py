@@ -20,6 +20,7 @@ from outrider.wire.tls import ClientTls, ServerTls
 
 UNARY, MANY, ECHO = "/test/Unary", "/test/Many", "/test/Echo"
 MEGABYTE = 2**20
+LONG = 60.0  # s; only a hang takes that long
 _LIMITS = [("grpc.max_receive_message_length", 64 * MEGABYTE), ("grpc.max_send_message_length", 128 * MEGABYTE)]
 
 
@@ -114,8 +115,14 @@ async def connected(
             await link.close()
 
 
-def run(work: Coroutine[object, object, None], timeout: float = 30.0) -> None:
-    asyncio.run(asyncio.wait_for(work, timeout))
+def run(work: Coroutine[object, object, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 2 * LONG))
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Wait for something to become true; `run` bounds it."""
+    while not holds():
+        await asyncio.sleep(0.001)
 
 
 async def failure_of(work: Awaitable[object]) -> CallFailed:
@@ -131,5 +138,4 @@ async def echo_of(stream: Stream, data: bytes) -> None:
 
 async def until_ended(handler: Handler) -> None:
     """Wait until the server has noticed the end of a call."""
-    while not handler.ended:
-        await asyncio.sleep(0.01)
+    await until(lambda: handler.ended)

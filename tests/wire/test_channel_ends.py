@@ -13,7 +13,19 @@ from outrider.wire import http2
 from outrider.wire.channel import Channel
 from outrider.wire.status import CallFailed, Disconnected, Status
 from tests.wire.faking import fake
-from tests.wire.serving import ECHO, MEGABYTE, UNARY, connected, echo_of, failure_of, run, serving, until_ended
+from tests.wire.serving import (
+    ECHO,
+    LONG,
+    MEGABYTE,
+    UNARY,
+    connected,
+    echo_of,
+    failure_of,
+    run,
+    serving,
+    until,
+    until_ended,
+)
 
 
 def test_cancel_reaches_the_server() -> None:
@@ -61,8 +73,8 @@ def test_a_cancelled_send_cancels_its_call_only() -> None:
 def test_a_cancelled_wait_for_the_connection_takes_nobody_along() -> None:
     async def work() -> None:
         async with serving() as (port, _, _), connected(port) as (c, link):
-            first = asyncio.create_task(c.unary(UNARY, b"1", 5))
-            second = asyncio.create_task(c.unary(UNARY, b"2", 5))
+            first = asyncio.create_task(c.unary(UNARY, b"1", LONG))
+            second = asyncio.create_task(c.unary(UNARY, b"2", LONG))
             await asyncio.sleep(0)
             first.cancel()
             assert await second == b"2"
@@ -79,7 +91,7 @@ def test_refused_then_served() -> None:
         async with serving() as (port, _, server), connected(port) as (c, _):
             await server.stop(None)
             with pytest.raises(Disconnected, match="refused, or lost at once"):
-                await c.unary(UNARY, b"", 5)
+                await c.unary(UNARY, b"", LONG)
             with pytest.raises(Disconnected):
                 await (await c.stream(ECHO)).receive()
 
@@ -91,12 +103,12 @@ def test_a_server_that_stops_in_order_finishes_its_calls() -> None:
         async with serving() as (port, _, server), connected(port) as (c, link):
             stream = await c.stream(ECHO)
             await echo_of(stream, b"before")
-            stopping = asyncio.create_task(server.stop(5))
-            await asyncio.sleep(0.2)
+            stopping = asyncio.create_task(server.stop(LONG))
+            await until(lambda: c._http is not None and not c._http.usable)  # it has said that it goes
             assert not stopping.done()
             await echo_of(stream, b"after")
             with pytest.raises(Disconnected):  # a new connection, and nobody listens
-                await c.unary(UNARY, b"", 5)
+                await c.unary(UNARY, b"", LONG)
             assert link.connections == 2
             await stream.send(b"last", last=True)
             assert [await stream.receive() for _ in range(3)] == [b"last", b"end", None]
@@ -131,7 +143,7 @@ def test_a_lost_connection_loses_all_calls_and_the_next_makes_a_new_one() -> Non
                 assert "the connection was lost" in str(result)
             with pytest.raises(Disconnected):
                 await streams[0].send(b"x")
-            assert await c.unary(UNARY, b"new", 5) == b"new"
+            assert await c.unary(UNARY, b"new", LONG) == b"new"
             assert link.connections == 2
 
     run(work())
@@ -159,7 +171,7 @@ def test_drop_abandons_the_connection() -> None:
             c.drop()
             with pytest.raises(Disconnected, match="given up here"):
                 await stream.receive()
-            assert await c.unary(UNARY, b"new", 5) == b"new"
+            assert await c.unary(UNARY, b"new", LONG) == b"new"
             assert link.connections == 2
             c.drop()
             waiting = asyncio.create_task(c.stream(ECHO))
@@ -167,7 +179,7 @@ def test_drop_abandons_the_connection() -> None:
             c.drop()
             with pytest.raises(Disconnected, match="given up here"):
                 await waiting
-            assert await c.unary(UNARY, b"newer", 5) == b"newer"
+            assert await c.unary(UNARY, b"newer", LONG) == b"newer"
 
     run(work())
 
@@ -196,10 +208,11 @@ def test_a_connection_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> No
 
     async def work() -> None:
         with pytest.raises(Disconnected, match=r"no connection within 0\.05 s"):
-            await Channel(forever, "nowhere:1").unary(UNARY, b"", 5)
+            await Channel(forever, "nowhere:1").unary(UNARY, b"", LONG)
+        monkeypatch.setattr(channel_module, "SETUP", LONG)
         async with fake(mute=True) as (port, _), connected(port) as (c, _):
             with pytest.raises(Disconnected, match=r"no HTTP/2 within 0\.05 s"):
-                await c.unary(UNARY, b"", 5)
+                await c.unary(UNARY, b"", LONG)
 
     run(work())
 
@@ -219,7 +232,7 @@ def test_nothing_is_left_behind() -> None:
 
     async def work() -> None:
         async with serving() as (port, _, server), connected(port) as (c, _):
-            abandoned = asyncio.create_task(c.unary(UNARY, b"", 5))
+            abandoned = asyncio.create_task(c.unary(UNARY, b"", LONG))
             await asyncio.sleep(0)
             abandoned.cancel()
             await server.stop(None)

@@ -10,7 +10,7 @@ import pytest
 from outrider.wire import inbox
 from outrider.wire.status import Disconnected, Status
 from tests.wire.faking import DONE, LIMIT, OK, Fake, fake
-from tests.wire.serving import ECHO, MANY, MEGABYTE, UNARY, connected, failure_of, run
+from tests.wire.serving import ECHO, LONG, MANY, MEGABYTE, UNARY, connected, failure_of, run, until
 
 
 def _headers(*headers: tuple[bytes, bytes]) -> Callable[[Fake, int], None]:
@@ -57,7 +57,7 @@ def test_answers_that_are_no_success(script: Callable[[Fake, int], None], status
     async def work() -> None:
         async with fake(script) as (port, made), connected(port) as (c, link):
             for _ in range(2):  # the connection survives
-                failure = await failure_of(c.unary(UNARY, b"", 5))
+                failure = await failure_of(c.unary(UNARY, b"", LONG))
                 assert failure.status is status
                 assert failure.details.startswith(details)
             assert (link.connections, len(made)) == (1, 1)
@@ -77,7 +77,7 @@ def test_messages_are_found_wherever_frames_begin() -> None:
 
     async def work() -> None:
         async with fake(script) as (port, _), connected(port) as (c, _):
-            assert [len(data) async for data in c.unary_stream(MANY, b"", 5)] == list(range(10))
+            assert [len(data) async for data in c.unary_stream(MANY, b"", LONG)] == list(range(10))
 
     run(work())
 
@@ -92,8 +92,8 @@ def test_a_reset_loses_one_call() -> None:
 
         async with fake(script) as (port, _), connected(port) as (c, link):
             with pytest.raises(Disconnected, match="the stream was reset: REFUSED_STREAM"):
-                await c.unary(UNARY, b"", 5)
-            assert await c.unary(UNARY, b"", 5) == b"x"
+                await c.unary(UNARY, b"", LONG)
+            assert await c.unary(UNARY, b"", LONG) == b"x"
             assert link.connections == 1
 
     run(work())
@@ -105,7 +105,7 @@ def test_going_away_loses_what_was_not_processed_and_finishes_the_rest() -> None
             kept, lost = await c.stream(ECHO), await c.stream(ECHO)
             for stream in (kept, lost):
                 await stream.send(b"x")
-            await asyncio.sleep(0.05)
+            await until(lambda: made and made[0].requests == 2)
             made[0].go_away(1, 11)
             with pytest.raises(Disconnected, match=r"going away: ENHANCE_YOUR_CALM, tired; it has not processed"):
                 await lost.receive()
@@ -116,8 +116,7 @@ def test_going_away_loses_what_was_not_processed_and_finishes_the_rest() -> None
             assert [await kept.receive(), await kept.receive()] == [b"y", None]
             kept.cancel()
             fresh.cancel()
-            await asyncio.sleep(0.05)
-            assert made[0].transport.is_closing()  # nobody needs it any more
+            await until(lambda: made[0].transport.is_closing())  # nobody needs it any more
 
     run(work())
 
@@ -143,7 +142,7 @@ def test_a_server_that_breaks_the_protocol_is_left(data: bytes, reason: str) -> 
         async with fake(script) as (port, _), connected(port) as (c, link):
             for turn in range(2):
                 with pytest.raises(Disconnected) as caught:
-                    await c.unary(UNARY, b"", 5)
+                    await c.unary(UNARY, b"", LONG)
                 assert str(caught.value).startswith(reason)
                 assert link.connections == turn + 1
 
@@ -158,7 +157,7 @@ def test_a_ping_is_answered() -> None:
         async with fake(script) as (port, made), connected(port) as (c, _):
             stream = await c.stream(ECHO)
             await stream.send(b"")
-            await asyncio.sleep(0.05)
+            await until(lambda: made and made[0].pongs)
             assert made[0].pongs == [b"12345678"]
             stream.cancel()
 
@@ -172,8 +171,9 @@ def test_a_request_of_several_frames_that_are_never_acknowledged() -> None:
         async with fake(stop_reading=True) as (port, _), connected(port) as (c, link):
             stream = await c.stream(ECHO)
             sending = asyncio.create_task(stream.send(bytes(MEGABYTE)))
-            await asyncio.sleep(0.1)
-            assert 65_535 < link.up < 66_200
+            await until(lambda: link.up > 65_535)
+            await asyncio.sleep(0.05)  # in which more could come
+            assert link.up < 66_200
             sending.cancel()
             await asyncio.sleep(0.05)
             assert (await failure_of(stream.receive())).status is Status.CANCELLED
@@ -222,8 +222,8 @@ def test_streams_beyond_the_servers_limit_wait() -> None:
 
     async def work() -> None:
         async with fake(script) as (port, _), connected(port) as (c, link):
-            assert await c.unary(UNARY, b"", 5) == b"x"  # the limit is known now
-            assert await asyncio.gather(*(c.unary(UNARY, b"", 5) for _ in range(20))) == [b"x"] * 20
+            assert await c.unary(UNARY, b"", LONG) == b"x"  # the limit is known now
+            assert await asyncio.gather(*(c.unary(UNARY, b"", LONG) for _ in range(20))) == [b"x"] * 20
             assert (peak, link.connections) == (LIMIT, 1)
 
     run(work())

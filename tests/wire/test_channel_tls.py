@@ -11,7 +11,7 @@ import pytest
 from outrider.wire.status import Disconnected
 from outrider.wire.tls import ClientTls, ServerTls
 from tests.certificates import Authority
-from tests.wire.serving import ECHO, MEGABYTE, UNARY, connected, echo_of, run, serving
+from tests.wire.serving import ECHO, LONG, MEGABYTE, UNARY, connected, echo_of, run, serving
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def test_tls(authority: Authority) -> None:
         async with serving(ServerTls(issued.cert, issued.key)) as (port, _, _):
             for host in ("localhost", "127.0.0.1"):
                 async with connected(port, ClientTls(authority.ca), host) as (c, _):
-                    assert await c.unary(UNARY, b"size3000000", 10) == bytes(3_000_000)
+                    assert await c.unary(UNARY, b"size3000000", LONG) == bytes(3_000_000)
                     stream = await c.stream(ECHO)
                     await echo_of(stream, bytes(MEGABYTE))
                     stream.cancel()
@@ -39,10 +39,10 @@ def test_tls_of_another_name_or_authority(authority: Authority, tmp_path: Path) 
         async with serving(ServerTls(issued.cert, issued.key)) as (port, _, _):
             async with connected(port, ClientTls(authority.ca), "elsewhere") as (c, _):
                 with pytest.raises(Disconnected, match=r"certificate verify failed: Hostname mismatch.*elsewhere"):
-                    await c.unary(UNARY, b"", 10)
+                    await c.unary(UNARY, b"", LONG)
             async with connected(port, ClientTls(Authority(tmp_path, "other").ca)) as (c, _):
                 with pytest.raises(Disconnected, match="certificate verify failed: unable to get local issuer"):
-                    await c.unary(UNARY, b"", 10)
+                    await c.unary(UNARY, b"", LONG)
 
     run(work())
 
@@ -52,10 +52,10 @@ def test_mutual_tls(authority: Authority) -> None:
         issued, edge = authority.server(), authority.client("edge-7")
         async with serving(ServerTls(issued.cert, issued.key, authority.ca)) as (port, _, _):
             async with connected(port, ClientTls(authority.ca, edge.cert, edge.key)) as (c, _):
-                assert await c.unary(UNARY, b"who", 10) == b"edge-7"
+                assert await c.unary(UNARY, b"who", LONG) == b"edge-7"
             async with connected(port, ClientTls(authority.ca)) as (c, _):
                 with pytest.raises(Disconnected, match="hung up after the TLS handshake: our certificate is missing"):
-                    await c.unary(UNARY, b"who", 10)
+                    await c.unary(UNARY, b"who", LONG)
 
     run(work())
 
@@ -64,11 +64,11 @@ def test_tls_where_there_is_none(authority: Authority) -> None:
     async def work() -> None:
         async with serving() as (port, _, _), connected(port, ClientTls(authority.ca)) as (c, _):
             with pytest.raises(Disconnected, match="TLS failure: wrong version number"):
-                await c.unary(UNARY, b"", 10)
+                await c.unary(UNARY, b"", LONG)
         issued = authority.server()
         async with serving(ServerTls(issued.cert, issued.key)) as (port, _, _), connected(port) as (c, _):
             with pytest.raises(Disconnected):
-                await c.unary(UNARY, b"", 10)
+                await c.unary(UNARY, b"", LONG)
 
     run(work())
 
@@ -78,7 +78,7 @@ def test_tls_where_nobody_listens(authority: Authority) -> None:
         async with serving() as (port, _, server), connected(port, ClientTls(authority.ca)) as (c, _):
             await server.stop(None)
             with pytest.raises(Disconnected, match=r"no connection: it was refused, or lost before TLS|reset"):
-                await c.unary(UNARY, b"", 10)
+                await c.unary(UNARY, b"", LONG)
 
     run(work())
 
@@ -92,6 +92,6 @@ def test_a_server_that_speaks_tls_but_not_http2(authority: Authority) -> None:
         port = server.sockets[0].getsockname()[1]
         async with server, connected(port, ClientTls(authority.ca)) as (c, _):
             with pytest.raises(Disconnected, match="the server does not agree to HTTP/2"):
-                await c.unary(UNARY, b"", 10)
+                await c.unary(UNARY, b"", LONG)
 
     run(work())

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from outrider.cloud.server import Server, Serving
     from outrider.wire.tls import ServerTls
 
-BYTES_PER_ID = 12  # on the wire: a token and a count, and some room
 SECURITY = Group("Security", sort_key=1)
 CAPACITY = Group("Capacity", sort_key=2)
 OPERATION = Group("Operation", sort_key=3)
@@ -131,6 +130,7 @@ class Operation:
 
 def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, operation: Operation) -> int:
     """Load the model and serve it until told to stop."""
+    signal.signal(signal.SIGTERM, _terminated)  # until the server listens, and ends in order
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before gRPC is imported: its own lines would stand among ours
     import asyncio  # here, as parsing needs none of it
 
@@ -162,6 +162,11 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
     return 0
 
 
+def _terminated(number: int, frame: object) -> None:
+    """End at once: there is no child and no file yet, and a library that is importing may swallow an exception."""
+    os._exit(128 + number)
+
+
 def _end_with_stdin() -> None:
     while os.read(0, 4096):  # not sys.stdin: its lock would be held while the interpreter ends
         pass
@@ -174,7 +179,7 @@ def build_serving(listen: str, security: Security, capacity: Capacity, operation
     Raises:
         SettingsError: what is wrong, and with which option.
     """
-    from outrider.cloud.limits import LEAST_MESSAGE, MIB, Limits, parse_bytes
+    from outrider.cloud.limits import BYTES_PER_ID, LEAST_MESSAGE, MIB, Limits, parse_bytes
     from outrider.cloud.security import Tokens, check_listen, check_metrics, parse_address
     from outrider.cloud.server import Serving
 

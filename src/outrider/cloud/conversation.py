@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from outrider.cloud.sessions import Record
@@ -42,7 +42,8 @@ class _Opening:
     """An Open whose media is still on its way."""
 
     frame: schema.Open
-    media: bytearray
+    parts: list[bytes] = field(default_factory=list)  # one buffer that grows would be copied, and leave holes
+    size: int = 0
 
 
 class Conversation:
@@ -95,7 +96,7 @@ class Conversation:
         self._service.sessions.check_room(self._identity)  # before media is sent in vain
         if frame.media in CARRYING:
             self._service.check_hearing()
-            self._opening = _Opening(frame, bytearray())
+            self._opening = _Opening(frame)
             return
         yield await self._begin(frame, b"")
 
@@ -105,19 +106,21 @@ class Conversation:
         if frame.more and not frame.data:
             raise Refusal(Code.INVALID, "an empty part of media, with more to follow")
         opening, limit = self._opening, self._service.limits.max_media_bytes
-        if len(opening.media) + len(frame.data) > limit:
+        data = frame.data
+        if opening.size + len(data) > limit:
             raise Refusal(Code.TOO_LARGE, f"media: at most {limit} bytes are taken here")
-        self._service.expect_media(self._identity, len(frame.data))
-        opening.media += frame.data
+        self._service.expect_media(self._identity, len(data))
+        opening.parts.append(data)
+        opening.size += len(data)
         if not frame.more:
-            yield await self._begin(opening.frame, bytes(opening.media))
+            yield await self._begin(opening.frame, b"".join(opening.parts))
             self._forget_opening()
 
     def _forget_opening(self) -> None:
         """Its media is a session's now, or nobody's."""
         opening, self._opening = self._opening, None
         if opening is not None:
-            self._service.expect_media(self._identity, -len(opening.media))
+            self._service.expect_media(self._identity, -opening.size)
 
     async def _begin(self, frame: schema.Open, media: bytes) -> schema.Answer:
         async with self._service.openings.turn(self._identity):

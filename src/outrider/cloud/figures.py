@@ -29,7 +29,7 @@ class FiguresServer:
     def __init__(self, host: str, port: int, text: Callable[[], str], healthy: Callable[[], bool]) -> None:
         try:
             listener = listen(host, port)
-        except (OSError, OverflowError, UnicodeError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:  # overflow: a port above 65535
             where = host or "every interface"
             raise SettingsError(f"metrics cannot be served on {where}, port {port}: {error}") from error
         self._server = _Http(listener, text, healthy)
@@ -45,12 +45,14 @@ class FiguresServer:
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening TCP socket. host: a name, an address, or "" for every interface, IPv4 and IPv6."""
+    if not 0 <= port < 65536:
+        raise OverflowError("a port is between 0 and 65535")
     if not host:
         if socket.has_dualstack_ipv6():
             return socket.create_server((EVERYWHERE[0], port), family=socket.AF_INET6, dualstack_ipv6=True)
         host = EVERYWHERE[1]
     (family, _, _, _, address), *_ = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return socket.create_server((address[0], port, *address[2:]), family=family)  # type: ignore[arg-type]
+    return socket.create_server((address[0], port, *address[2:]), family=family)
 
 
 class _Http(ThreadingHTTPServer):

@@ -14,6 +14,7 @@ from outrider.errors import SettingsError
 MIB = 2**20
 LEAST_MESSAGE = 64 * 2**10  # bytes: a prompt and its settings
 LARGEST_MESSAGE = 2**31 - 1  # bytes: gRPC's own limit is an int32
+BYTES_PER_ID = 12  # on the wire: a token and a count, and some room
 SPARE_STREAMS = 16
 _UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": MIB, "GiB": 2**30, "TiB": 2**40}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -168,7 +169,8 @@ def check_free(host: str, port: int) -> None:
         listen(host, port).close()
     except (OSError, UnicodeError) as error:
         where = f"{bracketed(host) or 'every interface'}, port {port}"
-        raise SettingsError(f"cannot listen on {where}: {getattr(error, 'strerror', None) or error}") from error
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        raise SettingsError(f"cannot listen on {where}: {reason}") from error
 
 
 def _address(host: str, port: int) -> str:

@@ -12,7 +12,7 @@ import grpc
 
 from outrider.cloud.batcher import Batcher
 from outrider.cloud.conversation import Conversation, lost
-from outrider.cloud.limits import Limits, RateLimiter
+from outrider.cloud.limits import BYTES_PER_ID, LEAST_MESSAGE, Limits, RateLimiter
 from outrider.cloud.metrics import Metrics
 from outrider.cloud.security import ANONYMOUS, Tokens, Unauthenticated, identity_of
 from outrider.cloud.sessions import RETRY_FULL, Record, Sessions
@@ -31,6 +31,8 @@ VOCABULARY_PART = 4096  # tokens in one message
 RETRY_DRAINING = 0.5  # s
 OPENINGS = 2  # of one identity that are unpacked at a time: worker threads are few
 READY = 16  # prompts that are kept unpacked until they get their first slot
+PAUSE = 0.02  # s that an identity waits after a request that was wrong
+WRONG = frozenset({Code.INVALID, Code.PROTOCOL, Code.SETTINGS, Code.PROMPT, Code.CONDITIONING, Code.TOO_LARGE})
 LONGEST = 2**20  # tokens of a session, where neither the model nor the operator says less
 
 _CODES: tuple[tuple[type[OutriderError], int], ...] = (
@@ -72,6 +74,7 @@ class Service:
         self._streams_of: Counter[str] = Counter()
         self._frames, self.openings = Turns(1), Turns(OPENINGS)
         self._ready: deque[list[Prompt]] = deque()
+        self._largest_frame = LEAST_MESSAGE + BYTES_PER_ID * (max_length or engine.max_length or LONGEST)
         self.max_length = max_length if max_length is not None else engine.max_length
 
     # gRPC methods -------------------------------------------------------------------------------------------
@@ -133,12 +136,13 @@ class Service:
             async for data in _frames(aiter(requests), conversation):
                 self.metrics.received(len(data))
                 async with self._frames.turn(identity):
-                    request = parse_request(data)
+                    request = parse_request(data, self._largest_frame)
                 async for answer in conversation.take(request):
                     yield self._sent(answer)
         except Exception as raised:  # noqa: BLE001 - the outermost guard: a peer gets a typed error, no traceback
             refusal = as_refusal(raised)
             self.metrics.error(refusal.kind)
+            await self._slow_down(identity, refusal)
             log.info("refused", extra=conversation.fields(kind=refusal.kind, reason=type(raised).__name__))
             yield self._sent(error(refusal))
         finally:
@@ -205,6 +209,12 @@ class Service:
         self._ready.append(ready)
         if len(self._ready) > READY:
             self._ready.popleft().clear()
+
+    async def _slow_down(self, identity: str, refusal: Refusal) -> None:
+        """Make an identity wait whose requests are wrong: refusing as fast as it asks would cost the others."""
+        if identity != ANONYMOUS and refusal.code in WRONG:
+            async with self._frames.turn(identity):
+                await asyncio.sleep(PAUSE)
 
     def _check_streams(self, identity: str) -> None:
         most = self.limits.max_streams_per_identity

@@ -176,7 +176,7 @@ def _is_loopback(host: str) -> bool:
 
 def _read_token(file: str) -> str:
     try:
-        return Path(file).read_text(encoding="utf-8").strip()
+        return Path(file).read_text(encoding="utf-8-sig").strip()
     except OSError as error:
         raise SettingsError(f"cannot read a token from {file}: {error.strerror}") from error
     except UnicodeDecodeError:  # its message would quote the file

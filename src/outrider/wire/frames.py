@@ -14,7 +14,7 @@ LARGEST = 2**14  # bytes of a frame, as long as we announce nothing else (RFC 91
 SETTINGS, GOAWAY = 4, 7
 
 _TLS_RECORDS, _TLS_MAJOR = (0x15, 0x16), 3  # an alert or a handshake message, and the version's first byte
-_GREETING = 7  # bytes that tell protocols apart: a TLS alert has no more
+_ALERT = 7  # bytes of a TLS alert
 _FIXED = 8  # bytes of a GOAWAY frame before its text
 _CODES = frozenset(ErrorCodes)
 
@@ -45,9 +45,9 @@ class Frames:
             OtherProtocol: the peer does not speak HTTP/2.
         """
         self._rest += data
-        if not self._greeted and len(self._rest) >= _GREETING:
+        if not self._greeted and len(self._rest) >= (_ALERT if self._rest[0] in _TLS_RECORDS else HEADER):
             self._greeted = True
-            _check_greeting(bytes(self._rest[:8]))
+            _check_greeting(bytes(self._rest[:HEADER]))
         while len(self._rest) >= HEADER:
             size = int.from_bytes(self._rest[:3], "big")
             if size > LARGEST:
@@ -59,11 +59,13 @@ class Frames:
 
 
 def _check_greeting(start: bytes) -> None:
-    """Raise OtherProtocol where a server's first bytes are those of HTTP/1 or TLS."""
+    """Raise OtherProtocol where a server's first bytes are not those of a SETTINGS frame, or a GOAWAY."""
     if start.startswith(b"HTTP/"):
-        raise OtherProtocol(f"{start.decode('ascii', 'replace').strip()}, not gRPC")
+        raise OtherProtocol(f"{start[:8].decode('ascii', 'replace').strip()}, not gRPC")
     if start[0] in _TLS_RECORDS and start[1] == _TLS_MAJOR:
         raise OtherProtocol("TLS")
+    if start[3] not in (SETTINGS, GOAWAY):
+        raise OtherProtocol(f"another protocol than gRPC, and began with {start.decode('latin-1')!a}")
 
 
 def goodbye(frame: bytes) -> tuple[int, str]:

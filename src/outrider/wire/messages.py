@@ -22,6 +22,7 @@ from outrider.wire import schema
 
 DIGEST_BYTES = 8
 LONGEST_RULE = 64  # characters of an acceptance rule
+_MEDIA = bytes([schema.Request.DESCRIPTOR.fields_by_name["media"].number << 3 | 2])  # its tag: length-delimited
 TENTHS = 1e4  # tenths of a millisecond in a second
 Code = schema.Error
 
@@ -39,12 +40,14 @@ class Refusal(OutriderError):
         return schema.Error.Code.Name(self.code).lower()
 
 
-def parse_request(data: bytes) -> schema.Request:
-    """A frame from an edge.
+def parse_request(data: bytes, limit: int | None = None) -> schema.Request:
+    """A frame from an edge. limit: bytes of any other than Media, whose size is checked before it is parsed.
 
     Raises:
-        Refusal: it is no message of the protocol, or holds no frame that this version knows.
+        Refusal: it is no message of the protocol, holds no frame that this version knows, or is too large.
     """
+    if limit is not None and len(data) > limit and not data.startswith(_MEDIA):
+        raise Refusal(Code.TOO_LARGE, f"a frame of {len(data)} bytes that is no media: at most {limit}")
     try:
         request = schema.Request.FromString(data)
     except DecodeError as error:
