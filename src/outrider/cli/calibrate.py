@@ -97,7 +97,8 @@ def _show(found: Calibration, out: str, traces: int) -> None:
     hardly = ": it saves nearly nothing" if found.escalation > NEARLY_ALL else ""
     console.print(
         f"{found.gate}: {_percent(found.escalation)} of blocks go to the cloud, audits included{hardly}. On the edge's "
-        f"word, {lost[found.loss]}: within the budget of {_percent(found.epsilon)}.\nWritten to {out}: --gate calibrated:{out} --k {found.k}",
+        f"word, {lost[found.loss]}: within the budget of {_percent(found.epsilon)}.\n"
+        f"Written to {out}: --gate calibrated:{out} --k {found.k}",
         markup=False,
         highlight=False,
         soft_wrap=True,

@@ -209,7 +209,7 @@ def calibrate(
     audit
         The share of skipped blocks that is verified all the same, at random, to watch the risk.
     seed
-        The seed that the traces were decoded with; also how they are divided between choosing the signal and setting its
+        The seed that the traces were decoded with; it also divides them between choosing the signal and setting its
         threshold.
     """
     from outrider.cli.calibrate import identify, run_calibrate
