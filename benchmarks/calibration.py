@@ -5,7 +5,11 @@ run an uncalibrated `entropy:1.5`, and, knowing the evaluation half, the entropy
 the edge. Where calibration refuses, every block is verified. Prints means over splits, and the differences in risk with
 bootstrap intervals over traces; ends with one JSON line.
 
-    python benchmarks/calibration.py TRACES.jsonl [--epsilon 0.02] [--loss outputs] [--splits 20] [--k 5] [--audit 0.05]
+Those are replays, whose risk bounds the live one. With --live the other half is decoded by the bundled pair as well:
+`traces` are then those of the set (`outrider eval --data SET --trace`), and what was decoded is kept in a file.
+
+    python -m benchmarks.calibration TRACES.jsonl [--epsilon 0.02] [--loss outputs] [--splits 20] [--k 5] [--audit 0.05]
+                                     [--live SET --kept RUNS.jsonl]
 """
 
 from __future__ import annotations
@@ -15,14 +19,16 @@ import json
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import numpy as np
 
-from outrider.config import GenerationSettings, Loss, ModelId
-from outrider.core.gate import Threshold, gate
+from benchmarks.live import LiveRuns, realised, threshold
+from outrider.config import GateFile, GenerationSettings, Loss, ModelId
+from outrider.core.gate import Threshold
 from outrider.errors import DataError
-from outrider.planning.calibrate import Replay, calibrate, candidates, counted, lay_out, needed, replay, replay_gate
+from outrider.planning.blocks import Replay, lay_out, replay, replay_gate
+from outrider.planning.calibrate import calibrate, candidates, counted, needed
 from outrider.planning.traces import Trace, read_traces
 
 NAMES = ("calibrated", "entropy:1.5", "entropy, equal share")
@@ -32,19 +38,23 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Split:
-    """One split. losses, edge_shares: float64 [gates, traces], NaN for traces of the calibration half."""
+    """One split. losses, edge_shares: float64 [gates, traces], NaN for traces of the calibration half.
+
+    live: the calibrated gate's mean loss and share of escalated blocks where it was decoded.
+    """
 
     spec: str
     losses: np.ndarray
     edge_shares: np.ndarray
     escalation: tuple[float, ...]
+    live: tuple[float, float] | None
 
 
-def calibrated(traces: Seq[Trace], options: argparse.Namespace, seed: int) -> Threshold | None:
+def calibrated(traces: Seq[Trace], options: argparse.Namespace, seed: int) -> GateFile | None:
     """The gate of some traces; None where nothing may be skipped."""
     someone = ModelId("any", "any")
     try:
-        found = calibrate(
+        return calibrate(
             traces,
             epsilon=options.epsilon,
             k=options.k,
@@ -57,7 +67,15 @@ def calibrated(traces: Seq[Trace], options: argparse.Namespace, seed: int) -> Th
         )
     except DataError:
         return None
-    return cast(Threshold, gate(found.gate))
+
+
+def decoded(fresh: Seq[Trace], found: GateFile | None, runs: LiveRuns | None) -> tuple[float, float] | None:
+    """The mean live loss of some requests, and their share of escalated blocks."""
+    if runs is None or found is None:
+        return None if runs is None else (0.0, 1.0)
+    ran = [runs.run(trace.id, found) for trace in fresh]
+    losses = [realised(run.ids, trace.target, found.loss) for run, trace in zip(ran, fresh, strict=True)]
+    return float(np.mean(losses)), sum(run.escalated for run in ran) / sum(run.blocks for run in ran)
 
 
 def verified(count: int) -> Replay:
@@ -75,20 +93,24 @@ def at_equal_share(traces: Seq[Trace], k: int, edge_share: float) -> Replay:
     return Replay(found.losses[:, n : n + 1], found.edge_shares[:, n : n + 1], found.escalation[n : n + 1])
 
 
-def run_split(traces: Seq[Trace], options: argparse.Namespace, seed: int) -> Split:
+def run_split(traces: Seq[Trace], options: argparse.Namespace, seed: int, runs: LiveRuns | None) -> Split:
     order = np.random.default_rng(1000 + seed).permutation(len(traces))
     half = len(traces) // 2
     fresh = [traces[n] for n in order[half:]]
     found = calibrated([traces[n] for n in order[:half]], options, seed)
-    ours = verified(len(fresh)) if found is None else replay_gate(fresh, found, options.k, options.audit, seed)
+    ours = verified(len(fresh))
+    if found is not None:
+        ours = replay_gate(fresh, threshold(found), options.k, options.audit, seed)
     plain = replay_gate(fresh, UNCALIBRATED, options.k)
     equal = at_equal_share(fresh, options.k, float(ours.edge_shares.mean()))
-    runs = (ours, plain, equal)
-    losses, shares = np.full((2, len(runs), len(traces)), np.nan)
-    for n, run in enumerate(runs):
+    replays = (ours, plain, equal)
+    losses, shares = np.full((2, len(replays), len(traces)), np.nan)
+    for n, run in enumerate(replays):
         losses[n, order[half:]] = counted(run.losses[:, 0], options.loss)
         shares[n, order[half:]] = run.edge_shares[:, 0]
-    return Split("always" if found is None else str(found), losses, shares, tuple(float(r.escalation[0]) for r in runs))
+    spec = "always" if found is None else found.gate
+    live = decoded(fresh, found, runs)
+    return Split(spec, losses, shares, tuple(float(run.escalation[0]) for run in replays), live)
 
 
 def interval(values: np.ndarray) -> tuple[float, float, float]:
@@ -130,6 +152,21 @@ def show(rows: dict[str, Any], splits: Seq[Split], options: argparse.Namespace, 
         tail = "" if difference is None else "{:+.4f} [{:+.4f}, {:+.4f}]".format(*difference)
         print(f"{name:22s} {' '.join(cells)} {row['never_escalated']:16.3f}   {tail}")
     print(f"\nthe calibrated gates: {', '.join(sorted({split.spec for split in splits}))}")
+    if live := live_figures(splits):
+        print("live: risk {risk_mean:.4f}, worst {risk_worst:.4f}, escalated {escalated:.3f}".format(**live))
+
+
+def live_figures(splits: Seq[Split]) -> dict[str, float]:
+    """Of the calibrated gates, over splits; empty where nothing was decoded."""
+    known = np.array([split.live for split in splits if split.live is not None])
+    if not len(known):
+        return {}
+    risks, escalated = known.T
+    return {
+        "risk_mean": float(risks.mean()),
+        "risk_worst": float(risks.max()),
+        "escalated": float(escalated.mean()),
+    }
 
 
 def main() -> None:
@@ -140,11 +177,14 @@ def main() -> None:
     parser.add_argument("--splits", type=int, default=20)
     parser.add_argument("--k", type=int, default=5)
     parser.add_argument("--audit", type=float, default=0.05)
+    parser.add_argument("--live", metavar="SET")
+    parser.add_argument("--kept", type=Path, default=Path("live-runs.jsonl"))
     options = parser.parse_args()
     traces = read_traces(options.traces)
     if len(traces) // 2 < needed(options.epsilon):
         parser.error(f"{len(traces)} traces: half of them must be {needed(options.epsilon)} or more")
-    splits = [run_split(traces, options, seed) for seed in range(options.splits)]
+    runs = LiveRuns(options.live, options.kept) if options.live else None
+    splits = [run_split(traces, options, seed, runs) for seed in range(options.splits)]
     rows = summarise(splits)
     show(rows, splits, options, len(traces))
     refused = sum(split.spec == "always" for split in splits)
@@ -155,7 +195,11 @@ def main() -> None:
         "k": options.k,
         "splits": options.splits,
     }
-    print(json.dumps({"benchmark": "calibration", **figures, "refused": refused, "gates": rows}))
+    print(
+        json.dumps(
+            {"benchmark": "calibration", **figures, "refused": refused, "gates": rows, "live": live_figures(splits)}
+        )
+    )
 
 
 if __name__ == "__main__":

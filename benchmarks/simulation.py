@@ -30,9 +30,9 @@ from outrider.config import DriverName, GenerationSettings
 from outrider.core.outcome import Stats
 from outrider.netem.conditions import Conditions, conditions
 from outrider.planning.costs import Costs, median_costs
+from outrider.planning.gates import thresholds
 from outrider.planning.record import Recorder, record
 from outrider.planning.simulator import Outcome, Setup, replay
-from outrider.planning.sweep import thresholds
 from outrider.planning.timing import measure_costs
 from outrider.planning.traces import Trace
 from outrider.prompts.chat import encode
@@ -74,7 +74,7 @@ def deployed(args: argparse.Namespace) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 def settings(args: argparse.Namespace, traces: list[Trace]) -> list[Setup]:
     """Exact with k fixed and "auto", two gates that skip, one that triggers; cloud-only and edge-only."""
-    tight, loose = (str(gate) for gate in (thresholds(traces, "entropy", 9)[n] for n in (4, -1)))
+    tight, loose = map(str, thresholds(traces, cloud_shares=(0.4, 0.1)))
     nets = [conditions(net) for net in args.nets]
     gates = ("always", tight, loose, f"trigger:{loose}")
     found = [

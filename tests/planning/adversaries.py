@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
+from benchmarks.live import Watched, realised
 
 from outrider.config import GateFile, GenerationSettings, Loss, ModelId
 from outrider.core.acceptance import Exact, Verdict
 from outrider.core.audits import AuditTrail
 from outrider.core.decoder import Decoder, Done, Draft, Plan, Proposal, Verify
-from outrider.core.gate import NAMES, Calibrated, Decision, Signals, Threshold
+from outrider.core.gate import NAMES, Calibrated, Signals, Threshold
 from outrider.core.gate import gate as parse_gate
 from outrider.core.lookahead import FixedK
 from outrider.core.stopping import StopRules
@@ -196,26 +197,6 @@ class Live:
     trail: AuditTrail
     reason: str
 
-    def loss(self, target: Text, loss: Loss) -> float:
-        if self.ids == target:
-            return 0.0
-        pairs = zip(self.ids, target, strict=False)
-        same = next((n for n, (mine, said) in enumerate(pairs) if mine != said), min(len(self.ids), len(target)))
-        return 1.0 if loss == "outputs" else 1 - same / len(target)
-
-
-@dataclass(frozen=True)
-class Watched(Threshold):
-    """A threshold that notes which values it passed at most and escalated at least: between them a run is the same."""
-
-    met: list[float] = field(default_factory=lambda: [-np.inf, np.inf])
-
-    def decide(self, block: Seq[Signals]) -> Decision:
-        found, value = super().decide(block), direction(self) * self.value(block)
-        side = int(found.escalate)
-        self.met[side] = min(self.met[1], value) if side else max(self.met[0], value)
-        return found
-
 
 def live(pair: Pair, gate: Calibrated, k: int = K, **plan: object) -> Live:
     """One request through the decoder, the drafter going on from its own tokens."""
@@ -278,7 +259,7 @@ class Suite:
     def risk(self, file: GateFile, part: Seq[int]) -> tuple[float, float]:
         """The realised mean loss, and the share of blocks that were escalated."""
         ran = [(n, self._live(n, file)) for n in part]
-        losses = [found.loss(self.traces[n].target, file.loss) for n, found in ran]
+        losses = [realised(found.ids, self.traces[n].target, file.loss) for n, found in ran]
         return float(np.mean(losses)), sum(f.escalated for _, f in ran) / sum(f.blocks for _, f in ran)
 
     def _live(self, n: int, file: GateFile) -> Live:

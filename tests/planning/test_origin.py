@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,15 @@ def test_traces_of_another_pair_or_other_settings_are_refused(
 def test_a_seed_is_the_request_s_own_and_traces_are_of_tokens_whatever_the_k(tmp_path: Path) -> None:
     file = folder(tmp_path, about(speculation={"k": 7})) / "traces.jsonl"
     assert calibrated(file, settings=GenerationSettings(stop=("。",), seed=9)) == 0
+
+
+def test_sampled_traces_share_the_noise_of_their_seed(tmp_path: Path) -> None:
+    generation = about()["configuration"]["generation"] | {"temperature": 0.8}
+    file = folder(tmp_path, about(generation=generation)) / "traces.jsonl"
+    sampled = GenerationSettings(stop=("。",), temperature=0.8, seed=9)
+    with pytest.raises(SettingsError, match=r"configuration\.generation\.seed is 4 .* and 9 was asked for"):
+        calibrated(file, settings=sampled)
+    assert calibrated(file, settings=replace(sampled, seed=4)) == 0
 
 
 @pytest.mark.parametrize("run", [None, {}, {"configuration": {"data": 3}}])

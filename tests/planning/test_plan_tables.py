@@ -25,7 +25,9 @@ def planned(capsys: pytest.CaptureFixture[str], aim: Any) -> str:
 def test_a_best_that_costs_nothing_is_said_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     said = planned(capsys, "privacy")
     assert "inf" not in said
-    assert said.splitlines()[-1] == "Stay on the edge: by this goal it costs nothing, and all else costs something."
+    assert said.splitlines()[-1].startswith(
+        "Stay on the edge: by this goal it costs nothing, and all else costs something. It changed 4 of 4 outputs here"
+    )
     assert "times as much by this goal" in planned(capsys, "latency")
 
 
@@ -43,7 +45,15 @@ def test_the_bytes_are_shown_where_they_are_what_is_ranked_by(capsys: pytest.Cap
 
 
 def test_changed_is_said_to_count_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "changed: tokens; outputs change more often" in planned(capsys, "latency")
+    said = planned(capsys, "latency")
+    assert "changed: of the tokens; outputs: those with any token changed" in said
+    assert "4 of 4" in said
+
+
+def test_what_few_traces_leave_open_is_said_of_what_is_not_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "It changed" not in plan._verdict(NEAR.rank(Goal()))
+    (option,) = (option for option in NEAR.rank(Goal(budget=1.0)).options if option.name == "entropy:0.4 sequential")
+    assert "of 4 outputs here, which leaves up to" in plan._sample(option)
 
 
 def test_what_is_piped_is_not_cut(capsys: pytest.CaptureFixture[str]) -> None:

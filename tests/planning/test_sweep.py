@@ -10,10 +10,11 @@ from test_simulator import COSTS, TRACES
 
 from outrider.errors import SettingsError
 from outrider.netem.conditions import conditions
+from outrider.planning.gates import thresholds
 from outrider.planning.simulator import Setup, replay, summarise
-from outrider.planning.sweep import Row, pareto, sweep, thresholds
+from outrider.planning.sweep import Row, pareto, sweep
 
-GATES = ["always", "never", *thresholds(TRACES, "entropy", 4)]
+GATES = ["always", "never", *thresholds(TRACES, cloud_shares=(0.8, 0.6, 0.4, 0.2))]
 NETS = [conditions("none"), conditions("rtt=50ms")]
 ROWS = sweep(TRACES[:5], COSTS, gates=GATES, ks=(1, 5), drivers=("sequential", "pipelined"), nets=NETS)
 
@@ -53,15 +54,6 @@ def test_of_equals_the_fastest_is_on_the_front() -> None:
     (kept,) = pareto(never)
     assert kept.summary.total_s == min(row.summary.total_s for row in never)
     assert pareto([]) == []
-
-
-def test_thresholds_are_quantiles() -> None:
-    gates = thresholds(TRACES, "entropy", 3)
-    values = [token.entropy for trace in TRACES for token in trace.signals]
-    below = [sum(value <= gate.limit for value in values) / len(values) for gate in gates]  # type: ignore[attr-defined]
-    assert below == pytest.approx([0.25, 0.5, 0.75], abs=0.01)
-    with pytest.raises(SettingsError, match="number"):
-        thresholds(TRACES, "entropy", 0)
 
 
 def test_rows_are_flat_and_readable_by_others() -> None:

@@ -94,12 +94,16 @@ def _show(found: Calibration, out: str, traces: int) -> None:
     )
     console.print(lead, style="dim", soft_wrap=True)
     console.print(_table(found))
-    wrong = f"{found.loss} of {found.traces} traces"
+    lost = {
+        "outputs": f"of {found.traces} outputs at most {_percent(found.risk)} would differ from the cloud's",
+        "tokens": f"in {found.traces} outputs at most {_percent(found.risk)} of the cloud's tokens would lie behind a "
+        "wrong one",
+    }
     hardly = ": it saves nearly nothing" if found.escalation > NEARLY_ALL else ""
     console.print(
         f"{found.gate}: {_percent(found.escalation)} of blocks go to the cloud, audits included{hardly}. On the edge's "
-        f"word, {_percent(found.risk)} of the {wrong} would differ from the cloud's: within the budget of "
-        f"{_percent(found.epsilon)}.\nWritten to {out}: --gate calibrated:{out} --k {found.k}",
+        f"word, {lost[found.loss]}: within the budget of {_percent(found.epsilon)}.\n"
+        f"Written to {out}: --gate calibrated:{out} --k {found.k}",
         soft_wrap=True,
     )
 

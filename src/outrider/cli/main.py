@@ -249,20 +249,22 @@ def calibrate(
     epsilon
         The budget: the share that may be lost.
     loss
-        What is lost: outputs that are not what the cloud alone would have said, or only so many of their tokens.
+        What is lost: outputs that are not what the cloud alone would have said, or only so much of what it would have
+        said as lies behind the first other token (tokens).
     k
         The block length that the gate is for.
     audit
         The share of skipped blocks that is verified all the same, at random, to watch the risk.
     seed
-        How traces are divided between choosing the signal and setting its threshold.
+        The seed that the traces were decoded with; it also divides them between choosing the signal and setting its
+        threshold.
     """
     from outrider.cli.calibrate import identify, run_calibrate
     from outrider.config import GenerationSettings
     from outrider.files import check_place
 
     check_place(out)
-    settings = GenerationSettings.build(decoding.settings())
+    settings = GenerationSettings.build(decoding.settings() | {"seed": seed})
     edge, cloud = identify(models, connection)
     return run_calibrate(
         traces,
@@ -310,7 +312,7 @@ def plan(
     budget
         The share of tokens that may differ from the cloud's; 0 unless said, any for privacy.
     gate
-        A gate to try, as in entropy:1.5 (may be given several times).
+        A gate to try, as in entropy:1.5 (may be given several times); otherwise those that ask the cloud least.
     utilisation
         How busy the cloud is with others, 0 to below 1.
     """
@@ -342,7 +344,8 @@ def sweep(
     Parameters
     ----------
     gate
-        Gates to try; a range over the entropies of the traces otherwise (each option may be given several times).
+        Gates to try; otherwise entropies over the whole range of shares of the cloud (each option may be given several
+        times).
     k
         Block lengths, or auto.
     driver

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PAIR = Group("What is measured", sort_key=0)
 Drivers = Literal["sequential", "pipelined"]
-CHANGED = "changed: tokens; outputs change more often (one other token makes another output)"
+CHANGED = "changed: of the tokens; outputs: those with any token changed"
 
 
 @Parameter(name="*", group=PAIR)
@@ -97,8 +97,9 @@ def run_sweep(
     """`outrider sweep`: thresholds × k × drivers × networks, simulated over the pair's traces."""
     from outrider.cli.terminal import print_json
     from outrider.netem.conditions import conditions
+    from outrider.planning.gates import thresholds
     from outrider.planning.simulator import Setup
-    from outrider.planning.sweep import pareto, sweep, thresholds
+    from outrider.planning.sweep import pareto, sweep
 
     places = [conditions(net) for net in nets]
     lengths = [_length(k) for k in ks]
@@ -107,7 +108,8 @@ def run_sweep(
     if out is not None:
         check_place(out)
     traces, costs = _measure(measured, models, connection, decoding, output)
-    tried: list[Any] = list(gates) or ["always", *thresholds(traces), "never"]
+    longest = max((k for k in lengths if isinstance(k, int)), default=5)
+    tried: list[Any] = list(gates) or ["always", *thresholds(traces, longest), "never"]
     rows = sweep(traces, costs, gates=tried, ks=lengths, drivers=drivers, nets=places)
     if out is not None:
         write_file(out, "".join(json.dumps(row.to_json()) + "\n" for row in rows))
@@ -153,10 +155,11 @@ def _measure(
 
 
 def _gates(asked: Sequence[str], budget: float, traces: Sequence[Trace]) -> list[Any]:
-    """Those that were asked for; where a budget allows to skip and none were, a few over the range of the entropy."""
-    from outrider.planning.sweep import thresholds
+    """Those that were asked for; else, where a budget allows to skip, those that take the least from the cloud."""
+    from outrider.planning.gates import frontier
+    from outrider.planning.planner import KS
 
-    return list(asked) or (list(thresholds(traces, number=5)) if budget > 0 else [])
+    return list(asked) or (frontier(traces, KS, budget) if budget > 0 else [])
 
 
 def _length(text: str) -> int | str:
@@ -216,6 +219,7 @@ def _plan_cells(option: Option, aim: Aim) -> dict[str, str]:
         "ms per token": f"{1000 * found.token_s:.1f}",
         "by cloud": f"{100 * found.cloud_share:.1f} %",
         "changed": f"{100 * found.disagreement:.1f} %",
+        "outputs": f"{round(found.changed * found.outputs)} of {found.outputs}",
         "cloud ms per token": f"{1000 * found.cloud_s / max(found.tokens, 1):.1f}",
     }
     if aim == "privacy":
@@ -238,6 +242,7 @@ def _pays(rtt_s: float | None) -> str:
 def _verdict(ranking: Ranking) -> str:
     """One sentence: what to do."""
     best = ranking.best
+    sample = _sample(best)
     advice = {"edge-only": "Stay on the edge", "cloud-only": "Use the cloud alone"}.get(
         best.setup.mode, f"Speculate: {best.name}, k {best.setup.k}"
     )
@@ -245,21 +250,34 @@ def _verdict(ranking: Ranking) -> str:
         return f"Nothing keeps within the budget; the nearest is {best.name}."
     others = [option for option in ranking.options[1:] if option.allowed]
     if not others:
-        return f"{advice}; nothing else keeps within the budget."
+        return f"{advice}; nothing else keeps within the budget.{sample}"
     if math.isinf(others[0].behind):
-        return f"{advice}: by this goal it costs nothing, and all else costs something."
-    return f"{advice}; the next best ({others[0].name}) costs {others[0].behind:.2f} times as much by this goal."
+        return f"{advice}: by this goal it costs nothing, and all else costs something.{sample}"
+    next_best = f"the next best ({others[0].name}) costs {others[0].behind:.2f} times as much by this goal"
+    return f"{advice}; {next_best}.{sample}"
+
+
+def _sample(option: Option) -> str:
+    """What the traces show of an option that is not exact, and what they leave open."""
+    found, setup = option.summary, option.setup
+    if setup.mode == "cloud-only" or (setup.mode == "speculative" and setup.policy().exact):
+        return ""
+    return (
+        f" It changed {round(found.changed * found.outputs)} of {found.outputs} outputs here, which leaves up to "
+        f"{100 * found.changed_high:.0f} % of all open (95 %): outrider calibrate finds a gate that keeps a budget."
+    )
 
 
 def _show_sweep(rows: Sequence[Row], front: Sequence[Row]) -> None:
     from outrider.cli.terminal import stdout
 
-    columns = ("gate", "k", "driver", "network", "by cloud", "changed", "ms per token", "escalated", "")
+    columns = ("gate", "k", "driver", "network", "by cloud", "changed", "outputs", "ms per token", "escalated", "")
     table = _table(columns, texts=("gate", "driver", "network", ""))
     best = {id(row) for row in front}
     for row in rows:
         found = row.summary
         shares = [f"{100 * share:.1f} %" for share in (found.cloud_share, found.disagreement)]
-        cells = [row.gate, str(row.k), row.driver, row.net, *shares, f"{1000 * found.token_s:.1f}"]
+        outputs = f"{round(found.changed * found.outputs)} of {found.outputs}"
+        cells = [row.gate, str(row.k), row.driver, row.net, *shares, outputs, f"{1000 * found.token_s:.1f}"]
         table.add_row(*cells, f"{100 * found.escalation:.0f} %", "frontier" if id(row) in best else "")
     stdout().print(table)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from outrider.config import DriverName
+from outrider.core.audits import MISS, upper_bound
 from outrider.core.gate import Always, Gate, Signals
 from outrider.errors import SettingsError
 from outrider.planning.checks import count, share
@@ -64,7 +65,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Option:
-    """One way of decoding. allowed: its disagreements are within the budget.
+    """One way of decoding. allowed: its disagreements are within the budget; see `_allowed`.
 
     behind: its cost under the goal divided by the best option's (1 for the best; infinite where that costs nothing).
     breakeven_rtt_s: below this round trip, all else equal, it is faster than cloud-only; 0: at none, infinite: at all
@@ -172,8 +173,22 @@ class Planner:
     def _option(self, name: str, setups: list[Setup], goal: Goal) -> Option:
         """The best of a mode's setups."""
         tried = [(setup, self.simulate(setup)) for setup in setups]
-        options = [Option(name, setup, found, found.disagreement <= goal.limit) for setup, found in tried]
+        options = [Option(name, setup, found, _allowed(setup, found, goal.limit)) for setup, found in tried]
         return min(options, key=lambda option: (not option.allowed, goal.worth(option.summary)))
+
+
+def _allowed(setup: Setup, found: Summary, limit: float) -> bool:
+    """Whether it keeps within the budget: it changed nothing, or so little that two standard errors more are within it.
+
+    Where the cloud was never asked, few traces show little, whatever came of them: then a bound that holds for any
+    number of outputs must be within the budget. A budget of 0 is kept by what is exact.
+    """
+    exact = setup.mode == "cloud-only" or (setup.mode == "speculative" and setup.policy().exact)
+    if exact or limit == 0.0:
+        return exact
+    if found.at_home == 1.0:
+        return upper_bound(found.disagreement, found.outputs, MISS / 2) <= limit
+    return found.disagreement == 0.0 or found.disagreement_high <= limit
 
 
 def root(of: Callable[[float], float], low: float, high: float) -> float:

@@ -22,6 +22,7 @@ from typing import Literal
 
 from outrider.config import DriverName, Scope
 from outrider.core.acceptance import Exact
+from outrider.core.audits import MISS, upper_bound
 from outrider.core.decoder import MAX_PROVISIONAL, Decoder, Plan
 from outrider.core.gate import Always, Gate
 from outrider.core.gate import gate as parse_gate
@@ -116,8 +117,9 @@ class Outcome:
 class Summary:
     """Of several outputs: means over outputs for seconds and bytes, shares over all tokens or blocks together.
 
-    worst_disagreement: of the output with the largest share. at_home: share of outputs for which the cloud was never
-    asked. bytes up: recordings included.
+    disagreement: of tokens; disagreement_high: with two standard errors over outputs. worst_disagreement: of the output
+    with the largest share. changed: of outputs; changed_high: the upper end of its 95 % interval. at_home: share of
+    outputs for which the cloud was never asked. bytes up: recordings included.
     """
 
     outputs: int
@@ -130,7 +132,10 @@ class Summary:
     escalation: float
     cloud_share: float
     disagreement: float
+    disagreement_high: float
     worst_disagreement: float
+    changed: float
+    changed_high: float
     at_home: float
     bytes_up: float
     bytes_down: float
@@ -175,6 +180,7 @@ def summarise(outcomes: Seq[Outcome]) -> Summary:
     """
     if not outcomes:
         raise DataError("there are no outcomes to sum up")
+    changed = sum(outcome.disagreements > 0 for outcome in outcomes) / len(outcomes)
     total = {f.name: math.fsum(getattr(o, f.name) for o in outcomes) for f in fields(Outcome)}
     mean = {name: value / len(outcomes) for name, value in total.items()}
     return Summary(
@@ -188,12 +194,24 @@ def summarise(outcomes: Seq[Outcome]) -> Summary:
         escalation=total["escalated"] / total["blocks"] if total["blocks"] else 0.0,
         cloud_share=total["cloud_tokens"] / total["tokens"],
         disagreement=total["disagreements"] / total["tokens"],
+        disagreement_high=_high(outcomes, total["disagreements"] / total["tokens"]),
         worst_disagreement=max(outcome.disagreements / outcome.tokens for outcome in outcomes),
+        changed=changed,
+        changed_high=upper_bound(changed, len(outcomes), MISS / 2),
         at_home=sum(outcome.rounds == 0 for outcome in outcomes) / len(outcomes),
         bytes_up=mean["bytes_up"],
         bytes_down=mean["bytes_down"],
         cloud_s=mean["cloud_s"],
     )
+
+
+def _high(outcomes: Seq[Outcome], share: float) -> float:
+    """A share of wrong tokens and two of its standard errors: outputs differ as a whole, not token by token."""
+    if len(outcomes) < 2:
+        return 1.0
+    tokens = math.fsum(outcome.tokens for outcome in outcomes)
+    squares = math.fsum((outcome.disagreements - share * outcome.tokens) ** 2 for outcome in outcomes)
+    return min(share + 2 * math.sqrt(squares * len(outcomes) / (len(outcomes) - 1)) / tokens, 1.0)
 
 
 class _Run:

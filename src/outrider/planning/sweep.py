@@ -9,9 +9,8 @@ from itertools import product
 from typing import Any
 
 from outrider.config import DriverName
-from outrider.core.gate import Gate, Name, Threshold
+from outrider.core.gate import Gate
 from outrider.netem.conditions import Conditions
-from outrider.planning.checks import count
 from outrider.planning.costs import Costs
 from outrider.planning.simulator import Setup, Summary, end_tokens, replay, summarise
 from outrider.planning.traces import Trace
@@ -32,14 +31,6 @@ class Row:
         """Flat."""
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "summary"}
         return own | {field.name: getattr(self.summary, field.name) for field in fields(Summary)}
-
-
-def thresholds(traces: Seq[Trace], signal: Name = "entropy", number: int = 9) -> list[Gate]:
-    """Gates at evenly spaced quantiles of a signal's values over all tokens, the least and the largest left out."""
-    count(1, number=number)
-    values = sorted(getattr(token, signal) for trace in traces for token in trace.signals)
-    chosen = [values[(n * len(values)) // (number + 1)] for n in range(1, number + 1)]
-    return [Threshold(signal, float(f"{value:.4g}")) for value in dict.fromkeys(chosen)]
 
 
 def sweep(
