@@ -350,7 +350,7 @@ class _Run:
         )
 
     def _warnings(self) -> list[str]:
-        found = []
+        found = list(self._prompt.warnings)
         if self._prompt.audio is not None and is_silent(self._prompt.audio):
             found.append("the recording is silent: there is no speech to describe")
         if self._owner.withholds(self._prompt) and self._decoder.stats.cloud_tokens:
