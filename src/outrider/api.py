@@ -149,6 +149,15 @@ class SpeculativeDecoder:
             raise PromptError(f"{encoder.name} takes no audio: give an audio-language model as --edge, or as the draft")
 
     @property
+    def audio_seconds(self) -> float:
+        """The longest recording that the models take, in seconds; 0 where recordings cannot be prompts."""
+        front = self._encoder.audio
+        if front is None:
+            return 0.0
+        target = self._target.audio_seconds
+        return min(front.max_seconds, target) if target else float(front.max_seconds)
+
+    @property
     def tokenizer(self) -> Any:
         """The pair's tokenizer, or None."""
         return self._encoder.tokenizer

@@ -36,7 +36,8 @@ from outrider.core.outcome import Result
 from outrider.core.text import Transcript
 from outrider.engines.load import BUNDLED
 from outrider.errors import AudioError, OutriderError, PromptError, SettingsError
-from outrider.prompts.audio import Audio, load
+from outrider.prompts import audio
+from outrider.prompts.audio import Audio, Piece
 from outrider.prompts.chat import check_text
 from outrider.verifiers.base import disconnect
 from outrider.verifiers.connect import connect
@@ -74,6 +75,7 @@ def run_caption(
     files: Sequence[str],
     lang: str,
     task: str,
+    split: bool,
     models: Models,
     speculation: Speculation,
     network: Network,
@@ -85,7 +87,8 @@ def run_caption(
         raise PromptError("no recording was given: outrider caption AUDIO…")
     check(models, speculation, network)
     jobs = [Audio(Path(name), task=task, lang=lang) for name in files]
-    return _caption_all(jobs, list(files), partial(build_decoder, models, speculation, network), decoding, output)
+    build = partial(build_decoder, models, speculation, network)
+    return _caption_all(jobs, list(files), build, decoding, output, split=split)
 
 
 def run_generate(
@@ -168,6 +171,8 @@ def _caption_all(
     build: Callable[[], SpeculativeDecoder],
     decoding: Decoding,
     output: Output,
+    *,
+    split: bool = False,
 ) -> int:
     GenerationSettings.build(decoding.settings())
     failures = {n: error for n, job in enumerate(jobs) if (error := _unusable(job)) is not None}
@@ -176,7 +181,7 @@ def _caption_all(
         if len(failures) < len(jobs):
             decoder = closing.enter_context(_loaded(build, output))
             decoder.check_hears()
-        done = _caption_each(jobs, titles, failures, decoder, decoding, output)
+        done = _caption_each(jobs, titles, failures, decoder, decoding, output, split=split)
     if done and not output.json:
         _print_table(done)
     return 1 if failures else 0
@@ -189,6 +194,8 @@ def _caption_each(
     decoder: SpeculativeDecoder | None,
     decoding: Decoding,
     output: Output,
+    *,
+    split: bool,
 ) -> list[tuple[str, Result]]:
     """Caption and print what can be captioned; failures gains the rest."""
     done: list[tuple[str, Result]] = []
@@ -197,8 +204,9 @@ def _caption_each(
         for n, (job, title) in enumerate(zip(jobs, titles, strict=True)):
             if n not in failures and decoder is not None:
                 try:
-                    result = _caption(job, printable(title), decoder, decoding, output)
-                    done.append((printable(Path(str(job.source)).name), result))
+                    for piece in audio.split(job, decoder.audio_seconds) if split else (None,):
+                        result = _caption(job, printable(title), decoder, decoding, output, piece)
+                        done.append((printable(Path(str(job.source)).name) + _times(piece), result))
                 except OutriderError as error:
                     failures[n] = error
             if n in failures:
@@ -210,23 +218,39 @@ def _caption_each(
 def _unusable(job: Audio) -> OutriderError | None:
     """What is wrong with a recording, found before any model is loaded."""
     try:
-        load(job)
+        audio.read(job)
     except AudioError as error:
         return error
     return None
 
 
-def _caption(job: Audio, title: str, decoder: SpeculativeDecoder, decoding: Decoding, output: Output) -> Result:
-    """Caption a recording and print what comes: on a terminal each token when it is there."""
-    console = Console()
+def _times(piece: Piece | None) -> str:
+    """The place of a piece, as in " 0:30–1:00"."""
+    if piece is None:
+        return ""
+    start, end = (f"{int(seconds) // 60}:{seconds % 60:04.1f}" for seconds in (piece.start, piece.end))
+    return f" {start}–{end}"
+
+
+def _caption(
+    job: Audio,
+    title: str,
+    decoder: SpeculativeDecoder,
+    decoding: Decoding,
+    output: Output,
+    piece: Piece | None = None,
+) -> Result:
+    """Caption a recording, or a piece of it, and print what comes: on a terminal each token when it is there."""
+    console, prompt, title = Console(), job if piece is None else piece.audio, title + _times(piece)
     if _watched(output):
         view.show_title(console, title)
-        result = _watch(decoder, job, decoding)
+        result = _watch(decoder, prompt, decoding)
         view.show_warnings(console, result)
     else:
-        result = decoder.generate(job, **decoding.settings())
+        result = decoder.generate(prompt, **decoding.settings())
         if output.json:
-            print_json({"file": str(job.source), "lang": job.lang, "task": job.task, **result.to_json()})
+            where = {} if piece is None else {"start_s": round(piece.start, 3), "end_s": round(piece.end, 3)}
+            print_json({"file": str(job.source), **where, "lang": job.lang, "task": job.task, **result.to_json()})
             return result
         view.show(console, title, pieces(decoder, result), result)
     console.print()

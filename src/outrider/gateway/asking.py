@@ -122,10 +122,8 @@ def asked(request: Request, defaults: Defaults) -> Asked:
             param="outrider.provisional",
         )
     settings = _settings(request, options, defaults)
-    unused = (f"{name} was not used" for name in UNUSED if getattr(request, name, None) is not None)
-    prompt, heard = _prompt(request, options, defaults)
     return Asked(
-        prompt=prompt,
+        prompt=_prompt(request, options, defaults),
         settings=settings,
         choice=_choice(options, defaults.choice),
         stream=bool(request.stream),
@@ -133,7 +131,7 @@ def asked(request: Request, defaults: Defaults) -> Asked:
         provisional=bool(options.provisional),
         tokens=bool(options.tokens),
         stop=settings["stop"],
-        notes=(*heard, *unused),
+        notes=tuple(f"{name} was not used" for name in UNUSED if getattr(request, name, None) is not None),
         field="messages" if isinstance(request, ChatRequest) else "prompt",
     )
 
@@ -239,13 +237,12 @@ def _checked_by(reader: Any, value: str, param: str) -> None:
 # Prompts ----------------------------------------------------------------------------------------------------
 
 
-def _prompt(request: Request, options: OutriderOptions, defaults: Defaults) -> tuple[PromptLike, tuple[str, ...]]:
-    """The prompt, and the warnings about its recording."""
+def _prompt(request: Request, options: OutriderOptions, defaults: Defaults) -> PromptLike:
     if isinstance(request, ChatRequest):
         if any(_audio_parts(message) for message in request.messages):
             return _recording(request, options, defaults)
         _no_task(options)
-        return [_turn(at, message) for at, message in enumerate(request.messages)], ()
+        return [_turn(at, message) for at, message in enumerate(request.messages)]
     _no_task(options)
     assert isinstance(request, CompletionRequest)  # there are two kinds of requests
     prompt = request.prompt
@@ -255,7 +252,7 @@ def _prompt(request: Request, options: OutriderOptions, defaults: Defaults) -> t
         _check_text(prompt, "prompt")
         if not prompt:
             raise Refused("the prompt is empty: it has no tokens", param="prompt")
-    return prompt, ()
+    return prompt
 
 
 def _no_task(options: OutriderOptions) -> None:
@@ -289,7 +286,7 @@ def _check_text(text: str, param: str) -> None:
         raise Refused(str(error), param=param) from error
 
 
-def _recording(request: ChatRequest, options: OutriderOptions, defaults: Defaults) -> tuple[Audio, tuple[str, ...]]:
+def _recording(request: ChatRequest, options: OutriderOptions, defaults: Defaults) -> Audio:
     if not defaults.audio_seconds:
         raise Refused(f"{defaults.edge} takes no audio: give an audio-language model as --edge", param="messages")
     if len(request.messages) > 1 or request.messages[0].role != "user":
@@ -314,7 +311,7 @@ def _recording(request: ChatRequest, options: OutriderOptions, defaults: Default
     except AudioError as error:
         raise blaming(error, "messages.0.content.input_audio.data") from error
     task, lang = options.task or "default", options.lang or "en"
-    return Audio(recording.waveform, task, lang, instruction=question), recording.warnings
+    return Audio(recording.waveform, task, lang, instruction=question, warnings=recording.warnings)
 
 
 # Refusals ---------------------------------------------------------------------------------------------------

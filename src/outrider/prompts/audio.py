@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from numbers import Real
 from pathlib import Path
@@ -37,7 +37,7 @@ class Audio:
     """A recording to caption: `Audio("a.wav", task="detailed", lang="zh")`.
 
     source: a path, or a waveform as floats in [−1, 1], [samples] or [samples, channels], with its sampling_rate.
-    instruction: what to ask instead of the caption task.
+    instruction: what to ask instead of the caption task. warnings: of an earlier decoding, for the result.
     """
 
     source: str | Path | np.ndarray
@@ -45,6 +45,7 @@ class Audio:
     lang: str = "en"
     sampling_rate: int = SAMPLE_RATE
     instruction: str | None = field(default=None, kw_only=True)
+    warnings: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ def read(audio: Audio) -> Recording:
         AudioError: unreadable, not audio, empty, shorter than 0.1 s, longer than an hour, or not finite.
     """
     if isinstance(audio.source, np.ndarray):
-        return prepare("the waveform", Decoded(_from_array(audio.source, audio.sampling_rate), "array"))
+        waveform = _from_array(audio.source, audio.sampling_rate)
+        return prepare("the waveform", Decoded(waveform, "array", audio.warnings))
     if not isinstance(audio.source, (str, Path)):
         kind = type(audio.source).__name__
         raise AudioError(f"a recording is a path or a numpy array of floats, not {kind}")
@@ -105,16 +107,14 @@ def split(audio: Audio, max_seconds: float) -> list[Piece]:
         AudioError: see `read`.
     """
     recording = read(audio)
-    count = math.ceil(recording.seconds / max_seconds)
-    bounds = [len(recording.waveform) * n // count for n in range(count + 1)]
-    return [
-        Piece(
-            Audio(recording.waveform[start:end], audio.task, audio.lang, instruction=audio.instruction),
-            start / SAMPLE_RATE,
-            end / SAMPLE_RATE,
-        )
-        for start, end in pairwise(bounds)
-    ]
+    wave, count = recording.waveform, math.ceil(recording.seconds / max_seconds)
+    bounds = [len(wave) * n // count for n in range(count + 1)]
+    pieces = []
+    for start, end in pairwise(bounds):
+        warnings = recording.warnings if end == len(wave) else ()  # what is missing is missing at the end
+        part = replace(audio, source=wave[start:end], sampling_rate=SAMPLE_RATE, warnings=warnings)
+        pieces.append(Piece(part, start / SAMPLE_RATE, end / SAMPLE_RATE))
+    return pieces
 
 
 def exponent(waveform: np.ndarray) -> int:
