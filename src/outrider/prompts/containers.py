@@ -20,7 +20,7 @@ MEDIA: Final = {  # what PyAV decodes, by FFmpeg's name of the demuxer: names of
     "asf": ("wma",),
 }
 STREAMED: Final = 0x7FFF0000  # sizes from here on are what programs write that do not know the length
-HEADER: Final = 2**16
+TRAILING: Final = 2**13  # bytes behind the end of the audio that may be tags
 CHUNKS: Final = 10_000
 OGG_PAGE: Final = 27 + 255 + 255 * 255
 OGG_BEGINNINGS: Final = 1024  # bytes in which the first pages of all streams that run side by side lie
@@ -30,12 +30,13 @@ LENGTH_MASK: Final = 0x7F7F7F7F
 
 @dataclass(frozen=True)
 class Data:
-    """The audio data of a container. at: the offset of its size field. claimed: bytes, None where the header does not
-    know. present: bytes that the file holds of it."""
+    """The audio data of a container. claimed: bytes, None where the header does not know. present: bytes that the file
+    holds of it. at, true_size: the offset of the size field, and what it would hold if it were right."""
 
-    at: int
     claimed: int | None
     present: int
+    at: int = 0
+    true_size: bytes = b""
 
 
 def media_format(head: bytes) -> str | None:
@@ -49,6 +50,11 @@ def media_format(head: bytes) -> str | None:
     if head.startswith(b"0&\xb2u\x8ef\xcf\x11"):
         return "asf"
     return "aac" if is_adts(head) else None
+
+
+def is_sample_dump(head: bytes) -> bool:
+    """Whether this is a sampler's dump (SDS), over which libsndfile prints lines on standard output."""
+    return head[:2] == b"\xf0\x7e" and head[3:4] == b"\x01"
 
 
 def is_adts(head: bytes) -> bool:
@@ -87,7 +93,7 @@ def audio_data(file: BinaryIO, size: int) -> Data | None:
     if magic in (b".snd", b"dns."):
         order = ">" if magic == b".snd" else "<"
         start, claimed = struct.unpack_from(order + "II", head.ljust(12, b"\0"), 4)
-        return _data(8, claimed, max(0, size - start))
+        return _data(claimed, max(0, size - start), 8, order + "I")
     if head.startswith(b"NIST_1A"):
         return _sphere(_read(file, 0, 1024), size)
     return None
@@ -100,7 +106,12 @@ def _sphere(header: bytes, size: int) -> Data | None:
     if start is None or not all(found):
         return None
     claimed = math.prod(int(each[1]) for each in found if each is not None)
-    return _data(0, claimed, max(0, size - int(start[1])))
+    return Data(claimed, min(claimed, max(0, size - int(start[1]))))
+
+
+def flac_length(head: bytes) -> int:
+    """Return the samples that a FLAC file says it has, 0 where it does not know or has another beginning."""
+    return int.from_bytes(head[21:26], "big") & (2**36 - 1) if head.startswith(b"fLaC") else 0
 
 
 def ogg_ends(file: BinaryIO, size: int) -> bool:
@@ -141,7 +152,9 @@ def _find(
             wide = int.from_bytes(_read(file, body + 8, 8), "little")
         if tag == wanted:
             known = wide if wide is not None and claimed == 0xFFFFFFFF else claimed
-            return _data(start + name, known, max(0, size - body))
+            goes_on = known > 0 and _goes_on(file, body + known + -known % pad, size)
+            extra = name + struct.calcsize(length) if counts_header else 0
+            return _data(0 if goes_on else known, max(0, size - body), start + name, length, extra)
     return None
 
 
@@ -162,9 +175,17 @@ def _chunks(
         at += head + claimed + -claimed % pad
 
 
-def _data(at: int, claimed: int, present: int) -> Data:
-    is_known = 0 < claimed < STREAMED or STREAMED < 2**32 < claimed < 2**48
-    return Data(at, claimed if is_known else None, present if not is_known else min(present, claimed))
+def _data(claimed: int, rest: int, at: int, length: str, extra: int = 0) -> Data:
+    """rest: bytes from the beginning of the data to the end of the file. extra: of the header, if the size counts it."""
+    is_known = 0 < claimed < STREAMED or 2**32 < claimed < 2**48
+    present = min(rest, claimed) if is_known else rest
+    true_size = struct.pack(length, present + extra) if present + extra < 2**32 or length[1] == "q" else b""
+    return Data(claimed if is_known else None, present, at, true_size)
+
+
+def _goes_on(file: BinaryIO, end: int, size: int) -> bool:
+    """Whether what follows the data is no chunk, but more data than the header speaks of."""
+    return size - end > TRAILING and re.match(rb"[ -~]{4}", _read(file, end, 4)) is None
 
 
 def _read(file: BinaryIO, at: int, count: int) -> bytes:

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 
 from outrider.errors import AudioError
+from outrider.prompts.containers import MEDIA
 
 MAX_ERRORS: Final = 1000  # packets that cannot be decoded, before the rest is given up
 SLACK_SECONDS: Final = 0.25  # encoders' delay and padding, which a container may count or not
@@ -54,7 +55,9 @@ def blocks(
     try:
         container = av.open(file, format=kind, options={"protocol_whitelist": "none"}, metadata_errors="replace")
     except (av.FFmpegError, *FOREIGN) as error:
-        raise AudioError(f"{name}: not {kind} audio that can be read ({_reason(error)})") from error
+        lost = "; the index of such a file stands at its end and is lost where it breaks off" if kind == "mov" else ""
+        names = ", ".join(MEDIA[kind])
+        raise AudioError(f"{name}: no recording ({names}) that can be read ({_reason(error)}){lost}") from error
     with container:
         if not container.streams.audio:
             raise AudioError(f"{name}: holds no audio stream")

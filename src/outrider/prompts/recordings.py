@@ -28,7 +28,6 @@ MAX_PEAK: Final = 100.0  # larger samples are no waveform in [−1, 1], however 
 BLOCK: Final = 2**14  # frames
 STEP: Final = 2**9  # frames, where an error loses all that the same call had decoded
 PRETENDED: Final = 2**30  # bytes; libsndfile stops at an estimate of the length where a file's size gives it one
-TRAILING: Final = 2**13  # bytes behind the end of the audio that may be tags
 FORMATS: Final = "wav, flac, ogg, opus, mp3, aiff, au, caf and w64"
 
 
@@ -78,6 +77,8 @@ def decode(file: BinaryIO, name: str, limits: Limits = Limits()) -> Decoded:
         raise AudioError(f"{name}: empty file")
     file.seek(0)
     head = file.read(64)
+    if containers.is_sample_dump(head):
+        raise AudioError(_unreadable(name, "a MIDI sample dump"))
     media = containers.media_format(head)
     if media is not None:
         return _decode_media(file, name, limits, media)
@@ -192,6 +193,12 @@ class Source:
         self.patches: dict[int, bytes] = {}
         self.ran_out = False  # libsndfile asked for more than there is
 
+    def again(self, patches: dict[int, bytes]) -> Source:
+        """The same file from its beginning, with other patches."""
+        source = Source(self._file, self._real, self.size)
+        source.patches = patches
+        return source
+
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
         self._at = max(0, start + offset)
@@ -260,14 +267,24 @@ def _decode_sound(file: BinaryIO, size: int, head: bytes, name: str, limits: Lim
     start = containers.mpeg_start(head)
     if start is not None and start < size:
         return _decode_mpeg(file, size, start, name, limits)
-    data = containers.audio_data(file, size)
-    source = Source(file, size)
-    if data is not None and head[:4] in (b"caff", b"riff") and data.claimed != data.present:
-        extra = 24 if head[:4] == b"riff" else 0  # libsndfile takes these two with a true length only
-        source.patches[data.at] = (data.present + extra).to_bytes(8, "little" if extra else "big")
+    data, source = containers.audio_data(file, size), Source(file, size)
+    is_strict = head[:4] in (b"caff", b"riff")  # libsndfile takes these two with a true size only
+    if data is not None and (data.claimed is None or is_strict) and data.true_size:
+        source.patches[data.at] = data.true_size
     run = _Run(source, name, limits)
-    wave = run.decode()
+    wave, claimed = run.decode(), containers.flac_length(head)
+    if claimed and source.left > containers.TRAILING:  # more than the header counts
+        run, wave = _longer(run, wave, {21: bytes([head[21] & 0xF0]) + bytes(4)}, name, limits)
     return Decoded(wave, run.kind, tuple(_missing(run, data, file, size)))
+
+
+def _longer(
+    run: _Run, wave: np.ndarray, patches: dict[int, bytes], name: str, limits: Limits
+) -> tuple[_Run, np.ndarray]:
+    """Decode once more, without the header's length: a run that got further, or else the first."""
+    whole = _Run(run.source.again(patches), name, limits)
+    longer = whole.decode()
+    return (whole, longer) if len(longer) > len(wave) + SAMPLE_RATE // 4 else (run, wave)
 
 
 def _decode_mpeg(file: BinaryIO, size: int, start: int, name: str, limits: Limits) -> Decoded:
@@ -276,12 +293,8 @@ def _decode_mpeg(file: BinaryIO, size: int, start: int, name: str, limits: Limit
     tag = containers.vbr_tag(file.read(64))
     run = _mpeg_run(file, size, start, tag, name, limits)
     wave = run.decode()
-    if tag is not None and run.source.left > TRAILING:  # more than the tag counts
-        whole = _mpeg_run(file, size, start, None, name, limits)
-        whole.source.patches[start + tag] = bytes(4)
-        longer = whole.decode()
-        if len(longer) > len(wave) + SAMPLE_RATE // 4:
-            run, wave = whole, longer
+    if tag is not None and run.source.left > containers.TRAILING:  # more than the tag counts
+        run, wave = _longer(run, wave, {start + tag: bytes(4)}, name, limits)
     claimed = run.claimed if tag is not None and run.claimed < PRETENDED else None
     return Decoded(wave, run.kind, tuple(_cut(run, claimed, slack=2 * 1152)))
 
@@ -350,7 +363,7 @@ def _reads_ahead(sound: Any) -> bool:
 
 
 def _step(sound: Any) -> int:
-    is_plain = sound.subtype.startswith(("PCM", "FLOAT", "DOUBLE")) and sound.format not in (*STREAMS, "SDS")
+    is_plain = sound.subtype.startswith(("PCM", "FLOAT", "DOUBLE")) and sound.format not in STREAMS
     return BLOCK if is_plain else STEP
 
 
@@ -375,7 +388,7 @@ def _cut(run: _Run, claimed: int | None, slack: int = 0) -> Iterator[str]:
         yield f"the recording is damaged or breaks off: {lost:.2f} s of its {whole:.2f} s are missing"
     elif run.is_broken:
         yield f"the recording is damaged or breaks off after {run.seconds:.2f} s: what follows is missing"
-    elif run.kind in ("FLAC", "MP3", "MPEG") and run.source.left > TRAILING:
+    elif run.kind in ("FLAC", "MP3", "MPEG") and run.source.left > containers.TRAILING:
         yield f"the recording ends after {run.seconds:.2f} s; {run.source.left} bytes behind its end were not read"
 
 
@@ -398,7 +411,7 @@ def _decode_media(file: BinaryIO, name: str, limits: Limits, kind: str) -> Decod
     return Decoded(wave, kind, tuple(state.warnings(downmix.seconds)))
 
 
-def _unreadable(name: str, error: Exception) -> str:
+def _unreadable(name: str, error: Exception | str) -> str:
     if Path(name).suffix.lower() == ".raw":
         return (
             f"{name}: samples without a header are not read: say what they are and convert them, as in "
