@@ -123,6 +123,19 @@ def test_resampling_by_blocks_gives_the_samples_of_resampling_at_once(rate: int)
     assert np.array_equal(audio.load(Audio(wave, sampling_rate=rate)), on_grid(once))
 
 
+APE = b"\xd0\x07\0\0\x88\x13\0\0\x01\0\0\0\0\0\0\0" + bytes(8)
+TAGS = [b"TAG" + b"x" * 125, bytes(500), b"y" * 4968 + b"APETAGEX" + APE, b"LIST\x10\0\0\0" + b"x" * 16]
+
+
+@pytest.mark.parametrize("tag", TAGS, ids=["id3v1", "zeros", "ape", "list"])
+@pytest.mark.parametrize("name", ["FLAC-PCM_16", "MP3-MPEG_LAYER_III", "WAV-PCM_16", "AIFF-PCM_16"])
+def test_tags_behind_the_audio_are_no_damage(name: str, tag: bytes) -> None:
+    data = written(name, 1.111)
+    whole, tagged = decode_bytes(data, "a"), decode_bytes(data + tag, "a")
+    assert np.array_equal(tagged.waveform, whole.waveform)
+    assert not tagged.warnings
+
+
 # Damage -----------------------------------------------------------------------------------------------------
 
 

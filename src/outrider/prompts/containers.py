@@ -72,6 +72,16 @@ def mpeg_start(head: bytes) -> int | None:
     return 0 if is_mpeg else None
 
 
+def mpeg_end(file: BinaryIO, size: int) -> int:
+    """Return where MPEG audio ends, before ID3v1 and APEv2 tags."""
+    end = size - 128 if _read(file, max(0, size - 128), 3) == b"TAG" else size
+    footer = _read(file, max(0, end - 32), 32)
+    if not footer.startswith(b"APETAGEX"):
+        return end
+    length, flags = struct.unpack_from("<I4xI", footer, 12)
+    return max(0, end - length - (32 if flags & 0x80000000 else 0))
+
+
 def vbr_tag(frame: bytes) -> int | None:
     """Return where the Xing or Info tag stands in the first frame of MPEG audio, which counts the frames."""
     found = re.search(rb"Xing|Info", frame[:64])
@@ -176,7 +186,7 @@ def _chunks(
 
 
 def _data(claimed: int, rest: int, at: int, length: str, extra: int = 0) -> Data:
-    """rest: bytes from the beginning of the data to the end of the file. extra: of the header, if the size counts it."""
+    """rest: bytes from the beginning of the data to the end of the file. extra: the header, if the size counts it."""
     is_known = 0 < claimed < STREAMED or 2**32 < claimed < 2**48
     present = min(rest, claimed) if is_known else rest
     true_size = struct.pack(length, present + extra) if present + extra < 2**32 or length[1] == "q" else b""

@@ -28,6 +28,7 @@ MAX_PEAK: Final = 100.0  # larger samples are no waveform in [−1, 1], however 
 BLOCK: Final = 2**14  # frames
 STEP: Final = 2**9  # frames, where an error loses all that the same call had decoded
 PRETENDED: Final = 2**30  # bytes; libsndfile stops at an estimate of the length where a file's size gives it one
+UNKNOWN: Final = 2**40  # frames from here on mean that a header does not know
 FORMATS: Final = "wav, flac, ogg, opus, mp3, aiff, au, caf and w64"
 
 
@@ -289,6 +290,7 @@ def _longer(
 
 def _decode_mpeg(file: BinaryIO, size: int, start: int, name: str, limits: Limits) -> Decoded:
     """Decode MPEG audio, of which libsndfile would end at an estimate of the length."""
+    size = max(containers.mpeg_end(file, size), start)
     file.seek(start)
     tag = containers.vbr_tag(file.read(64))
     run = _mpeg_run(file, size, start, tag, name, limits)
@@ -326,7 +328,6 @@ class _Run:
             self.kind, self.rate, self.claimed = sound.format, sound.samplerate, sound.frames
             self._downmix.check(sound.samplerate, sound.channels)
             for block in self._blocks(sound):
-                self.frames += len(block)
                 self._downmix.add(block, self.rate)
         return self._downmix.finish()
 
@@ -335,6 +336,7 @@ class _Run:
         self.source.ran_out, filled, read = False, 0, -1
         while read:
             read = self._read(sound, buffer[filled : filled + step])
+            self.frames += read
             filled += read
             if filled and (not read or filled + step > BLOCK):
                 yield buffer[:filled]
@@ -344,6 +346,10 @@ class _Run:
         """Decode into `target`; returns the frames that were written, 0 at the end."""
         import soundfile
 
+        if self.kind == "FLAC" and self.claimed < UNKNOWN:  # what stands behind the last frame is an error, too
+            target = target[: max(0, self.claimed - self.frames)]
+        if not len(target):
+            return 0
         try:
             read = len(sound.read(len(target), dtype="float32", always_2d=True, out=target))
         except (soundfile.SoundFileError, *FOREIGN):
@@ -373,7 +379,7 @@ def _missing(run: _Run, data: containers.Data | None, file: BinaryIO, size: int)
         whole = run.frames * data.claimed // max(1, data.present)
         yield from _cut(run, max(whole, run.frames + 1))
     elif run.kind in ("FLAC", "OGG"):
-        claimed = run.claimed if 0 < run.claimed < 2**40 else None
+        claimed = run.claimed if 0 < run.claimed < UNKNOWN else None
         run.is_broken |= run.kind == "OGG" and not containers.ogg_ends(file, size)
         yield from _cut(run, claimed)
         if run.kind == "OGG" and containers.is_chained(file):
