@@ -25,6 +25,7 @@ from outrider.gateway.recordings import decoded
 from outrider.gateway.refusing import Refused
 from outrider.gateway.schemas import UNDONE, UNUSED, ChatRequest, CompletionRequest, Request
 from outrider.prompts.audio import Audio, on_grid
+from outrider.prompts.audio import read as read_audio
 
 CLIP = Path(outrider.__file__).parent / "demo" / "clips" / "en-1.ogg"
 TEXT = {"type": "text", "text": "x"}
@@ -130,6 +131,13 @@ def test_a_recording_is_heard_with_its_task_or_with_a_question() -> None:
     wave, rate = soundfile.read(CLIP, dtype="float32", always_2d=True)
     assert captioned.sampling_rate == rate
     assert np.array_equal(captioned.source, on_grid(wave[:, 0]))  # type: ignore[arg-type]
+
+
+def test_what_is_missing_of_a_recording_reaches_the_answer() -> None:
+    half = base64.b64decode(wave(2.0))[:32_000]
+    found = chat(HEARS, messages=said(recording("wav", base64.b64encode(half).decode()))).prompt
+    assert isinstance(found, Audio)
+    assert "1.00 s of its 2.00 s are missing" in read_audio(found).warnings[0]
 
 
 def test_channels_are_mixed_without_all_of_them_in_memory() -> None:

@@ -354,6 +354,19 @@ def test_a_film_without_sound_is_refused(av: Any) -> None:
         decode_bytes(file.getvalue(), "a")
 
 
+def test_a_codec_that_is_unknown_is_an_audio_error(av: Any) -> None:
+    data = fuzzing.media_file("mp4", "aac")
+    with pytest.raises(AudioError, match="codec"):
+        decode_bytes(data.replace(b"mp4a", b"zzzz").replace(b"esds", b"free"), "a")
+
+
+def test_an_index_of_more_samples_than_bytes_is_refused(av: Any) -> None:
+    data = fuzzing.media_file("mp4", "aac")
+    at = data.index(b"stsz") + 8
+    with pytest.raises(AudioError, match="more samples than the file has bytes"):
+        decode_bytes(data[:at] + struct.pack(">II", 1, 1 << 26) + data[at + 8 :], "a")
+
+
 def test_without_pyav_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(media_decoder, "is_installed", lambda: False)
     with pytest.raises(AudioError, match=r"outrider\[media\].*ffmpeg -i in.m4a out.wav.*wav, flac"):

@@ -25,6 +25,7 @@ CHUNKS: Final = 10_000
 OGG_PAGE: Final = 27 + 255 + 255 * 255
 OGG_BEGINNINGS: Final = 1024  # bytes in which the first pages of all streams that run side by side lie
 SPHERE: Final = (b"sample_count", b"channel_count", b"sample_n_bytes")
+BOXES: Final = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf")  # that hold tables of samples
 LENGTH_MASK: Final = 0x7F7F7F7F
 
 
@@ -143,6 +144,24 @@ def is_chained(file: BinaryIO) -> bool:
             return True
         before = block[-14:]
     return False
+
+
+def lies_about_samples(file: BinaryIO, start: int, end: int, size: int) -> bool:
+    """Whether a table of an MP4 file claims more samples than the file has bytes: FFmpeg would make an index of them."""
+    for _ in range(CHUNKS):
+        head = _read(file, start, 28)
+        if start >= end or len(head) < 8:
+            return False
+        length, kind = int.from_bytes(head[:4], "big"), head[4:8]
+        skip = 16 if length == 1 else 8
+        length = int.from_bytes(head[8:16], "big") if length == 1 else length or end - start
+        count = {b"stsz": head[16:20], b"trun": head[12:16]}.get(kind, b"")
+        if int.from_bytes(count, "big") > size:
+            return True
+        if kind in BOXES and lies_about_samples(file, start + skip, min(end, start + length), size):
+            return True
+        start += max(skip, length)
+    return True
 
 
 def _find(

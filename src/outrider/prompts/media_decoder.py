@@ -62,6 +62,8 @@ def blocks(
         if not container.streams.audio:
             raise AudioError(f"{name}: holds no audio stream")
         stream = container.streams.audio[0]
+        if stream.codec_context is None:
+            raise AudioError(f"{name}: its audio is of a codec that is not read: convert it (ffmpeg -i IN out.wav)")
         state.claimed = _claimed(container, stream, kind)
         stream.codec_context.thread_count = 1
         for frame in _frames(container, stream, state):

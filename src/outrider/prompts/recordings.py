@@ -409,6 +409,9 @@ def _decode_media(file: BinaryIO, name: str, limits: Limits, kind: str) -> Decod
             f"pip install 'outrider[media]', or convert it: ffmpeg -i in.{containers.MEDIA[kind][0]} out.wav. "
             f"Without PyAV {FORMATS} are read"
         )
+    size = file.seek(0, os.SEEK_END)
+    if kind == "mov" and containers.lies_about_samples(file, 0, size, size):
+        raise AudioError(f"{name}: damaged: its index has more samples than the file has bytes")
     downmix, state = Downmix(name, limits), media_decoder.State()
     file.seek(0)
     for block, rate in media_decoder.blocks(file, kind, name, state, downmix.check):
