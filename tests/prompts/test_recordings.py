@@ -367,6 +367,12 @@ def test_an_index_of_more_samples_than_bytes_is_refused(av: Any) -> None:
         decode_bytes(data[:at] + struct.pack(">II", 1, 1 << 26) + data[at + 8 :], "a")
 
 
+def test_boxes_in_boxes_without_end_are_an_audio_error(av: Any) -> None:
+    boxes = b"".join(struct.pack(">I4s", 80_000 - 8 * n, b"moov") for n in range(10_000))
+    with pytest.raises(AudioError):
+        decode_bytes(b"\0\0\0\x20ftypM4A " + bytes(20) + boxes, "a")
+
+
 def test_without_pyav_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(media_decoder, "is_installed", lambda: False)
     with pytest.raises(AudioError, match=r"outrider\[media\].*ffmpeg -i in.m4a out.wav.*wav, flac"):

@@ -146,8 +146,11 @@ def is_chained(file: BinaryIO) -> bool:
     return False
 
 
-def lies_about_samples(file: BinaryIO, start: int, end: int, size: int) -> bool:
-    """Whether a table of an MP4 file claims more samples than the file has bytes: FFmpeg would make an index of them."""
+def lies_about_samples(file: BinaryIO, start: int, end: int, size: int, depth: int = 0) -> bool:
+    """Whether a table of an MP4 file claims more samples than the file has bytes: FFmpeg makes an index of them.
+
+    start, end: of the boxes that are looked at. depth: how many boxes they lie in.
+    """
     for _ in range(CHUNKS):
         head = _read(file, start, 28)
         if start >= end or len(head) < 8:
@@ -158,7 +161,8 @@ def lies_about_samples(file: BinaryIO, start: int, end: int, size: int) -> bool:
         count = {b"stsz": head[16:20], b"trun": head[12:16]}.get(kind, b"")
         if int.from_bytes(count, "big") > size:
             return True
-        if kind in BOXES and lies_about_samples(file, start + skip, min(end, start + length), size):
+        is_nested = kind in BOXES and depth < len(BOXES)
+        if is_nested and lies_about_samples(file, start + skip, min(end, start + length), size, depth + 1):
             return True
         start += max(skip, length)
     return True
