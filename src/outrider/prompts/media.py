@@ -22,7 +22,8 @@ import numpy as np
 
 from outrider.errors import AudioError
 from outrider.prompts.audio import MAX_EXPONENT, exponent, from_steps, steps
-from outrider.prompts.recordings import FOREIGN, MIN_SECONDS, SAMPLE_RATE, Source, Unreadable, open_sound
+from outrider.prompts.recordings import MIN_SECONDS, SAMPLE_RATE
+from outrider.prompts.sound_file import FOREIGN, Source, Unreadable, open_sound
 
 _SIZES = struct.Struct("<II")
 _MD5 = slice(26, 42)  # of the samples: after the magic (4), a block's head (4) and the sizes (18)
