@@ -10,7 +10,7 @@ VLLM   := .cache/vllm/venv
 # More than cores: many tests wait for sockets and processes.
 WORKERS ?= 4
 
-.PHONY: demo test check format lint types test-kernels test-gguf test-real test-network test-chaos test-chaos-long test-soak mutate test-vllm test-browser proto bench clean
+.PHONY: demo test check format lint types test-kernels test-gguf test-real test-network test-chaos test-chaos-long test-soak mutate fuzz test-vllm test-browser proto bench clean
 
 demo: $(BASE)
 	$(BIN)/outrider demo
@@ -76,6 +76,10 @@ mutate: $(STAMP)
 # 64 sessions at once, then 2,000 one after another, on one server; 32 clients of a gateway for five minutes.
 test-soak: $(STAMP)
 	$(BIN)/pytest -m soak -s
+
+# Damaged and lying recordings for so many seconds; those that are read wrongly are kept in .cache/fuzz.
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.fuzz.recordings --seconds $(or $(SECONDS),60) --seed $(or $(SEED),0) --keep .cache/fuzz
 
 # Compiles the protocol; the results are committed, and a test compares them with the .proto.
 proto: $(STAMP)

@@ -177,6 +177,15 @@ class SpeculativeDecoder:
             )
 
     @property
+    def audio_seconds(self) -> float:
+        """The longest recording that the models take, in seconds; 0 where recordings cannot be prompts."""
+        front = self._encoder.audio
+        if front is None:
+            return 0.0
+        target = self._target.audio_seconds
+        return min(front.max_seconds, target) if target else float(front.max_seconds)
+
+    @property
     def tokenizer(self) -> Any:
         """The pair's tokenizer, or None."""
         return self._encoder.tokenizer
@@ -385,7 +394,7 @@ class _Run:
         )
 
     def _warnings(self) -> list[str]:
-        found = list(self._notes)
+        found = [*self._notes, *self._prompt.warnings]
         if self._prompt.audio is not None and is_silent(self._prompt.audio):
             found.append("the recording is silent: there is no speech to describe")
         if self._owner.withholds(self._prompt) and self._decoder.stats.cloud_tokens:

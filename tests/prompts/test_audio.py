@@ -129,10 +129,10 @@ def test_integers_and_three_axes_are_refused() -> None:
             load(Audio(wave))
 
 
-def test_an_hour_is_the_limit_and_is_checked_before_decoding(tmp_path: Path) -> None:
+def test_an_hour_is_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "long.flac"
     soundfile.write(path, np.zeros(8000 * 3601, np.float32), 8000)
-    with pytest.raises(AudioError, match="3601 s"):
+    with pytest.raises(AudioError, match="more than 3600 s"):
         load(Audio(path))
 
 

@@ -40,7 +40,8 @@ from outrider.core.text import Transcript
 from outrider.engines.load import BUNDLED, locate
 from outrider.errors import AudioError, OutriderError, PromptError, SettingsError
 from outrider.files import decode_text, read_json
-from outrider.prompts.audio import Audio, load
+from outrider.prompts import audio
+from outrider.prompts.audio import Audio, Piece
 from outrider.prompts.chat import check_text
 from outrider.verifiers.base import disconnect
 from outrider.verifiers.connect import connect
@@ -98,6 +99,7 @@ def run_caption(
     files: Sequence[str],
     lang: str,
     task: str,
+    split: bool,
     models: Models,
     speculation: Speculation,
     network: Network,
@@ -115,7 +117,7 @@ def run_caption(
     check(models, speculation, network)
     jobs = [Audio(Path(name), task=task, lang=lang, instruction=instruction) for name in files]
     loading = _Loading(partial(build_decoder, models, speculation, network, watch=output.verbose), _named(models))
-    return _caption_all(jobs, list(files), loading, decoding, output)
+    return _caption_all(jobs, list(files), loading, decoding, output, split=split)
 
 
 def run_generate(
@@ -208,6 +210,8 @@ def _caption_all(
     decoding: Decoding,
     output: Output,
     against: Against | None = None,
+    *,
+    split: bool = False,
 ) -> int:
     """Caption every recording. against: compares the results with those of the cloud alone."""
     settings = GenerationSettings.build(decoding.settings())
@@ -219,7 +223,7 @@ def _caption_all(
             decoder.check_hears()
             if against is not None:
                 _warm_up(decoder, jobs[0], decoding, settings)
-        done = _caption_each(jobs, titles, failures, decoder, decoding, output)
+        done = _caption_each(jobs, titles, failures, decoder, decoding, output, split=split)
         if against is not None and decoder is not None:
             alone = against(decoder, done)
     if done and not output.json:
@@ -244,6 +248,8 @@ def _caption_each(
     decoder: SpeculativeDecoder | None,
     decoding: Decoding,
     output: Output,
+    *,
+    split: bool,
 ) -> list[tuple[str, Result]]:
     """Caption and print what can be captioned; failures gains the rest."""
     done: list[tuple[str, Result]] = []
@@ -252,8 +258,10 @@ def _caption_each(
         for n, (job, title) in enumerate(zip(jobs, titles, strict=True)):
             if n not in failures and decoder is not None:
                 try:
-                    result = _caption(job, one_line(title) if len(jobs) > 1 else "", decoder, decoding, output)
-                    done.append((one_line(Path(str(job.source)).name), result))
+                    for piece in audio.split(job, decoder.audio_seconds) if split else (None,):
+                        named = one_line(title) if len(jobs) > 1 or piece is not None else ""
+                        result = _caption(job, named, decoder, decoding, output, piece)
+                        done.append((one_line(Path(str(job.source)).name) + _times(piece), result))
                 except OutriderError as error:
                     failures[n] = error
             if n in failures:
@@ -265,22 +273,39 @@ def _caption_each(
 def _unusable(job: Audio) -> OutriderError | None:
     """What is wrong with a recording, found before any model is loaded."""
     try:
-        load(job)
+        audio.read(job)
     except AudioError as error:
         return error
     return None
 
 
-def _caption(job: Audio, title: str, decoder: SpeculativeDecoder, decoding: Decoding, output: Output) -> Result:
-    """Caption a recording and print its text: on a terminal each token as it arrives."""
+def _times(piece: Piece | None) -> str:
+    """The place of a piece, as in " 0:30–1:00"."""
+    if piece is None:
+        return ""
+    start, end = (f"{int(seconds) // 60}:{seconds % 60:04.1f}" for seconds in (piece.start, piece.end))
+    return f" {start}–{end}"
+
+
+def _caption(
+    job: Audio,
+    title: str,
+    decoder: SpeculativeDecoder,
+    decoding: Decoding,
+    output: Output,
+    piece: Piece | None = None,
+) -> Result:
+    """Caption a recording, or a piece of it, and print its text: on a terminal each token as it arrives."""
+    prompt, title = job if piece is None else piece.audio, title + _times(piece)
     if _watched(output):
         view.show_title(stdout(), title)
-        result = _watch(decoder, job, decoding)
+        result = _watch(decoder, prompt, decoding)
         stdout().print()
     else:
-        result = decoder.generate(job, **decoding.settings())
+        result = decoder.generate(prompt, **decoding.settings())
         if output.json:
-            print_json({"file": str(job.source), "lang": job.lang, "task": job.task, **result.to_json()})
+            where = {} if piece is None else {"start_s": round(piece.start, 3), "end_s": round(piece.end, 3)}
+            print_json({"file": str(job.source), **where, "lang": job.lang, "task": job.task, **result.to_json()})
             return result
         _print_text(title, decoder, result)
     view.show_warnings(STDERR, result)

@@ -65,6 +65,7 @@ def caption(
     lang: Literal["zh", "en"] = "en",
     task: Literal["default", "detailed", "concise"] = "default",
     instruction: str | None = None,
+    split: Annotated[bool, Parameter(negative="")] = False,
     models: Models = Models(),
     speculation: Speculation = Speculation(),
     network: Network = Network(),
@@ -82,17 +83,30 @@ def caption(
     Parameters
     ----------
     audio
-        Recordings, in any format that libsndfile reads.
+        Recordings: wav, flac, ogg, opus, mp3, aiff and others; m4a, mp4, webm, aac, amr and wma with the extra media.
     lang
         The caption's language.
     task
         How much to say.
     instruction
         What to ask about the recording, in your own words, instead of --task.
+    split
+        Caption recordings that are longer than the models take in pieces of equal length, each with its times.
     """
     from outrider.cli.commands import run_caption
 
-    return run_caption(audio, lang, task, models, speculation, network, decoding, output, instruction)
+    return run_caption(
+        audio,
+        lang,
+        task,
+        models,
+        speculation,
+        network,
+        decoding,
+        output,
+        instruction=instruction,
+        split=split,
+    )
 
 
 @app.command

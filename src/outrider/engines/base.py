@@ -25,7 +25,7 @@ class Prompt:
 
     ids: tokens, audio placeholders expanded. audio: float32 [samples], 16 kHz mono. features: float32 [mels, frames]
     instead, from `AudioInput.features`, where the recording itself stays behind. With neither, placeholders are read as
-    ordinary tokens: the recording is withheld.
+    ordinary tokens: the recording is withheld. warnings: about the recording, for the result.
 
     Raises:
         PromptError: both a recording and features.
@@ -34,6 +34,7 @@ class Prompt:
     ids: tuple[int, ...]
     audio: np.ndarray | None = None
     features: np.ndarray | None = None
+    warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.audio is not None and self.features is not None:

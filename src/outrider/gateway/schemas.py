@@ -21,7 +21,7 @@ MOST_KEYS = 256  # of one object: each that is wrong would have an error of its 
 MOST_MESSAGES = 4096
 MOST_PARTS = 256
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-AudioFormat = Literal["wav", "mp3", "flac", "ogg", "aiff"]
+AudioFormat = Literal["wav", "mp3", "flac", "ogg", "opus", "aiff", "m4a", "mp4", "3gp", "webm", "aac", "amr", "wma"]
 
 _TOOLS = "function calls need a model and a chat template made for them, and a reader of what the model then writes"
 _PENALTY = (

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from outrider.errors import AudioError
+from outrider.prompts.recordings import (
+    BLOCK,
+    MAX_CHANNELS,
+    MAX_RATE,
+    MAX_SECONDS,
+    MIN_RATE,
+    SAMPLE_RATE,
+    Decoded,
+    Downmix,
+    Limits,
+    check_samples,
+    decode_path,
+)
 
-SAMPLE_RATE = 16_000
-MIN_SECONDS = 0.1
-MAX_CHANNELS = 64
-MAX_SECONDS = 3600.0  # refused before anything is decoded; a model's own limit comes on top
-MAX_PEAK = 100.0  # beyond this it is no waveform in [−1, 1], however clipped
 SILENCE_PEAK = 1e-4  # −80 dBFS
 FULL_SCALE = 32_768  # steps of a 16-bit sample from 0 to 1
 MAX_EXPONENT = 7  # 2^7 holds MAX_PEAK
+SPLIT = "split it into pieces (--split on the command line, outrider.prompts.audio.split in Python)"
 
 
 @dataclass(frozen=True)
@@ -26,7 +37,7 @@ class Audio:
     """A recording to caption: `Audio("a.wav", task="detailed", lang="zh")`.
 
     source: a path, or a waveform as floats in [−1, 1], [samples] or [samples, channels], with its sampling_rate.
-    instruction: what to ask instead of the caption task.
+    instruction: what to ask instead of the caption task. warnings: of an earlier decoding, for the result.
     """
 
     source: str | Path | np.ndarray
@@ -34,23 +45,76 @@ class Audio:
     lang: str = "en"
     sampling_rate: int = SAMPLE_RATE
     instruction: str | None = field(default=None, kw_only=True)
+    warnings: tuple[str, ...] = field(default=(), kw_only=True)
 
 
-def load(audio: Audio) -> np.ndarray:
-    """The waveform: float32 [samples], 16 kHz mono, on a 16-bit grid (`on_grid`), so that it can be sent unchanged.
+@dataclass(frozen=True)
+class Recording:
+    """A recording as models take it. waveform: float32 [samples], 16 kHz mono, on a 16-bit grid (`on_grid`), so that it
+    can be sent unchanged. warnings: what of the file is missing."""
+
+    waveform: np.ndarray
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return len(self.waveform) / SAMPLE_RATE
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a recording, from `start` to `end`, in seconds."""
+
+    audio: Audio
+    start: float
+    end: float
+
+
+def read(audio: Audio) -> Recording:
+    """Decode a recording, mix it down and resample it.
 
     Raises:
         AudioError: unreadable, not audio, empty, shorter than 0.1 s, longer than an hour, or not finite.
     """
-    if not isinstance(audio.source, (str, Path, np.ndarray)):
+    if isinstance(audio.source, np.ndarray):
+        waveform = _from_array(audio.source, audio.sampling_rate)
+        return prepare("the waveform", Decoded(waveform, "array", audio.warnings))
+    if not isinstance(audio.source, (str, Path)):
         kind = type(audio.source).__name__
         raise AudioError(f"a recording is a path or a numpy array of floats, not {kind}")
-    if isinstance(audio.source, np.ndarray):
-        name, wave, rate = "the waveform", audio.source, audio.sampling_rate
-    else:
-        name = str(audio.source)
-        wave, rate = _read(Path(audio.source))
-    return _prepare(name, wave, rate)
+    return prepare(str(audio.source), decode_path(Path(audio.source)))
+
+
+def load(audio: Audio) -> np.ndarray:
+    """Return the waveform of `read`."""
+    return read(audio).waveform
+
+
+def prepare(name: str, decoded: Decoded) -> Recording:
+    """Put a decoded recording on the 16-bit grid.
+
+    Raises:
+        AudioError: resampling overshot by more than the grid holds.
+    """
+    check_samples(name, decoded.waveform, (FULL_SCALE - 1) * 2**MAX_EXPONENT / FULL_SCALE)
+    return Recording(on_grid(decoded.waveform), decoded.warnings)
+
+
+def split(audio: Audio, max_seconds: float) -> list[Piece]:
+    """Divide a recording into the fewest pieces of equal length that are no longer than `max_seconds`.
+
+    Raises:
+        AudioError: see `read`.
+    """
+    recording = read(audio)
+    wave, count = recording.waveform, math.ceil(recording.seconds / max_seconds)
+    bounds = [len(wave) * n // count for n in range(count + 1)]
+    pieces = []
+    for start, end in pairwise(bounds):
+        warnings = recording.warnings if end == len(wave) else ()  # what is missing is missing at the end
+        part = replace(audio, source=wave[start:end], sampling_rate=SAMPLE_RATE, warnings=warnings)
+        pieces.append(Piece(part, start / SAMPLE_RATE, end / SAMPLE_RATE))
+    return pieces
 
 
 def exponent(waveform: np.ndarray) -> int:
@@ -96,64 +160,40 @@ def is_silent(waveform: np.ndarray) -> bool:
     return bool(np.abs(waveform).max() < SILENCE_PEAK)
 
 
-def check_length(waveform: np.ndarray, limit: float, model: str, name: str = "the recording") -> None:
+def check_length(
+    waveform: np.ndarray, limit: float, model: str, name: str = "the recording", advice: str = SPLIT
+) -> None:
     """Raise AudioError where the model would have to cut the recording."""
     seconds = len(waveform) / SAMPLE_RATE
     if seconds > limit:
-        raise AudioError(f"{name} lasts {seconds:.1f} s; {model} takes at most {limit:g} s: split it")
+        raise AudioError(f"{name} lasts {seconds:.1f} s; {model} takes at most {limit:g} s: {advice}")
 
 
-def _read(path: Path) -> tuple[np.ndarray, int]:
-    import soundfile
-
-    if not path.exists():
-        raise AudioError(f"{path}: no such file")
-    if not path.is_file():
-        raise AudioError(f"{path}: not a file")
-    try:
-        file = os.fsencode(path)  # a name need not be valid text
-        info: Any = soundfile.info(file)
-        if info.duration > MAX_SECONDS:
-            raise AudioError(f"{path}: lasts {info.duration:.0f} s; at most {MAX_SECONDS:.0f} s are read")
-        wave, rate = soundfile.read(file, dtype="float32", always_2d=True)
-    except (soundfile.LibsndfileError, OSError) as error:
-        kind = "empty file" if path.stat().st_size == 0 else f"not audio that can be read ({error})"
-        raise AudioError(f"{path}: {kind}") from error
-    return wave, int(rate)
-
-
-def _prepare(name: str, wave: np.ndarray, rate: int) -> np.ndarray:
+def _from_array(wave: np.ndarray, rate: Any) -> np.ndarray:
+    """float32 [samples], 16 kHz mono, of floats [samples] or [samples, channels]."""
+    name, rate = "the waveform", _checked_rate(rate)
     if wave.ndim not in (1, 2) or not np.issubdtype(wave.dtype, np.floating):
-        raise AudioError(f"{name}: expected floats [samples] or [samples, channels], not {wave.dtype} {wave.shape}")
-    if rate <= 0:
-        raise AudioError(f"{name}: a sampling rate of {rate} Hz")
-    if not np.isfinite(wave).all():
-        raise AudioError(f"{name}: holds samples that are not finite (NaN or infinity)")
-    if wave.ndim == 2 and wave.shape[1] > MAX_CHANNELS:
-        raise AudioError(f"{name}: {wave.shape[1]} channels; expected [samples, channels], the axes may be swapped")
-    seconds = len(wave) / rate
-    if seconds < MIN_SECONDS:
+        advice = "integers of 16 bits become floats in [−1, 1] with wave / 32768.0"
         raise AudioError(
-            f"{name}: lasts {seconds:.3f} s; at least {MIN_SECONDS} s are needed" if len(wave) else f"{name}: empty"
+            f"{name}: expected floats [samples] or [samples, channels], not {wave.dtype} {wave.shape}: {advice}"
         )
-    _check_peak(name, wave, MAX_PEAK)
-    resampled = _to_16k(_to_mono(wave.astype(np.float32)), rate)
-    _check_peak(name, resampled, (FULL_SCALE - 1) * 2**MAX_EXPONENT / FULL_SCALE)  # resampling overshoots
-    return on_grid(resampled)
+    channels = wave.shape[1] if wave.ndim == 2 else 1
+    if channels > MAX_CHANNELS:
+        raise AudioError(f"{name}: {channels} channels; expected [samples, channels], the axes may be swapped")
+    if not wave.size:
+        raise AudioError(f"{name}: empty")
+    if len(wave) / rate > MAX_SECONDS:
+        raise AudioError(f"{name}: lasts {len(wave) / rate:.0f} s; at most {MAX_SECONDS:.0f} s are taken")
+    downmix = Downmix(name, Limits())
+    for start in range(0, len(wave), BLOCK):
+        downmix.add(np.asarray(wave[start : start + BLOCK]).reshape(-1, channels), rate)
+    return downmix.finish()
 
 
-def _check_peak(name: str, wave: np.ndarray, limit: float) -> None:
-    if np.abs(wave).max() > limit:
-        raise AudioError(f"{name}: samples as large as {np.abs(wave).max():.3g}; expected floats in [−1, 1]")
-
-
-def _to_mono(wave: np.ndarray) -> np.ndarray:
-    return wave if wave.ndim == 1 else wave.mean(axis=1)
-
-
-def _to_16k(wave: np.ndarray, rate: int) -> np.ndarray:
-    if rate == SAMPLE_RATE:
-        return wave
-    import soxr
-
-    return np.asarray(soxr.resample(wave, rate, SAMPLE_RATE), dtype=np.float32)
+def _checked_rate(rate: Any) -> int:
+    is_whole = (
+        isinstance(rate, Real) and not isinstance(rate, bool) and math.isfinite(rate) and float(rate).is_integer()
+    )
+    if not is_whole or not MIN_RATE <= rate <= MAX_RATE:
+        raise AudioError(f"sampling_rate: a whole number of Hz, {MIN_RATE} to {MAX_RATE}, not {rate!r}")
+    return int(rate)

@@ -50,14 +50,16 @@ def _encode_audio(engine: Any, prompt: Audio) -> Prompt:
     messages = captions.messages(prompt.task, prompt.lang)
     if prompt.instruction is not None:
         messages[0]["content"][1]["text"] = prompt.instruction
-    waveform = recordings.load(prompt)
+    recording = recordings.read(prompt)
+    waveform = recording.waveform
     front = getattr(engine, "audio", None)
     if front is None:
         raise PromptError(f"{engine.name} takes no audio: give an audio-language model")
     name = "the recording" if hasattr(prompt.source, "dtype") else str(prompt.source)
     recordings.check_length(waveform, front.max_seconds, engine.name, name)
     ids = _from_messages(engine, messages, recording=True)
-    return Prompt(_checked(engine, _expand(ids, front.placeholder, front.token_count(len(waveform)))), waveform)
+    expanded = _expand(ids, front.placeholder, front.token_count(len(waveform)))
+    return Prompt(_checked(engine, expanded), waveform, warnings=recording.warnings)
 
 
 def _expand(ids: Seq[int], placeholder: int, count: int) -> list[int]:

@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 
 from outrider.errors import AudioError
-from outrider.prompts.audio import MAX_EXPONENT, MIN_SECONDS, SAMPLE_RATE, exponent, from_steps, steps
+from outrider.prompts.audio import MAX_EXPONENT, exponent, from_steps, steps
+from outrider.prompts.recordings import MIN_SECONDS, SAMPLE_RATE
+from outrider.prompts.sound_file import FOREIGN, Source, Unreadable, open_sound
 
 _SIZES = struct.Struct("<II")
 _MD5 = slice(26, 42)  # of the samples: after the magic (4), a block's head (4) and the sizes (18)
@@ -63,17 +65,16 @@ def unpack_audio(data: bytes, max_seconds: float) -> np.ndarray:
 
 
 def _decode(file: bytes, max_seconds: float) -> np.ndarray:
-    import soundfile
-
     try:
-        with soundfile.SoundFile(io.BytesIO(file)) as reader:
-            _check_header(reader, max_seconds)
-            claimed = reader.frames
-            integers: np.ndarray = reader.read(claimed, dtype="int16")
-    except soundfile.LibsndfileError as error:
+        with open_sound(Source(io.BytesIO(file), len(file))) as sound:
+            _check_header(sound, max_seconds)
+            claimed = sound.frames
+            integers = np.zeros(claimed, np.int16)
+            count = len(sound.read(claimed, dtype="int16", out=integers))
+    except (Unreadable, *FOREIGN) as error:
         raise AudioError(f"the recording is not FLAC that can be read ({error})") from error
-    if len(integers) != claimed:
-        raise AudioError(f"the recording is damaged: {len(integers)} of its {claimed} samples can be read")
+    if count != claimed:
+        raise AudioError(f"the recording is damaged: {count} of its {claimed} samples can be read")
     return integers
 
 

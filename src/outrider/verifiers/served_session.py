@@ -18,7 +18,8 @@ from outrider.core.partial import PartialRow, Uncovered
 from outrider.core.policy import Policy
 from outrider.engines.base import Prompt
 from outrider.errors import CloudRefused, PromptError, SettingsError
-from outrider.prompts.audio import SAMPLE_RATE, exponent, from_steps, steps
+from outrider.prompts.audio import exponent, from_steps, steps
+from outrider.prompts.recordings import SAMPLE_RATE
 from outrider.verifiers.base import Conditions, Description
 from outrider.verifiers.replicas import Replica, first_ready
 from outrider.verifiers.retrying import SLOWEST

@@ -1,0 +1,226 @@
+"""Container headers, as far as the reader of recordings needs them: which decoder, and how much audio is promised.
+
+A header's length is never trusted: it is only compared with what was decoded, for a warning about what is missing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO, Final
+
+MEDIA: Final = {  # what PyAV decodes, by FFmpeg's name of the demuxer: names of formats that people use
+    "mov": ("m4a", "mp4", "3gp"),
+    "matroska": ("webm", "mka", "mkv"),
+    "aac": ("aac",),
+    "amr": ("amr",),
+    "asf": ("wma",),
+}
+STREAMED: Final = 0x7FFF0000  # sizes from here on are what programs write that do not know the length
+TRAILING: Final = 2**13  # bytes behind the end of the audio that may be tags
+CHUNKS: Final = 10_000
+OGG_PAGE: Final = 27 + 255 + 255 * 255
+OGG_BEGINNINGS: Final = 1024  # bytes in which the first pages of all streams that run side by side lie
+SPHERE: Final = (b"sample_count", b"channel_count", b"sample_n_bytes")
+BOXES: Final = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf")  # that hold tables of samples
+LENGTH_MASK: Final = 0x7F7F7F7F
+
+
+@dataclass(frozen=True)
+class Data:
+    """The audio data of a container. claimed: bytes, None where the header does not know. present: bytes that the file
+    holds of it. at, true_size: the offset of the size field, and what it would hold if it were right."""
+
+    claimed: int | None
+    present: int
+    at: int = 0
+    true_size: bytes = b""
+
+
+def media_format(head: bytes) -> str | None:
+    """Return FFmpeg's name for a format that libsndfile does not read, from the first bytes of a file."""
+    if head[4:8] == b"ftyp":
+        return "mov"
+    if head.startswith(b"\x1aE\xdf\xa3"):
+        return "matroska"
+    if head.startswith(b"#!AMR"):
+        return "amr"
+    if head.startswith(b"0&\xb2u\x8ef\xcf\x11"):
+        return "asf"
+    return "aac" if is_adts(head) else None
+
+
+def is_sample_dump(head: bytes) -> bool:
+    """Whether this is a sampler's dump (SDS), over which libsndfile prints lines on standard output."""
+    return head[:2] == b"\xf0\x7e" and head[3:4] == b"\x01"
+
+
+def is_adts(head: bytes) -> bool:
+    """Whether these bytes begin a frame of AAC: the sync word, and layer 0, which MPEG audio does not use."""
+    return len(head) > 1 and head[0] == 0xFF and head[1] & 0xF6 == 0xF0
+
+
+def mpeg_start(head: bytes) -> int | None:
+    """Return where MPEG audio begins, behind an ID3v2 tag if there is one; None where it does not look like that."""
+    if head.startswith(b"ID3") and len(head) >= 10:
+        size = int.from_bytes(head[6:10], "big") & LENGTH_MASK
+        size = size & 0x7F | (size >> 1) & 0x3F80 | (size >> 2) & 0x1FC000 | (size >> 3) & 0xFE00000
+        return 10 + size + (10 if head[5] & 0x10 else 0)
+    is_mpeg = len(head) > 1 and head[0] == 0xFF and head[1] & 0xE0 == 0xE0 and not is_adts(head)
+    return 0 if is_mpeg else None
+
+
+def mpeg_end(file: BinaryIO, size: int) -> int:
+    """Return where MPEG audio ends, before ID3v1 and APEv2 tags."""
+    end = size - 128 if _read(file, max(0, size - 128), 3) == b"TAG" else size
+    footer = _read(file, max(0, end - 32), 32)
+    if not footer.startswith(b"APETAGEX"):
+        return end
+    length, flags = struct.unpack_from("<I4xI", footer, 12)
+    return max(0, end - length - (32 if flags & 0x80000000 else 0))
+
+
+def vbr_tag(frame: bytes) -> int | None:
+    """Return where the Xing or Info tag stands in the first frame of MPEG audio, which counts the frames."""
+    found = re.search(rb"Xing|Info", frame[:64])
+    return None if found is None else found.start()
+
+
+def audio_data(file: BinaryIO, size: int) -> Data | None:
+    """Find the audio data of a WAV, AIFF, CAF, W64 or AU file and of their relatives; None for other formats."""
+    head = _read(file, 0, 40)
+    magic, kind = head[:4], head[8:12]
+    if magic in (b"RIFF", b"RF64", b"RIFX") and kind == b"WAVE":
+        return _find(file, size, 12, ">I" if magic == b"RIFX" else "<I", b"data", pad=2)
+    if magic == b"FORM" and kind in (b"AIFF", b"AIFC", b"8SVX", b"16SV"):
+        return _find(file, size, 12, ">I", b"BODY" if kind.endswith(b"SVX") or kind == b"16SV" else b"SSND", pad=2)
+    if magic == b"caff":
+        return _find(file, size, 8, ">q", b"data", pad=1)
+    if magic == b"riff" and head[24:28] == b"wave":
+        return _find(file, size, 40, "<q", b"data", pad=8, name=16, counts_header=True)
+    if magic in (b".snd", b"dns."):
+        order = ">" if magic == b".snd" else "<"
+        start, claimed = struct.unpack_from(order + "II", head.ljust(12, b"\0"), 4)
+        return _data(claimed, max(0, size - start), 8, order + "I")
+    if head.startswith(b"NIST_1A"):
+        return _sphere(_read(file, 0, 1024), size)
+    return None
+
+
+def _sphere(header: bytes, size: int) -> Data | None:
+    """The data of a NIST SPHERE file, whose header is text."""
+    found = [re.search(rb"%s -i (\d{1,12})\b" % field, header) for field in SPHERE]
+    start = re.match(rb"NIST_1A\s+(\d{1,9})\s", header)
+    if start is None or not all(found):
+        return None
+    claimed = math.prod(int(each[1]) for each in found if each is not None)
+    return Data(claimed, min(claimed, max(0, size - int(start[1]))))
+
+
+def flac_length(head: bytes) -> int:
+    """Return the samples that a FLAC file says it has, 0 where it does not know or has another beginning."""
+    return int.from_bytes(head[21:26], "big") & (2**36 - 1) if head.startswith(b"fLaC") else 0
+
+
+def ogg_ends(file: BinaryIO, size: int) -> bool:
+    """Whether the last page of an Ogg file is whole and says that the stream ends there."""
+    tail = _read(file, max(0, size - 2 * OGG_PAGE), 2 * OGG_PAGE)
+    at = tail.rfind(b"OggS\0")
+    if at < 0 or len(tail) < at + 27 or len(tail) < at + 27 + tail[at + 26]:
+        return False
+    body = sum(tail[at + 27 : at + 27 + tail[at + 26]])
+    return bool(tail[at + 5] & 4) and len(tail) >= at + 27 + tail[at + 26] + body
+
+
+def is_chained(file: BinaryIO) -> bool:
+    """Whether a second stream begins behind the beginning of an Ogg file."""
+    file.seek(OGG_BEGINNINGS)
+    before = b""
+    while block := file.read(2**20):
+        if re.search(rb"OggS\0[\x02\x06]\0{8}", before + block):
+            return True
+        before = block[-14:]
+    return False
+
+
+def lies_about_samples(file: BinaryIO, start: int, end: int, size: int, depth: int = 0) -> bool:
+    """Whether a table of an MP4 file claims more samples than the file has bytes: FFmpeg makes an index of them.
+
+    start, end: of the boxes that are looked at. depth: how many boxes they lie in.
+    """
+    for _ in range(CHUNKS):
+        head = _read(file, start, 28)
+        if start >= end or len(head) < 8:
+            return False
+        length, kind = int.from_bytes(head[:4], "big"), head[4:8]
+        skip = 16 if length == 1 else 8
+        length = int.from_bytes(head[8:16], "big") if length == 1 else length or end - start
+        count = {b"stsz": head[16:20], b"trun": head[12:16]}.get(kind, b"")
+        if int.from_bytes(count, "big") > size:
+            return True
+        is_nested = kind in BOXES and depth < len(BOXES)
+        if is_nested and lies_about_samples(file, start + skip, min(end, start + length), size, depth + 1):
+            return True
+        start += max(skip, length)
+    return True
+
+
+def _find(
+    file: BinaryIO,
+    size: int,
+    at: int,
+    length: str,
+    wanted: bytes,
+    *,
+    pad: int,
+    name: int = 4,
+    counts_header: bool = False,
+) -> Data | None:
+    wide: int | None = None  # RF64 keeps the sizes that do not fit in a chunk of its own
+    for start, body, tag, claimed in _chunks(file, size, at, length, pad, name, counts_header):
+        if tag == b"ds64":
+            wide = int.from_bytes(_read(file, body + 8, 8), "little")
+        if tag == wanted:
+            known = wide if wide is not None and claimed == 0xFFFFFFFF else claimed
+            goes_on = known > 0 and _goes_on(file, body + known + -known % pad, size)
+            extra = name + struct.calcsize(length) if counts_header else 0
+            return _data(0 if goes_on else known, max(0, size - body), start + name, length, extra)
+    return None
+
+
+def _chunks(
+    file: BinaryIO, size: int, at: int, length: str, pad: int, name: int, counts_header: bool
+) -> Iterator[tuple[int, int, bytes, int]]:
+    """Where each chunk and its body begin, its name and its size."""
+    head = name + struct.calcsize(length)
+    for _ in range(CHUNKS):
+        found = _read(file, at, head)
+        if len(found) < head:
+            return
+        (claimed,) = struct.unpack_from(length, found, name)
+        claimed -= head if counts_header else 0
+        yield at, at + head, found[:4], claimed
+        if claimed < 0:
+            return
+        at += head + claimed + -claimed % pad
+
+
+def _data(claimed: int, rest: int, at: int, length: str, extra: int = 0) -> Data:
+    """rest: bytes from the beginning of the data to the end of the file. extra: the header, if the size counts it."""
+    is_known = 0 < claimed < STREAMED or 2**32 < claimed < 2**48
+    present = min(rest, claimed) if is_known else rest
+    true_size = struct.pack(length, present + extra) if present + extra < 2**32 or length[1] == "q" else b""
+    return Data(claimed if is_known else None, present, at, true_size)
+
+
+def _goes_on(file: BinaryIO, end: int, size: int) -> bool:
+    """Whether what follows the data is no chunk, but more data than the header speaks of."""
+    return size - end > TRAILING and re.match(rb"[ -~]{4}", _read(file, end, 4)) is None
+
+
+def _read(file: BinaryIO, at: int, count: int) -> bytes:
+    file.seek(at)
+    return file.read(count)

@@ -1,0 +1,120 @@
+"""What phones and browsers record, decoded by FFmpeg's libraries through PyAV, which is an extra."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Final
+
+import numpy as np
+
+from outrider.errors import AudioError
+from outrider.prompts.containers import MEDIA
+
+MAX_ERRORS: Final = 1000  # packets that cannot be decoded, before the rest is given up
+SLACK_SECONDS: Final = 0.25  # encoders' delay and padding, which a container may count or not
+SIZED: Final = ("mov", "matroska", "asf")  # containers whose length is written and not estimated
+FULL_SCALE: Final = {"u8": 2.0**7, "s16": 2.0**15, "s32": 2.0**31, "s64": 2.0**63, "flt": 1.0, "dbl": 1.0}
+
+
+@dataclass
+class State:
+    """What became of a decoding. claimed: seconds, if the container says so."""
+
+    claimed: float | None = None
+    is_broken: bool = False
+
+    def warnings(self, seconds: float) -> Iterator[str]:
+        """What is missing of a recording of which `seconds` were decoded."""
+        if self.claimed is not None and seconds < self.claimed - SLACK_SECONDS:
+            lost = self.claimed - seconds
+            yield f"the recording is damaged or breaks off: {lost:.2f} s of its {self.claimed:.2f} s are missing"
+        elif self.is_broken:
+            yield f"the recording is damaged or breaks off: {seconds:.2f} s of it could be decoded"
+
+
+def is_installed() -> bool:
+    """Whether PyAV is there."""
+    return importlib.util.find_spec("av") is not None
+
+
+def blocks(
+    file: BinaryIO, kind: str, name: str, state: State, check: Callable[[int, int], None]
+) -> Iterator[tuple[np.ndarray, int]]:
+    """Decode the first audio stream: float32 [frames, channels] and the rate, block by block.
+
+    kind: FFmpeg's name of the only demuxer that is tried, so that no playlist can name other files. check: refuses a
+    rate or a number of channels.
+
+    Raises:
+        AudioError: it cannot be opened, or holds no audio.
+    """
+    import av
+
+    try:
+        container = av.open(file, format=kind, options={"protocol_whitelist": "none"}, metadata_errors="replace")
+    except (av.FFmpegError, *FOREIGN) as error:
+        lost = "; the index of such a file stands at its end and is lost where it breaks off" if kind == "mov" else ""
+        names = ", ".join(MEDIA[kind])
+        raise AudioError(f"{name}: no recording ({names}) that can be read ({_reason(error)}){lost}") from error
+    with container:
+        if not container.streams.audio:
+            raise AudioError(f"{name}: holds no audio stream")
+        stream = container.streams.audio[0]
+        if stream.codec_context is None:
+            raise AudioError(f"{name}: its audio is of a codec that is not read: convert it (ffmpeg -i IN out.wav)")
+        state.claimed = _claimed(container, stream, kind)
+        stream.codec_context.thread_count = 1
+        for frame in _frames(container, stream, state):
+            check(frame.sample_rate, frame.layout.nb_channels)
+            yield _samples(frame), frame.sample_rate
+
+
+FOREIGN: Final = (OSError, ValueError, TypeError, RuntimeError, NotImplementedError, MemoryError, LookupError, EOFError)
+
+
+def _frames(container: Any, stream: Any, state: State) -> Iterator[Any]:
+    import av
+
+    errors = 0
+    packets = container.demux(stream)
+    while errors < MAX_ERRORS:
+        try:
+            packet = next(packets, None)
+        except (av.FFmpegError, *FOREIGN):
+            state.is_broken = True
+            return
+        if packet is None:
+            return
+        try:
+            decoded = packet.decode()
+        except (av.FFmpegError, *FOREIGN):
+            state.is_broken, errors = True, errors + 1
+            continue
+        yield from decoded
+
+
+def _samples(frame: Any) -> np.ndarray:
+    """The frame as float32 [frames, channels]."""
+    values = frame.to_ndarray()
+    channels, sample = frame.layout.nb_channels, frame.format.name.removesuffix("p")
+    values = values.T if frame.format.is_planar else values.reshape(-1, channels)
+    values = values.astype(np.float64 if sample in ("s32", "s64", "dbl") else np.float32)
+    if sample == "u8":
+        values -= FULL_SCALE["u8"]
+    return np.ascontiguousarray(values / FULL_SCALE[sample], dtype=np.float32)
+
+
+def _claimed(container: Any, stream: Any, kind: str) -> float | None:
+    if kind not in SIZED:
+        return None
+    if stream.duration and stream.time_base:
+        return float(stream.duration * stream.time_base)
+    if container.duration and len(container.streams) == 1:
+        return float(container.duration) / 1e6
+    return None
+
+
+def _reason(error: BaseException) -> str:
+    return str(getattr(error, "strerror", None) or error)

@@ -1,0 +1,349 @@
+"""The one reader of recordings: any file to 16 kHz mono, block by block, within limits that are checked on the way.
+
+The decoders are libsndfile and, for what phones and browsers record, PyAV. Lengths come from decoding alone: a block is
+used only as far as the decoder says that it wrote it, and decoding goes on until the decoder returns nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import numpy as np
+
+from outrider.errors import AudioError
+from outrider.prompts import containers, media_decoder
+from outrider.prompts.sound_file import FOREIGN, Source, Unreadable, open_sound
+
+SAMPLE_RATE: Final = 16_000
+MIN_SECONDS: Final = 0.1
+MAX_SECONDS: Final = 3600.0  # a model's own limit comes on top
+MIN_RATE, MAX_RATE = 1_000, 768_000
+MAX_CHANNELS: Final = 64
+MAX_SAMPLES: Final = 2**32  # of all channels: an hour of one at 768 kHz, of two at 384 kHz
+MAX_PEAK: Final = 100.0  # larger samples are no waveform in [−1, 1], however clipped
+BLOCK: Final = 2**14  # frames
+STEP: Final = 2**9  # frames, where an error loses all that the same call had decoded
+PRETENDED: Final = 2**30  # bytes; libsndfile stops at an estimate of the length where a file's size gives it one
+UNKNOWN: Final = 2**40  # frames from here on mean that a header does not know
+FORMATS: Final = "wav, flac, ogg, opus, mp3, aiff, au, caf and w64"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The longest recording, and the most samples of all its channels, that are decoded. advice: ends the refusal."""
+
+    seconds: float = MAX_SECONDS
+    samples: int = MAX_SAMPLES
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """waveform: float32 [samples], 16 kHz mono. kind: the decoder's name of the format. warnings: what is missing."""
+
+    waveform: np.ndarray
+    kind: str
+    warnings: tuple[str, ...] = ()
+
+
+def decode_path(path: Path, limits: Limits = Limits()) -> Decoded:
+    """Decode a file.
+
+    Raises:
+        AudioError: there is none, it cannot be read, or see `decode`.
+    """
+    try:
+        if not path.exists():
+            raise AudioError(f"{path}: no such file")
+        if not path.is_file():
+            raise AudioError(f"{path}: not a file")
+        with path.open("rb") as file:
+            return decode(file, str(path), limits)
+    except (OSError, ValueError) as error:
+        raise AudioError(f"{path}: cannot be read: {error}") from error
+
+
+def decode(file: BinaryIO, name: str, limits: Limits = Limits()) -> Decoded:
+    """Decode an open file; errors name it by `name`.
+
+    Raises:
+        AudioError: not audio that can be decoded, shorter than 0.1 s, beyond the limits, or not finite.
+    """
+    size = file.seek(0, os.SEEK_END)
+    if not size:
+        raise AudioError(f"{name}: empty file")
+    file.seek(0)
+    head = file.read(64)
+    if containers.is_sample_dump(head):
+        raise AudioError(_unreadable(name, "a MIDI sample dump"))
+    media = containers.media_format(head)
+    if media is not None:
+        return _decode_media(file, name, limits, media)
+    try:
+        return _decode_sound(file, size, head, name, limits)
+    except Unreadable as error:
+        if head.startswith(b"ID3") and media_decoder.is_installed():  # a tag may stand before AAC, too
+            return _decode_media(file, name, limits, "aac")
+        raise AudioError(_unreadable(name, error)) from error
+
+
+class Downmix:
+    """Blocks of any rate and number of channels to 16 kHz mono; the limits are checked as blocks come.
+
+    name: of the recording, for errors. Blocks are floats [frames, channels].
+    """
+
+    def __init__(self, name: str, limits: Limits = Limits()) -> None:
+        self._name, self._limits = name, limits
+        self._rate = 0
+        self._stream: Any = None
+        self._parts: list[np.ndarray] = []
+        self._samples = 0
+        self.seconds = 0.0
+
+    def check(self, rate: int, channels: int) -> None:
+        """Raise AudioError for a rate or number of channels that is not read."""
+        if not MIN_RATE <= rate <= MAX_RATE:
+            raise AudioError(f"{self._name}: a sampling rate of {rate} Hz; {MIN_RATE} to {MAX_RATE} Hz are read")
+        if not 0 < channels <= MAX_CHANNELS:
+            raise AudioError(f"{self._name}: {channels} channels; 1 to {MAX_CHANNELS} are read")
+
+    def add(self, block: np.ndarray, rate: int) -> None:
+        """Take a block. A stream may change its rate.
+
+        Raises:
+            AudioError: a limit is passed, or samples are not finite or no waveform.
+        """
+        self.check(rate, block.shape[1])
+        self.seconds += len(block) / rate
+        self._samples += block.size
+        self._check_limits()
+        check_samples(self._name, block)
+        if rate != self._rate:
+            self._flush()
+            self._rate, self._stream = rate, _resampler(rate)
+        mono = np.mean(block.astype(np.float32, copy=False), axis=1)
+        self._parts.append(mono if self._stream is None else self._stream.resample_chunk(mono))
+
+    def finish(self) -> np.ndarray:
+        """Return the waveform: float32 [samples].
+
+        Raises:
+            AudioError: shorter than 0.1 s.
+        """
+        self._flush()
+        if self.seconds < MIN_SECONDS:
+            lasts = f"lasts {self.seconds:.3f} s" if self.seconds else "holds no audio that can be decoded"
+            raise AudioError(f"{self._name}: {lasts}; at least {MIN_SECONDS} s are needed")
+        return np.concatenate(self._parts)
+
+    def _flush(self) -> None:
+        if self._stream is not None:
+            self._parts.append(self._stream.resample_chunk(np.zeros(0, np.float32), last=True))
+        self._stream = None
+
+    def _check_limits(self) -> None:
+        limits = self._limits
+        advice = f": {limits.advice}" if limits.advice else ""
+        if self.seconds > limits.seconds:
+            raise AudioError(f"{self._name}: lasts more than {limits.seconds:g} s, the most that is taken{advice}")
+        if self._samples > limits.samples:
+            raise AudioError(
+                f"{self._name}: more than {limits.samples} samples, counted over all channels, after "
+                f"{self.seconds:.1f} s: convert it to 16 kHz mono (ffmpeg -i IN -ar 16000 -ac 1 out.wav)"
+            )
+
+
+def check_samples(name: str, wave: np.ndarray, limit: float = MAX_PEAK) -> None:
+    """Raise AudioError for samples that are not finite or larger than `limit`."""
+    peak = np.abs(wave).max(initial=0.0)
+    if not np.isfinite(peak):
+        raise AudioError(f"{name}: holds samples that are not finite (NaN or infinity)")
+    if peak > limit:
+        raise AudioError(f"{name}: samples as large as {peak:.3g}; expected floats in [−1, 1]")
+
+
+def _resampler(rate: int) -> Any:
+    if rate == SAMPLE_RATE:
+        return None
+    import soxr
+
+    return soxr.ResampleStream(rate, SAMPLE_RATE, 1, dtype="float32")
+
+
+# libsndfile -------------------------------------------------------------------------------------------------
+
+
+def _decode_sound(file: BinaryIO, size: int, head: bytes, name: str, limits: Limits) -> Decoded:
+    start = containers.mpeg_start(head)
+    if start is not None and start < size:
+        return _decode_mpeg(file, size, start, name, limits)
+    data, source = containers.audio_data(file, size), Source(file, size)
+    is_strict = head[:4] in (b"caff", b"riff")  # libsndfile takes these two with a true size only
+    if data is not None and (data.claimed is None or is_strict) and data.true_size:
+        source.patches[data.at] = data.true_size
+    run = _Run(source, name, limits)
+    wave, claimed = run.decode(), containers.flac_length(head)
+    if claimed and source.left > containers.TRAILING:  # more than the header counts
+        run, wave = _longer(run, wave, {21: bytes([head[21] & 0xF0]) + bytes(4)}, name, limits)
+    return Decoded(wave, run.kind, tuple(_missing(run, data, file, size)))
+
+
+def _longer(
+    run: _Run, wave: np.ndarray, patches: dict[int, bytes], name: str, limits: Limits
+) -> tuple[_Run, np.ndarray]:
+    """Decode once more, without the header's length: a run that got further, or else the first."""
+    whole = _Run(run.source.again(patches), name, limits)
+    longer = whole.decode()
+    return (whole, longer) if len(longer) > len(wave) + SAMPLE_RATE // 4 else (run, wave)
+
+
+def _decode_mpeg(file: BinaryIO, size: int, start: int, name: str, limits: Limits) -> Decoded:
+    """Decode MPEG audio, of which libsndfile would end at an estimate of the length."""
+    size = max(containers.mpeg_end(file, size), start)
+    file.seek(start)
+    tag = containers.vbr_tag(file.read(64))
+    run = _mpeg_run(file, size, start, tag, name, limits)
+    wave = run.decode()
+    if tag is not None and run.source.left > containers.TRAILING:  # more than the tag counts
+        run, wave = _longer(run, wave, {start + tag: bytes(4)}, name, limits)
+    claimed = run.claimed if tag is not None and run.claimed < PRETENDED else None
+    return Decoded(wave, run.kind, tuple(_cut(run, claimed, slack=2 * 1152)))
+
+
+def _mpeg_run(file: BinaryIO, size: int, start: int, tag: int | None, name: str, limits: Limits) -> _Run:
+    source = Source(file, size, max(PRETENDED, 2 * size))
+    if tag is not None:
+        file.seek(start + tag)
+        head = file.read(16)
+        if len(head) == 16 and head[7] & 2:  # the tag's size of the stream: mpg123 prints a line where it is another
+            source.patches[start + tag + (12 if head[7] & 1 else 8)] = (source.size - start).to_bytes(8, "big")[-4:]
+    return _Run(source, name, limits)
+
+
+class _Run:
+    """One pass of libsndfile over a file."""
+
+    def __init__(self, source: Source, name: str, limits: Limits) -> None:
+        self.source, self._downmix = source, Downmix(name, limits)
+        self.kind, self.rate, self.claimed, self.frames = "", 0, 0, 0
+        self.is_broken = False
+
+    @property
+    def seconds(self) -> float:
+        return self._downmix.seconds
+
+    def decode(self) -> np.ndarray:
+        with open_sound(self.source) as sound:
+            self.kind, self.rate, self.claimed = sound.format, sound.samplerate, sound.frames
+            self._downmix.check(sound.samplerate, sound.channels)
+            for block in self._blocks(sound):
+                self._downmix.add(block, self.rate)
+        return self._downmix.finish()
+
+    def _blocks(self, sound: Any) -> Iterator[np.ndarray]:
+        step, buffer = _step(sound), np.zeros((BLOCK, sound.channels), np.float32)
+        self.source.ran_out, filled, read = False, 0, -1
+        while read:
+            read = self._read(sound, buffer[filled : filled + step])
+            self.frames += read
+            filled += read
+            if filled and (not read or filled + step > BLOCK):
+                yield buffer[:filled]
+                filled = 0
+
+    def _read(self, sound: Any, target: np.ndarray) -> int:
+        """Decode into `target`; returns the frames that were written, 0 at the end."""
+        import soundfile
+
+        if self.kind == "FLAC" and self.claimed < UNKNOWN:  # what stands behind the last frame is an error, too
+            target = target[: max(0, self.claimed - self.frames)]
+        if not len(target):
+            return 0
+        try:
+            read = len(sound.read(len(target), dtype="float32", always_2d=True, out=target))
+        except (soundfile.SoundFileError, *FOREIGN):
+            self.is_broken = True
+            return 0
+        if self.source.ran_out and read == len(target) and not _reads_ahead(sound):
+            self.is_broken = True  # what the decoder did not get it makes up from an earlier block
+            return 0
+        return read
+
+
+STREAMS: Final = ("FLAC", "OGG", "MP3", "MPEG")  # decoders that read ahead
+
+
+def _reads_ahead(sound: Any) -> bool:
+    return sound.format in STREAMS or sound.subtype.startswith("DWVW")
+
+
+def _step(sound: Any) -> int:
+    is_plain = sound.subtype.startswith(("PCM", "FLOAT", "DOUBLE")) and sound.format not in STREAMS
+    return BLOCK if is_plain else STEP
+
+
+def _missing(run: _Run, data: containers.Data | None, file: BinaryIO, size: int) -> Iterator[str]:
+    """What of the recording could not be decoded, as warnings."""
+    if data is not None and data.claimed is not None and data.present < data.claimed:
+        whole = run.frames * data.claimed // max(1, data.present)
+        yield from _cut(run, max(whole, run.frames + 1))
+    elif run.kind in ("FLAC", "OGG"):
+        claimed = run.claimed if 0 < run.claimed < UNKNOWN else None
+        run.is_broken |= run.kind == "OGG" and not containers.ogg_ends(file, size)
+        yield from _cut(run, claimed)
+        if run.kind == "OGG" and containers.is_chained(file):
+            yield f"the file holds another recording behind the first {run.seconds:.2f} s: it was not read"
+    else:
+        yield from _cut(run, None)
+
+
+def _cut(run: _Run, claimed: int | None, slack: int = 0) -> Iterator[str]:
+    if claimed is not None and run.frames < claimed - slack:
+        lost, whole = (claimed - run.frames) / run.rate, claimed / run.rate
+        yield f"the recording is damaged or breaks off: {lost:.2f} s of its {whole:.2f} s are missing"
+    elif run.is_broken:
+        yield f"the recording is damaged or breaks off after {run.seconds:.2f} s: what follows is missing"
+    elif run.kind in ("FLAC", "MP3", "MPEG") and run.source.left > containers.TRAILING:
+        yield f"the recording ends after {run.seconds:.2f} s; {run.source.left} bytes behind its end were not read"
+
+
+# PyAV -------------------------------------------------------------------------------------------------------
+
+
+def _decode_media(file: BinaryIO, name: str, limits: Limits, kind: str) -> Decoded:
+    if not media_decoder.is_installed():
+        names = ", ".join(containers.MEDIA[kind])
+        raise AudioError(
+            f"{name}: recordings of this kind ({names}) are read with PyAV, which is not installed: "
+            f"pip install 'outrider[media]', or convert it: ffmpeg -i in.{containers.MEDIA[kind][0]} out.wav. "
+            f"Without PyAV {FORMATS} are read"
+        )
+    size = file.seek(0, os.SEEK_END)
+    if kind == "mov" and containers.lies_about_samples(file, 0, size, size):
+        raise AudioError(f"{name}: damaged: its index has more samples than the file has bytes")
+    downmix, state = Downmix(name, limits), media_decoder.State()
+    file.seek(0)
+    for block, rate in media_decoder.blocks(file, kind, name, state, downmix.check):
+        downmix.add(block, rate)
+    wave = downmix.finish()
+    return Decoded(wave, kind, tuple(state.warnings(downmix.seconds)))
+
+
+def _unreadable(name: str, error: Exception | str) -> str:
+    if Path(name).suffix.lower() == ".raw":
+        return (
+            f"{name}: samples without a header are not read: say what they are and convert them, as in "
+            f"ffmpeg -f s16le -ar 16000 -ac 1 -i in.raw out.wav"
+        )
+    return f"{name}: not audio that can be read ({error}); {FORMATS} are read: ffmpeg -i IN out.wav converts others"
+
+
+def decode_bytes(data: bytes, name: str, limits: Limits = Limits()) -> Decoded:
+    """Decode the bytes of a file; see `decode`."""
+    return decode(io.BytesIO(data), name, limits)

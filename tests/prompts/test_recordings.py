@@ -1,0 +1,426 @@
+"""The reader of recordings: lengths come from decoding, what is missing is named, nothing unwritten is heard."""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import soxr
+
+from outrider.errors import AudioError
+from outrider.gateway.recordings import decoded
+from outrider.gateway.refusing import Refused
+from outrider.prompts import audio, media_decoder
+from outrider.prompts.audio import SAMPLE_RATE, Audio, on_grid
+from outrider.prompts.recordings import Downmix, Limits, decode_bytes
+from tests.fuzz import recordings as fuzzing
+
+RATE = 48_000
+SOUNDS = dict(fuzzing.sound_files())
+USED = ("WAV-PCM_16", "AIFF-PCM_16", "OGG-VORBIS", "OGG-OPUS", "MP3-MPEG_LAYER_III", "FLAC-PCM_16", "AU-PCM_16")
+TELEPHONE = ("GSM610", "G721_32", "NMS_ADPCM_16", "NMS_ADPCM_24", "NMS_ADPCM_32", "IMA_ADPCM", "MS_ADPCM", "ULAW")
+
+
+def written(name: str, seconds: float = 4.0) -> bytes:
+    kind, subtype = name.split("-", 1)
+    file = io.BytesIO()
+    soundfile.write(file, fuzzing.tone(RATE, seconds), RATE, format=kind, subtype=subtype)
+    return file.getvalue()
+
+
+# Lengths ----------------------------------------------------------------------------------------------------
+
+
+def flac_of(length: int, data: bytes) -> bytes:
+    """The FLAC file with another number of samples in its header."""
+    head = bytearray(data)
+    head[21] = head[21] & 0xF0 | length >> 32
+    head[22:26] = struct.pack(">I", length & 0xFFFFFFFF)
+    return bytes(head)
+
+
+def with_size(name: bytes, size: int, data: bytes, order: str) -> bytes:
+    """The file with another size of the chunk `name`."""
+    at = data.index(name) + 4
+    return data[:at] + struct.pack(order, size) + data[at + struct.calcsize(order) :]
+
+
+def without_tag(data: bytes) -> bytes:
+    """An MP3 without its VBR header, of another bit rate at the beginning than later."""
+    at = max(data.find(b"Xing", 0, 200), data.find(b"Info", 0, 200))
+    return data[:at] + bytes(4) + data[at + 4 :]
+
+
+@pytest.mark.parametrize(
+    ("data", "seconds"),
+    [
+        (flac_of(0, written("FLAC-PCM_16")), 4.0),
+        (with_size(b"data", 0xFFFFFFFF, written("WAV-PCM_16"), "<I"), 4.0),
+        (with_size(b"data", 0x80000000, written("WAV-PCM_16"), "<I"), 4.0),
+        (with_size(b"data", 0, with_size(b"RIFF", 36, written("WAV-PCM_16"), "<I"), "<I"), 4.0),
+        (with_size(b"data", 20_000, written("WAV-PCM_16"), "<I"), 4.0),
+        (flac_of(9_000, written("FLAC-PCM_16")), 4.0),
+        (with_size(b"data", -1, written("CAF-PCM_16"), ">q"), 4.0),
+        (written("AU-PCM_16")[:8] + b"\xff" * 4 + written("AU-PCM_16")[12:], 4.0),
+    ],
+    ids=["flac", "wav", "arecord", "wav0", "low", "low-flac", "caf", "au"],
+)  # fmt: skip
+def test_a_length_that_the_writer_did_not_know_comes_from_decoding(data: bytes, seconds: float) -> None:
+    found = decode_bytes(data, "a")
+    assert len(found.waveform) / SAMPLE_RATE == pytest.approx(seconds, abs=0.09)
+    assert not found.warnings
+
+
+def test_mp3_is_read_to_its_end_whatever_its_header_says_or_does_not() -> None:
+    quiet, loud = fuzzing.tone(RATE, 1.0) * 1e-3, np.random.default_rng(0).uniform(-0.9, 0.9, 3 * RATE)
+    file = io.BytesIO()
+    wave = np.concatenate([quiet, loud]).astype(np.float32)
+    soundfile.write(file, wave, RATE, format="MP3", bitrate_mode="VARIABLE", compression_level=0.5)
+    whole = decode_bytes(file.getvalue(), "a")
+    bare = decode_bytes(without_tag(file.getvalue()), "a")
+    twice = decode_bytes(file.getvalue() * 2, "a")
+    assert len(whole.waveform) / SAMPLE_RATE == pytest.approx(4.0, abs=0.05)
+    assert len(bare.waveform) / SAMPLE_RATE == pytest.approx(4.0, abs=0.15)
+    assert len(twice.waveform) / SAMPLE_RATE == pytest.approx(8.0, abs=0.3)
+    assert not (*whole.warnings, *bare.warnings)
+
+
+@pytest.mark.parametrize("name", [name for name in SOUNDS if "DWVW" not in name])
+def test_a_healthy_file_of_every_format_is_read_whole_and_without_a_warning(name: str) -> None:
+    if name.startswith("SDS"):
+        with pytest.raises(AudioError, match="MIDI sample dump"):
+            decode_bytes(SOUNDS[name], "a")
+        return
+    with soundfile.SoundFile(io.BytesIO(SOUNDS[name])) as file:
+        wave = file.read(file.frames, dtype="float32", always_2d=True).mean(axis=1)
+        rate = file.samplerate
+    wanted = wave if rate == SAMPLE_RATE else soxr.resample(wave, rate, SAMPLE_RATE)
+    found = decode_bytes(SOUNDS[name], "a")
+    assert not found.warnings
+    assert np.array_equal(found.waveform, wanted)
+
+
+@pytest.mark.parametrize("name", [name for name in SOUNDS if "DWVW" in name])
+def test_a_healthy_file_of_a_format_that_soundfile_does_not_read_at_once(name: str) -> None:
+    found = decode_bytes(SOUNDS[name], "a")
+    assert (len(found.waveform), found.warnings) == (int(SAMPLE_RATE * fuzzing.SECONDS), ())
+
+
+@pytest.mark.parametrize("rate", [8_000, 11_025, 44_100, 48_000, 192_000])
+def test_resampling_by_blocks_gives_the_samples_of_resampling_at_once(rate: int) -> None:
+    wave = np.random.default_rng(0).uniform(-0.9, 0.9, (rate + 7, 2)).astype(np.float32)
+    once = soxr.resample(wave.mean(axis=1), rate, SAMPLE_RATE)
+    assert np.array_equal(audio.load(Audio(wave, sampling_rate=rate)), on_grid(once))
+
+
+APE = b"\xd0\x07\0\0\x88\x13\0\0\x01\0\0\0\0\0\0\0" + bytes(8)
+TAGS = [b"TAG" + b"x" * 125, bytes(500), b"y" * 4968 + b"APETAGEX" + APE, b"LIST\x10\0\0\0" + b"x" * 16]
+
+
+@pytest.mark.parametrize("tag", TAGS, ids=["id3v1", "zeros", "ape", "list"])
+@pytest.mark.parametrize("name", ["FLAC-PCM_16", "MP3-MPEG_LAYER_III", "WAV-PCM_16", "AIFF-PCM_16"])
+def test_tags_behind_the_audio_are_no_damage(name: str, tag: bytes) -> None:
+    data = written(name, 1.111)
+    whole, tagged = decode_bytes(data, "a"), decode_bytes(data + tag, "a")
+    assert np.array_equal(tagged.waveform, whole.waveform)
+    assert not tagged.warnings
+
+
+# Damage -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", USED)
+def test_half_a_file_is_used_and_the_rest_is_named(name: str, tmp_path: Path) -> None:
+    data = written(name)
+    path = tmp_path / "half"
+    path.write_bytes(data[: len(data) // 2])
+    found = audio.read(Audio(path))
+    assert 0.5 < found.seconds < 2.5
+    (warning,) = found.warnings
+    assert "damaged or breaks off" in warning
+    whole = decode_bytes(data, "a").waveform
+    kept = len(found.waveform) - 2000  # a resampler sees the end coming
+    assert np.allclose(found.waveform[:kept], whole[:kept], atol=2**-14)
+
+
+def test_how_much_is_missing_is_said_where_the_length_is_known() -> None:
+    data = written("WAV-PCM_16")
+    (warning,) = decode_bytes(data[: len(data) // 4], "a").warnings
+    assert warning == "the recording is damaged or breaks off: 3.00 s of its 4.00 s are missing"
+
+
+@pytest.mark.parametrize("name", USED)
+def test_too_little_of_a_file_is_refused(name: str) -> None:
+    with pytest.raises(AudioError):
+        decode_bytes(written(name)[:300], "a")
+
+
+def test_a_damaged_flac_is_used_up_to_the_damage() -> None:
+    data = bytearray(written("FLAC-PCM_16"))
+    data[len(data) // 2 :][:8] = bytes(8)
+    data[len(data) // 2] ^= 0x55
+    found = decode_bytes(bytes(data), "a")
+    assert found.warnings
+    assert 1.0 < len(found.waveform) / SAMPLE_RATE < 3.0
+
+
+def test_a_second_recording_in_an_ogg_file_is_not_dropped_in_silence() -> None:
+    (warning,) = decode_bytes(written("OGG-VORBIS") * 2, "a").warnings
+    assert "another recording" in warning
+
+
+# Telephones -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("subtype", TELEPHONE)
+def test_telephone_files_are_the_same_on_every_surface(subtype: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.wav"
+    soundfile.write(path, fuzzing.tone(8_000, 1.0), 8_000, format="WAV", subtype=subtype)
+    here = audio.read(Audio(path))
+    there = decoded(base64.b64encode(path.read_bytes()).decode(), "wav", 30.0)
+    assert np.array_equal(here.waveform, there.waveform)
+    assert 0.95 < here.seconds < 1.1
+
+
+# Limits -----------------------------------------------------------------------------------------------------
+
+
+def constant(rate: int, frames: int, channels: int = 1) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros((frames, channels), np.int16), rate, format="FLAC", subtype="PCM_16")
+    return file.getvalue()
+
+
+def peak_of(read: Callable[[], Any]) -> int:
+    """Bytes that a read has allocated at most."""
+    tracemalloc.start()
+    try:
+        read()
+    except AudioError:
+        pass
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return peak
+
+
+def test_a_small_file_of_a_high_rate_stays_small_in_memory() -> None:
+    data = constant(655_350, 655_350 * 20)
+    text = base64.b64encode(data).decode()
+    assert len(data) < 64 << 10
+    assert peak_of(lambda: decode_bytes(data, "a")) < 8 << 20
+    assert peak_of(lambda: decoded(text, "flac", 30.0)) < 12 << 20
+    many = constant(655_350, 655_350 * 10, 8)
+    assert peak_of(lambda: decode_bytes(many, "a", Limits(5.0))) < 16 << 20
+
+
+def test_limits_hold_while_decoding() -> None:
+    with pytest.raises(AudioError, match="lasts more than 30 s"):
+        decode_bytes(flac_of(0, constant(16_000, 16_000 * 40)), "a", Limits(30.0))
+    with pytest.raises(AudioError, match="more than 1000 samples"):
+        decode_bytes(constant(16_000, 16_000), "a", Limits(samples=1000))
+    with pytest.raises(AudioError, match="a sampling rate of 500 Hz"):
+        decode_bytes(constant(500, 5_000), "a")
+    with pytest.raises(AudioError, match="100 channels"):
+        decode_bytes(fuzzed_channels(100), "a")
+
+
+def fuzzed_channels(channels: int) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros((4_000, channels), np.float32), 16_000, format="WAV", subtype="PCM_16")
+    return file.getvalue()
+
+
+# What is no recording ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rate", ["16000", None, float("nan"), float("inf"), 1, 16, 999, 768_001, True, -16_000, 8000.5]
+)
+def test_a_rate_that_is_none_is_refused_by_name(rate: Any) -> None:
+    with pytest.raises(AudioError, match="sampling_rate: a whole number of Hz, 1000 to 768000, not"):
+        audio.load(Audio(np.zeros(16_000, np.float32), sampling_rate=rate))
+
+
+@pytest.mark.parametrize(
+    ("wave", "message"),
+    [
+        (np.zeros((16_000, 0), np.float32), "empty"),
+        (np.zeros((0, 2), np.float32), "empty"),
+        (np.zeros(16_000, object), "expected floats"),
+        (np.zeros(16_000, np.int16), "wave / 32768.0"),
+        (np.zeros(16_000, complex), "expected floats"),
+        (np.zeros((), np.float32), "expected floats"),
+        (np.broadcast_to(np.float32(0), 1_000 * 3_601), "lasts 3601 s"),
+    ],
+)  # fmt: skip
+def test_arrays_that_are_no_waveform_are_refused(wave: np.ndarray, message: str) -> None:
+    rate = 1_000 if wave.size > 1e6 else SAMPLE_RATE
+    with pytest.raises(AudioError, match=message):
+        audio.load(Audio(wave, sampling_rate=rate))
+
+
+@pytest.mark.parametrize("name", ["a.raw", "a.wav", "a.m4a"])
+def test_bytes_that_are_no_audio_are_an_audio_error_that_names_the_file(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"\0" * 5_000)
+    with pytest.raises(AudioError, match=name) as refused:
+        audio.load(Audio(tmp_path / name))
+    assert "ffmpeg" in str(refused.value)
+
+
+def test_an_error_of_the_disk_is_an_audio_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.wav"
+    path.write_bytes(written("WAV-PCM_16"))
+
+    def fail(*_: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(AudioError, match=r"a.wav: cannot be read: .*Permission denied"):
+        audio.load(Audio(path))
+
+
+# Pieces -----------------------------------------------------------------------------------------------------
+
+
+def test_a_long_recording_is_split_into_equal_pieces_with_times(tmp_path: Path) -> None:
+    path = tmp_path / "a.wav"
+    path.write_bytes(written("WAV-PCM_16", 7.0)[:-RATE])
+    whole = audio.read(Audio(path))
+    pieces = audio.split(Audio(path, lang="zh"), 3.0)
+    assert [round(piece.end - piece.start, 1) for piece in pieces] == [2.2, 2.2, 2.2]
+    assert [piece.start for piece in pieces[1:]] == [piece.end for piece in pieces[:-1]]
+    assert all(piece.audio.lang == "zh" for piece in pieces)
+    assert np.array_equal(np.concatenate([audio.load(piece.audio) for piece in pieces]), whole.waveform)
+    assert [audio.read(piece.audio).warnings for piece in pieces] == [(), (), whole.warnings]
+    assert len(audio.split(Audio(path), 30.0)) == 1
+
+
+# PyAV -------------------------------------------------------------------------------------------------------
+
+MEDIA = [("m4a", "mp4", "aac"), ("mp4", "mp4", "alac"), ("webm", "webm", "libopus"), ("aac", "adts", "aac")]
+MEDIA += [("wma", "asf", "wmav2"), ("3gp", "3gp", "aac")]
+
+
+@pytest.fixture
+def av() -> Any:
+    return pytest.importorskip("av")
+
+
+@pytest.mark.parametrize(("kind", "container", "codec"), MEDIA)
+def test_what_phones_and_browsers_record_is_read(av: Any, kind: str, container: str, codec: str) -> None:
+    data = fuzzing.media_file(container, codec, 2.0)
+    found = decoded(base64.b64encode(data).decode(), kind, 30.0)
+    assert found.seconds == pytest.approx(2.0, abs=0.15)
+    assert not found.warnings
+    spectrum = np.abs(np.fft.rfft(found.waveform[8_000:24_000]))
+    assert abs(int(np.argmax(spectrum)) - 220) < 3
+    with pytest.raises(Refused, match="format is wav, the data is"):
+        decoded(base64.b64encode(data).decode(), "wav", 30.0)
+    with pytest.raises(AudioError, match="lasts more than 1 s"):
+        decoded(base64.b64encode(data).decode(), kind, 1.0)
+
+
+def test_half_a_phone_s_recording_is_used_or_its_lost_index_is_named(av: Any, tmp_path: Path) -> None:
+    fast = fuzzing.media_file("mp4", "aac", 4.0, {"movflags": "+faststart"}, tmp_path / "a.m4a")
+    found = decode_bytes(fast[: len(fast) * 2 // 3], "a")
+    assert len(found.waveform) / SAMPLE_RATE == pytest.approx(2.6, abs=0.7)
+    assert "are missing" in found.warnings[0]
+    plain = fuzzing.media_file("mp4", "aac", 4.0)
+    with pytest.raises(AudioError, match="index"):
+        decode_bytes(plain[: len(plain) // 2], "a")
+
+
+def test_a_film_without_sound_is_refused(av: Any) -> None:
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as out:
+        stream = out.add_stream("mpeg4", rate=10)
+        stream.width = stream.height = 64
+        stream.pix_fmt = "yuv420p"
+        for _ in range(10):
+            out.mux(stream.encode(av.VideoFrame(64, 64, "yuv420p")))
+        out.mux(stream.encode(None))
+    with pytest.raises(AudioError, match="holds no audio stream"):
+        decode_bytes(file.getvalue(), "a")
+
+
+def test_a_codec_that_is_unknown_is_an_audio_error(av: Any) -> None:
+    data = fuzzing.media_file("mp4", "aac")
+    with pytest.raises(AudioError, match="codec"):
+        decode_bytes(data.replace(b"mp4a", b"zzzz").replace(b"esds", b"free"), "a")
+
+
+def test_an_index_of_more_samples_than_bytes_is_refused(av: Any) -> None:
+    data = fuzzing.media_file("mp4", "aac")
+    at = data.index(b"stsz") + 8
+    with pytest.raises(AudioError, match="more samples than the file has bytes"):
+        decode_bytes(data[:at] + struct.pack(">II", 1, 1 << 26) + data[at + 8 :], "a")
+
+
+def test_boxes_in_boxes_without_end_are_an_audio_error(av: Any) -> None:
+    boxes = b"".join(struct.pack(">I4s", 80_000 - 8 * n, b"moov") for n in range(10_000))
+    with pytest.raises(AudioError):
+        decode_bytes(b"\0\0\0\x20ftypM4A " + bytes(20) + boxes, "a")
+
+
+def test_without_pyav_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media_decoder, "is_installed", lambda: False)
+    with pytest.raises(AudioError, match=r"outrider\[media\].*ffmpeg -i in.m4a out.wav.*wav, flac"):
+        decode_bytes(b"\0\0\0\x20ftypM4A " + bytes(500), "a.m4a")
+
+
+# Unwritten samples ------------------------------------------------------------------------------------------
+
+
+def test_no_sample_is_unwritten_wherever_a_file_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decoder's buffer is filled with a mark before each read: none may come out."""
+    mark, whole, added = np.float32(77.125), soundfile.SoundFile.read, Downmix.add
+
+    def read(self: Any, *args: Any, out: Any, **more: Any) -> Any:
+        out[...] = mark
+        return whole(self, *args, out=out, **more)
+
+    def add(self: Any, block: np.ndarray, rate: int) -> None:
+        assert not (block == mark).any()
+        added(self, block, rate)
+
+    monkeypatch.setattr(soundfile.SoundFile, "read", read)
+    monkeypatch.setattr(Downmix, "add", add)
+    for data in SOUNDS.values():
+        for share in (0.3, 0.5, 0.77, 0.999, 1.0):
+            try:
+                found = decode_bytes(data[: int(len(data) * share)], "a")
+            except AudioError:
+                continue
+            assert np.isfinite(found.waveform).all()
+
+
+def test_a_client_does_not_hear_another_s_recording() -> None:
+    """Half an MP3 behind a loud recording of another client: it is the beginning of the whole one, and no longer."""
+    data = written("MP3-MPEG_LAYER_III")
+    whole = decoded(base64.b64encode(data).decode(), "mp3", 30.0)
+    other = base64.b64encode(written("WAV-PCM_16")).decode()
+    for _ in range(3):
+        decoded(other, "wav", 30.0)
+        half = decoded(base64.b64encode(data[: len(data) // 2]).decode(), "mp3", 30.0)
+        assert half.seconds < 2.1
+        assert half.warnings
+        kept = len(half.waveform) - 2_000
+        assert np.allclose(half.waveform[:kept], whole.waveform[:kept], atol=2**-14)
+
+
+def test_a_short_fuzzing_run_finds_nothing() -> None:
+    command = [sys.executable, "-m", "tests.fuzz.recordings", "--cases", "250", "--seconds", "600", "--seed", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "0 read wrongly" in done.stdout
