@@ -60,9 +60,16 @@ class Ticket:
     Raises (iterating): what the generation raised.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, provisional: bool = False) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        provisional: bool = False,
+        cancellation: Cancellation | None = None,
+    ) -> None:
         self.started = loop.create_future()  # its prompt and settings can be used
-        self._loop, self._cancellation, self._provisional = loop, Cancellation(), provisional
+        self._loop, self._provisional = loop, provisional
+        self._cancellation = cancellation or Cancellation()
         self._events: deque[StreamEvent] = deque()
         self._news = asyncio.Event()
         self._telling = False  # the loop was told of events, and has not looked yet
@@ -253,10 +260,11 @@ class Desk:
         *,
         provisional: bool = False,
         queued: Callable[[], None] = lambda: None,
+        cancellation: Cancellation | None = None,
     ) -> Ticket:
         """Wait for a slot, and begin. Being cancelled leaves the queue, or ends what has begun.
 
-        queued: called if there is no slot at once.
+        queued: called if there is no slot at once. cancellation: the generation's, where the caller wants to cut it.
 
         Raises:
             Busy: the queue is full, or was filled up meanwhile by clients who have fewer requests in it.
@@ -266,7 +274,7 @@ class Desk:
             TimeLimit: it took too long before its first token.
         """
         await self._admission(client, queued)
-        ticket = Ticket(asyncio.get_running_loop(), provisional=provisional)
+        ticket = Ticket(asyncio.get_running_loop(), provisional=provisional, cancellation=cancellation)
         self._run(ticket, client, prompt, settings, choice)
         try:
             await ticket.started

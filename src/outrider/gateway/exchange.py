@@ -7,8 +7,8 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,13 +18,14 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from outrider.core.outcome import Result
+from outrider.edge.cancellation import Cancellation
 from outrider.errors import AudioError, OutriderError, PromptError, SettingsError, StateError
 from outrider.gateway.access import Access
 from outrider.gateway.answering import Answer, failed
 from outrider.gateway.asking import Asked, Defaults, asked, blamed, read
 from outrider.gateway.desk import Busy, Desk, GoingDown, Ticket
 from outrider.gateway.metrics import Metrics
-from outrider.gateway.refusing import refusal
+from outrider.gateway.refusing import Refused, refusal
 from outrider.gateway.schemas import ChatRequest, Request
 from outrider.prompts.audio import Audio
 
@@ -100,6 +101,14 @@ def _subtract(counts: Counter[str], client: str, count: int) -> None:
 
 
 @dataclass(frozen=True)
+class Run:
+    """A request that waits for its slot or is being answered."""
+
+    client: str
+    cancellation: Cancellation = field(default_factory=Cancellation)
+
+
+@dataclass(frozen=True)
 class Gateway:
     """What the endpoints share."""
 
@@ -108,6 +117,18 @@ class Gateway:
     defaults: Defaults
     metrics: Metrics
     arrivals: Arrivals = field(default_factory=Arrivals)
+    runs: dict[str, Run] = field(default_factory=dict)  # by the answer's id
+
+    def cut(self, client: str, number: str) -> None:
+        """Cut this client's run off from its cloud.
+
+        Raises:
+            Refused: there is no such run.
+        """
+        run = self.runs.get(number)
+        if run is None or run.client != client:
+            raise Refused("no request with this id is being answered", param="id", code="not_found", status=404)
+        run.cancellation.cut("the network is cut")
 
     @property
     def budget(self) -> int:
@@ -146,12 +167,9 @@ async def _understood(asking: Asking, client: str, kind: type[Request], gateway:
 
 
 async def _whole(client: str, work: Asked, answer: Answer, gateway: Gateway) -> Response:
-    ticket = await _ticket(client, work, gateway)
-    try:
+    async with _generation(client, work, answer, gateway) as ticket:
         async for events in ticket:
             answer.note(events)
-    finally:
-        ticket.cancel()
     result = _result(ticket, gateway)
     return Response(answer.body(result), media_type="application/json")
 
@@ -168,17 +186,28 @@ def _result(ticket: Ticket, gateway: Gateway) -> Result:
     return result
 
 
-async def _ticket(client: str, work: Asked, gateway: Gateway, queued: Callable[[], None] = lambda: None) -> Ticket:
-    asked_at = time.perf_counter()
+@asynccontextmanager
+async def _generation(
+    client: str, work: Asked, answer: Answer, gateway: Gateway, queued: Callable[[], None] = lambda: None
+) -> AsyncIterator[Ticket]:
+    """A generation that has its slot, and is cancelled at the end of the block."""
+    asked_at, run = time.perf_counter(), Run(client)
     how = (work.prompt, work.settings, work.choice)
+    options: dict[str, Any] = {"provisional": work.provisional, "queued": queued, "cancellation": run.cancellation}
+    gateway.runs[answer.id] = run
     try:
         with gateway.arrivals.holding(client, gateway.budget) as hold:
             hold(_weight(work.prompt))
-            ticket = await gateway.desk.start(client, *how, provisional=work.provisional, queued=queued)
+            ticket = await gateway.desk.start(client, *how, **options)
+        gateway.metrics.queued(time.perf_counter() - asked_at)
+        try:
+            yield ticket
+        finally:
+            ticket.cancel()
     except (PromptError, AudioError, SettingsError) as error:
         raise blamed(error, work) from error
-    gateway.metrics.queued(time.perf_counter() - asked_at)
-    return ticket
+    finally:
+        del gateway.runs[answer.id]
 
 
 def _weight(prompt: Any) -> int:
@@ -208,7 +237,7 @@ async def _streamed(asking: Asking, client: str, work: Asked, answer: Answer, ga
             await first
         await chunks.aclose()
         raise
-    return _Stream(first, chunks, gateway.metrics)
+    return _Stream(first, chunks, gateway.metrics, answer.id)
 
 
 async def _first_of(first: asyncio.Future[bytes], queued: asyncio.Event) -> None:
@@ -224,14 +253,11 @@ async def _chunks(
     client: str, work: Asked, answer: Answer, gateway: Gateway, queued: Callable[[], None]
 ) -> AsyncGenerator[bytes]:
     """The stream's parts as they come."""
-    ticket = await _ticket(client, work, gateway, queued)
-    try:
+    async with _generation(client, work, answer, gateway, queued) as ticket:
         async for events in ticket:
             if chunk := answer.chunk(events):
                 yield chunk
         yield answer.last(_result(ticket, gateway))
-    finally:
-        ticket.cancel()
 
 
 class _Stream(Response):
@@ -243,11 +269,13 @@ class _Stream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: asyncio.Future[bytes], chunks: AsyncGenerator[bytes], metrics: Metrics) -> None:
+    def __init__(
+        self, first: asyncio.Future[bytes], chunks: AsyncGenerator[bytes], metrics: Metrics, number: str
+    ) -> None:
         self.status_code, self.background, self.body = 200, None, b""
         self._first, self._chunks, self._metrics = first, chunks, metrics
         self._sent_at = 0.0  # by the loop's clock
-        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Request-Id": number})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
