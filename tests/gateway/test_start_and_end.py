@@ -115,3 +115,17 @@ def test_a_remote_cloud_that_is_away_degrades_health() -> None:
         health = httpx2.get(f"{url}/health").json()
     assert health["status"] == "degraded"
     assert health["reason"] == "the cloud has not been reached yet"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("moment", ["loading", "reserving"])
+def test_a_cloud_that_is_ended_while_it_starts_says_so_by_its_code(moment: str, number: int) -> None:
+    command = [sys.executable, "-m", "outrider", "cloud", "demo", "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stderr is not None
+        until(lambda: moment in child.stderr.readline())  # type: ignore[union-attr]
+        child.send_signal(number)
+        said = child.communicate(timeout=HANG_S)[1]
+    assert child.returncode == (0 if "serving demo" in said else 128 + number)
+    assert "Traceback" not in said
+    assert "never retrieved" not in said

@@ -64,7 +64,7 @@ class _Child:
 
     def __init__(self, model: str, listen: str, options: tuple[str, ...]) -> None:
         command = [sys.executable, "-m", "outrider", "cloud", model, "--listen", listen, "--json", "--grace", "0"]
-        command += ["--until-stdin-ends", *options]
+        command += ["--until-stdin-ends", "--log-format", "json", *options]
         pipe = subprocess.PIPE
         # A pipe would fill up and block it.
         self._stderr = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed by end

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -131,6 +132,7 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
     """Load the model and serve it until told to stop."""
     import asyncio  # here, as parsing needs none of it
 
+    from outrider.cli.progress import progress
     from outrider.cloud import logs
     from outrider.engines.load import load_engine, locate
 
@@ -143,19 +145,29 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
     logs.configure("INFO" if operation.verbose else "WARNING", json=operation.log_format == "json", stream=sys.stderr)
     from outrider.cloud.server import run
 
-    engine = load_engine(name, dtype=operation.dtype, device=operation.device)
-    gc.collect()  # a service runs for long: what loading left behind must not stay
-    collect_from_now_on()
+    with progress(quiet=operation.log_format == "json") as step:
+        step(f"loading the model {name}")
+        engine = load_engine(name, dtype=operation.dtype, device=operation.device)
+        gc.collect()  # a service runs for long: what loading left behind must not stay
+        collect_from_now_on()
+        step("reserving the KV cache")
+        return asyncio.run(run(engine, serving, _listening(engine.name, serving, operation, step)))
+
+
+def _listening(
+    name: str, serving: Serving, operation: Operation, step: Callable[[str | None], None]
+) -> Callable[[Server], None]:
+    """What is said once the service listens."""
 
     def listening(server: Server) -> None:
+        step(None)
         where = f"{serving.host}:{server.port}"
         if operation.json:
-            print(jsonlib.dumps({"listening": where, "model": engine.name}), flush=True)  # noqa: T201
+            print(jsonlib.dumps({"listening": where, "model": name}), flush=True)  # noqa: T201
         if operation.log_format == "text":
-            print(f"outrider: serving {engine.name} at grpc://{where}", file=sys.stderr, flush=True)  # noqa: T201
+            print(f"outrider: serving {name} at grpc://{where}", file=sys.stderr, flush=True)  # noqa: T201
 
-    asyncio.run(run(engine, serving, listening))
-    return 0
+    return listening
 
 
 def _end_with_stdin() -> None:
