@@ -20,6 +20,7 @@ from outrider.errors import SettingsError
 
 if TYPE_CHECKING:
     from outrider.cloud.server import Server, Serving
+    from outrider.engines.base import Hosted
     from outrider.wire.tls import ServerTls
 
 BYTES_PER_ID = 12  # on the wire: a token and a count, and some room
@@ -151,11 +152,11 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
         gc.collect()  # a service runs for long: what loading left behind must not stay
         collect_from_now_on()
         step("reserving the KV cache")
-        return asyncio.run(run(engine, serving, _listening(engine.name, serving, operation, step)))
+        return asyncio.run(run(engine, serving, _listening(engine, serving, operation, step)))
 
 
 def _listening(
-    name: str, serving: Serving, operation: Operation, step: Callable[[str | None], None]
+    engine: Hosted, serving: Serving, operation: Operation, step: Callable[[str | None], None]
 ) -> Callable[[Server], None]:
     """What is said once the service listens."""
 
@@ -163,9 +164,9 @@ def _listening(
         step(None)
         where = f"{serving.host}:{server.port}"
         if operation.json:
-            print(jsonlib.dumps({"listening": where, "model": name}), flush=True)  # noqa: T201
+            print(jsonlib.dumps({"listening": where, "model": engine.name}), flush=True)  # noqa: T201
         if operation.log_format == "text":
-            print(f"outrider: serving {name} at grpc://{where}", file=sys.stderr, flush=True)  # noqa: T201
+            print(f"outrider: serving {engine.name} at grpc://{where}", file=sys.stderr, flush=True)  # noqa: T201
 
     return listening
 
