@@ -224,29 +224,21 @@ async def _streamed(asking: Asking, client: str, work: Asked, answer: Answer, ga
 
     It begins with the first chunk, at once if the request has to wait for a slot, and otherwise after `STATUS_S`.
     """
-    queued = asyncio.Event()
-    chunks = _chunks(client, work, answer, gateway, queued.set)
-    first = asyncio.ensure_future(anext(chunks))
+    queued: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    chunks = _chunks(client, work, answer, gateway, lambda: queued.set_result(None))
+    gone = asyncio.create_task(_until_gone(asking.receive))
+    stream = _Stream(chunks, gone, gateway.metrics, answer.id)
     try:
-        await _unless_gone(asking.receive, _first_of(first, queued))
-        if first.done():
-            first.result()
+        events: set[asyncio.Future[Any]] = {stream.first, gone, queued}
+        await asyncio.wait(events, timeout=STATUS_S, return_when=asyncio.FIRST_COMPLETED)
+        if stream.first.done():
+            stream.first.result()
+        elif gone.done():
+            raise ClientGone
     except BaseException:
-        first.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await first
-        await chunks.aclose()
+        await stream.close()
         raise
-    return _Stream(first, chunks, gateway.metrics, answer.id)
-
-
-async def _first_of(first: asyncio.Future[bytes], queued: asyncio.Event) -> None:
-    waiting = asyncio.ensure_future(queued.wait())
-    try:
-        either: set[asyncio.Future[Any]] = {first, waiting}
-        await asyncio.wait(either, timeout=STATUS_S, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        waiting.cancel()
+    return stream
 
 
 async def _chunks(
@@ -270,33 +262,48 @@ class _Stream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: asyncio.Future[bytes], chunks: AsyncGenerator[bytes], metrics: Metrics, number: str
+        self, chunks: AsyncGenerator[bytes], gone: asyncio.Future[None], metrics: Metrics, number: str
     ) -> None:
         self.status_code, self.background, self.body = 200, None, b""
-        self._first, self._chunks, self._metrics = first, chunks, metrics
+        self.first = asyncio.ensure_future(anext(chunks))
+        self._chunks, self._gone, self._metrics = chunks, gone, metrics
         self._sent_at = 0.0  # by the loop's clock
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Request-Id": number})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _unless_gone(receive, self._send(send))
+            # Each turn of the loop may wait for a generation's thread: the first chunk goes out in this one.
+            first_sent = await self._begin(send)
+            await _before(self._gone, self._continue(send, first_sent))
         except ClientGone:
             self._metrics.left()
         finally:
-            self._first.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await self._first
-            await self._chunks.aclose()
+            await self.close()
 
-    async def _send(self, send: Send) -> None:
+    async def close(self) -> None:
+        """End the generation, if it still runs."""
+        for each in (self.first, self._gone):
+            each.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await each
+        await self._chunks.aclose()
+
+    async def _begin(self, send: Send) -> bool:
+        """Send the headers, and the first chunk if it is there: whether it was."""
         headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        if not self._first.done():
-            await send(_part(WAITING))
+        there = self.first.done()
+        await send(_part(self.first.result() if there else WAITING))
         self._sent_at = asyncio.get_running_loop().time()
+        return there
+
+    async def _continue(self, send: Send, first_sent: bool) -> None:
         pings = asyncio.create_task(self._ping(send))
         try:
-            await self._send_chunks(send)
+            if not first_sent:
+                await self._part(send, await self.first)
+            async for chunk in self._chunks:
+                await self._part(send, chunk)
         except OutriderError as error:
             log.warning("a stream has failed", extra={"kind": type(error).__name__})
             await send(_part(failed(refusal(error))))
@@ -304,13 +311,9 @@ class _Stream(Response):
             pings.cancel()
         await send(_part(b"", more=False))
 
-    async def _send_chunks(self, send: Send) -> None:
-        clock = asyncio.get_running_loop().time
-        await send(_part(await self._first))
-        self._sent_at = clock()
-        async for chunk in self._chunks:
-            await send(_part(chunk))
-            self._sent_at = clock()
+    async def _part(self, send: Send, chunk: bytes) -> None:
+        await send(_part(chunk))
+        self._sent_at = asyncio.get_running_loop().time()
 
     async def _ping(self, send: Send) -> None:
         clock = asyncio.get_running_loop().time
@@ -331,18 +334,27 @@ async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     Raises:
         ClientGone: it did.
     """
-    task = asyncio.ensure_future(work)
     gone = asyncio.create_task(_until_gone(receive))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return await _before(gone, work)
+    finally:
+        gone.cancel()
+        with suppress(asyncio.CancelledError):
+            await gone
+
+
+async def _before(gone: asyncio.Future[None], work: Awaitable[T]) -> T:
+    task = asyncio.ensure_future(work)
+    events: set[asyncio.Future[Any]] = {task, gone}
+    try:
+        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
         return task.result()
     finally:
-        for each in (task, gone):
-            each.cancel()
-            with suppress(asyncio.CancelledError, OutriderError):
-                await each
+        task.cancel()
+        with suppress(asyncio.CancelledError, OutriderError):
+            await task
 
 
 async def _until_gone(receive: Callable[[], Coroutine[Any, Any, Message]] | Receive) -> None:
