@@ -109,8 +109,6 @@ class Ticket:
     def _call(self, function: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(function)
 
-    # In the loop --------------------------------------------------------------------------------------------
-
     @property
     def result(self) -> Result:
         """Once iterating has ended.
@@ -298,8 +296,6 @@ class Desk:
             await self._ended.wait()
         await asyncio.to_thread(self._threads.shutdown)
 
-    # Slots --------------------------------------------------------------------------------------------------
-
     async def _admission(self, client: str, queued: Callable[[], None] = lambda: None) -> None:
         """Take a slot, at once or when it is this client's turn."""
         if not self._free and not self._closed:
@@ -376,8 +372,6 @@ class Desk:
     def _busy(self, reason: str) -> Busy:
         usual = sum(self._durations) / len(self._durations) if self._durations else UNKNOWN_S
         return Busy(reason, usual / self._slots)
-
-    # Running ------------------------------------------------------------------------------------------------
 
     def _run(self, ticket: Ticket, client: str, prompt: PromptLike, settings: dict[str, Any], choice: Choice) -> None:
         loop = asyncio.get_running_loop()
