@@ -77,6 +77,7 @@ class Script:
     cloud: str = "a cloud"
     networks: bool = True
     cut: bool = True
+    trouble: str = ""  # why the cloud is away
     asked: list[dict[str, Any]] = field(default_factory=list)
     left: threading.Event = field(default_factory=threading.Event)  # a client went away in mid-stream
 
@@ -107,6 +108,8 @@ class Handler(BaseHTTPRequestHandler):
             self._json(200, script.about())
         elif path == "/v1/models":
             self._json(200, {"object": "list", "data": [{"id": "a pair", "object": "model"}]})
+        elif path == "/health":
+            self._json(200, {"status": "degraded" if script.trouble else "ok", "reason": script.trouble or None})
         elif path == "/demo/clips":
             self._json(200, [])
         else:

@@ -155,17 +155,48 @@ def test_what_is_set_goes_with_the_next_run(fresh: Page) -> None:
 
 def test_with_the_cable_cut_the_edge_goes_on_alone(fresh: Page) -> None:
     press(fresh, "cut")
+    state = "document.getElementById('path').dataset.state"
+    assert fresh.evaluate(state) == "planned", "red is for a cloud that is away"
     caption(fresh)
+    fresh.until(f"{state} === 'cut'", 20)
     assert wait(fresh) == "Done"
     assert text_of(fresh, ".word") == "edge-only"
     assert "the edge went on alone" in text_of(fresh, ".meaning")
     assert "lost" in text_of(fresh, ".warnings")
-    assert text_of(fresh, "#path-net") == "cable cut"
+    assert fresh.evaluate("document.querySelector('.gain').hidden")
+    assert text_of(fresh, "#path-net") == "to be cut in the next run"
     assert fresh.evaluate("document.querySelectorAll('.strip .t:not(.e, .s)').length") == 0
     press(fresh, "cut")
     caption(fresh)
     assert wait(fresh) == "Done"
     assert text_of(fresh, ".word") == "exact", "plugged in again"
+
+
+def test_cutting_the_cable_cuts_the_run_in_progress(fresh: Page) -> None:
+    put(fresh, "rtt", "200ms")
+    caption(fresh)
+    fresh.until("document.querySelectorAll('.strip .t:not(.p)').length > 0", 20)
+    press(fresh, "cut")
+    fresh.until("document.getElementById('path').dataset.state === 'cut'", 20)
+    assert wait(fresh) == "Done"
+    assert "the edge went on alone" in text_of(fresh, ".meaning")
+    kinds = fresh.evaluate("[...document.querySelectorAll('.strip .t')].map(one => one.classList[1])")
+    assert kinds[0] not in ("e", "s"), "before the cut the cloud decided"
+    assert kinds[-1] in ("e", "s")
+    assert faults(fresh) == []
+
+
+def test_what_was_gained_is_said_in_one_sentence(fresh: Page) -> None:
+    put(fresh, "gate", "signal")
+    assert text_of(fresh, "#threshold-said") == "0.30", "the threshold that the documentation shows"
+    caption(fresh)
+    assert wait(fresh) == "Done"
+    words = text_of(fresh, ".gain")
+    escalated, blocks = (int(word) for word in text_of(fresh, ".meters .note").split()[::2][:2])
+    assert 0 < escalated < blocks, "something happens"
+    count = len(fresh.evaluate("[...document.querySelectorAll('.strip .t')].map(one => 1)"))
+    assert f"{escalated} round trip" in words
+    assert f"alone it takes {count} steps" in words
 
 
 def test_the_three_ways_side_by_side(fresh: Page) -> None:
@@ -184,6 +215,9 @@ def test_the_three_ways_side_by_side(fresh: Page) -> None:
         one.querySelector('.panel-state').innerText])""")
     for count, differs, said in columns[:2]:
         assert said == f"{count - differs} of {count} tokens as the cloud alone writes them"
+    gains = fresh.evaluate("[...document.querySelectorAll('.gain')].map(one => one.hidden ? '' : one.innerText)")
+    assert gains[0] == gains[2] == ""
+    assert f"instead of {columns[2][0]} steps of the cloud; " in gains[1]
     assert columns[0][1] > 0, "the edge alone hears this clip otherwise"
     lefts = fresh.evaluate("[...document.querySelectorAll('.panel')].map(one => one.getBoundingClientRect().left)")
     assert lefts == sorted(set(lefts))

@@ -166,6 +166,14 @@ def test_what_cannot_work_is_disabled_and_says_why(page: Page, server: StandIn) 
     assert (asked["way"], asked["gate"]) == ("edge-only", "always")
 
 
+def test_the_line_is_red_while_the_gateway_says_that_the_cloud_is_away(page: Page, server: StandIn) -> None:
+    play(page, server, Script([tokens(*text(["in"])), ended()], trouble="the cloud process ended"))
+    page.until("document.getElementById('path').dataset.state === 'away'", 20)
+    assert page.evaluate("document.getElementById('path-net').title") == "the cloud process ended"
+    server.script.trouble = ""
+    page.until("document.getElementById('path').dataset.state === 'up'", 20)
+
+
 def test_a_cable_that_cannot_be_cut_is_not_offered(page: Page, server: StandIn) -> None:
     play(page, server, Script([tokens(*text(["in"])), ended()], cut=False))
     wait(page, "Done")

@@ -11,7 +11,9 @@ import random
 import statistics
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,19 +95,31 @@ def work(url: str, number: int, ready: list[Job], until: float, found: Found) ->
             ask(client, draw.choice(ready), draw.random() < LEAVING, found)
 
 
-def watch(url: str, until: float, found: Found) -> None:
-    """Now and then one more client leaves in the middle: how long its generation still runs, by the figures."""
-    ask_long = {"model": "outrider", "prompt": "hello", "max_tokens": 800, "stream": True}
-    ask_long["outrider"] = {"ignore_eos": True, "on_loop": "ignore"}
-    while time.monotonic() < until:
-        gone = figure(url, "outrider_edge_disconnects_total")
-        with httpx2.stream("POST", f"{url}/v1/completions", json=ask_long, timeout=120) as reply:
-            next(reply.iter_lines())
-        left = time.monotonic()
-        while figure(url, "outrider_edge_disconnects_total") <= gone:
-            time.sleep(0.01)
-        found.freed.append(time.monotonic() - left)
-        time.sleep(2)
+def releases(url: str, count: int = 10) -> list[float]:
+    """Seconds from a client's leaving to the first token of a request that waited for its slot: all slots are taken."""
+    long = {"model": "outrider", "prompt": "hello", "max_tokens": 800, "stream": True}
+    long["outrider"] = {"ignore_eos": True, "on_loop": "ignore"}
+    short, found = {**long, "max_tokens": 1}, []
+    for _ in range(count):
+        with ExitStack() as stack:
+            streams = [
+                stack.enter_context(httpx2.stream("POST", f"{url}/v1/completions", json=long, timeout=120))
+                for _ in range(SLOTS)
+            ]
+            kept = [stream.iter_lines() for stream in streams]  # one that is dropped closes its connection
+            for lines in kept:
+                first_data(lines)
+            waiting = stack.enter_context(httpx2.stream("POST", f"{url}/v1/completions", json=short, timeout=120))
+            assert figure(url, "outrider_edge_waiting") == 1, "it has no slot before somebody leaves"
+            left = time.monotonic()
+            streams[0].close()
+            first_data(waiting.iter_lines())
+            found.append(time.monotonic() - left)
+    return found
+
+
+def first_data(lines: Iterator[str]) -> str:
+    return next(line for line in lines if line.startswith("data:"))
 
 
 def memory(process: psutil.Process) -> dict[str, int]:
@@ -119,9 +133,8 @@ def test_many_clients_for_minutes() -> None:
     with edge("--slots", str(SLOTS), "--queue", str(2 * CLIENTS)) as (url, child):
         process, began = psutil.Process(child.pid), time.monotonic()
         until = began + SECONDS
-        with ThreadPoolExecutor(CLIENTS + 1) as threads:
+        with ThreadPoolExecutor(CLIENTS) as threads:
             busy = [threads.submit(work, url, n, ready, until, found) for n in range(CLIENTS)]
-            busy.append(threads.submit(watch, url, until, found))
             time.sleep(min(60.0, SECONDS / 5))
             early = memory(process)
             for each in busy:
@@ -131,6 +144,7 @@ def test_many_clients_for_minutes() -> None:
         while figure(url, "outrider_edge_active") and time.monotonic() < deadline:
             time.sleep(0.02)
         active = figure(url, "outrider_edge_active")
+        found.freed = releases(url)
     figures = {
         "seconds": round(time.monotonic() - began, 1),
         "clients": CLIENTS,

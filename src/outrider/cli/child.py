@@ -1,18 +1,26 @@
-"""A cloud of our own, in a second process: what `outrider demo` runs against."""
+"""A cloud of our own, in a second process: what `outrider demo` and `outrider edge` run against."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from outrider.errors import OutriderError
 
 END = 5.0  # s that it gets to end by itself
+BACKOFF_S = 0.5  # before it is started again; doubled with each start that does not last
+MOST_BACKOFF_S = 30.0
+LASTED_S = 60.0  # a cloud that served for as long is started again without the doubled pause
+log = logging.getLogger("outrider.gateway")
 
 
 def share_cores() -> None:
@@ -34,29 +42,140 @@ def cloud_process(model: str, *options: str) -> Iterator[str]:
 @contextmanager
 def starting_cloud(model: str, *options: str) -> Iterator[Callable[[], str]]:
     """The same, without waiting: what it yields waits, and raises, when it is called."""
-    command = [sys.executable, "-m", "outrider", "cloud", model, "--listen", "127.0.0.1:0", "--json", "--grace", "0"]
-    command += ["--until-stdin-ends", *options]  # it ends with this process, killed or not
-    pipe = subprocess.PIPE
-    with (
-        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said,  # a pipe would fill up and block it
-        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=said, text=True) as child,
-    ):
+    child = _Child(model, "127.0.0.1:0", options)
+    try:
+        yield child.address
+    finally:
+        child.end()
 
-        def address() -> str:
-            assert child.stdout is not None  # a pipe, as asked
-            line = child.stdout.readline()
-            if not line:
-                child.wait()
-                said.seek(0)
-                raise OutriderError(f"the cloud process ended before it listened: {said.read().strip()}")
-            listening: str = json.loads(line)["listening"]
-            return listening
 
+@contextmanager
+def supervised_cloud(model: str, *options: str) -> Iterator[SupervisedCloud]:
+    """The same, and it is started again whenever it ends."""
+    cloud = SupervisedCloud(model, options)
+    try:
+        yield cloud
+    finally:
+        cloud.close()
+
+
+class _Child:
+    """One process. It ends with this one, killed or not, and gets no signal from the terminal: this one ends it."""
+
+    def __init__(self, model: str, listen: str, options: tuple[str, ...]) -> None:
+        command = [sys.executable, "-m", "outrider", "cloud", model, "--listen", listen, "--json", "--grace", "0"]
+        command += ["--until-stdin-ends", "--log-format", "json", *options]
+        pipe = subprocess.PIPE
+        # A pipe would fill up and block it.
+        self._stderr = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed by end
+        self.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=self._stderr, text=True, start_new_session=True
+        )
+
+    def address(self) -> str:
+        """Wait until it listens.
+
+        Raises:
+            OutriderError: it ended before.
+        """
+        assert self.process.stdout is not None  # a pipe, as asked
+        line = self.process.stdout.readline()
+        if not line:
+            self.process.wait()
+            raise OutriderError(f"the cloud process ended before it listened: {self.last_words()}")
+        listening: str = json.loads(line)["listening"]
+        return listening
+
+    def last_words(self) -> str:
+        """What it has written to stderr."""
+        self._stderr.seek(0)
+        return self._stderr.read().strip()
+
+    def end(self) -> None:
+        """End the process, and wait for it."""
+        self.process.terminate()
         try:
-            yield address
-        finally:
-            child.terminate()
-            try:
-                child.wait(timeout=END)
-            except subprocess.TimeoutExpired:
-                child.kill()
+            self.process.wait(timeout=END)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout, self._stderr):
+            assert pipe is not None
+            with suppress(OSError):
+                pipe.close()
+
+
+class SupervisedCloud:
+    """A cloud process that is started again, on the same port and with growing pauses, whenever it ends.
+
+    trouble: why it is away, None while it serves.
+    """
+
+    def __init__(self, model: str, options: tuple[str, ...]) -> None:
+        self._model, self._options = model, options
+        self.trouble: str | None = "the cloud process is starting"
+        self._closing = threading.Event()
+        self._child = _Child(model, "127.0.0.1:0", options)
+        self._thread: threading.Thread | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._child.process.pid
+
+    def address(self) -> str:
+        """Wait until it listens for the first time; from then on it is watched.
+
+        Raises:
+            OutriderError: it ended before.
+        """
+        address = self._child.address()
+        self.trouble = None
+        self._thread = threading.Thread(target=self._watch, args=(address,), name="outrider-own-cloud", daemon=True)
+        self._thread.start()
+        return address
+
+    def close(self) -> None:
+        """End it, and start it no more."""
+        self._closing.set()
+        self._child.end()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self, address: str) -> None:
+        pause, began = BACKOFF_S, time.monotonic()
+        while True:
+            code = self._child.process.wait()
+            if self._closing.is_set():
+                return
+            pause = BACKOFF_S if time.monotonic() - began > LASTED_S else pause
+            self.trouble = f"the cloud process ended ({_ending(code)}), and is started again"
+            log.warning(
+                "the cloud process ended and is started again", extra={"reason": _ending(code), "seconds": pause}
+            )
+            if self._closing.wait(pause):
+                return
+            pause, began = min(2 * pause, MOST_BACKOFF_S), time.monotonic()
+            self._start_again(address)
+
+    def _start_again(self, address: str) -> None:
+        self._child.end()  # closes what is left of it
+        self._child = _Child(self._model, address, self._options)
+        if self._closing.is_set():  # `close` may have ended the one before
+            self._child.end()
+            return
+        try:
+            self._child.address()
+        except (OutriderError, ValueError) as error:  # ValueError: closed while it is read
+            self.trouble = f"{error}, and is started again"
+        else:
+            self.trouble = None
+            log.warning("the cloud process serves again")
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"

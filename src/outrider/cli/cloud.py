@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -21,6 +22,7 @@ from outrider.wire.hosts import bracketed
 
 if TYPE_CHECKING:
     from outrider.cloud.server import Server, Serving
+    from outrider.engines.base import Hosted
     from outrider.wire.tls import ServerTls
 
 SECURITY = Group("Security", sort_key=1)
@@ -134,6 +136,7 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before gRPC is imported: its own lines would stand among ours
     import asyncio  # here, as parsing needs none of it
 
+    from outrider.cli.progress import progress
     from outrider.cloud import logs
     from outrider.cloud.server import check_free
     from outrider.engines.load import load_engine, locate
@@ -147,19 +150,29 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
     logs.configure("INFO" if operation.verbose else "WARNING", json=operation.log_format == "json", stream=sys.stderr)
     from outrider.cloud.server import run
 
-    engine = load_engine(name, dtype=operation.dtype, device=operation.device)
-    gc.collect()  # a service runs for long: what loading left behind must not stay
-    collect_from_now_on()
+    with progress(quiet=operation.log_format == "json") as step:
+        step(f"loading the model {name}")
+        engine = load_engine(name, dtype=operation.dtype, device=operation.device)
+        gc.collect()  # a service runs for long: what loading left behind must not stay
+        collect_from_now_on()
+        step("reserving the KV cache")
+        return asyncio.run(run(engine, serving, _listening(engine, serving, operation, step)))
+
+
+def _listening(
+    engine: Hosted, serving: Serving, operation: Operation, step: Callable[[str | None], None]
+) -> Callable[[Server], None]:
+    """What is said once the service listens."""
 
     def listening(server: Server) -> None:
+        step(None)
         where = f"{bracketed(serving.host)}:{server.port}"
         if operation.json:
             print(jsonlib.dumps({"listening": where, "model": engine.name}), flush=True)  # noqa: T201
         if operation.log_format == "text":
             print(one_line(f"outrider: serving {engine.name} at grpc://{where}"), file=sys.stderr, flush=True)  # noqa: T201
 
-    asyncio.run(run(engine, serving, listening))
-    return 0
+    return listening
 
 
 def _terminated(number: int, frame: object) -> None:

@@ -6,8 +6,8 @@ import json as jsonlib
 import logging
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,10 +30,13 @@ from outrider.errors import SettingsError
 from outrider.hints import install
 
 if TYPE_CHECKING:
-    from socket import socket
+    from fastapi import FastAPI
 
+    from outrider.cli.child import SupervisedCloud
     from outrider.engines.base import Engine
     from outrider.gateway.access import Access
+    from outrider.gateway.connections import Listener
+    from outrider.gateway.desk import Desk
     from outrider.gateway.pool import Choice, Pool
     from outrider.verifiers.base import Verifier
 
@@ -56,6 +59,8 @@ class Serving:
         Generations that run at once.
     queue
         Requests that may wait for a slot; more are told to come again (429).
+    time_limit
+        Seconds that a generation may take from its slot to its end.
     max_body
         The largest request, recordings in base64 included, as in 16MiB.
     api_keys
@@ -74,6 +79,7 @@ class Serving:
 
     slots: Whole = 8
     queue: Whole = 64
+    time_limit: float = 600.0
     max_body: str = "16MiB"
     api_keys: str | None = None
     insecure: Annotated[bool, Parameter(negative="")] = False
@@ -95,16 +101,15 @@ class Asked:
 
 
 def run_edge(listen: str, asked: Asked) -> int:
-    """Load the edge's model, start or reach the cloud, and serve until told to stop."""
+    """Load the edge's model, start or reach the cloud, and serve until SIGTERM or SIGINT."""
     _check_installed()
     with _ended_by_signals():
         _check(asked)
         on, access = _door(listen, asked.serving)
         with on:
             _log_to_stderr(asked.serving)
-            with _cloud(asked.models, asked.network) as reach:
-                _serve(on, access, reach, asked)
-    return 0
+            with _cloud(asked.models, asked.network) as cloud:
+                return _serve(on, access, cloud, asked)
 
 
 def _check_installed() -> None:
@@ -115,18 +120,22 @@ def _check_installed() -> None:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGINT end it in order also while models are loaded; `serve` takes them over later."""
+    """SIGTERM and SIGINT end the start-up in order, with 128 + the signal's number; `serve` takes them over later.
 
-    def ended(*_: object) -> None:
-        raise KeyboardInterrupt
+    A second one does not disturb what the first one has begun.
+    """
+
+    def end(number: int, frame: object) -> None:
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, ended)
-    with suppress(KeyboardInterrupt):
-        yield
+        signal.signal(number, end)
+    yield
 
 
-def _door(listen: str, serving: Serving) -> tuple[socket, Access]:
+def _door(listen: str, serving: Serving) -> tuple[Listener, Access]:
     """The address, taken but not listening, and who may come in."""
     from outrider.cloud.limits import parse_bytes
     from outrider.cloud.security import Tokens, parse_address
@@ -168,6 +177,8 @@ def _check_serving(serving: Serving) -> None:
     for name, least in (("slots", 1), ("queue", 0)):
         if getattr(serving, name) < least:
             raise SettingsError(f"--{name} {getattr(serving, name)}: {least} or more")
+    if not serving.time_limit > 0:
+        raise SettingsError(f"--time-limit {serving.time_limit:g}: a number of seconds above 0")
     for origin in serving.allow_origin:
         if "://" not in origin or origin.endswith("/"):
             raise SettingsError(f"--allow-origin {origin!r}: write SCHEME://HOST, as in https://example.org")
@@ -179,68 +190,108 @@ def _check_own_cloud(network: Network) -> None:
         raise SettingsError(f"--{secured[0].replace('_', '-')}: the gateway's own cloud has no TLS and no tokens")
 
 
+class _Cloud:
+    """How the cloud is reached, and why it is away. hosts: its addresses, once they are known."""
+
+    def __init__(self, models: Models, network: Network) -> None:
+        from outrider.verifiers.connect import parse_target
+
+        self._place, self._options = models.cloud, network.connection()
+        self._options.pop("net", None)
+        self.target = parse_target(models.cloud)
+        self.own: SupervisedCloud | None = None
+
+    @property
+    def hosts(self) -> Sequence[tuple[str, int]]:
+        from outrider.verifiers.connect import parse_target
+
+        return () if self.target.kind == "none" else parse_target(self._place).hosts
+
+    def reach(self) -> Reach | None:
+        """A function from an emulated network to a verifier behind it, or None. Waits for the gateway's own cloud."""
+        if self.target.kind == "none":
+            return None
+        if self.own is not None:
+            self._place = f"grpc://{self.own.address()}"
+        return self._connect
+
+    def _connect(self, net: str) -> Verifier:
+        from outrider.verifiers.connect import connect
+
+        verifier = connect(self._place, **self._options, net=net)
+        assert verifier is not None  # a cloud is named
+        return verifier
+
+
 @contextmanager
-def _cloud(models: Models, network: Network) -> Iterator[Callable[[], Reach | None]]:
-    """How to reach the cloud; a local one is started, and is waited for when it is asked for.
+def _cloud(models: Models, network: Network) -> Iterator[_Cloud]:
+    """The cloud; a local one is started in a process of its own, and is waited for when it is first reached."""
+    cloud = _Cloud(models, network)
+    if cloud.target.kind != "local":
+        yield cloud
+        return
+    from outrider.cli.child import share_cores, supervised_cloud
 
-    What this yields, when called, gives a function from an emulated network to a verifier behind it, or None.
-    """
-    from outrider.cli.child import share_cores, starting_cloud
-    from outrider.verifiers.connect import connect, parse_target
-
-    target, options = parse_target(models.cloud), network.connection()
-    options.pop("net", None)
-
-    def reaching(place: str) -> Reach:
-        def reach(net: str) -> Verifier:
-            verifier = connect(place, **options, net=net)
-            assert verifier is not None  # a cloud is named
-            return verifier
-
-        return reach
-
-    if target.kind == "none":
-        yield lambda: None
-    elif target.kind != "local":
-        yield lambda: reaching(models.cloud)
-    else:
-        share_cores()
-        with starting_cloud(target.model, "--dtype", models.dtype, "--device", models.device) as address:
-            yield lambda: reaching(f"grpc://{address()}")
+    share_cores()
+    with supervised_cloud(cloud.target.model, "--dtype", models.dtype, "--device", models.device) as own:
+        cloud.own = own
+        yield cloud
 
 
-def _serve(on: socket, access: Access, reach: Callable[[], Reach | None], asked: Asked) -> None:
+def _serve(on: Listener, access: Access, cloud: _Cloud, asked: Asked) -> int:
     import asyncio  # here, as parsing needs none of it
 
+    from outrider.cli.progress import progress
     from outrider.gateway.pool import Pool
 
-    engine = load_drafter(asked.models)
-    assert engine is not None  # --edge none was refused
-    cloud = reach()
-    with _met(engine, cloud) as name, closing(Pool(engine, cloud)) as pool:
-        collect_from_now_on()
-        asyncio.run(_run(on, access, pool, name, asked))
+    quiet = asked.serving.log_format == "json"
+    with progress(quiet=quiet) as step:
+        step(f"loading the edge's model {asked.models.edge}")
+        engine = load_drafter(asked.models)
+        assert engine is not None  # --edge none was refused
+        if cloud.target.kind != "none":
+            step(f"waiting for the cloud {asked.models.cloud}")
+        reach = cloud.reach()
+        with _met(engine, reach, cloud) as met, closing(Pool(engine, reach)) as pool:
+            step("starting to serve")
+            collect_from_now_on()
+            return asyncio.run(_run(on, access, pool, met, asked, step))
 
 
-async def _run(on: socket, access: Access, pool: Pool, cloud: Callable[[], str], asked: Asked) -> None:
+async def _run(
+    on: Listener, access: Access, pool: Pool, met: _Met, asked: Asked, step: Callable[[str | None], None]
+) -> int:
+    from outrider.gateway.server import StopSignal, serve
+
+    stop = StopSignal()  # first: an exception from a signal's handler would be lost in the task that it meets
+    desk, app = _application(access, pool, met, asked)
+    summary = f"edge {pool.engine.name} · cloud {met.name()}"
+
+    def listening(url: str) -> None:
+        step(None)
+        _say(url, summary, asked.serving)
+
+    return await serve(app, on, desk, stop, listening)
+
+
+def _application(access: Access, pool: Pool, met: _Met, asked: Asked) -> tuple[Desk, FastAPI]:
     from outrider.gateway.app import Shown, create_app, overview
     from outrider.gateway.asking import Defaults
     from outrider.gateway.desk import Desk
     from outrider.gateway.exchange import Gateway
     from outrider.gateway.metrics import Metrics
-    from outrider.gateway.server import serve
 
     engine, serving = pool.engine, asked.serving
-    desk = Desk(pool, slots=serving.slots, queue=serving.queue)
-    choice = _choice(asked.speculation, asked.network, has_cloud=cloud() != "none")
+    desk = Desk(pool, slots=serving.slots, queue=serving.queue, seconds=serving.time_limit)
+    choice = _choice(asked.speculation, asked.network, has_cloud=met.name() != "none")
     pool.keep(choice)
     audio = getattr(engine, "audio", None)
     seconds, text = 0.0 if audio is None else audio.max_seconds, not getattr(engine, "captions_only", False)
     defaults = Defaults(choice, asked.decoding.settings(), seconds, text, engine.name)
     metrics = Metrics(lambda: desk.active, lambda: desk.waiting, serving.slots)
-    shown = overview(defaults, cloud(), serving.slots, cut=pool.cuttable)
-    app = create_app(Gateway(desk, access, defaults, metrics), Shown(shown, serving.allow_origin, cloud))
-    await serve(app, on, desk, lambda url: _say(url, f"edge {engine.name} · cloud {cloud()}", serving))
+    shown = overview(defaults, met.name(), serving.slots, cut=pool.cuttable)
+    about = Shown(shown, serving.allow_origin, met.name, met.trouble)
+    return desk, create_app(Gateway(desk, access, defaults, metrics), about)
 
 
 def _choice(speculation: Speculation, network: Network, *, has_cloud: bool) -> Choice:
@@ -251,21 +302,30 @@ def _choice(speculation: Speculation, network: Network, *, has_cloud: bool) -> C
     return Choice(way, **asdict(speculation), **together, net=network.net or "none")
 
 
+@dataclass(frozen=True)
+class _Met:
+    """What is known of the cloud, asked each time. trouble: why it is away, None while it is there."""
+
+    name: Callable[[], str]
+    trouble: Callable[[], str | None] = lambda: None
+
+
 @contextmanager
-def _met(engine: Engine, cloud: Reach | None) -> Iterator[Callable[[], str]]:
+def _met(engine: Engine, reach: Reach | None, cloud: _Cloud) -> Iterator[_Met]:
     """Meet the cloud, as far as it can be asked now; one that suits no edge ends the gateway here.
 
-    One that cannot be reached yet does not: requests then say so until it can. What this yields gives its name.
+    One that cannot be reached yet does not: requests then say so until it can.
     """
     from outrider.gateway.meeting import Meeting
 
-    if cloud is None:
-        yield lambda: "none"
+    if reach is None:
+        yield _Met(lambda: "none")
         return
-    with closing(Meeting(engine, cloud("none"))) as meeting:
+    with closing(Meeting(engine, reach("none"), cloud.hosts)) as meeting:
         if not meeting.wait(MEETING_S):
             log.warning("the cloud cannot be reached yet")
-        yield lambda: meeting.name
+        own = cloud.own
+        yield _Met(lambda: meeting.name, lambda: (own.trouble if own is not None else None) or meeting.trouble)
 
 
 def _log_to_stderr(serving: Serving) -> None:

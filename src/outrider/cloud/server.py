@@ -133,18 +133,28 @@ class Server:
             await self._health.set(name, status)
 
 
-async def run(engine: Hosted, serving: Serving, listening: Callable[[Server], None]) -> None:
-    """Serve until SIGTERM or SIGINT, then drain; a second signal ends it at once."""
-    server = Server(engine, serving)
-    await server.start()
-    stop, hurry = asyncio.Event(), asyncio.Event()
+async def run(engine: Hosted, serving: Serving, listening: Callable[[Server], None]) -> int:
+    """Serve until SIGTERM or SIGINT, then drain; a second signal ends it at once.
+
+    Returns 0, or 128 + the signal's number if it came before this listened.
+    """
+    stop, hurry, early = asyncio.Event(), asyncio.Event(), 0
     loop = asyncio.get_running_loop()
 
-    def asked() -> None:
+    def asked(number: int) -> None:
+        nonlocal early
+        early = 0 if listens else early or 128 + number
         (hurry if stop.is_set() else stop).set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked)
+    listens = False
+    for number in (signal.SIGTERM, signal.SIGINT):  # first: an exception from a handler would be lost in a task
+        loop.add_signal_handler(number, asked, number)
+    server = Server(engine, serving)
+    await server.start()
+    if stop.is_set():
+        await server.stop()
+        return early
+    listens = True
     listening(server)
     await stop.wait()
     draining = asyncio.create_task(server.drain())
@@ -157,6 +167,7 @@ async def run(engine: Hosted, serving: Serving, listening: Callable[[Server], No
     else:
         draining.result()
     hurrying.cancel()
+    return 0
 
 
 def check_free(host: str, port: int) -> None:

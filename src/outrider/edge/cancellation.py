@@ -6,7 +6,10 @@ import threading
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
+from outrider.errors import CloudLost
+
 T = TypeVar("T")
+AGAIN_S = 0.1  # between two attempts of a generation that is cut off
 
 
 class Cancellation:
@@ -17,20 +20,29 @@ class Cancellation:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._cancelled = False
+        self._cancelled = threading.Event()
+        self._cut: CloudLost | None = None
         self._awaited: Future[Any] | None = None
 
     def cancel(self) -> None:
         """From any thread; twice is once."""
         with self._lock:
-            self._cancelled = True
+            self._cancelled.set()
+            awaited = self._awaited
+        if awaited is not None:
+            awaited.cancel()
+
+    def cut(self, reason: str) -> None:
+        """Cut this generation off from its verifier, from any thread: every wait now raises CloudLost."""
+        with self._lock:
+            self._cut = CloudLost(reason)
             awaited = self._awaited
         if awaited is not None:
             awaited.cancel()
 
     def check(self) -> None:
         """Raise CancelledError if it is cancelled."""
-        if self._cancelled:
+        if self._cancelled.is_set():
             raise CancelledError
 
     def wait(self, future: Future[T]) -> T:
@@ -38,12 +50,24 @@ class Cancellation:
 
         Raises:
             CancelledError: it was.
+            CloudLost: it was cut off.
         """
+        if self._cut is not None:
+            self._cancelled.wait(AGAIN_S)  # a caller that insists must not spin
         with self._lock:
             self.check()
-            self._awaited = future
+            if self._cut is None:
+                self._awaited = future
+        if self._cut is not None:
+            future.cancel()
+            raise self._cut
         try:
             return future.result()
+        except CancelledError:
+            self.check()
+            if self._cut is not None:
+                raise self._cut from None
+            raise
         finally:
             self._awaited = None
 

@@ -147,8 +147,9 @@ class Answer:
     def __init__(self, asked: Asked, *, chat: bool) -> None:
         self._asked, self._chat = asked, chat
         kind = "chat.completion" if chat else "text_completion"
+        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "id": self.id,
             "object": f"{kind}.chunk" if chat and asked.stream else kind,
             "created": int(time.time()),
             "model": MODEL,

@@ -64,12 +64,14 @@ GENERATING: Final = (400, 403, 404, 408, 413, 415, 429, 500, 503, 504)
 class Shown:
     """What the gateway says of itself at `/v1/outrider`: the fields of `replies.Overview`.
 
-    cloud: asked each time for the cloud's name, which may be known later than the rest.
+    cloud: asked each time for the cloud's name, which may be known later than the rest. trouble: why the cloud is away,
+    None while it is there.
     """
 
     overview: dict[str, Any]
     origins: tuple[str, ...] = ()
     cloud: Callable[[], str] | None = None
+    trouble: Callable[[], str | None] = lambda: None
 
     def now(self) -> dict[str, Any]:
         return self.overview if self.cloud is None else {**self.overview, "cloud": self.cloud()}
@@ -172,6 +174,21 @@ def _add_facts(app: FastAPI, gateway: Gateway, shown: Shown, keyed: Sequence[Any
         gateway.access.client(request)
         return Response(gateway.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    async def cut(request: Asking) -> Response:
+        gateway.cut(gateway.access.client(request), request.path_params["id"])
+        return JSONResponse({"cut": True})
+
+    app.add_api_route(
+        "/v1/outrider/cut/{id}",
+        cut,
+        methods=["POST"],
+        summary="Cut a request that is being answered off from its cloud.",
+        operation_id="Cut",
+        dependencies=keyed,
+        responses={200: {"model": replies.Cut}, **_errors(keyed, 403, 404)},
+        openapi_extra={"parameters": [_path_parameter("id")]},
+    )
+
     text: dict[int | str, dict[str, Any]] = {
         200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus figures."}
     }
@@ -187,9 +204,10 @@ def _add_facts(app: FastAPI, gateway: Gateway, shown: Shown, keyed: Sequence[Any
 
     async def health(request: Asking) -> Response:
         gateway.access.check_host(request)
-        desk = gateway.desk
-        cloud = str(shown.now()["cloud"])
-        return JSONResponse({"status": "ok", "active": desk.active, "waiting": desk.waiting, "cloud": cloud})
+        desk, reason = gateway.desk, shown.trouble()
+        status = {"status": "ok" if reason is None else "degraded", "reason": reason}
+        load = {"active": desk.active, "waiting": desk.waiting}
+        return JSONResponse({**status, **load, "cloud": str(shown.now()["cloud"])})
 
     responses: dict[int | str, dict[str, Any]] = {200: {"model": replies.Health}, **_errors([], 403)}
     app.add_api_route("/health", health, summary="Whether it serves.", operation_id="Health", responses=responses)

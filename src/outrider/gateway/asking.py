@@ -105,9 +105,9 @@ def _sent(body: bytes) -> Any:
     try:
         sent = from_json(body)
     except ValueError as error:
-        raise Refused(f"the body is no JSON that can be read: {error}", code="invalid_json") from None
+        raise Refused(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(sent, dict):
-        raise Refused("the body: an object is due here", code="invalid_value")
+        raise Refused("the body is not a JSON object", code="invalid_value")
     return sent
 
 

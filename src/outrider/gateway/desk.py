@@ -60,9 +60,16 @@ class Ticket:
     Raises (iterating): what the generation raised.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, provisional: bool = False) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        provisional: bool = False,
+        cancellation: Cancellation | None = None,
+    ) -> None:
         self.started = loop.create_future()  # its prompt and settings can be used
-        self._loop, self._cancellation, self._provisional = loop, Cancellation(), provisional
+        self._loop, self._provisional = loop, provisional
+        self._cancellation = cancellation or Cancellation()
         self._events: deque[StreamEvent] = deque()
         self._news = asyncio.Event()
         self._telling = False  # the loop was told of events, and has not looked yet
@@ -101,8 +108,6 @@ class Ticket:
 
     def _call(self, function: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(function)
-
-    # In the loop --------------------------------------------------------------------------------------------
 
     @property
     def result(self) -> Result:
@@ -253,10 +258,11 @@ class Desk:
         *,
         provisional: bool = False,
         queued: Callable[[], None] = lambda: None,
+        cancellation: Cancellation | None = None,
     ) -> Ticket:
         """Wait for a slot, and begin. Being cancelled leaves the queue, or ends what has begun.
 
-        queued: called if there is no slot at once.
+        queued: called if there is no slot at once. cancellation: the generation's, where the caller wants to cut it.
 
         Raises:
             Busy: the queue is full, or was filled up meanwhile by clients who have fewer requests in it.
@@ -266,7 +272,7 @@ class Desk:
             TimeLimit: it took too long before its first token.
         """
         await self._admission(client, queued)
-        ticket = Ticket(asyncio.get_running_loop(), provisional=provisional)
+        ticket = Ticket(asyncio.get_running_loop(), provisional=provisional, cancellation=cancellation)
         self._run(ticket, client, prompt, settings, choice)
         try:
             await ticket.started
@@ -289,8 +295,6 @@ class Desk:
             self._ended.clear()
             await self._ended.wait()
         await asyncio.to_thread(self._threads.shutdown)
-
-    # Slots --------------------------------------------------------------------------------------------------
 
     async def _admission(self, client: str, queued: Callable[[], None] = lambda: None) -> None:
         """Take a slot, at once or when it is this client's turn."""
@@ -368,8 +372,6 @@ class Desk:
     def _busy(self, reason: str) -> Busy:
         usual = sum(self._durations) / len(self._durations) if self._durations else UNKNOWN_S
         return Busy(reason, usual / self._slots)
-
-    # Running ------------------------------------------------------------------------------------------------
 
     def _run(self, ticket: Ticket, client: str, prompt: PromptLike, settings: dict[str, Any], choice: Choice) -> None:
         loop = asyncio.get_running_loop()

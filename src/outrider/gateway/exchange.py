@@ -7,8 +7,8 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,13 +18,14 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from outrider.core.outcome import Result
+from outrider.edge.cancellation import Cancellation
 from outrider.errors import AudioError, OutriderError, PromptError, SettingsError, StateError
 from outrider.gateway.access import Access
 from outrider.gateway.answering import Answer, failed
 from outrider.gateway.asking import Asked, Defaults, asked, blamed, read
 from outrider.gateway.desk import Busy, Desk, GoingDown, Ticket
 from outrider.gateway.metrics import Metrics
-from outrider.gateway.refusing import refusal
+from outrider.gateway.refusing import Refused, refusal
 from outrider.gateway.schemas import ChatRequest, Request
 from outrider.prompts.audio import Audio
 
@@ -100,6 +101,14 @@ def _subtract(counts: Counter[str], client: str, count: int) -> None:
 
 
 @dataclass(frozen=True)
+class Run:
+    """A request that waits for its slot or is being answered."""
+
+    client: str
+    cancellation: Cancellation = field(default_factory=Cancellation)
+
+
+@dataclass(frozen=True)
 class Gateway:
     """What the endpoints share."""
 
@@ -108,6 +117,18 @@ class Gateway:
     defaults: Defaults
     metrics: Metrics
     arrivals: Arrivals = field(default_factory=Arrivals)
+    runs: dict[str, Run] = field(default_factory=dict)  # by the answer's id
+
+    def cut(self, client: str, number: str) -> None:
+        """Cut this client's run off from its cloud.
+
+        Raises:
+            Refused: there is no such run.
+        """
+        run = self.runs.get(number)
+        if run is None or run.client != client:
+            raise Refused("no request with this id is being answered", param="id", code="not_found", status=404)
+        run.cancellation.cut("the network is cut")
 
     @property
     def budget(self) -> int:
@@ -146,12 +167,9 @@ async def _understood(asking: Asking, client: str, kind: type[Request], gateway:
 
 
 async def _whole(client: str, work: Asked, answer: Answer, gateway: Gateway) -> Response:
-    ticket = await _ticket(client, work, gateway)
-    try:
+    async with _generation(client, work, answer, gateway) as ticket:
         async for events in ticket:
             answer.note(events)
-    finally:
-        ticket.cancel()
     result = _result(ticket, gateway)
     return Response(answer.body(result), media_type="application/json")
 
@@ -168,17 +186,28 @@ def _result(ticket: Ticket, gateway: Gateway) -> Result:
     return result
 
 
-async def _ticket(client: str, work: Asked, gateway: Gateway, queued: Callable[[], None] = lambda: None) -> Ticket:
-    asked_at = time.perf_counter()
+@asynccontextmanager
+async def _generation(
+    client: str, work: Asked, answer: Answer, gateway: Gateway, queued: Callable[[], None] = lambda: None
+) -> AsyncIterator[Ticket]:
+    """A generation that has its slot, and is cancelled at the end of the block."""
+    asked_at, run = time.perf_counter(), Run(client)
     how = (work.prompt, work.settings, work.choice)
+    options: dict[str, Any] = {"provisional": work.provisional, "queued": queued, "cancellation": run.cancellation}
+    gateway.runs[answer.id] = run
     try:
         with gateway.arrivals.holding(client, gateway.budget) as hold:
             hold(_weight(work.prompt))
-            ticket = await gateway.desk.start(client, *how, provisional=work.provisional, queued=queued)
+            ticket = await gateway.desk.start(client, *how, **options)
+        gateway.metrics.queued(time.perf_counter() - asked_at)
+        try:
+            yield ticket
+        finally:
+            ticket.cancel()
     except (PromptError, AudioError, SettingsError) as error:
         raise blamed(error, work) from error
-    gateway.metrics.queued(time.perf_counter() - asked_at)
-    return ticket
+    finally:
+        del gateway.runs[answer.id]
 
 
 def _weight(prompt: Any) -> int:
@@ -195,43 +224,32 @@ async def _streamed(asking: Asking, client: str, work: Asked, answer: Answer, ga
 
     It begins with the first chunk, at once if the request has to wait for a slot, and otherwise after `STATUS_S`.
     """
-    queued = asyncio.Event()
-    chunks = _chunks(client, work, answer, gateway, queued.set)
-    first = asyncio.ensure_future(anext(chunks))
+    queued: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    chunks = _chunks(client, work, answer, gateway, lambda: queued.set_result(None))
+    gone = asyncio.create_task(_until_gone(asking.receive))
+    stream = _Stream(chunks, gone, gateway.metrics, answer.id)
     try:
-        await _unless_gone(asking.receive, _first_of(first, queued))
-        if first.done():
-            first.result()
+        events: set[asyncio.Future[Any]] = {stream.first, gone, queued}
+        await asyncio.wait(events, timeout=STATUS_S, return_when=asyncio.FIRST_COMPLETED)
+        if stream.first.done():
+            stream.first.result()
+        elif gone.done():
+            raise ClientGone
     except BaseException:
-        first.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await first
-        await chunks.aclose()
+        await stream.close()
         raise
-    return _Stream(first, chunks, gateway.metrics)
-
-
-async def _first_of(first: asyncio.Future[bytes], queued: asyncio.Event) -> None:
-    waiting = asyncio.ensure_future(queued.wait())
-    try:
-        either: set[asyncio.Future[Any]] = {first, waiting}
-        await asyncio.wait(either, timeout=STATUS_S, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        waiting.cancel()
+    return stream
 
 
 async def _chunks(
     client: str, work: Asked, answer: Answer, gateway: Gateway, queued: Callable[[], None]
 ) -> AsyncGenerator[bytes]:
     """The stream's parts as they come."""
-    ticket = await _ticket(client, work, gateway, queued)
-    try:
+    async with _generation(client, work, answer, gateway, queued) as ticket:
         async for events in ticket:
             if chunk := answer.chunk(events):
                 yield chunk
         yield answer.last(_result(ticket, gateway))
-    finally:
-        ticket.cancel()
 
 
 class _Stream(Response):
@@ -243,32 +261,49 @@ class _Stream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: asyncio.Future[bytes], chunks: AsyncGenerator[bytes], metrics: Metrics) -> None:
+    def __init__(
+        self, chunks: AsyncGenerator[bytes], gone: asyncio.Future[None], metrics: Metrics, number: str
+    ) -> None:
         self.status_code, self.background, self.body = 200, None, b""
-        self._first, self._chunks, self._metrics = first, chunks, metrics
+        self.first = asyncio.ensure_future(anext(chunks))
+        self._chunks, self._gone, self._metrics = chunks, gone, metrics
         self._sent_at = 0.0  # by the loop's clock
-        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Request-Id": number})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _unless_gone(receive, self._send(send))
+            # Each turn of the loop may wait for a generation's thread: the first chunk goes out in this one.
+            first_sent = await self._begin(send)
+            await _before(self._gone, self._continue(send, first_sent))
         except ClientGone:
             self._metrics.left()
         finally:
-            self._first.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await self._first
-            await self._chunks.aclose()
+            await self.close()
 
-    async def _send(self, send: Send) -> None:
+    async def close(self) -> None:
+        """End the generation, if it still runs."""
+        for each in (self.first, self._gone):
+            each.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await each
+        await self._chunks.aclose()
+
+    async def _begin(self, send: Send) -> bool:
+        """Send the headers, and the first chunk if it is there: whether it was."""
         headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        if not self._first.done():
-            await send(_part(WAITING))
+        there = self.first.done()
+        await send(_part(self.first.result() if there else WAITING))
         self._sent_at = asyncio.get_running_loop().time()
+        return there
+
+    async def _continue(self, send: Send, first_sent: bool) -> None:
         pings = asyncio.create_task(self._ping(send))
         try:
-            await self._send_chunks(send)
+            if not first_sent:
+                await self._part(send, await self.first)
+            async for chunk in self._chunks:
+                await self._part(send, chunk)
         except OutriderError as error:
             log.warning("a stream has failed", extra={"kind": type(error).__name__})
             await send(_part(failed(refusal(error))))
@@ -276,13 +311,9 @@ class _Stream(Response):
             pings.cancel()
         await send(_part(b"", more=False))
 
-    async def _send_chunks(self, send: Send) -> None:
-        clock = asyncio.get_running_loop().time
-        await send(_part(await self._first))
-        self._sent_at = clock()
-        async for chunk in self._chunks:
-            await send(_part(chunk))
-            self._sent_at = clock()
+    async def _part(self, send: Send, chunk: bytes) -> None:
+        await send(_part(chunk))
+        self._sent_at = asyncio.get_running_loop().time()
 
     async def _ping(self, send: Send) -> None:
         clock = asyncio.get_running_loop().time
@@ -303,18 +334,27 @@ async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     Raises:
         ClientGone: it did.
     """
-    task = asyncio.ensure_future(work)
     gone = asyncio.create_task(_until_gone(receive))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return await _before(gone, work)
+    finally:
+        gone.cancel()
+        with suppress(asyncio.CancelledError):
+            await gone
+
+
+async def _before(gone: asyncio.Future[None], work: Awaitable[T]) -> T:
+    task = asyncio.ensure_future(work)
+    events: set[asyncio.Future[Any]] = {task, gone}
+    try:
+        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
         return task.result()
     finally:
-        for each in (task, gone):
-            each.cancel()
-            with suppress(asyncio.CancelledError, OutriderError):
-                await each
+        task.cancel()
+        with suppress(asyncio.CancelledError, OutriderError):
+            await task
 
 
 async def _until_gone(receive: Callable[[], Coroutine[Any, Any, Message]] | Receive) -> None:

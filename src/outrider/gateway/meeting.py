@@ -1,8 +1,10 @@
-"""Who the cloud is: asked from the start, in a thread of its own, until it has said so."""
+"""The cloud's name and whether it is there: asked from the start, in a thread of its own."""
 
 from __future__ import annotations
 
+import socket
 import threading
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 
@@ -13,13 +15,21 @@ from outrider.errors import CloudError, CloudLost, OutriderError
 from outrider.verifiers.base import Verifier, disconnect
 
 UNKNOWN = "not there yet"
+CHECK_S = 3.0  # between two looks at whether the cloud is there
+CONNECT_S = 3.0
 PAUSE_S = 1.0  # between two attempts, each as patient as the verifier is
 
 
 class Meeting:
-    """The first talk with a cloud. verifier: this one's own, disconnected once it has answered and by `close`."""
+    """The first talk with a cloud, and whether it can be reached later.
 
-    def __init__(self, engine: Engine, verifier: Verifier) -> None:
+    verifier: this one's own, disconnected once it has answered and by `close`. hosts: addresses of which one at least
+    must take connections for the cloud to count as there.
+    """
+
+    def __init__(self, engine: Engine, verifier: Verifier, hosts: Sequence[tuple[str, int]] = ()) -> None:
+        self._hosts = hosts
+        self._away: str | None = None
         self._pair, self._verifier = Pair(engine, verifier, "fail", lazy=True), verifier
         self._cancellation, self._closed = Cancellation(), threading.Event()
         self._tried = threading.Event()  # the first attempt has ended
@@ -33,6 +43,14 @@ class Meeting:
         if not self._outcome.done() or self._outcome.exception() is not None:
             return UNKNOWN
         return self._outcome.result()
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the cloud is not there, or not of use; None while it is."""
+        if not self._outcome.done():
+            return "the cloud has not been reached yet"
+        error = self._outcome.exception()
+        return self._away if error is None else str(error)
 
     def wait(self, seconds: float) -> bool:
         """Wait for the end of the first attempt: whether the cloud is known then.
@@ -65,9 +83,24 @@ class Meeting:
             self._tried.set()
             with suppress(CloudError):  # it may be gone already
                 disconnect(self._verifier)
+        while self._hosts and not self._closed.wait(CHECK_S):
+            self._away = unreachable(self._hosts)
 
     def _attempt(self) -> str | None:
         try:
             return self._pair.meet(self._cancellation).target.name
         except CloudLost:
             return None
+
+
+def unreachable(hosts: Sequence[tuple[str, int]]) -> str | None:
+    """Why none of the addresses takes a connection, by the last one; None if one does."""
+    reason = None
+    for host, port in hosts:
+        try:
+            socket.create_connection((host, port), timeout=CONNECT_S).close()
+        except (OSError, UnicodeError) as error:
+            reason = f"the cloud at {host}:{port} cannot be reached: {getattr(error, 'strerror', None) or error}"
+        else:
+            return None
+    return reason

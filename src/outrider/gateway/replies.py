@@ -115,8 +115,15 @@ class Models(Reply):
     data: list[Model]
 
 
+class Cut(Reply):
+    cut: Literal[True]
+
+
 class Health(Reply):
-    status: Literal["ok"]
+    """status: degraded where the cloud is away, and why."""
+
+    status: Literal["ok", "degraded"]
+    reason: str | None
     active: int
     waiting: int
     cloud: str

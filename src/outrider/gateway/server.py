@@ -95,21 +95,43 @@ def config(app: FastAPI) -> uvicorn.Config:
     )
 
 
-async def serve(app: FastAPI, on: Listener, desk: Desk, listening: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT. listening: told the URL once clients can come."""
-    server, loop, asked = http_server(app, on), asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked.set)
+class StopSignal:
+    """SIGTERM and SIGINT as something to wait for. Made in the running loop, of which it takes over the signals."""
+
+    def __init__(self) -> None:
+        self.number = 0  # of the first one that came
+        self._came = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._note, number)
+
+    def _note(self, number: int) -> None:
+        self.number = self.number or number
+        self._came.set()
+
+    async def wait(self) -> None:
+        await self._came.wait()
+
+
+async def serve(app: FastAPI, on: Listener, desk: Desk, stop: StopSignal, listening: Callable[[str], None]) -> int:
+    """Serve until SIGTERM or SIGINT. Returns 0, or 128 + the signal's number if it came before this listened.
+
+    listening: called with the URL once clients can come.
+    """
+    server = http_server(app, on)
     serving = asyncio.create_task(server.serve(sockets=[on]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)
-    listening(_url(on))
-    stopping = asyncio.create_task(asked.wait())
+    early = stop.number
+    if not early:
+        listening(_url(on))
+    stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
     await desk.close()  # first: streams end, and with them what the server waits for
     stopping.cancel()
     await serving
+    return 128 + early if early else 0
 
 
 def _url(on: socket.socket) -> str:

@@ -3,7 +3,8 @@
 import { asked, prepare } from "./input.js";
 import { Panel } from "./panel.js";
 import { chunks, reach, Refusal } from "./stream.js";
-import { canTogether, choice, decoding, fill, refresh, shownGate, way } from "./settings.js";
+import { gainBeside } from "./gain.js";
+import { canTogether, choice, decoding, fill, refresh, setRun, setTrouble, shownGate, way } from "./settings.js";
 import { hide, isShown } from "./tip.js";
 import { agreement } from "./tokens.js";
 
@@ -13,6 +14,8 @@ let key = "";
 let model = "";
 let running = null; // the AbortController of what runs
 let panels = [];
+let live = null; // {id, way, cut} of the request that is being answered
+const LOOK_MS = 3000; // between two looks at whether the cloud is there
 
 // Starting ------------------------------------------------------------------------------------------------------
 
@@ -118,16 +121,25 @@ async function stream(panel, input, of, signal) {
   showRequest(input.path, body);
   panel.began = performance.now();
   let end = null;
+  live = { id: "", way: of, cut: body.outrider.net === "cut" };
+  setRun(live);
+  const own = live;
+  const begun = (id) => { own.id = id; };
   try {
-    for await (const chunk of chunks(input.path, { key, signal, body: JSON.stringify(body) })) {
-      const own = chunk.outrider || {};
-      if (own.tokens) panel.take(own.tokens);
-      if (own.stats) end = own;
+    for await (const chunk of chunks(input.path, { key, signal, begun, body: JSON.stringify(body) })) {
+      const about = chunk.outrider || {};
+      if (about.tokens) panel.take(about.tokens);
+      if (about.stats) end = about;
     }
   } catch (problem) {
     if (problem.name === "AbortError") panel.stopped();
     else panel.fail(problem.message);
     throw problem;
+  } finally {
+    if (live === own) {
+      live = null;
+      setRun(null);
+    }
   }
   panel.finish(end);
 }
@@ -137,7 +149,7 @@ function runOne() {
     const input = await asked();
     signal.throwIfAborted(); // another run has taken the place meanwhile
     decoding();
-    const panel = new Panel(`${TITLES[way()]}: ${input.about}`, "", shownGate(way()));
+    const panel = new Panel(`${TITLES[way()]}: ${input.about}`, "", shownGate(way()), way());
     open([panel], false);
     await stream(panel, input, way(), signal);
     by("said").textContent = `${panel.tokens.text} (${panel.end.guarantee}. ${panel.meaning})`;
@@ -154,7 +166,7 @@ function runAll() {
     signal.throwIfAborted(); // another run has taken the place meanwhile
     const about = { speculative: `Together, gate ${choice("speculative").gate}` };
     const made = Object.fromEntries(["edge-only", "speculative", "cloud-only"].map((of) => {
-      return [of, new Panel(about[of] || TITLES[of], "waiting for its turn", shownGate(of))];
+      return [of, new Panel(about[of] || TITLES[of], "waiting for its turn", shownGate(of), of)];
     }));
     open(Object.values(made), true);
     for (const of of ORDER) {
@@ -185,6 +197,7 @@ function compareAll(made) {
     const words = `${same} of ${panel.tokens.list.length} tokens as the cloud alone writes them`;
     panel.draw();
     panel.state(words);
+    if (of === "speculative") panel.gained(gainBeside(panel, cloud, same));
     said.push(`${panel.title}: ${words}.`);
   }
   if (cloud.end) cloud.state(`${cloud.tokens.list.length} tokens, which the others are compared with`);
@@ -198,6 +211,34 @@ function showRequest(path, body) {
   by("sent").hidden = false;
   by("sent-body").textContent = `POST ${new URL(path, document.baseURI).pathname}\n${short}`;
 }
+
+// The way to the cloud ------------------------------------------------------------------------------------------
+
+/** Ask whether the cloud is there; a gateway that does not answer says so when something is run. */
+async function look() {
+  try {
+    const health = await (await reach("health", {})).json();
+    setTrouble(health.status === "degraded" ? health.reason : "");
+  } catch (problem) {
+    if (!(problem instanceof Refusal)) throw problem;
+  }
+}
+
+/** Cutting the cable cuts the run in progress, too. */
+async function cutRun() {
+  if (!by("cut").checked || !live || !live.id || live.way === "edge-only" || live.cut) return;
+  const own = live;
+  try {
+    await reach(`v1/outrider/cut/${own.id}`, { key, method: "POST" });
+    own.cut = true;
+    if (live === own) setRun(own);
+  } catch (problem) {
+    if (live === own) failed(problem); // else the run has ended meanwhile
+  }
+}
+
+by("cut").addEventListener("change", cutRun);
+setInterval(() => document.hidden || look(), LOOK_MS);
 
 // Keys and buttons ----------------------------------------------------------------------------------------------
 
@@ -221,3 +262,4 @@ document.addEventListener("keydown", (event) => {
 });
 refresh();
 start();
+look();

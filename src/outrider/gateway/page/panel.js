@@ -1,5 +1,6 @@
 // One run on the page: its tokens, the line under them, what the result promises, and its meters.
 
+import { gain } from "./gain.js";
 import { meters, share } from "./meters.js";
 import { Line } from "./line.js";
 import { Strip, Tokens } from "./tokens.js";
@@ -17,9 +18,10 @@ const ENDS = {
 };
 const LOST = "The cloud could not be reached: the edge went on alone.";
 
-/** gate: what the line under the text shows; see Line. */
+/** gate: what the line under the text shows; see Line. way: who writes. */
 export class Panel {
-  constructor(title, about, gate) {
+  constructor(title, about, gate, way = "") {
+    this.way = way;
     this.element = document.getElementById("panel").content.firstElementChild.cloneNode(true);
     this.title = title;
     this.tokens = new Tokens();
@@ -78,9 +80,16 @@ export class Panel {
     word.className = `word ${end.guarantee}`;
     this.part(".meaning").textContent = this.meaning;
     this.part(".verdict").hidden = false;
+    this.gained(gain(this.way, end, this.tokens.list.length));
     this.warn(this.#warnings());
     meters(this.part(".meters"), end, this.seen(), this.tokens.list.length);
     this.state(`${this.tokens.list.length} tokens, ${ENDS[end.finish_reason] || end.finish_reason || "ended"}`);
+  }
+
+  /** Say what was gained; "" says nothing. */
+  gained(words) {
+    this.part(".gain").textContent = words;
+    this.part(".gain").hidden = !words;
   }
 
   get meaning() {

@@ -1,7 +1,8 @@
 // The controls: filled from what the gateway says of itself, read when a run begins.
 
 const RANGES = { // of the thresholds: [highest, step, where a person begins]
-  entropy: [4, 0.05, 1], margin: [1, 0.01, 0.5], maxprob: [1, 0.01, 0.5], logprob: [6, 0.05, 1],
+  // At these the bundled pair asks the cloud for one block in six; entropy's is the one that the documentation shows.
+  entropy: [4, 0.05, 0.3], margin: [1, 0.01, 0.8], maxprob: [1, 0.01, 0.1], logprob: [6, 0.05, 0.1],
 };
 const HELP = {
   entropy: "Lower asks the cloud more often.", maxprob: "Lower asks the cloud more often.",
@@ -18,6 +19,8 @@ const words = (text) => text.replace(/([\d.]+)(\D+)/, "$1 $2").replace("bit", "b
 
 let defaults = {};
 let can = { edge: true, cloud: true, networks: true, cut: true };
+let trouble = ""; // why the cloud is away, as the gateway says
+let live = null; // {way, cut} of the run in progress
 let rest = []; // network conditions of the gateway's own that have no control here
 
 function option(value, text) {
@@ -119,7 +122,7 @@ export function choice(of) {
   if (can.networks) common.net = by("cut").checked ? "cut" : network();
   if (of === "cloud-only") return { ...common, ...ALONE, net: common.net || "none" };
   const together = { ...common, gate: gateText(), k: blockLength(), driver: by("driver").value };
-  if (by("cut").checked && can.networks) together.on_cloud_loss = "edge-only";
+  if (can.networks) together.on_cloud_loss = (!by("cut").checked && defaults.on_cloud_loss) || "edge-only";
   return together;
 }
 
@@ -185,12 +188,35 @@ function networkReason(alone) {
   return said.join(" ");
 }
 
+/** Say why the cloud is away; "" where it is there. */
+export function setTrouble(reason) {
+  trouble = reason;
+  drawPath(way() === "edge-only");
+}
+
+/** Say which run is in progress, {way, cut}, or null. */
+export function setRun(run) {
+  live = run;
+  drawPath(way() === "edge-only");
+}
+
+/** The way to the cloud: red where the cloud is away, or cut off from the run in progress. */
 function drawPath(alone) {
-  const cut = by("cut").checked && can.networks;
-  by("path").dataset.state = alone || !can.cloud ? "unused" : cut ? "cut" : "up";
+  const [state, text] = pathState(alone);
+  by("path").dataset.state = state;
+  by("path-net").textContent = text;
+  by("path-net").title = state === "away" ? trouble : "";
+}
+
+function pathState(alone) {
   const added = [by("rtt").value, by("bandwidth").value].filter(Boolean).map(words).join(", ");
   const open = can.networks ? added || "no delay added" : "";
-  by("path-net").textContent = alone ? "not used" : cut ? "cable cut" : open;
+  const unused = live ? live.way === "edge-only" : alone;
+  if (!can.cloud) return ["unused", unused ? "not used" : open];
+  if (trouble) return ["away", "cloud away"];
+  if (unused) return ["unused", "not used"];
+  if (live) return live.cut ? ["cut", "cable cut"] : ["up", open];
+  return by("cut").checked && can.networks ? ["planned", "to be cut in the next run"] : ["up", open];
 }
 
 function reason(id, text) {

@@ -36,10 +36,10 @@ async function refusal(response) {
 }
 
 /** Fetch from this gateway; the key, if there is one, goes along. Throws Refusal. */
-export async function reach(path, { key = "", body = null, signal = null } = {}) {
+export async function reach(path, { key = "", body = null, signal = null, method = body ? "POST" : "GET" } = {}) {
   const headers = key ? { Authorization: `Bearer ${key}` } : {};
   if (body) headers["Content-Type"] = "application/json";
-  const options = { method: body ? "POST" : "GET", headers, body, signal, credentials: "omit" };
+  const options = { method, headers, body, signal, credentials: "omit" };
   let response;
   try {
     response = await fetch(path, options);
@@ -78,9 +78,10 @@ export async function* events(body) {
   }
 }
 
-/** The chunks of a completion, to the end. Throws Refusal for an error on the way, or an end before its time. */
+/** The chunks of a completion, to the end. options.begun: called with the request's id. Throws Refusal for an error on the way, or an end before its time. */
 export async function* chunks(path, options) {
   const response = await reach(path, options);
+  if (options.begun) options.begun(response.headers.get("X-Request-Id"));
   try {
     for await (const data of events(response.body)) {
       if (data === "[DONE]") return;

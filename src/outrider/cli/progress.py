@@ -1,0 +1,52 @@
+"""What a server does while it starts, on stderr: a spinner on a terminal, else a line for each step."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def progress(*, quiet: bool = False) -> Iterator[Callable[[str | None], None]]:
+    """Yield a function that shows the next step; None ends the show. quiet: show nothing."""
+    if quiet:
+        yield lambda _: None
+    elif sys.stderr.isatty():
+        with _spinning() as step:
+            yield step
+    else:
+        yield _say
+
+
+def _say(words: str | None) -> None:
+    if words is not None:
+        print(f"outrider: {words}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+@contextmanager
+def _spinning() -> Iterator[Callable[[str | None], None]]:
+    """The step that runs, with the seconds that it has taken; one that is over leaves a line."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(stderr=True)
+    status = console.status("")
+    current: list[tuple[str, float]] = []
+
+    def step(words: str | None) -> None:
+        if current:
+            name, began = current.pop()
+            console.print(f"[dim]{escape(name)} ({time.monotonic() - began:.1f} s)[/dim]", highlight=False)
+        if words is None:
+            status.stop()
+            return
+        current.append((words, time.monotonic()))
+        status.update(escape(words))
+        status.start()
+
+    try:
+        yield step
+    finally:
+        status.stop()
