@@ -58,9 +58,9 @@ def test_version() -> None:
         (["generate", "hi", "--edge", "/no/such/model"], "/no/such/model"),
         (["generate", "hi", "--edge", "missing.gguf"], "missing.gguf"),
         (["generate", "hi", "--temperature", "-1"], "temperature"),
-        (["generate", "hi", "--top-k", "5"], "top_k"),
-        (["generate", "hi", "--min-new-tokens", "500"], "min_new_tokens"),
-        (["generate", "hi", "--max-new-tokens", "0"], "max_new_tokens"),
+        (["generate", "hi", "--top-k", "5"], "--top-k"),
+        (["generate", "hi", "--min-new-tokens", "500"], "--min-new-tokens"),
+        (["generate", "hi", "--max-new-tokens", "0"], "--max-new-tokens"),
         (["generate", "hi", "--device", "toaster"], "toaster"),
         (["generate", "hi", "--dtype", "int3"], "int3"),
         (["generate", "hi", "--unknown-option", "1"], "unknown-option"),
@@ -189,10 +189,10 @@ def test_a_batch_of_bad_files_loads_no_model(tmp_path: Path) -> None:
     assert "not-a-model" not in done.stderr
 
 
-def test_the_demo_captions_every_clip_and_explains_its_colours() -> None:
+def test_the_demo_captions_every_clip_and_counts_its_tokens() -> None:
     done = outrider("demo")
     assert done.returncode == 0, done.stderr
-    for word in ("escalated", "accepted", "by cloud", "corrected", "seconds", "drafted, verified"):
-        assert word in done.stdout
+    for word in ("escalated", "accepted", "by cloud", "corrected", "seconds"):
+        assert word in done.stderr
     clips = json.loads((BUNDLED / "clips" / "clips.json").read_text(encoding="utf-8"))
     assert all(clip["file"] in done.stdout for clip in clips)

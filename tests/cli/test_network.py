@@ -21,6 +21,7 @@ import outrider.verifiers.connect  # before anything below patches what it impor
 from certificates import Authority
 from outrider.cli import main
 from outrider.cli.child import cloud_process
+from outrider.cli.guard import guarded
 from outrider.engines.load import BUNDLED
 from outrider.netem.conditions import Conditions
 from outrider.netem.thread import LinkThread
@@ -33,7 +34,7 @@ GENERATE = ["generate", "--prompt-ids", "5 6 7", "--ignore-eos", "--json", "--ma
 
 def run(*arguments: str) -> int:
     """The command line in this process."""
-    return main._guarded(partial(main._run, list(arguments)))
+    return guarded(partial(main._run, list(arguments)), list(arguments))
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
         (["generate", "hi", "--cloud", "grpc://user@host:7070"], "grpc://HOST:PORT"),
         (["generate", "hi", "--driver", "pipelined"], "pipelined"),
         (["generate", "hi", "--driver", "parallel"], "parallel"),
-        (["generate", "hi", "--on-cloud-loss", "wait"], "on_cloud_loss"),
+        (["generate", "hi", "--on-cloud-loss", "wait"], "--on-cloud-loss"),
         (["generate", "hi", "--net", "rtt=50ms"], "--net"),
         (["generate", "hi", "--ca", "ca.pem"], "--ca"),
         ([*GRPC, "--net", "rtt=50"], "rtt"),
@@ -83,8 +84,8 @@ def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
         (["cloud", "demo", "--kv-budget", "lots"], "lots"),
         (["cloud", "demo", "--max-context", "1"], "max-context"),
         (["cloud", "demo", "--max-context", "1.5"], "1.5"),
-        (["cloud", "demo", "--max-sessions", "0"], "max_sessions"),
-        (["cloud", "demo", "--max-rate", "0"], "max_rate"),
+        (["cloud", "demo", "--max-sessions", "0"], "--max-sessions"),
+        (["cloud", "demo", "--max-rate", "0"], "--max-rate"),
         (["cloud", "demo", "--grace", "-1"], "grace"),
         (["cloud", "demo", "--metrics", "9090"], "9090"),
         (["cloud", "demo", "--log-format", "xml"], "xml"),

@@ -26,7 +26,7 @@ def test_what_is_tried_is_what_a_simulation_says(k: int, signal: str) -> None:
     for n in range(0, len(tried.thresholds), 40):
         found = summarise(replay(TRACES, Setup(gate=tried.thresholds[n], k=k), COSTS))
         assert tried.cloud_shares[n] == pytest.approx(found.cloud_share, abs=0.01)
-        assert tried.changed[n] == pytest.approx(found.changed * len(TRACES))
+        assert tried.changed[n] == pytest.approx(found.changed_outputs * len(TRACES))
 
 
 def test_the_grid_of_a_sweep_leaves_no_wide_gap() -> None:
@@ -44,7 +44,7 @@ def test_the_plan_takes_as_little_from_the_cloud_as_any_gate_that_changes_no_mor
 ) -> None:
     planner = Planner(TRACES, COSTS, gates=frontier(TRACES, ks, budget), ks=ks)
     best = planner.rank(Goal("quality", budget)).best
-    changed = round(best.summary.changed * len(TRACES))
+    changed = round(best.summary.changed_outputs * len(TRACES))
     tried = [try_signal(TRACES, k, signal) for k in ks for signal in NAMES]
     least = min(float(found.cloud_shares[found.changed <= changed].min(initial=1.0)) for found in tried)
     assert best.allowed
@@ -53,10 +53,10 @@ def test_the_plan_takes_as_little_from_the_cloud_as_any_gate_that_changes_no_mor
 
 def test_a_frontier_changes_more_and_more_outputs_for_less_and_less_of_the_cloud() -> None:
     rows = sweep(TRACES, COSTS, gates=frontier(TRACES, (5,), 0.1))
-    assert [row.summary.changed for row in rows] == sorted(row.summary.changed for row in rows)
+    assert [row.summary.changed_outputs for row in rows] == sorted(row.summary.changed_outputs for row in rows)
     shares = [row.summary.cloud_share for row in rows]
     assert shares == sorted(shares, reverse=True)
-    assert rows[0].summary.changed == 0.0
+    assert rows[0].summary.changed_outputs == 0.0
     assert len(rows) > 2
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
+import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from cyclopts import CycloptsError
 
@@ -14,11 +15,12 @@ from outrider.cli import interrupts
 from outrider.cli.escape import complain, visible
 from outrider.errors import InputError, OutriderError
 
+RENAMED = {"--no-repeat-ngram": "no_repeat_ngram_size", "--modes": "mode"}  # settings whose option has another name
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def guarded(run: Callable[[], int]) -> int:
-    """Run to an exit code; an error after Ctrl-C is a consequence of it."""
+def guarded(run: Callable[[], int], typed: Sequence[str] = ()) -> int:
+    """Run to an exit code; an error after Ctrl-C is a consequence of it. typed: the command line."""
     try:
         return run()
     except BrokenPipeError:
@@ -29,13 +31,13 @@ def guarded(run: Callable[[], int]) -> int:
     except Exception as error:  # noqa: BLE001 (the process's outermost loop)
         if interrupts.happened():
             return _complain("interrupted", interrupts.INTERRUPTED)
-        return _failed(error)
+        return _failed(error, typed)
 
 
-def _failed(error: Exception) -> int:
+def _failed(error: Exception, typed: Sequence[str]) -> int:
     if isinstance(error, (CycloptsError, InputError)):
-        return _complain(str(error), 2)
-    _show_traceback(error)
+        return _complain(in_options(str(error), typed), 2)
+    _show_traceback(error, typed)
     if isinstance(error, OutriderError):
         return _complain(str(error), 1)
     if isinstance(error, MemoryError):
@@ -45,9 +47,19 @@ def _failed(error: Exception) -> int:
     return _complain(f"unexpected {type(error).__name__}: {error} (see --verbose)", 1)
 
 
-def _show_traceback(error: Exception) -> None:
+def in_options(message: str, typed: Sequence[str]) -> str:
+    """Name settings as they were typed: `top_k` becomes --top-k if that option was given."""
+    for option in {word.partition("=")[0] for word in typed if word.startswith("--")}:
+        name = RENAMED.get(option, option[2:].replace("-", "_"))
+        begins = rf"^{re.escape(name)}(?=[ :,])"  # elsewhere a plain word may be a plain word
+        anywhere = rf"(?<![\w-]){re.escape(name)}(?!\w)"
+        message = re.sub(anywhere if "_" in name else begins, option, message)
+    return message
+
+
+def _show_traceback(error: Exception, typed: Sequence[str]) -> None:
     """With --verbose."""
-    if logging.getLogger("outrider").level == logging.DEBUG or {"-v", "--verbose"} & set(sys.argv):
+    if logging.getLogger("outrider").level == logging.DEBUG or {"-v", "--verbose"} & set(typed):
         print(visible("".join(traceback.format_exception(error))), end="", file=sys.stderr)  # noqa: T201
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -19,8 +20,10 @@ from outrider.errors import SettingsError
 from outrider.files import check_place, write_file
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
+    from outrider.netem.conditions import Conditions
     from outrider.planning.costs import Costs
     from outrider.planning.planner import Aim, Option, Ranking
     from outrider.planning.sweep import Row
@@ -28,7 +31,8 @@ if TYPE_CHECKING:
 
 PAIR = Group("What is measured", sort_key=0)
 Drivers = Literal["sequential", "pipelined"]
-CHANGED = "changed: of the tokens; outputs: those with any token changed"
+REFERENCE = "cloud-only"
+CHANGED = "changed: outputs that are not the cloud's, and the share of tokens that the cloud would have replaced"
 
 
 @Parameter(name="*", group=PAIR)
@@ -110,7 +114,10 @@ def run_sweep(
     traces, costs = _measure(measured, models, connection, decoding, output)
     longest = max((k for k in lengths if isinstance(k, int)), default=5)
     tried: list[Any] = list(gates) or ["always", *thresholds(traces, longest), "never"]
-    rows = sweep(traces, costs, gates=tried, ks=lengths, drivers=drivers, nets=places)
+    rows = [
+        *_cloud_alone(traces, costs, places),
+        *sweep(traces, costs, gates=tried, ks=lengths, drivers=drivers, nets=places),
+    ]
     if out is not None:
         write_file(out, "".join(json.dumps(row.to_json()) + "\n" for row in rows))
     if output.json:
@@ -118,6 +125,15 @@ def run_sweep(
     else:
         _show_sweep(rows, pareto(rows))
     return 0
+
+
+def _cloud_alone(traces: Sequence[Trace], costs: Costs, nets: Sequence[Conditions]) -> list[Row]:
+    """Rows to compare with: the cloud without a drafter, in each network."""
+    from outrider.planning.simulator import Setup, replay, summarise
+    from outrider.planning.sweep import Row
+
+    found = [summarise(replay(traces, Setup(mode="cloud-only", net=net), costs)) for net in nets]
+    return [Row(REFERENCE, "–", "sequential", str(net), net.rtt, one) for net, one in zip(nets, found, strict=True)]
 
 
 def _measure(
@@ -184,6 +200,12 @@ def _options(ranking: Ranking) -> list[dict[str, Any]]:
     ]
 
 
+def _console() -> Console:
+    from outrider.cli.terminal import stdout
+
+    return stdout()
+
+
 def _table(columns: Sequence[str], texts: Sequence[str]) -> Table:
     """texts: the columns that hold no numbers. In a narrow terminal a cell is folded: a cut gate is no gate."""
     from rich.table import Table
@@ -195,9 +217,7 @@ def _table(columns: Sequence[str], texts: Sequence[str]) -> Table:
 
 
 def _show_plan(ranking: Ranking, costs: Costs, net: str) -> None:
-    from outrider.cli.terminal import stdout
-
-    console = stdout()
+    console = _console()
     times = f"draft {1000 * costs.draft_s:.1f} ms a token, verdict {1000 * costs.verify_s:.1f} ms"
     console.print(f"measured: {times} and {1000 * costs.verify_per_token_s:.1f} ms a draft; network {net}", style="dim")
     rows = [_plan_cells(option, ranking.goal.aim) for option in ranking.options]
@@ -218,8 +238,8 @@ def _plan_cells(option: Option, aim: Aim) -> dict[str, str]:
         "k": str(option.setup.k) if option.setup.mode == "speculative" else "–",
         "ms per token": f"{1000 * found.token_s:.1f}",
         "by cloud": f"{100 * found.cloud_share:.1f} %",
-        "changed": f"{100 * found.disagreement:.1f} %",
-        "outputs": f"{round(found.changed * found.outputs)} of {found.outputs}",
+        "outputs changed": _changed_outputs(found),
+        "tokens changed": f"{100 * found.disagreement:.1f} %",
         "cloud ms per token": f"{1000 * found.cloud_s / max(found.tokens, 1):.1f}",
     }
     if aim == "privacy":
@@ -248,6 +268,7 @@ def _verdict(ranking: Ranking) -> str:
     )
     if not best.allowed:
         return f"Nothing keeps within the budget; the nearest is {best.name}."
+    advice += _as_options(best)
     others = [option for option in ranking.options[1:] if option.allowed]
     if not others:
         return f"{advice}; nothing else keeps within the budget.{sample}"
@@ -263,21 +284,43 @@ def _sample(option: Option) -> str:
     if setup.mode == "cloud-only" or (setup.mode == "speculative" and setup.policy().exact):
         return ""
     return (
-        f" It changed {round(found.changed * found.outputs)} of {found.outputs} outputs here, which leaves up to "
-        f"{100 * found.changed_high:.0f} % of all open (95 %): outrider calibrate finds a gate that keeps a budget."
+        f" It changed {round(found.changed_outputs * found.outputs)} of {found.outputs} outputs here, which leaves up to "
+        f"{100 * found.changed_outputs_high:.0f} % of all open (95 %): outrider calibrate finds a gate that keeps a budget."
     )
 
 
-def _show_sweep(rows: Sequence[Row], front: Sequence[Row]) -> None:
-    from outrider.cli.terminal import stdout
+def _changed_outputs(found: Summary) -> str:
+    """The number of outputs that are not the cloud's, of all."""
+    return f"{round(found.changed_outputs * found.outputs)} of {found.outputs}"
 
-    columns = ("gate", "k", "driver", "network", "by cloud", "changed", "outputs", "ms per token", "escalated", "")
+
+def _as_options(best: Option) -> str:
+    """What to give to the other commands for it, in brackets."""
+    setup = best.setup
+    if setup.mode != "speculative":
+        return f" ({'--cloud none' if setup.mode == 'edge-only' else '--edge none'})"
+    return f" (--gate {shlex.quote(str(setup.policy()))} --driver {setup.driver} --k {setup.k})"
+
+
+def _show_sweep(rows: Sequence[Row], front: Sequence[Row]) -> None:
+
+    columns = (
+        "gate",
+        "k",
+        "driver",
+        "network",
+        "by cloud",
+        "outputs changed",
+        "tokens changed",
+        "ms per token",
+        "escalated",
+        "",
+    )
     table = _table(columns, texts=("gate", "driver", "network", ""))
     best = {id(row) for row in front}
     for row in rows:
         found = row.summary
-        shares = [f"{100 * share:.1f} %" for share in (found.cloud_share, found.disagreement)]
-        outputs = f"{round(found.changed * found.outputs)} of {found.outputs}"
-        cells = [row.gate, str(row.k), row.driver, row.net, *shares, outputs, f"{1000 * found.token_s:.1f}"]
+        cells = [row.gate, str(row.k), row.driver, row.net, f"{100 * found.cloud_share:.1f} %", _changed_outputs(found)]
+        cells += [f"{100 * found.disagreement:.1f} %", f"{1000 * found.token_s:.1f}"]
         table.add_row(*cells, f"{100 * found.escalation:.0f} %", "frontier" if id(row) in best else "")
-    stdout().print(table)
+    _console().print(table)

@@ -118,8 +118,9 @@ class Summary:
     """Of several outputs: means over outputs for seconds and bytes, shares over all tokens or blocks together.
 
     disagreement: of tokens; disagreement_high: with two standard errors over outputs. worst_disagreement: of the output
-    with the largest share. changed: of outputs; changed_high: the upper end of its 95 % interval. at_home: share of
-    outputs for which the cloud was never asked. bytes up: recordings included.
+    with the largest share. changed_outputs: share of outputs that are not the target's; changed_outputs_high: the upper
+    end of its 95 % interval. at_home: share of outputs for which the cloud was never asked. bytes up: recordings
+    included.
     """
 
     outputs: int
@@ -134,8 +135,8 @@ class Summary:
     disagreement: float
     disagreement_high: float
     worst_disagreement: float
-    changed: float
-    changed_high: float
+    changed_outputs: float
+    changed_outputs_high: float
     at_home: float
     bytes_up: float
     bytes_down: float
@@ -196,8 +197,8 @@ def summarise(outcomes: Seq[Outcome]) -> Summary:
         disagreement=total["disagreements"] / total["tokens"],
         disagreement_high=_high(outcomes, total["disagreements"] / total["tokens"]),
         worst_disagreement=max(outcome.disagreements / outcome.tokens for outcome in outcomes),
-        changed=changed,
-        changed_high=upper_bound(changed, len(outcomes), MISS / 2),
+        changed_outputs=changed,
+        changed_outputs_high=upper_bound(changed, len(outcomes), MISS / 2),
         at_home=sum(outcome.rounds == 0 for outcome in outcomes) / len(outcomes),
         bytes_up=mean["bytes_up"],
         bytes_down=mean["bytes_down"],
