@@ -10,7 +10,7 @@ import pytest
 import outrider
 
 SOURCE = Path(outrider.__file__).parent
-ORDER = ["errors", "config", "core", "engines", "prompts", "netem", "wire", "verifiers"]
+ORDER = ["errors", "files", "hints", "config", "core", "engines", "prompts", "netem", "wire", "verifiers"]
 ORDER += ["edge", "cloud", "planning", "api", "evals", "inside", "gateway", "cli"]
 BESIDE = [{"edge", "cloud"}]  # neither knows the other
 MODULES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py") if path.stem not in ("__init__", "__main__"))

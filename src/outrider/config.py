@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from outrider.errors import DataError, SettingsError
+from outrider.files import read_json
 
 OnLoop = Literal["escalate", "sample", "stop", "ignore"]
 Scope = Literal["block", "repair"]
@@ -179,10 +179,7 @@ def read_gate_file(path: str | Path) -> GateFile:
     Raises:
         DataError: it cannot be read, or is no gate file; file and key are named.
     """
-    try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # bytes that are no text, and text that is no JSON
-        raise DataError(f"{path} cannot be read: {error}") from error
+    value = read_json(path)
     try:
         return GateFile.from_json(value)
     except DataError as error:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.options import Models, load_drafter, reach
+from outrider.cli.terminal import print_json, print_message, stdout
 from outrider.config import GenerationSettings, Loss, ModelId
 from outrider.edge.pair import Pair
 from outrider.errors import SettingsError
@@ -57,7 +56,7 @@ def run_calibrate(
     )
     write_gate_file(out, found)
     if json_output:
-        print(json.dumps({"file": out, **found.to_json()}, ensure_ascii=False))  # noqa: T201
+        print_json({"file": out, **found.to_json()})
     else:
         _show(found, out, len(known))
     return 0
@@ -77,17 +76,17 @@ def identify(models: Models) -> tuple[ModelId, ModelId]:
 
 
 def _warn(message: str) -> None:
-    Console(stderr=True).print(f"outrider: {message}", markup=False, highlight=False, soft_wrap=True)
+    print_message(f"outrider: {message}")
 
 
 def _show(found: Calibration, out: str, traces: int) -> None:
     """traces: all of them, those that chose the signal included."""
-    console = Console()
+    console = stdout()
     chose = traces - found.traces
     lead = (
         f"on the {chose} of {traces} traces that chose the signal (the sentence below counts the other {found.traces})"
     )
-    console.print(lead, style="dim", markup=False, highlight=False, soft_wrap=True)
+    console.print(lead, style="dim", soft_wrap=True)
     console.print(_table(found))
     wrong = f"{found.loss} of {found.traces} traces"
     hardly = ": it saves nearly nothing" if found.escalation > NEARLY_ALL else ""
@@ -95,8 +94,6 @@ def _show(found: Calibration, out: str, traces: int) -> None:
         f"{found.gate}: {_percent(found.escalation)} of blocks go to the cloud, audits included{hardly}. On the edge's "
         f"word, {_percent(found.risk)} of the {wrong} would differ from the cloud's: within the budget of "
         f"{_percent(found.epsilon)}.\nWritten to {out}: --gate calibrated:{out} --k {found.k}",
-        markup=False,
-        highlight=False,
         soft_wrap=True,
     )
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Group, Parameter
 
+from outrider.cli.escape import one_line
 from outrider.cli.options import Whole, collect_from_now_on
 from outrider.errors import SettingsError
 
@@ -152,7 +153,7 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
         if operation.json:
             print(jsonlib.dumps({"listening": where, "model": engine.name}), flush=True)  # noqa: T201
         if operation.log_format == "text":
-            print(f"outrider: serving {engine.name} at grpc://{where}", file=sys.stderr, flush=True)  # noqa: T201
+            print(one_line(f"outrider: serving {engine.name} at grpc://{where}"), file=sys.stderr, flush=True)  # noqa: T201
 
     asyncio.run(run(engine, serving, listening))
     return 0

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.filesize import decimal
 from rich.live import Live
-from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from outrider.api import SpeculativeDecoder
 from outrider.cli import view
+from outrider.cli.escape import one_line, visible
 from outrider.cli.options import (
     Decoding,
     Models,
@@ -31,27 +32,32 @@ from outrider.cli.options import (
     collect_from_now_on,
     load_drafter,
 )
+from outrider.cli.terminal import STDERR, LogHandler, print_json, print_message, stdout
 from outrider.config import GenerationSettings
+from outrider.core.benefit import Alone, Gain
 from outrider.core.outcome import Result
 from outrider.core.text import Transcript
-from outrider.engines.load import BUNDLED
+from outrider.engines.load import BUNDLED, locate
 from outrider.errors import AudioError, OutriderError, PromptError, SettingsError
+from outrider.files import decode_text, read_json
 from outrider.prompts.audio import Audio, load
 from outrider.prompts.chat import check_text
 from outrider.verifiers.base import disconnect
 from outrider.verifiers.connect import connect
 
-STDERR = Console(stderr=True)
+WARM_UP = 8  # tokens that both ways of decoding produce before they are compared
 
 
 def run_demo(
     cloud: Callable[[], str], speculation: Speculation, network: Network, decoding: Decoding, output: Output
 ) -> int:
-    """`outrider demo`: the bundled clips, each in its own language, with a cloud of its own beside this process.
+    """`outrider demo`: caption the bundled clips, each in its own language, with a cloud process of its own.
 
-    cloud: waits until that one listens, and says where.
+    With --net the cloud alone captions them too: its texts are compared and its time is measured.
+
+    cloud: waits until that process listens, and returns its address.
     """
-    clips = json.loads((BUNDLED / "clips" / "clips.json").read_text(encoding="utf-8"))
+    clips = read_json(BUNDLED / "clips" / "clips.json")
     jobs = [
         Audio(BUNDLED / "clips" / clip["file"], lang=clip["lang"], task=("default", "detailed", "concise")[n % 3])
         for n, clip in enumerate(clips)
@@ -65,9 +71,27 @@ def run_demo(
     def build() -> SpeculativeDecoder:
         draft = load_drafter(Models())  # before it waits for the cloud, which is loading too
         with closed_on_failure(connect(f"grpc://{cloud()}", **network.connection())) as verifier:
-            return assemble(draft, verifier, speculation, network)
+            return assemble(draft, verifier, speculation, network, watch=output.verbose)
 
-    return _caption_all(jobs, titles, build, decoding, output)
+    loading = _named(Models(cloud="local:demo"))
+    against = partial(_against_the_cloud_alone, jobs, decoding) if network.net and not output.json else None
+    return _caption_all(jobs, titles, _Loading(build, loading), decoding, output, against)
+
+
+def _against_the_cloud_alone(
+    jobs: Sequence[Audio], decoding: Decoding, decoder: SpeculativeDecoder, done: list[tuple[str, Result]]
+) -> Alone | None:
+    """Decode the same prompts by the cloud alone, over the same connection."""
+    if decoder.verifier is None or len(done) != len(jobs):
+        return None
+    alone = SpeculativeDecoder(None, decoder.verifier, reader=decoder.draft)
+    with progress("the cloud alone", len(jobs)) as advance:
+        results = []
+        for job in jobs:
+            results.append(alone.generate(job, **decoding.settings()))
+            advance()
+    same = sum(one.token_ids == other.token_ids for one, (_, other) in zip(results, done, strict=True))
+    return Alone(len(results), same, sum(one.stats.total_s for one in results))
 
 
 def run_caption(
@@ -79,13 +103,19 @@ def run_caption(
     network: Network,
     decoding: Decoding,
     output: Output,
+    instruction: str | None = None,
 ) -> int:
     """`outrider caption`: every file is tried; those that cannot be used are named, and the exit code is then 1."""
     if not files:
         raise PromptError("no recording was given: outrider caption AUDIO…")
+    if instruction is not None:
+        if not instruction.strip():
+            raise PromptError("--instruction is empty: write what to ask about the recording, or leave it out")
+        check_text(instruction)
     check(models, speculation, network)
-    jobs = [Audio(Path(name), task=task, lang=lang) for name in files]
-    return _caption_all(jobs, list(files), partial(build_decoder, models, speculation, network), decoding, output)
+    jobs = [Audio(Path(name), task=task, lang=lang, instruction=instruction) for name in files]
+    loading = _Loading(partial(build_decoder, models, speculation, network, watch=output.verbose), _named(models))
+    return _caption_all(jobs, list(files), loading, decoding, output)
 
 
 def run_generate(
@@ -101,11 +131,14 @@ def run_generate(
     """`outrider generate`."""
     given = _prompt(prompt, prompt_ids, chat)
     GenerationSettings.build(decoding.settings())
-    with _loaded(partial(build_decoder, models, speculation, network), output) as decoder:
+    loading = _Loading(partial(build_decoder, models, speculation, network, watch=output.verbose), _named(models))
+    with _loaded(loading, output) as decoder:
         if not _watched(output):
             _report(decoder.generate(given, **decoding.settings()), output, decoder)
         else:
-            _print_table([("", _watch(decoder, given, decoding))])
+            result = _watch(decoder, given, decoding)
+            view.show_warnings(STDERR, result)
+            _print_summary([("", result)])
     return 0
 
 
@@ -113,7 +146,7 @@ def _watch(decoder: SpeculativeDecoder, given: Any, decoding: Decoding) -> Resul
     """Generate on a terminal: tokens appear when they are drafted and take their colour when they are decided."""
     strip = view.Strip()
     stream = decoder.stream(given, **decoding.settings())
-    with Live(console=Console(), vertical_overflow="visible", refresh_per_second=10) as live:
+    with Live(console=stdout(), vertical_overflow="visible", refresh_per_second=10) as live:
         shown: Any = ""
         while True:
             try:
@@ -129,7 +162,7 @@ def _watch(decoder: SpeculativeDecoder, given: Any, decoding: Decoding) -> Resul
 
 def _watched(output: Output) -> bool:
     """Whether someone looks at stdout, who can be shown tokens as they come."""
-    return not output.json and Console().is_terminal
+    return not output.json and stdout().is_terminal
 
 
 def _prompt(text: str | None, ids: str | None, chat: bool) -> Any:
@@ -142,7 +175,8 @@ def _prompt(text: str | None, ids: str | None, chat: bool) -> Any:
     if text is None:
         if sys.stdin is None or sys.stdin.isatty():
             raise PromptError("no prompt was given: as an argument, as --prompt-ids, or on standard input")
-        text = sys.stdin.read()
+        text = decode_text(sys.stdin.buffer.read(), "standard input")
+    text = (text or "").removeprefix("\ufeff")
     if not text:
         raise PromptError("the prompt is empty")
     check_text(text)
@@ -162,24 +196,43 @@ def _parse_ids(text: str) -> list[int]:
 # Captions ---------------------------------------------------------------------------------------------------
 
 
+Against = Callable[[SpeculativeDecoder, list[tuple[str, Result]]], Alone | None]
+
+
 def _caption_all(
     jobs: Sequence[Audio],
     titles: Sequence[str],
-    build: Callable[[], SpeculativeDecoder],
+    loading: _Loading,
     decoding: Decoding,
     output: Output,
+    against: Against | None = None,
 ) -> int:
-    GenerationSettings.build(decoding.settings())
+    """Caption every recording. against: compares the results with those of the cloud alone."""
+    settings = GenerationSettings.build(decoding.settings())
     failures = {n: error for n, job in enumerate(jobs) if (error := _unusable(job)) is not None}
     with ExitStack() as closing:
-        decoder = None
+        decoder = alone = None
         if len(failures) < len(jobs):
-            decoder = closing.enter_context(_loaded(build, output))
+            decoder = closing.enter_context(_loaded(loading, output))
             decoder.check_hears()
+            if against is not None:
+                _warm_up(decoder, jobs[0], decoding, settings)
         done = _caption_each(jobs, titles, failures, decoder, decoding, output)
+        if against is not None and decoder is not None:
+            alone = against(decoder, done)
     if done and not output.json:
-        _print_table(done)
+        _print_summary(done, alone)
     return 1 if failures else 0
+
+
+def _warm_up(decoder: SpeculativeDecoder, job: Audio, decoding: Decoding, settings: GenerationSettings) -> None:
+    """Decode a few tokens both ways: the first ones of a process take longer."""
+    few = decoding.settings() | {
+        "max_new_tokens": min(WARM_UP, settings.max_new_tokens),
+        "min_new_tokens": min(WARM_UP, settings.min_new_tokens),
+    }
+    for one in (decoder, SpeculativeDecoder(None, decoder.verifier, reader=decoder.draft)):
+        one.generate(job, **few)
 
 
 def _caption_each(
@@ -197,8 +250,8 @@ def _caption_each(
         for n, (job, title) in enumerate(zip(jobs, titles, strict=True)):
             if n not in failures and decoder is not None:
                 try:
-                    result = _caption(job, printable(title), decoder, decoding, output)
-                    done.append((printable(Path(str(job.source)).name), result))
+                    result = _caption(job, one_line(title) if len(jobs) > 1 else "", decoder, decoding, output)
+                    done.append((one_line(Path(str(job.source)).name), result))
                 except OutriderError as error:
                     failures[n] = error
             if n in failures:
@@ -217,24 +270,23 @@ def _unusable(job: Audio) -> OutriderError | None:
 
 
 def _caption(job: Audio, title: str, decoder: SpeculativeDecoder, decoding: Decoding, output: Output) -> Result:
-    """Caption a recording and print what comes: on a terminal each token when it is there."""
-    console = Console()
+    """Caption a recording and print its text: on a terminal each token as it arrives."""
     if _watched(output):
-        view.show_title(console, title)
+        view.show_title(stdout(), title)
         result = _watch(decoder, job, decoding)
-        view.show_warnings(console, result)
+        stdout().print()
     else:
         result = decoder.generate(job, **decoding.settings())
         if output.json:
             print_json({"file": str(job.source), "lang": job.lang, "task": job.task, **result.to_json()})
             return result
-        view.show(console, title, pieces(decoder, result), result)
-    console.print()
+        _print_text(title, decoder, result)
+    view.show_warnings(STDERR, result)
     return result
 
 
 def _print_failure(job: Audio, error: OutriderError, output: Output) -> None:
-    STDERR.print(f"outrider: {printable(str(error))}", markup=False, highlight=False, soft_wrap=True)
+    print_message(f"outrider: {error}")
     if output.json:
         print_json({"file": str(job.source), "error": {"type": type(error).__name__, "message": str(error)}})
 
@@ -246,25 +298,26 @@ def _report(result: Result, output: Output, decoder: SpeculativeDecoder) -> None
     if output.json:
         print_json(result.to_json())
         return
-    view.show(Console(), "", pieces(decoder, result), result)
-    Console().print()
-    _print_table([("", result)])
+    _print_text("", decoder, result)
+    view.show_warnings(STDERR, result)
+    _print_summary([("", result)])
 
 
-def _print_table(done: list[tuple[str, Result]]) -> None:
-    console = Console()
-    console.print(view.legend(source for _, result in done for source in result.sources))
+def _print_text(title: str, decoder: SpeculativeDecoder, result: Result) -> None:
+    """Print a text to a pipe or a file: nothing but the text, under its title if there are several."""
+    lines = [title] if title else []
+    text = "".join(pieces(decoder, result)) if result.text is None else result.text
+    print("\n".join([*lines, visible(text), *[""] * bool(title)]), flush=True)  # noqa: T201
+
+
+def _print_summary(done: list[tuple[str, Result]], alone: Alone | None = None) -> None:
+    """Print who decided the tokens and what was gained: below the text on a terminal, else to stderr."""
+    console = stdout() if stdout().is_terminal else STDERR
+    if console.is_terminal:
+        console.print(view.legend(source for _, result in done for source in result.sources))
     console.print(view.table(done))
-
-
-def print_json(value: dict[str, Any]) -> None:
-    text = json.dumps(value, ensure_ascii=False)
-    print(text.encode("utf-8", "backslashreplace").decode(), flush=True)  # noqa: T201
-
-
-def printable(name: str) -> str:
-    """A file's name as it can be shown: without control sequences, and without bytes that are no text."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
+    if gained := Gain.of(result for _, result in done).sentence(alone):
+        console.print(gained, style="bold", soft_wrap=True)
 
 
 def pieces(decoder: SpeculativeDecoder, result: Result) -> list[str]:
@@ -282,14 +335,41 @@ def pieces(decoder: SpeculativeDecoder, result: Result) -> list[str]:
 # Set-up -----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Loading:
+    """How to build the decoder. what: the models that are read, for people who wait."""
+
+    build: Callable[[], SpeculativeDecoder]
+    what: str
+
+
+def _named(models: Models) -> str:
+    """The models that this process reads, each with its size where it is known."""
+    names = [name for name in (models.edge, models.cloud.partition("local:")[2]) if name not in ("none", "")]
+    names = [f"{name}:cloud" if n and name == "demo" else name for n, name in enumerate(names)]
+    return " and ".join(f"{one_line(name)}{_size_of(name)}" for name in names)
+
+
+def _size_of(name: str) -> str:
+    """The bytes of a local checkpoint's weights, in brackets; empty for a hub id."""
+    try:
+        place = Path(locate(name))
+    except OutriderError:  # reported where it is loaded
+        return ""
+    files = [place] if place.is_file() else [*place.glob("*.safetensors"), *place.glob("*.bin")]
+    total = sum(file.stat().st_size for file in files)
+    return f" ({decimal(total)})" if total else ""
+
+
 @contextmanager
-def _loaded(build: Callable[[], SpeculativeDecoder], output: Output) -> Iterator[SpeculativeDecoder]:
-    """The decoder; at the end the cloud, if it is across a network, is told that nobody comes back."""
+def _loaded(loading: _Loading, output: Output) -> Iterator[SpeculativeDecoder]:
+    """The decoder; at the end the session with a cloud across a network is closed."""
     quieten(output)
-    with STDERR.status("loading models") if STDERR.is_terminal else _nothing():
-        decoder = build()
+    what = f"loading {loading.what}" if loading.what else "connecting"
+    with STDERR.status(Text(what)) if STDERR.is_terminal else nullcontext():
+        decoder = loading.build()
     collect_from_now_on()
-    STDERR.print(decoder.summary(), style="dim", markup=False, highlight=False, soft_wrap=True)
+    print_message(decoder.summary(), "dim")
     try:
         yield decoder
     finally:
@@ -297,13 +377,14 @@ def _loaded(build: Callable[[], SpeculativeDecoder], output: Output) -> Iterator
 
 
 def quieten(output: Output) -> None:
-    """Logs on stderr: warnings, and all of our own with --verbose; the model library's bars and remarks then, too."""
+    """Log to stderr: warnings, with --verbose also our own details and the model library's remarks and bars."""
     from transformers.utils import logging as transformers_logging
 
-    logging.basicConfig(
-        level=logging.WARNING, handlers=[RichHandler(console=STDERR, show_path=False)], format="%(message)s"
-    )
+    logging.basicConfig(level=logging.WARNING, handlers=[LogHandler()], format="%(message)s")
+    logging.captureWarnings(True)  # so that control sequences in a library's warning are escaped as well
     logging.getLogger("outrider").setLevel(logging.DEBUG if output.verbose else logging.NOTSET)
+    transformers_logging.disable_default_handler()
+    transformers_logging.enable_propagation()
     if not output.verbose:
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
@@ -319,8 +400,3 @@ def progress(title: str, total: int) -> Iterator[Callable[[], Any]]:
     with Progress(*columns, console=STDERR, transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda: bar.advance(task)
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
+from outrider.cli.escape import one_line
 from outrider.cli.options import (
     Decoding,
     Models,
@@ -26,6 +27,7 @@ from outrider.cli.options import (
     load_drafter,
 )
 from outrider.errors import SettingsError
+from outrider.hints import install
 
 if TYPE_CHECKING:
     from socket import socket
@@ -108,7 +110,7 @@ def run_edge(listen: str, asked: Asked) -> int:
 def _check_installed() -> None:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise SettingsError(f"outrider edge needs {', '.join(missing)}: pip install 'outrider[gateway]'")
+        raise SettingsError(f"outrider edge needs {', '.join(missing)}: {install('gateway')}")
 
 
 @contextmanager
@@ -285,6 +287,6 @@ def _log_to_stderr(serving: Serving) -> None:
 
 def _say(url: str, summary: str, serving: Serving) -> None:
     if serving.log_format == "text":
-        print(f"serving {url}/ · {summary}", file=sys.stderr, flush=True)  # noqa: T201
+        print(one_line(f"serving {url}/ · {summary}"), file=sys.stderr, flush=True)  # noqa: T201
     if serving.json:
         print(jsonlib.dumps({"listening": url}), flush=True)  # noqa: T201

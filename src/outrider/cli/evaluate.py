@@ -300,9 +300,7 @@ def _summarise(items: list[Item], modes: list[str], store: Store, scoring: Scori
 
 
 def _report(store: Store, modes: list[str], left_out: dict[str, str], output: Output) -> int:
-    from rich.console import Console
-
-    from outrider.cli.commands import STDERR, print_json
+    from outrider.cli.terminal import print_json, print_message, stdout
     from outrider.evals import summary
 
     found = summary.summarise(modes, store.results.rows, store.timings.rows)
@@ -311,9 +309,9 @@ def _report(store: Store, modes: list[str], left_out: dict[str, str], output: Ou
         whole = {"out": str(store.folder), "modes": found, "left_out": left_out, "failures": failed}
         print_json({**whole, "traces": len(store.traces.rows)})
     else:
-        Console().print(_table(found))
+        stdout().print(_table(found))
         for name, reason in left_out.items():
-            STDERR.print(f"left out: {name}: {reason}", style="dim", markup=False, highlight=False, soft_wrap=True)
+            print_message(f"left out: {name}: {reason}", "dim")
     for row in store.results.rows.values():
         if "error" in row:
             _complain(row)
@@ -321,11 +319,12 @@ def _report(store: Store, modes: list[str], left_out: dict[str, str], output: Ou
 
 
 def _complain(row: Row) -> None:
-    from outrider.cli.commands import STDERR, printable
+    from outrider.cli.escape import one_line
+    from outrider.cli.terminal import print_message
 
     error = f"{row['error']['type']}: {row['error']['message']}"
     line = f"outrider: {row['id']}, {row['mode']}: {error}"
-    STDERR.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+    print_message(one_line(line))
 
 
 def _table(found: dict[str, dict[str, Any]]) -> Table:

@@ -1,12 +1,14 @@
-"""`outrider`: the command line. Exit codes: 0 ok, 2 bad usage or input, 1 failure."""
+"""`outrider`: the command line. Exit codes: 0 ok, 1 failure, 2 bad usage or input, 130 Ctrl-C."""
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -14,12 +16,16 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from outrider import __version__
+from outrider.cli import interrupts
 from outrider.cli.cloud import Capacity, Operation, Security
 from outrider.cli.edge import Asked, Serving
+from outrider.cli.escape import complain, visible
 from outrider.cli.evaluate import Assistant, Evaluation
 from outrider.cli.options import Decoding, Models, Network, Output, Speculation, Whole
 from outrider.cli.plan import Drivers, Measured
 from outrider.errors import InputError, OutriderError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 app = App(
     name="outrider",
@@ -317,6 +323,7 @@ def main() -> None:
     """Parse, run, and turn every error into a line on stderr and an exit code."""
     gc.disable()  # until models are loaded: modules by the thousand hold no garbage, and the search costs a seventh
     signal.signal(signal.SIGTERM, _terminated)
+    interrupts.install()
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # the model libraries' bars are for people who watch
     sys.exit(_guarded(partial(_run, sys.argv[1:])))
@@ -324,6 +331,7 @@ def main() -> None:
 
 def _run(tokens: list[str]) -> int:
     result: Any = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+    sys.stdout.flush()  # here, where an error of the file system is still reported
     return result if isinstance(result, int) else 0
 
 
@@ -333,24 +341,39 @@ def _terminated(number: int, frame: object) -> None:
 
 
 def _guarded(run: Callable[[], int]) -> int:
+    """Run to an exit code; an error after Ctrl-C is a consequence of it."""
     try:
         return run()
-    except CycloptsError as error:
-        return _complain(str(error), 2)
-    except InputError as error:
-        return _complain(str(error), 2)
-    except OutriderError as error:
-        return _complain(str(error), 1)
     except BrokenPipeError:
         sys.stderr.close()
         return 1
     except KeyboardInterrupt:
-        return _complain("interrupted", 130)
-    except Exception as error:  # the process's outermost loop: whatever is left is a bug of ours
-        logging.getLogger("outrider").debug("unexpected error", exc_info=True)
-        return _complain(f"unexpected {type(error).__name__}: {error} (see --verbose)", 1)
+        return _complain("interrupted", interrupts.INTERRUPTED)
+    except Exception as error:  # noqa: BLE001 (the process's outermost loop)
+        if interrupts.happened():
+            return _complain("interrupted", interrupts.INTERRUPTED)
+        return _failed(error)
+
+
+def _failed(error: Exception) -> int:
+    _show_traceback(error)
+    if isinstance(error, (CycloptsError, InputError)):
+        return _complain(str(error), 2)
+    if isinstance(error, OutriderError):
+        return _complain(str(error), 1)
+    if isinstance(error, MemoryError):
+        return _complain("out of memory", 1)
+    if isinstance(error, OSError) and error.errno in FULL:  # stdout, or a library's file
+        return _complain(f"{error.filename or 'output'} cannot be written: {error.strerror}", 1)
+    return _complain(f"unexpected {type(error).__name__}: {error} (see --verbose)", 1)
+
+
+def _show_traceback(error: Exception) -> None:
+    """With --verbose."""
+    if logging.getLogger("outrider").level == logging.DEBUG or {"-v", "--verbose"} & set(sys.argv):
+        print(visible("".join(traceback.format_exception(error))), end="", file=sys.stderr)  # noqa: T201
 
 
 def _complain(message: str, code: int) -> int:
-    print(f"outrider: {message}", file=sys.stderr)  # noqa: T201
+    complain(message)
     return code

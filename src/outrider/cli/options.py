@@ -222,7 +222,9 @@ class Output:
     verbose: Annotated[bool, Parameter(negative="", alias="-v")] = False
 
 
-def build_decoder(models: Models, speculation: Speculation, network: Network) -> SpeculativeDecoder:
+def build_decoder(
+    models: Models, speculation: Speculation, network: Network, *, watch: bool = False
+) -> SpeculativeDecoder:
     """Load what the options name. Settings are checked before any model is, and the cloud is asked first."""
     check(models, speculation, network)
     from outrider.core.gate import gate
@@ -236,7 +238,7 @@ def build_decoder(models: Models, speculation: Speculation, network: Network) ->
     with closed_on_failure(reach(models, network)) as verifier:
         if isinstance(verifier, Distant) and loss == "fail":
             verifier.probe()  # who cannot be reached is known before a model is loaded
-        return assemble(load_drafter(models), verifier, speculation, network)
+        return assemble(load_drafter(models), verifier, speculation, network, watch=watch)
 
 
 @contextmanager
@@ -268,13 +270,18 @@ def load_drafter(models: Models) -> Engine | None:
 
 
 def assemble(
-    draft: Engine | None, verifier: Verifier | None, speculation: Speculation, network: Network
+    draft: Engine | None,
+    verifier: Verifier | None,
+    speculation: Speculation,
+    network: Network,
+    *,
+    watch: bool = False,
 ) -> SpeculativeDecoder:
-    """A decoder from what is loaded and connected."""
+    """Return a decoder from what is loaded and connected. watch: measure signals also where no gate needs them."""
     from outrider.api import SpeculativeDecoder
 
     together = {name: getattr(network, name) for name in ("driver", "on_cloud_loss", "privacy")}
-    return SpeculativeDecoder(draft, verifier, **asdict(speculation), **together)
+    return SpeculativeDecoder(draft, verifier, **asdict(speculation), **together, watch=watch)
 
 
 def collect_from_now_on() -> None:

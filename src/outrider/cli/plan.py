@@ -16,9 +16,9 @@ from cyclopts import Group, Parameter
 from outrider.cli.options import Decoding, Models, Output, Whole
 from outrider.config import GenerationSettings
 from outrider.errors import SettingsError
+from outrider.files import write_file
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from outrider.planning.costs import Costs
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 PAIR = Group("What is measured", sort_key=0)
 Drivers = Literal["sequential", "pipelined"]
-UNCUT = 10_000  # columns
 CHANGED = "changed: tokens; outputs change more often (one other token makes another output)"
 
 
@@ -64,7 +63,7 @@ def run_plan(
     utilisation: float,
 ) -> int:
     """`outrider plan`: rank the ways of decoding, and say which wins and by how much."""
-    from outrider.cli.commands import print_json
+    from outrider.cli.terminal import print_json
     from outrider.netem.conditions import conditions
     from outrider.planning.planner import Goal, Planner
     from outrider.planning.simulator import Setup
@@ -94,7 +93,7 @@ def run_sweep(
     out: str | None,
 ) -> int:
     """`outrider sweep`: thresholds × k × drivers × networks, simulated over the pair's traces."""
-    from outrider.cli.commands import print_json
+    from outrider.cli.terminal import print_json
     from outrider.netem.conditions import conditions
     from outrider.planning.simulator import Setup
     from outrider.planning.sweep import pareto, sweep, thresholds
@@ -107,7 +106,7 @@ def run_sweep(
     tried: list[Any] = list(gates) or ["always", *thresholds(traces), "never"]
     rows = sweep(traces, costs, gates=tried, ks=lengths, drivers=drivers, nets=places)
     if out is not None:
-        Path(out).write_text("".join(json.dumps(row.to_json()) + "\n" for row in rows), encoding="utf-8")
+        write_file(out, "".join(json.dumps(row.to_json()) + "\n" for row in rows))
     if output.json:
         print_json({"costs": asdict(costs), "rows": [row.to_json() for row in rows]})
     else:
@@ -173,14 +172,6 @@ def _options(ranking: Ranking) -> list[dict[str, Any]]:
     ]
 
 
-def _console() -> Console:
-    """What is piped is read by programs, or in an editor: no line of it is cut or folded."""
-    from rich.console import Console
-
-    console = Console()
-    return console if console.is_terminal else Console(width=UNCUT)
-
-
 def _table(columns: Sequence[str], texts: Sequence[str]) -> Table:
     """texts: the columns that hold no numbers. In a narrow terminal a cell is folded: a cut gate is no gate."""
     from rich.table import Table
@@ -192,7 +183,9 @@ def _table(columns: Sequence[str], texts: Sequence[str]) -> Table:
 
 
 def _show_plan(ranking: Ranking, costs: Costs, net: str) -> None:
-    console = _console()
+    from outrider.cli.terminal import stdout
+
+    console = stdout()
     times = f"draft {1000 * costs.draft_s:.1f} ms a token, verdict {1000 * costs.verify_s:.1f} ms"
     console.print(f"measured: {times} and {1000 * costs.verify_per_token_s:.1f} ms a draft; network {net}", style="dim")
     rows = [_plan_cells(option, ranking.goal.aim) for option in ranking.options]
@@ -250,6 +243,8 @@ def _verdict(ranking: Ranking) -> str:
 
 
 def _show_sweep(rows: Sequence[Row], front: Sequence[Row]) -> None:
+    from outrider.cli.terminal import stdout
+
     columns = ("gate", "k", "driver", "network", "by cloud", "changed", "ms per token", "escalated", "")
     table = _table(columns, texts=("gate", "driver", "network", ""))
     best = {id(row) for row in front}
@@ -258,4 +253,4 @@ def _show_sweep(rows: Sequence[Row], front: Sequence[Row]) -> None:
         shares = [f"{100 * share:.1f} %" for share in (found.cloud_share, found.disagreement)]
         cells = [row.gate, str(row.k), row.driver, row.net, *shares, f"{1000 * found.token_s:.1f}"]
         table.add_row(*cells, f"{100 * found.escalation:.0f} %", "frontier" if id(row) in best else "")
-    _console().print(table)
+    stdout().print(table)

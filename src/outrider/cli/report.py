@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
+from outrider.cli.terminal import print_message
 from outrider.evals.digest import unfinished
 from outrider.evals.report import write_report
 
@@ -15,7 +14,6 @@ def run_report(dirs: Sequence[str], out: str) -> int:
     """Write the page about the evaluations in `dirs` to the file `out`."""
     runs = write_report([Path(name) for name in dirs], Path(out))
     said = [f"outrider: {line}" for run in runs if (line := unfinished(run))]
-    stderr = Console(stderr=True)
     for line in (*said, f"{out}: {Path(out).stat().st_size:,} bytes"):
-        stderr.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+        print_message(line, "dim")
     return 0

@@ -44,33 +44,36 @@ def legend(sources: Iterable[Source]) -> Text:
 
 
 def table(rows: Sequence[tuple[str, Result]]) -> Table:
-    """One row per result."""
+    """One row per result. In a narrow terminal only names of files are folded; every other cell stays whole."""
     out = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
-    for name in ("", "guarantee", "tokens"):
-        out.add_column(name, justify="left" if name != "tokens" else "right")
-    for name in ("escalated", "accepted", "by cloud", "corrected", "seconds"):
-        out.add_column(name, justify="right")
+    ties = any(result.stats.near_ties for _, result in rows)
+    if any(label for label, _ in rows):
+        out.add_column("", overflow="fold")
+    out.add_column("guarantee", no_wrap=True)
+    numbers = ["tokens", "escalated", "accepted", "by cloud", "corrected", "seconds", *["near ties"] * ties]
+    for name in numbers:
+        out.add_column(name, justify="right", min_width=min(len(name), 6))
     for label, result in rows:
-        out.add_row(label, *_cells(result))
+        cells = _cells(result)
+        out.add_row(*[label] * bool(out.columns[0].overflow == "fold"), result.guarantee, *(cells[n] for n in numbers))
     return out
 
 
-def _cells(result: Result) -> list[str]:
+def _cells(result: Result) -> dict[str, str]:
     stats = result.stats
-    rates = [_percent(r) for r in (stats.escalation_rate, stats.acceptance_rate, stats.cloud_share)]
-    ties = f", {stats.near_ties} near ties" if stats.near_ties else ""
-    return [result.guarantee + ties, str(len(result.token_ids)), *rates, str(stats.corrected), f"{stats.total_s:.2f}"]
+    return {
+        "tokens": str(len(result.token_ids)),
+        "escalated": _percent(stats.escalation_rate),
+        "accepted": _percent(stats.acceptance_rate),
+        "by cloud": _percent(stats.cloud_share),
+        "corrected": str(stats.corrected),
+        "seconds": f"{stats.total_s:.2f}",
+        "near ties": str(stats.near_ties),
+    }
 
 
 def _percent(rate: float | None) -> str:
     return "–" if rate is None else f"{100 * rate:.0f} %"
-
-
-def show(console: Console, title: str, pieces: Sequence[str], result: Result) -> None:
-    """One result: its title, its coloured text, its warnings."""
-    show_title(console, title)
-    console.print(coloured(pieces, result.sources), soft_wrap=True)
-    show_warnings(console, result)
 
 
 def show_title(console: Console, title: str) -> None:
@@ -80,7 +83,7 @@ def show_title(console: Console, title: str) -> None:
 
 def show_warnings(console: Console, result: Result) -> None:
     for warning in result.warnings:
-        console.print(Text(f"warning: {warning}", "magenta"))
+        console.print(Text(f"warning: {warning}", "magenta"), soft_wrap=True)
 
 
 class Strip:

@@ -25,6 +25,7 @@ caches; neither keeps a token of its own.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -32,7 +33,7 @@ from outrider.config import OnLoop, Scope
 from outrider.core.acceptance import Exact, Rule, Verdict
 from outrider.core.events import Event as Event
 from outrider.core.events import Kind
-from outrider.core.gate import Calibrated, Decision, Gate, Signals
+from outrider.core.gate import NAMES, Calibrated, Decision, Gate, Signals
 from outrider.core.lookahead import Lookahead
 from outrider.core.loops import loop_period
 from outrider.core.outcome import Stats
@@ -41,6 +42,9 @@ from outrider.core.sequence import Sequence, Source
 from outrider.core.stopping import Decode, Reason, StopRules, stop_reason
 from outrider.errors import StateError
 
+log = logging.getLogger(__name__)
+
+LEAST_SURE = {name: min if name == "margin" else max for name in NAMES}  # of a block's tokens
 MAX_UNREPAIRED = 128  # skipped tokens after which scope "repair" asks for a verdict all the same
 MAX_PROVISIONAL = 64  # pending tokens after which a verdict is asked for, and tokens drafted ahead at most
 
@@ -291,7 +295,16 @@ class Decoder:
         self.stats.escalated += decision.escalate
         self.stats.forced_by_loop += decision.reason == "loop"
         self.stats.forced_by_audit += decision.reason == "audit"
+        if log.isEnabledFor(logging.DEBUG):
+            self._log_block(decision)
         return decision.escalate
+
+    def _log_block(self, decision: Decision) -> None:
+        """Log the block's number, length, signals and fate; never its tokens."""
+        known = [p.signals for p in self._block if p.signals is not None]
+        signals = [f"{name} {LEAST_SURE[name](getattr(one, name) for one in known):.3g}" for name in NAMES if known]
+        fate = f"verified{f' ({decision.reason})' if decision.reason else ''}" if decision.escalate else "skipped"
+        log.debug("block %d: %d drafted, %s", self.stats.blocks, len(self._block), ", ".join([fate, *signals]))
 
     def _decision(self) -> Decision:
         decision = self.plan.gate.decide([p.signals for p in self._block if p.signals is not None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 
 from outrider.core.acceptance import Verdict
@@ -10,6 +11,8 @@ from outrider.edge.drafter import Drafter
 from outrider.edge.lessons import Lessons
 from outrider.edge.link import Link
 from outrider.errors import StateError
+
+log = logging.getLogger(__name__)
 
 Judge = Callable[[Verify], Verdict | None]  # None: the cloud is lost, and the edge is to go on alone
 
@@ -60,6 +63,7 @@ def _verify(decoder: Decoder, judge: Judge, request: Verify, lessons: Lessons | 
     if verdict is None:
         decoder.lose_verifier()
         return
+    log.debug("verdict %d: %d of %d accepted", verdict.round, verdict.accepted, len(request.draft_ids))
     if lessons is not None:
         lessons.decided(verdict, started)
     decoder.decided(verdict)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.errors import ModelError, SettingsError
+from outrider.hints import install
 
 if TYPE_CHECKING:
     from outrider.engines.gguf import GgufEngine
@@ -82,8 +83,8 @@ def _in_llama(path: str, tokenizer: Any, extractor: Any, name: str) -> GgufEngin
 
     if not installed():
         raise ModelError(
-            f"{name}: llama.cpp is not installed: pip install 'outrider[gguf]', or give a dtype, such as float32, to "
-            "make the file dense and run it in transformers"
+            f"{name}: llama.cpp is not installed. As it is, compiling llama.cpp: {install('gguf')}. "
+            f"Or dense in transformers, with a dtype such as float32: {install('gguf-dense')}"
         )
     if extractor is not None:
         raise SettingsError(f"{name}: llama.cpp gets no recordings here: an extractor has no use")
@@ -174,7 +175,7 @@ def _class_for(config: Any) -> Any:
 def _load_gguf(path: str, options: dict[str, Any]) -> tuple[Any, Any, Any]:
     for package in ("gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
-            raise ModelError(f"{path}: reading GGUF files needs the package {package}: pip install 'outrider[gguf]'")
+            raise ModelError(f"{path}: reading GGUF files needs the package {package}: {install('gguf-dense')}")
     import transformers
 
     file = Path(path)

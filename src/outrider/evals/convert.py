@@ -28,6 +28,7 @@ from typing import Any, Final
 
 from outrider.errors import DataError, SettingsError
 from outrider.evals.manifest import Faults, Item
+from outrider.files import read_text
 from outrider.prompts.captions import LANGUAGES
 
 AUDIO: Final = (".wav", ".flac", ".ogg", ".mp3")
@@ -157,17 +158,10 @@ def _columns(given: Mapping[str, str | Sequence[str]]) -> dict[str, tuple[str, .
     return {**MER_COLUMNS, **chosen}
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-
-
 def _table(path: Path) -> _Rows:
     """A JSON object of texts, or lines "id value", where the first white space divides."""
     rows = _Rows(Faults(path))
-    for where, key, value in _entries(path, _read(path)):
+    for where, key, value in _entries(path, read_text(path)):
         rows.put(where, key, value)
     rows.faults.check()
     if not rows.values:
@@ -195,7 +189,7 @@ def _entries(path: Path, text: str) -> Iterator[tuple[str, str, str]]:
 def _csv(path: Path, wanted: Mapping[str, tuple[str, ...]]) -> _Rows:
     """The fields of each row by its name; empty cells are left out."""
     rows = _Rows(Faults(path))
-    table = _csv_rows(csv.reader(io.StringIO(_read(path), newline=""), strict=True), rows.faults)
+    table = _csv_rows(csv.reader(io.StringIO(read_text(path), newline=""), strict=True), rows.faults)
     header = [column.strip() for column in next(table, ("", []))[1]]
     has = {name: next((header.index(c) for c in columns if c in header), None) for name, columns in wanted.items()}
     places = {name: place for name, place in has.items() if place is not None}

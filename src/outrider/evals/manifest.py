@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.errors import DataError
+from outrider.files import read_text, write_file
 from outrider.prompts.captions import LANGUAGES, TASKS
 
 SOURCES: Final = ("audio", "prompt", "messages")
@@ -104,9 +105,7 @@ def write_manifest(path: str | Path, items: Iterable[Item]) -> None:
     path = Path(path)
     rows = [json.dumps(_row(item, path.parent), ensure_ascii=False) for item in items]
     text = "[\n" + ",\n".join(rows) + "\n]\n" if path.suffix == ".json" else "".join(row + "\n" for row in rows)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    write_file(path, text)
 
 
 def read_records(path: Path) -> list[tuple[str, Any]]:
@@ -115,10 +114,7 @@ def read_records(path: Path) -> list[tuple[str, Any]]:
     Raises:
         DataError: it cannot be read, holds nothing, or is no JSON; every such line is named.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+    text = read_text(path)
     records = _list(path, text) if text.lstrip().startswith("[") else _lines(path, text)
     if not records:
         raise DataError(f"{path} holds no item")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from outrider.errors import DataError
+from outrider.files import read_text
 
 Row = dict[str, Any]
 T = TypeVar("T")
@@ -95,7 +96,7 @@ def short(value: Any) -> str:
 
 
 def rows(path: Path, parse: Callable[[Row], T]) -> tuple[T, ...]:
-    lines = _read(path).split("\n")  # and not splitlines, which cuts at U+2028 inside a text
+    lines = read_text(path).split("\n")  # and not splitlines, which cuts at U+2028 inside a text
     rows = tuple(_row(line, parse, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip())
     if not rows:
         raise DataError(f"{path} holds no line")
@@ -109,7 +110,7 @@ def _row(line: str, parse: Callable[[Row], T], where: str) -> T:
 
 
 def read_object(path: Path) -> Row:
-    text = _read(path)
+    text = read_text(path)
     with naming(str(path)):
         return _json(text)
 
@@ -117,18 +118,13 @@ def read_object(path: Path) -> Row:
 def _json(text: str) -> Row:
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"no JSON: {error}") from error
+    except RecursionError as error:
+        raise DataError("not valid JSON: nested too deeply") from error
+    except ValueError as error:
+        raise DataError(f"not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise DataError(f"expected an object, not {short(value)}")
     return value
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
 
 
 @contextmanager

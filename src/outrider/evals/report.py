@@ -22,6 +22,7 @@ from outrider.evals import breakdown, digest, tradeoffs
 from outrider.evals.charts import stack
 from outrider.evals.digest import Section, label
 from outrider.evals.results import Answer, EvalRun, read_run
+from outrider.files import write_file
 
 ITEMS = 12  # whose tokens are shown
 TOKENS = 2_000  # of one answer
@@ -189,11 +190,9 @@ def write_report(folders: Sequence[Path], out: Path) -> list[EvalRun]:
     """Read the folders and write the page; the runs that it is about.
 
     Raises:
-        DataError: a folder that is no evaluation, or a file that cannot be written.
+        DataError: a folder that is not an evaluation.
+        OutriderError: the file cannot be written.
     """
     runs = read_runs(folders)
-    try:
-        out.write_text(render(runs), encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{out} cannot be written: {error}") from error
+    write_file(out, render(runs))
     return runs

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import DataError, OutriderError, SettingsError
+from outrider.files import read_json, write_file
 
 Row = dict[str, Any]
 Key = tuple[str, ...]
@@ -81,7 +82,7 @@ class Journal:
         """Keep only the lines of these keys, in this order; all of the file or nothing of it changes."""
         rows = {key: self.rows[key] for key in keys if key in self.rows}
         if list(rows) != list(self.rows):
-            replace(self.path, b"".join(_encode(row) + b"\n" for row in rows.values()))
+            write_file(self.path, b"".join(_encode(row) + b"\n" for row in rows.values()))
         self.rows = rows
 
 
@@ -151,23 +152,7 @@ class Store:
 
     def summarise(self, figures: Row) -> None:
         """Write summary.json."""
-        replace(self.folder / "summary.json", _document(figures))
-
-
-def replace(path: Path, data: bytes) -> None:
-    """Write a file so that a reader, or whoever comes after a power cut, finds the old one or the new one."""
-    partial = path.with_name(path.name + ".partial")
-    with _writing(path):
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        write_file(self.folder / "summary.json", _document(figures))
 
 
 def difference(old: Row, new: Row) -> tuple[str, Any, Any] | None:
@@ -185,12 +170,9 @@ def _settle(folder: Path, about: Row) -> None:
     if not path.exists():
         if any((folder / name).exists() for name in ("results.jsonl", "timings.jsonl", "traces.jsonl")):
             raise DataError(f"{folder} holds results but no run.json that says what they are of")
-        replace(path, _document(about))
+        write_file(path, _document(about))
         return
-    try:
-        there = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+    there = read_json(path)
     found = difference(there, json.loads(json.dumps(about)))
     if found is not None:
         name, old, new = found
@@ -218,8 +200,12 @@ def _lock(folder: Path) -> int:
         owner = os.read(lock, 32).decode(errors="replace").strip()
         os.close(lock)
         raise SettingsError(f"{folder} is being written by process {owner or '(unknown)'}") from None
-    os.ftruncate(lock, 0)
-    os.write(lock, f"{os.getpid()}\n".encode())
+    try:
+        os.ftruncate(lock, 0)
+        os.write(lock, f"{os.getpid()}\n".encode())
+    except OSError as error:
+        os.close(lock)
+        raise OutriderError(f"{folder / 'lock'} cannot be written: {error.strerror}") from error
     return lock
 
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from outrider.errors import SettingsError
+from outrider.hints import install
 
 HAN: Final = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _PIECES: Final = re.compile(rf"[{HAN}]+|[^\W_{HAN}]+")  # runs of Han characters, runs of other letters and digits
@@ -70,7 +71,7 @@ def need(package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise SettingsError(f"text metrics need {package}: pip install 'outrider[eval]'") from error
+        raise SettingsError(f"text metrics need {package}: {install('eval')}") from error
 
 
 def in_language(text: str, lang: str, share: float = 0.8) -> bool | None:

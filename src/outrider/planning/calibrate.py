@@ -39,6 +39,7 @@ from outrider.config import GateFile, GenerationSettings, Loss, ModelId, SignalF
 from outrider.core.gate import NAMES, Signals, Threshold, audited
 from outrider.core.lookahead import lookahead
 from outrider.errors import DataError, SettingsError
+from outrider.files import write_file
 from outrider.planning.checks import count, share
 from outrider.planning.traces import Trace
 
@@ -102,12 +103,9 @@ def write_gate_file(path: str | Path, calibration: Calibration) -> None:
     """The file that `calibrated:FILE` names.
 
     Raises:
-        DataError: it cannot be written.
+        OutriderError: it cannot be written.
     """
-    try:
-        Path(path).write_text(json.dumps(calibration.to_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error}") from error
+    write_file(path, json.dumps(calibration.to_json(), indent=2, ensure_ascii=False) + "\n")
 
 
 def needed(epsilon: float) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from outrider.config import OWN, GenerationSettings, ModelId
-from outrider.errors import DataError, SettingsError
+from outrider.errors import SettingsError
+from outrider.files import read_json
 
 UNSAID = object()
 Key = tuple[str, ...]
@@ -39,11 +39,7 @@ def check_origin(traces: Path, *, edge: ModelId, cloud: ModelId, settings: Gener
 
 
 def _configuration(path: Path) -> Any:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-    return _at(value, ("configuration",))
+    return _at(read_json(path), ("configuration",))
 
 
 def _stamped(edge: ModelId, cloud: ModelId, settings: GenerationSettings) -> Iterator[tuple[Key, Any]]:

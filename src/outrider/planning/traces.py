@@ -18,6 +18,7 @@ from typing import Any
 from outrider.config import is_number, is_whole
 from outrider.core.gate import NAMES, Signals
 from outrider.errors import DataError
+from outrider.files import parse_json, read_text, write_file
 
 LARGEST = {"margin": 1.0, "maxprob": 1.0}  # the other signals have no upper end; none is below 0
 ROUNDED = 1e-6  # that a signal may be past its end
@@ -96,10 +97,7 @@ def read_traces(path: Path) -> list[Trace]:
     Raises:
         DataError: it cannot be read, is empty, or a line (named) is no trace or has the id of another one.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # and not splitlines, which cuts at U+2028 inside an id
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+    lines = read_text(path).split("\n")  # and not splitlines, which cuts at U+2028 inside an id
     found: dict[str, tuple[int, Trace]] = {}
     for n, line in enumerate(lines, 1):
         if line.strip():
@@ -113,14 +111,14 @@ def read_traces(path: Path) -> list[Trace]:
 
 
 def write_traces(path: Path, traces: Iterable[Trace]) -> None:
-    path.write_text("".join(json.dumps(trace.to_json()) + "\n" for trace in traces), encoding="utf-8")
+    write_file(path, "".join(json.dumps(trace.to_json()) + "\n" for trace in traces))
 
 
 def _parse(line: str, where: str) -> Trace:
+    value = parse_json(line, where)
     try:
-        value = json.loads(line)
         if not isinstance(value, dict):
-            raise DataError("no object")
+            raise DataError("not an object")
         return Trace.from_json(value)
-    except (json.JSONDecodeError, DataError) as error:
+    except DataError as error:
         raise DataError(f"{where}: {error}") from error

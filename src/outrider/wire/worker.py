@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import tempfile
 import threading
 import weakref
 from collections.abc import Coroutine, Sequence
@@ -18,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from outrider.errors import CloudError
+from outrider.files import TemporaryFolder
 from outrider.netem.conditions import Conditions
 from outrider.netem.link import Link
 from outrider.wire.ledger import Account
@@ -42,9 +41,9 @@ class Worker:
 
     def __init__(self, name: str, hosts: Sequence[tuple[str, int]], net: Conditions) -> None:
         self.name = name
-        self._folder = tempfile.mkdtemp(prefix="outrider-")
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)  # also where nobody disconnects
-        self.lines = [Line(os.path.join(self._folder, f"s{n}"), Link(*host, net)) for n, host in enumerate(hosts)]
+        self._folder = TemporaryFolder()
+        weakref.finalize(self, self._folder.close)  # also without close()
+        self.lines = [Line(os.path.join(self._folder.path, f"s{n}"), Link(*host, net)) for n, host in enumerate(hosts)]
         self._lock = threading.Lock()
         self._ended = False
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -77,7 +76,7 @@ class Worker:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
     async def hang_up(self) -> None:
         """Close what speaks through the link, in the loop; called once, by `close`."""

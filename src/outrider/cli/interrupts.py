@@ -1,0 +1,43 @@
+"""Ctrl-C at any moment ends the program with code 130 and without a traceback."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from types import FrameType
+
+from outrider.cli.escape import complain
+
+INTERRUPTED = 130  # the exit code, as shells have it
+_state = {"happened": False}
+
+
+def install() -> None:
+    """Take over SIGINT, unless it is ignored (as under nohup)."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _interrupt)
+    sys.unraisablehook = _unraisable
+
+
+def happened() -> bool:
+    """Return whether Ctrl-C was pressed."""
+    return _state["happened"]
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt once, in order to close what is open; a second Ctrl-C ends the process at once."""
+    _state["happened"] = True
+    signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of tasks whose results are no longer awaited
+    raise KeyboardInterrupt
+
+
+def _unraisable(found: sys.UnraisableHookArgs) -> None:
+    """End the process where Python would swallow the interrupt: in a finaliser or a callback of the import system."""
+    if isinstance(found.exc_value, KeyboardInterrupt):
+        complain("interrupted")
+        os._exit(INTERRUPTED)
+    if not happened():
+        sys.__unraisablehook__(found)

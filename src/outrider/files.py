@@ -1,0 +1,176 @@
+"""Text files read with errors that name the file, files written whole or not at all, and temporary folders."""
+
+from __future__ import annotations
+
+import codecs
+import fcntl
+import json
+import os
+import stat
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import DataError, OutriderError
+
+PREFIX = "outrider-link-"  # of temporary folders
+YOUNG_S = 60.0  # a temporary folder or file that is younger may still be about to be locked
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+# Reading ----------------------------------------------------------------------------------------------------
+
+
+def decode_text(data: bytes, name: str) -> str:
+    """Decode UTF-8, with or without a byte-order mark.
+
+    Raises:
+        DataError: the bytes are in another encoding. `name` is the file's.
+    """
+    if data.startswith(_UTF16) or b"\0" in data[:4]:
+        raise DataError(f"{name} is UTF-16 or UTF-32 text: save it as UTF-8")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        place = f"byte {error.start} ({data[error.start]:#04x})"
+        raise DataError(f"{name} is not UTF-8 text: {place}; save it as UTF-8") from error
+
+
+def read_text(path: str | Path) -> str:
+    """Read a text file in UTF-8, with or without a byte-order mark.
+
+    Raises:
+        DataError: the file cannot be read, or is in another encoding.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except (OSError, ValueError, MemoryError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else "") or str(error) or type(error).__name__
+        raise DataError(f"{path} cannot be read: {reason}") from error
+    return decode_text(data, str(path))
+
+
+def parse_json(text: str, name: str) -> Any:
+    """Parse JSON; every way in which the text can be invalid raises DataError with `name`."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise DataError(f"{name}: not valid JSON: nested too deeply") from error
+    except ValueError as error:  # a syntax error, or a number with thousands of digits
+        raise DataError(f"{name}: not valid JSON: {error}") from error
+
+
+def read_json(path: str | Path) -> Any:
+    """Read a JSON file; DataError names the file and the fault."""
+    return parse_json(read_text(path), str(path))
+
+
+# Writing ----------------------------------------------------------------------------------------------------
+
+
+def write_file(path: str | Path, data: str | bytes) -> None:
+    """Write a file beside its place and rename it: a reader, also one after a power cut, finds the old or the new one.
+
+    Devices and pipes are written in place.
+
+    Raises:
+        OutriderError: the file system refuses. An older file of that name is then unchanged.
+    """
+    content = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
+    try:
+        place = Path(os.path.realpath(path))  # a link stays, and its target is replaced
+        if place.exists() and not place.is_file():
+            place.write_bytes(content)
+        else:
+            _replace(place, content)
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else "") or str(error)
+        raise OutriderError(f"{path} cannot be written: {reason}") from error
+
+
+def _replace(place: Path, content: bytes) -> None:
+    for stale in place.parent.glob(f".{place.name[:200].translate(_GLOB)}.*.partial"):
+        _remove_unlocked(stale)
+    partial = place.with_name(f".{place.name[:200]}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # another process removes it only after this one has ended
+            if place.exists():
+                os.fchmod(file.fileno(), stat.S_IMODE(place.stat().st_mode))
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            partial.replace(place)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    _sync_folder(place.parent)
+
+
+_GLOB = str.maketrans({"[": "[[]", "*": "[*]", "?": "[?]"})
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename durable."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+# Temporary folders ------------------------------------------------------------------------------------------
+
+
+class TemporaryFolder:
+    """A folder for this process's sockets. It is locked, so that the next process can remove it after a `kill -9`.
+
+    path: its place. close() removes it and may be called again.
+    """
+
+    def __init__(self) -> None:
+        for stale in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+            _remove_unlocked(stale)
+        self.path = tempfile.mkdtemp(prefix=PREFIX)
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._owner = os.getpid()
+
+    def close(self) -> None:
+        if self._lock < 0 or os.getpid() != self._owner:  # a forked child leaves the folder to its parent
+            return
+        with suppress(OSError):  # a cleaner of temporary files was faster
+            _remove(Path(self.path))
+        os.close(self._lock)
+        self._lock = -1
+
+
+def _remove_unlocked(path: Path) -> None:
+    """Remove a file or folder of ours that no running process holds a lock on; leave everything else."""
+    try:
+        found = path.lstat()
+        if found.st_uid != os.getuid() or abs(time.time() - found.st_mtime) < YOUNG_S or stat.S_ISLNK(found.st_mode):
+            return
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:  # not ours to read, or already gone
+        return
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove(path)
+    except OSError:  # locked: its owner is running
+        return
+    finally:
+        os.close(opened)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, or a folder that holds nothing but sockets."""
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    for entry in path.iterdir():
+        if entry.is_socket():
+            entry.unlink(missing_ok=True)
+    path.rmdir()
