@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from outrider.cli.options import Models, load_drafter, reach
+from outrider.cli.options import Connection, Models, check_connection, load_drafter, reach
 from outrider.cli.terminal import print_json, print_message, stdout
 from outrider.config import GenerationSettings, Loss, ModelId
 from outrider.edge.pair import Pair
@@ -14,6 +14,7 @@ from outrider.errors import SettingsError
 from outrider.planning.calibrate import AUDIT, Calibration, calibrate, write_gate_file
 from outrider.planning.origin import check_origin
 from outrider.planning.traces import read_traces
+from outrider.verifiers.base import Distant, disconnect
 
 NEARLY_ALL = 0.9  # of the blocks escalated: then the gate is hardly worth its risk
 
@@ -62,7 +63,7 @@ def run_calibrate(
     return 0
 
 
-def identify(models: Models) -> tuple[ModelId, ModelId]:
+def identify(models: Models, network: Connection = Connection()) -> tuple[ModelId, ModelId]:
     """Edge and cloud as a gate file names them. Loads the edge; the cloud is asked, or loaded if it is local.
 
     Raises:
@@ -70,7 +71,12 @@ def identify(models: Models) -> tuple[ModelId, ModelId]:
     """
     if "none" in (models.edge, models.cloud):
         raise SettingsError("a gate is calibrated for a pair: give --edge and --cloud")
-    sides = Pair(load_drafter(models), reach(models), "fail").now.sides
+    check_connection(models, network)
+    verifier = reach(models, network)
+    if isinstance(verifier, Distant):
+        verifier.probe()  # a cloud that cannot be reached is known before a model is loaded
+    sides = Pair(load_drafter(models), verifier, "fail").now.sides
+    disconnect(verifier)
     edge, cloud = (ModelId(side.name, side.fingerprint) for side in sides)
     return edge, cloud
 

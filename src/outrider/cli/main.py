@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Group, Parameter
 
 from outrider import __version__
 from outrider.cli import interrupts
@@ -21,9 +21,17 @@ from outrider.cli.cloud import Capacity, Operation, Security
 from outrider.cli.edge import Asked, Serving
 from outrider.cli.escape import complain, visible
 from outrider.cli.evaluate import Assistant, Evaluation
-from outrider.cli.options import Decoding, Models, Network, Output, Speculation, Whole
+from outrider.cli.options import Connection, Decoding, DemoNetwork, Models, Network, Output, Speculation, Whole
 from outrider.cli.plan import Drivers, Measured
-from outrider.errors import InputError, OutriderError
+from outrider.errors import InputError, OutriderError, SettingsError
+
+
+def _shown_default(value: Any) -> str | None:
+    """Return a default as it is typed; None for those that say nothing: a flag that is off, an empty list."""
+    if value is None or value is False or value == ():
+        return None
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -31,19 +39,52 @@ app = App(
     name="outrider",
     help="Edge–cloud speculative decoding for language and audio-language models.",
     version=__version__,
-    help_format="plaintext",
+    help_format="markdown",
+    help_epilogue="Results go to stdout, everything else to stderr. `outrider COMMAND --help` shows examples.",
+    default_parameter=Parameter(show_default=_shown_default),
+    suppress_keyboard_interrupt=False,
 )
+COMMON = Group("Shell", sort_key=9)
+
+
+@app.command(name="--install-completion", group=COMMON)
+def install_completion(shell: Literal["bash", "zsh", "fish"] | None = None) -> int:
+    """Install completion of commands and options for your shell.
+
+    Parameters
+    ----------
+    shell
+        The shell; found out where it is not given.
+    """
+    from cyclopts.completion.detect import ShellDetectionError
+
+    try:
+        path = app.install_completion(shell=shell)
+    except (ShellDetectionError, OSError) as error:
+        raise SettingsError(
+            f"--install-completion: {error}; name the shell, as in --install-completion bash"
+        ) from error
+    complain(f"wrote {path}; start a new shell to use it")
+    return 0
 
 
 @app.command
 def demo(
     *,
     speculation: Speculation = Speculation(),
-    network: Network = Network(),
+    network: DemoNetwork = DemoNetwork(),
     decoding: Decoding = Decoding(),
     output: Output = Output(),
 ) -> int:
-    """Caption the bundled clips, edge and cloud in two processes, and show who decided each token."""
+    """Caption the bundled clips, edge and cloud in two processes, and show who decided each token.
+
+    With --net the cloud alone captions them as well: the texts are compared and both times are measured.
+
+    ```text
+    outrider demo
+    outrider demo --net rtt=80ms
+    ```
+    """
     from outrider.cli.child import share_cores, starting_cloud
 
     share_cores()
@@ -58,6 +99,7 @@ def caption(
     *audio: str,
     lang: Literal["zh", "en"] = "en",
     task: Literal["default", "detailed", "concise"] = "default",
+    instruction: str | None = None,
     models: Models = Models(),
     speculation: Speculation = Speculation(),
     network: Network = Network(),
@@ -65,6 +107,12 @@ def caption(
     output: Output = Output(),
 ) -> int:
     """Describe how the speech in each recording sounds.
+
+    ```text
+    outrider caption speech.wav --lang zh --task detailed
+    outrider caption *.wav --cloud grpc://127.0.0.1:7070 --json
+    outrider caption speech.wav --instruction "How fast is this person speaking?"
+    ```
 
     Parameters
     ----------
@@ -74,10 +122,12 @@ def caption(
         The caption's language.
     task
         How much to say.
+    instruction
+        What to ask about the recording, in your own words, instead of --task.
     """
     from outrider.cli.commands import run_caption
 
-    return run_caption(audio, lang, task, models, speculation, network, decoding, output)
+    return run_caption(audio, lang, task, models, speculation, network, decoding, output, instruction)
 
 
 @app.command
@@ -93,6 +143,11 @@ def generate(
     output: Output = Output(),
 ) -> int:
     """Continue a text, or answer it.
+
+    ```text
+    outrider generate "def fibonacci(n):" --edge SMALL --cloud local:LARGE
+    outrider generate --chat --edge SMALL --cloud grpc://127.0.0.1:7070 < prompt.txt > answer.txt
+    ```
 
     Parameters
     ----------
@@ -119,6 +174,11 @@ def cloud(
     operation: Operation = Operation(),
 ) -> int:
     """Serve verification to edges, until SIGTERM.
+
+    ```text
+    outrider cloud demo
+    outrider cloud MODEL --listen 0.0.0.0:7070 --tls-cert cloud.pem --tls-key cloud.key --tokens tokens.txt
+    ```
 
     Parameters
     ----------
@@ -147,6 +207,11 @@ def edge(
     Speculation, network and decoding are what requests take on where they do not say otherwise. A cloud that is
     local:MODEL runs in a process of its own.
 
+    ```text
+    outrider edge
+    outrider edge --edge SMALL --cloud grpc://127.0.0.1:7070 --listen 127.0.0.1:8080
+    ```
+
     Parameters
     ----------
     listen
@@ -172,6 +237,11 @@ def evaluate(
 ) -> int:
     """Run a set through the modes of decoding, in turn, on the same models; the same command goes on where it was.
 
+    ```text
+    outrider eval demo --out run --gate entropy:0.3 --trace
+    outrider eval manifest.jsonl --out run --modes exact,cloud-only
+    ```
+
     Parameters
     ----------
     data
@@ -194,10 +264,16 @@ def calibrate(
     audit: float = 0.05,
     seed: Whole = 0,
     models: Models = Models(),
+    connection: Connection = Connection(),
     decoding: Decoding = Decoding(),
     output: Output = Output(),
 ) -> int:
     """Find the gate that escalates least within a risk budget, from traces; --gate calibrated:FILE decodes with it.
+
+    ```text
+    outrider calibrate run/traces.jsonl --out gate.json --epsilon 0.2
+    outrider caption speech.wav --gate calibrated:gate.json
+    ```
 
     Parameters
     ----------
@@ -220,7 +296,7 @@ def calibrate(
     from outrider.config import GenerationSettings
 
     settings = GenerationSettings.build(decoding.settings())
-    edge, cloud = identify(models)
+    edge, cloud = identify(models, connection)
     return run_calibrate(
         traces,
         out,
@@ -246,10 +322,16 @@ def plan(
     utilisation: float = 0.0,
     measured: Measured = Measured(),
     models: Models = Models(),
+    connection: Connection = Connection(),
     decoding: Decoding = Decoding(),
     output: Output = Output(),
 ) -> int:
     """Say which way of decoding wins for this pair, network and goal, and by how much; often that is the cloud alone.
+
+    ```text
+    outrider plan --net rtt=50ms,bw=2Mbit
+    outrider plan --aim quality --budget 0.01 --traces run/traces.jsonl
+    ```
 
     Parameters
     ----------
@@ -267,7 +349,7 @@ def plan(
     """
     from outrider.cli.plan import run_plan
 
-    return run_plan(measured, models, decoding, output, net, aim, budget, gate, utilisation)
+    return run_plan(measured, models, connection, decoding, output, net, aim, budget, gate, utilisation)
 
 
 @app.command
@@ -280,10 +362,15 @@ def sweep(
     out: str | None = None,
     measured: Measured = Measured(),
     models: Models = Models(),
+    connection: Connection = Connection(),
     decoding: Decoding = Decoding(),
     output: Output = Output(),
 ) -> int:
     """Try thresholds × k × drivers × networks in simulation, over this pair's traces.
+
+    ```text
+    outrider sweep --traces run/traces.jsonl --net rtt=10ms --net rtt=100ms --out run/sweep.jsonl
+    ```
 
     Parameters
     ----------
@@ -300,7 +387,7 @@ def sweep(
     """
     from outrider.cli.plan import run_sweep
 
-    return run_sweep(measured, models, decoding, output, gate, k, driver, net, out)
+    return run_sweep(measured, models, connection, decoding, output, gate, k, driver, net, out)
 
 
 @app.command

@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from outrider.api import SpeculativeDecoder
     from outrider.engines.base import Engine
     from outrider.verifiers.base import Verifier
+    from outrider.verifiers.connect import Target
 
 MODELS = Group("Models", sort_key=1)
 SPECULATION = Group("Speculation", sort_key=2)
 NETWORK = Group("Network", sort_key=3)
+TO_CLOUD = Parameter(group=Group("Connection to the cloud", sort_key=7))
 DECODING = Group("Decoding", sort_key=4)
-OUTPUT = Group("Output", sort_key=5)
+OUTPUT = Group("Output", sort_key=8)
 
 
 def _whole(type_: Any, tokens: Sequence[Token]) -> int:
@@ -103,20 +105,11 @@ class Speculation:
 
 @Parameter(name="*", group=NETWORK)
 @dataclass(frozen=True)
-class Network:
-    """How edge and cloud get on; for --cloud grpc://…
+class Connection:
+    """How a cloud across a network is reached; for --cloud grpc://…
 
     Parameters
     ----------
-    driver
-        sequential waits for each verdict; pipelined drafts on meanwhile, with the same output.
-    on_cloud_loss
-        When the cloud cannot be reached: fail (the default for exact gates), edge-only (the default for gates that
-        skip), or wait.
-    privacy
-        The most that may be sent: tokens (ids only), features (what the model makes of a recording), or audio.
-    net
-        Emulate a network on the way, as in rtt=50ms,jitter=5ms,bw=2Mbit.
     token_file
         A file that holds the bearer token for the cloud.
     tls
@@ -133,23 +126,57 @@ class Network:
         Seconds of attempts before the cloud counts as lost.
     """
 
+    token_file: Annotated[str | None, TO_CLOUD] = None
+    tls: Annotated[bool, TO_CLOUD, Parameter(negative="")] = False
+    ca: Annotated[str | None, TO_CLOUD] = None
+    cert: Annotated[str | None, TO_CLOUD] = None
+    key: Annotated[str | None, TO_CLOUD] = None
+    deadline: Annotated[float, TO_CLOUD] = 30.0
+    patience: Annotated[float, TO_CLOUD] = 10.0
+
+    def connection(self) -> dict[str, Any]:
+        """Return the keyword arguments of `connect` for a cloud across a network; only those that were given."""
+        names = ("net", "token_file", "tls", "ca", "cert", "key", "deadline", "patience")
+        given = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        return {name: value for name, value in given.items() if value != getattr(type(self), name)}
+
+
+@Parameter(name="*", group=NETWORK)
+@dataclass(frozen=True)
+class Network(Connection):
+    """How edge and cloud work together; for --cloud grpc://…
+
+    Parameters
+    ----------
+    driver
+        sequential waits for each verdict; pipelined drafts on meanwhile, with the same output.
+    on_cloud_loss
+        When the cloud cannot be reached: fail (the default for exact gates), edge-only (the default for gates that
+        skip), or wait.
+    privacy
+        The most that may be sent: tokens (ids only), features (what the model makes of a recording), or audio.
+    net
+        Emulate a network on the way, as in rtt=50ms,jitter=5ms,bw=2Mbit.
+    """
+
     driver: DriverName = "sequential"
     on_cloud_loss: OnCloudLoss | None = None
     privacy: Privacy = "audio"
     net: str | None = None
-    token_file: str | None = None
-    tls: Annotated[bool, Parameter(negative="")] = False
-    ca: str | None = None
-    cert: str | None = None
-    key: str | None = None
-    deadline: float = 30.0
-    patience: float = 10.0
 
-    def connection(self) -> dict[str, Any]:
-        """The keyword arguments of `connect` for a cloud across a network; only what was asked for."""
-        names = ("net", "token_file", "tls", "ca", "cert", "key", "deadline", "patience")
-        given = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in given.items() if value != getattr(Network, name)}
+
+@Parameter(name="*", group=NETWORK)
+@dataclass(frozen=True)
+class DemoNetwork(Network):
+    """The same for the demo, whose cloud is a process on this machine.
+
+    Parameters
+    ----------
+    driver
+        pipelined drafts on while a verdict is under way; sequential waits for each, with the same output.
+    """
+
+    driver: DriverName = "pipelined"
 
 
 @Parameter(name="*", group=DECODING)
@@ -253,7 +280,7 @@ def closed_on_failure(verifier: Verifier | None) -> Iterator[Verifier | None]:
         raise
 
 
-def reach(models: Models, network: Network = Network()) -> Verifier | None:
+def reach(models: Models, network: Connection = Connection()) -> Verifier | None:
     """The verifier that --cloud names: loaded where it is local, else not asked yet; None without one."""
     from outrider.verifiers.connect import connect, parse_target
 
@@ -291,6 +318,17 @@ def collect_from_now_on() -> None:
     atexit.register(gc.unfreeze)  # some libraries complain of what is left over
 
 
+def check_connection(models: Models, network: Connection) -> Target:
+    """Raise SettingsError for options of a network with a cloud that is not across one."""
+    from outrider.verifiers.connect import parse_target
+
+    target = parse_target(models.cloud)
+    if not target.remote and network.connection():
+        used = ", ".join(f"--{name.replace('_', '-')}" for name in network.connection())
+        raise SettingsError(f"{used}: only for a cloud across a network (grpc, vllm, sglang), not {models.cloud}")
+    return target
+
+
 def check(models: Models, speculation: Speculation, network: Network) -> None:
     """Raise InputError for what is wrong with the options themselves."""
     from outrider.core.acceptance import rule
@@ -298,12 +336,8 @@ def check(models: Models, speculation: Speculation, network: Network) -> None:
     from outrider.core.lookahead import lookahead
     from outrider.core.modes import check_modes
     from outrider.engines.load import locate
-    from outrider.verifiers.connect import parse_target
 
-    target = parse_target(models.cloud)
-    if not target.remote and network.connection():
-        used = ", ".join(f"--{name.replace('_', '-')}" for name in network.connection())
-        raise SettingsError(f"{used}: only for a cloud across a network (grpc, vllm, sglang), not {models.cloud}")
+    target = check_connection(models, network)
     if target.kind == "local":
         locate(target.model)
     check_modes(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cyclopts import Group, Parameter
 
-from outrider.cli.options import Decoding, Models, Output, Whole
+from outrider.cli.options import Connection, Decoding, Models, Output, Whole
 from outrider.config import GenerationSettings
 from outrider.errors import SettingsError
 from outrider.files import write_file
@@ -54,6 +54,7 @@ class Measured:
 def run_plan(
     measured: Measured,
     models: Models,
+    connection: Connection,
     decoding: Decoding,
     output: Output,
     net: str,
@@ -72,7 +73,7 @@ def run_plan(
     base = Setup(net=conditions(net), utilisation=utilisation)
     for gate in gates:
         Setup(gate=gate)  # refused before a model is loaded
-    traces, costs = _measure(measured, models, decoding, output)
+    traces, costs = _measure(measured, models, connection, decoding, output)
     ranking = Planner(traces, costs, base, gates=_gates(gates, goal.limit, traces)).rank(goal)
     if output.json:
         print_json({"goal": asdict(goal), "net": net, "costs": asdict(costs), "options": _options(ranking)})
@@ -84,6 +85,7 @@ def run_plan(
 def run_sweep(
     measured: Measured,
     models: Models,
+    connection: Connection,
     decoding: Decoding,
     output: Output,
     gates: Sequence[str],
@@ -102,7 +104,7 @@ def run_sweep(
     lengths = [_length(k) for k in ks]
     for gate, k, driver, net in product(gates or ["always"], lengths, drivers, places):
         Setup(gate=gate, k=k, driver=driver, net=net)  # refused before a model is loaded
-    traces, costs = _measure(measured, models, decoding, output)
+    traces, costs = _measure(measured, models, connection, decoding, output)
     tried: list[Any] = list(gates) or ["always", *thresholds(traces), "never"]
     rows = sweep(traces, costs, gates=tried, ks=lengths, drivers=drivers, nets=places)
     if out is not None:
@@ -114,27 +116,32 @@ def run_sweep(
     return 0
 
 
-def _measure(measured: Measured, models: Models, decoding: Decoding, output: Output) -> tuple[list[Trace], Costs]:
+def _measure(
+    measured: Measured, models: Models, connection: Connection, decoding: Decoding, output: Output
+) -> tuple[list[Trace], Costs]:
     """The pair's traces and times."""
     from outrider.cli.commands import quieten
-    from outrider.cli.options import collect_from_now_on, load_drafter, reach
+    from outrider.cli.options import check_connection, collect_from_now_on, load_drafter, reach
     from outrider.evals.manifest import load_set
     from outrider.evals.modes import given
     from outrider.planning.record import record
     from outrider.planning.timing import measure_costs
     from outrider.planning.traces import read_traces
-    from outrider.verifiers.base import disconnect
+    from outrider.verifiers.base import Distant, disconnect
 
     if "none" in (models.edge, models.cloud):
         raise SettingsError("a plan is made for a pair: give --edge and --cloud")
+    check_connection(models, connection)
     settings = GenerationSettings.build(decoding.settings())
     items = load_set(measured.data)[: measured.limit]
     known = read_traces(Path(measured.traces)) if measured.traces is not None else None
     quieten(output)
-    draft = load_drafter(models)
     with ExitStack() as closing:
-        verifier = reach(models)
+        verifier = reach(models, connection)
         closing.callback(disconnect, verifier)
+        if isinstance(verifier, Distant):
+            verifier.probe()  # a cloud that cannot be reached is known before a model is loaded
+        draft = load_drafter(models)
         collect_from_now_on()
         prompts = [given(item) for item in items]
         costs = measure_costs(draft, verifier, prompts[:3], settings)  # type: ignore[arg-type]
