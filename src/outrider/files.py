@@ -29,7 +29,8 @@ def decode_text(data: bytes, name: str) -> str:
     Raises:
         DataError: the bytes are in another encoding. `name` is the file's.
     """
-    if data.startswith(_UTF16) or b"\0" in data[:4]:
+    marked = data.startswith(codecs.BOM_UTF8)
+    if data.startswith(_UTF16) or (b"\0" in data[:4] and not marked):
         raise DataError(f"{name} is UTF-16 or UTF-32 text: save it as UTF-8")
     try:
         return data.decode("utf-8-sig")

@@ -315,7 +315,7 @@ def _print_summary(done: list[tuple[str, Result]], alone: Alone | None = None) -
     console = stdout() if stdout().is_terminal else STDERR
     if console.is_terminal:
         console.print(view.legend(source for _, result in done for source in result.sources))
-    console.print(view.table(done))
+    console.print(view.table(done, console.width))
     if gained := Gain.of(result for _, result in done).sentence(alone):
         console.print(gained, style="bold", soft_wrap=True)
 

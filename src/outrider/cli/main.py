@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import errno
 import gc
-import logging
 import os
 import signal
 import sys
-import traceback
-from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts import App, Parameter
 
 from outrider import __version__
 from outrider.cli import interrupts
 from outrider.cli.cloud import Capacity, Operation, Security
 from outrider.cli.edge import Asked, Serving
-from outrider.cli.escape import complain, visible
 from outrider.cli.evaluate import Assistant, Evaluation
+from outrider.cli.guard import guarded
 from outrider.cli.options import Connection, Decoding, DemoNetwork, Models, Network, Output, Speculation, Whole
 from outrider.cli.plan import Drivers, Measured
-from outrider.errors import InputError, OutriderError, SettingsError
-
-
-def _shown_default(value: Any) -> str | None:
-    """Return a default as it is typed; None for those that say nothing: a flag that is off, an empty list."""
-    if value is None or value is False or value == ():
-        return None
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+from outrider.cli.shell import add_completion, shown_default
 
 app = App(
     name="outrider",
@@ -41,31 +27,10 @@ app = App(
     version=__version__,
     help_format="markdown",
     help_epilogue="Results go to stdout, everything else to stderr. `outrider COMMAND --help` shows examples.",
-    default_parameter=Parameter(show_default=_shown_default),
+    default_parameter=Parameter(show_default=shown_default),
     suppress_keyboard_interrupt=False,
 )
-COMMON = Group("Shell", sort_key=9)
-
-
-@app.command(name="--install-completion", group=COMMON)
-def install_completion(shell: Literal["bash", "zsh", "fish"] | None = None) -> int:
-    """Install completion of commands and options for your shell.
-
-    Parameters
-    ----------
-    shell
-        The shell; found out where it is not given.
-    """
-    from cyclopts.completion.detect import ShellDetectionError
-
-    try:
-        path = app.install_completion(shell=shell)
-    except (ShellDetectionError, OSError) as error:
-        raise SettingsError(
-            f"--install-completion: {error}; name the shell, as in --install-completion bash"
-        ) from error
-    complain(f"wrote {path}; start a new shell to use it")
-    return 0
+add_completion(app)
 
 
 @app.command
@@ -413,7 +378,7 @@ def main() -> None:
     interrupts.install()
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # the model libraries' bars are for people who watch
-    sys.exit(_guarded(partial(_run, sys.argv[1:])))
+    sys.exit(guarded(partial(_run, sys.argv[1:])))
 
 
 def _run(tokens: list[str]) -> int:
@@ -425,42 +390,3 @@ def _run(tokens: list[str]) -> int:
 def _terminated(number: int, frame: object) -> None:
     """Leave in order: a cloud in a process of its own would be left behind."""
     sys.exit(128 + number)
-
-
-def _guarded(run: Callable[[], int]) -> int:
-    """Run to an exit code; an error after Ctrl-C is a consequence of it."""
-    try:
-        return run()
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 1
-    except KeyboardInterrupt:
-        return _complain("interrupted", interrupts.INTERRUPTED)
-    except Exception as error:  # noqa: BLE001 (the process's outermost loop)
-        if interrupts.happened():
-            return _complain("interrupted", interrupts.INTERRUPTED)
-        return _failed(error)
-
-
-def _failed(error: Exception) -> int:
-    _show_traceback(error)
-    if isinstance(error, (CycloptsError, InputError)):
-        return _complain(str(error), 2)
-    if isinstance(error, OutriderError):
-        return _complain(str(error), 1)
-    if isinstance(error, MemoryError):
-        return _complain("out of memory", 1)
-    if isinstance(error, OSError) and error.errno in FULL:  # stdout, or a library's file
-        return _complain(f"{error.filename or 'output'} cannot be written: {error.strerror}", 1)
-    return _complain(f"unexpected {type(error).__name__}: {error} (see --verbose)", 1)
-
-
-def _show_traceback(error: Exception) -> None:
-    """With --verbose."""
-    if logging.getLogger("outrider").level == logging.DEBUG or {"-v", "--verbose"} & set(sys.argv):
-        print(visible("".join(traceback.format_exception(error))), end="", file=sys.stderr)  # noqa: T201
-
-
-def _complain(message: str, code: int) -> int:
-    complain(message)
-    return code

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.text import Text
 
 from outrider.cli.escape import to_json, visible
 
@@ -22,6 +23,9 @@ class Terminal(Console):
         super().__init__(stderr=stderr, markup=False, highlight=False, emoji=False)
         if not self.is_terminal and "COLUMNS" not in os.environ:
             self.width = UNCUT
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(visible(text), **options)  # before it is measured: escapes are wider
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from outrider.api import StreamEvent
+from outrider.cli.escape import one_line
 from outrider.core.outcome import Result
 from outrider.core.sequence import Source
 
@@ -28,6 +30,11 @@ NAMES = {
 }
 
 
+TEXTS = ("", "guarantee")
+NAME = 24  # columns that the name of a file gets before others are left out
+LEAST_FIRST = ("corrected", "escalated", "near ties", "accepted", "seconds", "by cloud", "tokens")
+
+
 def coloured(pieces: Iterable[str], sources: Iterable[Source]) -> Text:
     """The text, each token's piece in the colour of who decided it."""
     text = Text()
@@ -43,25 +50,37 @@ def legend(sources: Iterable[Source]) -> Text:
     return Text(" · ").join(parts)
 
 
-def table(rows: Sequence[tuple[str, Result]]) -> Table:
-    """One row per result. In a narrow terminal only names of files are folded; every other cell stays whole."""
+def table(rows: Sequence[tuple[str, Result]], width: int) -> Table:
+    """One row per result. In a narrow terminal columns are left out and names are folded, but no cell is cut."""
+    cells = [{"": one_line(label), **_cells(result)} for label, result in rows]
+    shown = _fitting(cells, width)
     out = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
-    ties = any(result.stats.near_ties for _, result in rows)
-    if any(label for label, _ in rows):
-        out.add_column("", overflow="fold")
-    out.add_column("guarantee", no_wrap=True)
-    numbers = ["tokens", "escalated", "accepted", "by cloud", "corrected", "seconds", *["near ties"] * ties]
-    for name in numbers:
-        out.add_column(name, justify="right", min_width=min(len(name), 6))
-    for label, result in rows:
-        cells = _cells(result)
-        out.add_row(*[label] * bool(out.columns[0].overflow == "fold"), result.guarantee, *(cells[n] for n in numbers))
+    for name in shown:
+        whole = {"overflow": "fold"} if name == "" else {"no_wrap": True}
+        out.add_column(name, justify="left" if name in TEXTS else "right", **whole)
+    for row in cells:
+        out.add_row(*(row[name] for name in shown))
     return out
+
+
+def _fitting(cells: Sequence[dict[str, str]], width: int) -> list[str]:
+    """Names of the columns that fit beside the names of files, which get up to `NAME` columns."""
+    empty = {"near ties": "0", "": ""}  # columns without news
+    shown = [name for name in cells[0] if any(row[name] != empty.get(name) for row in cells)]
+    wide = {name: max(cell_len(text) for text in (name, *(row[name] for row in cells))) for name in shown}
+    wide[""] = min(wide.get("", 0), NAME)
+    for name in LEAST_FIRST:
+        if sum(wide[name] + 2 for name in shown) <= width:
+            break
+        if name in shown:
+            shown.remove(name)
+    return shown
 
 
 def _cells(result: Result) -> dict[str, str]:
     stats = result.stats
     return {
+        "guarantee": result.guarantee,
         "tokens": str(len(result.token_ids)),
         "escalated": _percent(stats.escalation_rate),
         "accepted": _percent(stats.acceptance_rate),

@@ -1,0 +1,56 @@
+"""The process's outermost frame: every error becomes a line on stderr and an exit code."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import sys
+import traceback
+from collections.abc import Callable
+
+from cyclopts import CycloptsError
+
+from outrider.cli import interrupts
+from outrider.cli.escape import complain, visible
+from outrider.errors import InputError, OutriderError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def guarded(run: Callable[[], int]) -> int:
+    """Run to an exit code; an error after Ctrl-C is a consequence of it."""
+    try:
+        return run()
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 1
+    except KeyboardInterrupt:
+        return _complain("interrupted", interrupts.INTERRUPTED)
+    except Exception as error:  # noqa: BLE001 (the process's outermost loop)
+        if interrupts.happened():
+            return _complain("interrupted", interrupts.INTERRUPTED)
+        return _failed(error)
+
+
+def _failed(error: Exception) -> int:
+    if isinstance(error, (CycloptsError, InputError)):
+        return _complain(str(error), 2)
+    _show_traceback(error)
+    if isinstance(error, OutriderError):
+        return _complain(str(error), 1)
+    if isinstance(error, MemoryError):
+        return _complain("out of memory", 1)
+    if isinstance(error, OSError) and error.errno in FULL:  # stdout, or a library's file
+        return _complain(f"{error.filename or 'output'} cannot be written: {error.strerror}", 1)
+    return _complain(f"unexpected {type(error).__name__}: {error} (see --verbose)", 1)
+
+
+def _show_traceback(error: Exception) -> None:
+    """With --verbose."""
+    if logging.getLogger("outrider").level == logging.DEBUG or {"-v", "--verbose"} & set(sys.argv):
+        print(visible("".join(traceback.format_exception(error))), end="", file=sys.stderr)  # noqa: T201
+
+
+def _complain(message: str, code: int) -> int:
+    complain(message)
+    return code

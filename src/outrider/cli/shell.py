@@ -1,0 +1,43 @@
+"""What a shell's user sees around the commands: defaults in help texts, and completion."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from cyclopts import App, Group
+
+from outrider.cli.escape import complain
+from outrider.errors import SettingsError
+
+Shell = Literal["bash", "zsh", "fish"]
+
+
+def shown_default(value: Any) -> str | None:
+    """Return a default as it is typed; None for those that say nothing: a flag that is off, an empty list."""
+    if value is None or value is False or value == ():
+        return None
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def add_completion(app: App) -> None:
+    """Add --install-completion."""
+
+    def install_completion(shell: Shell | None = None) -> int:
+        """Install completion of commands and options for your shell.
+
+        Parameters
+        ----------
+        shell
+            The shell; detected where it is not given.
+        """
+        from cyclopts.completion.detect import ShellDetectionError
+
+        try:
+            path = app.install_completion(shell=shell)
+        except (ShellDetectionError, OSError) as error:
+            message = f"--install-completion: {error}; name the shell, as in --install-completion bash"
+            raise SettingsError(message) from error
+        complain(f"wrote {path}; start a new shell to use it")
+        return 0
+
+    app.command(install_completion, name="--install-completion", group=Group("Shell", sort_key=9))

@@ -1,0 +1,134 @@
+"""Ctrl-C ends every command with 130 and without a traceback, at whatever moment it comes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.network  # each starts a process, which takes seconds
+
+AT_IMPORT = """
+import sys, os, signal, builtins
+real = builtins.__import__
+def watched(name, *rest, **more):
+    if name == {name!r} and name not in sys.modules:
+        os.kill(os.getpid(), signal.SIGINT)
+    return real(name, *rest, **more)
+builtins.__import__ = watched
+sys.argv = ["outrider", *{arguments!r}]
+from outrider.__main__ import main
+main()
+"""
+NAMES = ["outrider.cli.main", "cyclopts", "outrider.cli.commands", "outrider.cli.terminal", "torch", "soundfile"]
+
+
+def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, input="hi", check=False
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_while_a_module_is_imported(name: str) -> None:
+    done = run(AT_IMPORT.format(name=name, arguments=["generate", "hi"]))
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+IN_A_FINALISER = """
+import os, signal, sys
+from outrider.cli import interrupts
+from outrider.cli.guard import guarded
+interrupts.install()
+class Swallows:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000): pass
+def work():
+    one = Swallows()
+    del one
+    return 0
+sys.exit(guarded(work))
+"""
+TURNED_INTO_ANOTHER_ERROR = """
+import os, signal, sys
+from outrider.cli import interrupts
+from outrider.cli.guard import guarded
+interrupts.install()
+def work():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000): pass
+    except BaseException as error:
+        raise RuntimeError("a library made another error of it") from error
+sys.exit(guarded(work))
+"""
+
+
+@pytest.mark.parametrize("code", [IN_A_FINALISER, TURNED_INTO_ANOTHER_ERROR])
+def test_where_it_would_be_swallowed(code: str) -> None:
+    done = run(code)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.strip() == "outrider: interrupted"
+
+
+@pytest.mark.parametrize("cloud", ["local:demo", "none"])
+def test_while_tokens_come(cloud: str) -> None:
+    code = """
+    import os, signal, sys
+    from outrider import api
+    real = api._Run._drive
+    def drive(self, *rest):
+        for n, event in enumerate(real(self, *rest)):
+            if n == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield event
+    api._Run._drive = drive
+    from outrider.cli.main import main
+    main()
+    """
+    done = run(code, "generate", "--prompt-ids", "5 6 7", "--cloud", cloud, "--ignore-eos")
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.strip().endswith("outrider: interrupted")
+    assert "Traceback" not in done.stderr
+    assert "never retrieved" not in done.stderr
+
+
+def test_the_demo_and_its_cloud_end_together(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "outrider", "demo"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()  # the first clip is there
+        os.killpg(child.pid, signal.SIGINT)  # as a terminal does: to both processes
+        _, said = child.communicate(timeout=60)
+    assert child.returncode == 130, said
+    assert "Traceback" not in said
+    assert "never retrieved" not in said
+    assert not list(tmp_path.glob("outrider-*"))
+    with pytest.raises(ProcessLookupError):
+        os.killpg(child.pid, 0)  # no process of the group is left
+
+
+def test_an_ignored_interrupt_stays_ignored() -> None:
+    code = """
+    import os, signal, sys
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.argv = ["outrider", "--version"]
+    from outrider.cli import interrupts
+    interrupts.install()
+    os.kill(os.getpid(), signal.SIGINT)
+    """
+    assert run(code).returncode == 0

@@ -1,0 +1,56 @@
+"""The sentence on what was gained states measured facts only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from outrider.core.benefit import Alone, Gain
+from outrider.core.outcome import Result, Stats
+from outrider.core.sequence import Source
+
+EXACT = Gain(outputs=2, exact=2, tokens=69, cloud_tokens=69, rounds=12, blocks=12, escalated=12, seconds=1.0)
+GATED = replace(EXACT, exact=0, cloud_tokens=20, rounds=7, blocks=18, escalated=7)
+
+
+def test_what_was_not_measured_is_not_claimed() -> None:
+    said = EXACT.sentence()
+    assert said.startswith("Same text as the cloud alone would give; the large model ran 12 times instead of 69;")
+    assert said.endswith("speed against the cloud alone was not measured.")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "named"),
+    [
+        (1.6, "1.6 times as fast as the cloud alone (measured)."),
+        (1.0, "as fast as the cloud alone (measured)."),
+        (0.5, "0.5 times as fast as the cloud alone (measured): it does not pay here."),
+    ],
+)
+def test_a_measured_speed_is_stated_also_where_it_did_not_pay(seconds: float, named: str) -> None:
+    assert EXACT.sentence(Alone(2, 2, seconds)).endswith(named)
+
+
+def test_texts_that_differ_are_counted() -> None:
+    said = GATED.sentence(Alone(2, 1, 1.0))
+    assert said.startswith("Same text as the cloud alone in 1 of 2 outputs; 7 of 18 blocks went to the cloud;")
+
+
+def test_a_lossy_run_promises_nothing() -> None:
+    assert GATED.sentence().startswith("Same text as the cloud alone is promised for 0 of 2 outputs; 7 of 18 blocks")
+
+
+def test_a_modelled_speed_says_so() -> None:
+    assert "(modelled)" in EXACT.sentence(Alone(2, 2, 1.6, modelled=True))
+
+
+def test_the_edge_alone_and_nothing_at_all() -> None:
+    assert replace(GATED, rounds=0, cloud_tokens=0).sentence() == "The cloud was not asked: the text is the edge's own."
+    assert Gain.of([]).sentence() == ""
+
+
+def test_sums_over_results() -> None:
+    stats = Stats(rounds=1, blocks=2, escalated=1, cloud_tokens=1, edge_tokens=1, total_s=0.5)
+    result = Result("", [1, 2], "eos", "best-effort", 1, stats, [Source.EDGE, Source.BONUS])
+    assert Gain.of([result, result]) == Gain(2, 0, 4, 2, 2, 4, 2, 1.0)

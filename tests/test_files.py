@@ -1,0 +1,162 @@
+"""Files are read in UTF-8 with or without a byte-order mark, and written whole or not at all."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider import files
+from outrider.config import read_gate_file
+from outrider.errors import DataError, OutriderError, SettingsError
+from outrider.evals.convert import _table
+from outrider.evals.manifest import read_manifest
+from outrider.evals.reading import read_object, rows
+from outrider.evals.store import Store, _lock
+from outrider.planning.traces import read_traces
+
+BOM = b"\xef\xbb\xbf"
+READERS = [read_gate_file, read_traces, read_manifest, read_object, lambda path: rows(path, dict), _table]
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_a_byte_order_mark_changes_nothing(text: str) -> None:
+    assert files.decode_text(BOM + text.encode(), "a") == text
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("read", READERS)
+def test_another_encoding_is_named(read: object, encoding: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes('{"a": 1}'.encode(encoding))
+    with pytest.raises(DataError, match=r"a\.json.*UTF-16.*UTF-8"):
+        read(path)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("content", [b"\xff\xff\xff\xff", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 10_000, b"{", b""])
+def test_hostile_json_is_a_data_error(read: object, content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.json"):
+        read(path)  # type: ignore[operator]
+
+
+def test_a_mark_before_traces_and_manifests_is_read_over(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(BOM + b'{"a": 1}\n')
+    assert rows(tmp_path / "a.jsonl", dict) == ({"a": 1},)
+    assert files.read_json(tmp_path / "a.jsonl") == {"a": 1}
+
+
+# Writing ----------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "gate.json"
+    files.write_file(path, "old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OutriderError, match=r"gate\.json cannot be written: No space left on device"):
+        files.write_file(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_device_and_a_link_stay_what_they_are(tmp_path: Path) -> None:
+    files.write_file("/dev/null", "text")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    real, link = tmp_path / "real", tmp_path / "link"
+    real.write_text("old")
+    real.chmod(0o640)
+    link.symlink_to(real)
+    files.write_file(link, "new")
+    assert link.is_symlink()
+    assert real.read_text() == "new"
+    assert stat.S_IMODE(real.stat().st_mode) == 0o640
+
+
+def test_dev_full_is_a_typed_error() -> None:
+    with pytest.raises(OutriderError, match="/dev/full cannot be written: No space"):
+        files.write_file("/dev/full", "text")
+
+
+def test_a_partial_file_of_a_killed_process_is_removed_and_one_being_written_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "YOUNG_S", 0.0)
+    stale, held = tmp_path / ".a[1].json.1.partial", tmp_path / ".a[1].json.2.partial"
+    for path in (stale, held):
+        path.write_text("half")
+    with held.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        files.write_file(tmp_path / "a[1].json", "{}")
+    assert not stale.exists()
+    assert held.exists()
+
+
+def test_a_disk_that_is_full_at_the_lock_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OutriderError, match="lock cannot be written: No space left"):
+        _lock(tmp_path)
+
+
+def test_a_deeply_nested_run_json_is_a_data_error(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"run\.json"):
+        Store(tmp_path, {})
+
+
+def test_a_run_that_differs_is_still_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_bytes(BOM + json.dumps({"a": 1}).encode())
+    with pytest.raises(SettingsError, match="another run"):
+        Store(tmp_path, {"a": 2})
+
+
+# Temporary folders ------------------------------------------------------------------------------------------
+
+KILLED = """
+import os, signal, socket
+from outrider.files import TemporaryFolder
+folder = TemporaryFolder()
+socket.socket(socket.AF_UNIX).bind(folder.path + "/s0")
+print(folder.path, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_folder_of_a_killed_process_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "YOUNG_S", 0.0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=60, env=environment)
+    left = Path(done.stdout.strip())
+    assert left.is_dir()
+    keep = tmp_path / f"{files.PREFIX}of-a-user"
+    keep.mkdir()
+    (keep / "notes.txt").write_text("not a socket")
+    first = files.TemporaryFolder()
+    second = files.TemporaryFolder()
+    assert not left.exists()
+    assert (keep / "notes.txt").exists()
+    assert Path(first.path).is_dir()  # its owner is running
+    for folder in (first, second):
+        folder.close()
+        folder.close()
+        assert not Path(folder.path).exists()
