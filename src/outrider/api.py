@@ -27,6 +27,7 @@ from outrider.edge.drivers import pipelined, sequential
 from outrider.edge.lessons import Lessons
 from outrider.edge.link import Link, PipelinedVerifier
 from outrider.edge.pair import Met, Pair
+from outrider.edge.turns import Turns
 from outrider.engines.base import Prompt, Reader
 from outrider.errors import PromptError, SettingsError
 from outrider.prompts.audio import is_silent
@@ -63,7 +64,8 @@ class SpeculativeDecoder:
         reader: without a drafter, the engine whose tokenizer prompts and texts are written with.
         lazy: speak to the verifier first when something is generated, not now.
 
-    One decoder serves any number of threads, if its engine does (`outrider.gateway.sharing`).
+    A decoder generates for one thread at a time; a second thread gets a StateError while a generation of the first is
+    unfinished. On engines that serve several threads (`outrider.gateway.sharing`) it takes any number of them.
 
     Raises:
         SettingsError: settings that contradict each other.
@@ -104,6 +106,7 @@ class SpeculativeDecoder:
         check_modes(self.gate, self._rule, scope, on_loop, driver, on_cloud_loss, privacy, **sides, remote=remote)
         self.on_cloud_loss = settled_loss(on_cloud_loss, self.gate, has_drafter=draft is not None)
         self._pair = Pair(draft, verifier, self.on_cloud_loss, reader=reader, lazy=lazy)
+        self._turns = Turns(draft, getattr(verifier, "engine", None))
 
     # Generating ---------------------------------------------------------------------------------------------
 
@@ -116,6 +119,7 @@ class SpeculativeDecoder:
 
         Raises:
             InputError: a setting, prompt or recording that cannot be used; nothing was computed.
+            StateError: another thread's generation is unfinished, and the engines serve one thread at a time.
         """
         run = self._start(prompt, settings)
         for _ in run.events():
@@ -285,6 +289,7 @@ class _Run:
         owner, stats = self._owner, self._decoder.stats
         started = time.perf_counter()
         with ExitStack() as closing:
+            closing.enter_context(owner._turns.generating())
             drafter = owner._drafter(self._prompt, self._settings, self._met, self._cancellation)
             if drafter is not None:
                 closing.callback(drafter.close)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, fields
+from html import escape
 from typing import Any, Literal
 
 from outrider.config import GenerationSettings, Loss
@@ -15,6 +16,7 @@ from outrider.core.stopping import Reason
 Guarantee = Literal["exact", "bounded", "best-effort", "edge-only"]
 
 FEWEST_AUDITED = 5  # results before an audit warns: fewer do not show how much results differ
+SHOWN = 20  # tokens in a result's repr
 CONFIDENCE = 2.326  # one-sided, 99 %: it is looked at after every result
 
 
@@ -228,6 +230,14 @@ class Oversight:
         return Judgement(word, self._audits.risk, (*fit.warnings, *self._audits.warnings()))
 
 
+def shorten(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def _share(rate: float | None) -> str:
+    return "–" if rate is None else f"{100 * rate:.0f} %"
+
+
 @dataclass(frozen=True)
 class Result:
     """The answer to one prompt.
@@ -249,6 +259,32 @@ class Result:
     warnings: list[str] = field(default_factory=list)
     risk: Risk | None = None
     ledger: dict[str, dict[str, int]] = field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        """Return one line: the guarantee, the end, the counts, and the beginning of the text."""
+        said = f"{self.token_ids[:SHOWN]}" if self.text is None else repr(shorten(self.text, 4 * SHOWN))
+        notes = f", {len(self.warnings)} warnings" if self.warnings else ""
+        end = f"{len(self.token_ids)} tokens, {self.finish_reason}, {self.stats.total_s:.2f} s"
+        return f"Result({self.guarantee}, {end}{notes}: {said})"
+
+    def _repr_html_(self) -> str:
+        """Return the text with its figures for a notebook; everything from the model is escaped."""
+        stats = self.stats
+        rows = {
+            "guarantee": self.guarantee,
+            "ended by": self.finish_reason,
+            "tokens": f"{len(self.token_ids):,}",
+            "by the cloud": _share(stats.cloud_share),
+            "accepted drafts": _share(stats.acceptance_rate),
+            "blocks to the cloud": f"{stats.escalated} of {stats.blocks}",
+            "seconds": f"{stats.total_s:.2f}",
+        }
+        body = escape(" ".join(map(str, self.token_ids)) if self.text is None else self.text)
+        cells = "".join(
+            f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>" for name, value in rows.items()
+        )
+        notes = "".join(f"<p>warning: {escape(warning)}</p>" for warning in self.warnings)
+        return f'<div><pre style="white-space:pre-wrap">{body}</pre>{notes}<table>{cells}</table></div>'
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary with DESIGN's keys."""

@@ -74,6 +74,8 @@ class SharedEngine:
     Whatever else the engine has is passed through, unguarded.
     """
 
+    serves_threads = True  # a decoder then takes generations of several threads at once
+
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._lock = threading.Lock()  # of the list, and of whether somebody has the turn

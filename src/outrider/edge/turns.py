@@ -1,0 +1,40 @@
+"""One thread at a time, for engines that serve only one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from outrider.errors import StateError
+
+
+class Turns:
+    """Which threads have unfinished generations. engines: those in this process, None for the absent ones."""
+
+    def __init__(self, *engines: Any) -> None:
+        self._many = all(getattr(engine, "serves_threads", False) for engine in engines if engine is not None)
+        self._lock = threading.Lock()
+        self._running: list[int] = []  # a thread for each unfinished generation
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Hold for one generation. One thread may interleave several; the generation may move between threads.
+
+        Raises:
+            StateError: another thread's generation is unfinished.
+        """
+        thread = threading.get_ident()
+        with self._lock:
+            if not self._many and any(other != thread for other in self._running):
+                raise StateError(
+                    "another thread is generating with this decoder: use one decoder and engine per thread, or wait "
+                    "until its generation ends"
+                )
+            self._running.append(thread)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running.remove(thread)
