@@ -160,3 +160,14 @@ def test_the_folder_of_a_killed_process_is_removed_by_the_next_one(
         folder.close()
         folder.close()
         assert not Path(folder.path).exists()
+
+
+@pytest.mark.parametrize("name", ["", "nowhere/a", "file/a", "folder", "x" * 300, "a\0b"])
+def test_a_place_that_cannot_be_written_is_bad_input(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError if len(name) < 300 else OutriderError, match="cannot be written"):
+        files.write_file(name, "")

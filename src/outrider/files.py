@@ -77,8 +77,10 @@ def write_file(path: str | Path, data: str | bytes) -> None:
     Devices and pipes are written in place.
 
     Raises:
-        OutriderError: the file system refuses. An older file of that name is then unchanged.
+        DataError: the place cannot be used.
+        OutriderError: the file system refuses, as a full one does. An older file of that name is then unchanged.
     """
+    check_place(path)
     content = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
     try:
         place = Path(os.path.realpath(path))  # a link stays, and its target is replaced
@@ -86,9 +88,24 @@ def write_file(path: str | Path, data: str | bytes) -> None:
             place.write_bytes(content)
         else:
             _replace(place, content)
-    except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else "") or str(error)
-        raise OutriderError(f"{path} cannot be written: {reason}") from error
+    except OSError as error:
+        raise OutriderError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def check_place(path: str | Path) -> None:
+    """Raise DataError where a file cannot be written; to be called before work whose result goes there."""
+    try:
+        place = Path(os.path.realpath(path))
+        is_folder, parent_is_folder = place.is_dir(), place.parent.is_dir()
+        is_writable = os.access(place if place.exists() and not place.is_file() else place.parent, os.W_OK)
+    except (OSError, ValueError) as error:  # a name that is too long, or one with a null byte
+        raise DataError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+    if not str(path) or is_folder:
+        raise DataError(f"{path or 'an empty name'} cannot be written: it is a directory")
+    if not parent_is_folder:
+        raise DataError(f"{path} cannot be written: there is no directory {place.parent}")
+    if not is_writable:
+        raise DataError(f"{path} cannot be written: permission denied")
 
 
 def _replace(place: Path, content: bytes) -> None:

@@ -109,8 +109,8 @@ def test_half_of_a_surrogate_pair_becomes_writable(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("results.jsonl", "{", "line 1: no JSON"),
-        ("results.jsonl", "[" * 100_000, "line 1: no JSON"),
+        ("results.jsonl", "{", "line 1: not valid JSON"),
+        ("results.jsonl", "[" * 100_000, "line 1: not valid JSON"),
         ("results.jsonl", "7", "line 1: expected an object, not 7"),
         ("results.jsonl", "", "holds no line"),
         ("results.jsonl", json.dumps({**ANSWER, "token_ids": [5, "6"]}), "token_ids: expected whole numbers"),
@@ -146,7 +146,7 @@ def test_what_is_wrong_is_named(folder: Path, name: str, content: str, said: str
 
 def test_the_line_is_the_file_s_own(folder: Path) -> None:
     (folder / "results.jsonl").write_text(json.dumps(ANSWER) + "\n\nnonsense\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"results.jsonl, line 3: no JSON"):
+    with pytest.raises(DataError, match=r"results.jsonl, line 3: not valid JSON"):
         read_run(folder)
 
 
@@ -159,7 +159,7 @@ def test_a_file_that_must_be_there_is_named(folder: Path, name: str) -> None:
 
 def test_bytes_that_are_no_text_are_refused(folder: Path) -> None:
     (folder / "results.jsonl").write_bytes(b"\xff\xfe")
-    with pytest.raises(DataError, match=r"results.jsonl cannot be read"):
+    with pytest.raises(DataError, match=r"results.jsonl is UTF-16"):
         read_run(folder)
 
 

@@ -152,7 +152,7 @@ def test_results_without_a_configuration_and_strange_configurations_are_refused(
     with pytest.raises(DataError, match=r"no run\.json"):
         Store(tmp_path, ABOUT)
     (tmp_path / "run.json").write_text("{", encoding="utf-8")
-    with pytest.raises(DataError, match=r"run\.json cannot be read"):
+    with pytest.raises(DataError, match=r"run\.json: not valid JSON"):
         Store(tmp_path, ABOUT)
 
 

@@ -322,7 +322,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], as_json
 def test_the_pair_is_identified_as_a_run_would_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = engine("qwen2"), engine("llama")
     monkeypatch.setattr("outrider.cli.calibrate.load_drafter", lambda models: small)
-    monkeypatch.setattr("outrider.cli.calibrate.reach", lambda models: local(large))
+    monkeypatch.setattr("outrider.cli.calibrate.reach", lambda models, network: local(large))
     assert identify(Models()) == (ModelId("qwen2", small.fingerprint), ModelId("llama", large.fingerprint))
     with pytest.raises(SettingsError, match="give --edge and --cloud"):
         identify(Models(cloud="none"))

@@ -81,5 +81,5 @@ def test_traces_that_do_not_say_whose_they_are(
 def test_a_run_json_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     file = folder(tmp_path, about()) / "traces.jsonl"
     (tmp_path / "run.json").write_text("{", encoding="utf-8")
-    with pytest.raises(DataError, match=r"run\.json cannot be read"):
+    with pytest.raises(DataError, match=r"run\.json: not valid JSON"):
         calibrated(file)

@@ -259,7 +259,9 @@ def calibrate(
     """
     from outrider.cli.calibrate import identify, run_calibrate
     from outrider.config import GenerationSettings
+    from outrider.files import check_place
 
+    check_place(out)
     settings = GenerationSettings.build(decoding.settings())
     edge, cloud = identify(models, connection)
     return run_calibrate(

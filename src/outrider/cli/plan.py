@@ -16,7 +16,7 @@ from cyclopts import Group, Parameter
 from outrider.cli.options import Connection, Decoding, Models, Output, Whole
 from outrider.config import GenerationSettings
 from outrider.errors import SettingsError
-from outrider.files import write_file
+from outrider.files import check_place, write_file
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -104,6 +104,8 @@ def run_sweep(
     lengths = [_length(k) for k in ks]
     for gate, k, driver, net in product(gates or ["always"], lengths, drivers, places):
         Setup(gate=gate, k=k, driver=driver, net=net)  # refused before a model is loaded
+    if out is not None:
+        check_place(out)
     traces, costs = _measure(measured, models, connection, decoding, output)
     tried: list[Any] = list(gates) or ["always", *thresholds(traces), "never"]
     rows = sweep(traces, costs, gates=tried, ks=lengths, drivers=drivers, nets=places)

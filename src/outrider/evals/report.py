@@ -22,7 +22,7 @@ from outrider.evals import breakdown, digest, tradeoffs
 from outrider.evals.charts import stack
 from outrider.evals.digest import Section, label
 from outrider.evals.results import Answer, EvalRun, read_run
-from outrider.files import write_file
+from outrider.files import check_place, write_file
 
 ITEMS = 12  # whose tokens are shown
 TOKENS = 2_000  # of one answer
@@ -190,9 +190,10 @@ def write_report(folders: Sequence[Path], out: Path) -> list[EvalRun]:
     """Read the folders and write the page; the runs that it is about.
 
     Raises:
-        DataError: a folder that is not an evaluation.
-        OutriderError: the file cannot be written.
+        DataError: a folder that is not an evaluation, or a place that cannot be written.
+        OutriderError: the file system refuses.
     """
+    check_place(out)
     runs = read_runs(folders)
     write_file(out, render(runs))
     return runs
