@@ -48,6 +48,11 @@ def test_a_modelled_speed_says_so() -> None:
 def test_the_edge_alone_and_nothing_at_all() -> None:
     assert replace(GATED, rounds=0, cloud_tokens=0).sentence() == "The cloud was not asked: the text is the edge's own."
     assert Gain.of([]).sentence() == ""
+    said = replace(GATED, rounds=0, cloud_tokens=0).sentence(Alone(2, 1, 3.0))
+    assert said == (
+        "Same text as the cloud alone in 1 of 2 outputs; the cloud was not asked; "
+        "3.0 times as fast as the cloud alone (measured)."
+    )
 
 
 def test_sums_over_results() -> None:

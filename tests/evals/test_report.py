@@ -148,7 +148,7 @@ def test_what_is_not_there_is_said(sample: Path) -> None:
     bare = replace(read_run(sample), timings=(), traces=(), sweep=(), answers=(answer(sources=()),))
     page = Reader(render([bare]))
     named = " ".join(page.text)
-    titles = ("Metrics", "Times", "Measured quality", "Simulated agreement", "Latency", "Acceptance")
+    titles = ("Metrics", "Times", "Measured quality", "Simulated", "Latency", "Acceptance")
     for title in (*titles, "Bytes by kind", "Time by stage", "Who decided"):
         assert title in named
     assert not [a for _, a in page.tags if a.get("id") in ("quality", "latency", "ledger", "tokens")]
@@ -351,7 +351,7 @@ def measured(**shares: tuple[float, Figure]) -> EvalRun:
 def test_measured_quality_says_how_little_of_the_cloud_is_enough() -> None:
     whole, near, little = Figure(0.9, 0.85, 0.95), Figure(0.892, 0.85, 0.93), Figure(0.7, 0.6, 0.8)
     section = tradeoffs.measured([measured(cloud_only=(10, whole), gated=(2, near), edge_only=(0, little))])
-    assert section.upright == "attribute all"
+    assert section.upright == "captions with every attribute right"
     assert section.lead.endswith(
         "Within a point of the cloud alone at the smallest share, intervals aside: gated entropy:0.5, 20.0 %."
     )
@@ -374,7 +374,7 @@ def test_a_metric_that_one_mode_alone_has_does_not_hide_the_next() -> None:
     runs = measured(cloud_only=(10, Figure(0.9)), gated=(1, Figure(0.8)))
     metrics = {"cloud-only": {"attribute_all": Figure(0.9), "chrf": Figure(80)}, "gated": {"chrf": Figure(79.5)}}
     section = tradeoffs.measured([replace(runs, metrics=metrics)])
-    assert section.upright == "chrf"
+    assert section.upright == "chrF"
     assert "smallest share" in section.lead, "a point of 100"
 
 
@@ -392,7 +392,7 @@ def test_figures_of_the_summary_are_rows() -> None:
     section = digest.durations([run(latency={"exact": {"ttft_p50": Figure(0.25, 0.2, 0.3)}})])
     assert section.table is not None
     assert section.table.head == ("", "exact")
-    assert [cell.text for cell in section.table.rows[0]] == ["TTFT p50", "0.25 [0.2, 0.3]"]
+    assert [cell.text for cell in section.table.rows[0]] == ["TTFT p50", "250 [200, 300] ms"]
 
 
 # Drawing ----------------------------------------------------------------------------------------------------

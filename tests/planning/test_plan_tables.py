@@ -43,7 +43,10 @@ def test_the_bytes_are_shown_where_they_are_what_is_ranked_by(capsys: pytest.Cap
 
 
 def test_changed_is_said_to_count_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "changed: tokens; outputs change more often" in planned(capsys, "latency")
+    said = planned(capsys, "latency")
+    assert "changed: share of outputs that are not the cloud's, and of their tokens" in said
+    assert "outputs changed" in said
+    assert "tokens changed" in said
 
 
 def test_what_is_piped_is_not_cut(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,8 +19,10 @@ from outrider.errors import SettingsError
 from outrider.files import check_place, write_file
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
+    from outrider.netem.conditions import Conditions
     from outrider.planning.costs import Costs
     from outrider.planning.planner import Aim, Option, Ranking
     from outrider.planning.sweep import Row
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 
 PAIR = Group("What is measured", sort_key=0)
 Drivers = Literal["sequential", "pipelined"]
-CHANGED = "changed: tokens; outputs change more often (one other token makes another output)"
+REFERENCE = "cloud-only"
+CHANGED = "changed: share of outputs that are not the cloud's, and of their tokens that the cloud would have replaced"
 
 
 @Parameter(name="*", group=PAIR)
@@ -108,7 +111,10 @@ def run_sweep(
         check_place(out)
     traces, costs = _measure(measured, models, connection, decoding, output)
     tried: list[Any] = list(gates) or ["always", *thresholds(traces), "never"]
-    rows = sweep(traces, costs, gates=tried, ks=lengths, drivers=drivers, nets=places)
+    rows = [
+        *_cloud_alone(traces, costs, places),
+        *sweep(traces, costs, gates=tried, ks=lengths, drivers=drivers, nets=places),
+    ]
     if out is not None:
         write_file(out, "".join(json.dumps(row.to_json()) + "\n" for row in rows))
     if output.json:
@@ -116,6 +122,15 @@ def run_sweep(
     else:
         _show_sweep(rows, pareto(rows))
     return 0
+
+
+def _cloud_alone(traces: Sequence[Trace], costs: Costs, nets: Sequence[Conditions]) -> list[Row]:
+    """Rows to compare with: the cloud without a drafter, in each network."""
+    from outrider.planning.simulator import Setup, replay, summarise
+    from outrider.planning.sweep import Row
+
+    found = [summarise(replay(traces, Setup(mode="cloud-only", net=net), costs)) for net in nets]
+    return [Row(REFERENCE, "–", "sequential", str(net), net.rtt, one) for net, one in zip(nets, found, strict=True)]
 
 
 def _measure(
@@ -181,6 +196,12 @@ def _options(ranking: Ranking) -> list[dict[str, Any]]:
     ]
 
 
+def _console() -> Console:
+    from outrider.cli.terminal import stdout
+
+    return stdout()
+
+
 def _table(columns: Sequence[str], texts: Sequence[str]) -> Table:
     """texts: the columns that hold no numbers. In a narrow terminal a cell is folded: a cut gate is no gate."""
     from rich.table import Table
@@ -192,9 +213,7 @@ def _table(columns: Sequence[str], texts: Sequence[str]) -> Table:
 
 
 def _show_plan(ranking: Ranking, costs: Costs, net: str) -> None:
-    from outrider.cli.terminal import stdout
-
-    console = stdout()
+    console = _console()
     times = f"draft {1000 * costs.draft_s:.1f} ms a token, verdict {1000 * costs.verify_s:.1f} ms"
     console.print(f"measured: {times} and {1000 * costs.verify_per_token_s:.1f} ms a draft; network {net}", style="dim")
     rows = [_plan_cells(option, ranking.goal.aim) for option in ranking.options]
@@ -215,7 +234,8 @@ def _plan_cells(option: Option, aim: Aim) -> dict[str, str]:
         "k": str(option.setup.k) if option.setup.mode == "speculative" else "–",
         "ms per token": f"{1000 * found.token_s:.1f}",
         "by cloud": f"{100 * found.cloud_share:.1f} %",
-        "changed": f"{100 * found.disagreement:.1f} %",
+        "outputs changed": f"{100 * found.changed_outputs:.1f} %",
+        "tokens changed": f"{100 * found.disagreement:.1f} %",
         "cloud ms per token": f"{1000 * found.cloud_s / max(found.tokens, 1):.1f}",
     }
     if aim == "privacy":
@@ -252,14 +272,24 @@ def _verdict(ranking: Ranking) -> str:
 
 
 def _show_sweep(rows: Sequence[Row], front: Sequence[Row]) -> None:
-    from outrider.cli.terminal import stdout
 
-    columns = ("gate", "k", "driver", "network", "by cloud", "changed", "ms per token", "escalated", "")
+    columns = (
+        "gate",
+        "k",
+        "driver",
+        "network",
+        "by cloud",
+        "outputs changed",
+        "tokens changed",
+        "ms per token",
+        "escalated",
+        "",
+    )
     table = _table(columns, texts=("gate", "driver", "network", ""))
     best = {id(row) for row in front}
     for row in rows:
         found = row.summary
-        shares = [f"{100 * share:.1f} %" for share in (found.cloud_share, found.disagreement)]
+        shares = [f"{100 * share:.1f} %" for share in (found.cloud_share, found.changed_outputs, found.disagreement)]
         cells = [row.gate, str(row.k), row.driver, row.net, *shares, f"{1000 * found.token_s:.1f}"]
         table.add_row(*cells, f"{100 * found.escalation:.0f} %", "frontier" if id(row) in best else "")
-    stdout().print(table)
+    _console().print(table)

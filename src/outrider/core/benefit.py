@@ -54,10 +54,9 @@ class Gain:
         """Say whether the text is the cloud's, how often the large model ran, and the speed if that is known."""
         if not self.outputs or not self.tokens:
             return ""
-        if not self.rounds:
+        if not self.rounds and alone is None:
             return "The cloud was not asked: the text is the edge's own."
-        parts = [self._text(alone), self._work(), self._speed(alone)]
-        return "; ".join(parts) + "."
+        return "; ".join([self._text(alone), self._work(), self._speed(alone)]) + "."
 
     def _text(self, alone: Alone | None) -> str:
         if alone is not None and alone.outputs:
@@ -69,6 +68,8 @@ class Gain:
         return f"Same text as the cloud alone is promised for {self.exact} of {self.outputs} outputs"
 
     def _work(self) -> str:
+        if not self.rounds:
+            return "the cloud was not asked"
         if self.cloud_tokens < self.tokens:
             return f"{self.escalated:,} of {self.blocks:,} blocks went to the cloud"
         return f"the large model ran {self.rounds:,} times instead of {self.tokens:,}"
@@ -76,9 +77,13 @@ class Gain:
     def _speed(self, alone: Alone | None) -> str:
         if alone is None or not self.seconds or not alone.seconds:
             return "speed against the cloud alone was not measured"
-        factor, how = alone.seconds / self.seconds, "modelled" if alone.modelled else "measured"
-        if factor >= 1 + EVEN:
-            return f"{factor:.1f} times as fast as the cloud alone ({how})"
-        if factor > 1 - EVEN:
-            return f"as fast as the cloud alone ({how})"
-        return f"{factor:.2g} times as fast as the cloud alone ({how}): it does not pay here"
+        return speed(alone.seconds / self.seconds, "modelled" if alone.modelled else "measured")
+
+
+def speed(factor: float, how: str) -> str:
+    """Say how fast something is against the cloud alone, and where it does not pay. how: measured or modelled."""
+    if factor >= 1 + EVEN:
+        return f"{factor:.1f} times as fast as the cloud alone ({how})"
+    if factor > 1 - EVEN:
+        return f"as fast as the cloud alone ({how})"
+    return f"{factor:.2g} times as fast as the cloud alone ({how}): it does not pay here"

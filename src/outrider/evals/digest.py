@@ -48,6 +48,7 @@ class Section:
     bars: tuple[Bars, ...] = ()
     legend: tuple[tuple[Markup | str, str], ...] = ()  # (sign, or class of a segment; name)
     missing: str = ""
+    points: tuple[str, ...] = ()  # sentences
 
 
 def label(run: EvalRun, name: str, runs: Sequence[EvalRun]) -> str:
@@ -99,7 +100,9 @@ def percent(share: float | None) -> Cell:
 
 
 def seconds(value: float | None) -> Cell:
-    return NOTHING if value is None else Cell(f"{value:.3f} s", value)
+    if value is None:
+        return NOTHING
+    return Cell(f"{value:.2f} s" if value >= 1 else f"{1000 * value:.0f} ms", value)
 
 
 def size(value: float | None) -> Cell:
@@ -111,12 +114,23 @@ def size(value: float | None) -> Cell:
     return Cell(f"{written:.4g} {unit}", value)
 
 
-def figure(value: Figure | None, unit: str = "") -> Cell:
-    """A number with its interval."""
+def figure(value: Figure | None, unit: str = "", scale: float = 1.0, digits: str = ".3g") -> Cell:
+    """Return a number with its interval. An interval of no width is left out: items without variation say nothing."""
     if value is None:
         return NOTHING
-    between = "" if value.low is None or value.high is None else f" [{value.low:.3g}, {value.high:.3g}]"
-    return Cell(f"{value.value:.3g}{between}{unit}", value.value)
+    number, *ends = (None if one is None else f"{scale * one:{digits}}" for one in (value.value, value.low, value.high))
+    between = f" [{ends[0]}, {ends[1]}]" if None not in ends and value.low != value.high else ""
+    return Cell(f"{number}{between}{unit}", value.value)
+
+
+def named_figure(name: str, value: Figure | None) -> Cell:
+    """Return a figure of summary.json in the unit that its name implies."""
+    if value is not None and name.startswith(TIMES):
+        long = value.value >= 1
+        return figure(value, " s" if long else " ms", 1 if long else 1000, ".2f" if long else ".0f")
+    if name in SHARES or name.startswith(SHARE_PREFIXES):
+        return figure(value, " %", 100, ".1f")
+    return figure(value, " of 100" if name in OUT_OF_100 else "", 1, ".1f" if name in OUT_OF_100 else ".3g")
 
 
 def over(part: float, whole: float) -> float | None:
@@ -132,6 +146,12 @@ def plain(value: float) -> str:
 
 
 # Overview ---------------------------------------------------------------------------------------------------
+
+
+TIMES = ("ttft", "itl", "total")
+SHARES = ("agreement", "same_text", "exact_match", "accuracy", "language_match", "rouge_l", "bertscore", "quality")
+SHARE_PREFIXES = ("share_", "attribute_", "format_", "distinct_")
+OUT_OF_100 = ("bleu", "chrf", "cloud_chrf")
 
 
 def overview(runs: Sequence[EvalRun]) -> Section:
@@ -166,7 +186,7 @@ def _overview_row(name: str, run: EvalRun, mode: str) -> tuple[Cell, ...]:
 
 def metrics(runs: Sequence[EvalRun]) -> Section:
     """What summary.json says of the texts."""
-    lead = "What the texts are worth, with 95 % intervals; docs/metrics.md says how each figure is computed."
+    lead = "What the texts are worth, with 95 % intervals where items differ; docs/metrics.md defines each figure."
     columns = [(label(run, mode, runs), run.metrics[mode]) for run in runs for mode in run.metrics]
     return _figures("metrics", "Metrics", lead, columns, "There is no summary.json with metrics.")
 
@@ -174,8 +194,8 @@ def metrics(runs: Sequence[EvalRun]) -> Section:
 def durations(runs: Sequence[EvalRun]) -> Section:
     """What summary.json says of the times."""
     lead = (
-        "TTFT: to the first token. ITL: between tokens. Total: the whole answer. In seconds, with 95 % intervals; "
-        "shares are of the total."
+        "TTFT: to the first token. ITL: between tokens. Total: the whole answer; p50 is the median. With 95 % "
+        "intervals. Shares are of the total."
     )
     columns = [(label(run, mode, runs), run.latency[mode]) for run in runs for mode in run.latency]
     return _figures("durations", "Times", lead, columns, "There is no summary.json with times.")
@@ -188,7 +208,9 @@ def _figures(
     names = list(dict.fromkeys(name for _, figures in columns for name in figures))
     if not names:
         return Section(id_, title, lead, missing=missing)
-    rows = tuple((Cell(_named(name)), *(figure(figures.get(name)) for _, figures in columns)) for name in names)
+    rows = tuple(
+        (Cell(_named(name)), *(named_figure(name, figures.get(name)) for _, figures in columns)) for name in names
+    )
     return Section(id_, title, lead, Table(("", *(mode for mode, _ in columns)), rows))
 
 

@@ -20,6 +20,7 @@ from outrider.core.sequence import Source
 from outrider.errors import DataError
 from outrider.evals import breakdown, digest, tradeoffs
 from outrider.evals.charts import stack
+from outrider.evals.conclusion import conclusion
 from outrider.evals.digest import Section, label
 from outrider.evals.results import Answer, EvalRun, read_run
 from outrider.files import check_place, write_file
@@ -81,15 +82,16 @@ def render(runs: Sequence[EvalRun]) -> str:
     """The page."""
     strips, lead = _strips(runs)
     sections = [
-        digest.overview(runs),
-        digest.metrics(runs),
-        digest.durations(runs),
+        conclusion(runs),
         tradeoffs.measured(runs),
         tradeoffs.quality(runs),
         tradeoffs.latency(runs),
         breakdown.acceptance(runs),
         breakdown.stages(runs),
         breakdown.ledger(runs),
+        digest.overview(runs),
+        digest.metrics(runs),
+        digest.durations(runs),
     ]
     present = {source for run in runs for answer in run.answers for source in answer.sources}
     sources = [(KINDS[source], NAMES[source]) for source in Source if source in present]

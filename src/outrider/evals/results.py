@@ -8,7 +8,8 @@
                     "bytes": {"up": {kind: n}, "down": {kind: n}}}; where they are known also "prefill_s", a part of
                     draft_s, and "verify_prefill_s", a part of verify_s
     traces.jsonl    see planning/traces.py
-    sweep.jsonl     {"gate", "k", "driver", "rtt_s", "cloud_share", "disagreement", "total_s"}
+    sweep.jsonl     {"gate", "k", "driver", "rtt_s", "cloud_share", "disagreement" (of tokens), "changed_outputs",
+                    "total_s"}; the gate "cloud-only" is the cloud alone
     summary.json    {"modes": {mode: {metric: figure}}, "latency": {mode: {metric: figure}}}
 
 An item that a mode did not answer has "error" (a text, or {"type", "message"}) or "skipped" (a text) in place of all
@@ -109,6 +110,7 @@ class Swept:
     cloud_share: float | None
     disagreement: Figure | None
     total_s: Figure | None
+    changed_outputs: Figure | None = None
 
 
 @dataclass(frozen=True)
@@ -247,6 +249,7 @@ def _swept(row: Row) -> Swept:
         cloud_share=None if row.get("cloud_share") is None else share(row["cloud_share"], "cloud_share"),
         disagreement=_figure_of(row, "disagreement"),
         total_s=_figure_of(row, "total_s"),
+        changed_outputs=_figure_of(row, "changed_outputs"),
     )
 
 

@@ -8,13 +8,14 @@ from itertools import groupby
 
 from outrider.evals.charts import Axis, Point, Series, plot
 from outrider.evals.digest import (
+    OUT_OF_100,
     Cell,
     Section,
     Table,
-    figure,
     label,
     labels,
     legend,
+    named_figure,
     of_mode,
     over,
     percent,
@@ -25,8 +26,17 @@ from outrider.evals.results import Answer, EvalRun, Figure, Swept
 from outrider.evals.summary import REFERENCE
 
 LINES = 8  # that one chart can tell apart
-QUALITIES = ("attribute_all", "agreement", "quality", "accuracy", "exact_match", "same_text", "chrf", "rouge_l", "bleu")
-OUT_OF_100 = ("chrf", "bleu")
+QUALITIES = {  # what the chart may show, the first that two modes have, and what it counts
+    "attribute_all": "captions with every attribute right",
+    "same_text": "outputs equal to the cloud's",
+    "agreement": "tokens equal to the cloud's",
+    "quality": "quality",
+    "accuracy": "accuracy",
+    "exact_match": "answers equal to a reference",
+    "chrf": "chrF",
+    "rouge_l": "ROUGE-L",
+    "bleu": "BLEU",
+}
 POINT = 0.01  # of a share
 
 
@@ -51,35 +61,39 @@ def measured(runs: Sequence[EvalRun]) -> Section:
     if len(settings) < 2:
         missing = "There is no summary.json with a known metric of quality for two modes at least."
         return Section("measured", title, "", missing=missing)
-    return _quality_section("measured", title, measure.replace("_", " "), settings, _reach(settings, measure))
+    title = f"Measured: {QUALITIES[measure]}, against cloud share"
+    return _quality_section("measured", title, measure, QUALITIES[measure], settings, _reach(settings, measure))
 
 
 def quality(runs: Sequence[EvalRun]) -> Section:
-    """What a sweep makes of the traces."""
-    title = "Simulated agreement against cloud share"
-    settings = _swept_settings(runs)
+    """What a sweep makes of the traces: outputs that stay the cloud's, or tokens where it does not count outputs."""
+    settings = _swept_settings(runs, "changed_outputs")
+    counted = "outputs" if settings else "tokens"
+    settings = settings or _swept_settings(runs, "disagreement")
+    title = f"Simulated: {counted} equal to the cloud's, against cloud share"
     if not settings:
         missing = "There is no sweep.jsonl with cloud_share and disagreement."
         return Section("quality", title, "", missing=missing)
-    return _quality_section("quality", title, "agreement with the cloud model", settings)
+    name = "same_text" if counted == "outputs" else "agreement"
+    return _quality_section("quality", title, name, QUALITIES[name], settings)
 
 
-def _quality_section(id_: str, title: str, measure: str, settings: list[_Setting], more: str = "") -> Section:
+def _quality_section(
+    id_: str, title: str, name: str, measure: str, settings: list[_Setting], more: str = ""
+) -> Section:
     best = frontier([(s.share, s.quality.value) for s in settings])
     families = list(dict.fromkeys(s.family for s in settings))
-    series = [_quality_series(family, settings, set(best)) for family in families]
+    series = [_quality_series(name, family, settings, set(best)) for family in families]
     lead = (
         "Up is better, left is cheaper. The stepped line is the Pareto frontier (filled marks): no other setting gives "
         f"more for less.{more}"
     )
-    drawing = plot(
-        f"{title}: {measure}", series, Axis("cloud share", tick_percent, 0, 1), _quality_axis(settings), best
-    )
+    drawing = plot(title, series, Axis("cloud share", tick_percent, 0, 1), _quality_axis(settings), best)
     rows = tuple(
         (
             Cell(s.name),
             percent(s.share),
-            figure(s.quality),
+            named_figure(name, s.quality),
             Cell("yes" if (s.share, s.quality.value) in best else "no"),
         )
         for s in sorted(settings, key=lambda s: (s.share, -s.quality.value))
@@ -111,16 +125,17 @@ def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
     return kept
 
 
-def _swept_settings(runs: Sequence[EvalRun]) -> list[_Setting]:
+def _swept_settings(runs: Sequence[EvalRun], lost: str) -> list[_Setting]:
     """One for each gate and k: drivers and networks change neither share nor quality."""
     found: dict[tuple[str, float, Figure], _Setting] = {}
     for run in runs:
         for row in run.sweep:
-            if row.cloud_share is None or row.disagreement is None:
+            loss: Figure | None = getattr(row, lost)
+            if row.cloud_share is None or loss is None:
                 continue
-            name, family = (label(run, text, runs) for text in (f"{row.gate}, k {row.k}", row.gate.partition(":")[0]))
-            setting = _Setting(family, name, row.cloud_share, _complement(row.disagreement))
-            found[name, row.cloud_share, row.disagreement] = setting
+            text = row.gate if row.gate == REFERENCE else f"{row.gate}, k {row.k}"
+            name, family = (label(run, part, runs) for part in (text, row.gate.partition(":")[0]))
+            found[name, row.cloud_share, loss] = _Setting(family, name, row.cloud_share, _complement(loss))
     return list(found.values())
 
 
@@ -148,13 +163,13 @@ def _complement(figure: Figure) -> Figure:
     return Figure(1 - figure.value, low, high)
 
 
-def _quality_series(family: str, settings: Sequence[_Setting], best: set[tuple[float, float]]) -> Series:
+def _quality_series(measure: str, family: str, settings: Sequence[_Setting], best: set[tuple[float, float]]) -> Series:
     own = [s for s in settings if s.family == family]
     points = tuple(
         Point(
             s.share,
             s.quality.value,
-            f"{s.name}\ncloud share {percent(s.share).text}, quality {figure(s.quality).text}",
+            f"{s.name}\ncloud share {percent(s.share).text}, {named_figure(measure, s.quality).text}",
             s.quality.low,
             s.quality.high,
             faint=(s.share, s.quality.value) not in best,
@@ -180,14 +195,18 @@ def latency(runs: Sequence[EvalRun]) -> Section:
         return Section("latency", title, "", missing="There is no sweep.jsonl with rtt_s and total_s.")
     grouped: dict[str, list[Swept]] = {}
     for run, row in rows:
-        grouped.setdefault(label(run, f"{row.driver}, {row.gate}", runs), []).append(row)
-    chosen = _spread(list(grouped), LINES)
+        name = row.gate if row.gate == REFERENCE else f"{row.driver}, {row.gate}"
+        grouped.setdefault(label(run, name, runs), []).append(row)
+    alone = [name for name in grouped if name.endswith(REFERENCE)]
+    chosen = alone + _spread([name for name in grouped if name not in alone], LINES - len(alone))
     series = [Series(name, tuple(_latency_points(name, grouped[name]))) for name in chosen]
-    lead = "Seconds for a whole answer, by driver and gate; at each round-trip time with the fastest k."
+    lead = "Simulated seconds for a whole answer, by driver and gate; at each round-trip time with the fastest k."
+    if not alone:
+        lead += " The sweep has no cloud-only rows to compare with: repeat it."
     if len(chosen) < len(grouped):
         lead += f" {len(chosen)} of {len(grouped)} lines are drawn; the table has all."
     cells = tuple(
-        (Cell(name), Cell(r.k), Cell(f"{1000 * (r.rtt_s or 0.0):g} ms", r.rtt_s), figure(r.total_s, " s"))
+        (Cell(name), Cell(r.k), Cell(f"{1000 * (r.rtt_s or 0.0):g} ms", r.rtt_s), named_figure("total", r.total_s))
         for name, own in grouped.items()
         for r in own
     )

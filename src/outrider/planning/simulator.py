@@ -116,8 +116,9 @@ class Outcome:
 class Summary:
     """Of several outputs: means over outputs for seconds and bytes, shares over all tokens or blocks together.
 
-    worst_disagreement: of the output with the largest share. at_home: share of outputs for which the cloud was never
-    asked. bytes up: recordings included.
+    disagreement: of tokens. changed_outputs: share of outputs that are not the target's. worst_disagreement: of the
+    output with the largest share. at_home: share of outputs for which the cloud was never asked. bytes up: recordings
+    included.
     """
 
     outputs: int
@@ -135,6 +136,7 @@ class Summary:
     bytes_up: float
     bytes_down: float
     cloud_s: float
+    changed_outputs: float
 
 
 def end_tokens(traces: Seq[Trace]) -> frozenset[int]:
@@ -193,6 +195,7 @@ def summarise(outcomes: Seq[Outcome]) -> Summary:
         bytes_up=mean["bytes_up"],
         bytes_down=mean["bytes_down"],
         cloud_s=mean["cloud_s"],
+        changed_outputs=sum(outcome.disagreements > 0 for outcome in outcomes) / len(outcomes),
     )
 
 
