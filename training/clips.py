@@ -13,11 +13,12 @@ from typing import Any
 import soundfile
 
 from training.augment import recording
-from training.grammar import Attributes, emotion
+from training.grammar import Attributes, caption, emotion
 from training.speech import SAMPLE_RATE
 
 SEED = 800_000_000
 PER_LANGUAGE = 6
+WORDINGS = 3  # of a reference caption; the first one is what the cloud model was trained to write
 
 
 def choose(lang: str, seed: int) -> list[tuple[int, Attributes, str]]:
@@ -46,7 +47,9 @@ def write(directory: Path, seed: int) -> list[dict[str, Any]]:
             name = f"{lang}-{number}.ogg"
             soundfile.write(directory / name, wave, SAMPLE_RATE, format="OGG", subtype="VORBIS")
             facts = {**attributes, "emotion": emotion(attributes)}
-            listed.append({"file": name, "lang": lang, "text": text, "attributes": facts})
+            references = [caption(facts, "default", lang, shift) for shift in range(WORDINGS)]
+            shown = {"file": name, "lang": lang, "text": text, "attributes": facts, "references": references}
+            listed.append(shown)
     (directory / "clips.json").write_text(json.dumps(listed, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
     return listed
 

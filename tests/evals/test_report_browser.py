@@ -132,6 +132,7 @@ def test_pointing_shows_what_is_there(page: Page, report: Path, what: str) -> No
 
 def test_a_column_sorts_by_its_numbers(page: Page, report: Path) -> None:
     page.open(report, 1280)
+    page.evaluate("document.querySelector('#overview details').open = true")
     page.evaluate("document.querySelectorAll('#overview th button')[5].focus()")
     column = "[...document.querySelectorAll('#overview tbody tr')].map(row => Number(row.cells[5].dataset.key || -1))"
     page.press("Enter")

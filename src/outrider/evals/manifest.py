@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.errors import DataError
-from outrider.files import read_text, write_file
+from outrider.files import read_json, read_text, write_file
 from outrider.prompts.captions import LANGUAGES, TASKS
 
 SOURCES: Final = ("audio", "prompt", "messages")
@@ -269,14 +269,15 @@ def _question(value: dict[str, Any], _folder: Path) -> Made:
 
 
 def _demo() -> list[Item]:
-    """The bundled clips. Their order and truth are those of clips.json; each is asked for the default caption."""
-    clips = json.loads((BUNDLED / "clips.json").read_text(encoding="utf-8"))
+    """The bundled clips, each asked for the default caption. clips.json has their order, attributes and references."""
+    clips = read_json(BUNDLED / "clips.json")
     return [
         Item(
             Path(clip["file"]).stem,
             BUNDLED / clip["file"],
             lang=clip["lang"],
             labels=dict(clip["attributes"]),
+            references=tuple(clip["references"]),
             transcript=clip["text"],
         )
         for clip in clips
