@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
+import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from cyclopts import CycloptsError
 
@@ -14,6 +15,7 @@ from outrider.cli import interrupts
 from outrider.cli.escape import complain, visible
 from outrider.errors import InputError, OutriderError
 
+RENAMED = {"--no-repeat-ngram": "no_repeat_ngram_size"}  # settings whose option has another name
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -34,7 +36,7 @@ def guarded(run: Callable[[], int]) -> int:
 
 def _failed(error: Exception) -> int:
     if isinstance(error, (CycloptsError, InputError)):
-        return _complain(str(error), 2)
+        return _complain(in_options(str(error), sys.argv[1:]), 2)
     _show_traceback(error)
     if isinstance(error, OutriderError):
         return _complain(str(error), 1)
@@ -43,6 +45,16 @@ def _failed(error: Exception) -> int:
     if isinstance(error, OSError) and error.errno in FULL:  # stdout, or a library's file
         return _complain(f"{error.filename or 'output'} cannot be written: {error.strerror}", 1)
     return _complain(f"unexpected {type(error).__name__}: {error} (see --verbose)", 1)
+
+
+def in_options(message: str, typed: Sequence[str]) -> str:
+    """Name settings as they were typed: `top_k` becomes --top-k if that option was given."""
+    for option in {word.partition("=")[0] for word in typed if word.startswith("--")}:
+        name = RENAMED.get(option, option[2:].replace("-", "_"))
+        begins = rf"^{re.escape(name)}(?=[ :,])"  # elsewhere a plain word may be a plain word
+        anywhere = rf"(?<![\w-]){re.escape(name)}(?!\w)"
+        message = re.sub(anywhere if "_" in name else begins, option, message)
+    return message
 
 
 def _show_traceback(error: Exception) -> None:

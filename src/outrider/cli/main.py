@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import signal
 import sys
@@ -378,6 +379,9 @@ def main() -> None:
     gc.disable()  # until models are loaded: modules by the thousand hold no garbage, and the search costs a seventh
     signal.signal(signal.SIGTERM, _terminated)
     interrupts.install()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # for terminals and pipes that are not UTF-8
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # the model libraries' bars are for people who watch
     sys.exit(guarded(partial(_run, sys.argv[1:])))

@@ -1,0 +1,58 @@
+"""Errors name what was typed, in the words of the command line."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.cli.guard import guarded, in_options
+from outrider.errors import DataError, OutriderError
+
+
+@pytest.mark.parametrize(
+    ("typed", "message", "shown"),
+    [
+        (["--top-k", "5"], "top_k needs a temperature above 0", "--top-k needs a temperature above 0"),
+        (["--max-new-tokens=0"], "max_new_tokens is 1 or more, not 0", "--max-new-tokens is 1 or more, not 0"),
+        (["--no-repeat-ngram", "-1"], "no_repeat_ngram_size is 0 or more", "--no-repeat-ngram is 0 or more"),
+        (["--gate", "x"], "gate 'x': expected always", "--gate 'x': expected always"),
+        (["--gate", "x"], "the gate is open", "the gate is open"),
+        (["--gate", "g.json"], "gate.json: not valid JSON", "gate.json: not valid JSON"),
+        (["--top-k", "5"], "--top-k: already named", "--top-k: already named"),
+        ([], "top_k of a gate file", "top_k of a gate file"),
+    ],
+)
+def test_settings_are_named_as_they_were_typed(typed: list[str], message: str, shown: str) -> None:
+    assert in_options(message, typed) == shown
+
+
+@given(st.text(), st.lists(st.text()))
+def test_any_message_and_any_words_are_taken(message: str, typed: list[str]) -> None:
+    in_options(message, typed)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (DataError("bad"), 2, "outrider: bad"),
+        (OutriderError("failed"), 1, "outrider: failed"),
+        (MemoryError(), 1, "outrider: out of memory"),
+        (OSError(errno.ENOSPC, "No space left on device", "a"), 1, "outrider: a cannot be written: No space left on"),
+        (RuntimeError("x"), 1, "outrider: unexpected RuntimeError: x (see --verbose)"),
+    ],
+)
+def test_every_error_is_a_line_and_a_code(
+    error: Exception, code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> int:
+        raise error
+
+    monkeypatch.setattr("sys.argv", ["outrider"])
+    assert guarded(fail) == code
+    assert capsys.readouterr().err.startswith(said)
+    monkeypatch.setattr("sys.argv", ["outrider", "--verbose"])
+    guarded(fail)
+    assert ("Traceback" in capsys.readouterr().err) == (not isinstance(error, DataError))
