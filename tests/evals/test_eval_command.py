@@ -80,14 +80,14 @@ def test_a_set_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def test_a_run_needs_a_folder_with_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
     monkeypatch.chdir(tmp_path)
     options = (Assistant(), Models(), Speculation(), Network(), Decoding(), Output())
-    with pytest.raises(InputError, match="--out names no folder"):
+    with pytest.raises(InputError, match="--out is empty"):
         run_eval("demo", Evaluation(out), *options)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_file_in_the_folder_s_place_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("mine")
-    with pytest.raises(InputError, match=r"--out .*run is a file: a folder was wanted"):
+    with pytest.raises(InputError, match=r"--out .*run is a file: give a directory"):
         called(tmp_path / "run")
 
 

@@ -6,12 +6,10 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.filesize import decimal
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
@@ -19,6 +17,7 @@ from rich.text import Text
 from outrider.api import SpeculativeDecoder
 from outrider.cli import view
 from outrider.cli.escape import one_line, visible
+from outrider.cli.loading import Loading, named
 from outrider.cli.options import (
     Decoding,
     Models,
@@ -37,7 +36,7 @@ from outrider.config import GenerationSettings
 from outrider.core.benefit import Alone, Gain
 from outrider.core.outcome import Result
 from outrider.core.text import Transcript
-from outrider.engines.load import BUNDLED, locate
+from outrider.engines.load import BUNDLED
 from outrider.errors import AudioError, OutriderError, PromptError, SettingsError
 from outrider.files import decode_text, read_json
 from outrider.prompts.audio import Audio, load
@@ -73,9 +72,9 @@ def run_demo(
         with closed_on_failure(connect(f"grpc://{cloud()}", **network.connection())) as verifier:
             return assemble(draft, verifier, speculation, network, watch=output.verbose)
 
-    loading = _named(Models(cloud="local:demo"))
+    loading = named(Models(cloud="local:demo"))
     against = partial(_against_the_cloud_alone, jobs, decoding) if network.net and not output.json else None
-    return _caption_all(jobs, titles, _Loading(build, loading), decoding, output, against)
+    return _caption_all(jobs, titles, Loading(build, loading), decoding, output, against)
 
 
 def _against_the_cloud_alone(
@@ -114,7 +113,7 @@ def run_caption(
         check_text(instruction)
     check(models, speculation, network)
     jobs = [Audio(Path(name), task=task, lang=lang, instruction=instruction) for name in files]
-    loading = _Loading(partial(build_decoder, models, speculation, network, watch=output.verbose), _named(models))
+    loading = Loading(partial(build_decoder, models, speculation, network, watch=output.verbose), named(models))
     return _caption_all(jobs, list(files), loading, decoding, output)
 
 
@@ -131,7 +130,7 @@ def run_generate(
     """`outrider generate`."""
     given = _prompt(prompt, prompt_ids, chat)
     GenerationSettings.build(decoding.settings())
-    loading = _Loading(partial(build_decoder, models, speculation, network, watch=output.verbose), _named(models))
+    loading = Loading(partial(build_decoder, models, speculation, network, watch=output.verbose), named(models))
     with _loaded(loading, output) as decoder:
         if not _watched(output):
             _report(decoder.generate(given, **decoding.settings()), output, decoder)
@@ -202,7 +201,7 @@ Against = Callable[[SpeculativeDecoder, list[tuple[str, Result]]], Alone | None]
 def _caption_all(
     jobs: Sequence[Audio],
     titles: Sequence[str],
-    loading: _Loading,
+    loading: Loading,
     decoding: Decoding,
     output: Output,
     against: Against | None = None,
@@ -335,34 +334,8 @@ def pieces(decoder: SpeculativeDecoder, result: Result) -> list[str]:
 # Set-up -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Loading:
-    """How to build the decoder. what: the models that are read, for people who wait."""
-
-    build: Callable[[], SpeculativeDecoder]
-    what: str
-
-
-def _named(models: Models) -> str:
-    """The models that this process reads, each with its size where it is known."""
-    names = [name for name in (models.edge, models.cloud.partition("local:")[2]) if name not in ("none", "")]
-    names = [f"{name}:cloud" if n and name == "demo" else name for n, name in enumerate(names)]
-    return " and ".join(f"{one_line(name)}{_size_of(name)}" for name in names)
-
-
-def _size_of(name: str) -> str:
-    """The bytes of a local checkpoint's weights, in brackets; empty for a hub id."""
-    try:
-        place = Path(locate(name))
-    except OutriderError:  # reported where it is loaded
-        return ""
-    files = [place] if place.is_file() else [*place.glob("*.safetensors"), *place.glob("*.bin")]
-    total = sum(file.stat().st_size for file in files)
-    return f" ({decimal(total)})" if total else ""
-
-
 @contextmanager
-def _loaded(loading: _Loading, output: Output) -> Iterator[SpeculativeDecoder]:
+def _loaded(loading: Loading, output: Output) -> Iterator[SpeculativeDecoder]:
     """The decoder; at the end the session with a cloud across a network is closed."""
     quieten(output)
     what = f"loading {loading.what}" if loading.what else "connecting"

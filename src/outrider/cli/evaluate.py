@@ -175,9 +175,9 @@ def _checked(
 
 def _check_out(out: str) -> None:
     if not out.strip():
-        raise SettingsError("--out names no folder")
+        raise SettingsError("--out is empty: give a directory for the run")
     if Path(out).exists() and not Path(out).is_dir():
-        raise SettingsError(f"--out {out} is a file: a folder was wanted, in which the run is kept")
+        raise SettingsError(f"--out {out} is a file: give a directory for the run")
 
 
 def _check_limits(evaluation: Evaluation, models: Models, cloud: str) -> int | None:

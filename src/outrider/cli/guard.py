@@ -15,7 +15,7 @@ from outrider.cli import interrupts
 from outrider.cli.escape import complain, visible
 from outrider.errors import InputError, OutriderError
 
-RENAMED = {"--no-repeat-ngram": "no_repeat_ngram_size"}  # settings whose option has another name
+RENAMED = {"--no-repeat-ngram": "no_repeat_ngram_size", "--modes": "mode"}  # settings whose option has another name
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

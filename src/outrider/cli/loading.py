@@ -1,0 +1,41 @@
+"""What is being loaded, for people who wait: the models with their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.filesize import decimal
+
+from outrider.api import SpeculativeDecoder
+from outrider.cli.escape import one_line
+from outrider.cli.options import Models
+from outrider.engines.load import locate
+from outrider.errors import OutriderError
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How to build the decoder. what: the models that are read, for people who wait."""
+
+    build: Callable[[], SpeculativeDecoder]
+    what: str
+
+
+def named(models: Models) -> str:
+    """Name the models that this process reads, each with its size where it is known."""
+    local = models.cloud.removeprefix("local:") if models.cloud.startswith("local:") else "none"
+    names = [name for name in (models.edge, "demo:cloud" if local == "demo" else local) if name != "none"]
+    return " and ".join(f"{one_line(name)}{_size_of(name)}" for name in names)
+
+
+def _size_of(name: str) -> str:
+    """The bytes of a local checkpoint's weights, in brackets; empty for a hub id."""
+    try:
+        place = Path(locate(name))
+    except OutriderError:  # reported where it is loaded
+        return ""
+    files = [place] if place.is_file() else [*place.glob("*.safetensors"), *place.glob("*.bin")]
+    total = sum(file.stat().st_size for file in files)
+    return f" ({decimal(total)})" if total else ""
