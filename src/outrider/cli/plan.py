@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -263,12 +264,21 @@ def _verdict(ranking: Ranking) -> str:
     )
     if not best.allowed:
         return f"Nothing keeps within the budget; the nearest is {best.name}."
+    advice += _as_options(best)
     others = [option for option in ranking.options[1:] if option.allowed]
     if not others:
         return f"{advice}; nothing else keeps within the budget."
     if math.isinf(others[0].behind):
         return f"{advice}: by this goal it costs nothing, and all else costs something."
     return f"{advice}; the next best ({others[0].name}) costs {others[0].behind:.2f} times as much by this goal."
+
+
+def _as_options(best: Option) -> str:
+    """What to give to the other commands for it, in brackets."""
+    setup = best.setup
+    if setup.mode != "speculative":
+        return f" ({'--cloud none' if setup.mode == 'edge-only' else '--edge none'})"
+    return f" (--gate {shlex.quote(str(setup.policy()))} --driver {setup.driver} --k {setup.k})"
 
 
 def _show_sweep(rows: Sequence[Row], front: Sequence[Row]) -> None:
