@@ -87,6 +87,12 @@ def test_a_device_and_a_link_stay_what_they_are(tmp_path: Path) -> None:
     assert stat.S_IMODE(real.stat().st_mode) == 0o640
 
 
+def test_a_pipe_by_its_name_is_written_to() -> None:
+    code = "from outrider.files import write_file; write_file('/dev/stdout', 'text')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "text"
+
+
 def test_dev_full_is_a_typed_error() -> None:
     with pytest.raises(OutriderError, match="/dev/full cannot be written: No space"):
         files.write_file("/dev/full", "text")

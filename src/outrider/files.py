@@ -83,11 +83,10 @@ def write_file(path: str | Path, data: str | bytes) -> None:
     check_place(path)
     content = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
     try:
-        place = Path(os.path.realpath(path))  # a link stays, and its target is replaced
-        if place.exists() and not place.is_file():
-            place.write_bytes(content)
+        if _is_special(path):
+            Path(path).write_bytes(content)
         else:
-            _replace(place, content)
+            _replace(Path(os.path.realpath(path)), content)  # a link stays, and its target is replaced
     except OSError as error:
         raise OutriderError(f"{path} cannot be written: {error.strerror or error}") from error
 
@@ -96,8 +95,10 @@ def check_place(path: str | Path) -> None:
     """Raise DataError where a file cannot be written; to be called before work whose result goes there."""
     try:
         place = Path(os.path.realpath(path))
+        if _is_special(path):
+            return
         is_folder, parent_is_folder = place.is_dir(), place.parent.is_dir()
-        is_writable = os.access(place if place.exists() and not place.is_file() else place.parent, os.W_OK)
+        is_writable = os.access(place.parent, os.W_OK)
     except (OSError, ValueError) as error:  # a name that is too long, or one with a null byte
         raise DataError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error
     if not str(path) or is_folder:
@@ -106,6 +107,11 @@ def check_place(path: str | Path) -> None:
         raise DataError(f"{path} cannot be written: there is no directory {place.parent}")
     if not is_writable:
         raise DataError(f"{path} cannot be written: permission denied")
+
+
+def _is_special(path: str | Path) -> bool:
+    """Return whether it is a device or a pipe, as /dev/stdout may be."""
+    return Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir()
 
 
 def _replace(place: Path, content: bytes) -> None:
