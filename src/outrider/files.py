@@ -55,6 +55,8 @@ def read_text(path: str | Path) -> str:
 
 def parse_json(text: str, name: str) -> Any:
     """Parse JSON; every way in which the text can be invalid raises DataError with `name`."""
+    if not text.strip():
+        raise DataError(f"{name} is empty")
     try:
         return json.loads(text)
     except RecursionError as error:
