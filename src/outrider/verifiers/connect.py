@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from outrider.engines.load import load_engine
-from outrider.errors import SettingsError
+from outrider.errors import DataError, SettingsError
+from outrider.files import decode_text
 from outrider.netem.conditions import Conditions, conditions
 from outrider.verifiers.base import Verifier
 from outrider.verifiers.local import LocalVerifier
@@ -162,8 +163,8 @@ def _is_loopback(host: str) -> bool:
 
 def _read_token(file: str) -> str:
     try:
-        return Path(file).read_text(encoding="utf-8").strip()
+        return decode_text(Path(file).read_bytes(), file).strip()
     except OSError as error:
         raise SettingsError(f"cannot read a token from {file}: {error.strerror}") from error
-    except UnicodeDecodeError:  # its message would quote the file
-        raise SettingsError(f"{file} holds no token: it is no text") from None
+    except DataError:  # its message would quote the file
+        raise SettingsError(f"{file} does not hold a token: it is not UTF-8 text") from None
