@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -177,3 +178,17 @@ def test_a_place_that_cannot_be_written_is_bad_input(
     (tmp_path / "folder").mkdir()
     with pytest.raises(DataError if len(name) < 300 else OutriderError, match="cannot be written"):
         files.write_file(name, "")
+
+
+def test_files_are_written_here_alone() -> None:
+    source = Path(files.__file__).parent
+    writing = re.compile(r"\.write_text\(|\.write_bytes\(|open\([^)]*[\"'][wx]b?\+?[\"']")
+    found = {path.name for path in source.rglob("*.py") if writing.search(path.read_text(encoding="utf-8"))}
+    assert found == {"files.py"}
+
+
+def test_what_prints_goes_through_the_escaping_writer() -> None:
+    source = Path(files.__file__).parent
+    bare = re.compile(r"(?<!\w)Console\(|RichHandler")
+    found = {path.name for path in source.rglob("*.py") if bare.search(path.read_text(encoding="utf-8"))}
+    assert found == {"terminal.py"}

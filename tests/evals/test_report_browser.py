@@ -155,3 +155,17 @@ def test_texts_stand_out_from_what_is_behind_them(page: Page, report: Path) -> N
     for dark in (False, True):
         page.open(report, 1280, dark=dark)
         assert page.evaluate(contrast) >= 4.5
+
+
+def test_the_conclusion_comes_first_and_tables_are_folded(page: Page, report: Path) -> None:
+    page.open(report, 1280)
+    assert page.evaluate("document.querySelector('main section').id") == "conclusion"
+    assert page.evaluate("document.querySelector('#conclusion li').getBoundingClientRect().top < innerHeight")
+    assert page.evaluate("[...document.querySelectorAll('table')].every(t => !t.closest('details').open)")
+
+
+def test_no_table_is_cut_on_a_laptop(page: Page, report: Path) -> None:
+    page.open(report, 1280)
+    page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
+    cut = "[...document.querySelectorAll('.scroll')].filter(one => one.scrollWidth > one.clientWidth + 1)"
+    assert page.evaluate(f"{cut}.map(one => one.getAttribute('aria-label'))") == []
