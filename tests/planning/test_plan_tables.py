@@ -25,7 +25,8 @@ def planned(capsys: pytest.CaptureFixture[str], aim: Any) -> str:
 def test_a_best_that_costs_nothing_is_said_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     said = planned(capsys, "privacy")
     assert "inf" not in said
-    assert said.splitlines()[-1] == "Stay on the edge (--cloud none): by this goal it costs nothing, and all else costs something."
+    advice = "Stay on the edge (--cloud none): by this goal it costs nothing, and all else costs something."
+    assert said.splitlines()[-1] == advice
     assert "times as much by this goal" in planned(capsys, "latency")
 
 
