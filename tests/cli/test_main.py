@@ -161,10 +161,10 @@ def test_a_batch_of_bad_files_loads_no_model(tmp_path: Path) -> None:
     assert "not-a-model" not in done.stderr
 
 
-def test_the_demo_captions_every_clip_and_explains_its_colours() -> None:
+def test_the_demo_captions_every_clip_and_counts_its_tokens() -> None:
     done = outrider("demo")
     assert done.returncode == 0, done.stderr
-    for word in ("escalated", "accepted", "by cloud", "corrected", "seconds", "drafted, verified"):
-        assert word in done.stdout
+    for word in ("escalated", "accepted", "by cloud", "corrected", "seconds"):
+        assert word in done.stderr
     clips = json.loads((BUNDLED / "clips" / "clips.json").read_text(encoding="utf-8"))
     assert all(clip["file"] in done.stdout for clip in clips)
