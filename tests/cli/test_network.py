@@ -56,7 +56,7 @@ def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
         (["generate", "hi", "--cloud", "grpc://user@host:7070"], "grpc://HOST:PORT"),
         (["generate", "hi", "--driver", "pipelined"], "pipelined"),
         (["generate", "hi", "--driver", "parallel"], "parallel"),
-        (["generate", "hi", "--on-cloud-loss", "wait"], "on_cloud_loss"),
+        (["generate", "hi", "--on-cloud-loss", "wait"], "--on-cloud-loss"),
         (["generate", "hi", "--net", "rtt=50ms"], "--net"),
         (["generate", "hi", "--ca", "ca.pem"], "--ca"),
         ([*GRPC, "--net", "rtt=50"], "rtt"),
