@@ -45,14 +45,12 @@ def test_any_message_and_any_words_are_taken(message: str, typed: list[str]) -> 
     ],
 )
 def test_every_error_is_a_line_and_a_code(
-    error: Exception, code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    error: Exception, code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> int:
         raise error
 
-    monkeypatch.setattr("sys.argv", ["outrider"])
     assert guarded(fail) == code
     assert capsys.readouterr().err.startswith(said)
-    monkeypatch.setattr("sys.argv", ["outrider", "--verbose"])
-    guarded(fail)
+    guarded(fail, ["--verbose"])
     assert ("Traceback" in capsys.readouterr().err) == (not isinstance(error, DataError))

@@ -21,6 +21,7 @@ import outrider.verifiers.connect  # before anything below patches what it impor
 from certificates import Authority
 from outrider.cli import main
 from outrider.cli.child import cloud_process
+from outrider.cli.guard import guarded
 from outrider.engines.load import BUNDLED
 from outrider.netem.conditions import Conditions
 from outrider.netem.thread import LinkThread
@@ -33,7 +34,7 @@ GENERATE = ["generate", "--prompt-ids", "5 6 7", "--ignore-eos", "--json", "--ma
 
 def run(*arguments: str) -> int:
     """The command line in this process."""
-    return main._guarded(partial(main._run, list(arguments)))
+    return guarded(partial(main._run, list(arguments)), list(arguments))
 
 
 @pytest.fixture

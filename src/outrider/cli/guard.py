@@ -19,8 +19,8 @@ RENAMED = {"--no-repeat-ngram": "no_repeat_ngram_size", "--modes": "mode"}  # se
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def guarded(run: Callable[[], int]) -> int:
-    """Run to an exit code; an error after Ctrl-C is a consequence of it."""
+def guarded(run: Callable[[], int], typed: Sequence[str] = ()) -> int:
+    """Run to an exit code; an error after Ctrl-C is a consequence of it. typed: the command line."""
     try:
         return run()
     except BrokenPipeError:
@@ -31,13 +31,13 @@ def guarded(run: Callable[[], int]) -> int:
     except Exception as error:  # noqa: BLE001 (the process's outermost loop)
         if interrupts.happened():
             return _complain("interrupted", interrupts.INTERRUPTED)
-        return _failed(error)
+        return _failed(error, typed)
 
 
-def _failed(error: Exception) -> int:
+def _failed(error: Exception, typed: Sequence[str]) -> int:
     if isinstance(error, (CycloptsError, InputError)):
-        return _complain(in_options(str(error), sys.argv[1:]), 2)
-    _show_traceback(error)
+        return _complain(in_options(str(error), typed), 2)
+    _show_traceback(error, typed)
     if isinstance(error, OutriderError):
         return _complain(str(error), 1)
     if isinstance(error, MemoryError):
@@ -57,9 +57,9 @@ def in_options(message: str, typed: Sequence[str]) -> str:
     return message
 
 
-def _show_traceback(error: Exception) -> None:
+def _show_traceback(error: Exception, typed: Sequence[str]) -> None:
     """With --verbose."""
-    if logging.getLogger("outrider").level == logging.DEBUG or {"-v", "--verbose"} & set(sys.argv):
+    if logging.getLogger("outrider").level == logging.DEBUG or {"-v", "--verbose"} & set(typed):
         print(visible("".join(traceback.format_exception(error))), end="", file=sys.stderr)  # noqa: T201
 
 

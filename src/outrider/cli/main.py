@@ -384,7 +384,7 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")  # for terminals and pipes that are not UTF-8
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # the model libraries' bars are for people who watch
-    sys.exit(guarded(partial(_run, sys.argv[1:])))
+    sys.exit(guarded(partial(_run, sys.argv[1:]), sys.argv[1:]))
 
 
 def _run(tokens: list[str]) -> int:
