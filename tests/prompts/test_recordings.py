@@ -354,6 +354,21 @@ def test_a_film_without_sound_is_refused(av: Any) -> None:
         decode_bytes(file.getvalue(), "a")
 
 
+def test_more_planes_than_pyav_reads_safely_are_refused(av: Any) -> None:
+    """A crash, found by fuzzing: PyAV takes whatever lies behind the eighth plane for more planes."""
+    file, rate = io.BytesIO(), 48_000
+    with av.open(file, "w", format="matroska") as out:
+        stream = out.add_stream("aac", rate=rate, layout="7.1")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 8 * 1024), np.float32), format="flt", layout="7.1")
+        frame.sample_rate = rate
+        for _ in range(10):
+            frame.pts = None
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
+    with pytest.raises(AudioError, match="8 channels; 1 to 7 are read"):
+        decode_bytes(file.getvalue(), "a")
+
+
 def test_a_codec_that_is_unknown_is_an_audio_error(av: Any) -> None:
     data = fuzzing.media_file("mp4", "aac")
     with pytest.raises(AudioError, match="codec"):

@@ -13,6 +13,7 @@ from outrider.errors import AudioError
 from outrider.prompts.containers import MEDIA
 
 MAX_ERRORS: Final = 1000  # packets that cannot be decoded, before the rest is given up
+MAX_PLANES: Final = 7  # PyAV looks for the end of a frame's planes behind the eighth, in memory that is another's
 SLACK_SECONDS: Final = 0.25  # encoders' delay and padding, which a container may count or not
 SIZED: Final = ("mov", "matroska", "asf")  # containers whose length is written and not estimated
 FULL_SCALE: Final = {"u8": 2.0**7, "s16": 2.0**15, "s32": 2.0**31, "s64": 2.0**63, "flt": 1.0, "dbl": 1.0}
@@ -68,6 +69,11 @@ def blocks(
         stream.codec_context.thread_count = 1
         for frame in _frames(container, stream, state):
             check(frame.sample_rate, frame.layout.nb_channels)
+            if frame.format.is_planar and frame.layout.nb_channels > MAX_PLANES:
+                raise AudioError(
+                    f"{name}: {frame.layout.nb_channels} channels; 1 to {MAX_PLANES} are read of such files: "
+                    f"convert it (ffmpeg -i IN -ac 1 out.wav)"
+                )
             yield _samples(frame), frame.sample_rate
 
 
