@@ -17,6 +17,7 @@ from tests.planning import adversaries
 
 from outrider.api import local
 from outrider.cli.calibrate import _show, identify, run_calibrate
+from outrider.cli.main import app
 from outrider.cli.options import Models
 from outrider.config import GateFile, GenerationSettings, Loss, ModelId, read_gate_file
 from outrider.core.acceptance import Exact, Verdict
@@ -386,6 +387,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], as_json
         assert json.loads(printed) == {"file": out, **json.loads(Path(out).read_text(encoding="utf-8"))}
     else:
         assert all(word in printed for word in ("logprob", "maxprob", "escalated", made.gate, f"calibrated:{out}"))
+
+
+def test_the_seed_of_the_command_is_that_of_the_traces_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr("outrider.cli.calibrate.identify", lambda models: (EDGE, CLOUD))
+    monkeypatch.setattr("outrider.cli.calibrate.run_calibrate", lambda *args, **given: asked.update(given) or 0)
+    tokens = ["calibrate", "traces.jsonl", "--out", "gate.json", "--seed", "5", "--temperature", "0.8"]
+    assert app(tokens, exit_on_error=False, print_error=False, result_action="return_value") == 0
+    assert (asked["seed"], asked["settings"].seed, asked["settings"].temperature) == (5, 5, 0.8)
 
 
 def test_the_pair_is_identified_as_a_run_would_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
