@@ -377,7 +377,14 @@ class _Run:
         sides = self._met.sides
         with self._owner._lock:
             judged = self._owner._oversight.judge(
-                stats, lossless, self._owner.k, sides, self._settings, self._owner.scope, decoder.trail()
+                stats,
+                lossless,
+                self._owner.k,
+                sides,
+                self._settings,
+                self._owner.scope,
+                decoder.trail(),
+                self._owner.loop_rule,
             )
         return Result(
             text=self._owner.decode(ids) if self._owner.tokenizer is not None else None,

@@ -321,6 +321,14 @@ def test_scope_repair_keeps_the_budget_where_no_verdict_is_asked_for_in_between(
     assert ["with scope block, not repair" in warning for warning in result.warnings] == [True] * (word != "bounded")
 
 
+def test_another_loop_rule_voids_the_budget() -> None:
+    made = calibrated(gate="entropy:3.1")
+    result = generate(decoder_with(made, loop_rule="period=2,tail=8,extra=4"))
+    assert result.guarantee == "best-effort"
+    assert "the loop rule period=32,tail=8,extra=4, not period=2,tail=8,extra=4" in result.warnings[0]
+    assert generate(decoder_with(made, loop_rule="period=32")).guarantee == "bounded"
+
+
 def test_k_auto_voids_the_budget() -> None:
     result = generate(decoder_with(calibrated(gate="entropy:3.1"), k="auto"))
     assert result.guarantee == "best-effort"

@@ -98,13 +98,14 @@ def run_caption(
     files: Sequence[str],
     lang: str,
     task: str,
-    split: bool,
     models: Models,
     speculation: Speculation,
     network: Network,
     decoding: Decoding,
     output: Output,
+    *,
     instruction: str | None = None,
+    split: bool = False,
 ) -> int:
     """`outrider caption`: every file is tried; those that cannot be used are named, and the exit code is then 1."""
     if not files:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from outrider.netem.conditions import Conditions
     from outrider.planning.costs import Costs
     from outrider.planning.planner import Aim, Option, Ranking
+    from outrider.planning.simulator import Summary
     from outrider.planning.sweep import Row
     from outrider.planning.traces import Trace
 
@@ -283,9 +284,10 @@ def _sample(option: Option) -> str:
     found, setup = option.summary, option.setup
     if setup.mode == "cloud-only" or (setup.mode == "speculative" and setup.policy().exact):
         return ""
+    high = f"{100 * found.changed_outputs_high:.0f} %"
     return (
-        f" It changed {round(found.changed_outputs * found.outputs)} of {found.outputs} outputs here, which leaves up to "
-        f"{100 * found.changed_outputs_high:.0f} % of all open (95 %): outrider calibrate finds a gate that keeps a budget."
+        f" It changed {_changed_outputs(found)} outputs here, which leaves up to {high} of all open (95 %): "
+        "outrider calibrate finds a gate that keeps a budget."
     )
 
 

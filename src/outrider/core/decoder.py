@@ -338,7 +338,9 @@ class Decoder:
         generated = self.sequence.generated
         for token in self.sequence.pending:
             generated.append(token)
-            looped = self.plan.on_loop == "stop" and loop_period(generated[self._looked_until :]) is not None
+            looped = (
+                self.plan.on_loop == "stop" and self.plan.loop_rule.find(generated[self._looked_until :]) is not None
+            )
             if looped or stop_reason(self.plan.rules, generated, self._decode) is not None:
                 return len(generated)
         return None

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from outrider.config import OWN, GateFile, GenerationSettings, Scope, plain_number, read_gate_file
+from outrider.core.loops import DEFAULT, LoopRule
 from outrider.core.sampling import tempered, uniforms
 from outrider.errors import DataError, SettingsError
 
@@ -220,14 +221,26 @@ class Calibrated:
         """Whether a block that begins after `position` generated tokens is verified however sure the drafter is."""
         return bool(audited(self.key, np.array([position]), self.file.audit)[0])
 
-    def fit(self, k: int | str, edge: Named, cloud: Named, settings: GenerationSettings, scope: Scope = "block") -> Fit:
-        """What of a run differs from the calibration: another k, vocabulary or setting voids the budget, and so do the
-        verdicts that scope "repair" asks for within long outputs, which are not replayed. Another name, which may be
-        the same model's, is told."""
+    def fit(
+        self,
+        k: int | str,
+        edge: Named,
+        cloud: Named,
+        settings: GenerationSettings,
+        scope: Scope = "block",
+        loop_rule: LoopRule = DEFAULT,
+    ) -> Fit:
+        """Compare a run with the calibration.
+
+        Another k, vocabulary, loop rule or setting voids the budget, and so do the verdicts that scope "repair" asks
+        for within long outputs, which are not replayed. Another name, which may be the same model's, is a warning.
+        """
         file = self.file
         void = [] if k == file.k else [f"with k {file.k}, not {k}"]
         if scope == "repair" and settings.max_new_tokens > MAX_UNREPAIRED:
             void.append(f"with scope block, not repair (which keeps the budget up to max_new_tokens {MAX_UNREPAIRED})")
+        if loop_rule != DEFAULT:
+            void.append(f"with the loop rule {DEFAULT}, not {loop_rule}")
         sides = (("edge", file.edge, edge), ("cloud", file.cloud, cloud))
         void += [f"with another vocabulary on the {s}" for s, was, now in sides if was.fingerprint != now.fingerprint]
         void += [f"with {change}" for change in _changes(file.settings, settings)]

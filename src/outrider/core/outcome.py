@@ -12,6 +12,7 @@ from outrider.config import GenerationSettings, Scope
 from outrider.core.audits import Audits, AuditTrail
 from outrider.core.audits import Risk as Risk
 from outrider.core.gate import Calibrated, Fit, Gate, Named
+from outrider.core.loops import DEFAULT, LoopRule
 from outrider.core.sequence import Source
 from outrider.core.stopping import Reason
 
@@ -140,6 +141,7 @@ class Oversight:
         settings: GenerationSettings,
         scope: Scope,
         trail: AuditTrail,
+        loop_rule: LoopRule = DEFAULT,
     ) -> Judgement:
         """sides: drafter and verifier, as they describe themselves. stats: with its sources counted. trail: closed.
 
@@ -147,7 +149,7 @@ class Oversight:
         """
         if self._gate is None or self._audits is None:
             return Judgement(guarantee(stats, lossless=lossless))
-        fit = Fit() if stats.cloud_lost else self._gate.fit(k, sides[0], sides[-1], settings, scope)
+        fit = Fit() if stats.cloud_lost else self._gate.fit(k, sides[0], sides[-1], settings, scope, loop_rule)
         if not stats.cloud_lost:
             self._audits.add(trail, stats.audited, stats.disagreed)
         word = guarantee(stats, lossless=lossless, bounded=fit.bounded)

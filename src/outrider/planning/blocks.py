@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.core.gate import Signals, Threshold, audited
-from outrider.core.loops import loop_period, tail_needed
+from outrider.core.loops import DEFAULT
 from outrider.planning.traces import Trace
 
 NEVER = np.iinfo(np.int64).max  # the place where a loop is found that there is not
@@ -168,7 +168,7 @@ def _loops(target: Seq[int], at: int) -> np.ndarray:
     """int64 [tokens]: the place at which `Decoder` finds a loop in what follows each token; NEVER if there is none."""
     found = np.full(len(target), NEVER)
     for length in range(len(target), 0, -1):  # from behind: of several, the first is found
-        period = loop_period(target[:length])
+        period = DEFAULT.find(target[:length])
         if period is not None:
-            found[: length - tail_needed(period) + 1] = at + length
+            found[: length - DEFAULT.tail_needed(period) + 1] = at + length
     return found
