@@ -20,6 +20,7 @@ from outrider.engines.torch import TorchEngine
 from tests.engines.tiny import VOCAB, model, tokens
 
 PROMPT = Prompt((1,))
+EMPTY_GGUF = b"GGUF" + (3).to_bytes(4, "little") + bytes(16)  # version 3, without tensors and keys
 CLOSE = {"rtol": 0.0, "atol": 0.05}  # keys and values are cached in float16; logits spread by 1.6
 SAME = {"rtol": 0.0, "atol": 0.01}  # llama.cpp against itself
 
@@ -425,7 +426,7 @@ def test_loading_is_silent_but_for_the_debug_log(
 
 
 def test_without_llama_cpp_both_ways_out_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    (tmp_path / "x.gguf").write_bytes(EMPTY_GGUF)
     monkeypatch.setattr("outrider.engines.llama.installed", lambda: False)
     with pytest.raises(ModelError, match=r"compiling llama\.cpp: pip install .*dtype such as float32: pip install "):
         load_engine(tmp_path / "x.gguf")
@@ -433,7 +434,7 @@ def test_without_llama_cpp_both_ways_out_are_named(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("options", [{"dtype": "int3"}, {"device": "toaster"}])
 def test_unknown_formats_and_devices_are_refused_for_gguf_files_too(tmp_path: Path, options: dict[str, str]) -> None:
-    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    (tmp_path / "x.gguf").write_bytes(EMPTY_GGUF)
     with pytest.raises(SettingsError):
         load_engine(tmp_path / "x.gguf", **options)
 

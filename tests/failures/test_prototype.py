@@ -35,7 +35,7 @@ from outrider.core.acceptance import Verdict
 from outrider.core.constraints import Constraints, PrefixIndex
 from outrider.core.decoder import Decoder, Draft, Event, Proposal
 from outrider.core.gate import Decision
-from outrider.core.loops import loop_period
+from outrider.core.loops import LoopRule
 from outrider.core.outcome import Stats
 from outrider.core.policy import Policy
 from outrider.core.sequence import Source, check_cache
@@ -279,7 +279,7 @@ def test_no_penalty_that_was_not_asked_for(monkeypatch: Patch) -> None:
     policy = Policy.build(GenerationSettings(), (0,), V, 2)
     row = OTHER((1, 2))
     assert policy.distribution(row, [7, 7, 7, 7, 11, 11], 6).row.equal(row)
-    known = {"repetition_penalty", "no_repeat_ngram_size", "min_new_tokens", "suppress_tokens"}
+    known = {"repetition_penalty", "repetition_window", "no_repeat_ngram_size", "min_new_tokens", "suppress_tokens"}
     others = {"max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "sentences", "ignore_eos"}
     assert {f.name for f in fields(GenerationSettings)} == known | others
     right = plain(lambda prefix: TARGET(prefix) + 3.0 * (torch.arange(V) == 7), PROMPT, V, max_new_tokens=LENGTH)
@@ -339,7 +339,8 @@ def test_the_force_flag_is_overwritten_before_use(monkeypatch: Patch) -> None:
 
 
 def test_loops_across_blocks_are_not_seen(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(loop, "loop_period", lambda tokens: loop_period(tokens[-3:]))
+    find = LoopRule.find
+    monkeypatch.setattr(LoopRule, "find", lambda rule, tokens: find(rule, tokens[-3:]))
     assert escape().stats.forced_by_loop == 0
 
 
@@ -564,7 +565,8 @@ def test_exceptions_are_swallowed_and_empty_captions_saved(monkeypatch: Patch) -
 
 
 OUTERMOST = {  # a process, a thread, a stream: whatever reaches these is told, and the others go on
-    "cli/main.py": 1,
+    "cli/guard.py": 1,
+    "cli/terminal.py": 1,  # a log record that cannot be shown is reported as the standard library's handlers do
     "cloud/batcher.py": 1,
     "cloud/service.py": 1,
     "engines/gguf.py": 1,  # what the tokenizers library raises has no narrower name; it is mapped at once

@@ -244,7 +244,7 @@ def test_the_data_url_of_a_recording_is_taken(head: str) -> None:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        ("data:audio/wav;base64," + BIG, "not wav that can be read"),
+        ("data:audio/wav;base64," + BIG, "not audio that can be read"),
         ("data:image/png;base64," + BIG, "a data URL of image/png"),
         ("data:audio/wav," + BIG, "without ;base64"),
         ("data:" + BIG, "without ;base64"),

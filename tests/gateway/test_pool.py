@@ -322,9 +322,9 @@ def test_a_vocabulary_is_fetched_once_for_all_decoders(monkeypatch: pytest.Monke
         first: Any = pool.decoder(Choice())
         fetched, fetch = [], first.verifier.connection.vocabulary
 
-        async def vocabulary(timeout: float) -> list[str]:
-            fetched.append(timeout)
-            return await fetch(timeout)
+        async def vocabulary(limit: int, timeout: float) -> list[str]:
+            fetched.append(limit)
+            return await fetch(limit, timeout)
 
         monkeypatch.setattr(first.verifier.connection, "vocabulary", vocabulary)
         outputs = [pool.decoder(Choice(k=k)).generate([1, 2], max_new_tokens=5).token_ids for k in (1, 2, 3)]

@@ -391,7 +391,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], as_json
 
 def test_the_seed_of_the_command_is_that_of_the_traces_too(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr("outrider.cli.calibrate.identify", lambda models: (EDGE, CLOUD))
+    monkeypatch.setattr("outrider.cli.calibrate.identify", lambda models, network: (EDGE, CLOUD))
     monkeypatch.setattr("outrider.cli.calibrate.run_calibrate", lambda *args, **given: asked.update(given) or 0)
     tokens = ["calibrate", "traces.jsonl", "--out", "gate.json", "--seed", "5", "--temperature", "0.8"]
     assert app(tokens, exit_on_error=False, print_error=False, result_action="return_value") == 0

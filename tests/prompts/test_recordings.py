@@ -390,7 +390,7 @@ def test_boxes_in_boxes_without_end_are_an_audio_error(av: Any) -> None:
 
 def test_without_pyav_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(media_decoder, "is_installed", lambda: False)
-    with pytest.raises(AudioError, match=r"outrider\[media\].*ffmpeg -i in.m4a out.wav.*wav, flac"):
+    with pytest.raises(AudioError, match=r"pip install .*ffmpeg -i in.m4a out.wav.*wav, flac"):
         decode_bytes(b"\0\0\0\x20ftypM4A " + bytes(500), "a.m4a")
 
 

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from outrider.cli.escape import one_line
+
 
 @contextmanager
 def progress(*, quiet: bool = False) -> Iterator[Callable[[str | None], None]]:
@@ -22,28 +24,28 @@ def progress(*, quiet: bool = False) -> Iterator[Callable[[str | None], None]]:
 
 def _say(words: str | None) -> None:
     if words is not None:
-        print(f"outrider: {words}", file=sys.stderr, flush=True)  # noqa: T201
+        print(one_line(f"outrider: {words}"), file=sys.stderr, flush=True)  # noqa: T201
 
 
 @contextmanager
 def _spinning() -> Iterator[Callable[[str | None], None]]:
     """The step that runs, with the seconds that it has taken; one that is over leaves a line."""
-    from rich.console import Console
-    from rich.markup import escape
+    from rich.text import Text
 
-    console = Console(stderr=True)
-    status = console.status("")
+    from outrider.cli.terminal import STDERR
+
+    status = STDERR.status("")
     current: list[tuple[str, float]] = []
 
     def step(words: str | None) -> None:
         if current:
             name, began = current.pop()
-            console.print(f"[dim]{escape(name)} ({time.monotonic() - began:.1f} s)[/dim]", highlight=False)
+            STDERR.print(f"{name} ({time.monotonic() - began:.1f} s)", style="dim")
         if words is None:
             status.stop()
             return
         current.append((words, time.monotonic()))
-        status.update(escape(words))
+        status.update(Text(words))
         status.start()
 
     try:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2
 
 SERVICE = "grpc.health.v1.Health"
@@ -22,7 +23,7 @@ def health_handlers(servicer: health.aio.HealthServicer) -> grpc.GenericRpcHandl
         try:
             async with receiving, asyncio.timeout(RECEIVE):
                 return health_pb2.HealthCheckRequest.FromString(await anext(aiter(requests)))
-        except Exception:
+        except (DecodeError, StopAsyncIteration, TimeoutError):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "expected one HealthCheckRequest")
             raise
 

@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Any, Final, Protocol
 
 from outrider.api import SpeculativeDecoder
+from outrider.core.loops import DEFAULT
 from outrider.core.outcome import SECONDS, Oversight, Result
 from outrider.core.text import Transcript
 from outrider.engines.base import Prompt
@@ -63,6 +64,7 @@ class Setup:
     accept: str = "exact"
     scope: Any = "block"
     on_loop: Any = None
+    loop_rule: str = str(DEFAULT)
     driver: Any = "sequential"
     on_cloud_loss: Any = None
     privacy: Any = "audio"
@@ -208,7 +210,7 @@ class Decoded:
 
 def build(name: str, draft: Any, verifier: Any, setup: Setup, encoder: Encoder) -> Decoded:
     """One of our modes, on models that are loaded."""
-    options: dict[str, Any] = {"on_loop": setup.on_loop}
+    options: dict[str, Any] = {"on_loop": setup.on_loop, "loop_rule": setup.loop_rule}
     if name == "edge-only":
         options["on_loop"] = None if setup.on_loop == "escalate" else setup.on_loop
         sides = (draft, None)

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 
 from outrider.errors import AudioError
+from outrider.hints import install
 from outrider.prompts import containers, media_decoder
 from outrider.prompts.sound_file import FOREIGN, Source, Unreadable, open_sound
 
@@ -321,7 +322,7 @@ def _decode_media(file: BinaryIO, name: str, limits: Limits, kind: str) -> Decod
         names = ", ".join(containers.MEDIA[kind])
         raise AudioError(
             f"{name}: recordings of this kind ({names}) are read with PyAV, which is not installed: "
-            f"pip install 'outrider[media]', or convert it: ffmpeg -i in.{containers.MEDIA[kind][0]} out.wav. "
+            f"{install('media')}, or convert it: ffmpeg -i in.{containers.MEDIA[kind][0]} out.wav. "
             f"Without PyAV {FORMATS} are read"
         )
     size = file.seek(0, os.SEEK_END)
