@@ -25,7 +25,7 @@ from outrider.cloud.batcher import Batcher
 from outrider.cloud.metrics import Metrics
 from outrider.cloud.sessions import Record
 from outrider.config import GenerationSettings
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.engines.load import load_engine
 from outrider.engines.torch import TorchEngine

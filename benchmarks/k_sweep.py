@@ -32,7 +32,8 @@ from typing import Any
 from outrider.api import SpeculativeDecoder, local
 from outrider.config import DriverName
 from outrider.core.acceptance import Exact, Verdict
-from outrider.core.decoder import Decoder, Draft, Plan, Proposal, Verify
+from outrider.core.actions import Draft, Plan, Proposal, Verify
+from outrider.core.decoder import Decoder
 from outrider.core.gate import Always, Signals
 from outrider.core.lookahead import FixedK, Lookahead, lookahead
 from outrider.core.stopping import StopRules

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider.config import GenerationSettings
 from outrider.core.acceptance import Verdict
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from outrider.core.outcome import Result
 from outrider.core.policy import Policy
 from outrider.core.stopping import StopRules, stop_reason

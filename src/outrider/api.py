@@ -10,7 +10,8 @@ from typing import Any
 
 from outrider.config import DriverName, GenerationSettings, OnCloudLoss, OnLoop, Privacy, Scope
 from outrider.core.acceptance import rule
-from outrider.core.decoder import Decoder, Plan
+from outrider.core.actions import Plan
+from outrider.core.decoder import Decoder
 from outrider.core.detokenizer import detokenizer
 from outrider.core.events import Event
 from outrider.core.events import StreamEvent as StreamEvent

@@ -17,7 +17,7 @@ from outrider.cloud.metrics import Metrics
 from outrider.cloud.sessions import Record
 from outrider.config import GenerationSettings
 from outrider.core.acceptance import Verdict
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from outrider.engines.base import Feed, Prompt
 from outrider.verifiers.base import Conditions
 from outrider.verifiers.local import LocalVerifier, open_session

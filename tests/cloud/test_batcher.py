@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from outrider.cloud.batcher import NARROW, groups
 from outrider.config import GenerationSettings
 from outrider.core.acceptance import Verdict
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.engines.torch import TorchEngine
 from outrider.verifiers.base import Conditions

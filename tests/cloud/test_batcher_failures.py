@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.cloud.batcher import Batcher, Job
 from outrider.cloud.metrics import Metrics
 from outrider.core.acceptance import Verdict
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from outrider.engines.base import Feed
 from outrider.errors import DecodingError, StateError
 from outrider.wire.messages import Code, Refusal

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from outrider.cloud.batcher import Batcher
 from outrider.cloud.sessions import Record
 from outrider.core.acceptance import Verdict
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from tests.cloud.batching import SOON, Watched, batching, long_prompt, record, together
 
 

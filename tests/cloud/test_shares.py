@@ -14,7 +14,7 @@ from outrider.cloud.sessions import Record
 from outrider.cloud.shares import Shares, round_robin, within_share
 from outrider.cloud.turns import Turns
 from outrider.core.acceptance import Verdict
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from outrider.wire import schema
 from outrider.wire.messages import Code, Refusal, unpack_ids
 from tests.cloud.batching import SOON, Watched, batching, long_prompt, record, together

@@ -33,7 +33,8 @@ from test_decoder import (
 )
 
 from outrider.core.acceptance import Exact, Residual, Verdict, rule
-from outrider.core.decoder import MAX_PROVISIONAL, Decoder, Done, Draft, Plan, Proposal, Verify
+from outrider.core.actions import Done, Draft, Plan, Proposal, Verify
+from outrider.core.decoder import MAX_PROVISIONAL, Decoder
 from outrider.core.gate import Always, Never, Signals, Trigger
 from outrider.core.lookahead import ConfidenceStop, FixedK
 from outrider.core.outcome import guarantee

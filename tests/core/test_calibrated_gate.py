@@ -16,7 +16,8 @@ from tests.fakes import HashRows, ScriptedEngine, blend
 from outrider import SpeculativeDecoder, local
 from outrider.config import GateFile, GenerationSettings, ModelId, SignalFit, read_gate_file
 from outrider.core.acceptance import Exact, Verdict
-from outrider.core.decoder import Decoder, Done, Draft, Plan, Proposal, Verify
+from outrider.core.actions import Done, Draft, Plan, Proposal, Verify
+from outrider.core.decoder import Decoder
 from outrider.core.gate import Calibrated, Decision, Signals, Threshold, gate
 from outrider.core.lookahead import FixedK
 from outrider.core.sequence import Source

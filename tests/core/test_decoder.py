@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.core.acceptance import Exact, Verdict
-from outrider.core.decoder import MAX_PROVISIONAL, MAX_UNREPAIRED, Decoder, Done, Draft, Event, Plan, Proposal, Verify
+from outrider.core.actions import Done, Draft, Plan, Proposal, Verify
+from outrider.core.decoder import MAX_PROVISIONAL, MAX_UNREPAIRED, Decoder, Event
 from outrider.core.gate import Always, Decision, Gate, Never, Signals, Trigger
 from outrider.core.lookahead import ConfidenceStop, FixedK
 from outrider.core.sampling import Support

@@ -10,7 +10,8 @@ from typing import Any
 from fakes import FarVerifier, HashRows, Rows, ScriptedEngine
 from outrider.config import GenerationSettings, OnCloudLoss
 from outrider.core.acceptance import rule
-from outrider.core.decoder import Decoder, Done, Draft, Plan, Proposal
+from outrider.core.actions import Done, Draft, Plan, Proposal
+from outrider.core.decoder import Decoder
 from outrider.core.gate import Decision, Gate
 from outrider.core.gate import gate as parse_gate
 from outrider.core.lookahead import lookahead

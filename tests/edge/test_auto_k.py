@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from fakes import HashRows, ScriptedEngine, blend, plain
 from outrider import SpeculativeDecoder, local
 from outrider.core.acceptance import Exact, Rule, Verdict, rule
-from outrider.core.decoder import Decoder, Plan, Proposal
+from outrider.core.actions import Plan, Proposal
+from outrider.core.decoder import Decoder
 from outrider.core.gate import Gate, Signals, gate
 from outrider.core.lookahead import ConfidenceStop, Paced
 from outrider.core.stopping import StopRules

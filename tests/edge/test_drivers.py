@@ -14,7 +14,8 @@ from fakes import HashRows, OracleEngine, ScriptedEngine, ScriptedVerifier, blen
 from outrider import Result, SpeculativeDecoder, StateError, local
 from outrider.config import GenerationSettings
 from outrider.core.acceptance import Verdict, rule
-from outrider.core.decoder import Decoder, Draft, Event, Plan, Proposal, Verify
+from outrider.core.actions import Draft, Plan, Proposal, Verify
+from outrider.core.decoder import Decoder, Event
 from outrider.core.gate import Always, Gate
 from outrider.core.lookahead import FixedK, lookahead
 from outrider.core.policy import Policy

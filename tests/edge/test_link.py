@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from fakes import FarVerifier, ScriptedEngine, ScriptedVerifier, blend, plain
 from outrider.config import GenerationSettings, OnCloudLoss
 from outrider.core.acceptance import Exact, Verdict
-from outrider.core.decoder import Decoder, Plan, Verify
+from outrider.core.actions import Plan, Verify
+from outrider.core.decoder import Decoder
 from outrider.core.gate import Always
 from outrider.core.sequence import Source
 from outrider.core.stopping import StopRules

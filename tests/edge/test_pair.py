@@ -14,7 +14,7 @@ from tests.engines.tiny import engine
 from fakes import rest
 from outrider import SpeculativeDecoder
 from outrider.core.acceptance import Verdict
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from outrider.edge import pair as pairing
 from outrider.edge.pair import Pair
 from outrider.errors import CloudLost, PromptError

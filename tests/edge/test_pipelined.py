@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from fakes import OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain
 from outrider.core.acceptance import Verdict
-from outrider.core.decoder import MAX_PROVISIONAL, Decoder, Verify
+from outrider.core.actions import Verify
+from outrider.core.decoder import MAX_PROVISIONAL, Decoder
 from outrider.core.sequence import Source
 from outrider.edge.link import Link
 from outrider.errors import SettingsError

@@ -32,8 +32,9 @@ from outrider.config import GenerationSettings
 from outrider.core import constraints, stopping
 from outrider.core import decoder as loop
 from outrider.core.acceptance import Verdict
+from outrider.core.actions import Draft, Proposal
 from outrider.core.constraints import Constraints, PrefixIndex
-from outrider.core.decoder import Decoder, Draft, Event, Proposal
+from outrider.core.decoder import Decoder, Event
 from outrider.core.gate import Decision
 from outrider.core.loops import LoopRule
 from outrider.core.outcome import Stats

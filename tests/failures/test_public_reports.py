@@ -33,7 +33,8 @@ from outrider import (
 )
 from outrider.config import GenerationSettings
 from outrider.core.acceptance import Verdict, rule
-from outrider.core.decoder import Decoder, Done, Plan, Proposal, Verify
+from outrider.core.actions import Done, Plan, Proposal, Verify
+from outrider.core.decoder import Decoder
 from outrider.core.gate import Always
 from outrider.core.lookahead import FixedK
 from outrider.core.sequence import Source
@@ -600,7 +601,7 @@ def test_special_tokens_are_ids_but_not_text() -> None:
 def test_the_q_that_is_sent_is_the_q_that_was_drawn_from() -> None:
     """Cut to the shortlist first, then drawn from what is left, then sent: never more, and never another."""
     from outrider.core.acceptance import RESIDUAL_SHORTLIST
-    from outrider.core.decoder import Draft
+    from outrider.core.actions import Draft
     from outrider.core.policy import Policy
     from outrider.edge.drafter import Drafter
     from outrider.engines.base import Reader

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fakes import HashRows, ScriptedEngine
-from outrider.core.decoder import Proposal
+from outrider.core.actions import Proposal
 from outrider.core.policy import Policy
 from outrider.core.sampling import Pick
 from outrider.engines.base import CHUNK, Feed, Prompt, chooser, read_many

@@ -18,8 +18,9 @@ from benchmarks.live import Watched, realised
 
 from outrider.config import GateFile, GenerationSettings, Loss, ModelId
 from outrider.core.acceptance import Exact, Verdict
+from outrider.core.actions import Done, Draft, Plan, Proposal, Verify
 from outrider.core.audits import AuditTrail
-from outrider.core.decoder import Decoder, Done, Draft, Plan, Proposal, Verify
+from outrider.core.decoder import Decoder
 from outrider.core.gate import NAMES, Calibrated, Signals, Threshold
 from outrider.core.gate import gate as parse_gate
 from outrider.core.lookahead import FixedK

@@ -21,7 +21,8 @@ from outrider.cli.main import app
 from outrider.cli.options import Models
 from outrider.config import GateFile, GenerationSettings, Loss, ModelId, read_gate_file
 from outrider.core.acceptance import Exact, Verdict
-from outrider.core.decoder import Decoder, Done, Draft, Plan, Proposal
+from outrider.core.actions import Done, Draft, Plan, Proposal
+from outrider.core.decoder import Decoder
 from outrider.core.gate import NAMES, Calibrated, Signals, Threshold, audited, gate
 from outrider.core.lookahead import FixedK
 from outrider.core.sequence import Source

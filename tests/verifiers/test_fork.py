@@ -20,7 +20,7 @@ import json, os, sys, warnings
 warnings.simplefilter("ignore", DeprecationWarning)
 from outrider import StateError, connect
 from outrider.config import GenerationSettings
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.verifiers.base import Conditions
 

@@ -24,7 +24,7 @@ from fakes import HashRows, ScriptedEngine, plain
 from outrider import CloudLost, CloudRefused, SpeculativeDecoder, VocabularyMismatch, connect
 from outrider.cloud.limits import Limits
 from outrider.config import GenerationSettings
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.errors import DecodingError, PromptError, SettingsError, StateError
 from outrider.netem.thread import LinkThread

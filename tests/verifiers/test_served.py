@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outrider import SpeculativeDecoder, connect
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.errors import CloudError, CloudLost, CloudRefused, OutriderError, PromptError, SettingsError, StateError
 from outrider.verifiers import replicas

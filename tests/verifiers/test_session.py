@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fakes import HashRows, ScriptedEngine, plain
 from outrider.config import GenerationSettings
 from outrider.core.acceptance import Verdict
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from outrider.core.sampling import Support
 from outrider.engines.base import Prompt
 from outrider.errors import SettingsError, StateError

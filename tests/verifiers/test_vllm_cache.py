@@ -10,7 +10,7 @@ from tiny_models import clip
 
 from outrider import Audio, SpeculativeDecoder, connect, load_engine, local
 from outrider.config import GenerationSettings
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.engines.load import BUNDLED
 from outrider.errors import CloudRefused, SettingsError

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from outrider.config import GenerationSettings
 from outrider.core import acceptance
 from outrider.core.acceptance import RESIDUAL_SHORTLIST, Verdict
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from outrider.core.sampling import Support
 from outrider.errors import SettingsError
 from outrider.wire import messages, schema

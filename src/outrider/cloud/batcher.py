@@ -27,7 +27,7 @@ from outrider.cloud.seats import Seats
 from outrider.cloud.sessions import Record
 from outrider.cloud.shares import Shares, round_robin, within_share
 from outrider.core.acceptance import Verdict
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from outrider.core.policy import Rows
 from outrider.engines.base import Engine, Feed, Reader, read_many
 from outrider.errors import OutriderError

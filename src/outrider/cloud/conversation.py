@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from outrider.cloud.sessions import Record
 from outrider.core.acceptance import Verdict
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.verifiers.base import Conditions
 from outrider.verifiers.local import open_session

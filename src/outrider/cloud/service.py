@@ -17,7 +17,7 @@ from outrider.cloud.metrics import Metrics
 from outrider.cloud.security import ANONYMOUS, Tokens, Unauthenticated, identity_of
 from outrider.cloud.sessions import RETRY_FULL, Record, Sessions
 from outrider.cloud.turns import Turns
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from outrider.engines.base import Hosted, Prompt
 from outrider.errors import AudioError, DecodingError, InputError, OutOfStep, OutriderError, PromptError, SettingsError
 from outrider.verifiers.local import describe

@@ -27,88 +27,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from outrider.config import OnLoop, Scope
-from outrider.core.acceptance import Exact, Rule, Verdict
+from outrider.config import OnLoop
+from outrider.core.acceptance import Verdict
+from outrider.core.actions import Action, Done, Draft, Plan, Proposal, Verify
 from outrider.core.audits import AuditTrail, Output
 from outrider.core.events import Event as Event
 from outrider.core.events import Kind
-from outrider.core.gate import MAX_UNREPAIRED, NAMES, Calibrated, Decision, Gate, Signals
-from outrider.core.lookahead import Lookahead
-from outrider.core.loops import DEFAULT, LoopRule
+from outrider.core.gate import MAX_UNREPAIRED, NAMES, Calibrated, Decision, Signals
 from outrider.core.outcome import Stats
-from outrider.core.sampling import Support
 from outrider.core.sequence import Sequence, Source
-from outrider.core.stopping import Decode, Reason, StopRules, stop_reason
+from outrider.core.stopping import Decode, Reason, stop_reason
 from outrider.errors import StateError
 
 log = logging.getLogger(__name__)
 
 LEAST_SURE = {name: min if name == "margin" else max for name in NAMES}  # of a block's tokens
 MAX_PROVISIONAL = 64  # pending tokens after which a verdict is asked for, and tokens drafted ahead at most
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """One drafted token. signals: where a gate or lookahead needs them. q: what it was drawn from (residual)."""
-
-    token: int
-    signals: Signals | None = None
-    q: Support | None = None
-    left_loop: bool = False
-
-
-@dataclass(frozen=True)
-class Draft:
-    """Propose up to `count` tokens; with `leave_loop`, draw the first one at random from the best few."""
-
-    count: int
-    leave_loop: bool = False
-
-
-@dataclass(frozen=True)
-class Verify:
-    """Judge draft_ids, which follow the committed tokens.
-
-    base_length: committed tokens, prompt included. new_ids: those of them that the verifier has not seen.
-    """
-
-    round: int
-    base_length: int
-    new_ids: tuple[int, ...]
-    draft_ids: tuple[int, ...]
-    q: tuple[Support, ...] = ()
-
-
-@dataclass(frozen=True)
-class Done:
-    reason: Reason
-
-
-Action = Draft | Verify | Done
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How drafting and verification work together in one generation.
-
-    lookahead is None without a drafter (cloud-only); has_verifier is False without a verifier (edge-only).
-    """
-
-    rules: StopRules
-    gate: Gate
-    accept: Rule
-    lookahead: Lookahead | None
-    has_verifier: bool
-    on_loop: OnLoop
-    scope: Scope = "block"
-    loop_rule: LoopRule = DEFAULT
-
-    @property
-    def cut_is_free(self) -> bool:
-        """True where the output does not depend on how it is cut into blocks."""
-        return self.gate.exact and isinstance(self.accept, Exact)
 
 
 class Decoder:

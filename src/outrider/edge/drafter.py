@@ -7,7 +7,7 @@ import time
 from torch import Tensor
 
 from outrider.core.acceptance import RESIDUAL_SHORTLIST
-from outrider.core.decoder import Draft, Proposal
+from outrider.core.actions import Draft, Proposal
 from outrider.core.gate import measure
 from outrider.core.policy import Policy
 from outrider.edge.cancellation import Cancellation

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Iterator
 
 from outrider.core.acceptance import Verdict
-from outrider.core.decoder import Decoder, Done, Draft, Event, Verify
+from outrider.core.actions import Done, Draft, Verify
+from outrider.core.decoder import Decoder, Event
 from outrider.edge.drafter import Drafter
 from outrider.edge.lessons import Lessons
 from outrider.edge.link import Link

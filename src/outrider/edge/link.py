@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from outrider.config import OnCloudLoss
 from outrider.core.acceptance import Verdict
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from outrider.edge.cancellation import Cancellation
 from outrider.errors import CloudError, CloudLost, SettingsError
 from outrider.verifiers.base import Verifier

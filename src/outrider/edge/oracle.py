@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from outrider.core.decoder import Draft, Proposal
+from outrider.core.actions import Draft, Proposal
 from outrider.core.sampling import uniforms
 from outrider.edge.drafter import Drafter
 from outrider.errors import SettingsError

@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 from torch import Tensor
 
-from outrider.core.decoder import Proposal
+from outrider.core.actions import Proposal
 from outrider.core.policy import Policy, Rows
 from outrider.core.sampling import Pick
 from outrider.core.sequence import check_cache

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.core.actions import Proposal
 from outrider.core.choosing import Places, choose, held_columns, measured, picks, place, signals
-from outrider.core.decoder import Proposal
 from outrider.core.policy import Kind, Policy
 from outrider.core.sampling import Pick
 from outrider.engines.base import Feed

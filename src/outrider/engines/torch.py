@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.core.decoder import Proposal
+from outrider.core.actions import Proposal
 from outrider.core.policy import Policy
 from outrider.core.sampling import Pick
 from outrider.engines import attention

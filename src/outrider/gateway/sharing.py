@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from outrider.core.decoder import Proposal
+from outrider.core.actions import Proposal
 from outrider.core.policy import Policy
 from outrider.core.sampling import Pick
 from outrider.engines.base import CHUNK, Chooser, Engine, Feed, Prompt, check_feeds, check_truncation, read_many

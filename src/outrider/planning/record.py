@@ -9,7 +9,8 @@ from torch import Tensor
 
 from outrider.config import GenerationSettings
 from outrider.core.acceptance import Exact
-from outrider.core.decoder import Decoder, Plan
+from outrider.core.actions import Plan
+from outrider.core.decoder import Decoder
 from outrider.core.detokenizer import detokenizer
 from outrider.core.gate import Always, Signals, measure
 from outrider.core.policy import Policy

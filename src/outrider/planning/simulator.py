@@ -22,8 +22,9 @@ from typing import Literal
 
 from outrider.config import DriverName, Scope
 from outrider.core.acceptance import Exact
+from outrider.core.actions import Plan
 from outrider.core.audits import MISS, upper_bound
-from outrider.core.decoder import MAX_PROVISIONAL, Decoder, Plan
+from outrider.core.decoder import MAX_PROVISIONAL, Decoder
 from outrider.core.gate import Always, Gate
 from outrider.core.gate import gate as parse_gate
 from outrider.core.lookahead import MAX_K, Lookahead, lookahead

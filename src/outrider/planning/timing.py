@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from outrider.config import GenerationSettings
 from outrider.core.acceptance import Verdict
-from outrider.core.decoder import Draft, Verify
+from outrider.core.actions import Draft, Verify
 from outrider.edge.drafter import Drafter
 from outrider.engines.base import Engine, Prompt, Reader
 from outrider.planning.checks import count

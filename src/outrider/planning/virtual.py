@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from outrider.config import DriverName
 from outrider.core.acceptance import Verdict
-from outrider.core.decoder import Decoder, Draft, Event, Proposal, Verify
+from outrider.core.actions import Draft, Proposal, Verify
+from outrider.core.decoder import Decoder, Event
 from outrider.core.gate import Signals
 from outrider.edge.drivers import pipelined, sequential
 from outrider.edge.lessons import Lessons

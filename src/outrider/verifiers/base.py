@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from outrider.config import GenerationSettings
 from outrider.core.acceptance import Verdict
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.errors import VocabularyMismatch
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import count
 
 from outrider.core.acceptance import Verdict, rule
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from outrider.core.policy import Policy
 from outrider.engines.base import Engine, Prompt, Reader, read_many
 from outrider.errors import PromptError, StateError

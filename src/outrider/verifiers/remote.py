@@ -16,7 +16,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError
 
 from outrider.core.acceptance import Verdict
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.errors import CloudLost, CloudRefused, StateError
 from outrider.netem.conditions import Conditions as Net

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 
 from outrider.core.acceptance import Verdict
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.errors import CloudRefused, StateError
 from outrider.verifiers.base import Conditions

@@ -10,7 +10,7 @@ from itertools import count
 from typing import TypeVar
 
 from outrider.core.acceptance import Verdict
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.errors import CloudLost, SettingsError, StateError
 from outrider.netem.conditions import Conditions as Net

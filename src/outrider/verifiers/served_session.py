@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from outrider.config import GenerationSettings
 from outrider.core.acceptance import Exact, Residual, Verdict, rule
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from outrider.core.partial import PartialRow, Uncovered
 from outrider.core.policy import Policy
 from outrider.engines.base import Prompt

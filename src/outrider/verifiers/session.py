@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.core.acceptance import Rule, Verdict, audit, judge
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from outrider.core.policy import Policy, Rows
 from outrider.errors import OutOfStep
 

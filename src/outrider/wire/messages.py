@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from outrider.config import GenerationSettings
 from outrider.core import acceptance
-from outrider.core.decoder import Verify
+from outrider.core.actions import Verify
 from outrider.core.sampling import Support
 from outrider.errors import CloudRefused, OutriderError
 from outrider.wire import schema

@@ -1,0 +1,75 @@
+"""What the decoder asks of a driver, what it gets back, and how one generation is set up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.config import OnLoop, Scope
+from outrider.core.acceptance import Exact, Rule
+from outrider.core.gate import Gate, Signals
+from outrider.core.lookahead import Lookahead
+from outrider.core.loops import DEFAULT, LoopRule
+from outrider.core.sampling import Support
+from outrider.core.stopping import Reason, StopRules
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One drafted token. signals: where a gate or lookahead needs them. q: what it was drawn from (residual)."""
+
+    token: int
+    signals: Signals | None = None
+    q: Support | None = None
+    left_loop: bool = False
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Propose up to `count` tokens; with `leave_loop`, draw the first one at random from the best few."""
+
+    count: int
+    leave_loop: bool = False
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Judge draft_ids, which follow the committed tokens.
+
+    base_length: committed tokens, prompt included. new_ids: those of them that the verifier has not seen.
+    """
+
+    round: int
+    base_length: int
+    new_ids: tuple[int, ...]
+    draft_ids: tuple[int, ...]
+    q: tuple[Support, ...] = ()
+
+
+@dataclass(frozen=True)
+class Done:
+    reason: Reason
+
+
+Action = Draft | Verify | Done
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How drafting and verification work together in one generation.
+
+    lookahead is None without a drafter (cloud-only); has_verifier is False without a verifier (edge-only).
+    """
+
+    rules: StopRules
+    gate: Gate
+    accept: Rule
+    lookahead: Lookahead | None
+    has_verifier: bool
+    on_loop: OnLoop
+    scope: Scope = "block"
+    loop_rule: LoopRule = DEFAULT
+
+    @property
+    def cut_is_free(self) -> bool:
+        """True where the output does not depend on how it is cut into blocks."""
+        return self.gate.exact and isinstance(self.accept, Exact)
