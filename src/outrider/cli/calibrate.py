@@ -74,7 +74,7 @@ def identify(models: Models, network: Connection = Connection()) -> tuple[ModelI
     check_connection(models, network)
     verifier = reach(models, network)
     if isinstance(verifier, Distant):
-        verifier.probe()  # a cloud that cannot be reached is known before a model is loaded
+        verifier.probe()  # detect an unreachable cloud before a model is loaded
     sides = Pair(load_drafter(models), verifier, "fail").now.sides
     disconnect(verifier)
     edge, cloud = (ModelId(side.name, side.fingerprint) for side in sides)
@@ -95,14 +95,14 @@ def _show(found: Calibration, out: str, traces: int) -> None:
     console.print(lead, style="dim", soft_wrap=True)
     console.print(_table(found))
     lost = {
-        "outputs": f"of {found.traces} outputs at most {_percent(found.risk)} would differ from the cloud's",
-        "tokens": f"in {found.traces} outputs at most {_percent(found.risk)} of the cloud's tokens would lie behind a "
+        "outputs": f"at most {_percent(found.risk)} of {found.traces} outputs would differ from the cloud's",
+        "tokens": f"at most {_percent(found.risk)} of the cloud's tokens in {found.traces} outputs would follow a "
         "wrong one",
     }
     hardly = ": it saves nearly nothing" if found.escalation > NEARLY_ALL else ""
     console.print(
-        f"{found.gate}: {_percent(found.escalation)} of blocks go to the cloud, audits included{hardly}. On the edge's "
-        f"word, {lost[found.loss]}: within the budget of {_percent(found.epsilon)}.\n"
+        f"{found.gate}: {_percent(found.escalation)} of blocks go to the cloud, audits included{hardly}. With the rest left to "
+        f"the edge, {lost[found.loss]}: within the budget of {_percent(found.epsilon)}.\n"
         f"Written to {out}: --gate calibrated:{out} --k {found.k}",
         soft_wrap=True,
     )

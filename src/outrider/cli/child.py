@@ -1,4 +1,4 @@
-"""A cloud of our own, in a second process: what `outrider demo` and `outrider edge` run against."""
+"""A cloud in a second process, for `outrider demo` and `outrider edge`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from contextlib import contextmanager, suppress
 from outrider.errors import OutriderError
 
 END = 5.0  # s that it gets to end by itself
-BACKOFF_S = 0.5  # before it is started again; doubled with each start that does not last
+BACKOFF_S = 0.5  # before a restart; doubled with each start that does not last
 MOST_BACKOFF_S = 30.0
-LASTED_S = 60.0  # a cloud that served for as long is started again without the doubled pause
+LASTED_S = 60.0  # a cloud that served for this long restarts with the first pause
 log = logging.getLogger("outrider.gateway")
 
 
@@ -51,7 +51,7 @@ def starting_cloud(model: str, *options: str) -> Iterator[Callable[[], str]]:
 
 @contextmanager
 def supervised_cloud(model: str, *options: str) -> Iterator[SupervisedCloud]:
-    """The same, and it is started again whenever it ends."""
+    """Yield a cloud process that is restarted whenever it ends."""
     cloud = SupervisedCloud(model, options)
     try:
         yield cloud
@@ -60,7 +60,8 @@ def supervised_cloud(model: str, *options: str) -> Iterator[SupervisedCloud]:
 
 
 class _Child:
-    """One process. It ends with this one, killed or not, and gets no signal from the terminal: this one ends it."""
+    """A cloud process. It ends with its parent, even a killed one. Only the parent ends it: it gets no terminal
+    signals."""
 
     def __init__(self, model: str, listen: str, options: tuple[str, ...]) -> None:
         command = [sys.executable, "-m", "outrider", "cloud", model, "--listen", listen, "--json", "--grace", "0"]
@@ -87,7 +88,7 @@ class _Child:
         return listening
 
     def last_words(self) -> str:
-        """What it has written to stderr."""
+        """Return the process's output on stderr."""
         self._stderr.seek(0)
         return self._stderr.read().strip()
 
@@ -106,9 +107,9 @@ class _Child:
 
 
 class SupervisedCloud:
-    """A cloud process that is started again, on the same port and with growing pauses, whenever it ends.
+    """A cloud process that is restarted whenever it ends, on the same port and with backoff.
 
-    trouble: why it is away, None while it serves.
+    trouble: the reason while it does not serve, else None.
     """
 
     def __init__(self, model: str, options: tuple[str, ...]) -> None:
@@ -123,7 +124,7 @@ class SupervisedCloud:
         return self._child.process.pid
 
     def address(self) -> str:
-        """Wait until it listens for the first time; from then on it is watched.
+        """Wait until the process listens for the first time, and monitor it from then on.
 
         Raises:
             OutriderError: it ended before.
@@ -135,7 +136,7 @@ class SupervisedCloud:
         return address
 
     def close(self) -> None:
-        """End it, and start it no more."""
+        """End the process and stop restarting it."""
         self._closing.set()
         self._child.end()
         if self._thread is not None:

@@ -133,7 +133,7 @@ class Operation:
 def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, operation: Operation) -> int:
     """Load the model and serve it until told to stop."""
     signal.signal(signal.SIGTERM, _terminated)  # until the server listens, and ends in order
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before gRPC is imported: its own lines would stand among ours
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before gRPC is imported, which would add log lines of its own
     import asyncio  # here, as parsing needs none of it
 
     from outrider.cli.progress import progress
@@ -153,7 +153,7 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
     with progress(quiet=operation.log_format == "json") as step:
         step(f"loading the model {name}")
         engine = load_engine(name, dtype=operation.dtype, device=operation.device)
-        gc.collect()  # a service runs for long: what loading left behind must not stay
+        gc.collect()  # free what loading left behind: a service runs for long
         collect_from_now_on()
         step("reserving the KV cache")
         return asyncio.run(run(engine, serving, _listening(engine, serving, operation, step)))
@@ -162,7 +162,7 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
 def _listening(
     engine: Hosted, serving: Serving, operation: Operation, step: Callable[[str | None], None]
 ) -> Callable[[Server], None]:
-    """What is said once the service listens."""
+    """Announce that the service listens."""
 
     def listening(server: Server) -> None:
         step(None)
@@ -176,7 +176,7 @@ def _listening(
 
 
 def _terminated(number: int, frame: object) -> None:
-    """End at once: there is no child and no file yet, and a library that is importing may swallow an exception."""
+    """End at once. There is no child and no file yet, and an exception could be swallowed by a library's import."""
     os._exit(128 + number)
 
 

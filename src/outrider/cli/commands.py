@@ -55,7 +55,7 @@ def run_demo(
 
     With --net the cloud alone captions them too: its texts are compared and its time is measured.
 
-    cloud: waits until that process listens, and returns its address.
+    cloud: a function that waits until that process listens and returns its address.
     """
     clips = read_json(BUNDLED / "clips" / "clips.json")
     jobs = [
@@ -112,7 +112,7 @@ def run_caption(
         raise PromptError("no recording was given: outrider caption AUDIO…")
     if instruction is not None:
         if not instruction.strip():
-            raise PromptError("--instruction is empty: write what to ask about the recording, or leave it out")
+            raise PromptError("--instruction is empty: give a question about the recording, or leave it out")
         check_text(instruction)
     check(models, speculation, network)
     jobs = [Audio(Path(name), task=task, lang=lang, instruction=instruction) for name in files]
@@ -338,7 +338,7 @@ def _print_text(title: str, decoder: SpeculativeDecoder, result: Result) -> None
 
 
 def _print_summary(done: list[tuple[str, Result]], alone: Alone | None = None) -> None:
-    """Print who decided the tokens and what was gained: below the text on a terminal, else to stderr."""
+    """Print the tokens' sources and the gain: below the text on a terminal, else to stderr."""
     console = stdout() if stdout().is_terminal else STDERR
     if console.is_terminal:
         console.print(view.legend(source for _, result in done for source in result.sources))
@@ -362,7 +362,7 @@ def pieces(decoder: SpeculativeDecoder, result: Result) -> list[str]:
 
 @contextmanager
 def _loaded(loading: Loading, output: Output) -> Iterator[SpeculativeDecoder]:
-    """The decoder; at the end the session with a cloud across a network is closed."""
+    """Yield the decoder, and close the session with a cloud across a network at the end."""
     quieten(output)
     what = f"loading {loading.what}" if loading.what else "connecting"
     with STDERR.status(Text(what)) if STDERR.is_terminal else nullcontext():
@@ -376,7 +376,8 @@ def _loaded(loading: Loading, output: Output) -> Iterator[SpeculativeDecoder]:
 
 
 def quieten(output: Output) -> None:
-    """Log to stderr: warnings, with --verbose also our own details and the model library's remarks and bars."""
+    """Log to stderr: warnings; with --verbose also Outrider's details and the model library's messages and progress
+    bars."""
     from transformers.utils import logging as transformers_logging
 
     logging.basicConfig(level=logging.WARNING, handlers=[LogHandler()], format="%(message)s")

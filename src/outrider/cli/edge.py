@@ -51,30 +51,30 @@ log = logging.getLogger("outrider.gateway")
 @Parameter(name="*", group=SERVING)
 @dataclass(frozen=True)
 class Serving:
-    """Who is served, and how much.
+    """Access and limits.
 
     Parameters
     ----------
     slots
         Generations that run at once.
     queue
-        Requests that may wait for a slot; more are told to come again (429).
+        Requests that may wait for a slot; more are refused (429).
     time_limit
-        Seconds that a generation may take from its slot to its end.
+        Seconds that a generation may take, from getting its slot to its end.
     max_body
         The largest request, recordings in base64 included, as in 16MiB.
     api_keys
-        A file with one NAME KEY per line: whoever asks must show a key.
+        A file with one NAME KEY per line: every request must carry a key.
     insecure
         Listen on a public address without API keys.
     allow_origin
-        A site whose pages may ask, as in https://example.org (may be given several times).
+        A site whose pages may send requests, as in https://example.org (may be given several times).
     log_format
         text or json lines, on stderr; neither holds any user's text.
     json
         One JSON line on stdout once it listens.
     verbose
-        Log what is loaded and resolved.
+        Log models and resolved settings.
     """
 
     slots: Whole = 8
@@ -120,9 +120,9 @@ def _check_installed() -> None:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGINT end the start-up in order, with 128 + the signal's number; `serve` takes them over later.
+    """End the start-up in order on SIGTERM and SIGINT, with 128 + the signal's number; `serve` takes them over later.
 
-    A second one does not disturb what the first one has begun.
+    A second signal is ignored.
     """
 
     def end(number: int, frame: object) -> None:
@@ -191,7 +191,7 @@ def _check_own_cloud(network: Network) -> None:
 
 
 class _Cloud:
-    """How the cloud is reached, and why it is away. hosts: its addresses, once they are known."""
+    """The connection to the cloud, and the reason if it is unreachable. hosts: its addresses, once they are known."""
 
     def __init__(self, models: Models, network: Network) -> None:
         from outrider.verifiers.connect import parse_target
@@ -208,7 +208,8 @@ class _Cloud:
         return () if self.target.kind == "none" else parse_target(self._place).hosts
 
     def reach(self) -> Reach | None:
-        """A function from an emulated network to a verifier behind it, or None. Waits for the gateway's own cloud."""
+        """Return a function from an emulated network to a verifier behind it, or None. Wait for the gateway's own
+        cloud."""
         if self.target.kind == "none":
             return None
         if self.own is not None:
@@ -225,7 +226,7 @@ class _Cloud:
 
 @contextmanager
 def _cloud(models: Models, network: Network) -> Iterator[_Cloud]:
-    """The cloud; a local one is started in a process of its own, and is waited for when it is first reached."""
+    """Yield the cloud. A local one is started in a process of its own, and is awaited at the first connection."""
     cloud = _Cloud(models, network)
     if cloud.target.kind != "local":
         yield cloud
@@ -304,7 +305,7 @@ def _choice(speculation: Speculation, network: Network, *, has_cloud: bool) -> C
 
 @dataclass(frozen=True)
 class _Met:
-    """What is known of the cloud, asked each time. trouble: why it is away, None while it is there."""
+    """The present state of the cloud. trouble: the reason if it is unreachable, else None."""
 
     name: Callable[[], str]
     trouble: Callable[[], str | None] = lambda: None
@@ -312,9 +313,9 @@ class _Met:
 
 @contextmanager
 def _met(engine: Engine, reach: Reach | None, cloud: _Cloud) -> Iterator[_Met]:
-    """Meet the cloud, as far as it can be asked now; one that suits no edge ends the gateway here.
+    """Connect to the cloud if it is reachable now. An incompatible cloud ends the gateway here.
 
-    One that cannot be reached yet does not: requests then say so until it can.
+    An unreachable cloud does not: requests fail with 503 until it can be reached.
     """
     from outrider.gateway.meeting import Meeting
 

@@ -25,7 +25,7 @@ def one_line(text: str) -> str:
 
 
 def to_json(value: Any) -> str:
-    """Return JSON without a raw control character: it is the same JSON, in escapes."""
+    """Return equivalent JSON in which control characters are escaped."""
     return _UNSAFE_IN_JSON.sub(_json_escape, json.dumps(value, ensure_ascii=False))
 
 

@@ -20,7 +20,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def guarded(run: Callable[[], int], typed: Sequence[str] = ()) -> int:
-    """Run to an exit code; an error after Ctrl-C is a consequence of it. typed: the command line."""
+    """Run to an exit code. An error after Ctrl-C is treated as its consequence. typed: the command line."""
     try:
         return run()
     except BrokenPipeError:
@@ -48,10 +48,10 @@ def _failed(error: Exception, typed: Sequence[str]) -> int:
 
 
 def in_options(message: str, typed: Sequence[str]) -> str:
-    """Name settings as they were typed: `top_k` becomes --top-k if that option was given."""
+    """Replace settings' names by typed options: `top_k` becomes --top-k if that option was given."""
     for option in {word.partition("=")[0] for word in typed if word.startswith("--")}:
         name = RENAMED.get(option, option[2:].replace("-", "_"))
-        begins = rf"^{re.escape(name)}(?=[ :,])"  # elsewhere a plain word may be a plain word
+        begins = rf"^{re.escape(name)}(?=[ :,])"  # further in, a plain word need not be a setting
         anywhere = rf"(?<![\w-]){re.escape(name)}(?!\w)"
         message = re.sub(anywhere if "_" in name else begins, option, message)
     return message

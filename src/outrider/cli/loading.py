@@ -1,4 +1,4 @@
-"""What is being loaded, for people who wait: the models with their sizes."""
+"""Names and sizes of the models being loaded, for progress messages."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from outrider.errors import OutriderError
 
 @dataclass(frozen=True)
 class Loading:
-    """How to build the decoder. what: the models that are read, for people who wait."""
+    """A way to build the decoder. what: the models being loaded, for a progress message."""
 
     build: Callable[[], SpeculativeDecoder]
     what: str
 
 
 def named(models: Models) -> str:
-    """Name the models that this process reads, each with its size where it is known."""
+    """Name the models that this process loads, each with its size where it is known."""
     local = models.cloud.removeprefix("local:") if models.cloud.startswith("local:") else "none"
     names = [name for name in (models.edge, "demo:cloud" if local == "demo" else local) if name != "none"]
     return " and ".join(f"{one_line(name)}{_size_of(name)}" for name in names)
 
 
 def _size_of(name: str) -> str:
-    """The bytes of a local checkpoint's weights, in brackets; empty for a hub id."""
+    """Return the bytes of a local checkpoint's weights, in brackets; empty for a hub id."""
     try:
         place = Path(locate(name))
     except OutriderError:  # reported where it is loaded

@@ -92,7 +92,7 @@ def caption(
     instruction
         What to ask about the recording, in your own words, instead of --task.
     split
-        Caption recordings that are longer than the models take in pieces of equal length, each with its times.
+        Divide recordings that exceed the models' window into pieces of equal length, each with its times.
     """
     from outrider.cli.commands import run_caption
 
@@ -132,11 +132,11 @@ def generate(
     Parameters
     ----------
     prompt
-        The text; read from standard input where neither it nor --prompt-ids is given.
+        The text. Without it and --prompt-ids, standard input is read.
     prompt_ids
         Token ids instead, as in "1 2 3".
     chat
-        Put the prompt through the model's chat template, as the user's turn.
+        Apply the model's chat template: the prompt is the user's turn.
     """
     from outrider.cli.commands import run_generate
 
@@ -184,8 +184,8 @@ def edge(
 ) -> int:
     """Serve the pair to OpenAI clients and browsers, until SIGTERM.
 
-    Speculation, network and decoding are what requests take on where they do not say otherwise. A cloud that is
-    local:MODEL runs in a process of its own.
+    The options for speculation, network and decoding are the defaults of requests. A cloud that is local:MODEL runs in
+    a process of its own.
 
     ```text
     outrider edge
@@ -215,7 +215,7 @@ def evaluate(
     decoding: Decoding = Decoding(),
     output: Output = Output(),
 ) -> int:
-    """Run a set through the modes of decoding, in turn, on the same models; the same command goes on where it was.
+    """Decode a set in several modes with the same models. After an interruption, the same command resumes the run.
 
     ```text
     outrider eval demo --out run --gate entropy:0.3 --trace
@@ -248,7 +248,7 @@ def calibrate(
     decoding: Decoding = Decoding(),
     output: Output = Output(),
 ) -> int:
-    """Find the gate that escalates least within a risk budget, from traces; --gate calibrated:FILE decodes with it.
+    """Find the gate that escalates least within a risk budget, from traces. Decode with --gate calibrated:FILE.
 
     ```text
     outrider calibrate run/traces.jsonl --out gate.json --epsilon 0.2
@@ -258,18 +258,19 @@ def calibrate(
     Parameters
     ----------
     traces
-        What `outrider eval --trace` wrote (DIR/traces.jsonl) with this pair and these decoding options.
+        Traces of this pair with these decoding options, as `outrider eval --trace` writes them (DIR/traces.jsonl).
     out
         The gate file.
     epsilon
-        The budget: the share that may be lost.
+        The budget: the largest expected loss, as a share.
     loss
-        What is lost: outputs that are not what the cloud alone would have said, or only so much of what it would have
-        said as lies behind the first other token (tokens).
+        The loss: the share of outputs that differ from the cloud's own (outputs), or of the cloud's tokens from the
+        first
+        difference on (tokens).
     k
-        The block length that the gate is for.
+        The block length of the gate.
     audit
-        The share of skipped blocks that is verified all the same, at random, to watch the risk.
+        The share of skipped blocks that are verified at random, to monitor the risk.
     seed
         The seed that the traces were decoded with; it also divides them between choosing the signal and setting its
         threshold.
@@ -310,7 +311,7 @@ def plan(
     decoding: Decoding = Decoding(),
     output: Output = Output(),
 ) -> int:
-    """Say which way of decoding wins for this pair, network and goal, and by how much; often that is the cloud alone.
+    """Rank the ways of decoding for this pair, network and goal. Often the cloud alone is the best.
 
     ```text
     outrider plan --net rtt=50ms,bw=2Mbit
@@ -322,14 +323,15 @@ def plan(
     net
         The network between edge and cloud, as in rtt=50ms,bw=2Mbit.
     aim
-        What is to be little: seconds (latency), the cloud's seconds (cloud), tokens that the cloud decides (quality),
-        or what leaves the edge (privacy).
+        The quantity to minimise: seconds (latency), the cloud's seconds (cloud), tokens that the cloud decides
+        (quality), or what leaves the edge (privacy).
     budget
-        The share of tokens that may differ from the cloud's; 0 unless said, any for privacy.
+        The share of tokens that may differ from the cloud's. The default is 0, and no limit for --aim privacy.
     gate
-        A gate to try, as in entropy:1.5 (may be given several times); otherwise those that ask the cloud least.
+        A gate to try, as in entropy:1.5 (may be given several times). By default the gates with the smallest cloud
+        share.
     utilisation
-        How busy the cloud is with others, 0 to below 1.
+        The cloud's load from other clients, 0 to below 1.
     """
     from outrider.cli.plan import run_plan
 
@@ -359,7 +361,8 @@ def sweep(
     Parameters
     ----------
     gate
-        Gates to try; otherwise entropies over the whole range of shares of the cloud (each option may be given several
+        Gates to try. By default entropy thresholds over the whole range of cloud shares (each option may be given
+        several
         times).
     k
         Block lengths, or auto.
@@ -368,7 +371,7 @@ def sweep(
     net
         Networks, as in rtt=50ms,bw=2Mbit.
     out
-        Also write the rows to this file, one JSON object a line; a report draws them.
+        Also write the rows to this file, one JSON object a line. `outrider report` plots them.
     """
     from outrider.cli.plan import run_sweep
 

@@ -81,21 +81,21 @@ class Speculation:
     Parameters
     ----------
     k
-        Tokens per block, 1 to 64, or auto: for as long as it pays, learnt on the way.
+        Tokens per block, 1 to 64, or auto: adaptive, from measured times and acceptances.
     gate
         Which blocks are verified: always, never, SIGNAL:THRESHOLD with SIGNAL entropy, margin, maxprob or logprob,
-        SIGNAL.mean for the mean over the block, any-of with |, or calibrated:FILE (outrider calibrate). Blocks that
-        are sure enough are skipped, which is lossy; with the prefix trigger: they stay provisional until a verdict
+        SIGNAL.mean for the mean over the block, any-of with |, or calibrated:FILE (outrider calibrate). Blocks with
+        enough confidence are skipped, which is lossy; with the prefix trigger: they stay provisional until a verdict
         and the result stays exact.
     accept
         exact, residual, rank:N, margin:D or typical:E.
     scope
-        What becomes of skipped tokens that the verifier would have changed: block leaves them, repair rolls back.
+        Skipped tokens that the verifier would have changed: block leaves them, repair rolls back.
     on_loop
-        When the output loops: escalate the next block (the default), sample one token (the default without a
-        cloud), stop, or ignore.
+        The reaction to a loop: escalate the next block (the default), sample one token (the default without a cloud),
+        stop, or ignore.
     loop_rule
-        What counts as a loop: the longest period, the shortest tail, and tokens beyond two periods.
+        The definition of a loop: the longest period, the shortest tail, and tokens beyond two periods.
     """
 
     k: Annotated[int | Literal["auto"], Parameter(converter=_block_length)] = 5
@@ -124,7 +124,7 @@ class Connection:
     key
         Its key (PEM).
     deadline
-        Seconds that one answer may take before it is asked for again.
+        Seconds until an unanswered request is repeated.
     patience
         Seconds of attempts before the cloud counts as lost.
     """
@@ -152,12 +152,12 @@ class Network(Connection):
     Parameters
     ----------
     driver
-        sequential waits for each verdict; pipelined drafts on meanwhile, with the same output.
+        sequential waits for each verdict; pipelined drafts meanwhile, with the same output.
     on_cloud_loss
-        When the cloud cannot be reached: fail (the default for exact gates), edge-only (the default for gates that
+        The policy for an unreachable cloud: fail (the default for exact gates), edge-only (the default for gates that
         skip), or wait.
     privacy
-        The most that may be sent: tokens (ids only), features (what the model makes of a recording), or audio.
+        The most that may be sent: tokens (ids only), features (the model's features of a recording), or audio.
     net
         Emulate a network on the way, as in rtt=50ms,jitter=5ms,bw=2Mbit.
     """
@@ -176,7 +176,7 @@ class DemoNetwork(Network):
     Parameters
     ----------
     driver
-        pipelined drafts on while a verdict is under way; sequential waits for each, with the same output.
+        pipelined drafts during a verdict's round trip; sequential waits for each, with the same output.
     """
 
     driver: DriverName = "pipelined"
@@ -185,7 +185,7 @@ class DemoNetwork(Network):
 @Parameter(name="*", group=DECODING)
 @dataclass(frozen=True)
 class Decoding:
-    """What to generate, whoever generates it.
+    """Decoding settings, the same for edge and cloud.
 
     Parameters
     ----------
@@ -206,7 +206,7 @@ class Decoding:
     repetition_penalty
         Above 1 makes tokens of the prompt and the output less likely.
     repetition_window
-        How many of the last tokens the penalty looks at; 0 is all.
+        The number of last tokens that the penalty covers; 0 is all.
     no_repeat_ngram
         Never repeat an n-gram of this size; 0 is off.
     stop
@@ -310,7 +310,7 @@ def assemble(
     *,
     watch: bool = False,
 ) -> SpeculativeDecoder:
-    """Return a decoder from what is loaded and connected. watch: measure signals also where no gate needs them."""
+    """Return a decoder from the loaded and connected models. watch: measure signals also where no gate needs them."""
     from outrider.api import SpeculativeDecoder
 
     together = {name: getattr(network, name) for name in ("driver", "on_cloud_loss", "privacy")}
@@ -325,7 +325,7 @@ def collect_from_now_on() -> None:
 
 
 def check_connection(models: Models, network: Connection) -> Target:
-    """Raise SettingsError for options of a network with a cloud that is not across one."""
+    """Raise SettingsError for network options with a cloud that is not across a network."""
     from outrider.verifiers.connect import parse_target
 
     target = parse_target(models.cloud)

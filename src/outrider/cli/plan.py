@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 PAIR = Group("What is measured", sort_key=0)
 Drivers = Literal["sequential", "pipelined"]
 REFERENCE = "cloud-only"
-CHANGED = "changed: outputs that are not the cloud's, and the share of tokens that the cloud would have replaced"
+CHANGED = "changed: outputs that differ from the cloud's, and the share of tokens that the cloud would have replaced"
 
 
 @Parameter(name="*", group=PAIR)
@@ -129,7 +129,7 @@ def run_sweep(
 
 
 def _cloud_alone(traces: Sequence[Trace], costs: Costs, nets: Sequence[Conditions]) -> list[Row]:
-    """Rows to compare with: the cloud without a drafter, in each network."""
+    """Return the baseline rows: the cloud without a drafter, in each network."""
     from outrider.planning.simulator import Setup, replay, summarise
     from outrider.planning.sweep import Row
 
@@ -172,7 +172,7 @@ def _measure(
 
 
 def _gates(asked: Sequence[str], budget: float, traces: Sequence[Trace]) -> list[Any]:
-    """Those that were asked for; else, where a budget allows to skip, those that take the least from the cloud."""
+    """Return the given gates, or, if a budget allows skipping, those with the smallest cloud share."""
     from outrider.planning.gates import frontier
     from outrider.planning.planner import KS
 
@@ -274,30 +274,30 @@ def _verdict(ranking: Ranking) -> str:
     if not others:
         return f"{advice}; nothing else keeps within the budget.{sample}"
     if math.isinf(others[0].behind):
-        return f"{advice}: by this goal it costs nothing, and all else costs something.{sample}"
+        return f"{advice}: by this goal it costs nothing, and every other option costs something.{sample}"
     next_best = f"the next best ({others[0].name}) costs {others[0].behind:.2f} times as much by this goal"
     return f"{advice}; {next_best}.{sample}"
 
 
 def _sample(option: Option) -> str:
-    """What the traces show of an option that is not exact, and what they leave open."""
+    """State how many outputs an inexact option changed, and the upper end of the interval."""
     found, setup = option.summary, option.setup
     if setup.mode == "cloud-only" or (setup.mode == "speculative" and setup.policy().exact):
         return ""
     high = f"{100 * found.changed_outputs_high:.0f} %"
     return (
-        f" It changed {_changed_outputs(found)} outputs here, which leaves up to {high} of all open (95 %): "
+        f" It changed {_changed_outputs(found)} outputs here, and may change up to {high} of all (95 %): "
         "outrider calibrate finds a gate that keeps a budget."
     )
 
 
 def _changed_outputs(found: Summary) -> str:
-    """The number of outputs that are not the cloud's, of all."""
+    """Return the number of outputs that differ from the cloud's, and of all outputs."""
     return f"{round(found.changed_outputs * found.outputs)} of {found.outputs}"
 
 
 def _as_options(best: Option) -> str:
-    """What to give to the other commands for it, in brackets."""
+    """Return the option as other commands take it, in brackets."""
     setup = best.setup
     if setup.mode != "speculative":
         return f" ({'--cloud none' if setup.mode == 'edge-only' else '--edge none'})"

@@ -1,4 +1,4 @@
-"""What a server does while it starts, on stderr: a spinner on a terminal, else a line for each step."""
+"""A server's start-up steps on stderr: a spinner on a terminal, else a line for each step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _say(words: str | None) -> None:
 
 @contextmanager
 def _spinning() -> Iterator[Callable[[str | None], None]]:
-    """The step that runs, with the seconds that it has taken; one that is over leaves a line."""
+    """Show the current step in a spinner; a finished step leaves a line with its seconds."""
     from rich.text import Text
 
     from outrider.cli.terminal import STDERR

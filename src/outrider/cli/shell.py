@@ -1,4 +1,4 @@
-"""What a shell's user sees around the commands: defaults in help texts, and completion."""
+"""Shell integration: defaults in help texts, and completion."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Shell = Literal["bash", "zsh", "fish"]
 
 
 def shown_default(value: Any) -> str | None:
-    """Return a default as it is typed; None for those that say nothing: a flag that is off, an empty list."""
+    """Return a default as it is typed, or None for a flag that is off and an empty list."""
     if value is None or value is False or value == ():
         return None
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -28,7 +28,7 @@ def add_completion(app: App) -> None:
         Parameters
         ----------
         shell
-            The shell; detected where it is not given.
+            The shell; by default it is detected.
         """
         from cyclopts.completion.detect import ShellDetectionError
 

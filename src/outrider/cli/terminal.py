@@ -12,7 +12,7 @@ from rich.text import Text
 
 from outrider.cli.escape import to_json, visible
 
-UNCUT = 10_000  # columns: piped output is read by programs and editors, and no line of it is cut or folded
+UNCUT = 10_000  # columns: lines of piped output are never cut or folded
 
 
 class Terminal(Console):
@@ -45,7 +45,7 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def print_message(message: str, style: str = "") -> None:
-    """Print a message to stderr; its further lines are indented, so that text inside it cannot forge a message."""
+    """Print a message to stderr. Further lines are indented, so that text inside it cannot forge a message."""
     STDERR.print(message.replace("\n", "\n  "), style=style or None, soft_wrap=True)
 
 

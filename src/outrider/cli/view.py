@@ -31,7 +31,7 @@ NAMES = {
 
 
 TEXTS = ("", "guarantee")
-NAME = 24  # columns that the name of a file gets before others are left out
+NAME = 24  # columns of a file name; if the table is too wide, other columns are left out
 LEAST_FIRST = ("corrected", "escalated", "near ties", "accepted", "seconds", "by cloud", "tokens")
 
 
@@ -64,7 +64,7 @@ def table(rows: Sequence[tuple[str, Result]], width: int) -> Table:
 
 
 def _fitting(cells: Sequence[dict[str, str]], width: int) -> list[str]:
-    """Names of the columns that fit beside the names of files, which get up to `NAME` columns."""
+    """Return the names of the columns that fit beside the file names, which get up to `NAME` columns."""
     empty = {"near ties": "0", "": ""}  # columns without news
     shown = [name for name in cells[0] if any(row[name] != empty.get(name) for row in cells)]
     wide = {name: max(cell_len(text) for text in (name, *(row[name] for row in cells))) for name in shown}
