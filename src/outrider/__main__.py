@@ -1,4 +1,4 @@
-"""The entry point of `outrider` and `python -m outrider`: Ctrl-C is quiet from the first line on."""
+"""The entry point of `outrider` and `python -m outrider`. Ctrl-C leaves no traceback, from the first line on."""
 
 from __future__ import annotations
 

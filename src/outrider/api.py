@@ -46,9 +46,7 @@ IDS_ONLY = (
     "model to prepare them"
 )
 
-CAPTIONS_ONLY = (
-    "{} writes captions of recordings and nothing else: what it makes of a text means nothing, whatever its guarantee"
-)
+CAPTIONS_ONLY = "{} only writes captions of recordings: its answer to a text is meaningless, whatever the guarantee"
 
 
 class SpeculativeDecoder:
@@ -56,25 +54,25 @@ class SpeculativeDecoder:
 
     Args:
         draft: the edge engine; None leaves everything to the verifier (cloud-only).
-        verifier: what judges the drafts; None leaves everything to the edge (edge-only).
+        verifier: judges the drafts; None leaves everything to the edge (edge-only).
         gate: which blocks are verified ("always": the output is exact); see `outrider.gate`.
-        k: tokens per block, 1 to 64, or "auto" to draft for as long as it pays; it is learnt on the way.
+        k: tokens per block, 1 to 64, or "auto" for an adaptive draft length.
         accept: the acceptance rule, "exact" unless told otherwise.
-        scope: what becomes of skipped tokens that the verifier later finds it would have changed: "block" leaves
-            and counts them, "repair" rolls back to the first.
-        loop_rule: what counts as a loop in the output, "period=32,tail=8,extra=4" (see `outrider.core.loops`).
-        on_loop: what a loop in the output leads to: "escalate" the next block (the default with a verifier),
+        scope: the treatment of skipped tokens that the verifier later disagrees with: "block" leaves and counts them,
+        "repair" rolls back to the first.
+        loop_rule: the definition of a loop in the output, "period=32,tail=8,extra=4" (see `outrider.core.loops`).
+        on_loop: the reaction to a loop in the output: "escalate" the next block (the default with a verifier),
             "sample" one token (the default without), "stop", or "ignore".
         driver: "sequential" waits for each verdict; "pipelined" drafts on meanwhile, with the same output.
-        on_cloud_loss: where the cloud cannot be reached: "fail" with CloudLost (the default for exact gates),
+        on_cloud_loss: the policy for an unreachable cloud: "fail" with CloudLost (the default for exact gates),
             go on "edge-only" (the default for gates that skip), or "wait".
         privacy: the most that leaves the edge: "tokens" (the verifier then knows less than the drafter, and the
-            result says so), "features" (what the drafter's model makes of a recording), or "audio".
-        watch: tell with each event how sure the drafter was of the token, also where no gate asks.
-        reader: without a drafter, the engine whose tokenizer prompts and texts are written with.
-        lazy: speak to the verifier first when something is generated, not now.
+            result says so), "features" (the drafter's features of a recording), or "audio".
+        watch: report the drafter's confidence with each event, also without a gate.
+        reader: without a drafter, the engine whose tokenizer encodes prompts and decodes texts.
+        lazy: connect to the verifier at the first generation, not now.
 
-    A decoder generates for one thread at a time; a second thread gets a StateError while a generation of the first is
+    A decoder generates for one thread at a time. A second thread gets a StateError while a generation of the first is
     unfinished. On engines that serve several threads (`outrider.gateway.sharing`) it takes any number of them.
 
     Raises:
@@ -141,7 +139,7 @@ class SpeculativeDecoder:
     def stream(
         self, prompt: PromptLike, *, cancellation: Cancellation | None = None, **settings: Any
     ) -> Generator[StreamEvent, None, Result]:
-        """Generate, telling what becomes of each token. The `Result` is the generator's return value.
+        """Generate, with an event for each change of a token. The `Result` is the generator's return value.
 
         Raises at once, as `generate` does. The texts of the tokens that stay make up the result's.
         cancellation: ends it from another thread, with `concurrent.futures.CancelledError` in this one.
@@ -166,20 +164,20 @@ class SpeculativeDecoder:
 
     @property
     def captions_only(self) -> bool:
-        """Whether the checkpoint says that it is made for recordings alone (`outrider_tasks` in its config.json)."""
+        """Return whether the checkpoint is for recordings alone (`outrider_tasks` in its config.json)."""
         return bool(getattr(self._encoder, "captions_only", False))
 
     def check_takes_text(self) -> None:
-        """Raise PromptError where texts can be prompts, but no answers come of them."""
+        """Raise PromptError if the models accept texts but only caption recordings."""
         if self.captions_only:
             raise PromptError(
-                f"{self._encoder.name} writes captions of recordings and nothing else: caption a recording, or give "
-                "text models as --edge and --cloud (token ids, as --prompt-ids, are taken all the same)"
+                f"{self._encoder.name} only writes captions of recordings: caption a recording, or give "
+                "text models as --edge and --cloud (token ids, as --prompt-ids, are accepted)"
             )
 
     @property
     def audio_seconds(self) -> float:
-        """The longest recording that the models take, in seconds; 0 where recordings cannot be prompts."""
+        """The longest recording that the models accept, in seconds; 0 if they accept none."""
         front = self._encoder.audio
         if front is None:
             return 0.0

@@ -22,18 +22,18 @@ OWN = "seed"  # the setting that is each request's own, and no part of what a ga
 SEED_LIMIT = 2**64
 GATE_FILE_VERSION = 3
 OLD_GATE_FILE = (
-    ". The budget of older files does not hold live; make the file anew from its traces: "
+    ". The budget of older files does not hold live. Make a new file from the same traces: "
     "outrider calibrate TRACES --out FILE, with the options that the file was made with"
 )
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """What to generate, whoever generates it: drafter, verifier and baselines read the same.
+    """Decoding settings, shared by drafter, verifier and baselines.
 
     temperature 0 is greedy. top_k 0, top_p 1, min_p 0 keep everything. no_repeat_ngram_size 0 is off. stop strings
     stay in the text. sentences ends the output after that many complete sentences, but not before min_new_tokens.
-    suppress_tokens are never emitted. repetition_window is how many of the last tokens repetition_penalty looks at, 64
+    suppress_tokens are never emitted. repetition_window is the number of last tokens that repetition_penalty covers, 64
     or 128 say; 0 is the whole prefix, as in transformers.
     """
 
@@ -130,14 +130,15 @@ class SignalFit:
 
 @dataclass(frozen=True)
 class GateFile:
-    """What `outrider calibrate` found, and for whom: the contents of a gate file.
+    """The contents of a gate file: the result of `outrider calibrate`, and the models it is for.
 
-    gate: the threshold, as text. epsilon: the risk budget. loss: of what it is the largest expected share: "outputs"
+    gate: the threshold, as text. epsilon: the risk budget. loss: the quantity whose expected share is bounded:
+    "outputs"
     that differ from the target's, or "tokens" of the target's output that a run does not reproduce, from the first
-    difference to its end. traces: how many set the threshold. risk: their mean loss there, which bounds that of live
-    runs. escalation: verified blocks ÷ blocks, audits included, as the traces tell it. audit: the share of skipped
-    blocks that is verified all the same. settings: how the traces were decoded. signals: how each would have done, on
-    traces of their own.
+    difference to its end. traces: the number that set the threshold. risk: their mean loss there, which bounds that of
+    live
+    runs. escalation: verified blocks ÷ blocks, audits included, on the traces. audit: the share of skipped blocks that
+    are verified at random. settings: of the traces. signals: the figures of each signal, on traces of their own.
 
     Raises:
         DataError: a value out of range; the key is named.

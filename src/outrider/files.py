@@ -54,7 +54,7 @@ def read_text(path: str | Path) -> str:
 
 
 def parse_json(text: str, name: str) -> Any:
-    """Parse JSON; every way in which the text can be invalid raises DataError with `name`."""
+    """Parse JSON. Invalid text of any kind raises DataError with `name`."""
     if not text.strip():
         raise DataError(f"{name} is empty")
     try:
@@ -74,7 +74,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def write_file(path: str | Path, data: str | bytes) -> None:
-    """Write a file beside its place and rename it: a reader, also one after a power cut, finds the old or the new one.
+    """Write a file atomically: write beside it and rename. Also after a power cut, readers find the old or the new one.
 
     Devices and pipes are written in place.
 
@@ -94,7 +94,7 @@ def write_file(path: str | Path, data: str | bytes) -> None:
 
 
 def check_place(path: str | Path) -> None:
-    """Raise DataError where a file cannot be written; to be called before work whose result goes there."""
+    """Raise DataError if a file cannot be written. Call it before the work whose result goes there."""
     try:
         place = Path(os.path.realpath(path))
         if _is_special(path):
@@ -167,7 +167,7 @@ class TemporaryFolder:
     def close(self) -> None:
         if self._lock < 0 or os.getpid() != self._owner:  # a forked child leaves the folder to its parent
             return
-        with suppress(OSError):  # a cleaner of temporary files was faster
+        with suppress(OSError):  # already removed, by a cleaner of temporary files
             _remove(Path(self.path))
         os.close(self._lock)
         self._lock = -1
@@ -180,7 +180,7 @@ def _remove_unlocked(path: Path) -> None:
         if found.st_uid != os.getuid() or abs(time.time() - found.st_mtime) < YOUNG_S or stat.S_ISLNK(found.st_mode):
             return
         opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:  # not ours to read, or already gone
+    except OSError:  # unreadable, or already removed
         return
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)

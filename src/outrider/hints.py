@@ -1,4 +1,4 @@
-"""Commands that install what is missing, in the form that works for the way outrider was installed."""
+"""Install commands for missing packages, in the form that matches how outrider was installed."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_no_prompt_at_all_is_refused() -> None:
 def test_text_for_a_pair_that_only_captions_is_refused(arguments: tuple[str, ...]) -> None:
     done = outrider("generate", *arguments)
     assert done.returncode == 2
-    assert "captions of recordings and nothing else" in done.stderr
+    assert "only writes captions of recordings" in done.stderr
     assert "--edge" in done.stderr
     assert not done.stdout
 

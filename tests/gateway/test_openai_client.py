@@ -90,7 +90,7 @@ def test_a_placeholder_of_a_recording_in_a_prompt_is_refused(client: openai.Open
 
 def test_text_for_a_pair_that_only_captions_is_warned_about(client: openai.OpenAI) -> None:
     reply: Any = client.completions.create(model="outrider", prompt="Hello", max_tokens=3)
-    assert any("captions of recordings and nothing else" in warning for warning in reply.outrider["warnings"])
+    assert any("only writes captions of recordings" in warning for warning in reply.outrider["warnings"])
 
 
 def test_a_recording_is_captioned_streaming_and_not(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:

@@ -101,8 +101,8 @@ def _show(found: Calibration, out: str, traces: int) -> None:
     }
     hardly = ": it saves nearly nothing" if found.escalation > NEARLY_ALL else ""
     console.print(
-        f"{found.gate}: {_percent(found.escalation)} of blocks go to the cloud, audits included{hardly}. With the rest left to "
-        f"the edge, {lost[found.loss]}: within the budget of {_percent(found.epsilon)}.\n"
+        f"{found.gate}: {_percent(found.escalation)} of blocks go to the cloud, audits included{hardly}. With the rest "
+        f"left to the edge, {lost[found.loss]}: within the budget of {_percent(found.epsilon)}.\n"
         f"Written to {out}: --gate calibrated:{out} --k {found.k}",
         soft_wrap=True,
     )

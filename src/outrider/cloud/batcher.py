@@ -1,13 +1,14 @@
-"""Many sessions, one engine: what was asked is read together, a little at a time, and judged one by one.
+"""Continuous batching of verification requests, with chunked prefill.
 
 One thread owns the engine. Each step
 
-    admit     what was asked since: repeats are answered, the rest is planned and gets a slot, once there is one
-    read      all short blocks in as few forwards as their widths allow; then one chunk of the long prefills
-    judge     those that are read to the end
+        admit     new requests: repeats are answered, the rest is planned and waits for a slot
+        read      all short blocks in as few forwards as their widths allow; then one chunk of the long prefills
+        judge     the blocks that are read to the end
 
-so a long prefill delays the others' verdicts by one chunk at most. Within an identity, the first to come is served
-first. Between identities, slots and engine time are shared (shares.py).
+    so a long prefill delays other verdicts by one chunk at most. Requests of one identity are served in order of
+    arrival.
+    Between identities, slots and engine time are shared (shares.py).
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ class Batcher:
             job.reading = asked
 
     def _admit_waiting(self) -> None:
-        """As many as there are slots, round-robin over identities; a session that has a slot keeps it."""
+        """Select as many jobs as there are slots, round-robin over identities; a session keeps its slot."""
         admitted = [job for job in self._jobs if job.admitted is not None]
         waiting = [job for job in self._jobs if job.admitted is None]
         seated = [job for job in waiting if job.record in self.seats]
@@ -184,10 +185,10 @@ class Batcher:
             self._attempt([job], self._admit, job, busy)
 
     def _preempt(self, job: Job, admitted: Seq[Job]) -> list[Job]:
-        """Take a slot from the identity that uses the most, if it uses at least two more than the job's.
+        """Preempt the identity that uses the most slots, if it uses at least two more than the job's.
 
-        The latest of its long prefills waits again, and is recomputed; its other requests still make progress. Short
-        requests give their slots back within a step.
+        The latest of its long prefills returns to the queue and is recomputed; its other requests still make progress.
+        Short requests release their slots within a step.
         """
         using = Counter(other.identity for other in admitted)
         name, most = using.most_common(1)[0]

@@ -1,4 +1,4 @@
-"""The service's figures and health over plain HTTP, for Prometheus and load balancers."""
+"""Metrics and health over plain HTTP, for Prometheus and load balancers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PLAIN = "text/plain; charset=utf-8"
 
 
 class FiguresServer:
-    """Serves `/metrics` and `/health` until it is closed.
+    """An HTTP server for `/metrics` and `/health`, until it is closed.
 
-    host: a name, an address, or "" for every interface, IPv4 and IPv6. text: makes the figures. healthy: whether the
-    service takes new sessions.
+    host: a name, an address, or "" for every interface, IPv4 and IPv6. text: returns the metrics. healthy: whether the
+    service accepts new sessions.
 
     Raises:
         SettingsError: the address cannot be bound.
@@ -44,7 +44,7 @@ class FiguresServer:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. host: a name, an address, or "" for every interface, IPv4 and IPv6."""
+    """Return a listening TCP socket. host: a name, an address, or "" for every interface, IPv4 and IPv6."""
     if not 0 <= port < 65536:
         raise OverflowError("a port is between 0 and 65535")
     if not host:
@@ -64,7 +64,7 @@ class _Http(ThreadingHTTPServer):
         self.socket, self.text, self.healthy = listener, text, healthy
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that hangs up is no news."""
+        """Ignore clients that disconnect."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -93,4 +93,4 @@ class _Handler(BaseHTTPRequestHandler):
                 return 404, PLAIN, "there are /metrics and /health\n"
 
     def log_message(self, *_: object) -> None:
-        """Requests are not logged."""
+        """Log no requests."""

@@ -1,4 +1,4 @@
-"""The standard health service, for callers that are not known: what they may hold is bounded."""
+"""The standard health service, with bounds on the resources of unauthenticated callers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECEIVE = 5.0  # s
 
 
 def health_handlers(servicer: health.aio.HealthServicer) -> grpc.GenericRpcHandler:
-    """Check and Watch of `servicer`, as streams: of a unary call, gRPC would receive the whole request first."""
+    """Check and Watch of `servicer`, as streams: gRPC would receive the whole request of a unary call first."""
     receiving, watching = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(WATCHING)
 
     async def asked(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> health_pb2.HealthCheckRequest:

@@ -68,11 +68,12 @@ class Limits:
 
     @property
     def max_streams_per_identity(self) -> int:
-        """Session streams of one identity: one for each session, one that takes its place, and some to spare."""
+        """Return the stream limit of one identity: two for each session (one may replace the other), and some to
+        spare."""
         return 2 * self.max_sessions_per_identity + SPARE_STREAMS
 
     def media_share(self, *, named: bool) -> int:
-        """Bytes of media that one identity may have on its way. named: there are other identities, which need room."""
+        """Return the bytes of media that one identity may upload at once. named: there may be other identities."""
         return max(self.max_media_bytes, self.max_media_total // 2) if named else self.max_media_total
 
 

@@ -109,9 +109,9 @@ class Metrics:
         return generate_latest(self.registry).decode()
 
     def serve(self, host: str, port: int, healthy: Callable[[], bool] = lambda: True) -> int:
-        """Serve the figures over HTTP until `close`; the port that was bound (0 lets the system choose).
+        """Serve the metrics over HTTP until `close`; return the bound port (0 lets the system choose).
 
-        healthy: what `/health` answers.
+        healthy: the answer of `/health`.
 
         Raises:
             SettingsError: the address cannot be bound.

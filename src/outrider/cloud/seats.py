@@ -13,7 +13,7 @@ from outrider.engines.base import Engine, Reader
 class Seats:
     """`total` slots of an engine for any number of sessions.
 
-    The least recently used session of the identity that has the most slots gives way.
+    Evicts the least recently used session of the identity that has the most slots.
     """
 
     def __init__(self, engine: Engine, total: int, metrics: Metrics) -> None:

@@ -171,10 +171,9 @@ async def run(engine: Hosted, serving: Serving, listening: Callable[[Server], No
 
 
 def check_free(host: str, port: int) -> None:
-    """Find out whether an address can be listened on, without listening.
+    """Check that an address can be bound, without listening.
 
-    Raises:
-        SettingsError: it is taken, or not this machine's; or the port is one that this user may not take.
+    Raises: SettingsError: the address is in use or not this machine's, or the port is not permitted.
     """
     try:
         listen(host, port).close()

@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 OPENING, LONGEST_OPENING = 30.0, 600.0  # s that a stream without a session may last: between two frames, and in all
 VOCABULARY_PART = 4096  # tokens in one message
 RETRY_DRAINING = 0.5  # s
-OPENINGS = 2  # of one identity that are unpacked at a time: worker threads are few
+OPENINGS = 2  # recordings of one identity unpacked at a time: worker threads are few
 READY = 16  # prompts that are kept unpacked until they get their first slot
-PAUSE = 0.02  # s that an identity waits after a request that was wrong
+PAUSE = 0.02  # s that an identity waits after an invalid request
 WRONG = frozenset({Code.INVALID, Code.PROTOCOL, Code.SETTINGS, Code.PROMPT, Code.CONDITIONING, Code.TOO_LARGE})
 LONGEST = 2**20  # tokens of a session, where neither the model nor the operator says less
 
@@ -80,9 +80,9 @@ class Service:
     # gRPC methods -------------------------------------------------------------------------------------------
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """The service's methods; frames stay bytes, so that what cannot be parsed is refused by us.
+        """The service's methods. Frames stay bytes, so that this class refuses invalid ones.
 
-        None is unary here: gRPC would receive the whole request before the caller is known.
+        No method is unary: gRPC would receive the whole request before authentication.
         """
         methods = {
             "Describe": grpc.stream_unary_rpc_method_handler(self.describe),
@@ -188,9 +188,9 @@ class Service:
             raise Refusal(Code.PROMPT, f"{self.engine.name} takes no audio, so it cannot verify what was heard")
 
     def expect_media(self, identity: str, size: int) -> None:
-        """So many bytes of media more are held for openings, or less. They count as those of sessions do.
+        """Add to the bytes of media held for openings; a negative number releases. They count like those of sessions.
 
-        Where there may be other identities, one of them gets half of the room at most.
+        If there may be other identities, each gets half of the room at most.
         """
         share = self.limits.media_share(named=identity != ANONYMOUS)
         full = self._arriving + size > self.limits.max_media_total or self._arriving_of[identity] + size > share
@@ -202,16 +202,17 @@ class Service:
             del self._arriving_of[identity]
 
     def keep_ready(self, ready: list[Prompt]) -> None:
-        """Keep an unpacked prompt for its first slot; the oldest of too many is unpacked again when it is needed.
+        """Keep an unpacked prompt for its first slot. Beyond the limit the oldest is dropped, and unpacked again on
+        use.
 
-        A minute of silence is a few kilobytes of FLAC and megabytes of samples. Called in worker threads.
+        A minute of silence is a few kilobytes of FLAC and megabytes of samples. Called from worker threads.
         """
         self._ready.append(ready)
         if len(self._ready) > READY:
             self._ready.popleft().clear()
 
     async def _slow_down(self, identity: str, refusal: Refusal) -> None:
-        """Make an identity wait whose requests are wrong: refusing as fast as it asks would cost the others."""
+        """Delay an identity after an invalid request: refusing at full speed would slow down the others."""
         if identity != ANONYMOUS and refusal.code in WRONG:
             async with self._frames.turn(identity):
                 await asyncio.sleep(PAUSE)
@@ -219,7 +220,7 @@ class Service:
     def _check_streams(self, identity: str) -> None:
         most = self.limits.max_streams_per_identity
         if self._streams_of[identity] > most:
-            raise Refusal(Code.LIMIT, f"{identity} has {most} streams open, as many as it may", RETRY_FULL)
+            raise Refusal(Code.LIMIT, f"{identity} has {most} streams open, the most allowed", RETRY_FULL)
 
     def check_rate(self, identity: str) -> None:
         wait = self._rate.take(identity)

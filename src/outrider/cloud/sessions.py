@@ -60,7 +60,7 @@ class Record:
 
     @property
     def unused(self) -> bool:
-        """Whether no stream uses it, and no verdict is being computed."""
+        """Return whether no stream uses the session and no verdict is being computed."""
         return self.stream is None and not self.busy
 
     @property
@@ -146,10 +146,10 @@ class Sessions:
         return []
 
     def _in_excess(self, identity: str, own: int) -> Record:
-        """The session that gives way in a full service, of an identity that has as many as the newcomer or more.
+        """Return the session to evict from a full service, of an identity that has as many as the newcomer or more.
 
-        One that no stream uses, of the identity that has the most; else one in use, if the newcomer would still have
-        fewer than that identity.
+        First choice: one that no stream uses, of the identity that has the most. Else one in use, if the newcomer would
+        still have fewer than that identity.
         """
         count = Counter(record.identity for record in self)
         by_count = sorted(self, key=lambda record: -count[record.identity])
@@ -162,7 +162,7 @@ class Sessions:
         raise Refusal(Code.LIMIT, f"all {self._limits.max_sessions} sessions of this service are in use", RETRY_FULL)
 
     def _to_free(self, identity: str, wanted: int) -> list[Record]:
-        """The sessions that give way for so much media, of the identity that holds the most, longest idle first.
+        """Return the sessions to evict for this much media, of the identity that holds the most, longest idle first.
 
         Their edges can send it again. A session of an identity that holds less than the newcomer would is never ended.
         """

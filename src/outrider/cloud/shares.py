@@ -1,8 +1,8 @@
 """Shares of the engine per identity: one client at its limits must not stall the others.
 
-Places are given round-robin over identities. Heavy work, which is opening a slot (a recording is encoded in one go) and
-pieces of long prefills, is measured: while other identities have requests, an identity may spend as much engine time on
-heavy work as the others use in the meantime, so at most half of the total.
+Slots go round-robin over identities. Heavy work is opening a slot (a recording is encoded in one go) and chunks of long
+prefills. It is timed: while other identities have requests, an identity may spend as much engine time on heavy work as
+the others use meanwhile, so at most half of the total.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def round_robin(items: Iterable[T], by: By[T], taken: Mapping[str, int]) -> list
 
 
 def within_share(items: Seq[T], by: By[T], width: Callable[[T], int], least: int) -> list[T]:
-    """Drop what exceeds an identity's share of one step: `least` tokens, or what the most demanding other one has.
+    """Drop items beyond an identity's share of one step: `least` tokens, or as many as the most demanding other one
+    has.
 
     An identity that is alone has no limit, and every identity keeps its first item.
     """
@@ -52,17 +53,18 @@ def within_share(items: Seq[T], by: By[T], width: Callable[[T], int], least: int
 
 
 class Shares:
-    """Seconds of heavy work that each identity has had ahead of the others."""
+    """Seconds of heavy work that each identity is ahead of the others."""
 
     def __init__(self) -> None:
         self._owed: dict[str, float] = {}
 
     def charge(self, identity: str, seconds: float) -> None:
-        """Count heavy work of an identity."""
+        """Add heavy work of an identity."""
         self._owed[identity] = self._owed.get(identity, 0.0) + seconds
 
     def repay(self, used: Mapping[str, float]) -> None:
-        """Account for a step. used: engine seconds per identity. What the others used reduces an identity's debt."""
+        """Account for a step. used: engine seconds per identity. The seconds of the others reduce an identity's
+        debt."""
         total = sum(used.values())
         for identity, owed in list(self._owed.items()):
             left = owed - (total - used.get(identity, 0.0))
@@ -72,10 +74,8 @@ class Shares:
                 del self._owed[identity]
 
     def permitted(self, wanting: Collection[str], running: Collection[str]) -> set[str]:
-        """Return the identities that may do heavy work now.
-
-        wanting: those that have some. running: those with other work. An identity in debt waits while another one has
-        work of any kind that can go on.
+        """Return the identities that may do heavy work now. wanting: those with heavy work. running: those with other
+        work. An identity in debt waits while another one has runnable work of any kind.
         """
         free = {name for name in wanting if name not in self._owed}
         indebted = set(wanting) - free

@@ -1,12 +1,12 @@
-"""How gRPC treats connections, before anything of ours sees them."""
+"""Channel arguments of gRPC: limits on connections that hold before any handler runs."""
 
 from __future__ import annotations
 
 from outrider.cloud.limits import Limits
 
 HANDSHAKE_MS = 20_000  # TLS, and HTTP/2's first frames
-IDLE_MS = 300_000  # a connection without a call is closed after so long; the next call makes another
-PING_MS, PONG_MS = 60_000, 20_000  # a peer that vanished without a word is noticed
+IDLE_MS = 300_000  # after this long without a call a connection is closed; the next call makes another
+PING_MS, PONG_MS = 60_000, 20_000  # detects a peer that vanished
 MOST_PINGS_MS = 900  # a client may send a keepalive ping every second
 MOST_CONNECTIONS = 1024
 IDENTITY_ONLY = 1  # a set of compression algorithms: bit 0 is none at all
@@ -18,7 +18,7 @@ def options(limits: Limits) -> list[Option]:
     """Channel arguments of the server.
 
     Messages are never compressed. Without the last two arguments, gRPC before 1.79 inflates a compressed message before
-    it looks at the size, and before the caller is known.
+    it checks the size, and before authentication.
     """
     return [
         ("grpc.max_receive_message_length", limits.max_message_bytes),

@@ -1,4 +1,4 @@
-"""Turns per identity: so many things of one identity at a time, first come, first served. For one event loop."""
+"""Turns per identity: a bounded number of tasks at a time, first come, first served. For one event loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class _Places:
 
 
 class Turns:
-    """places: how many turns an identity may have at a time.
+    """places: the turns that an identity may have at a time.
 
     With one place, the event loop serves identities in rotation: one with hundreds of streams gets no more passes than
     one with a single stream.
@@ -31,7 +31,7 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, identity: str) -> AsyncIterator[None]:
-        """Wait for a turn. It ends with the next pass of the event loop, so that others come in between."""
+        """Wait for a turn. It ends with the next pass of the event loop, so that other identities run in between."""
         places = self._of.setdefault(identity, _Places(asyncio.Semaphore(self._count)))
         places.users += 1
         try:

@@ -1,4 +1,4 @@
-"""What the decoder asks of a driver, what it gets back, and how one generation is set up."""
+"""The decoder's actions for a driver, the driver's replies, and the plan of one generation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from outrider.core.stopping import Reason, StopRules
 
 @dataclass(frozen=True)
 class Proposal:
-    """One drafted token. signals: where a gate or lookahead needs them. q: what it was drawn from (residual)."""
+    """One drafted token. signals: if a gate or lookahead needs them. q: the distribution that it was drawn from
+    (residual)."""
 
     token: int
     signals: Signals | None = None
@@ -25,7 +26,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Draft:
-    """Propose up to `count` tokens; with `leave_loop`, draw the first one at random from the best few."""
+    """Draft up to `count` tokens; with `leave_loop`, draw the first one at random from the best few."""
 
     count: int
     leave_loop: bool = False
@@ -35,7 +36,7 @@ class Draft:
 class Verify:
     """Judge draft_ids, which follow the committed tokens.
 
-    base_length: committed tokens, prompt included. new_ids: those of them that the verifier has not seen.
+    base_length: committed tokens, prompt included. new_ids: the committed tokens that the verifier has not seen.
     """
 
     round: int
@@ -71,5 +72,5 @@ class Plan:
 
     @property
     def cut_is_free(self) -> bool:
-        """True where the output does not depend on how it is cut into blocks."""
+        """True if the output does not depend on how it is divided into blocks."""
         return self.gate.exact and isinstance(self.accept, Exact)

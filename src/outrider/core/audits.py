@@ -1,21 +1,22 @@
-"""What audits say of a calibrated gate's risk while it runs: an estimate, and an interval that holds what it should.
+"""Running estimate of a calibrated gate's risk from audits, with a confidence interval.
 
-Every block that the gate would skip is audited with the same chance, whatever it holds. Two things follow:
+Every block that the gate would skip is audited with the same probability, independent of its content. So:
 
 - Some outputs are *seen* to differ: a verdict, of an audit or of an escalation, compares all skipped tokens before it.
-- What is skipped behind the last verdict of an output is *unseen*. The block that ended the output there was not
-  audited, though it might have been; others like it were. So audited blocks whose skipping would have ended the output
-  are a random sample of the ends: how often one of them, or the skipped tokens before it, was wrong is how often an
-  unseen end is.
+- Tokens skipped after the last verdict of an output are *unseen*. The block that ended such an output was not audited
+  by chance alone. So the audited blocks whose skipping would have ended their output are a random sample of the ends:
+  the share of them that was wrong (or followed wrong skipped tokens) estimates the share of wrong unseen ends.
 
     risk  =  seen to differ ÷ results  +  unseen ends ÷ results · wrong audited ends ÷ audited ends
 
-of outputs; of tokens, each difference counts with the share of the target's output that it leaves behind. Where that
-depends on what nobody saw (where in a skipped stretch the first wrong token stands, how long the target's output would
-have been) it counts with its least and its largest value at the two ends of the interval.
+of outputs; With the loss "tokens" each difference counts with the share of the target's output from there on. That
+share can depend
+on unobserved values: the position of the first wrong token in a skipped stretch, and the length of the target's output.
+The two ends of the interval then take its least and its largest value.
 
-The interval takes each share's Chernoff bounds (Hoeffding 1963, theorem 1), which hold for any number of results and
-for values between 0 and 1; the four together miss with a chance of at most 5 %.
+The interval combines Chernoff bounds of each share (Hoeffding 1963, theorem 1), which hold for any number of results
+and
+for values between 0 and 1. All four bounds together fail with a probability of at most 5 %.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from dataclasses import dataclass, field
 from outrider.config import Loss
 from outrider.core.acceptance import Verdict
 
-FEWEST_RESULTS = 5  # before an audit warns: fewer do not show how much results differ
-MISS = 0.05  # the chance that an interval does not hold the risk
-FALSE_ALARM = 0.01  # that a warning is wrong: it is looked at after every result
+FEWEST_RESULTS = 5  # results before an audit may warn: fewer do not show their variation
+MISS = 0.05  # the probability that an interval misses the risk
+FALSE_ALARM = 0.01  # the probability of a false warning, per result
 
 
 @dataclass(frozen=True)
 class Risk:
-    """A calibrated gate's budget, and what audits say of it over all results of one decoder so far.
+    """A calibrated gate's budget, and the audits' estimate over all results of one decoder so far.
 
     budget: the expected share of outputs that may differ from the cloud's, or, where the loss is "tokens", of the
-    cloud's output that may lie behind the first difference. estimate: that share as the gate runs, its audits included;
-    None while there are unseen ends and no audited one. low, high: its 95 % interval. results: how many it is of, those
-    that lost the cloud left out. audited, disagreed: skipped tokens that the cloud saw in passing, and how many it
-    would have changed.
+    cloud's output that may lie behind the first difference. estimate: the present share, audits included; None while
+    there are unseen ends and no audited end. low, high: its 95 % interval. results: their number, without those that
+    lost the cloud. audited, disagreed: skipped tokens covered by a verdict, and those that the cloud would have
+    changed.
     """
 
     budget: float
@@ -54,7 +55,7 @@ class Risk:
 
 @dataclass(frozen=True)
 class Span:
-    """The first and the last generated token of which one is the first that the target would have said otherwise."""
+    """The range of generated tokens that holds the first disagreement with the target."""
 
     first: int
     last: int
@@ -62,9 +63,9 @@ class Span:
 
 @dataclass
 class AuditTrail:
-    """What the verdicts of one generation showed of its skipped tokens. Positions count generated tokens.
+    """The evidence of one generation's verdicts about its skipped tokens. Positions count generated tokens.
 
-    differs: the output left the target's here, and stays so. ends: for each audited block whose skipping would have
+    differs: where the output left the target's for good. ends: for each audited block whose skipping would have
     ended the output, where it would have differed then, or None. unseen: the first skipped token that no verdict saw;
     blind: the verifier did not compare it although it could. output: how long the output became.
     """
@@ -78,7 +79,7 @@ class AuditTrail:
     def take(self, verdict: Verdict, base: int, skipped: int, end: int | None) -> None:
         """A verdict on the drafts behind `base`; `skipped` tokens before them were new to the verifier.
 
-        end: where the output would have ended without this audit; None where it would not, or this was none.
+        end: where the output would have ended without this audit; None if it would not have, or without an audit.
         """
         if self.differs is not None:
             return
@@ -91,7 +92,7 @@ class AuditTrail:
             self.ends.append(self.differs or (repaired if repaired.first < end else None))
 
     def close(self, known: int, output: Output) -> None:
-        """The output is complete; the verifier knows its first `known` tokens."""
+        """Close the record of a complete output, of which the verifier knows the first `known` tokens."""
         self.output = output
         if known < output.length and not self.blind:
             self.unseen = known
@@ -99,14 +100,14 @@ class AuditTrail:
 
 @dataclass(frozen=True)
 class Output:
-    """How long an output became, and may become at most; sure: nothing but this limit ends the target's."""
+    """The length of an output and its limit. sure: only this limit ends the target's output."""
 
     length: int
     limit: int
     sure: bool
 
     def losses(self, span: Span, loss: Loss) -> tuple[float, float, float]:
-        """The least, the likely and the largest share of the target's output that lies behind the first difference."""
+        """Return the least, the likely and the largest share of the target's output from the first difference on."""
         if loss == "outputs":
             return (1.0, 1.0, 1.0)
         likely = (span.first + span.last) / 2
@@ -132,17 +133,18 @@ class Losses:
 
 
 class Audits:
-    """The running estimate of a calibrated gate's risk. Results count whole: tokens of one output err together."""
+    """The running estimate of a calibrated gate's risk. The unit is the result: errors of tokens in one output are
+    correlated."""
 
     def __init__(self, budget: float, loss: Loss) -> None:
         self._budget, self._loss = budget, loss
-        self._seen = Losses()  # of results that were seen to differ
+        self._seen = Losses()  # results that a verdict showed to differ
         self._ends = Losses()  # of audited ends
         self._results = self._unseen = self._blind = 0
         self._audited = self._disagreed = 0
 
     def add(self, trail: AuditTrail, audited: int, disagreed: int) -> None:
-        """Count one result, whose trail is closed. audited, disagreed: of its skipped tokens."""
+        """Count one result with its closed trail. audited, disagreed: numbers of its skipped tokens."""
         output = trail.output
         assert output is not None
         self._results += 1
@@ -169,7 +171,7 @@ class Audits:
         return (self._seen.likely + self._unseen * end) / self._results
 
     def interval(self, miss: float) -> tuple[float, float]:
-        """The ends between which the risk lies but for a chance of `miss`, half of it at either end."""
+        """Return an interval that misses the risk with probability `miss`, half of it at either end."""
         if not self._results:
             return 0.0, 1.0
         each, ends, unseen = miss / 4, self._ends, self._unseen - self._blind
@@ -182,7 +184,7 @@ class Audits:
         return lower_bound(low, self._results, each), upper_bound(high, self._results, each)
 
     def warnings(self) -> list[str]:
-        """What to say where the audits contradict the budget."""
+        """Return the warning if the audits contradict the budget."""
         low, _ = self.interval(2 * FALSE_ALARM)
         if self._results < FEWEST_RESULTS or low <= self._budget:
             return []
@@ -195,12 +197,12 @@ class Audits:
 
 
 def upper_bound(share: float, count: int, miss: float) -> float:
-    """The largest mean that `count` values between 0 and 1 can have, if their average is `share`, but for `miss`."""
+    """Return the upper bound (confidence 1 − `miss`) of the mean of `count` values in [0, 1] with average `share`."""
     return 1.0 - lower_bound(max(1.0 - share, 0.0), count, miss)
 
 
 def lower_bound(share: float, count: int, miss: float) -> float:
-    """The smallest such mean: the p below `share` with count · KL(share, p) = −log(miss)."""
+    """Return the lower bound: the p below `share` with count · KL(share, p) = −log(miss)."""
     share = min(share, 1.0)
     low, high, limit = 0.0, share, -math.log(miss) / count
     for _ in range(60):
@@ -210,7 +212,7 @@ def lower_bound(share: float, count: int, miss: float) -> float:
 
 
 def _divergence(share: float, p: float) -> float:
-    """KL(share, p) of two coins, in nats."""
+    """Return KL(share, p) of two Bernoulli distributions, in nats."""
     heads = share * math.log(share / p) if share > 0 and p > 0 else (math.inf if share > 0 else 0.0)
     tails = (1 - share) * math.log((1 - share) / (1 - p)) if share < 1 else 0.0
     return heads + tails

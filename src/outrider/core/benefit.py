@@ -51,7 +51,8 @@ class Gain:
         )
 
     def sentence(self, alone: Alone | None = None) -> str:
-        """Say whether the text is the cloud's, how often the large model ran, and the speed if that is known."""
+        """Return the sentence: whether the text is the cloud's, the large model's runs, and the speed if it is
+        known."""
         if not self.outputs or not self.tokens:
             return ""
         if not self.rounds and alone is None:
@@ -81,7 +82,7 @@ class Gain:
 
 
 def speed(factor: float, how: str) -> str:
-    """Say how fast something is against the cloud alone, and where it does not pay. how: measured or modelled."""
+    """Return the speed relative to the cloud alone, with a note if it does not pay. how: measured or modelled."""
     if factor >= 1 + EVEN:
         return f"{factor:.1f} times as fast as the cloud alone ({how})"
     if factor > 1 - EVEN:

@@ -79,7 +79,7 @@ def _common_length(old: list[int], new: list[int], length: int) -> int:
 class Constraints:
     """The settings of the chain. `prompt_length` tells generated tokens from the prompt.
 
-    repetition_window: how many of the prefix's last tokens the penalty looks at; 0: all, as in transformers.
+    repetition_window: the number of the prefix's last tokens that the penalty covers; 0: all, as in transformers.
     """
 
     repetition_penalty: float = 1.0
@@ -116,7 +116,7 @@ class Constraints:
         return row
 
     def _seen(self, ids: list[int], length: int, index: PrefixIndex) -> np.ndarray:
-        """int64 [distinct]: the distinct tokens that the penalty looks at."""
+        """int64 [distinct]: the distinct tokens that the penalty covers."""
         if not self.repetition_window:
             return index.seen
         return np.unique(np.array(ids[max(0, length - self.repetition_window) : length], dtype=np.int64))

@@ -66,7 +66,7 @@ class Decoder:
         self._loop_found = False
         self._asked: Verify | None = None  # the verdict that is awaited
         self._trail = AuditTrail()
-        self._audited_end: int | None = None  # where the output would have ended but for the audit that is made
+        self._audited_end: int | None = None  # where the output would have ended without the pending audit
         self._reason: Reason | None = None
 
     # What a driver sees -------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class Decoder:
         return events
 
     def trail(self) -> AuditTrail:
-        """What verdicts showed of the skipped tokens of the output, which is complete."""
+        """Return the closed trail of the complete output."""
         rules, plan = self.plan.rules, self.plan
         sure = not (rules.eos_ids or rules.needs_text or plan.on_loop == "stop")
         output = Output(len(self.sequence.sources), rules.max_new_tokens, sure)
@@ -248,7 +248,7 @@ class Decoder:
         return decision.escalate
 
     def _log_block(self, decision: Decision) -> None:
-        """Log the block's number, length, signals and fate; never its tokens."""
+        """Log the block's number, length, signals and decision, never its tokens."""
         known = [p.signals for p in self._block if p.signals is not None]
         signals = [f"{name} {LEAST_SURE[name](getattr(one, name) for one in known):.3g}" for name in NAMES if known]
         fate = f"verified{f' ({decision.reason})' if decision.reason else ''}" if decision.escalate else "skipped"
@@ -270,7 +270,7 @@ class Decoder:
         return "audit" if isinstance(gate, Calibrated) and gate.audits(len(self.sequence.sources)) else ""
 
     def _end_if_skipped(self) -> int | None:
-        """With how many generated tokens the output ends if the pending block is skipped; None if it goes on."""
+        """Return the length of the output if skipping the pending block ends it, else None."""
         generated = self.sequence.generated
         for token in self.sequence.pending:
             generated.append(token)

@@ -1,12 +1,12 @@
-"""Token ids as text, by one rule for results, streams and stop strings.
+"""Detokenisation, shared by results, streams and stop strings.
 
 The text of some ids is their tokenizer's decoding, except that
 
-- bytes at the end that begin a character which is not complete yet are not shown,
+- the bytes of an incomplete character at the end are not shown,
 - a byte that belongs to no character becomes U+FFFD on its own, and takes no other character with it (the byte fallback
   of `tokenizers` replaces a whole run of byte tokens by U+FFFD as soon as one byte of it fits nowhere).
 
-So the text only grows at its end while tokens are appended, from wherever decoding begins.
+So while tokens are appended the text only grows at its end, wherever decoding begins.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LONGEST: Final = 4  # bytes of a character in UTF-8, at most
 
 
 class Detokenizer:
-    """The text of ids. tokenizer: one of transformers, or whatever has its `decode`."""
+    """The text of ids. tokenizer: one of transformers, or an object with its `decode`."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -55,7 +55,7 @@ class Detokenizer:
         return {token for token, each in added.items() if each.special}
 
     def _repaired(self, ids: list[int]) -> list[int]:
-        """Return the ids with each run of byte tokens made whole characters; a cut one at the end is left out."""
+        """Return the ids with runs of byte tokens merged to characters, without an incomplete one at the end."""
         repaired: list[int] = []
         for is_byte, run in groupby(ids, self._bytes.__contains__):
             if not is_byte:

@@ -35,8 +35,8 @@ from outrider.errors import DataError, SettingsError
 Name = Literal["entropy", "margin", "maxprob", "logprob"]
 NAMES: tuple[Name, ...] = ("entropy", "margin", "maxprob", "logprob")
 NO_MEAN = (
-    "the mean over a block cannot be calibrated: what a live drafter adds to it behind a wrong token is in no trace. "
-    f"Calibrate one of {', '.join(NAMES)}, whose blocks go by their least sure token"
+    "the mean over a block cannot be calibrated: no trace shows a live drafter's signals after its own wrong token. "
+    f"Calibrate one of {', '.join(NAMES)}, which take a block's least confident token"
 )
 
 MAX_UNREPAIRED = 128  # skipped tokens after which scope "repair" asks for a verdict all the same
@@ -232,8 +232,8 @@ class Calibrated:
     ) -> Fit:
         """Compare a run with the calibration.
 
-        Another k, vocabulary, loop rule or setting voids the budget, and so do the verdicts that scope "repair" asks
-        for within long outputs, which are not replayed. Another name, which may be the same model's, is a warning.
+        Another k, vocabulary, loop rule or setting voids the budget. So do the verdicts that scope "repair" requests
+        within long outputs, which are not replayed. Another name, which may be the same model's, is a warning.
         """
         file = self.file
         void = [] if k == file.k else [f"with k {file.k}, not {k}"]
@@ -261,13 +261,13 @@ def audited(key: int, positions: np.ndarray, share: float) -> np.ndarray:
 
 
 def calibrated_settings(settings: GenerationSettings) -> list[str]:
-    """The settings that a calibration is for. The seed is the request's own where it only draws audits; sampled traces
-    share the noise of theirs, and say nothing about another."""
+    """Return the settings of a calibration. The seed is free where it only draws audits. Sampled traces share the noise
+    of theirs, and say nothing about another."""
     return [f.name for f in fields(settings) if f.name != OWN or settings.temperature > 0]
 
 
 def _changes(was: GenerationSettings, now: GenerationSettings) -> list[str]:
-    """The settings that differ."""
+    """Return the settings that differ."""
     pairs = [(name, getattr(was, name), getattr(now, name)) for name in calibrated_settings(was)]
     return [f"{name} {before!r}, not {after!r}" for name, before, after in pairs if before != after]
 

@@ -1,8 +1,9 @@
-"""Degeneration: the tail of the committed output repeats itself.
+"""Loop detection: the tail of the committed output repeats itself.
 
 By default a loop of period p is declared when the tail shows two whole periods and four tokens more, and at least eight
-tokens: ABAB needs 8, a 4-token phrase 12, a 32-token one 68. It never ends generation; it makes the next block go
-to the verifier once (or, without one, makes one token be drawn), and only what follows that is looked at again.
+tokens: ABAB needs 8, a 4-token phrase 12, a 32-token one 68. A loop does not end generation. The next block is verified
+once (without a verifier, one token is drawn), and detection
+starts again behind it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ LONGEST = 1024  # tokens; a longer tail costs time at every token
 
 @dataclass(frozen=True)
 class LoopRule:
-    """What counts as a loop; as text, `period=32,tail=8,extra=4`.
+    """The definition of a loop; as text, `period=32,tail=8,extra=4`.
 
     period: the longest period that is sought. tail: tokens of periodic tail at least. extra: tokens beyond two whole
-    periods. `period=1,tail=3,extra=0` declares one when a token stands three times in a row.
+    periods. `period=1,tail=3,extra=0` declares a loop when a token is repeated three times in a row.
 
     Raises:
         SettingsError: a value out of range.
@@ -44,18 +45,18 @@ class LoopRule:
 
     @property
     def window(self) -> int:
-        """No more of the tail than this is ever needed."""
+        """The longest tail that detection needs, in tokens."""
         return self.tail_needed(self.period)
 
     def tail_needed(self, period: int) -> int:
-        """Tokens of periodic tail that make a loop of this period."""
+        """Return the length of periodic tail that makes a loop of this period, in tokens."""
         return max(self.tail, 2 * period + self.extra)
 
     def find(self, tokens: Seq[int]) -> int | None:
-        """The smallest period with which the tail of `tokens` loops, or None."""
+        """Return the smallest period with which the tail of `tokens` loops, or None."""
         tail = list(tokens[-self.window :])
         if tail and tail[-1] not in tail[-1 - self.period : -1]:
-            return None  # nearly always: no period repeats a token that was not there before
+            return None  # the common case: a token new to the tail ends every loop
         for period in range(1, self.period + 1):
             need = self.tail_needed(period)
             if len(tail) < need:
@@ -69,7 +70,7 @@ DEFAULT = LoopRule()
 
 
 def loop_rule(text: str) -> LoopRule:
-    """Read `period=32,tail=8,extra=4`, of which parts may be left out.
+    """Parse `period=32,tail=8,extra=4`, of which parts may be left out.
 
     Raises:
         SettingsError: another form, a name twice, or a value out of range.

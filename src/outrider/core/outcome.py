@@ -145,7 +145,7 @@ class Oversight:
     ) -> Judgement:
         """sides: drafter and verifier, as they describe themselves. stats: with its sources counted. trail: closed.
 
-        A result that went on without the cloud says nothing about the gate.
+        A result that lost the cloud does not count for the gate's risk.
         """
         if self._gate is None or self._audits is None:
             return Judgement(guarantee(stats, lossless=lossless))
@@ -170,7 +170,7 @@ class Result:
 
     token_ids holds generated tokens only, the EOS or the stop string included. text is their decoding without
     special tokens and without a character whose last bytes are missing (`core/detokenizer.py`), None where the model
-    came without a tokenizer. sources says who decided each token.
+    came without a tokenizer. sources has the side that decided each token.
     near_ties lists the indices (into token_ids) that `stats.near_ties` counts. ledger: bytes on the network by kind of
     frame, "up" and "down"; their sums are stats.bytes_up and bytes_down. risk: for a calibrated gate, else None.
     """

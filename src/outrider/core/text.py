@@ -11,8 +11,8 @@ class Transcript:
     decode: ids as text that only grows at its end, as `Detokenizer` does. The pieces together are the decoding of all
     ids. The letters that a token completes are its piece, so that one which ends inside a character may have none.
 
-    A piece is the difference of two decodings. They begin with the token that made the last piece but one, since
-    decoders treat the first token of a text differently; with it, they hold the character that is not complete yet.
+    A piece is the difference of two decodings. Both begin with the token of the last piece but one, since decoders
+    treat the first token of a text differently; with it, they hold the character that is not complete yet.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:

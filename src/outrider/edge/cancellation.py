@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from outrider.errors import CloudLost
 
 T = TypeVar("T")
-AGAIN_S = 0.1  # between two attempts of a generation that is cut off
+AGAIN_S = 0.1  # s between two attempts of a disconnected generation
 
 
 class Cancellation:
@@ -46,14 +46,14 @@ class Cancellation:
             raise CancelledError
 
     def wait(self, future: Future[T]) -> T:
-        """The future's result. Where the generation is cancelled, the future is as well.
+        """Return the future's result. Cancelling the generation cancels the future.
 
         Raises:
             CancelledError: it was.
             CloudLost: it was cut off.
         """
         if self._cut is not None:
-            self._cancelled.wait(AGAIN_S)  # a caller that insists must not spin
+            self._cancelled.wait(AGAIN_S)  # keep a caller that retries from busy waiting
         with self._lock:
             self.check()
             if self._cut is None:

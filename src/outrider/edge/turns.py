@@ -1,4 +1,4 @@
-"""One thread at a time, for engines that serve only one."""
+"""One generating thread at a time, for engines that serve one caller."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.errors import StateError
 
 
 class Turns:
-    """Which threads have unfinished generations. engines: those in this process, None for the absent ones."""
+    """The threads with unfinished generations. engines: those in this process, None for an absent one."""
 
     def __init__(self, *engines: Any) -> None:
         self._many = all(getattr(engine, "serves_threads", False) for engine in engines if engine is not None)
@@ -20,7 +20,8 @@ class Turns:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Hold for one generation. One thread may interleave several; the generation may move between threads.
+        """Register one generation until its end. One thread may interleave several; the generation may move between
+        threads.
 
         Raises:
             StateError: another thread's generation is unfinished.

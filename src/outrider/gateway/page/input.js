@@ -23,7 +23,7 @@ export function prepare({ hears, reads, clips, fetchClip, run, fail }) {
   document.querySelector(`input[name="kind"][value="${hears ? "audio" : "text"}"]`).checked = true;
   by("kind-reason").hidden = hears && reads;
   by("kind-reason").textContent = hears
-    ? "This gateway's model writes captions of recordings and nothing else: for text, start it with text models (--edge, --cloud)."
+    ? "This gateway's model only writes captions of recordings. For text, start it with text models (--edge, --cloud)."
     : "This gateway's model takes no recordings.";
   showKind();
   by("clips").replaceChildren(...ordered(clips).map((clip) => clipRow(clip, fetchClip, run, fail)));
