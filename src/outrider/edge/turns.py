@@ -20,8 +20,9 @@ class Turns:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Register one generation until its end. One thread may interleave several; the generation may move between
-        threads.
+        """Register one generation until its end.
+
+        One thread may interleave several generations. A generation may move between threads.
 
         Raises:
             StateError: another thread's generation is unfinished.

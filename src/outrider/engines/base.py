@@ -24,8 +24,8 @@ class Prompt:
     """What a model is conditioned on.
 
     ids: tokens, audio placeholders expanded. audio: float32 [samples], 16 kHz mono. features: float32 [mels, frames]
-    instead, from `AudioInput.features`, where the recording itself stays behind. With neither, placeholders are read as
-    ordinary tokens: the recording is withheld. warnings: about the recording, for the result.
+    instead, from `AudioInput.features`, if the recording itself is not sent. With neither, placeholders are read as
+    ordinary tokens. warnings: about the recording, for the result.
 
     Raises:
         PromptError: both a recording and features.

@@ -1,4 +1,4 @@
-"""What an engine takes for granted about a loaded model, to notice that the model was changed since."""
+"""Detection of changes to a loaded model after its engine was made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ State = dict[str, Any]
 
 
 def state_of(model: Any) -> State:
-    """Return what must stay as it is, by name. Some 0.1 ms for each hundred parameters."""
+    """Return the state that must not change, by name. Takes about 0.1 ms per hundred parameters."""
     modules = list(model.modules())
     return {
         "weights": [(name, *_identity(weight)) for name, weight in model.named_parameters()],

@@ -1,7 +1,7 @@
-"""Checks of a checkpoint's files before anything of it is loaded.
+"""Checks of a checkpoint's files, before loading.
 
 A checkpoint is data. Its own Python code never runs, pickles are never opened, and no file of it may point to another
-repository. Sizes are compared with those of the stored tensors, so that a false one allocates nothing.
+repository. Sizes are compared with those of the stored tensors, so that a false size allocates nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KERNELS = re.compile(r"(attn|experts)_implementation$")
 
 
 def check_checkpoint(path: str, name: str) -> None:
-    """Refuse a checkpoint that is more than data, or whose sizes cannot be. path: a directory or a hub id.
+    """Refuse a checkpoint that is more than data, or whose sizes are impossible. path: a directory or a hub id.
 
     Raises:
         ModelError: it is an adapter, holds pickles only, asks for code from elsewhere, lacks shards, or its
@@ -60,7 +60,7 @@ def check_config(config: dict[str, Any], name: str) -> None:
 
 
 def find(path: str, file: str) -> Path | None:
-    """Return a checkpoint's file, fetched if the path is a hub id, or None where there is none."""
+    """Return a checkpoint's file, downloaded if the path is a hub id, or None if there is none."""
     folder = Path(path)
     if folder.is_dir():
         return folder / file if (folder / file).is_file() else None
@@ -74,7 +74,7 @@ def read_json(file: Path | None, name: str) -> dict[str, Any]:
     """Return a JSON file's object.
 
     Raises:
-        ModelError: no such file, too large, no JSON, or another value than an object.
+        ModelError: no such file, too large, not valid JSON, or not an object.
     """
     if file is None:
         raise ModelError(f"{name} is not a checkpoint: it has no config.json")
@@ -93,8 +93,7 @@ def read_json(file: Path | None, name: str) -> dict[str, Any]:
 def check_gguf(path: str, name: str) -> None:
     """Refuse a file that is not GGUF.
 
-    Raises:
-        ModelError: it is too short, begins otherwise, or counts more tensors or keys than its bytes can hold.
+    Raises: ModelError: it is too short, has another magic, or counts more tensors or keys than its bytes can hold.
     """
     size = Path(path).stat().st_size
     with Path(path).open("rb") as file:
@@ -104,7 +103,7 @@ def check_gguf(path: str, name: str) -> None:
     version, tensors, keys = struct.unpack("<IQQ", head[4:])
     if version not in (2, 3):
         raise ModelError(f"{name}: GGUF version {version}: expected 2 or 3")
-    if (tensors + keys) * 12 > size:  # the least that one takes
+    if (tensors + keys) * 12 > size:  # the smallest entry
         raise ModelError(f"{name} is truncated or damaged: {size} bytes cannot hold {tensors} tensors and {keys} keys")
     if Path(path).with_name("adapter_config.json").is_file():
         raise ModelError(f"{name}: an adapter (adapter_config.json) lies beside it: move one of them elsewhere")
@@ -114,7 +113,7 @@ def check_gguf(path: str, name: str) -> None:
 
 
 def _headers(path: str, name: str) -> Iterator[tuple[int, ...]]:
-    """The shapes of all stored tensors."""
+    """Return the shapes of all stored tensors."""
     for file in _weight_files(path, name):
         for key, entry in _header(file, name).items():
             if key != "__metadata__":
@@ -151,7 +150,7 @@ def _no_weights(path: str) -> str:
 
 
 def _header(file: Path, name: str) -> dict[str, Any]:
-    """The header of a safetensors file, whose offsets the library checks when it loads."""
+    """Return the header of a safetensors file. The library checks its offsets when it loads."""
     size = file.stat().st_size
     with file.open("rb") as source:
         length = int.from_bytes(source.read(8), "little")
@@ -178,7 +177,7 @@ def _shape(entry: Any, place: str) -> tuple[int, ...]:
 
 
 def _fields(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """All fields of a configuration and of those within it."""
+    """Yield all fields of a configuration, nested ones included."""
     for key, value in config.items():
         yield key, value
         if isinstance(value, dict):
@@ -186,7 +185,7 @@ def _fields(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _check_sizes(config: dict[str, Any], shapes: list[tuple[int, ...]], name: str) -> None:
-    """No model has more layers than stored tensors, nor a width beyond all numbers in them."""
+    """Refuse more layers than stored tensors, and widths beyond the count of stored numbers."""
     numbers = sum(math.prod(shape) for shape in shapes)
     for key, value in _fields(config):
         if key in _POSITIVE and value is not None and (type(value) is not int or value < 1):

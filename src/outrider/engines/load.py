@@ -39,7 +39,7 @@ def load_engine(
     Args:
         model: a directory or hub id of transformers checkpoints, a `.gguf` file, "demo:edge" (or "demo") or
             "demo:cloud" for the bundled pair, or a transformers model that is loaded already.
-        tokenizer, extractor: instead of the checkpoint's own; a loaded model comes without.
+        tokenizer, extractor: instead of the checkpoint's own; a loaded model has none.
         dtype: float32, bfloat16, float16; auto is float32 on a CPU and the checkpoint's own on a GPU.
         device: a torch device such as cpu or cuda:1; auto is cuda where there is one (cpu for a `.gguf` file).
 
@@ -72,7 +72,7 @@ def _load(path: str, name: str, tokenizer: Any, extractor: Any, dtype: str, devi
 
 @contextmanager
 def named(name: str, doing: str = "cannot load") -> Iterator[None]:
-    """Turn whatever a model library raises into a `ModelError` that names the model.
+    """Map the exceptions of model libraries to a `ModelError` that names the model.
 
     The libraries promise no set of exceptions: tokenizers raises bare `Exception`, and Rust's panics are none at all.
     """
@@ -249,7 +249,7 @@ def _device(name: str) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """One line that says what is wrong."""
+    """Return the error as one line."""
     text = str(error).strip()
     if "trust_remote_code" in text or "requires you to execute" in text:
         return "it needs Python code of its own (auto_map), which is never run: give a model that transformers knows"

@@ -36,6 +36,6 @@ def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
 
 
 def lock_of(shared: Any) -> threading.RLock:
-    """Return the lock of a loaded model, which its engines share as its forward may keep state, or of a tokenizer."""
+    """Return the lock of a loaded model (its engines share it, as a forward may keep state) or of a tokenizer."""
     with _guard:
         return _locks.setdefault(shared, threading.RLock())

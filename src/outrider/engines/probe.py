@@ -84,7 +84,7 @@ def _read_in_steps(engine: Engine, slot: int, ids: Seq[int], head: int, step: in
 
 
 def check_weights(model: Any, name: str, dtypes: Seq[torch.dtype]) -> None:
-    """Raise ModelError for weights in another number format, or that are not loaded."""
+    """Raise ModelError for an unsupported dtype, or weights that are not loaded."""
     if model.dtype not in dtypes:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ModelError(f"{name}: its weights are {str(model.dtype).removeprefix('torch.')}: expected {names}")
@@ -93,7 +93,7 @@ def check_weights(model: Any, name: str, dtypes: Seq[torch.dtype]) -> None:
 
 
 def why_not_finite(model: Any) -> str:
-    """Say why the logits of a plain forward hold NaN or infinity."""
+    """Return the reason for NaN or infinity in the logits of a plain forward."""
     for name, weight in model.named_parameters():
         if not bool(weight.isfinite().all()):
             return f"its weights hold NaN or infinity, the first in {name}"

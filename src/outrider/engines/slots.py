@@ -4,8 +4,8 @@
         slot 1  |k k k . . . . . . . .|   lengths[1] = 3
                  0                    capacity
 
-What lies beyond a slot's length is never visible: a query at position i sees key positions ≤ i only, and the next
-forward overwrites what it passes over. A new sequence begins with zeros there. So a roll-back is one assignment to one
+Entries beyond a slot's length are never visible: a query at position i attends to key positions ≤ i only, and the next
+forward overwrites stale entries. For a new sequence they are set to zero. So a roll-back is one assignment to one
 integer. Buffers grow by doubling, up to their limits; while one grows, its old copy is held beside the new one. On a
 GPU the ids of the cached tokens are kept as well (`tokens`), for constraints that are applied there: they share the
 lengths, and so every roll-back.
@@ -88,7 +88,7 @@ class SlotCache(Cache):
         self.slots = 1
         self.capacity = doubled(FIRST_CAPACITY, 1, max_length)
         self.lengths: list[int] = []
-        self._written: list[int] = []  # the greatest length that each slot has had since it was clean
+        self._written: list[int] = []  # the largest length of each slot since it was zeroed
         self.tokens: Tensor | None = None
         self.span = 0
         self._free: list[int] = []
@@ -128,7 +128,7 @@ class SlotCache(Cache):
 
     @torch.inference_mode()
     def _clean(self, slot: int) -> None:
-        """Forget what earlier sequences left: a NaN there would reach beyond the mask, as 0 × NaN is NaN."""
+        """Zero the entries of earlier sequences: a NaN there would pass the mask, as 0 × NaN is NaN."""
         if self._written[slot]:
             for buffer in self.buffers:
                 buffer[slot, :, : self._written[slot]] = 0

@@ -212,7 +212,7 @@ def _merged(parts: list[Any]) -> Tensor:
 
 
 def _joined(weights: list[Any]) -> Tensor:
-    """One tensor of several parameters, which become views of it: what changes them changes it."""
+    """Merge several parameters into one tensor, of which they become views: changes to them change it."""
     whole = torch.cat([weight.data for weight in weights])
     for weight, view in zip(weights, torch.split(whole, [len(weight) for weight in weights]), strict=True):
         weight.data = view

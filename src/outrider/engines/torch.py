@@ -92,7 +92,7 @@ class TorchEngine(Vocabulary, Locked):
         self.position_bytes = sum(b.nbytes // (b.shape[0] * b.shape[2]) for b in self._cache.buffers)
 
     def changed(self) -> str | None:
-        """Return what of the model was changed since the engine was made, or None."""
+        """Return the name of a part of the model that changed since the engine was made, or None."""
         return change(self._state, state_of(self.model))
 
     @property

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 def tokenize(tokenizer: Any, text: str, **options: Any) -> list[int]:
     """Return the ids of a text. options: of the tokenizer's call.
 
-    Some options are written into the tokenizer for the time of the call: one thread at a time.
+    The tokenizer stores some options during the call, so one thread calls it at a time.
     """
     with lock_of(tokenizer):
         return list(tokenizer(text, **options)["input_ids"])
@@ -48,7 +48,7 @@ class Vocabulary:
 
 
 def check_ends(name: str, used: tuple[int, ...], tokenizer: Any, source: str) -> None:
-    """Warn where the tokenizer's end token is none of those that end an output. source: where these come from."""
+    """Warn if the tokenizer's end token does not end an output. source: the origin of the end tokens."""
     end = getattr(tokenizer, "eos_token_id", None)
     if end is not None and end not in used:
         _warn(name, tuple(_written(tokenizer, token) for token in used), _written(tokenizer, end), source)
@@ -56,9 +56,9 @@ def check_ends(name: str, used: tuple[int, ...], tokenizer: Any, source: str) ->
 
 @lru_cache(256)
 def _warn(name: str, used: tuple[str, ...], end: str, source: str) -> None:
-    """Warn once of what is the same."""
+    """Log equal warnings once."""
     ends = f"ends outputs with {', '.join(used)}" if used else "names no end token, so that only lengths end an output"
-    log.warning("%s: its tokenizer's end token is %s, but its %s %s; the latter is used", name, end, source, ends)
+    log.warning("%s: its tokenizer's end token is %s, but its %s %s. The latter is used", name, end, source, ends)
 
 
 def _written(tokenizer: Any, token: int) -> str:

@@ -1,18 +1,19 @@
-"""The blocks that a gate would form along traces, and what it would have done with each of them.
+"""Replay of gates along traces: the blocks that a gate would form, and its decision on each.
 
 Blocks are formed as `Decoder` forms them, along the target's output: a skipped block moves on by its length, a verified
 one to behind its correction or bonus token, a block ends with a drafted end token. Audits and loops verify blocks that
-the gate passes, here as there.
+the gate passes, as they do live.
 
-A trace knows the drafter's signals along the *target's* text. Behind the first token of a block that the target would
-have said otherwise, the live drafter goes on from its own, and its signals are unknown. So a block has two values:
+A trace holds the drafter's signals along the *target's* text. After its first disagreement in a block the live drafter
+continues from its own token, with signals that no trace holds. So a block has two values:
 
-    prefix    of its tokens up to the first disagreement, that one included: what the live drafter sees as well
-    whole     of all its tokens: what it may see, if it is as sure behind its own wrong token as behind the right one
+    prefix    over its tokens up to and including the first disagreement: equal to the live drafter's
+    whole     over all its tokens: equal if the live drafter is as confident after its own wrong token as after the
+    right one
 
 The maximum over the prefix is never above the maximum over the live block. Where the live run skips a block, so does
-the replay by prefixes: `planning/calibrate.py` builds its promise on that. The whole block says better how often a live
-run escalates.
+the replay by prefixes: `planning/calibrate.py` derives its guarantee from that. The value over the whole block predicts
+escalations better.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from outrider.core.gate import Signals, Threshold, audited
 from outrider.core.loops import DEFAULT
 from outrider.planning.traces import Trace
 
-NEVER = np.iinfo(np.int64).max  # the place where a loop is found that there is not
-SIGNAL_GRID = 1e-6  # traces hold signals to so many digits
+NEVER = np.iinfo(np.int64).max  # the place of a loop where there is none
+SIGNAL_GRID = 1e-6  # digits of the signals in traces
 
 
 @dataclass(frozen=True)
 class Board:
-    """Every block that may begin at any place of any trace, one trace behind the other; the last place is the end.
+    """A block for every place of every trace, with the traces concatenated; the last place is the end.
 
     first: int64 [traces], where each begins. skipped_to, verified_to: int64 [places], where the next block begins.
     wrong: float64 [places], if the block holds a token other than the target's, the share of the target's output from
@@ -52,7 +53,8 @@ class Board:
     blocks: list[tuple[Signals, ...]]
 
     def unsure(self, threshold: Threshold, *, whole: bool = False) -> np.ndarray:
-        """float64 [places]: how unsure the drafter was of each block; above a limit it is verified. The end always."""
+        """float64 [places]: the drafter's uncertainty per block; above the limit a block is verified. The end always
+        is."""
         sign = direction(threshold)
         values = self.blocks if whole else self.prefixes
         return np.array([sign * threshold.value(block) for block in values] + [np.inf])
@@ -60,9 +62,9 @@ class Board:
 
 @dataclass(frozen=True)
 class Replay:
-    """What gates would have done. losses, edge_shares: float64 [traces, limits], of each trace's tokens.
+    """The outcome of gates on traces. losses, edge_shares: float64 [traces, limits], of each trace's tokens.
 
-    losses: the share of the target's output that does not stand in front of the first wrong token. escalation: float64
+    losses: the share of the target's output from the first wrong token on. escalation: float64
     [limits], verified blocks ÷ blocks.
     """
 
@@ -72,18 +74,18 @@ class Replay:
 
 
 def direction(threshold: Threshold) -> float:
-    """1 for signals that are high where the drafter is unsure, −1 for the margin."""
+    """Return 1 for signals that rise with the drafter's uncertainty, −1 for the margin."""
     return -1.0 if threshold.signal == "margin" else 1.0
 
 
 def end_tokens(trace: Trace) -> tuple[int, ...]:
-    """The token that ends an output and stands nowhere else in it; of one that its length cut, a guess."""
+    """Return the token that ends an output and occurs nowhere else in it. For a truncated output this is a guess."""
     last = trace.target[-1]
     return () if last in trace.target[:-1] else (last,)
 
 
 def lay_out(traces: Seq[Trace], k: int, audit: float = 0.0, seed: int = 0) -> Board:
-    """The blocks of k of some traces. audit, seed: which of them are verified all the same."""
+    """Form the blocks of k of some traces. audit, seed: select the audited blocks."""
     first = np.cumsum([0, *(len(trace.target) for trace in traces)])
     last = int(first[-1])
     rows = [row for trace, at in zip(traces, first, strict=False) for row in _blocks(trace, int(at), last, k)]
@@ -104,7 +106,7 @@ def lay_out(traces: Seq[Trace], k: int, audit: float = 0.0, seed: int = 0) -> Bo
 
 
 def replay(board: Board, unsure: np.ndarray, limits: np.ndarray, *, loops: bool = True) -> Replay:
-    """Go through all traces under all limits at once. unsure: from the board. limits: float64 [limits], of its sign.
+    """Replay all traces under all limits at once. unsure: from the board. limits: float64 [limits], of its sign.
 
     loops: a loop sends the next block to the verifier, as `--on-loop escalate` does.
     """
@@ -112,7 +114,7 @@ def replay(board: Board, unsure: np.ndarray, limits: np.ndarray, *, loops: bool 
     unsure = np.where(board.audits, np.inf, unsure)
     found = board.loops if loops else np.full_like(board.loops, NEVER)
     at = np.repeat(board.first[:, None], len(limits), axis=1)
-    watched = at.copy()  # where the detector of loops began to watch
+    watched = at.copy()  # where loop detection started
     losses, edge_shares = np.zeros(at.shape), np.zeros(at.shape)
     blocks, escalated = np.zeros(len(limits)), np.zeros(len(limits))
     while (live := at < end).any():
@@ -128,13 +130,13 @@ def replay(board: Board, unsure: np.ndarray, limits: np.ndarray, *, loops: bool 
 
 
 def replay_gate(traces: Seq[Trace], gate: Threshold, k: int, audit: float = 0.0, seed: int = 0) -> Replay:
-    """What one gate would have done, by prefixes."""
+    """Replay one gate, by prefixes."""
     board = lay_out(traces, k, audit, seed)
     return replay(board, board.unsure(gate), np.array([direction(gate) * gate.limit]))
 
 
 def worst_losses(board: Board, unsure: np.ndarray, limits: np.ndarray) -> np.ndarray:
-    """float64 [traces, limits]: each loss, at its larger value with and without blocks that loops send to the cloud.
+    """float64 [traces, limits]: each loss, the larger of a replay with and one without loop-triggered verification.
 
     So it bounds that of a run under `--on-loop escalate` and `ignore`, whose blocks begin elsewhere behind a loop.
     """
@@ -147,8 +149,8 @@ def worst_losses(board: Board, unsure: np.ndarray, limits: np.ndarray) -> np.nda
 def _blocks(
     trace: Trace, at: int, last: int, k: int
 ) -> list[tuple[int, int, float, float, tuple[Signals, ...], tuple[Signals, ...]]]:
-    """Of the block that begins at each place: where the next one begins (skipped, verified), its loss, its length, and
-    its signals."""
+    """Return, for the block at each place, where the next one begins (skipped, verified), its loss, its length, and its
+    signals."""
     agrees, size, ends = trace.agrees, len(trace.target), end_tokens(trace)
     rows = []
     for start in range(size):
@@ -167,7 +169,7 @@ def _blocks(
 def _loops(target: Seq[int], at: int) -> np.ndarray:
     """int64 [tokens]: the place at which `Decoder` finds a loop in what follows each token; NEVER if there is none."""
     found = np.full(len(target), NEVER)
-    for length in range(len(target), 0, -1):  # from behind: of several, the first is found
+    for length in range(len(target), 0, -1):  # in reverse: of several loops, the first one stays
         period = DEFAULT.find(target[:length])
         if period is not None:
             found[: length - DEFAULT.tail_needed(period) + 1] = at + length

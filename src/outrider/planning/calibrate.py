@@ -1,34 +1,39 @@
 """A gate with a risk budget: from traces, the loosest threshold whose expected loss is at most ε.
 
-The loss of a request at threshold θ is one of two. "outputs": 1 if the gate commits any token on the edge's word that
-the target would have said otherwise, so that the output is another, else 0. "tokens": the share of the target's output
-that the run does not reproduce, from the first such token to the end; it is never more than the first.
+There are two losses of a request at threshold θ. "outputs": 1 if the gate commits a token without a verdict where the
+target would have chosen another, so that the output differs, else 0. "tokens": the share of the target's output from
+the
+first such token to the end. It never exceeds the first loss.
 
-What is replayed bounds what happens live. Up to the first wrong token that a run commits, its text is the target's, and
+The replay's loss bounds the live loss. Up to the first wrong token that a run commits, its text is the target's, and
 so the trace's. By induction over blocks, run and replay form the same ones until the replay skips a wrong one:
 
-- A block in which drafter and target agree has the same signals in both, so both decide alike, and go on from the same
-  place. Its audit depends on its place alone, and what a loop sends to the cloud on the text before it.
+- A block in which drafter and target agree has the same signals in both, so both decide alike and continue from the
+same place. Its audit depends on its place
+  alone, and loop-triggered verification on the text before it.
 - Of a block with a disagreement the replay sees the signals up to it, and their maximum is at most that of the live
-  block. So where the replay verifies it, the run does too, and both go on behind the correction. Where the replay skips
-  it, its loss is counted from that token on; the run skips it and loses as much, or verifies it and loses less.
+  block. So where the replay verifies it, the run does too, and both continue after the correction. Where the replay
+  skips it, its
+    loss counts from that token on. The run skips it and loses as much, or verifies it and loses less.
 
-The mean over a block has no such bound (what the live drafter is sure of behind its own wrong token lowers it), so
-thresholds of the mean are not calibrated. A threshold lies between values that were met, and between the digits that
-traces hold, so that rounding does not decide.
+The mean over a block has no such bound: a live drafter that is confident after its own wrong token lowers it. So
+thresholds of the mean are not calibrated. A threshold lies between observed values, and between the digits of the
+traces, so that rounding does not decide.
 
 θ comes from conformal risk control (Angelopoulos, Bates, Fisch, Lei, Schuster, 2022): with n traces, the loosest θ with
 
     (n · R̂(θ) + 1) / (n + 1) ≤ ε        R̂: the mean loss; its bound is 1
 
 has an expected loss of at most ε on the next request, if that is exchangeable with the traces. It needs a loss that
-never falls as θ gets looser. Ours nearly is: a looser θ shifts where later blocks begin. So the running maximum
-towards looser thresholds takes its place: that never falls, is never below the loss, and never above 1; what bounds its
-expectation bounds the loss's.
+never falls as θ gets looser. Ours nearly is: a looser θ shifts where later blocks begin. So the running maximum towards
+looser thresholds replaces it. It never falls, is never below the loss, and never above 1.
+A bound on its expectation therefore bounds the expected loss.
 
-To choose a signal by the traces that set its threshold would void this. So a quarter of the traces, drawn at random,
+Choosing a signal on the traces that set its threshold would void the bound. So a quarter of the traces, drawn at
+random,
 is for choosing: it gives the candidate thresholds and the signal that escalates least. The rest alone sets the
-threshold of that one signal. Where none keeps the budget nothing is skipped (a DataError), which is a loss of 0.
+threshold of that one signal. If no threshold keeps the budget, a DataError is raised. Skipping
+nothing then has a loss of 0.
 """
 
 from __future__ import annotations
@@ -69,10 +74,10 @@ def calibrate(
     seed: int = 0,
     signals: Seq[str] = NAMES,
 ) -> Calibration:
-    """The gate that keeps the expected loss at `epsilon` or below, and escalates little.
+    """Return the gate that keeps the expected loss at `epsilon` or below and escalates least.
 
     loss: the share of "outputs" that are not the target's, or of "tokens" behind the first difference. edge, cloud,
-    settings: whose traces these are. audit: the share of skipped blocks to verify all the same. seed: of the split and
+    settings: of the traces. audit: the share of skipped blocks to verify. seed: of the split and
     the audits. signals: those to choose from.
 
     Raises:
@@ -107,9 +112,7 @@ _ADVICE: dict[Loss, str] = {
 
 
 def write_gate_file(path: str | Path, calibration: Calibration) -> None:
-    """The file that `calibrated:FILE` names.
-
-    Raises:
+    """Write the gate file for `calibrated:FILE`. Raises:
         OutriderError: it cannot be written.
     """
     write_file(path, json.dumps(calibration.to_json(), indent=2, ensure_ascii=False) + "\n")
@@ -148,9 +151,9 @@ def _allowed(epsilon: float, n: int) -> float:
 
 
 def _try(first: Board, board: Board, signal: Name, loss: Loss, allowed: float) -> SignalFit:
-    """The loosest of a signal's candidates (from `first`) that keeps the mean loss on `board` at `allowed`.
+    """Return the loosest of a signal's candidates (from `first`) that keeps the mean loss on `board` at `allowed`.
 
-    Its escalation is what the whole blocks of the traces say, which is no bound.
+    Its escalation rate is an estimate from whole blocks of the traces, not a bound.
     """
     threshold = Threshold(signal, 0.0)
     limits = candidates(first.unsure(threshold), threshold)
@@ -175,7 +178,7 @@ def counted(losses: np.ndarray, loss: Loss) -> np.ndarray:
 
 
 def candidates(unsure: np.ndarray, threshold: Threshold) -> np.ndarray:
-    """Limits to choose from, the strictest first: each lies between two neighbouring quantiles of what was met."""
+    """Return candidate limits, the strictest first, each between two neighbouring quantiles of the observed values."""
     met = np.unique(unsure[np.isfinite(unsure)])
     if len(met) > LEVELS:
         met = np.unique(np.quantile(unsure[np.isfinite(unsure)], np.linspace(0, 1, LEVELS), method="inverted_cdf"))
@@ -188,7 +191,7 @@ def candidates(unsure: np.ndarray, threshold: Threshold) -> np.ndarray:
 
 
 def _calibratable(signal: str) -> Name:
-    """Raises SettingsError for a signal that has no bound, or that there is not."""
+    """Raise SettingsError for an unknown signal or one without a bound."""
     name = next((name for name in NAMES if name == signal), None)
     if name is None:
         raise SettingsError(f"signal {signal!r}: {NO_MEAN if signal.endswith('.mean') else f'expected one of {NAMES}'}")

@@ -1,6 +1,6 @@
-"""Thresholds worth trying, from traces: by what a gate would do with their blocks, which go by their least sure token.
+"""Candidate thresholds from traces, by the gate's decisions on their blocks, which take their least confident token.
 
-A quantile over tokens says little of it: of blocks of five, most hold a token above the median.
+Quantiles over tokens do not serve: most blocks of five hold a token above the median.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MOST = 6  # gates of a frontier
 
 @dataclass(frozen=True)
 class Tried:
-    """Thresholds of one signal for blocks of k, the strictest first, and what they would do.
+    """Thresholds of one signal for blocks of k, the strictest first, with their outcomes.
 
-    cloud_shares: float64 [thresholds], of all tokens. changed: int64 [thresholds], outputs that would be others.
+    cloud_shares: float64 [thresholds], of all tokens. changed: int64 [thresholds], outputs that would differ.
     """
 
     thresholds: list[Threshold]
@@ -33,7 +33,7 @@ class Tried:
 
 
 def try_signal(traces: Seq[Trace], k: int, signal: Name) -> Tried:
-    """Every threshold that lies between two values of the traces' blocks."""
+    """Return every threshold between two values of the traces' blocks."""
     board, any_threshold = lay_out(traces, k), Threshold(signal, 0.0)
     unsure = board.unsure(any_threshold, whole=True)
     limits = candidates(unsure, any_threshold)
@@ -47,16 +47,16 @@ def try_signal(traces: Seq[Trace], k: int, signal: Name) -> Tried:
 def thresholds(
     traces: Seq[Trace], k: int = 5, signal: Name = "entropy", cloud_shares: Seq[float] = CLOUD_SHARES
 ) -> list[Gate]:
-    """Gates of one signal that leave about these shares of the tokens to the cloud, the strictest first."""
+    """Return gates of one signal with about these cloud shares, the strictest first."""
     tried = try_signal(traces, k, signal)
     nearest = sorted({int(np.argmin(abs(tried.cloud_shares - share))) for share in cloud_shares})
     return [tried.thresholds[n] for n in nearest]
 
 
 def frontier(traces: Seq[Trace], ks: Seq[int], budget: float) -> list[Gate]:
-    """Of all signals and k, the gates that take the least from the cloud while they change no output, at most one, ….
+    """Return the gates, of all signals and k, with the smallest cloud share that change no output, at most one, ….
 
-    budget: the largest share of tokens that may change; none is sought that changes more outputs than that.
+    budget: the largest share of tokens that may change. No gate here changes more outputs than that number of tokens.
     """
     tried = [try_signal(traces, k, signal) for k in ks for signal in NAMES]
     tokens = sum(len(trace.target) for trace in traces)
@@ -65,7 +65,7 @@ def frontier(traces: Seq[Trace], ks: Seq[int], budget: float) -> list[Gate]:
 
 
 def _least(tried: Seq[Tried], most: int) -> Gate | None:
-    """The gate with the smallest share of the cloud among those that change no more than `most` outputs."""
+    """Return the gate with the smallest cloud share among those that change at most `most` outputs."""
     best: tuple[float, Gate] | None = None
     for some in tried:
         shares = np.where(some.changed <= most, some.cloud_shares, np.inf)
@@ -76,6 +76,6 @@ def _least(tried: Seq[Tried], most: int) -> Gate | None:
 
 
 def _counts(most: int) -> Iterator[int]:
-    """0, and up to MOST − 1 numbers to `most`, each about as many times the one before."""
+    """Yield 0 and up to MOST − 1 numbers to `most`, in about geometric progression."""
     yield 0
     yield from sorted({round(most ** (n / (MOST - 2))) for n in range(MOST - 1)} if most else ())

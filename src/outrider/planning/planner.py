@@ -68,8 +68,8 @@ class Option:
     """One way of decoding. allowed: its disagreements are within the budget; see `_allowed`.
 
     behind: its cost under the goal divided by the best option's (1 for the best; infinite where that costs nothing).
-    breakeven_rtt_s: below this round trip, all else equal, it is faster than cloud-only; 0: at none, infinite: at all
-    that were tried (up to FARTHEST). None for cloud-only itself.
+    breakeven_rtt_s: below this round trip, all else equal, it is faster than cloud-only. 0: at none; infinite: at all
+    tried ones (up to FARTHEST). None for cloud-only itself.
     """
 
     name: str
@@ -178,10 +178,11 @@ class Planner:
 
 
 def _allowed(setup: Setup, found: Summary, limit: float) -> bool:
-    """Whether it keeps within the budget: it changed nothing, or so little that two standard errors more are within it.
+    """Return whether an option is within the budget: it changed nothing, or its share plus two standard errors is
+    within it.
 
-    Where the cloud was never asked, few traces show little, whatever came of them: then a bound that holds for any
-    number of outputs must be within the budget. A budget of 0 is kept by what is exact.
+    Without any verdict, few traces are weak evidence. Then a bound that holds for any number of outputs must be within
+    the budget. A budget of 0 admits exact options only.
     """
     exact = setup.mode == "cloud-only" or (setup.mode == "speculative" and setup.policy().exact)
     if exact or limit == 0.0:

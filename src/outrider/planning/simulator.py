@@ -120,7 +120,7 @@ class Summary:
 
     disagreement: of tokens; disagreement_high: with two standard errors over outputs. worst_disagreement: of the output
     with the largest share. changed_outputs: share of outputs that are not the target's; changed_outputs_high: the upper
-    end of its 95 % interval. at_home: share of outputs for which the cloud was never asked. bytes up: recordings
+    end of its 95 % interval. at_home: share of outputs without any request to the cloud. bytes up: recordings
     included.
     """
 
@@ -208,7 +208,7 @@ def summarise(outcomes: Seq[Outcome]) -> Summary:
 
 
 def _high(outcomes: Seq[Outcome], share: float) -> float:
-    """A share of wrong tokens and two of its standard errors: outputs differ as a whole, not token by token."""
+    """Return the share of wrong tokens plus two standard errors over outputs (whose errors are correlated)."""
     if len(outcomes) < 2:
         return 1.0
     tokens = math.fsum(outcome.tokens for outcome in outcomes)
