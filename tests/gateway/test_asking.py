@@ -397,7 +397,7 @@ def test_what_is_no_recording_is_named_without_our_objects() -> None:
 
 
 def test_a_way_that_nobody_chose_is_not_called_a_choice() -> None:
-    with pytest.raises(Refused, match="as this gateway does unless told otherwise"):
+    with pytest.raises(Refused, match="this gateway's default"):
         chat(Defaults(Choice("edge-only")), outrider={"gate": "entropy:1"})
 
 

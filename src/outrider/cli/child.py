@@ -60,8 +60,7 @@ def supervised_cloud(model: str, *options: str) -> Iterator[SupervisedCloud]:
 
 
 class _Child:
-    """A cloud process. It ends with its parent, even a killed one. Only the parent ends it: it gets no terminal
-    signals."""
+    """A cloud process, which ends with its parent, even a killed one, and gets no signals from the terminal."""
 
     def __init__(self, model: str, listen: str, options: tuple[str, ...]) -> None:
         command = [sys.executable, "-m", "outrider", "cloud", model, "--listen", listen, "--json", "--grace", "0"]

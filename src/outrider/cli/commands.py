@@ -376,8 +376,7 @@ def _loaded(loading: Loading, output: Output) -> Iterator[SpeculativeDecoder]:
 
 
 def quieten(output: Output) -> None:
-    """Log to stderr: warnings; with --verbose also Outrider's details and the model library's messages and progress
-    bars."""
+    """Log to stderr: warnings; with --verbose also details, and the model library's messages and progress bars."""
     from transformers.utils import logging as transformers_logging
 
     logging.basicConfig(level=logging.WARNING, handlers=[LogHandler()], format="%(message)s")

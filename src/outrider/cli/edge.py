@@ -208,8 +208,7 @@ class _Cloud:
         return () if self.target.kind == "none" else parse_target(self._place).hosts
 
     def reach(self) -> Reach | None:
-        """Return a function from an emulated network to a verifier behind it, or None. Wait for the gateway's own
-        cloud."""
+        """Return a function from an emulated network to a verifier, or None. Wait for the gateway's own cloud."""
         if self.target.kind == "none":
             return None
         if self.own is not None:

@@ -68,8 +68,7 @@ class Limits:
 
     @property
     def max_streams_per_identity(self) -> int:
-        """Return the stream limit of one identity: two for each session (one may replace the other), and some to
-        spare."""
+        """Return the stream limit of one identity: two for each session (one may replace the other), and a few."""
         return 2 * self.max_sessions_per_identity + SPARE_STREAMS
 
     def media_share(self, *, named: bool) -> int:

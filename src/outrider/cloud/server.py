@@ -173,7 +173,8 @@ async def run(engine: Hosted, serving: Serving, listening: Callable[[Server], No
 def check_free(host: str, port: int) -> None:
     """Check that an address can be bound, without listening.
 
-    Raises: SettingsError: the address is in use or not this machine's, or the port is not permitted.
+    Raises:
+        SettingsError: the address is in use or not this machine's, or the port is not permitted.
     """
     try:
         listen(host, port).close()

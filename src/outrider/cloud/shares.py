@@ -63,8 +63,7 @@ class Shares:
         self._owed[identity] = self._owed.get(identity, 0.0) + seconds
 
     def repay(self, used: Mapping[str, float]) -> None:
-        """Account for a step. used: engine seconds per identity. The seconds of the others reduce an identity's
-        debt."""
+        """Account for a step: the others' seconds reduce an identity's debt. used: engine seconds per identity."""
         total = sum(used.values())
         for identity, owed in list(self._owed.items()):
             left = owed - (total - used.get(identity, 0.0))
@@ -74,8 +73,10 @@ class Shares:
                 del self._owed[identity]
 
     def permitted(self, wanting: Collection[str], running: Collection[str]) -> set[str]:
-        """Return the identities that may do heavy work now. wanting: those with heavy work. running: those with other
-        work. An identity in debt waits while another one has runnable work of any kind.
+        """Return the identities that may do heavy work now.
+
+        wanting: those with heavy work. running: those with other work. An identity in debt waits while another one has
+        runnable work of any kind.
         """
         free = {name for name in wanting if name not in self._owed}
         indebted = set(wanting) - free

@@ -15,8 +15,7 @@ from outrider.core.stopping import Reason, StopRules
 
 @dataclass(frozen=True)
 class Proposal:
-    """One drafted token. signals: if a gate or lookahead needs them. q: the distribution that it was drawn from
-    (residual)."""
+    """One drafted token. signals: for a gate or lookahead. q: the distribution that it was drawn from (residual)."""
 
     token: int
     signals: Signals | None = None

@@ -133,8 +133,7 @@ class Losses:
 
 
 class Audits:
-    """The running estimate of a calibrated gate's risk. The unit is the result: errors of tokens in one output are
-    correlated."""
+    """The running estimate of a calibrated gate's risk, in whole results: errors within one are correlated."""
 
     def __init__(self, budget: float, loss: Loss) -> None:
         self._budget, self._loss = budget, loss

@@ -51,8 +51,7 @@ class Gain:
         )
 
     def sentence(self, alone: Alone | None = None) -> str:
-        """Return the sentence: whether the text is the cloud's, the large model's runs, and the speed if it is
-        known."""
+        """Return the sentence: is the text the cloud's, the large model's runs, and the speed if it is known."""
         if not self.outputs or not self.tokens:
             return ""
         if not self.rounds and alone is None:

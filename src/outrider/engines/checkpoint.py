@@ -93,7 +93,8 @@ def read_json(file: Path | None, name: str) -> dict[str, Any]:
 def check_gguf(path: str, name: str) -> None:
     """Refuse a file that is not GGUF.
 
-    Raises: ModelError: it is too short, has another magic, or counts more tensors or keys than its bytes can hold.
+    Raises:
+        ModelError: it is too short, has another magic, or counts more tensors or keys than its bytes can hold.
     """
     size = Path(path).stat().st_size
     with Path(path).open("rb") as file:

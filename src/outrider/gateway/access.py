@@ -51,10 +51,10 @@ class Access:
             raise Refused("this gateway is not known by the name in the Host header", code="unknown_host", status=403)
 
     async def body(self, request: Request, hold: Callable[[int], None]) -> bytes:
-        """The request's body. hold: called with the size of each part before it is kept; it may refuse.
+        """Return the request's body. hold: called with the size of each part before it is kept; it may refuse.
 
         Raises:
-            Refused: no JSON by its type, or too long, or too slow: then the rest is not waited for.
+            Refused: the content type is not JSON, or the body is too long or too slow. The rest is not awaited.
             ClientDisconnect: the client went away.
         """
         _check_head(request, self.max_body)
@@ -66,7 +66,7 @@ class Access:
 
 
 def _address(request: Request) -> str:
-    """The peer's address. On a socket of both families IPv4's stand behind a prefix."""
+    """Return the peer's address. A socket of both families gives IPv4 addresses a prefix, which is removed."""
     return request.client.host.removeprefix("::ffff:") if request.client is not None else "local"
 
 

@@ -50,10 +50,10 @@ class Settled:
         return self._out("".join(self._taken()))
 
     def end(self, result: Result) -> str:
-        """What is left at the end: what was held back.
+        """Return the text that was held back, at the end.
 
         Raises:
-            StateError: the result's text does not begin with what went out.
+            StateError: the result's text does not begin with the streamed text.
         """
         sent = "".join(self._sent)
         whole = visible(result, self._stop, len(sent))

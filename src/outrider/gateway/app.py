@@ -62,10 +62,10 @@ GENERATING: Final = (400, 403, 404, 408, 413, 415, 429, 500, 503, 504)
 
 @dataclass(frozen=True)
 class Shown:
-    """What the gateway says of itself at `/v1/outrider`: the fields of `replies.Overview`.
+    """The gateway's description at `/v1/outrider`: the fields of `replies.Overview`.
 
-    cloud: asked each time for the cloud's name, which may be known later than the rest. trouble: why the cloud is away,
-    None while it is there.
+    cloud: returns the cloud's name, which may be known later than the rest. trouble: the reason while the cloud is
+    unreachable, None otherwise.
     """
 
     overview: dict[str, Any]
@@ -110,7 +110,7 @@ def create_app(gateway: Gateway, shown: Shown) -> FastAPI:
             allow_origins=list(shown.origins),
             allow_methods=["GET", "HEAD", "POST"],
             allow_headers=["*"],
-            allow_private_network=True,  # a public site's page asks a gateway on its reader's own machine or network
+            allow_private_network=True,  # public sites may call a gateway on a private network
         )
     return app
 
@@ -182,7 +182,7 @@ def _add_facts(app: FastAPI, gateway: Gateway, shown: Shown, keyed: Sequence[Any
         "/v1/outrider/cut/{id}",
         cut,
         methods=["POST"],
-        summary="Cut a request that is being answered off from its cloud.",
+        summary="Disconnect a running request from its cloud.",
         operation_id="Cut",
         dependencies=keyed,
         responses={200: {"model": replies.Cut}, **_errors(keyed, 403, 404)},

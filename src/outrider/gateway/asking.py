@@ -48,8 +48,8 @@ SIZES: Final = ("too_long", "too_short", "string_too_long", "string_too_short")
 
 @dataclass(frozen=True)
 class Defaults:
-    """What the command line said. settings: fields of GenerationSettings. audio_seconds: 0 without recordings.
-    text: False for a model that is made for recordings alone."""
+    """The command line's defaults. settings: fields of GenerationSettings. audio_seconds: 0 without recordings.
+    text: False for a model that only takes recordings."""
 
     choice: Choice = field(default_factory=Choice)
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -60,8 +60,8 @@ class Defaults:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that can be answered. notes: what of it asked for nothing, for the answer's warnings. field: where its
-    prompt stood. length_field: the field that limits the output, if it was given."""
+    """A valid request. notes: its fields without effect, for the answer's warnings. field: the prompt's field.
+    length_field: the field that limits the output, if it was given."""
 
     prompt: PromptLike
     settings: dict[str, Any]
@@ -140,7 +140,7 @@ def asked(request: Request, defaults: Defaults) -> Asked:
     )
 
 
-# Refusing what only the model can tell -----------------------------------------------------------------------
+# Checks that need the model -----------------------------------------------------------------------
 
 
 def blamed(error: InputError, work: Asked) -> Refused:
@@ -148,7 +148,7 @@ def blamed(error: InputError, work: Asked) -> Refused:
     about_prompt = isinstance(error, (PromptError, AudioError))
     param = work.field if about_prompt else field_named_in(str(error), work.length_field)
     if isinstance(error, ContextError) and work.length_field and "max_new_tokens" in str(error):
-        param = work.length_field  # the prompt alone fits: what follows it does not
+        param = work.length_field  # the prompt alone fits, but not with the output
     refused = blaming(error, param)
     refused.args = (in_request_words(str(error), work.length_field),)
     return refused
@@ -199,7 +199,7 @@ def _turn(at: int, message: Message) -> dict[str, str]:
 
 
 def _check_texts(at: int, message: Message) -> None:
-    """Refuse a message in whose text half a surrogate pair stands."""
+    """Refuse a message whose text holds half a surrogate pair."""
     if isinstance(message.content, str):
         _check_text(message.content, f"messages.{at}.content")
         return
@@ -228,7 +228,7 @@ def _recording(request: ChatRequest, options: OutriderOptions, defaults: Default
     found = _audio_parts(message)
     if len(found) > 1:
         at = next(n for n, part in enumerate(message.content) if part is found[1])
-        raise Refused("one recording to a request", param=f"messages.0.content.{at}")
+        raise Refused("one recording per request", param=f"messages.0.content.{at}")
     question = _texts(message).strip() or None
     if question is not None:
         _check_texts(0, message)

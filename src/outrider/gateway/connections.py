@@ -1,6 +1,6 @@
 """Limits on connections: their number, the size and time of a request's head, and unread answers.
 
-All of it holds before any key is checked. A connection without a complete head costs at most `HEAD_BYTES` twice
+All of them hold before authentication. A connection without a complete head costs at most `HEAD_BYTES` twice
 and a few kilobytes of objects, below 100 KiB.
 """
 
@@ -19,14 +19,14 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-HEAD_S = 20  # s that a request's head may take to come, and a new connection its first one
-KEPT = 75  # s that an idle connection is kept: longer than clients keep it, so that none sends into a closed one
-LINGER_S = 5  # s for which the rest of a refused body is read and dropped, so that its client sees the answer
+HEAD_S = 20  # s until a request's head is complete, also the first one of a new connection
+KEPT = 75  # s that an idle connection is kept: longer than clients do, so that none sends into a closed one
+LINGER_S = 5  # s for which the rest of a refused body is read and dropped, so that its client gets the answer
 STALL_S = 60  # s that a client may leave an answer unread
-HEAD_BYTES: Final = 2**15  # of a request's line and headers, and of anything else that is no body
+HEAD_BYTES: Final = 2**15  # bytes of a request's line and headers, and of other parts outside the body
 URL_BYTES: Final = 2**13
 MOST_HEADERS: Final = 100
-MOST_PIPELINED: Final = 8  # requests of one connection that wait for the answer before theirs
+MOST_PIPELINED: Final = 8  # pipelined requests of one connection
 READ_BYTES: Final = 2**15  # of one connection at a time
 MOST_CONNECTIONS: Final = 1024
 ACCEPTED_AT_ONCE: Final = 8  # in one turn of the loop; fewer than SPARE_FILES
@@ -36,7 +36,7 @@ QUEUED: Final = 1024  # connections that the system may hold until they are acce
 
 
 class _Unknown(int):
-    """The length of a body that ends with its connection, as HTTP/1.0 has it. uvicorn counts lengths down to 0."""
+    """The length of a body that ends with its connection (HTTP/1.0). uvicorn counts lengths down to 0."""
 
     def __lt__(self, other: int) -> bool:
         return False
@@ -76,7 +76,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def idle(self) -> bool:
-        """Whether no request is being answered."""
+        """Return whether no request is running."""
         return self.cycle is None or (self.cycle.response_complete and not self.pipeline)
 
     # Reading ------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MOST_PIPELINED:
-            self._reject(429, f"over {MOST_PIPELINED} requests wait on this connection", "too_many_pipelined")
+            self._reject(429, f"over {MOST_PIPELINED} requests are pipelined on this connection", "too_many_pipelined")
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -108,7 +108,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._reject(414, f"the URL is longer than {URL_BYTES} bytes", "url_too_long")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Trailers, which stand behind a body, come here too."""
+        """Check a header. Trailers, which follow a body, are counted as well."""
         super().on_header(name, value)
         if len(self.headers) > MOST_HEADERS:
             self._reject(431, f"a request has more than {MOST_HEADERS} headers", "head_too_large")
@@ -135,8 +135,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self.idle_since = self.loop.time()
-        if not self.pipeline:  # else `cycle` is a later request, and the answered one was read to its end
-            self.cycle.body = bytearray()  # what was not read
+        if not self.pipeline:  # else `cycle` belongs to a later request: the answered one was read to its end
+            self.cycle.body = bytearray()  # the unread rest
             if self.cycle.more_body:
                 self._linger_timer = self.loop.call_later(LINGER_S, self.transport.close)
         super().on_response_complete()
@@ -164,7 +164,7 @@ class LimitedProtocol(HttpToolsProtocol):
     # Refusing -----------------------------------------------------------------------------------------------
 
     def _reject(self, status: int, message: str, code: str) -> None:
-        """Refuse from within a callback of the parser, which ends in `send_400_response`."""
+        """Refuse inside a callback of the parser, which then calls `send_400_response`."""
         self._refusal = (status, message, code)
         raise ValueError(message)
 
@@ -173,7 +173,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.send_400_response(message)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what cannot be parsed, and close. Into an answer that has begun nothing is written."""
+        """Answer an invalid request, and close. Nothing is written into an answer that has begun."""
         self._cancel_head_timer()
         begun = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
         if not begun and not self.pipeline:
@@ -183,7 +183,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def error_response(status: int, message: str, code: str, *headers: bytes) -> bytes:
-    """A whole response with OpenAI's error object, after which the connection is closed."""
+    """Return a whole response with OpenAI's error object, after which the connection closes."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
     lines = [b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close", *headers]
@@ -196,7 +196,7 @@ FULL: Final = error_response(
 
 
 def most_connections() -> int:
-    """`MOST_CONNECTIONS`, or fewer where this process may open fewer files."""
+    """Return `MOST_CONNECTIONS`, or fewer if this process may open fewer files."""
     try:
         import resource
 
@@ -212,11 +212,11 @@ def most_connections() -> int:
 class Listener(socket.socket):
     """A listening socket whose `accept` keeps the number of open connections at `most` or below.
 
-    Where there are as many, the client address with the most idle connections loses the one that has been idle for
-    longest; where none is idle, the new connection gets 503. Where this process has no file descriptor left, a spare
-    one is given up for the moment of refusing: asyncio would log an error for every attempt.
+    At the limit, the client address with the most idle connections loses the one that has been idle for
+    longest. If none is idle, the new connection gets 503. If this process has no file descriptor left, a spare one is
+    given up for the moment of refusing: asyncio would log an error for every attempt.
 
-    connections: those that the server has, to choose from.
+    connections: the server's open connections.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -127,7 +127,7 @@ class Ticket:
         self._may_run.set()
 
     def expire(self, seconds: float) -> None:
-        """End it because its time is over; iterating then raises TimeLimit."""
+        """End the generation at its time limit; iterating then raises TimeLimit."""
         self._expired = TimeLimit(f"the generation was ended after {seconds:g} s, the most that this gateway allows")
         self.cancel()
 
@@ -166,7 +166,7 @@ class Ticket:
         raise error
 
     def _error(self) -> BaseException | None:
-        """How it failed, once it has ended."""
+        """The generation's error, once it has ended."""
         assert self._outcome is not None
         error = self._outcome.exception()
         return self._expired if isinstance(error, CancelledError) and self._expired is not None else error
@@ -202,7 +202,7 @@ class Ticket:
 
 @dataclass
 class _Line:
-    """What one client waits for: places in the queue, and generations that were paused for other clients'."""
+    """A client's waiting work: places in the queue, and generations paused for other clients."""
 
     places: deque[asyncio.Future[None]] = field(default_factory=deque)
     paused: deque[Ticket] = field(default_factory=deque)
@@ -212,23 +212,23 @@ class _Line:
 
 
 class Desk:
-    """Admits generations: at most `slots` run, and at most `queue` requests wait.
+    """Schedules generations: at most `slots` run, and at most `queue` requests wait.
 
     Slots go round-robin to the clients that wait; a client's own requests keep their order. When all slots are taken,
     and a client has at least two more of them than the client of a new request, the newest generation of the client
-    with the most is paused before its next token, and the new request has its slot at once. Paused generations go on
+    with the most is paused before its next token, and the new request gets its slot at once. Paused generations go on
     in their client's turn. So a lone client has all slots, and no client waits for another's long generations.
     When the queue is full, the newest request of the client with the longest queue is evicted, unless the newcomer's
     would then be the longer one.
 
-    seconds: that a generation may take from its slot to its end.
+    seconds: the time limit of a generation, from getting its slot to its end.
     """
 
     def __init__(self, pool: Pool, *, slots: int = 8, queue: int = 64, seconds: float = math.inf) -> None:
         self._pool, self._slots, self._queue, self._seconds = pool, slots, queue, seconds
         self._threads = ThreadPoolExecutor(LIVE * slots, "outrider-generation")
         self._free = slots
-        self._lines: OrderedDict[str, _Line] = OrderedDict()  # whose turn it is comes first
+        self._lines: OrderedDict[str, _Line] = OrderedDict()  # in order of turns
         self._running: dict[Ticket, str] = {}  # the client of each, paused ones included; the oldest first
         self._durations: deque[float] = deque(maxlen=RECENT)  # s
         self._closed = False
@@ -266,10 +266,10 @@ class Desk:
 
         Raises:
             Busy: the queue is full, or was filled up meanwhile by clients who have fewer requests in it.
-            GoingDown: this desk is being closed.
+            GoingDown: the gateway is shutting down.
             InputError: the prompt, a setting or the choice cannot be used; nothing was computed.
-            CloudError: the cloud is not there, and that was not to be got over, or it says no.
-            TimeLimit: it took too long before its first token.
+            CloudError: the cloud is unreachable and on_cloud_loss is "fail", or it refuses.
+            TimeLimit: the time limit passed before the first token.
         """
         await self._admission(client, queued)
         ticket = Ticket(asyncio.get_running_loop(), provisional=provisional, cancellation=cancellation)
@@ -308,7 +308,7 @@ class Desk:
             raise GoingDown
 
     def _make_room(self, client: str) -> bool:
-        """Take a slot from the client that has the most; not if that made it the one with fewer."""
+        """Preempt the client with the most slots, unless it would then have fewer than this client."""
         if self._lines.get(client) or len(self._running) >= LIVE * self._slots:
             return False
         active = Counter(each for ticket, each in self._running.items() if not ticket.paused)
@@ -335,7 +335,7 @@ class Desk:
             raise
 
     def _displaced(self, client: str) -> bool:
-        """Evict the newest request of the longest queue for this client; not if that made it the shorter one."""
+        """Evict the newest request of the longest queue, unless that queue would then be shorter than this client's."""
         lengths = {each: len(line.places) for each, line in self._lines.items()}
         longest = max(lengths, key=lambda each: lengths[each], default=client)
         if lengths.get(longest, 0) < lengths.get(client, 0) + 2:
@@ -353,7 +353,7 @@ class Desk:
                 del self._lines[client]
 
     def _release(self) -> None:
-        """A slot is free: for the next client's next generation."""
+        """Give a free slot to the next client's next generation."""
         self._free += 1
         while self._free and self._lines:
             client, line = self._lines.popitem(last=False)

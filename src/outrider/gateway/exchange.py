@@ -47,10 +47,11 @@ class ClientGone(Exception):
 
 
 class Arrivals:
-    """Limits on what requests hold before their generation begins: their number while they are read, and their bytes.
+    """Limits on requests before their generation begins: the number of uploads, and the bytes held.
 
-    One client has as many uploads at once as the desk has room for, and bodies and waiting prompts of `budget` bytes;
-    all clients together have twice that.
+    One client may have as many uploads at once as there are slots and places in the queue, and `budget` bytes of bodies
+    and
+    waiting prompts. All clients together may have twice that.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,7 @@ class Arrivals:
 
     @contextmanager
     def one(self, client: str, room: int) -> Iterator[None]:
-        """Count an upload of this client's.
+        """Count an upload of this client.
 
         Raises:
             Busy: there are too many.
@@ -74,7 +75,7 @@ class Arrivals:
 
     @contextmanager
     def holding(self, client: str, budget: int) -> Iterator[Callable[[int], None]]:
-        """Yield a function that counts more bytes of this client's, until the end of the block.
+        """Yield a function that adds bytes to this client's count, until the end of the block.
 
         Raises (the function):
             Busy: there are too many.
@@ -102,7 +103,7 @@ def _subtract(counts: Counter[str], client: str, count: int) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """A request that waits for its slot or is being answered."""
+    """A waiting or running request."""
 
     client: str
     cancellation: Cancellation = field(default_factory=Cancellation)
@@ -120,7 +121,7 @@ class Gateway:
     runs: dict[str, Run] = field(default_factory=dict)  # by the answer's id
 
     def cut(self, client: str, number: str) -> None:
-        """Cut this client's run off from its cloud.
+        """Disconnect this client's run from its cloud.
 
         Raises:
             Refused: there is no such run.
@@ -132,7 +133,7 @@ class Gateway:
 
     @property
     def budget(self) -> int:
-        """Bytes of bodies and waiting prompts that one client may have here."""
+        """Return the bytes of bodies and waiting prompts that one client may hold."""
         return max(PROMPT_BYTES * self.desk.room, BODIES * self.access.max_body)
 
 
@@ -162,7 +163,7 @@ async def _understood(asking: Asking, client: str, kind: type[Request], gateway:
         request = read(kind, sent)
         if len(sent) <= SHORT:
             return asked(request, gateway.defaults)
-        # A recording takes a while to unpack: in a thread, so that the others' streams go on meanwhile.
+        # Unpacking a recording takes long. In a thread it does not delay other streams.
         return await _unless_gone(asking.receive, asyncio.to_thread(asked, request, gateway.defaults))
 
 
@@ -190,7 +191,7 @@ def _result(ticket: Ticket, gateway: Gateway) -> Result:
 async def _generation(
     client: str, work: Asked, answer: Answer, gateway: Gateway, queued: Callable[[], None] = lambda: None
 ) -> AsyncIterator[Ticket]:
-    """A generation that has its slot, and is cancelled at the end of the block."""
+    """Yield a generation with a slot, and cancel it at the end of the block."""
     asked_at, run = time.perf_counter(), Run(client)
     how = (work.prompt, work.settings, work.choice)
     options: dict[str, Any] = {"provisional": work.provisional, "queued": queued, "cancellation": run.cancellation}
@@ -211,7 +212,7 @@ async def _generation(
 
 
 def _weight(prompt: Any) -> int:
-    """Bytes that a waiting prompt takes in memory, roughly."""
+    """Return the approximate memory of a waiting prompt, in bytes."""
     if isinstance(prompt, Audio):
         return int(getattr(prompt.source, "nbytes", 0))
     if isinstance(prompt, str):
@@ -220,9 +221,10 @@ def _weight(prompt: Any) -> int:
 
 
 async def _streamed(asking: Asking, client: str, work: Asked, answer: Answer, gateway: Gateway) -> Response:
-    """A stream. What fails before it begins has a status of its own.
+    """Stream an answer. An error before its first byte has its own status.
 
-    It begins with the first chunk, at once if the request has to wait for a slot, and otherwise after `STATUS_S`.
+    The stream begins at once if the request has to wait for a slot. Otherwise it begins with the first chunk, or after
+    `STATUS_S`.
     """
     queued: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     chunks = _chunks(client, work, answer, gateway, lambda: queued.set_result(None))
@@ -244,7 +246,7 @@ async def _streamed(asking: Asking, client: str, work: Asked, answer: Answer, ga
 async def _chunks(
     client: str, work: Asked, answer: Answer, gateway: Gateway, queued: Callable[[], None]
 ) -> AsyncGenerator[bytes]:
-    """The stream's parts as they come."""
+    """Yield the stream's parts."""
     async with _generation(client, work, answer, gateway, queued) as ticket:
         async for events in ticket:
             if chunk := answer.chunk(events):
@@ -253,10 +255,11 @@ async def _chunks(
 
 
 class _Stream(Response):
-    """Server-sent events; the client's leaving ends the generator, and with it the generation.
+    """Yield server-sent events. A disconnect of the client ends the generator, and with it the generation.
 
-    While nothing comes, a comment goes out every `PING_S`, which clients skip: proxies and clients that count seconds
-    of silence would give the stream up. What fails now is the stream's last event.
+    During silence a comment goes out every `PING_S`, which clients skip: it prevents timeouts of proxies and clients.
+    An
+    error becomes the stream's last event.
     """
 
     media_type = "text/event-stream"
@@ -289,7 +292,7 @@ class _Stream(Response):
         await self._chunks.aclose()
 
     async def _begin(self, send: Send) -> bool:
-        """Send the headers, and the first chunk if it is there: whether it was."""
+        """Send the headers, and the first chunk if there is one; return whether there was."""
         headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         there = self.first.done()

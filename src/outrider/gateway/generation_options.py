@@ -1,4 +1,4 @@
-"""How a request is generated: its settings and its choice, from its fields and the command line's defaults."""
+"""Decoding options of a request, from its fields and the command line's defaults."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS: Final = tuple(each.name for each in fields(GenerationSettings) if each
 
 
 def settings_of(request: Request, options: OutriderOptions, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Every field of GenerationSettings. defaults: those of the command line.
+    """Return every field of GenerationSettings. defaults: those of the command line.
 
     Raises:
         Refused: a value out of range, or one that contradicts another; the field is named.
@@ -37,7 +37,7 @@ def settings_of(request: Request, options: OutriderOptions, defaults: Mapping[st
         given["max_new_tokens"] = length
     if request.stop is not None:
         stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
-        given["stop"] = tuple(text for text in stop if text)  # an empty one asks for nothing
+        given["stop"] = tuple(text for text in stop if text)  # an empty one has no effect
     if request.logit_bias:
         given["suppress_tokens"] = tuple(int(key) for key in request.logit_bias)
     settings = {**_giving_way(defaults, given), **given}
@@ -47,18 +47,18 @@ def settings_of(request: Request, options: OutriderOptions, defaults: Mapping[st
 
 
 def notes_of(request: Request, settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """What of a request asks for nothing here, for the answer's warnings."""
+    """Return notes on fields without effect, for the answer's warnings."""
     unused = [f"{name} was not used: {why}" for name, why in UNUSED.items() if getattr(request, name, None) is not None]
     options = request.outrider or OutriderOptions()
     filters = {"top_p": request.top_p, "outrider.top_k": options.top_k, "outrider.min_p": options.min_p}
     for name, value in filters.items():
         if value is not None and not settings["temperature"] and value != FILTERS[name.rpartition(".")[2]]:
-            unused.append(f"{name} was not used: at temperature 0 nothing is drawn")
+            unused.append(f"{name} was not used: decoding at temperature 0 is greedy")
     return tuple(unused)
 
 
 def length_field_of(request: Request) -> str | None:
-    """The field with which a request limits its output."""
+    """Return the field that limits the output."""
     names = ("max_completion_tokens", "max_tokens")
     return next((name for name in names if getattr(request, name, None) is not None), None)
 
@@ -67,14 +67,14 @@ def _length(request: Request) -> int | None:
     newer = getattr(request, "max_completion_tokens", None)
     if newer is not None and request.max_tokens is not None and newer != request.max_tokens:
         raise Refused(
-            f"max_completion_tokens {newer} and max_tokens {request.max_tokens} are two words for one limit: give one",
+            f"max_completion_tokens {newer} and max_tokens {request.max_tokens} name the same limit: give one",
             param="max_tokens",
         )
     return newer if newer is not None else request.max_tokens
 
 
 def _giving_way(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The command line's settings, without those that make no sense beside what the request asks for."""
+    """Return the command line's settings, without those that contradict the request's."""
     kept = {"stop": (), **values}
     if given.get("temperature") == 0:
         kept |= FILTERS
@@ -84,7 +84,7 @@ def _giving_way(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
 
 def in_request_words(message: str, length_field: str | None) -> str:
-    """A message of the decoder's with the names that requests have for its settings."""
+    """Return a message of the decoder with the request's names of settings."""
     words = {"max_new_tokens": length_field or "max_tokens", "suppress_tokens": "logit_bias"}
     return re.sub(r"\b(max_new_tokens|suppress_tokens)\b", lambda found: words[found[0]], message)
 
@@ -99,7 +99,7 @@ def _checked(settings: dict[str, Any], length_field: str | None) -> dict[str, An
 
 
 def field_named_in(message: str, length_field: str | None) -> str | None:
-    """The first field of a request that a message of ours speaks of."""
+    """Return the first field of a request that a message names."""
     theirs = {"max_new_tokens": length_field or "max_tokens", "suppress_tokens": "logit_bias"}
     for word in re.findall(r"\w+", message):
         if word in theirs:
@@ -112,10 +112,10 @@ def field_named_in(message: str, length_field: str | None) -> str | None:
 
 
 def choice_of(options: OutriderOptions, default: Choice) -> Choice:
-    """How to decode, where the request says otherwise than the command line.
+    """Return the decoding options: the command line's, changed by the request.
 
     Raises:
-        Refused: what is unknown, out of range, or not used by the way; the field is named.
+        Refused: an option that is unknown, out of range, or not used by the way; the field is named.
     """
     given = {name: value for name in CHOICE if (value := getattr(options, name)) is not None}
     if "calibrated:" in given.get("gate", "") and given["gate"] != default.gate:
@@ -138,7 +138,7 @@ def choice_of(options: OutriderOptions, default: Choice) -> Choice:
 
 
 def _check_net(net: Conditions) -> None:
-    """Refuse an emulated network on which a generation would hold its slot for long."""
+    """Refuse an emulated network that is slow enough to block a slot."""
     delays = {"rtt": net.rtt, "jitter": net.jitter, "stall": net.stall_for or 0.0}
     rates = {"up": net.up, "down": net.down}
     for name, seconds in delays.items():
@@ -152,11 +152,11 @@ def _check_net(net: Conditions) -> None:
 
 
 def _check_used(choice: Choice, given: Mapping[str, Any]) -> None:
-    """Refuse what the request itself asks for and its way does not do. Values that ask for nothing are taken."""
+    """Refuse options of the request that its way does not use. Values without effect are accepted."""
     used, nothing = choice.settled(), Choice()
     for name, value in given.items():
         if value != getattr(used, name) and value != getattr(nothing, name):
-            way = f"decoding {choice.way}" + ("" if "way" in given else ", as this gateway does unless told otherwise,")
+            way = f"decoding {choice.way}" + ("" if "way" in given else ", this gateway's default,")
             raise Refused(f"outrider.{name}: {way} does not use it: leave it out", param=f"outrider.{name}")
 
 

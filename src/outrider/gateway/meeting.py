@@ -1,4 +1,4 @@
-"""The cloud's name and whether it is there: asked from the start, in a thread of its own."""
+"""Monitoring of the cloud in a thread: its name, and whether it is reachable."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from outrider.errors import CloudError, CloudLost, OutriderError
 from outrider.verifiers.base import Verifier, disconnect
 
 UNKNOWN = "not there yet"
-CHECK_S = 3.0  # between two looks at whether the cloud is there
+CHECK_S = 3.0  # s between two checks of the cloud
 CONNECT_S = 3.0
 PAUSE_S = 1.0  # between two attempts, each as patient as the verifier is
 
 
 class Meeting:
-    """The first talk with a cloud, and whether it can be reached later.
+    """The handshake with a cloud, and checks of whether it stays reachable.
 
-    verifier: this one's own, disconnected once it has answered and by `close`. hosts: addresses of which one at least
-    must take connections for the cloud to count as there.
+    verifier: used for the handshake alone, disconnected after its answer and by `close`. hosts: addresses, of which one
+    must
+    accept connections for the cloud to count as reachable.
     """
 
     def __init__(self, engine: Engine, verifier: Verifier, hosts: Sequence[tuple[str, int]] = ()) -> None:
@@ -46,7 +47,7 @@ class Meeting:
 
     @property
     def trouble(self) -> str | None:
-        """Why the cloud is not there, or not of use; None while it is."""
+        """The reason if the cloud is unreachable or incompatible, else None."""
         if not self._outcome.done():
             return "the cloud has not been reached yet"
         error = self._outcome.exception()
@@ -94,7 +95,7 @@ class Meeting:
 
 
 def unreachable(hosts: Sequence[tuple[str, int]]) -> str | None:
-    """Why none of the addresses takes a connection, by the last one; None if one does."""
+    """Return why no address accepts a connection (the last one's error), or None if one does."""
     reason = None
     for host, port in hosts:
         try:

@@ -1,4 +1,4 @@
-"""From a request's recording in base64 to the waveform that models take, within the limits of a request."""
+"""Decode a request's recording from base64 to a waveform, within the limits of a request."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from outrider.gateway.refusing import Refused
 from outrider.prompts.audio import Recording, prepare
 from outrider.prompts.recordings import Limits, decode_bytes
 
-MOST_SAMPLES: Final = 2**25  # of a recording, counted over all channels: what one request may have decoded
+MOST_SAMPLES: Final = 2**25  # samples of a recording in a request, counted over all channels
 NAME: Final = "the recording"
 WHERE: Final = "messages.0.content.input_audio"
-ADVICE: Final = "send it in pieces, a request for each (ffmpeg -i IN -f segment -segment_time {:g} piece%d.wav)"
-CONTAINERS: Final = {  # what the decoders call the formats
+ADVICE: Final = "send it in pieces, one request for each (ffmpeg -i IN -f segment -segment_time {:g} piece%d.wav)"
+CONTAINERS: Final = {  # the decoders' names of the formats
     "wav": ("WAV", "WAVEX", "RF64", "W64"),
     "mp3": ("MP3", "MPEG"),
     "flac": ("FLAC",),

@@ -120,7 +120,7 @@ class Cut(Reply):
 
 
 class Health(Reply):
-    """status: degraded where the cloud is away, and why."""
+    """status: degraded while the cloud is unreachable, with the reason."""
 
     status: Literal["ok", "degraded"]
     reason: str | None
@@ -130,9 +130,9 @@ class Health(Reply):
 
 
 class Overview(Reply):
-    """What runs. text: False for a model that is made for recordings alone.
+    """The gateway's description. text: False for a model that only takes recordings.
 
-    defaults: of the `outrider` field. networks: whether outrider.net can be set. cut: to `cut` too.
+    defaults: of the `outrider` field. networks: whether outrider.net can be set. cut: whether it can be `cut`.
     """
 
     edge: str

@@ -55,7 +55,7 @@ UNDONE: Final[dict[str, str]] = {
     "prompt_cache_options": "prompts are not cached between requests",
     "prompt_cache_retention": "prompts are not cached between requests",
 }
-UNUSED: Final[dict[str, str]] = {  # fields that change nothing in the answer: taken, and named in its warnings
+UNUSED: Final[dict[str, str]] = {  # fields without effect on the answer: accepted, and named in its warnings
     "user": "nothing is kept about users",
     "safety_identifier": "nothing is kept about users",
     "metadata": "nothing is kept",
@@ -87,7 +87,7 @@ class Read(BaseModel):
 
 
 def _unused(name: str) -> Any:
-    """What to say of a field that is taken and not used."""
+    """Return the note on a field that is accepted and not used."""
     return Field(default=None, description=f"not used: {UNUSED[name]}")
 
 
@@ -140,7 +140,7 @@ class OutriderOptions(Read):
     top_k: Count | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    repetition_window: Count | None = Field(default=None, description="last tokens that the penalty looks at; 0: all")
+    repetition_window: Count | None = Field(default=None, description="last tokens that the penalty covers; 0: all")
     no_repeat_ngram_size: Count | None = None
     sentences: Positive | None = Field(default=None, description="end after so many complete sentences")
     min_new_tokens: Count | None = None

@@ -30,10 +30,12 @@ class _Server(uvicorn.Server):
 
 
 def bound(host: str, port: int) -> Listener:
-    """A socket with this address, which does not listen yet. Host "" is every interface, IPv6 and IPv4 alike.
+    """Return a socket bound to this address, which does not listen yet.
+
+    Host "" is every interface, IPv6 and IPv4 alike.
 
     Raises:
-        SettingsError: the address is taken, or not this machine's.
+        SettingsError: the address is in use, or not this machine's.
     """
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     if not host:
@@ -46,7 +48,7 @@ def bound(host: str, port: int) -> Listener:
 
 
 def _bound_to_all(port: int, where: str) -> Listener:
-    """One socket for both families; where this machine has no IPv6, IPv4's alone."""
+    """Return one socket for both families, or for IPv4 alone on a machine without IPv6."""
     if socket.has_dualstack_ipv6():
         return _bound_to(socket.AF_INET6, ("::", port), where, both=True)
     return _bound_to(socket.AF_INET, ("0.0.0.0", port), where)
@@ -55,7 +57,7 @@ def _bound_to_all(port: int, where: str) -> Listener:
 def _bound_to(family: int, address: Any, where: str, *, both: bool = False) -> Listener:
     found = None
     try:
-        found = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named as TCP: else Nagle's 40 ms stay on
+        found = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named as TCP: else Nagle stays on
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if both:
             found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -96,7 +98,7 @@ def config(app: FastAPI) -> uvicorn.Config:
 
 
 class StopSignal:
-    """SIGTERM and SIGINT as something to wait for. Made in the running loop, of which it takes over the signals."""
+    """SIGTERM and SIGINT as an awaitable. Made in the running loop, whose signal handlers it takes over."""
 
     def __init__(self) -> None:
         self.number = 0  # of the first one that came
@@ -116,7 +118,7 @@ class StopSignal:
 async def serve(app: FastAPI, on: Listener, desk: Desk, stop: StopSignal, listening: Callable[[str], None]) -> int:
     """Serve until SIGTERM or SIGINT. Returns 0, or 128 + the signal's number if it came before this listened.
 
-    listening: called with the URL once clients can come.
+    listening: called with the URL once clients can connect.
     """
     server = http_server(app, on)
     serving = asyncio.create_task(server.serve(sockets=[on]))

@@ -53,8 +53,7 @@ class Board:
     blocks: list[tuple[Signals, ...]]
 
     def unsure(self, threshold: Threshold, *, whole: bool = False) -> np.ndarray:
-        """float64 [places]: the drafter's uncertainty per block; above the limit a block is verified. The end always
-        is."""
+        """float64 [places]: the drafter's uncertainty per block, infinite at the end. Above a limit: verified."""
         sign = direction(threshold)
         values = self.blocks if whole else self.prefixes
         return np.array([sign * threshold.value(block) for block in values] + [np.inf])
@@ -149,8 +148,7 @@ def worst_losses(board: Board, unsure: np.ndarray, limits: np.ndarray) -> np.nda
 def _blocks(
     trace: Trace, at: int, last: int, k: int
 ) -> list[tuple[int, int, float, float, tuple[Signals, ...], tuple[Signals, ...]]]:
-    """Return, for the block at each place, where the next one begins (skipped, verified), its loss, its length, and its
-    signals."""
+    """Return per place the next block's place (skipped, verified), and the block's loss, length and signals."""
     agrees, size, ends = trace.agrees, len(trace.target), end_tokens(trace)
     rows = []
     for start in range(size):

@@ -112,7 +112,9 @@ _ADVICE: dict[Loss, str] = {
 
 
 def write_gate_file(path: str | Path, calibration: Calibration) -> None:
-    """Write the gate file for `calibrated:FILE`. Raises:
+    """Write the gate file for `calibrated:FILE`.
+
+    Raises:
         OutriderError: it cannot be written.
     """
     write_file(path, json.dumps(calibration.to_json(), indent=2, ensure_ascii=False) + "\n")

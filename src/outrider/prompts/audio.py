@@ -37,7 +37,7 @@ class Audio:
     """A recording to caption: `Audio("a.wav", task="detailed", lang="zh")`.
 
     source: a path, or a waveform as floats in [−1, 1], [samples] or [samples, channels], with its sampling_rate.
-    instruction: what to ask instead of the caption task. warnings: of an earlier decoding, for the result.
+    instruction: a question instead of the caption task. warnings: of an earlier decoding, for the result.
     """
 
     source: str | Path | np.ndarray
@@ -50,8 +50,8 @@ class Audio:
 
 @dataclass(frozen=True)
 class Recording:
-    """A recording as models take it. waveform: float32 [samples], 16 kHz mono, on a 16-bit grid (`on_grid`), so that it
-    can be sent unchanged. warnings: what of the file is missing."""
+    """A recording in the models' input format. waveform: float32 [samples], 16 kHz mono, on a 16-bit grid (`on_grid`),
+    so that it can be sent unchanged. warnings: about missing parts of the file."""
 
     waveform: np.ndarray
     warnings: tuple[str, ...] = ()
@@ -111,7 +111,7 @@ def split(audio: Audio, max_seconds: float) -> list[Piece]:
     bounds = [len(wave) * n // count for n in range(count + 1)]
     pieces = []
     for start, end in pairwise(bounds):
-        warnings = recording.warnings if end == len(wave) else ()  # what is missing is missing at the end
+        warnings = recording.warnings if end == len(wave) else ()  # the missing part is at the end
         part = replace(audio, source=wave[start:end], sampling_rate=SAMPLE_RATE, warnings=warnings)
         pieces.append(Piece(part, start / SAMPLE_RATE, end / SAMPLE_RATE))
     return pieces

@@ -78,7 +78,7 @@ def _from_messages(engine: Any, messages: Messages, *, recording: bool = False) 
 
 
 def _contents(messages: Messages) -> Iterator[str]:
-    """Return the texts of messages that may not be any yet."""
+    """Return the texts of messages that are not validated yet."""
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
         parts = content if isinstance(content, list | tuple) else [content]
@@ -93,7 +93,7 @@ def _read(engine: Any, text: str, **options: Any) -> list[int]:
 
 
 def _check_fits(engine: Any, characters: int) -> None:
-    """Raise ContextError for a text that would not fit if it were made of the longest tokens: reading it would take
+    """Raise ContextError for a text that exceeds the context even in the longest tokens: encoding it would take
     seconds, and cannot be interrupted."""
     most = engine.max_length
     # First without the vocabulary, whose list takes a while: few texts have more characters than that many tokens.
@@ -108,7 +108,7 @@ def _longest(tokenizer: Any) -> int:
 
 
 def _without_audio(engine: Any, ids: Ids) -> Ids:
-    """Refuse a prompt that speaks of a recording: the model would answer as if it had heard one."""
+    """Refuse a recording's placeholder without a recording: the model would answer as if it had heard one."""
     front = getattr(engine, "audio", None)
     if front is not None and front.placeholder in ids:
         mark = engine.tokenizer.convert_ids_to_tokens(front.placeholder) if engine.tokenizer is not None else ""

@@ -1,6 +1,6 @@
-"""Container headers, as far as the reader of recordings needs them: which decoder, and how much audio is promised.
+"""Container headers, as far as the reader of recordings needs them: the format, and the claimed length.
 
-A header's length is never trusted: it is only compared with what was decoded, for a warning about what is missing.
+A header's length is never trusted. It is only compared with the decoded length, for a warning about missing audio.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, Final
 
-MEDIA: Final = {  # what PyAV decodes, by FFmpeg's name of the demuxer: names of formats that people use
+MEDIA: Final = {  # formats that PyAV decodes: common names by FFmpeg's name of the demuxer
     "mov": ("m4a", "mp4", "3gp"),
     "matroska": ("webm", "mka", "mkv"),
     "aac": ("aac",),
     "amr": ("amr",),
     "asf": ("wma",),
 }
-STREAMED: Final = 0x7FFF0000  # sizes from here on are what programs write that do not know the length
-TRAILING: Final = 2**13  # bytes behind the end of the audio that may be tags
+STREAMED: Final = 0x7FFF0000  # sizes from here on stand for an unknown length
+TRAILING: Final = 2**13  # bytes after the end of the audio that may be tags
 CHUNKS: Final = 10_000
 OGG_PAGE: Final = 27 + 255 + 255 * 255
-OGG_BEGINNINGS: Final = 1024  # bytes in which the first pages of all streams that run side by side lie
+OGG_BEGINNINGS: Final = 1024  # bytes that hold the first pages of all multiplexed streams
 SPHERE: Final = (b"sample_count", b"channel_count", b"sample_n_bytes")
 BOXES: Final = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf")  # that hold tables of samples
 LENGTH_MASK: Final = 0x7F7F7F7F
@@ -31,8 +31,8 @@ LENGTH_MASK: Final = 0x7F7F7F7F
 
 @dataclass(frozen=True)
 class Data:
-    """The audio data of a container. claimed: bytes, None where the header does not know. present: bytes that the file
-    holds of it. at, true_size: the offset of the size field, and what it would hold if it were right."""
+    """The audio data of a container. claimed: its bytes by the header, None if unknown. present: its bytes in the file.
+    at, true_size: the offset of the size field, and its correct value."""
 
     claimed: int | None
     present: int
@@ -54,17 +54,17 @@ def media_format(head: bytes) -> str | None:
 
 
 def is_sample_dump(head: bytes) -> bool:
-    """Whether this is a sampler's dump (SDS), over which libsndfile prints lines on standard output."""
+    """Return whether this is a sampler's dump (SDS), for which libsndfile prints to standard output."""
     return head[:2] == b"\xf0\x7e" and head[3:4] == b"\x01"
 
 
 def is_adts(head: bytes) -> bool:
-    """Whether these bytes begin a frame of AAC: the sync word, and layer 0, which MPEG audio does not use."""
+    """Return whether these bytes begin a frame of AAC: the sync word, and layer 0, which MPEG audio does not use."""
     return len(head) > 1 and head[0] == 0xFF and head[1] & 0xF6 == 0xF0
 
 
 def mpeg_start(head: bytes) -> int | None:
-    """Return where MPEG audio begins, behind an ID3v2 tag if there is one; None where it does not look like that."""
+    """Return where MPEG audio begins, after an ID3v2 tag if there is one, or None for other data."""
     if head.startswith(b"ID3") and len(head) >= 10:
         size = int.from_bytes(head[6:10], "big") & LENGTH_MASK
         size = size & 0x7F | (size >> 1) & 0x3F80 | (size >> 2) & 0x1FC000 | (size >> 3) & 0xFE00000
@@ -111,7 +111,7 @@ def audio_data(file: BinaryIO, size: int) -> Data | None:
 
 
 def _sphere(header: bytes, size: int) -> Data | None:
-    """The data of a NIST SPHERE file, whose header is text."""
+    """Return the data of a NIST SPHERE file, whose header is text."""
     found = [re.search(rb"%s -i (\d{1,12})\b" % field, header) for field in SPHERE]
     start = re.match(rb"NIST_1A\s+(\d{1,9})\s", header)
     if start is None or not all(found):
@@ -121,12 +121,12 @@ def _sphere(header: bytes, size: int) -> Data | None:
 
 
 def flac_length(head: bytes) -> int:
-    """Return the samples that a FLAC file says it has, 0 where it does not know or has another beginning."""
+    """Return the number of samples in a FLAC file's header, 0 if it is unknown or for another format."""
     return int.from_bytes(head[21:26], "big") & (2**36 - 1) if head.startswith(b"fLaC") else 0
 
 
 def ogg_ends(file: BinaryIO, size: int) -> bool:
-    """Whether the last page of an Ogg file is whole and says that the stream ends there."""
+    """Return whether the last page of an Ogg file is whole and marks the end of the stream."""
     tail = _read(file, max(0, size - 2 * OGG_PAGE), 2 * OGG_PAGE)
     at = tail.rfind(b"OggS\0")
     if at < 0 or len(tail) < at + 27 or len(tail) < at + 27 + tail[at + 26]:
@@ -136,7 +136,7 @@ def ogg_ends(file: BinaryIO, size: int) -> bool:
 
 
 def is_chained(file: BinaryIO) -> bool:
-    """Whether a second stream begins behind the beginning of an Ogg file."""
+    """Return whether a second stream begins later in an Ogg file."""
     file.seek(OGG_BEGINNINGS)
     before = b""
     while block := file.read(2**20):
@@ -147,9 +147,9 @@ def is_chained(file: BinaryIO) -> bool:
 
 
 def lies_about_samples(file: BinaryIO, start: int, end: int, size: int, depth: int = 0) -> bool:
-    """Whether a table of an MP4 file claims more samples than the file has bytes: FFmpeg makes an index of them.
+    """Return whether a table of an MP4 file claims more samples than the file has bytes: FFmpeg would index them all.
 
-    start, end: of the boxes that are looked at. depth: how many boxes they lie in.
+    start, end: of the boxes to check. depth: their nesting.
     """
     for _ in range(CHUNKS):
         head = _read(file, start, 28)
@@ -194,7 +194,7 @@ def _find(
 def _chunks(
     file: BinaryIO, size: int, at: int, length: str, pad: int, name: int, counts_header: bool
 ) -> Iterator[tuple[int, int, bytes, int]]:
-    """Where each chunk and its body begin, its name and its size."""
+    """Yield where each chunk and its body begin, its name and its size."""
     head = name + struct.calcsize(length)
     for _ in range(CHUNKS):
         found = _read(file, at, head)
@@ -217,7 +217,7 @@ def _data(claimed: int, rest: int, at: int, length: str, extra: int = 0) -> Data
 
 
 def _goes_on(file: BinaryIO, end: int, size: int) -> bool:
-    """Whether what follows the data is no chunk, but more data than the header speaks of."""
+    """Return whether the data continues beyond the length in the header: no chunk follows."""
     return size - end > TRAILING and re.match(rb"[ -~]{4}", _read(file, end, 4)) is None
 
 

@@ -1,4 +1,4 @@
-"""What phones and browsers record, decoded by FFmpeg's libraries through PyAV, which is an extra."""
+"""Decoder for the formats of phones and browsers: FFmpeg's libraries through PyAV, an optional package."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import numpy as np
 from outrider.errors import AudioError
 from outrider.prompts.containers import MEDIA
 
-MAX_ERRORS: Final = 1000  # packets that cannot be decoded, before the rest is given up
-MAX_PLANES: Final = 7  # PyAV looks for the end of a frame's planes behind the eighth, in memory that is another's
-SLACK_SECONDS: Final = 0.25  # encoders' delay and padding, which a container may count or not
-SIZED: Final = ("mov", "matroska", "asf")  # containers whose length is written and not estimated
+MAX_ERRORS: Final = 1000  # packets that cannot be decoded, before decoding ends
+MAX_PLANES: Final = 7  # PyAV reads past the eighth plane of a frame, beyond its memory
+SLACK_SECONDS: Final = 0.25  # tolerance for encoders' delay and padding, which not every container counts
+SIZED: Final = ("mov", "matroska", "asf")  # containers that store their length (for others FFmpeg estimates it)
 FULL_SCALE: Final = {"u8": 2.0**7, "s16": 2.0**15, "s32": 2.0**31, "s64": 2.0**63, "flt": 1.0, "dbl": 1.0}
 
 
 @dataclass
 class State:
-    """What became of a decoding. claimed: seconds, if the container says so."""
+    """The state of a decoding. claimed: the container's length in seconds, if it has one."""
 
     claimed: float | None = None
     is_broken: bool = False
 
     def warnings(self, seconds: float) -> Iterator[str]:
-        """What is missing of a recording of which `seconds` were decoded."""
+        """Return warnings about missing audio, after `seconds` were decoded."""
         if self.claimed is not None and seconds < self.claimed - SLACK_SECONDS:
             lost = self.claimed - seconds
             yield f"the recording is damaged or breaks off: {lost:.2f} s of its {self.claimed:.2f} s are missing"
@@ -36,7 +36,7 @@ class State:
 
 
 def is_installed() -> bool:
-    """Whether PyAV is there."""
+    """Return whether PyAV is installed."""
     return importlib.util.find_spec("av") is not None
 
 
@@ -45,8 +45,8 @@ def blocks(
 ) -> Iterator[tuple[np.ndarray, int]]:
     """Decode the first audio stream: float32 [frames, channels] and the rate, block by block.
 
-    kind: FFmpeg's name of the only demuxer that is tried, so that no playlist can name other files. check: refuses a
-    rate or a number of channels.
+    kind: FFmpeg's name of the only demuxer to try, so that no playlist can name other files. check: refuses a rate or a
+    number of channels.
 
     Raises:
         AudioError: it cannot be opened, or holds no audio.
@@ -56,7 +56,7 @@ def blocks(
     try:
         container = av.open(file, format=kind, options={"protocol_whitelist": "none"}, metadata_errors="replace")
     except (av.FFmpegError, *FOREIGN) as error:
-        lost = "; the index of such a file stands at its end and is lost where it breaks off" if kind == "mov" else ""
+        lost = "; a truncated file of this kind may lack its index, which stands at the end" if kind == "mov" else ""
         names = ", ".join(MEDIA[kind])
         raise AudioError(f"{name}: no recording ({names}) that can be read ({_reason(error)}){lost}") from error
     with container:
@@ -64,7 +64,7 @@ def blocks(
             raise AudioError(f"{name}: holds no audio stream")
         stream = container.streams.audio[0]
         if stream.codec_context is None:
-            raise AudioError(f"{name}: its audio is of a codec that is not read: convert it (ffmpeg -i IN out.wav)")
+            raise AudioError(f"{name}: its audio codec is not supported: convert it (ffmpeg -i IN out.wav)")
         state.claimed = _claimed(container, stream, kind)
         stream.codec_context.thread_count = 1
         for frame in _frames(container, stream, state):
@@ -102,7 +102,7 @@ def _frames(container: Any, stream: Any, state: State) -> Iterator[Any]:
 
 
 def _samples(frame: Any) -> np.ndarray:
-    """The frame as float32 [frames, channels]."""
+    """Return the frame as float32 [frames, channels]."""
     values = frame.to_ndarray()
     channels, sample = frame.layout.nb_channels, frame.format.name.removesuffix("p")
     values = values.T if frame.format.is_planar else values.reshape(-1, channels)

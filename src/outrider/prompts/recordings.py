@@ -1,7 +1,8 @@
-"""The one reader of recordings: any file to 16 kHz mono, block by block, within limits that are checked on the way.
+"""The one reader of recordings: any file to 16 kHz mono, block by block, with limits checked during decoding.
 
-The decoders are libsndfile and, for what phones and browsers record, PyAV. Lengths come from decoding alone: a block is
-used only as far as the decoder says that it wrote it, and decoding goes on until the decoder returns nothing.
+The decoders are libsndfile and, for what phones and browsers record, PyAV. Lengths come from decoding alone: only the
+frames that the decoder reports are used of a block, and decoding continues
+until the decoder returns nothing.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ MAX_SECONDS: Final = 3600.0  # a model's own limit comes on top
 MIN_RATE, MAX_RATE = 1_000, 768_000
 MAX_CHANNELS: Final = 64
 MAX_SAMPLES: Final = 2**32  # of all channels: an hour of one at 768 kHz, of two at 384 kHz
-MAX_PEAK: Final = 100.0  # larger samples are no waveform in [−1, 1], however clipped
+MAX_PEAK: Final = 100.0  # larger samples are no waveform in [−1, 1], even a clipped one
 BLOCK: Final = 2**14  # frames
-STEP: Final = 2**9  # frames, where an error loses all that the same call had decoded
-PRETENDED: Final = 2**30  # bytes; libsndfile stops at an estimate of the length where a file's size gives it one
-UNKNOWN: Final = 2**40  # frames from here on mean that a header does not know
+STEP: Final = 2**9  # frames, where an error discards the whole call's frames
+PRETENDED: Final = 2**30  # bytes; with a smaller size libsndfile stops at an estimate of the length
+UNKNOWN: Final = 2**40  # frames from here on stand for an unknown length
 FORMATS: Final = "wav, flac, ogg, opus, mp3, aiff, au, caf and w64"
 
 
@@ -45,7 +46,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Decoded:
-    """waveform: float32 [samples], 16 kHz mono. kind: the decoder's name of the format. warnings: what is missing."""
+    """waveform: float32 [samples], 16 kHz mono. kind: the decoder's name of the format. warnings: about missing
+    audio."""
 
     waveform: np.ndarray
     kind: str
@@ -56,7 +58,7 @@ def decode_path(path: Path, limits: Limits = Limits()) -> Decoded:
     """Decode a file.
 
     Raises:
-        AudioError: there is none, it cannot be read, or see `decode`.
+        AudioError: it does not exist or cannot be read, or see `decode`.
     """
     try:
         if not path.exists():
@@ -108,7 +110,7 @@ class Downmix:
         self.seconds = 0.0
 
     def check(self, rate: int, channels: int) -> None:
-        """Raise AudioError for a rate or number of channels that is not read."""
+        """Raise AudioError for an unsupported rate or number of channels."""
         if not MIN_RATE <= rate <= MAX_RATE:
             raise AudioError(f"{self._name}: a sampling rate of {rate} Hz; {MIN_RATE} to {MAX_RATE} Hz are read")
         if not 0 < channels <= MAX_CHANNELS:
@@ -118,7 +120,7 @@ class Downmix:
         """Take a block. A stream may change its rate.
 
         Raises:
-            AudioError: a limit is passed, or samples are not finite or no waveform.
+            AudioError: a limit is exceeded, or samples are not finite or out of range.
         """
         self.check(rate, block.shape[1])
         self.seconds += len(block) / rate
@@ -152,7 +154,7 @@ class Downmix:
         limits = self._limits
         advice = f": {limits.advice}" if limits.advice else ""
         if self.seconds > limits.seconds:
-            raise AudioError(f"{self._name}: lasts more than {limits.seconds:g} s, the most that is taken{advice}")
+            raise AudioError(f"{self._name}: lasts more than {limits.seconds:g} s, the limit{advice}")
         if self._samples > limits.samples:
             raise AudioError(
                 f"{self._name}: more than {limits.samples} samples, counted over all channels, after "
@@ -185,7 +187,7 @@ def _decode_sound(file: BinaryIO, size: int, head: bytes, name: str, limits: Lim
     if start is not None and start < size:
         return _decode_mpeg(file, size, start, name, limits)
     data, source = containers.audio_data(file, size), Source(file, size)
-    is_strict = head[:4] in (b"caff", b"riff")  # libsndfile takes these two with a true size only
+    is_strict = head[:4] in (b"caff", b"riff")  # libsndfile accepts these two only with the true size
     if data is not None and (data.claimed is None or is_strict) and data.true_size:
         source.patches[data.at] = data.true_size
     run = _Run(source, name, limits)
@@ -198,14 +200,14 @@ def _decode_sound(file: BinaryIO, size: int, head: bytes, name: str, limits: Lim
 def _longer(
     run: _Run, wave: np.ndarray, patches: dict[int, bytes], name: str, limits: Limits
 ) -> tuple[_Run, np.ndarray]:
-    """Decode once more, without the header's length: a run that got further, or else the first."""
+    """Decode again without the header's length, and return the run that got further."""
     whole = _Run(run.source.again(patches), name, limits)
     longer = whole.decode()
     return (whole, longer) if len(longer) > len(wave) + SAMPLE_RATE // 4 else (run, wave)
 
 
 def _decode_mpeg(file: BinaryIO, size: int, start: int, name: str, limits: Limits) -> Decoded:
-    """Decode MPEG audio, of which libsndfile would end at an estimate of the length."""
+    """Decode MPEG audio, which libsndfile would end at an estimate of the length."""
     size = max(containers.mpeg_end(file, size), start)
     file.seek(start)
     tag = containers.vbr_tag(file.read(64))
@@ -222,7 +224,7 @@ def _mpeg_run(file: BinaryIO, size: int, start: int, tag: int | None, name: str,
     if tag is not None:
         file.seek(start + tag)
         head = file.read(16)
-        if len(head) == 16 and head[7] & 2:  # the tag's size of the stream: mpg123 prints a line where it is another
+        if len(head) == 16 and head[7] & 2:  # the stream's size in the tag: mpg123 prints a line if it is wrong
             source.patches[start + tag + (12 if head[7] & 1 else 8)] = (source.size - start).to_bytes(8, "big")[-4:]
     return _Run(source, name, limits)
 
@@ -262,7 +264,7 @@ class _Run:
         """Decode into `target`; returns the frames that were written, 0 at the end."""
         import soundfile
 
-        if self.kind == "FLAC" and self.claimed < UNKNOWN:  # what stands behind the last frame is an error, too
+        if self.kind == "FLAC" and self.claimed < UNKNOWN:  # data after the last frame is an error, too
             target = target[: max(0, self.claimed - self.frames)]
         if not len(target):
             return 0
@@ -272,7 +274,7 @@ class _Run:
             self.is_broken = True
             return 0
         if self.source.ran_out and read == len(target) and not _reads_ahead(sound):
-            self.is_broken = True  # what the decoder did not get it makes up from an earlier block
+            self.is_broken = True  # the decoder fills missing input from an earlier block
             return 0
         return read
 
@@ -290,7 +292,7 @@ def _step(sound: Any) -> int:
 
 
 def _missing(run: _Run, data: containers.Data | None, file: BinaryIO, size: int) -> Iterator[str]:
-    """What of the recording could not be decoded, as warnings."""
+    """Return warnings about audio that could not be decoded."""
     if data is not None and data.claimed is not None and data.present < data.claimed:
         whole = run.frames * data.claimed // max(1, data.present)
         yield from _cut(run, max(whole, run.frames + 1))
@@ -339,7 +341,7 @@ def _decode_media(file: BinaryIO, name: str, limits: Limits, kind: str) -> Decod
 def _unreadable(name: str, error: Exception | str) -> str:
     if Path(name).suffix.lower() == ".raw":
         return (
-            f"{name}: samples without a header are not read: say what they are and convert them, as in "
+            f"{name}: samples without a header are not supported: convert them with their format, as in "
             f"ffmpeg -f s16le -ar 16000 -ac 1 -i in.raw out.wav"
         )
     return f"{name}: not audio that can be read ({error}); {FORMATS} are read: ffmpeg -i IN out.wav converts others"

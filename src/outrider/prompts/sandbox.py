@@ -1,8 +1,9 @@
 """Chat templates, run as transformers runs them, but within bounds.
 
-A template comes with a checkpoint: it is a program that its user did not write. jinja2's sandbox keeps it from files
-and from Python's internals, but not from taking all memory and time. So its syntax tree is changed before it is
-compiled: each step of a loop, each call, each text that is made and each text that is written is taken from a budget.
+A template comes with a checkpoint: it is a foreign program. jinja2's sandbox keeps it from files
+and from Python's internals, but not from taking all memory and time. So its syntax tree is changed before compilation:
+each loop step, call, constructed text and written text is charged to
+a budget.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MAX_STEPS: Final = 1_000_000  # of loops and calls; what is made costs one for each 1,024 characters
-MAX_CHARACTERS: Final = 2**22  # of a value, and of all that is written
+MAX_STEPS: Final = 1_000_000  # of loops and calls; constructed values cost one per 1,024 characters
+MAX_CHARACTERS: Final = 2**22  # of a value, and of the whole output
 MAX_WIDTH: Final = 100_000  # of a field, an indentation or a batch
 MAX_BITS: Final = 2**14  # of a whole number
-_WIDE: Final = re.compile(r"\d{6}|%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{")  # a field of a million, or as wide as a value says
+_WIDE: Final = re.compile(r"\d{6}|%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{")  # a width of a million, or from a value
 
 _WIDENING: Final = ("batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "tojson", "wordwrap", "zfill")
 
 
 class Budget:
-    """What one rendering may still do."""
+    """The remaining budget of one rendering."""
 
     def __init__(self) -> None:
         self._steps, self._characters = MAX_STEPS, MAX_CHARACTERS
@@ -54,7 +55,7 @@ _budget: ContextVar[Budget] = ContextVar("budget")
 
 
 def render(source: str, **values: Any) -> str:
-    """Return what a template makes of these values. Like any program, it may raise anything."""
+    """Render a template with these values. Like any program, it may raise anything."""
     template = _compiled(source)
     before = _budget.set(Budget())
     try:
@@ -71,7 +72,7 @@ def _compiled(source: str) -> Template:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """transformers' environment of chat templates, with operators, calls and filters that know their bounds."""
+    """transformers' environment of chat templates, with bounded operators, calls and filters."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -97,7 +98,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """`{% generation %}`, with which templates mark what an assistant wrote."""
+    """`{% generation %}`, with which templates mark the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -107,7 +108,7 @@ class _Generation(Extension):
 
 
 class _Counted(NodeTransformer):
-    """Pass what loops run over, what is made and what is written through filters that count it."""
+    """Pass loop sequences, constructed values and output through counting filters."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -121,7 +122,7 @@ class _Counted(NodeTransformer):
 
     def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
         self.generic_visit(node)
-        return node if node.node is None else _through("_made", node)  # {% filter … %} stands for no value
+        return node if node.node is None else _through("_made", node)  # the node of {% filter … %} is no value
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -190,7 +191,8 @@ def _written(context: Context, value: Any) -> str:
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the filter, with a check of how much it would make. jinja2 gives some an environment before the value."""
+    """Return the filter with a check of its output's size. jinja2 passes some filters an environment before the
+    value."""
     at = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @wraps(function)
@@ -204,7 +206,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return bounded
 
 
-# Bounds of what one operation makes ---------------------------------------------------------------------------
+# Bounds on the result of one operation ---------------------------------------------------------------------------
 
 
 def _check_size(size: int) -> None:
@@ -213,7 +215,7 @@ def _check_size(size: int) -> None:
 
 
 def _size(value: Any) -> int:
-    """Return about how many characters a value takes when it is written. A list may hold another many times."""
+    """Return the approximate number of characters of a value as text. A list may hold another many times."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -242,7 +244,7 @@ def _check_operation(operator: str, left: Any, right: Any) -> None:
 
 
 def _check_growth(name: str, value: Any, arguments: tuple[Any, ...]) -> None:
-    """Raise TemplateError where a text's method, or the filter of that name, would make too much of it."""
+    """Raise TemplateError if a text's method, or the filter of that name, would return too long a text."""
     widths = [each for each in arguments if isinstance(each, int)]
     if name in _WIDENING and max(widths, default=0) > MAX_WIDTH:
         raise TemplateError(f"{name} with {max(widths)}: at most {MAX_WIDTH} are allowed")
@@ -256,7 +258,7 @@ def _check_growth(name: str, value: Any, arguments: tuple[Any, ...]) -> None:
         return
     elif name in ("format", "format_map"):
         if _WIDE.search(value):
-            raise TemplateError("it formats with a field that is too wide, or as wide as a value says")
+            raise TemplateError("it formats with a field that is too wide, or whose width is a value")
         _check_size(len(value) + sum(map(_size, arguments)) * (1 + value.count("{") + value.count("%")))
     elif name == "replace" and len(arguments) >= 2:
         _check_size(len(value) + value.count(str(arguments[0])) * _size(arguments[1]))

@@ -9,13 +9,13 @@ FOREIGN: Final = (RuntimeError, TypeError, ValueError, OverflowError, AssertionE
 
 
 class Unreadable(Exception):
-    """libsndfile does not open the file."""
+    """libsndfile cannot open the file."""
 
 
 class Source:
-    """A file as libsndfile reads it: no call raises (in a callback an exception is only printed).
+    """A file object for libsndfile. No method raises, as an exception in a callback is only printed.
 
-    size: where the file ends for libsndfile. patches: bytes that stand at other offsets than in the file.
+    size: the file's end for libsndfile. patches: bytes that replace those of the file, by offset.
     """
 
     def __init__(self, file: BinaryIO, real: int, size: int | None = None) -> None:
@@ -25,7 +25,7 @@ class Source:
         self.ran_out = False  # libsndfile asked for more than there is
 
     def again(self, patches: dict[int, bytes]) -> Source:
-        """The same file from its beginning, with other patches."""
+        """Return the same file from its beginning, with other patches."""
         source = Source(self._file, self._real, self.size)
         source.patches = patches
         return source
@@ -40,7 +40,7 @@ class Source:
 
     @property
     def left(self) -> int:
-        """Bytes of the file behind the place that was reached."""
+        """The number of unread bytes."""
         return self._real - self._at
 
     def readinto(self, buffer: Any) -> int:
@@ -61,7 +61,7 @@ class Source:
         try:
             self._file.seek(self._at)
             return self._file.read(count)
-        except OSError:  # as if it ended here
+        except OSError:  # behave as at the end of the file
             return b""
 
     def _patched(self, found: bytes) -> bytes:
@@ -74,10 +74,10 @@ class Source:
 
 
 def open_sound(source: Source) -> Any:
-    """Open a SoundFile that is only read forwards: its claims about the length decide nothing.
+    """Open a SoundFile that is only read forwards, so that its length is never used.
 
     Raises:
-        Unreadable: libsndfile does not take it.
+        Unreadable: libsndfile cannot open it.
     """
     import soundfile
 

@@ -1,10 +1,11 @@
-"""A conversation through a model's chat template, with the proof that no message's text was lost on the way.
+"""Chat templates, with a check that no message's text is lost.
 
-Templates differ in what they take as content, a text or a list of parts, and what they do not take they drop without
-a word. So a conversation of the same shape is rendered first, with marks in place of its texts. Content goes in the
-form in which each mark comes out; where there is none, the conversation is refused.
+Some templates expect content as a text, others as a list of parts, and they silently drop the other form. So a
+conversation of the same shape is rendered first, with marks in place of its texts. Content is given in the form in
+which
+every mark appears in the prompt. If there is none, the conversation is refused.
 
-Texts of messages are text: a control token of the tokenizer that is written in one is refused by name.
+A control token of the tokenizer in a message's text is refused by name.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ Messages = Seq[dict[str, Any]]
 
 _MARK: Final = "Mark{}of9Texts"
 _WRITTEN_OUT: Final = re.compile(r"""['"]text['"]\s*:\s*['"]Mark\d+of9Texts""")  # a list that was printed
-_CONTINUE: Final = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own, with the blank by which it sees what is trimmed
-_REASONED: Final = "</think>"  # templates leave out what an assistant thought before it
+_CONTINUE: Final = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own, with the blank by which it detects trimming
+_REASONED: Final = "</think>"  # templates leave out the assistant's reasoning before it
 _ROLES: Final = [("role", role) for role in ("system", "developer", "user", "assistant", "tool")]
 _FORMS: Final = ("given", "text", "parts")
 
 
 def render(name: str, tokenizer: Any, messages: Messages, *, recording: bool = False) -> str:
-    """Return the prompt that a conversation is. A last message of the assistant is continued, others are answered.
+    """Return a conversation's prompt. A last message of the assistant is continued, others are answered.
 
-    recording: whether one comes with it, for an audio part to stand for.
+    recording: whether there is one for an audio part.
 
     Raises:
         PromptError: the template drops or changes a text, fails, or does not exist; a text holds a control token; a
@@ -64,7 +65,7 @@ def _source(name: str, tokenizer: Any) -> str:
 
 
 def _plain(messages: Messages, *, recording: bool) -> list[dict[str, Any]]:
-    """Return the messages as a template may see them: without None, and with no object but JSON's."""
+    """Return the messages in the form for templates: without None, and with JSON values only."""
     if not all(isinstance(message, dict) for message in messages):
         raise PromptError("chat messages are dictionaries with a role and a content")
     try:
@@ -93,7 +94,7 @@ def _check_part(label: str, part: Any, *, recording: bool) -> None:
 
 
 def _label(messages: Messages, number: int) -> str:
-    """Return how a message is called in an error."""
+    """Return a message's name for errors."""
     if len(messages) > 1:
         return f"messages.{number % len(messages)}"
     return "the message"
@@ -145,7 +146,7 @@ def _marked(messages: Messages) -> list[dict[str, Any]]:
 
 
 class _Template:
-    """A template with what it is rendered with. continued: the last message's text is what the prompt ends with."""
+    """A template with its arguments. continued: the prompt ends with the last message's text."""
 
     def __init__(self, name: str, source: str, special: tuple[tuple[str, str], ...], continued: bool) -> None:
         self._name, self._source, self._special, self._continued = name, source, special, continued
@@ -160,7 +161,8 @@ class _Template:
             raise PromptError(f"the chat template of {self._name} failed: {said}") from error
 
     def form(self, shape: str) -> str:
-        """Return the form in which the texts of a conversation of this shape (JSON, with marks) come out."""
+        """Return the form in which all texts of a conversation of this shape (JSON, with marks) appear in the
+        prompt."""
         return _form(self._name, self._source, self._special, self._continued, shape)
 
     def _rendered(self, messages: Messages) -> str:
@@ -176,7 +178,7 @@ class _Template:
 
 
 def _tagged(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with a tag behind its last text."""
+    """Return the message with a tag after its last text."""
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": content + _CONTINUE}
@@ -208,7 +210,7 @@ def _form(name: str, source: str, special: tuple[tuple[str, str], ...], continue
 
 
 def _places(text: str, count: int) -> list[int]:
-    """Return how often each mark is in a prompt; one in a list that was printed as it is does not count."""
+    """Return the count of each mark in a prompt, without marks in a printed list."""
     if _WRITTEN_OUT.search(text):
         return [0] * count
     return [text.count(_MARK.format(number)) for number in range(count)]
@@ -226,7 +228,7 @@ def _lost(name: str, messages: Messages, counts: list[int]) -> PromptError:
 
 
 def _check_texts(name: str, messages: Messages, prompt: str, *, continued: bool) -> None:
-    """Raise PromptError where a text is not in the prompt as it was given, but for white space around it."""
+    """Raise PromptError if a text is not in the prompt unchanged, but for surrounding white space."""
     if continued and not prompt.rstrip().endswith(_texts(messages[-1])[-1].rpartition(_REASONED)[2].strip()):
         raise _no_continuation(name)
     for number, message in enumerate(messages):
@@ -243,10 +245,10 @@ def _check_texts(name: str, messages: Messages, prompt: str, *, continued: bool)
 
 
 def check_messages(name: str, tokenizer: Any, messages: Messages) -> None:
-    """Raise PromptError where a message holds what is no text, or a control token in writing.
+    """Raise PromptError if a message holds invalid text or a control token.
 
-    Control tokens are the tokens that the tokenizer calls special or that look like <|this|>, and other added tokens
-    that the chat template writes. The last ones, such as <think>, an assistant may have written itself.
+    Control tokens are the tokens that the tokenizer marks as special or that look like <|this|>, and other added tokens
+    that the chat template writes. The last kind, such as <think>, is allowed in assistant messages.
     """
     controls = control_tokens(tokenizer, str(tokenizer.chat_template))
     for number, message in enumerate(messages):
@@ -273,7 +275,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer, as they are written."""
+    """The control tokens of a tokenizer, as text."""
 
     def __init__(self, tokenizer: Any, template: str) -> None:
         added = list(getattr(tokenizer, "added_tokens_decoder", {}).items())
@@ -282,12 +284,12 @@ class ControlTokens:
         written = {each.content for _, each in added if each.content in template}
         self.special = tuple(sorted(filter(str.strip, special)))
         self.all = tuple(sorted(filter(str.strip, special | written)))
-        # Tokens that are looked for in normalised text (in lower case, say) are found by the tokenizer alone.
+        # Only the tokenizer finds tokens in normalised text (in lower case, say).
         self._normalised = {n: each.content for n, each in added if each.special and each.normalized}
         self._tokenizer = tokenizer
 
     def check(self, name: str, path: str, text: str, tokens: Seq[str]) -> None:
-        """Raise PromptError where a text is not Unicode, or one of the tokens is in it. path: the text's name."""
+        """Raise PromptError if a text is not valid Unicode, or holds one of the tokens. path: the text's name."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
