@@ -1,4 +1,4 @@
-"""Does a calibrated gate keep its budget live, with drafters that are scripted to break it?
+"""Realised live loss of calibrated gates, with drafters that are scripted to break the budget.
 
 For every scripted pair of `tests/planning/adversaries.py`, budget, loss and signal: calibrated on a random half of the
 requests, the other half decoded live. Prints the mean realised loss over splits, the share of blocks that were

@@ -1,6 +1,6 @@
-"""Does a calibrated gate keep its budget on requests that it has not seen, and what does it save?
+"""Realised loss and savings of a calibrated gate on held-out requests.
 
-Traces are split at random into halves: one calibrates, the other is what comes at run time. Beside the calibrated gate
+Traces are split at random into halves: one for calibration, one for evaluation. Beside the calibrated gate
 run an uncalibrated `entropy:1.5`, and, knowing the evaluation half, the entropy threshold that leaves as many tokens to
 the edge. Where calibration refuses, every block is verified. Prints means over splits, and the differences in risk with
 bootstrap intervals over traces; ends with one JSON line.

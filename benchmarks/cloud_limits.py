@@ -1,10 +1,11 @@
-"""One client at each of its limits while eight others work: by what factor their latency grows.
+"""Latency of eight clients while a ninth is at each of its limits.
 
     python -m benchmarks.cloud_limits [--seconds 10]
 
 A cloud in a process of its own serves the bundled pair's target with tokens. Eight clients, each with an identity of
-its own, ask for verdicts one after another; then the same with a ninth in another process that does one kind of harm as
-fast as it can. Ends stdout with one JSON line: for each kind the ratio of the eight's median and mean latencies, the
+its own, request verdicts one after another. Then a ninth client in another
+process abuses one limit as fast as it can. Ends stdout with one JSON line: for each kind the ratio of the eight's
+median and mean latencies, the
 sessions that they lost, and the growth of the server's memory.
 """
 
@@ -129,7 +130,7 @@ def long_prompts(client: Client, stop: Callable[[], bool]) -> None:
 
 
 def floods(client: Client, stop: Callable[[], bool]) -> None:
-    """One request again and again, which costs the engine nothing."""
+    """One repeated request, which costs the engine nothing."""
 
     def frames() -> Frames:
         yield client.open(list(range(10, 40)))
@@ -147,7 +148,7 @@ def generations(client: Client, stop: Callable[[], bool]) -> None:
 
 
 def uploads(client: Client, stop: Callable[[], bool]) -> None:
-    """Openings with megabytes of what is no recording, kept open and unfinished."""
+    """Openings with megabytes of invalid recordings, kept open and unfinished."""
     part = schema.Request(media=schema.Media(data=bytes(400_000), more=True)).SerializeToString()
     opening = client.open([1], media=b"x")
 

@@ -1,8 +1,8 @@
 """Eight clients at work while a ninth is at each of the gateway's limits: their latency, and the gateway's memory.
 
 `outrider edge` runs with the bundled pair and an API key for each client. The eight ask for short texts, one after
-another. The ninth does what `LIMITS` names. A ratio is the eight's median latency beside the one before; what the
-ninth does may at most double it. The last line is JSON.
+another. `LIMITS` names the ninth client's abuses. A ratio is the eight's median latency with the ninth over that
+without it; the target is at most 2. The last line is JSON.
 
     python benchmarks/gateway_limits.py [--seconds 8]
 """

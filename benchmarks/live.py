@@ -1,7 +1,7 @@
-"""Live runs of a pair under many thresholds, each decoded once: between two values of its blocks, a run is the same.
+"""Live runs of a pair under many thresholds. Thresholds between two values of its blocks share one run.
 
-`LiveRuns.run(name, file)` decodes an item with `SpeculativeDecoder` under a gate file. What was decoded is kept in a
-file, so that an interrupted benchmark goes on where it stopped.
+`LiveRuns.run(name, file)` decodes an item with `SpeculativeDecoder` under a gate file. Runs are kept in a file, so that
+an interrupted benchmark can resume.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.planning.blocks import direction
 
 @dataclass(frozen=True)
 class Watched(Threshold):
-    """A threshold that notes the largest value that it passed and the smallest that it escalated."""
+    """A threshold that records the largest value that it passed and the smallest that it escalated."""
 
     met: list[float] = field(default_factory=lambda: [-math.inf, math.inf])
 
@@ -60,7 +60,7 @@ def threshold(file: GateFile) -> Threshold:
 
 
 class LiveRuns:
-    """The bundled pair on a set's items. kept: the file of what was decoded before."""
+    """The bundled pair on a set's items. kept: the file of earlier runs."""
 
     def __init__(self, data: str, kept: Path) -> None:
         self._items, self._kept = load_set(data), kept
@@ -70,7 +70,7 @@ class LiveRuns:
             self._add(json.loads(line))
 
     def run(self, name: str, file: GateFile) -> Run:
-        """The item of that name under that gate."""
+        """Return the run of that item under that gate."""
         limit = direction(threshold(file)) * threshold(file).limit
         known = self._known.setdefault((name, threshold(file).signal, file.audit), [])
         found = next((run for low, high, run in known if low <= limit < high), None)

@@ -1,10 +1,10 @@
-"""Mutation testing of `src/outrider/core`: how many single faults do its tests notice?
+"""Mutation testing of `src/outrider/core`: the share of single faults that its tests detect.
 
     python tools/mutate.py [--count 200] [--seed 13] [--only N,N…] [--start N] [--budget SECONDS] [--log FILE]
 
 A mutant differs from the source in one operator, constant, condition, returned value or statement. Each runs the tests
 of core and the equivalence tests (stopping at the first failure) on a copy of the package; a mutant that all of them
-pass has survived. `EQUIVALENT` names survivors that no test can notice, each with the reason. The last line on stdout
+pass has survived. `EQUIVALENT` lists survivors that no test can detect, each with the reason. The last line on stdout
 is a JSON object. Exit code 1 where less than 90 % of the other mutants are killed.
 """
 
@@ -102,7 +102,7 @@ def mutants(path: Path) -> Iterator[Mutant]:
 
 
 def _executable(tree: ast.AST) -> Iterator[ast.expr | ast.stmt]:
-    """Nodes that decide on what happens: no annotations, no texts of documentation or errors."""
+    """Yield the nodes that affect behaviour: no annotations, docstrings or error messages."""
     for field, value in ast.iter_fields(tree):
         if field in ("annotation", "returns", "type_comment") or isinstance(tree, (ast.Raise, ast.JoinedStr)):
             continue
@@ -137,7 +137,8 @@ def _changes(node: ast.AST) -> Iterator[str]:
 
 
 def _is_statement(node: ast.AST) -> bool:
-    """Whether to drop it: a call, or an assignment that lasts. A dropped local name would make a NameError."""
+    """Return whether to drop a statement: a call, or a lasting assignment. A dropped local name would be a
+    NameError."""
     if isinstance(node, ast.Assign):
         return not all(isinstance(target, (ast.Name, ast.Tuple)) for target in node.targets)
     return isinstance(node, ast.AugAssign) or (
@@ -194,7 +195,7 @@ def _run_tests(mutant: Mutant, copy: Path) -> int:
 
 
 def _exit_code(child: int) -> int:
-    """Of a process, which is killed after a while."""
+    """Return the exit code of a process, which is killed after a while."""
     end = time.monotonic() + TIMEOUT_S
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)

@@ -1,4 +1,4 @@
-"""The report's first section: what was gained over the cloud alone, in sentences."""
+"""The report's first section: the gain over the cloud alone, in sentences."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NOT_COMPARED = "Nothing here compares speculation with the cloud alone: run it w
 
 
 def conclusion(runs: Sequence[EvalRun]) -> Section:
-    """A sentence for each mode, from its measured texts and times; then what a sweep's model adds."""
+    """Return a sentence for each mode, from its measured texts and times, then one for each network of a sweep."""
     points = [*_measured(runs), *_modelled(runs)]
     lead = (
         "Measured on the items that both modes answered. Modelled: simulated from recorded traces and measured times."
     )
-    return Section("conclusion", "What it comes to", lead if points else "", points=tuple(points) or (NOT_COMPARED,))
+    return Section("conclusion", "Summary", lead if points else "", points=tuple(points) or (NOT_COMPARED,))
 
 
 def _measured(runs: Sequence[EvalRun]) -> Iterator[str]:
@@ -56,13 +56,13 @@ def _gain(answers: Sequence[Answer], seconds: float) -> Gain:
 
 
 def _seconds(run: EvalRun, mode: str, items: Sequence[str]) -> float:
-    """All of them together; 0 where one is not known, so that no speed is stated."""
+    """Return the sum, or 0 if one is unknown, so that no speed is stated."""
     times = {timing.id: timing.total_s for timing in of_mode(run.timings, mode)}
     return sum(times[name] for name in items) if all(name in times for name in items) else 0.0
 
 
 def _modelled(runs: Sequence[EvalRun]) -> Iterator[str]:
-    """At each round-trip time of a sweep, the fastest setting that changes nothing, against the cloud alone."""
+    """Compare, at each round-trip time of a sweep, the fastest setting that changes nothing with the cloud alone."""
     for run in runs:
         rows = [row for row in run.sweep if row.rtt_s is not None and row.total_s is not None]
         for rtt, same in groupby(sorted(rows, key=lambda row: row.rtt_s or 0.0), key=lambda row: row.rtt_s or 0.0):

@@ -186,7 +186,7 @@ def _overview_row(name: str, run: EvalRun, mode: str) -> tuple[Cell, ...]:
 
 def metrics(runs: Sequence[EvalRun]) -> Section:
     """What summary.json says of the texts."""
-    lead = "What the texts are worth, with 95 % intervals where items differ; docs/metrics.md defines each figure."
+    lead = "Quality of the texts, with 95 % intervals where items differ. docs/metrics.md defines each figure."
     columns = [(label(run, mode, runs), run.metrics[mode]) for run in runs for mode in run.metrics]
     return _figures("metrics", "Metrics", lead, columns, "There is no summary.json with metrics.")
 

@@ -189,10 +189,10 @@ def _tokens(answer: Answer, names: Sequence[str]) -> Iterator[Token]:
 
 
 def write_report(folders: Sequence[Path], out: Path) -> list[EvalRun]:
-    """Read the folders and write the page; the runs that it is about.
+    """Read the folders, write the page, and return its runs.
 
     Raises:
-        DataError: a folder that is not an evaluation, or a place that cannot be written.
+        DataError: a folder is not an evaluation, or the page cannot be written.
         OutriderError: the file system refuses.
     """
     check_place(out)

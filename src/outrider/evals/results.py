@@ -1,4 +1,4 @@
-"""What an evaluation left in its folder, read back and checked. One folder is one run:
+"""The files of an evaluation's folder, read and validated. One folder is one run:
 
     run.json        {"configuration": {…}, "versions": {…}, "hardware": {…}}
     results.jsonl   one line per (item, mode): {"id", "mode", "text", "token_ids", "guarantee", "finish_reason",

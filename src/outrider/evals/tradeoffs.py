@@ -26,7 +26,7 @@ from outrider.evals.results import Answer, EvalRun, Figure, Swept
 from outrider.evals.summary import REFERENCE
 
 LINES = 8  # that one chart can tell apart
-QUALITIES = {  # what the chart may show, the first that two modes have, and what it counts
+QUALITIES = {  # measures for the chart (the first one that two modes have is used), and their counted unit
     "attribute_all": "captions with every attribute right",
     "same_text": "outputs equal to the cloud's",
     "agreement": "tokens equal to the cloud's",
@@ -66,7 +66,7 @@ def measured(runs: Sequence[EvalRun]) -> Section:
 
 
 def quality(runs: Sequence[EvalRun]) -> Section:
-    """What a sweep makes of the traces: outputs that stay the cloud's, or tokens where it does not count outputs."""
+    """Plot a sweep: the share of outputs equal to the cloud's, or of tokens if the sweep does not count outputs."""
     settings = _swept_settings(runs, "changed_outputs")
     counted = "outputs" if settings else "tokens"
     settings = settings or _swept_settings(runs, "disagreement")
@@ -200,7 +200,7 @@ def latency(runs: Sequence[EvalRun]) -> Section:
     alone = [name for name in grouped if name.endswith(REFERENCE)]
     chosen = alone + _spread([name for name in grouped if name not in alone], LINES - len(alone))
     series = [Series(name, tuple(_latency_points(name, grouped[name]))) for name in chosen]
-    lead = "Simulated seconds for a whole answer, by driver and gate; at each round-trip time with the fastest k."
+    lead = "Simulated seconds for a whole answer, by driver and gate, at each round-trip time with the fastest k."
     if not alone:
         lead += " The sweep has no cloud-only rows to compare with: repeat it."
     if len(chosen) < len(grouped):

@@ -33,7 +33,7 @@ class _Kept:
 
 
 def engine_of(model: Any, tokenizer: Any = None) -> Any:
-    """The model's engine. Made once; made anew where the model was changed since, or has another tokenizer.
+    """Return the model's engine. It is cached, and made again if the model has changed or has another tokenizer.
 
     Raises:
         ModelError: an encoder-decoder, or a model whose cache cannot be truncated.
@@ -65,7 +65,7 @@ def _extractor(model: Any) -> Any:
 
 @contextmanager
 def evaluating(*models: Any) -> Iterator[None]:
-    """Models are in evaluation mode meanwhile: without dropout. Afterwards each module is in the mode it was in."""
+    """Models are in evaluation mode meanwhile, without dropout. Afterwards each module returns to its earlier mode."""
     modules = [module for model in models if hasattr(model, "modules") for module in model.modules()]
     training = [module for module in modules if module.training]
     try:

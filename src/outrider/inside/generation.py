@@ -108,7 +108,7 @@ class Inside:
         return output
 
     def _draft(self) -> Any:
-        """The drafter's engine, made anew if its model was changed."""
+        """Return the drafter's engine, made again if its model has changed."""
         return self._given if hasattr(self._given, "forward_many") else engine_of(self._given, self._draft_tokenizer)
 
     def _decoder(self, draft: Any, target: Any, prompt: Prompt, wanted: asked.Wanted) -> _Ready:

@@ -46,8 +46,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Decoded:
-    """waveform: float32 [samples], 16 kHz mono. kind: the decoder's name of the format. warnings: about missing
-    audio."""
+    """A decoded recording.
+
+    waveform: float32 [samples], 16 kHz mono. kind: the decoder's name of the format. warnings: about missing audio.
+    """
 
     waveform: np.ndarray
     kind: str

@@ -191,8 +191,7 @@ def _written(context: Context, value: Any) -> str:
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the filter with a check of its output's size. jinja2 passes some filters an environment before the
-    value."""
+    """Return the filter with a check of its output's size. jinja2 passes some an environment before the value."""
     at = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @wraps(function)

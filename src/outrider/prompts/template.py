@@ -161,8 +161,7 @@ class _Template:
             raise PromptError(f"the chat template of {self._name} failed: {said}") from error
 
     def form(self, shape: str) -> str:
-        """Return the form in which all texts of a conversation of this shape (JSON, with marks) appear in the
-        prompt."""
+        """Return the form in which all marks of a conversation of this shape (JSON) appear in the prompt."""
         return _form(self._name, self._source, self._special, self._continued, shape)
 
     def _rendered(self, messages: Messages) -> str:

@@ -180,5 +180,5 @@ def _read_token(file: str) -> str:
         return decode_text(Path(file).read_bytes(), file).strip()
     except OSError as error:
         raise SettingsError(f"cannot read a token from {file}: {error.strerror}") from error
-    except DataError:  # its message would quote the file
+    except DataError:  # the decoder's message would quote the file
         raise SettingsError(f"{file} does not hold a token: it is not UTF-8 text") from None

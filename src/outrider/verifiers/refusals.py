@@ -45,7 +45,7 @@ class Again(Exception):
 
 
 def of_call(name: str, error: CallFailed | Disconnected, *, token: bool = False) -> Exception:
-    """What a failed call to the cloud `name` means. token: whether one was sent."""
+    """Return the error for a failed call to the cloud `name`. token: whether one was sent."""
     if isinstance(error, CallFailed) and error.status is Status.UNAUTHENTICATED:
         return CloudRefused(f"{name} does not know this edge: {_token_hint(token)}")
     if isinstance(error, CallFailed) and _is_final(error):

@@ -35,7 +35,7 @@ from outrider.wire.tls import ClientTls
 T = TypeVar("T")
 
 LARGEST_VOCABULARY = 2**24  # tokens; sixty times the largest there is
-LONGEST_NAME = 400  # characters of a model's name, and bytes of what identifies it
+LONGEST_NAME = 400  # characters of a model's name, and bytes of its hash or fingerprint
 CUT_PATIENCE = 0.3  # s
 
 
@@ -153,7 +153,7 @@ class RemoteVerifier:
             raise CloudRefused(f"{self.name} takes {answer.max_drafts} drafts at once, not {schema.MAX_DRAFTS}")
         problem = _impossible(answer)
         if problem:
-            raise CloudRefused(f"{self.name} describes itself in a way that cannot be: {problem}")
+            raise CloudRefused(f"{self.name} sent an invalid description of itself: {problem}")
         self._model = answer.model
         self._vocab_size = answer.vocab_size
         return Description(
@@ -170,7 +170,7 @@ class RemoteVerifier:
     async def _vocabulary(self) -> list[str]:
         names = await self._called(self.connection.vocabulary(self._vocab_size, self.deadline))
         if len(names) > self._vocab_size:
-            raise CloudRefused(f"{self.name} names more tokens than the {self._vocab_size} that it says it has")
+            raise CloudRefused(f"{self.name} sent more token names than its vocab_size of {self._vocab_size}")
         return names
 
     async def _called(self, call: Awaitable[T]) -> T:
@@ -205,7 +205,7 @@ class RemoteVerifier:
 
 
 def _impossible(answer: schema.DescribeAnswer) -> str | None:
-    """What in a cloud's description contradicts itself or the protocol; None if nothing does."""
+    """Return the part of a cloud's description that contradicts itself or the protocol, or None."""
     vocabulary, rows, ends = answer.vocab_size, answer.row_count, answer.eos_ids
     checks = {
         f"vocab_size {vocabulary}": not 0 < vocabulary <= LARGEST_VOCABULARY,
@@ -215,8 +215,8 @@ def _impossible(answer: schema.DescribeAnswer) -> str | None:
         f"audio_seconds {answer.audio_seconds}": not 0 <= answer.audio_seconds < math.inf,
         f"a name of {len(answer.name)} characters": not 0 < len(answer.name) <= LONGEST_NAME,
         "a name that cannot be printed": not answer.name.isprintable(),
-        "no fingerprint of its vocabulary, or one that is none": not 0 < len(answer.fingerprint) <= LONGEST_NAME,
-        "no model hash, or one that is none": not 0 < len(answer.model) <= LONGEST_NAME,
+        "a missing or invalid fingerprint of its vocabulary": not 0 < len(answer.fingerprint) <= LONGEST_NAME,
+        "a missing or invalid model hash": not 0 < len(answer.model) <= LONGEST_NAME,
     }
     if len(ends) <= vocabulary:
         checks[f"eos_ids beyond its {rows} rows"] = max(ends, default=0) >= max(1, rows)

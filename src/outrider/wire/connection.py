@@ -47,7 +47,7 @@ class Connection(Worker):
         return schema.DescribeAnswer.FromString(data)
 
     async def vocabulary(self, most: int, timeout: float) -> list[str]:
-        """The cloud's token strings; no more are read, once there are more than `most`."""
+        """Return the cloud's token strings. Reading ends once there are more than `most`."""
         names: list[str] = []
         async for data in self._channel.unary_stream(f"/{schema.SERVICE}/Vocabulary", b"", timeout):
             names += schema.VocabularyPart.FromString(data).tokens

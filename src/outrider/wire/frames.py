@@ -27,7 +27,7 @@ def preface(settings: Mapping[int, int]) -> bytes:
 
 
 class OtherProtocol(ProtocolError):
-    """The first bytes are not HTTP/2's. The message says what they are."""
+    """The first bytes are not HTTP/2's. The message names their protocol."""
 
 
 class Frames:
@@ -38,10 +38,10 @@ class Frames:
         self._greeted = False
 
     def cut(self, data: bytes) -> Iterator[tuple[int, bytes]]:
-        """Each frame's type, and the frame.
+        """Yield each frame's type, and the frame.
 
         Raises:
-            h2.exceptions.FrameTooLargeError: a frame that is larger than allowed.
+            h2.exceptions.FrameTooLargeError: a frame is larger than allowed.
             OtherProtocol: the peer does not speak HTTP/2.
         """
         self._rest += data
@@ -59,7 +59,7 @@ class Frames:
 
 
 def _check_greeting(start: bytes) -> None:
-    """Raise OtherProtocol where a server's first bytes are not those of a SETTINGS frame, or a GOAWAY."""
+    """Raise OtherProtocol if a server's first bytes belong neither to a SETTINGS frame nor to a GOAWAY."""
     if start.startswith(b"HTTP/"):
         raise OtherProtocol(f"{start[:8].decode('ascii', 'replace').strip()}, not gRPC")
     if start[0] in _TLS_RECORDS and start[1] == _TLS_MAJOR:

@@ -1,13 +1,13 @@
-"""Host names as users write them, and as DNS, HTTP and certificates carry them."""
+"""Host names: from users' notation to that of DNS, HTTP and certificates."""
 
 from __future__ import annotations
 
 
 def ascii_host(host: str) -> str:
-    """The host in ASCII: international names in Punycode, addresses and plain names unchanged.
+    """Return the host in ASCII: international names in Punycode, addresses and plain names unchanged.
 
     Raises:
-        ValueError: a name that cannot be encoded: a label that is empty, too long, or holds what no name may.
+        ValueError: a name that cannot be encoded: a label is empty, too long, or holds an invalid character.
     """
     if not host.isprintable():
         raise ValueError("a character in it cannot be printed")
@@ -17,10 +17,10 @@ def ascii_host(host: str) -> str:
 
 
 def peer_name(host: str) -> str:
-    """The name that a certificate and HTTP's :authority hold: an IPv6 address without its zone."""
+    """Return the host as in certificates and HTTP's :authority: an IPv6 address without its zone."""
     return ascii_host(host).partition("%")[0]
 
 
 def bracketed(host: str) -> str:
-    """An IPv6 address in brackets, any other host as it is: to be followed by a port."""
+    """Return the host as before a port: an IPv6 address in brackets, any other host unchanged."""
     return f"[{host}]" if ":" in host else host

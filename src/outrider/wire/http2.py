@@ -92,7 +92,7 @@ class Http2(asyncio.Protocol):
         return self._reason
 
     def failure(self, reason: str) -> Disconnected:
-        """What a call raises that was lost for this reason."""
+        """Return the exception of a call that was lost for this reason."""
         return NotGrpc(reason) if self._foreign else Disconnected(reason)
 
     @property

@@ -41,13 +41,13 @@ class Refusal(OutriderError):
 
 
 def parse_request(data: bytes, limit: int | None = None) -> schema.Request:
-    """A frame from an edge. limit: bytes of any other than Media, whose size is checked before it is parsed.
+    """Parse a frame from an edge. limit: bytes of any frame but Media, whose size is checked before it is parsed.
 
     Raises:
-        Refusal: it is no message of the protocol, holds no frame that this version knows, or is too large.
+        Refusal: it is not a message of the protocol, holds no frame known to this version, or is too large.
     """
     if limit is not None and len(data) > limit and not data.startswith(_MEDIA):
-        raise Refusal(Code.TOO_LARGE, f"a frame of {len(data)} bytes that is no media: at most {limit}")
+        raise Refusal(Code.TOO_LARGE, f"a frame of {len(data)} bytes that is not media: at most {limit}")
     try:
         request = schema.Request.FromString(data)
     except DecodeError as error:
@@ -92,9 +92,9 @@ def pack_ids(ids: Seq[int]) -> schema.Ids:
 
 
 def unpack_ids(packed: schema.Ids, limit: int, what: str) -> tuple[int, ...]:
-    """At most `limit` ids.
+    """Return at most `limit` ids.
 
-    Lengths come first, as they cost nothing: what follows takes time in proportion to `limit`, whatever was sent.
+    Lengths are checked first at no cost: the rest takes time in proportion to `limit`, whatever was sent.
 
     Raises:
         Refusal: too many, or counts that do not fit the tokens. The sum is checked before anything is unfolded.

@@ -42,7 +42,7 @@ class Disconnected(Exception):
 
 
 class NotGrpc(Disconnected):
-    """What answers speaks another protocol. The message says which; trying again does not help."""
+    """The server speaks another protocol, which the message names. A retry does not help."""
 
 
 class Untrusted(Disconnected):

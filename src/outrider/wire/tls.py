@@ -30,12 +30,12 @@ _KINDS = {  # of keys, by their object identifiers' DER
     "2b81040021": "ECDSA P-224",
     "2b8104000a": "ECDSA secp256k1",
 }
-CLIENT_KINDS = ("RSA", "ECDSA P-256", "ECDSA P-384")  # that a gRPC server takes from a client
-SERVER_KINDS = (*CLIENT_KINDS, "ECDSA P-521", "Ed25519")  # that it can serve with; gRPC's own clients take the former
+CLIENT_KINDS = ("RSA", "ECDSA P-256", "ECDSA P-384")  # that a gRPC server accepts from a client
+SERVER_KINDS = (*CLIENT_KINDS, "ECDSA P-521", "Ed25519")  # that it can serve with; gRPC's own clients accept the former
 
 
 class ServerTls:
-    """The server's certificate and key, and, for mutual TLS, the authority whose clients are let in. All PEM files.
+    """The server's certificate and key, and, for mutual TLS, the authority whose clients are admitted. All PEM files.
 
     Raises:
         SettingsError: a file that is missing, unreadable, not PEM, encrypted, not valid today, or of a kind that gRPC
@@ -122,16 +122,16 @@ def _read(path: Path) -> bytes:
 
 
 def _check_private(key: Path) -> None:
-    """Refuse a private key that other users of this machine can read, as token files are refused."""
+    """Refuse a private key that other users of this machine can read, as for token files."""
     if os.name == "posix" and key.stat().st_mode & 0o077:
         raise SettingsError(f"{key}, a private key, is open to other users of this machine: chmod 600 {key}")
 
 
 def check_kind(path: Path, kinds: tuple[str, ...], *, authorities: bool = False) -> None:
-    """Refuse a certificate whose key is of another kind; of several authorities, one of these kinds is enough.
+    """Refuse a certificate whose key is of another kind. In a file of several authorities one suitable key is enough.
 
     Raises:
-        SettingsError: the file, the kind, and those that are taken.
+        SettingsError: with the file, the kind, and the supported kinds.
     """
     found = [_key_kind(certificate) for certificate in _certificates(path, _read(path))]
     if not set(found if authorities else found[:1]) & set(kinds):
@@ -139,7 +139,8 @@ def check_kind(path: Path, kinds: tuple[str, ...], *, authorities: bool = False)
 
 
 def _key_kind(certificate: bytes) -> str:
-    """The kind of a certificate's public key. RFC 5280, 4.1: it follows the subject, {{algorithm, parameters}, key}."""
+    """Return the kind of a certificate's public key. RFC 5280, 4.1: it follows the subject, {{algorithm, parameters},
+    key}."""
     algorithm, *parameters = _elements(_elements(_tbs(certificate)[5][1])[0][1])
     oid = algorithm[1].hex()
     if oid != _EC:
@@ -182,7 +183,7 @@ def _validity(certificate: bytes) -> tuple[datetime, datetime]:
 
 
 def _tbs(certificate: bytes) -> list[tuple[int, bytes]]:
-    """What is signed: serial, signature algorithm, issuer, validity, subject, public key, extensions."""
+    """Return the signed fields: serial, signature algorithm, issuer, validity, subject, public key, extensions."""
     (_, outer), *_ = _elements(certificate)
     (_, tbs), *_ = _elements(outer)
     return [part for part in _elements(tbs) if part[0] != _VERSION]

@@ -62,7 +62,7 @@ class Worker:
         """Run a coroutine in the worker's loop.
 
         Raises:
-            CloudError: the connection is closed; where that comes before the work is done, the future raises it.
+            CloudError: the connection is closed; if it closes before the work is done, the future raises it.
             StateError: the connection was made before a fork, in another process.
         """
         if self.inherited:
@@ -79,11 +79,11 @@ class Worker:
 
     @property
     def inherited(self) -> bool:
-        """Whether this process is a fork of the one that made the connection. Threads do not survive a fork."""
+        """Return whether this process is a fork of the one that made the connection. Threads do not survive a fork."""
         return os.getpid() != self._process
 
     def close(self) -> None:
-        """End what runs, the link and the thread. An inherited connection stays its maker's."""
+        """End running calls, the link and the thread. An inherited connection belongs to the parent and stays open."""
         if self.inherited:
             return
         with self._lock:

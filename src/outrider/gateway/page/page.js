@@ -212,7 +212,8 @@ function showRequest(path, body) {
   by("sent-body").textContent = `POST ${new URL(path, document.baseURI).pathname}\n${short}`;
 }
 
-// The way to the cloud ------------------------------------------------------------------------------------------
+// The connection to the cloud
+------------------------------------------------------------------------------------------
 
 /** Ask whether the cloud is there; a gateway that does not answer says so when something is run. */
 async function look() {
