@@ -106,7 +106,7 @@ def check_place(path: str | Path) -> None:
     if not str(path) or is_folder:
         raise DataError(f"{path or 'an empty name'} cannot be written: it is a directory")
     if not parent_is_folder:
-        raise DataError(f"{path} cannot be written: there is no directory {place.parent}")
+        raise DataError(f"{path} cannot be written: no such directory: {place.parent}")
     if not is_writable:
         raise DataError(f"{path} cannot be written: permission denied")
 

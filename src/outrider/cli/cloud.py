@@ -176,7 +176,7 @@ def _listening(
 
 
 def _terminated(number: int, frame: object) -> None:
-    """End at once. There is no child and no file yet, and an exception could be swallowed by a library's import."""
+    """End at once. There is no child and no file yet, and a library's import could swallow an exception."""
     os._exit(128 + number)
 
 

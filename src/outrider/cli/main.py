@@ -42,7 +42,7 @@ def demo(
     decoding: Decoding = Decoding(),
     output: Output = Output(),
 ) -> int:
-    """Caption the bundled clips, edge and cloud in two processes, and show who decided each token.
+    """Caption the bundled clips, edge and cloud in two processes, and show which side decided each token.
 
     With --net the cloud alone captions them as well: the texts are compared and both times are measured.
 

@@ -20,7 +20,7 @@ class Terminal(Console):
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, markup=False, highlight=False, emoji=False)
-        if not self.is_terminal:  # whatever COLUMNS says: a parent with readline exports it
+        if not self.is_terminal:  # COLUMNS is ignored: a parent with readline exports it
             self.width = UNCUT
 
     def render_str(self, text: str, **options: Any) -> Text:

@@ -261,8 +261,10 @@ def audited(key: int, positions: np.ndarray, share: float) -> np.ndarray:
 
 
 def calibrated_settings(settings: GenerationSettings) -> list[str]:
-    """Return the settings of a calibration. The seed is free where it only draws audits. Sampled traces share the noise
-    of theirs, and say nothing about another."""
+    """Return the settings of a calibration.
+
+    The seed is free where it only draws audits. Sampled traces share the noise of their seed, so there it is a setting.
+    """
     return [f.name for f in fields(settings) if f.name != OWN or settings.temperature > 0]
 
 

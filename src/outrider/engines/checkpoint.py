@@ -31,7 +31,7 @@ def check_checkpoint(path: str, name: str) -> None:
     """Refuse a checkpoint that is more than data, or whose sizes are impossible. path: a directory or a hub id.
 
     Raises:
-        ModelError: it is an adapter, holds pickles only, asks for code from elsewhere, lacks shards, or its
+        ModelError: it is an adapter, holds pickles only, names code elsewhere, lacks shards, or its
             configuration contradicts its weights; the message names the file.
     """
     if find(path, "adapter_config.json") is not None:

@@ -48,8 +48,11 @@ SIZES: Final = ("too_long", "too_short", "string_too_long", "string_too_short")
 
 @dataclass(frozen=True)
 class Defaults:
-    """The command line's defaults. settings: fields of GenerationSettings. audio_seconds: 0 without recordings.
-    text: False for a model that only takes recordings."""
+    """The command line's defaults.
+
+    settings: fields of GenerationSettings. audio_seconds: 0 without recordings. text: False for a model that only takes
+    recordings.
+    """
 
     choice: Choice = field(default_factory=Choice)
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -60,8 +63,11 @@ class Defaults:
 
 @dataclass(frozen=True)
 class Asked:
-    """A valid request. notes: its fields without effect, for the answer's warnings. field: the prompt's field.
-    length_field: the field that limits the output, if it was given."""
+    """A valid request.
+
+    notes: its fields without effect, for the answer's warnings. field: the prompt's field. length_field: the field that
+    limits the output, if it was given.
+    """
 
     prompt: PromptLike
     settings: dict[str, Any]

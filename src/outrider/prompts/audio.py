@@ -50,8 +50,11 @@ class Audio:
 
 @dataclass(frozen=True)
 class Recording:
-    """A recording in the models' input format. waveform: float32 [samples], 16 kHz mono, on a 16-bit grid (`on_grid`),
-    so that it can be sent unchanged. warnings: about missing parts of the file."""
+    """A recording in the models' input format.
+
+    waveform: float32 [samples], 16 kHz mono, on a 16-bit grid (`on_grid`), so that it can be sent unchanged. warnings:
+    about missing parts of the file.
+    """
 
     waveform: np.ndarray
     warnings: tuple[str, ...] = ()

@@ -31,8 +31,11 @@ LENGTH_MASK: Final = 0x7F7F7F7F
 
 @dataclass(frozen=True)
 class Data:
-    """The audio data of a container. claimed: its bytes by the header, None if unknown. present: its bytes in the file.
-    at, true_size: the offset of the size field, and its correct value."""
+    """The audio data of a container.
+
+    claimed: its bytes by the header, None if unknown. present: its bytes in the file. at, true_size: the offset of the
+    size field, and its correct value.
+    """
 
     claimed: int | None
     present: int

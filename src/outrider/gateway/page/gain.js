@@ -1,17 +1,18 @@
-// What speculation has gained, in one sentence, from what was counted; also where it has not paid.
+// The gain of speculation in one sentence, from counts. A loss is stated as well.
 
 const times = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
-/** Of one run: how often the cloud was asked, beside the steps that it takes alone. "" where there is nothing to say. */
+/** One run: round trips to the cloud, beside the steps that the cloud takes alone. "" without a sentence. */
 export function gain(way, end, count) {
   const asked = end.stats.escalated;
   if (way !== "speculative" || !count || end.stats.cloud_lost || asked === undefined) return "";
   const text = end.guarantee === "exact" ? "The cloud's own text" : "A text that may differ from the cloud's";
-  if (asked >= count) return `${text}, but the cloud was asked ${times(asked, "time")} for ${times(count, "token")}: nothing was gained.`;
+  if (asked >= count) return `${text}, but the cloud was asked ${times(asked, "time")} for ${times(count, "token")}: no
+  gain.`;
   return `${text} with ${times(asked, "round trip")} to the cloud; alone it takes ${times(count, "step")}, one for each token.`;
 }
 
-/** Beside a run of the cloud alone: is the text the same, and which was faster. Both: {end, tokens}. same: equal tokens. */
+/** Compare text and speed with a run of the cloud alone. Both: {end, tokens}. same: equal tokens. */
 export function gainBeside(together, cloud, same) {
   const [ours, theirs] = [together.tokens.list.length, cloud.tokens.list.length];
   const [stats, alone] = [together.end.stats, cloud.end.stats];

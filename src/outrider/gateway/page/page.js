@@ -15,7 +15,7 @@ let model = "";
 let running = null; // the AbortController of what runs
 let panels = [];
 let live = null; // {id, way, cut} of the request that is being answered
-const LOOK_MS = 3000; // between two looks at whether the cloud is there
+const LOOK_MS = 3000; // between two checks of the cloud
 
 // Starting ------------------------------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ function showRequest(path, body) {
 // The connection to the cloud
 ------------------------------------------------------------------------------------------
 
-/** Ask whether the cloud is there; a gateway that does not answer says so when something is run. */
+/** Check whether the cloud is reachable. An unreachable gateway is reported at the next run. */
 async function look() {
   try {
     const health = await (await reach("health", {})).json();

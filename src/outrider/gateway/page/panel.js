@@ -18,7 +18,7 @@ const ENDS = {
 };
 const LOST = "The cloud could not be reached: the edge went on alone.";
 
-/** gate: what the line under the text shows; see Line. way: who writes. */
+/** gate: of the line under the text, see Line. way: of decoding. */
 export class Panel {
   constructor(title, about, gate, way = "") {
     this.way = way;
@@ -86,7 +86,7 @@ export class Panel {
     this.state(`${this.tokens.list.length} tokens, ${ENDS[end.finish_reason] || end.finish_reason || "ended"}`);
   }
 
-  /** Say what was gained; "" says nothing. */
+  /** Show the gain; "" shows nothing. */
   gained(words) {
     this.part(".gain").textContent = words;
     this.part(".gain").hidden = !words;

@@ -19,7 +19,7 @@ const words = (text) => text.replace(/([\d.]+)(\D+)/, "$1 $2").replace("bit", "b
 
 let defaults = {};
 let can = { edge: true, cloud: true, networks: true, cut: true };
-let trouble = ""; // why the cloud is away, as the gateway says
+let trouble = ""; // the gateway's reason while the cloud is unreachable
 let live = null; // {way, cut} of the run in progress
 let rest = []; // network conditions of the gateway's own that have no control here
 
@@ -188,19 +188,19 @@ function networkReason(alone) {
   return said.join(" ");
 }
 
-/** Say why the cloud is away; "" where it is there. */
+/** Set the reason while the cloud is unreachable, else "". */
 export function setTrouble(reason) {
   trouble = reason;
   drawPath(way() === "edge-only");
 }
 
-/** Say which run is in progress, {way, cut}, or null. */
+/** Set the run in progress, {way, cut}, or null. */
 export function setRun(run) {
   live = run;
   drawPath(way() === "edge-only");
 }
 
-/** The way to the cloud: red where the cloud is away, or cut off from the run in progress. */
+/** The connection to the cloud: red while the cloud is unreachable, or disconnected from the run in progress. */
 function drawPath(alone) {
   const [state, text] = pathState(alone);
   by("path").dataset.state = state;
