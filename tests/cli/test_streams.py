@@ -88,4 +88,4 @@ def test_a_place_that_cannot_be_written_is_known_before_models_are_loaded(tmp_pa
     for command in (["sweep"], ["calibrate", "t.jsonl"]):
         code, _, said = outrider(*command, "--edge", "owner/not-a-model", "--out", tmp_path / "nowhere" / "x")
         assert code == 2
-        assert "nowhere/x cannot be written: there is no directory" in said
+        assert "nowhere/x cannot be written: no such directory" in said

@@ -93,8 +93,10 @@ def _read(engine: Any, text: str, **options: Any) -> list[int]:
 
 
 def _check_fits(engine: Any, characters: int) -> None:
-    """Raise ContextError for a text that exceeds the context even in the longest tokens: encoding it would take
-    seconds, and cannot be interrupted."""
+    """Raise ContextError for a text that exceeds the context even in the longest tokens.
+
+    Encoding it would take seconds, without a way to interrupt it.
+    """
     most = engine.max_length
     # First without the vocabulary, whose list takes a while: few texts have more characters than that many tokens.
     if most is not None and characters > most and characters > most * _longest(_tokenizer(engine)):
