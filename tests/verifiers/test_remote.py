@@ -130,7 +130,7 @@ GOOD = {
         ({"name": ""}, "a name of 0"),
         ({"name": "x" * 10**6}, "a name of 1000000"),
         ({"name": "m\x1b]0;owned\x07"}, "a name that cannot be printed"),
-        ({"fingerprint": b""}, "no fingerprint"),
+        ({"fingerprint": b""}, "missing or invalid fingerprint"),
         ({"model": bytes(10**6)}, "model hash"),
     ],
 )
@@ -144,7 +144,7 @@ def test_a_description_that_cannot_be_is_refused_by_name(
 
     with far(served) as cloud:
         monkeypatch.setattr(cloud.connection, "describe", describe)
-        with pytest.raises(CloudRefused, match=f"cannot be: .*{named}") as caught:
+        with pytest.raises(CloudRefused, match=f"invalid description of itself: .*{named}") as caught:
             SpeculativeDecoder(engine(), cloud)
         assert len(str(caught.value)) < 300
         assert "\x1b" not in str(caught.value)
@@ -163,7 +163,7 @@ def test_a_vocabulary_that_never_ends_is_not_read(served: Served, monkeypatch: p
         cloud.describe()
         parts = [schema.VocabularyPart(tokens=["x"] * 4096).SerializeToString()] * 10**6
         served.service.__dict__["_vocabulary"] = parts
-        with pytest.raises(CloudRefused, match="names more tokens than the 32"):
+        with pytest.raises(CloudRefused, match="more token names than its vocab_size of 32"):
             cloud._read_vocabulary()
         assert cloud.connection.link.down < 2**23
 
