@@ -1,8 +1,8 @@
 """Realised loss and savings of a calibrated gate on held-out requests.
 
-Traces are split at random into halves: one for calibration, one for evaluation. Beside the calibrated gate
-run an uncalibrated `entropy:1.5`, and, knowing the evaluation half, the entropy threshold that leaves as many tokens to
-the edge. Where calibration refuses, every block is verified. Prints means over splits, and the differences in risk with
+Traces are split at random into halves: one for calibration, one for evaluation. Beside the calibrated gate run an
+uncalibrated `entropy:1.5`, and, knowing the evaluation half, the entropy threshold that leaves as many tokens to the
+edge. Where calibration refuses, every block is verified. Prints means over splits, and the differences in risk with
 bootstrap intervals over traces; ends with one JSON line.
 
 Those are replays, whose risk bounds the live one. With --live the other half is decoded by the bundled pair as well:

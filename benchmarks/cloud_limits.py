@@ -3,10 +3,9 @@
     python -m benchmarks.cloud_limits [--seconds 10]
 
 A cloud in a process of its own serves the bundled pair's target with tokens. Eight clients, each with an identity of
-its own, request verdicts one after another. Then a ninth client in another
-process abuses one limit as fast as it can. Ends stdout with one JSON line: for each kind the ratio of the eight's
-median and mean latencies, the
-sessions that they lost, and the growth of the server's memory.
+its own, request verdicts one after another. Then a ninth client in another process abuses one limit as fast as it can.
+Ends stdout with one JSON line: for each kind the ratio of the eight's median and mean latencies, the sessions that they
+lost, and the growth of the server's memory.
 """
 
 from __future__ import annotations

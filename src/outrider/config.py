@@ -31,8 +31,8 @@ OLD_GATE_FILE = (
 class GenerationSettings:
     """Decoding settings, shared by drafter, verifier and baselines.
 
-    temperature 0 is greedy. top_k 0, top_p 1, min_p 0 keep everything. no_repeat_ngram_size 0 is off. stop strings
-    stay in the text. sentences ends the output after that many complete sentences, but not before min_new_tokens.
+    temperature 0 is greedy. top_k 0, top_p 1, min_p 0 keep everything. no_repeat_ngram_size 0 is off. stop strings stay
+    in the text. sentences ends the output after that many complete sentences, but not before min_new_tokens.
     suppress_tokens are never emitted. repetition_window is the number of last tokens that repetition_penalty covers, 64
     or 128 say; 0 is the whole prefix, as in transformers.
     """
@@ -133,12 +133,11 @@ class GateFile:
     """The contents of a gate file: the result of `outrider calibrate`, and the models it is for.
 
     gate: the threshold, as text. epsilon: the risk budget. loss: the quantity whose expected share is bounded:
-    "outputs"
-    that differ from the target's, or "tokens" of the target's output that a run does not reproduce, from the first
-    difference to its end. traces: the number that set the threshold. risk: their mean loss there, which bounds that of
-    live
-    runs. escalation: verified blocks ÷ blocks, audits included, on the traces. audit: the share of skipped blocks that
-    are verified at random. settings: of the traces. signals: the figures of each signal, on traces of their own.
+    "outputs" that differ from the target's, or "tokens" of the target's output that a run does not reproduce, from the
+    first difference to its end. traces: the number that set the threshold. risk: their mean loss there, which bounds
+    that of live runs. escalation: verified blocks ÷ blocks, audits included, on the traces. audit: the share of skipped
+    blocks that are verified at random. settings: of the traces. signals: the figures of each signal, on traces of their
+    own.
 
     Raises:
         DataError: a value out of range; the key is named.

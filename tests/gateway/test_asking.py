@@ -124,8 +124,8 @@ def test_what_was_not_used_is_told() -> None:
 @pytest.mark.parametrize(
     ("fields", "note"),
     [
-        ({"top_p": 0.9}, "top_p was not used: at temperature 0"),
-        ({"top_p": 0.9, "temperature": 0}, "top_p was not used: at temperature 0"),
+        ({"top_p": 0.9}, "top_p was not used: decoding at temperature 0"),
+        ({"top_p": 0.9, "temperature": 0}, "top_p was not used: decoding at temperature 0"),
         ({"outrider": {"top_k": 40, "min_p": 0.1}}, "outrider.top_k was not used"),
         ({"parallel_tool_calls": True}, "parallel_tool_calls was not used: there are no tools"),
         ({"parallel_tool_calls": False, "tools": []}, "parallel_tool_calls was not used"),

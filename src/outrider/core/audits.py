@@ -9,14 +9,12 @@ Every block that the gate would skip is audited with the same probability, indep
 
     risk  =  seen to differ ÷ results  +  unseen ends ÷ results · wrong audited ends ÷ audited ends
 
-of outputs; With the loss "tokens" each difference counts with the share of the target's output from there on. That
-share can depend
-on unobserved values: the position of the first wrong token in a skipped stretch, and the length of the target's output.
-The two ends of the interval then take its least and its largest value.
+of outputs. With the loss "tokens" each difference counts with the share of the target's output from there on. That
+share can depend on unobserved values: the position of the first wrong token in a skipped stretch, and the length of the
+target's output. The two ends of the interval then take its least and its largest value.
 
 The interval combines Chernoff bounds of each share (Hoeffding 1963, theorem 1), which hold for any number of results
-and
-for values between 0 and 1. All four bounds together fail with a probability of at most 5 %.
+and for values between 0 and 1. All four bounds together fail with a probability of at most 5 %.
 """
 
 from __future__ import annotations
@@ -65,9 +63,9 @@ class Span:
 class AuditTrail:
     """The evidence of one generation's verdicts about its skipped tokens. Positions count generated tokens.
 
-    differs: where the output left the target's for good. ends: for each audited block whose skipping would have
-    ended the output, where it would have differed then, or None. unseen: the first skipped token that no verdict saw;
-    blind: the verifier did not compare it although it could. output: how long the output became.
+    differs: where the output left the target's for good. ends: for each audited block whose skipping would have ended
+    the output, where it would have differed then, or None. unseen: the first skipped token that no verdict saw; blind:
+    the verifier did not compare it although it could. output: how long the output became.
     """
 
     differs: Span | None = None

@@ -2,8 +2,7 @@
 
 By default a loop of period p is declared when the tail shows two whole periods and four tokens more, and at least eight
 tokens: ABAB needs 8, a 4-token phrase 12, a 32-token one 68. A loop does not end generation. The next block is verified
-once (without a verifier, one token is drawn), and detection
-starts again behind it.
+once (without a verifier, one token is drawn), and detection starts again behind it.
 """
 
 from __future__ import annotations

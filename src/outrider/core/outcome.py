@@ -168,11 +168,11 @@ def _share(rate: float | None) -> str:
 class Result:
     """The answer to one prompt.
 
-    token_ids holds generated tokens only, the EOS or the stop string included. text is their decoding without
-    special tokens and without a character whose last bytes are missing (`core/detokenizer.py`), None where the model
-    came without a tokenizer. sources has the side that decided each token.
-    near_ties lists the indices (into token_ids) that `stats.near_ties` counts. ledger: bytes on the network by kind of
-    frame, "up" and "down"; their sums are stats.bytes_up and bytes_down. risk: for a calibrated gate, else None.
+    token_ids holds generated tokens only, the EOS or the stop string included. text is their decoding without special
+    tokens and without a character whose last bytes are missing (`core/detokenizer.py`), None where the model came
+    without a tokenizer. sources has the side that decided each token. near_ties lists the indices (into token_ids) that
+    `stats.near_ties` counts. ledger: bytes on the network by kind of frame, "up" and "down"; their sums are
+    stats.bytes_up and bytes_down. risk: for a calibrated gate, else None.
     """
 
     text: str | None

@@ -1,7 +1,7 @@
 """Limits on connections: their number, the size and time of a request's head, and unread answers.
 
-All of them hold before authentication. A connection without a complete head costs at most `HEAD_BYTES` twice
-and a few kilobytes of objects, below 100 KiB.
+All of them hold before authentication. A connection without a complete head costs at most `HEAD_BYTES` twice and a few
+kilobytes of objects, below 100 KiB.
 """
 
 from __future__ import annotations
@@ -212,9 +212,9 @@ def most_connections() -> int:
 class Listener(socket.socket):
     """A listening socket whose `accept` keeps the number of open connections at `most` or below.
 
-    At the limit, the client address with the most idle connections loses the one that has been idle for
-    longest. If none is idle, the new connection gets 503. If this process has no file descriptor left, a spare one is
-    given up for the moment of refusing: asyncio would log an error for every attempt.
+    At the limit, the client address with the most idle connections loses the one that has been idle for longest. If
+    none is idle, the new connection gets 503. If this process has no file descriptor left, a spare one is given up for
+    the moment of refusing: asyncio would log an error for every attempt.
 
     connections: the server's open connections.
     """

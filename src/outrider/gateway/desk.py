@@ -217,9 +217,9 @@ class Desk:
     Slots go round-robin to the clients that wait; a client's own requests keep their order. When all slots are taken,
     and a client has at least two more of them than the client of a new request, the newest generation of the client
     with the most is paused before its next token, and the new request gets its slot at once. Paused generations go on
-    in their client's turn. So a lone client has all slots, and no client waits for another's long generations.
-    When the queue is full, the newest request of the client with the longest queue is evicted, unless the newcomer's
-    would then be the longer one.
+    in their client's turn. So a lone client has all slots, and no client waits for another's long generations. When the
+    queue is full, the newest request of the client with the longest queue is evicted, unless the newcomer's would then
+    be the longer one.
 
     seconds: the time limit of a generation, from getting its slot to its end.
     """

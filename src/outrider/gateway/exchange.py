@@ -50,8 +50,7 @@ class Arrivals:
     """Limits on requests before their generation begins: the number of uploads, and the bytes held.
 
     One client may have as many uploads at once as there are slots and places in the queue, and `budget` bytes of bodies
-    and
-    waiting prompts. All clients together may have twice that.
+    and waiting prompts. All clients together may have twice that.
     """
 
     def __init__(self) -> None:
@@ -258,8 +257,7 @@ class _Stream(Response):
     """Yield server-sent events. A disconnect of the client ends the generator, and with it the generation.
 
     During silence a comment goes out every `PING_S`, which clients skip: it prevents timeouts of proxies and clients.
-    An
-    error becomes the stream's last event.
+    An error becomes the stream's last event.
     """
 
     media_type = "text/event-stream"

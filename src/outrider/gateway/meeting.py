@@ -24,8 +24,7 @@ class Meeting:
     """The handshake with a cloud, and checks of whether it stays reachable.
 
     verifier: used for the handshake alone, disconnected after its answer and by `close`. hosts: addresses, of which one
-    must
-    accept connections for the cloud to count as reachable.
+    must accept connections for the cloud to count as reachable.
     """
 
     def __init__(self, engine: Engine, verifier: Verifier, hosts: Sequence[tuple[str, int]] = ()) -> None:

@@ -63,8 +63,8 @@ class Board:
 class Replay:
     """The outcome of gates on traces. losses, edge_shares: float64 [traces, limits], of each trace's tokens.
 
-    losses: the share of the target's output from the first wrong token on. escalation: float64
-    [limits], verified blocks ÷ blocks.
+    losses: the share of the target's output from the first wrong token on. escalation: float64 [limits], verified
+    blocks ÷ blocks.
     """
 
     losses: np.ndarray

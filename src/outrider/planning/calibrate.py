@@ -2,19 +2,16 @@
 
 There are two losses of a request at threshold θ. "outputs": 1 if the gate commits a token without a verdict where the
 target would have chosen another, so that the output differs, else 0. "tokens": the share of the target's output from
-the
-first such token to the end. It never exceeds the first loss.
+the first such token to the end. It never exceeds the first loss.
 
-The replay's loss bounds the live loss. Up to the first wrong token that a run commits, its text is the target's, and
-so the trace's. By induction over blocks, run and replay form the same ones until the replay skips a wrong one:
+The replay's loss bounds the live loss. Up to the first wrong token that a run commits, its text is the target's, and so
+the trace's. By induction over blocks, run and replay form the same ones until the replay skips a wrong one:
 
 - A block in which drafter and target agree has the same signals in both, so both decide alike and continue from the
-same place. Its audit depends on its place
-  alone, and loop-triggered verification on the text before it.
+  same place. Its audit depends on its place alone, and loop-triggered verification on the text before it.
 - Of a block with a disagreement the replay sees the signals up to it, and their maximum is at most that of the live
   block. So where the replay verifies it, the run does too, and both continue after the correction. Where the replay
-  skips it, its
-    loss counts from that token on. The run skips it and loses as much, or verifies it and loses less.
+  skips it, its loss counts from that token on. The run skips it and loses as much, or verifies it and loses less.
 
 The mean over a block has no such bound: a live drafter that is confident after its own wrong token lowers it. So
 thresholds of the mean are not calibrated. A threshold lies between observed values, and between the digits of the
@@ -26,14 +23,13 @@ traces, so that rounding does not decide.
 
 has an expected loss of at most ε on the next request, if that is exchangeable with the traces. It needs a loss that
 never falls as θ gets looser. Ours nearly is: a looser θ shifts where later blocks begin. So the running maximum towards
-looser thresholds replaces it. It never falls, is never below the loss, and never above 1.
-A bound on its expectation therefore bounds the expected loss.
+looser thresholds replaces it. It never falls, is never below the loss, and never above 1. A bound on its expectation
+therefore bounds the expected loss.
 
 Choosing a signal on the traces that set its threshold would void the bound. So a quarter of the traces, drawn at
-random,
-is for choosing: it gives the candidate thresholds and the signal that escalates least. The rest alone sets the
-threshold of that one signal. If no threshold keeps the budget, a DataError is raised. Skipping
-nothing then has a loss of 0.
+random, is for choosing: it gives the candidate thresholds and the signal that escalates least. The rest alone sets the
+threshold of that one signal. If no threshold keeps the budget, a DataError is raised. Skipping nothing then has a loss
+of 0.
 """
 
 from __future__ import annotations
@@ -77,8 +73,8 @@ def calibrate(
     """Return the gate that keeps the expected loss at `epsilon` or below and escalates least.
 
     loss: the share of "outputs" that are not the target's, or of "tokens" behind the first difference. edge, cloud,
-    settings: of the traces. audit: the share of skipped blocks to verify. seed: of the split and
-    the audits. signals: those to choose from.
+    settings: of the traces. audit: the share of skipped blocks to verify. seed: of the split and the audits. signals:
+    those to choose from.
 
     Raises:
         SettingsError: epsilon, k or audit out of range, another loss, or a signal that cannot be calibrated.

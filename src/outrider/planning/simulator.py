@@ -120,8 +120,7 @@ class Summary:
 
     disagreement: of tokens; disagreement_high: with two standard errors over outputs. worst_disagreement: of the output
     with the largest share. changed_outputs: share of outputs that are not the target's; changed_outputs_high: the upper
-    end of its 95 % interval. at_home: share of outputs without any request to the cloud. bytes up: recordings
-    included.
+    end of its 95 % interval. at_home: share of outputs without any request to the cloud. bytes up: recordings included.
     """
 
     outputs: int

@@ -1,8 +1,7 @@
 """The one reader of recordings: any file to 16 kHz mono, block by block, with limits checked during decoding.
 
 The decoders are libsndfile and, for what phones and browsers record, PyAV. Lengths come from decoding alone: only the
-frames that the decoder reports are used of a block, and decoding continues
-until the decoder returns nothing.
+frames that the decoder reports are used of a block, and decoding continues until the decoder returns nothing.
 """
 
 from __future__ import annotations

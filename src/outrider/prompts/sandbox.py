@@ -1,9 +1,8 @@
 """Chat templates, run as transformers runs them, but within bounds.
 
-A template comes with a checkpoint: it is a foreign program. jinja2's sandbox keeps it from files
-and from Python's internals, but not from taking all memory and time. So its syntax tree is changed before compilation:
-each loop step, call, constructed text and written text is charged to
-a budget.
+A template comes with a checkpoint: it is a foreign program. jinja2's sandbox keeps it from files and from Python's
+internals, but not from taking all memory and time. So its syntax tree is changed before compilation: each loop step,
+call, constructed text and written text is charged to a budget.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Some templates expect content as a text, others as a list of parts, and they silently drop the other form. So a
 conversation of the same shape is rendered first, with marks in place of its texts. Content is given in the form in
-which
-every mark appears in the prompt. If there is none, the conversation is refused.
+which every mark appears in the prompt. If there is none, the conversation is refused.
 
 A control token of the tokenizer in a message's text is refused by name.
 """
