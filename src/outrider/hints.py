@@ -16,7 +16,7 @@ def install(extra: str) -> str:
     """Return the pip command that adds an extra.
 
     A checkout that was installed editable is named by its path and a wheel by its file. Otherwise the extra's own
-    requirements are listed, as the name is on no index.
+    requirements are listed, as the package is not on an index.
     """
     source = _source()
     url = str(source.get("url", ""))

@@ -38,7 +38,7 @@ class Security:
     Parameters
     ----------
     tokens
-        A file with one NAME TOKEN per line: whoever connects must show a token.
+        A file with one NAME TOKEN per line: every client must show a token.
     tls_cert
         The service's certificate chain (PEM).
     tls_key

@@ -264,8 +264,7 @@ def calibrate(
     epsilon
         The budget: the largest expected loss, as a share.
     loss
-        The loss: the share of outputs that differ from the cloud's own (outputs), or of the cloud's tokens from the
-        first
+        The loss: the share of outputs that differ from the cloud's own (outputs), or of the cloud's tokens from the first
         difference on (tokens).
     k
         The block length of the gate.
@@ -361,9 +360,7 @@ def sweep(
     Parameters
     ----------
     gate
-        Gates to try. By default entropy thresholds over the whole range of cloud shares (each option may be given
-        several
-        times).
+        Gates to try. By default entropy thresholds over all cloud shares (each option may be given several times).
     k
         Block lengths, or auto.
     driver

@@ -2,13 +2,12 @@
 
 One thread owns the engine. Each step
 
-        admit     new requests: repeats are answered, the rest is planned and waits for a slot
-        read      all short blocks in as few forwards as their widths allow; then one chunk of the long prefills
-        judge     the blocks that are read to the end
+    admit     new requests: repeats are answered, the rest is planned and waits for a slot
+    read      all short blocks in as few forwards as their widths allow; then one chunk of the long prefills
+    judge     the blocks that are read to the end
 
-    so a long prefill delays other verdicts by one chunk at most. Requests of one identity are served in order of
-    arrival.
-    Between identities, slots and engine time are shared (shares.py).
+so a long prefill delays other verdicts by one chunk at most. Requests of one identity are served in order of arrival.
+Between identities, slots and engine time are shared (shares.py).
 """
 
 from __future__ import annotations

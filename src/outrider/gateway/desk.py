@@ -260,12 +260,12 @@ class Desk:
         queued: Callable[[], None] = lambda: None,
         cancellation: Cancellation | None = None,
     ) -> Ticket:
-        """Wait for a slot, and begin. Being cancelled leaves the queue, or ends what has begun.
+        """Wait for a slot, and begin. Cancellation leaves the queue, or ends the generation.
 
-        queued: called if there is no slot at once. cancellation: the generation's, where the caller wants to cut it.
+        queued: called if there is no slot at once. cancellation: the generation's, for a caller that may disconnect it.
 
         Raises:
-            Busy: the queue is full, or was filled up meanwhile by clients who have fewer requests in it.
+            Busy: the queue is full, or this request was evicted from it for a client with fewer requests.
             GoingDown: the gateway is shutting down.
             InputError: the prompt, a setting or the choice cannot be used; nothing was computed.
             CloudError: the cloud is unreachable and on_cloud_loss is "fail", or it refuses.
