@@ -203,7 +203,7 @@ def test_every_format_that_is_named_is_read(kind: str, written: str) -> None:
     [
         ("not base64!", "wav", "not base64"),
         ("", "wav", "empty"),
-        (base64.b64encode(b"nothing").decode(), "wav", "not audio that can be read"),
+        (base64.b64encode(b"nothing").decode(), "wav", "not readable audio"),
         (wave(0.5), "flac", "format is flac, the data is wav"),
         (wave(31), "wav", "lasts more than 30 s"),
         (wave(29.9, rate=48_000, channels=40, kind="WAV", subtype="PCM_U8"), "wav", "over all channels"),
@@ -244,7 +244,7 @@ def test_the_data_url_of_a_recording_is_taken(head: str) -> None:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        ("data:audio/wav;base64," + BIG, "not audio that can be read"),
+        ("data:audio/wav;base64," + BIG, "not readable audio"),
         ("data:image/png;base64," + BIG, "a data URL of image/png"),
         ("data:audio/wav," + BIG, "without ;base64"),
         ("data:" + BIG, "without ;base64"),

@@ -264,7 +264,7 @@ def calibrate(
     epsilon
         The budget: the largest expected loss, as a share.
     loss
-        The loss: the share of outputs that differ from the cloud's own (outputs), or of the cloud's tokens from the first
+        The loss: the share of outputs that differ from the cloud's (outputs), or of its tokens from the first
         difference on (tokens).
     k
         The block length of the gate.

@@ -157,7 +157,7 @@ def _check_used(choice: Choice, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if value != getattr(used, name) and value != getattr(nothing, name):
             way = f"decoding {choice.way}" + ("" if "way" in given else ", this gateway's default,")
-            raise Refused(f"outrider.{name}: {way} does not use it: leave it out", param=f"outrider.{name}")
+            raise Refused(f"outrider.{name}: {way} does not use this option: leave it out", param=f"outrider.{name}")
 
 
 def _checked_by(reader: Any, value: str, param: str) -> None:

@@ -8,7 +8,7 @@ A trace holds the drafter's signals along the *target's* text. After its first d
 continues from its own token, with signals that no trace holds. So a block has two values:
 
     prefix    over its tokens up to and including the first disagreement: equal to the live drafter's
-    whole     over all its tokens: equal if the live drafter is as confident after its wrong token as after the right one
+    whole     over all its tokens: equal if the drafter is as confident after a wrong token as after the right one
 
 The maximum over the prefix is never above the maximum over the live block. Where the live run skips a block, so does
 the replay by prefixes: `planning/calibrate.py` derives its guarantee from that. The value over the whole block predicts

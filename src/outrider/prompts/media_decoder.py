@@ -71,7 +71,7 @@ def blocks(
             check(frame.sample_rate, frame.layout.nb_channels)
             if frame.format.is_planar and frame.layout.nb_channels > MAX_PLANES:
                 raise AudioError(
-                    f"{name}: {frame.layout.nb_channels} channels; 1 to {MAX_PLANES} are read of such files: "
+                    f"{name}: {frame.layout.nb_channels} channels; 1 to {MAX_PLANES} are supported in such files: "
                     f"convert it (ffmpeg -i IN -ac 1 out.wav)"
                 )
             yield _samples(frame), frame.sample_rate

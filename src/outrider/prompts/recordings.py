@@ -113,9 +113,9 @@ class Downmix:
     def check(self, rate: int, channels: int) -> None:
         """Raise AudioError for an unsupported rate or number of channels."""
         if not MIN_RATE <= rate <= MAX_RATE:
-            raise AudioError(f"{self._name}: a sampling rate of {rate} Hz; {MIN_RATE} to {MAX_RATE} Hz are read")
+            raise AudioError(f"{self._name}: a sampling rate of {rate} Hz; expected {MIN_RATE} to {MAX_RATE} Hz")
         if not 0 < channels <= MAX_CHANNELS:
-            raise AudioError(f"{self._name}: {channels} channels; 1 to {MAX_CHANNELS} are read")
+            raise AudioError(f"{self._name}: {channels} channels; expected 1 to {MAX_CHANNELS}")
 
     def add(self, block: np.ndarray, rate: int) -> None:
         """Take a block. A stream may change its rate.
@@ -345,7 +345,7 @@ def _unreadable(name: str, error: Exception | str) -> str:
             f"{name}: samples without a header are not supported: convert them with their format, as in "
             f"ffmpeg -f s16le -ar 16000 -ac 1 -i in.raw out.wav"
         )
-    return f"{name}: not audio that can be read ({error}); {FORMATS} are read: ffmpeg -i IN out.wav converts others"
+    return f"{name}: not readable audio ({error}); supported: {FORMATS}. Convert others with ffmpeg -i IN out.wav"
 
 
 def decode_bytes(data: bytes, name: str, limits: Limits = Limits()) -> Decoded:
