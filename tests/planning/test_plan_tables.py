@@ -25,7 +25,7 @@ def planned(capsys: pytest.CaptureFixture[str], aim: Any) -> str:
 def test_a_best_that_costs_nothing_is_said_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     said = planned(capsys, "privacy")
     assert "inf" not in said
-    advice = "Stay on the edge (--cloud none): by this goal it costs nothing, and all else costs something."
+    advice = "Stay on the edge (--cloud none): by this goal it costs nothing, and every other option costs something."
     assert said.splitlines()[-1].startswith(f"{advice} It changed 4 of 4 outputs here")
     assert "times as much by this goal" in planned(capsys, "latency")
 
@@ -45,7 +45,7 @@ def test_the_bytes_are_shown_where_they_are_what_is_ranked_by(capsys: pytest.Cap
 
 def test_changed_is_said_to_count_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     said = planned(capsys, "latency")
-    assert "changed: outputs that are not the cloud's, and the share of tokens" in said
+    assert "changed: outputs that differ from the cloud's, and the share of tokens" in said
     assert "outputs changed" in said
     assert "tokens changed" in said
     assert "4 of 4" in said

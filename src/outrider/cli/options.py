@@ -109,7 +109,7 @@ class Speculation:
 @Parameter(name="*", group=NETWORK)
 @dataclass(frozen=True)
 class Connection:
-    """How a cloud across a network is reached; for --cloud grpc://…
+    """Connection to a cloud across a network; for --cloud grpc://…
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ class Connection:
 @Parameter(name="*", group=NETWORK)
 @dataclass(frozen=True)
 class Network(Connection):
-    """How edge and cloud work together; for --cloud grpc://…
+    """Interaction of edge and cloud; for --cloud grpc://…
 
     Parameters
     ----------

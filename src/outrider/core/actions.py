@@ -55,7 +55,7 @@ Action = Draft | Verify | Done
 
 @dataclass(frozen=True)
 class Plan:
-    """How drafting and verification work together in one generation.
+    """The plan of one generation: stop rules, gate, acceptance rule, loop policy and scope.
 
     lookahead is None without a drafter (cloud-only); has_verifier is False without a verifier (edge-only).
     """

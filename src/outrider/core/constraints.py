@@ -77,7 +77,7 @@ def _common_length(old: list[int], new: list[int], length: int) -> int:
 
 @dataclass(frozen=True)
 class Constraints:
-    """The settings of the chain. `prompt_length` tells generated tokens from the prompt.
+    """The settings of the chain. `prompt_length` separates generated tokens from the prompt.
 
     repetition_window: the number of the prefix's last tokens that the penalty covers; 0: all, as in transformers.
     """
