@@ -235,6 +235,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         shutil.copytree(ROOT / "src" / "outrider", copy / "outrider", ignore=shutil.ignore_patterns("__pycache__"))
+        if not survives(Mutant(chosen[0].path, 0, 0, 0, ""), copy):
+            print((copy / "output").read_text(), file=sys.stderr)
+            raise SystemExit("the tests fail without a mutant: there is nothing to measure")
         for number in numbers:
             if time.monotonic() - began > given.budget:
                 break

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 from outrider.config import DriverName, GenerationSettings, OnCloudLoss, OnLoop, Privacy, Scope
@@ -320,18 +320,18 @@ class _Run:
         if not met.whole:
             self._decoder.lose_verifier()
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Generator[Event, None, None]:
         """Run the loop; time it; close what was opened, whatever happens."""
         owner, stats = self._owner, self._decoder.stats
         started = time.perf_counter()
-        with ExitStack() as closing:
-            closing.enter_context(owner._turns.generating())
+        with ExitStack() as stack:
+            stack.enter_context(owner._turns.generating())
             drafter = owner._drafter(self._prompt, self._settings, self._met, self._cancellation)
             if drafter is not None:
-                closing.callback(drafter.close)
+                stack.callback(drafter.close)
             link = owner._link(self._prompt, self._settings, self._met, self._cancellation)
             if link is not None:
-                closing.callback(link.close)
+                stack.callback(link.close)
             for event in self._drive(drafter, link):
                 if not stats.ttft_s and event.kind != "provisional":
                     stats.ttft_s = time.perf_counter() - started
@@ -353,13 +353,13 @@ class _Run:
 
     def stream(self) -> Generator[StreamEvent, None, Result]:
         transcript = Transcript(self._owner.decode)
-        for event in self.events():
-            if event.index < len(transcript.ids) and event.kind == "revised":
-                transcript.rewind(event.index)
-            if event.index == len(transcript.ids):
-                transcript.push(event.token)
-            text = transcript.pieces[event.index]
-            yield StreamEvent(event.kind, event.index, event.token, text, event.source, event.signals, event.settled)
+        with closing(self.events()) as events:  # not left to the garbage collector: Python 3.12 takes its time
+            for event in events:
+                if event.index < len(transcript.ids) and event.kind == "revised":
+                    transcript.rewind(event.index)
+                if event.index == len(transcript.ids):
+                    transcript.push(event.token)
+                yield StreamEvent.of(event, transcript.pieces[event.index])
         return self.result()
 
     def result(self) -> Result:

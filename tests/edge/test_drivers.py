@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes import HashRows, OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain
-from outrider import Result, SpeculativeDecoder, StateError, local
+from outrider import Result, SpeculativeDecoder, StateError, api, local
 from outrider.config import GenerationSettings
 from outrider.core.acceptance import Verdict, rule
 from outrider.core.actions import Draft, Plan, Proposal, Verify
@@ -357,6 +358,18 @@ def test_slots_are_closed_after_an_error_in_any_forward(side: int, gate: str) ->
         assert not engines[0].open_slots
         assert not engines[1].open_slots
     assert at == 29
+
+
+def test_a_closed_stream_ends_its_generation_without_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer Pythons keep the inner generator alive for a while after the outer one was closed."""
+    kept, events = [], api._Run.events
+    monkeypatch.setattr(api._Run, "events", lambda run: kept.append(events(run)) or kept[-1])
+    draft, target = pair()
+    stream = SpeculativeDecoder(draft, local(target), k=3).stream(list(PROMPT), max_new_tokens=20)
+    next(stream)
+    stream.close()
+    assert inspect.getgeneratorstate(kept[0]) == inspect.GEN_CLOSED
+    assert not draft.open_slots
 
 
 def test_slots_are_closed_after_an_abandoned_stream() -> None:
