@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"  # GPU kernels run without a GPU; read when Triton is first imported
 
+import httpx2
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -21,6 +23,10 @@ for folder in (HERE, HERE / "equivalence"):  # fakes.py and tiny_models.py, unde
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
+
+# A busy machine may take longer than the 5 s that httpx2 waits by default; the package itself sets no such limit.
+PATIENT = inspect.signature(httpx2.get).parameters["timeout"].default
+PATIENT.connect = PATIENT.read = PATIENT.write = PATIENT.pool = 300.0
 
 settings.register_profile("outrider", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("outrider")

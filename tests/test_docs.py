@@ -16,6 +16,7 @@ import soundfile
 from certificates import Authority
 from gateway.process import edge
 from outrider.cli.child import cloud_process
+from tests.processes import HANG_S, started
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -114,7 +115,7 @@ def test_every_command_shown_runs(line: str, workplace: Path, request: pytest.Fi
 def serves(line: str) -> None:
     """The command listens, and ends in order when it is asked to."""
     words = shlex.split(line.replace(":7070", ":0").replace(":8080", ":0").replace(":9090", ":0"))
-    with subprocess.Popen([sys.executable, "-m", *words], stderr=subprocess.PIPE, text=True) as child:
+    with started([sys.executable, "-m", *words], stderr=subprocess.PIPE) as child:
         assert child.stderr is not None
         said = ""
         while "serving" not in said:
@@ -122,7 +123,7 @@ def serves(line: str) -> None:
             assert read, said
             said += read
         child.terminate()
-        assert child.wait(timeout=60) == 0, said + child.stderr.read()
+        assert child.wait(timeout=HANG_S) == 0, said + child.stderr.read()
 
 
 @pytest.mark.network

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import HANG_S, started
+
 pytestmark = pytest.mark.network  # each starts a process, which takes seconds
 
 AT_IMPORT = """
@@ -32,7 +34,7 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=environment, input="hi", check=False
+        command, capture_output=True, text=True, timeout=HANG_S, env=environment, input="hi", check=False
     )
 
 
@@ -107,13 +109,11 @@ def test_the_demo_and_its_cloud_end_together(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "outrider", "demo"]
     pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True
-    ) as child:
+    with started(command, stdout=pipe, stderr=pipe, env=environment, start_new_session=True) as child:
         assert child.stdout is not None
         child.stdout.readline()  # the first clip is there
         os.killpg(child.pid, signal.SIGINT)  # as a terminal does: to both processes
-        _, said = child.communicate(timeout=60)
+        _, said = child.communicate(timeout=HANG_S)
     assert child.returncode == 130, said
     assert "Traceback" not in said
     assert "never retrieved" not in said
@@ -132,3 +132,35 @@ def test_an_ignored_interrupt_stays_ignored() -> None:
     os.kill(os.getpid(), signal.SIGINT)
     """
     assert run(code).returncode == 0
+
+
+SWALLOWED = """
+import os, signal, sys
+from outrider.engines import load
+real = load.load_engine
+def swallowing(*args, **more):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        signal.pause()
+    except:
+        pass
+    return real(*args, **more)
+load.load_engine = swallowing
+sys.argv = ["outrider", *{arguments!r}]
+from outrider.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("cloud", "demo", "--listen", "127.0.0.1:0"),
+        ("edge", "--listen", "127.0.0.1:0", "--cloud", "none"),
+        ("generate", "--prompt-ids", "1 2 3", "--cloud", "none"),
+    ],
+)
+def test_what_a_library_swallows_while_it_loads_a_model_still_ends_the_command(arguments: tuple[str, ...]) -> None:
+    done = run(SWALLOWED.format(arguments=arguments))
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr

@@ -25,6 +25,7 @@ from outrider.cli.guard import guarded
 from outrider.engines.load import BUNDLED
 from outrider.netem.conditions import Conditions
 from outrider.netem.thread import LinkThread
+from tests.processes import started
 
 pytestmark = pytest.mark.network
 
@@ -258,7 +259,7 @@ with cloud_process("demo") as address:
 
 
 def test_a_cloud_of_our_own_ends_with_the_process_that_started_it_even_if_that_is_killed() -> None:
-    with subprocess.Popen([sys.executable, "-c", STARTS], stdout=subprocess.PIPE, text=True) as starter:
+    with started([sys.executable, "-c", STARTS], stdout=subprocess.PIPE) as starter:
         assert starter.stdout is not None
         host, _, port = starter.stdout.readline().strip().rpartition(":")
         assert listens(host, int(port))

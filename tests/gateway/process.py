@@ -15,6 +15,7 @@ from typing import Any
 import httpx2
 
 import outrider
+from tests.processes import HANG_S, started
 
 CLIPS = Path(outrider.__file__).parent / "demo" / "clips"
 
@@ -23,7 +24,7 @@ CLIPS = Path(outrider.__file__).parent / "demo" / "clips"
 def edge(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Yields its URL and the process; at the end it must end in order, and have said no word too many."""
     command = [sys.executable, "-m", "outrider", "edge", "--listen", "127.0.0.1:0", "--json", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdout is not None
         line = child.stdout.readline()
         try:
@@ -31,7 +32,7 @@ def edge(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
             yield json.loads(line)["listening"], child
         finally:
             child.terminate()
-            _, said = child.communicate(timeout=60)
+            _, said = child.communicate(timeout=HANG_S)
         assert child.returncode == 0, said
         assert "Traceback" not in said, said
 

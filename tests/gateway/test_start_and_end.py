@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from gateway.process import edge
+from tests.processes import HANG_S, started
 
-HANG_S = 120
 COMMAND = [sys.executable, "-m", "outrider", "edge", "--listen", "127.0.0.1:0"]
 pytestmark = pytest.mark.network
 
@@ -33,11 +33,8 @@ def until(condition: Callable[[], Any]) -> Any:
 
 @contextmanager
 def starting(*options: str) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen([*COMMAND, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
-        try:
-            yield child
-        finally:
-            child.kill()
+    with started([*COMMAND, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        yield child
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -121,7 +118,7 @@ def test_a_remote_cloud_that_is_away_degrades_health() -> None:
 @pytest.mark.parametrize("moment", ["loading", "reserving"])
 def test_a_cloud_that_is_ended_while_it_starts_says_so_by_its_code(moment: str, number: int) -> None:
     command = [sys.executable, "-m", "outrider", "cloud", "demo", "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+    with started(command, stderr=subprocess.PIPE) as child:
         assert child.stderr is not None
         until(lambda: moment in child.stderr.readline())  # type: ignore[union-attr]
         child.send_signal(number)

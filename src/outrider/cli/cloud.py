@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Group, Parameter
 
+from outrider.cli import interrupts
 from outrider.cli.escape import one_line
 from outrider.cli.options import Whole, collect_from_now_on
 from outrider.errors import SettingsError
@@ -155,6 +156,7 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
         engine = load_engine(name, dtype=operation.dtype, device=operation.device)
         gc.collect()  # free what loading left behind: a service runs for long
         collect_from_now_on()
+        interrupts.check()
         step("reserving the KV cache")
         return asyncio.run(run(engine, serving, _listening(engine, serving, operation, step)))
 

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from outrider.api import SpeculativeDecoder
-from outrider.cli import view
+from outrider.cli import interrupts, view
 from outrider.cli.escape import one_line, visible
 from outrider.cli.loading import Loading, named
 from outrider.cli.options import (
@@ -367,6 +367,7 @@ def _loaded(loading: Loading, output: Output) -> Iterator[SpeculativeDecoder]:
     what = f"loading {loading.what}" if loading.what else "connecting"
     with STDERR.status(Text(what)) if STDERR.is_terminal else nullcontext():
         decoder = loading.build()
+    interrupts.check()
     collect_from_now_on()
     print_message(decoder.summary(), "dim")
     try:

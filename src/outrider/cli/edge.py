@@ -103,13 +103,13 @@ class Asked:
 def run_edge(listen: str, asked: Asked) -> int:
     """Load the edge's model, start or reach the cloud, and serve until SIGTERM or SIGINT."""
     _check_installed()
-    with _ended_by_signals():
+    with _ended_by_signals() as check_signals:
         _check(asked)
         on, access = _door(listen, asked.serving)
         with on:
             _log_to_stderr(asked.serving)
             with _cloud(asked.models, asked.network) as cloud:
-                return _serve(on, access, cloud, asked)
+                return _serve(on, access, cloud, asked, check_signals)
 
 
 def _check_installed() -> None:
@@ -119,20 +119,27 @@ def _check_installed() -> None:
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """End the start-up in order on SIGTERM and SIGINT, with 128 + the signal's number; `serve` takes them over later.
+def _ended_by_signals() -> Iterator[Callable[[], None]]:
+    """End the start-up in order on SIGTERM and SIGINT, with 128 + the signal's number. `serve` takes them over later.
 
-    A second signal is ignored.
+    A second signal is ignored. The function that is yielded exits if a signal came: a library that was loading a model
+    may have swallowed the exception.
     """
+    received: list[int] = []
 
     def end(number: int, frame: object) -> None:
+        received.append(number)
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, signal.SIG_IGN)
         sys.exit(128 + number)
 
+    def check_signals() -> None:
+        if received:
+            sys.exit(128 + received[0])
+
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
-    yield
+    yield check_signals
 
 
 def _door(listen: str, serving: Serving) -> tuple[Listener, Access]:
@@ -238,7 +245,7 @@ def _cloud(models: Models, network: Network) -> Iterator[_Cloud]:
         yield cloud
 
 
-def _serve(on: Listener, access: Access, cloud: _Cloud, asked: Asked) -> int:
+def _serve(on: Listener, access: Access, cloud: _Cloud, asked: Asked, check_signals: Callable[[], None]) -> int:
     import asyncio  # here, as parsing needs none of it
 
     from outrider.cli.progress import progress
@@ -255,6 +262,7 @@ def _serve(on: Listener, access: Access, cloud: _Cloud, asked: Asked) -> int:
         with _met(engine, reach, cloud) as met, closing(Pool(engine, reach)) as pool:
             step("starting to serve")
             collect_from_now_on()
+            check_signals()
             return asyncio.run(_run(on, access, pool, met, asked, step))
 
 

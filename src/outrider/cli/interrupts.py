@@ -26,6 +26,12 @@ def happened() -> bool:
     return _state["happened"]
 
 
+def check() -> None:
+    """Raise KeyboardInterrupt if Ctrl-C was pressed: a library that was loading a model may have swallowed it."""
+    if happened():
+        raise KeyboardInterrupt
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Raise KeyboardInterrupt once, in order to close what is open; a second Ctrl-C ends the process at once."""
     _state["happened"] = True
