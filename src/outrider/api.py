@@ -34,7 +34,7 @@ from outrider.edge.pair import Met, Pair
 from outrider.edge.turns import Turns
 from outrider.engines.base import Prompt, Reader
 from outrider.errors import PromptError, SettingsError
-from outrider.prompts.audio import is_silent
+from outrider.prompts.audio import Audio, is_silent
 from outrider.prompts.chat import PromptLike, encode
 from outrider.verifiers.base import Conditions, Description, Verifier
 from outrider.verifiers.local import LocalVerifier
@@ -46,7 +46,7 @@ IDS_ONLY = (
     "model to prepare them"
 )
 
-CAPTIONS_ONLY = "{} only writes captions of recordings: its answer to a text is meaningless, whatever the guarantee"
+CAPTIONS_ONLY = "{} only writes captions of recordings: its answer to a text or an instruction is meaningless, whatever the guarantee"
 
 
 class SpeculativeDecoder:
@@ -232,7 +232,8 @@ class SpeculativeDecoder:
         rules = self._rules(settings, met)
         if rules.needs_text and self.tokenizer is None:
             raise SettingsError("stop strings and sentences need a tokenizer, and the model came without one")
-        misused = self.captions_only and not _is_ids(prompt) and not encoded.heard
+        instructed = isinstance(prompt, Audio) and prompt.instruction is not None
+        misused = self.captions_only and not _is_ids(prompt) and (instructed or not encoded.heard)
         notes = [CAPTIONS_ONLY.format(self._encoder.name)] if misused else []
         return _Run(self, encoded, settings, rules, met, cancellation, notes)
 

@@ -38,6 +38,9 @@ def test_another_question_is_asked() -> None:
     _, out, _ = outrider("caption", CLIP, "--instruction", "How fast?", "--json", "--max-new-tokens", "4")
     _, plain, _ = outrider("caption", CLIP, "--json", "--max-new-tokens", "4")
     assert json.loads(out)["prompt_tokens"] != json.loads(plain)["prompt_tokens"]
+    assert "is meaningless" in json.loads(out)["warnings"][0], "the bundled pair takes no instructions"
+    code, _, said = outrider("caption", CLIP, "--instruction", "How fast?", "--task", "detailed")
+    assert (code, "give one of them" in said) == (2, True)
     code, _, said = outrider("caption", CLIP, "--instruction", " ")
     assert code == 2
     assert "--instruction is empty" in said

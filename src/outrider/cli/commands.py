@@ -113,6 +113,8 @@ def run_caption(
     if instruction is not None:
         if not instruction.strip():
             raise PromptError("--instruction is empty: give a question about the recording, or leave it out")
+        if task != "default":
+            raise SettingsError(f"--instruction and --task {task} both say what to write: give one of them")
         check_text(instruction)
     check(models, speculation, network)
     jobs = [Audio(Path(name), task=task, lang=lang, instruction=instruction) for name in files]
