@@ -46,7 +46,10 @@ IDS_ONLY = (
     "model to prepare them"
 )
 
-CAPTIONS_ONLY = "{} only writes captions of recordings: its answer to a text or an instruction is meaningless, whatever the guarantee"
+CAPTIONS_ONLY = (
+    "{} only writes captions of recordings: its answer to a text or an instruction is meaningless, whatever the "
+    "guarantee"
+)
 
 
 class SpeculativeDecoder:
