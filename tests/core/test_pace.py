@@ -117,6 +117,18 @@ def test_a_slope_in_doubt_is_drawn_to_0() -> None:
     assert line.slope < 3.0
 
 
+def test_a_slope_is_drawn_to_0_by_the_noise_around_it() -> None:
+    """A slope of 5 with noise of standard deviation 30: ridge regression towards 0 by SLOPE."""
+    clean, noisy = Line(), Line()
+    for n in range(1200):
+        x = 3 + n % 3
+        clean.note(x, 100.0 + 5.0 * x)
+        noisy.note(x, 100.0 + 5.0 * x + (30.0 if n % 2 else -30.0))
+    spread = ROUNDS * 2 / 3  # Σ (x − mean)²
+    assert clean.slope == pytest.approx(5.0)
+    assert noisy.slope == pytest.approx(5.0 * spread / (spread + 30.0**2 / (0.05 * 120.0) ** 2), rel=0.05)
+
+
 def test_a_stall_counts_as_a_few_usual_values() -> None:
     usual = Usual()
     assert [usual(value) for value in (1.0, 1.1, 0.9, 100.0)] == [1.0, 1.1, 0.9, pytest.approx(3.3)]
