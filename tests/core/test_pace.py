@@ -56,6 +56,16 @@ def test_tokens_of_a_kind_not_seen_are_as_sure_as_the_drafter_is_right(right: in
     assert found.own(0.7) == pytest.approx(math.exp(-0.7 * power), rel=0.06)
 
 
+@pytest.mark.parametrize(("logprob", "accepted"), [(0.0, 1), (math.inf, 0), (0.0, 0), (math.inf, 1)])
+def test_chances_stay_chances_after_any_number_of_extremes(logprob: float, accepted: int) -> None:
+    """The prior keeps the mean and the claims inside (0, 1), where their logarithms are finite."""
+    found = Acceptance()
+    for _ in range(20 * int(MEMORY)):
+        found.note([logprob], accepted)
+    assert 0.0 < found.mean < 1.0
+    assert all(0.0 <= found.own(kind) <= 1.0 for kind in (*KINDS, 0.0, math.inf))
+
+
 def test_what_follows_a_rejection_says_nothing() -> None:
     one, other = Acceptance(), Acceptance()
     one.note([0.1, 0.2, 0.3, 3.0], 1)
