@@ -35,13 +35,18 @@ TESTS = (
 TIMEOUT_S = 240  # a mutant that loops for ever is killed
 GOAL = 0.9
 
-EQUIVALENT = {  # "module original → mutant": why no output differs
+SAME_ZERO = "0 × penalty and 0 ÷ penalty are the same 0: penalties are 0.01 to 100"
+EQUIVALENT = {  # "module original → mutant", of the whole line where the rest would be ambiguous: why no output differs
     "rows row.device.type == \"cpu\" → (row.device.type != 'cpu')": "NumPy or torch does the same arithmetic",
     "pace chance * (fixed + each * k) > each * tokens → (chance * (fixed + each * k) >= each * tokens)": (
         "where both sides are equal, a longer block brings as many tokens a second"
     ),
     "pace 2.5 → 3.5": "a choice: the border between two kinds of tokens; k auto affects speed alone",
-    "constraints scores < 0 → (scores <= 0)": "0 × penalty and 0 ÷ penalty are the same 0: penalties are 0.01 to 100",
+    "constraints scores < 0 → (scores <= 0)": SAME_ZERO,
+    "choosing scores < 0 → (scores <= 0)": SAME_ZERO,
+    "choosing tail = history.gather(1, torch.clamp(lengths - ngram + 1 + n, min=0 → 1))": (
+        "where the index is below 1, the prefix is shorter than an n-gram, and all its entries are masked already"
+    ),
 }
 
 _COMPARISONS = {
@@ -74,7 +79,16 @@ class Mutant:
 
     @property
     def is_equivalent(self) -> bool:
-        return f"{self.path.stem} {self.change}" in EQUIVALENT
+        return not EQUIVALENT.keys().isdisjoint(
+            {f"{self.path.stem} {text}" for text in (self.change, self.in_its_line)}
+        )
+
+    @property
+    def in_its_line(self) -> str:
+        """The change with what stands before and behind it in its line."""
+        text = self.path.read_text()
+        begin, end = text.rfind("\n", 0, self.start) + 1, text.find("\n", self.end)
+        return _short(text[begin : self.start] + self.change + text[self.end : end])
 
     def source(self) -> str:
         """The whole module with the change."""
