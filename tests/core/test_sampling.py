@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict, fields
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from outrider.config import GenerationSettings
 from outrider.core.sampling import Distribution, Sampling, Stream, Support, gumbel, support, uniforms
 from outrider.errors import DecodingError
 
@@ -127,6 +129,11 @@ def test_top_p_and_min_p_work_together() -> None:
     found = support(row, Sampling(1.0, top_p=0.85, min_p=0.2))
     assert found.ids.tolist() == [1, 3]
     torch.testing.assert_close(found.logp.exp(), torch.tensor([1 / 3, 2 / 3]))
+
+
+def test_defaults_are_those_of_a_request() -> None:
+    asked = GenerationSettings()
+    assert asdict(Sampling()) == {field.name: getattr(asked, field.name) for field in fields(Sampling)}
 
 
 def test_ties_with_the_kth_stay() -> None:
