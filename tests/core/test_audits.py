@@ -211,7 +211,11 @@ def _at_least(heads: int, count: int, p: float) -> float:
 def test_the_bounds_of_nothing_seen() -> None:
     assert lower_bound(0.0, 100, 0.05) == 0.0
     assert upper_bound(0.0, 100, 0.05) == pytest.approx(1 - 0.05 ** (1 / 100))
+
+
+def test_a_share_that_rounding_puts_above_one_counts_as_one() -> None:
     assert upper_bound(1.0 + 1e-12, 3, 0.05) == 1.0
+    assert lower_bound(1.0 + 1e-12, 3, 0.05) == lower_bound(1.0, 3, 0.05)
 
 
 # The decoder's trail ------------------------------------------------------------------------------------------------

@@ -32,6 +32,11 @@ def test_a_measured_speed_is_stated_also_where_it_did_not_pay(seconds: float, na
     assert EXACT.sentence(Alone(2, 2, seconds)).endswith(named)
 
 
+def test_a_speed_is_a_ratio_of_seconds() -> None:
+    said = replace(EXACT, seconds=2.0).sentence(Alone(2, 2, 5.0))
+    assert said.endswith("2.5 times as fast as the cloud alone (measured).")
+
+
 def test_texts_that_differ_are_counted() -> None:
     said = GATED.sentence(Alone(2, 1, 1.0))
     assert said.startswith("Same text as the cloud alone in 1 of 2 outputs; 7 of 18 blocks went to the cloud;")

@@ -131,6 +131,15 @@ def test_a_stop_string_is_found_where_the_whole_text_has_it(kind: str, data: st.
     assert found_end(tokenizer, ids, stop) == first_end(tokenizer, ids, stop)
 
 
+def test_an_added_token_before_half_a_character_is_shown_as_it_is_written() -> None:
+    """Its letters lie outside the alphabet by which byte-level vocabularies write bytes."""
+    tokenizer = byte_level.__wrapped__()
+    tokenizer.add_tokens(["区→"])
+    added, cut = tokenizer.convert_tokens_to_ids("区→"), ids_of("社", tokenizer)[:2]
+    assert detokenizer(tokenizer)([added, *cut]) == "区→"
+    assert detokenizer(tokenizer)([*cut, added]) == BROKEN + "区→"
+
+
 def test_letters_that_share_a_token_with_half_a_character_are_shown() -> None:
     tokenizer = byte_level()
     ids = tokenizer.convert_tokens_to_ids(["eÃ", "©x", "eÃ"])

@@ -47,6 +47,13 @@ def test_the_two_ways() -> None:
     assert auto.more(AUTO_CAP, []) == 0
 
 
+def test_the_cut_of_auto_is_part_of_what_a_lossy_gate_gives() -> None:
+    """Gated outputs depend on where blocks end: another cap or floor would change them."""
+    stop = ConfidenceStop()
+    assert [stop.more(n, sure(*[1.0] * n)) for n in (15, 16)] == [1, 0]
+    assert [stop.more(1, sure(p)) for p in (0.41, 0.39)] == [1, 0]
+
+
 # Learnt -----------------------------------------------------------------------------------------------------------
 
 

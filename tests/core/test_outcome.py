@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from scipy.stats import binomtest, norm
 
-from outrider.core.outcome import Result, Risk, Stats, guarantee
+from outrider.core.outcome import Result, Risk, Stats, guarantee, wilson
 from outrider.core.sequence import Source
 
 E, S, A, C, B = Source.EDGE, Source.SAMPLED, Source.ACCEPTED, Source.CORRECTION, Source.BONUS
@@ -77,6 +78,14 @@ def test_rates_are_those_of_the_vocabulary() -> None:
 
 def test_a_rate_of_nothing_is_none() -> None:
     assert (Stats().acceptance_rate, Stats().escalation_rate, Stats().cloud_share) == (None, None, None)
+
+
+@pytest.mark.parametrize(("hits", "count"), [(0, 1), (1, 1), (0, 9), (8, 10), (50, 100), (399, 400), (400, 400)])
+@pytest.mark.parametrize("confidence", [0.8, 0.95, 0.999])
+def test_the_interval_is_wilson_s(hits: int, count: int, confidence: float) -> None:
+    expected = binomtest(hits, count).proportion_ci(confidence, method="wilson")
+    found = wilson(hits / count, count, float(norm.ppf(0.5 + confidence / 2)))
+    assert found == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
 def result(**changes: object) -> Result:

@@ -56,6 +56,16 @@ def test_tokens_of_a_kind_not_seen_are_as_sure_as_the_drafter_is_right(right: in
     assert found.own(0.7) == pytest.approx(math.exp(-0.7 * power), rel=0.06)
 
 
+@pytest.mark.parametrize(("logprob", "accepted"), [(0.0, 1), (math.inf, 0), (0.0, 0), (math.inf, 1)])
+def test_chances_stay_chances_after_any_number_of_extremes(logprob: float, accepted: int) -> None:
+    """The prior keeps the mean and the claims inside (0, 1), where their logarithms are finite."""
+    found = Acceptance()
+    for _ in range(20 * int(MEMORY)):
+        found.note([logprob], accepted)
+    assert 0.0 < found.mean < 1.0
+    assert all(0.0 <= found.own(kind) <= 1.0 for kind in (*KINDS, 0.0, math.inf))
+
+
 def test_what_follows_a_rejection_says_nothing() -> None:
     one, other = Acceptance(), Acceptance()
     one.note([0.1, 0.2, 0.3, 3.0], 1)
@@ -115,6 +125,18 @@ def test_a_slope_in_doubt_is_drawn_to_0() -> None:
     for _ in range(60):
         line.note(rng.randint(3, 5), rng.gauss(100.0, 30.0))
     assert line.slope < 3.0
+
+
+def test_a_slope_is_drawn_to_0_by_the_noise_around_it() -> None:
+    """A slope of 5 with noise of standard deviation 30: ridge regression towards 0 by SLOPE."""
+    clean, noisy = Line(), Line()
+    for n in range(1200):
+        x = 3 + n % 3
+        clean.note(x, 100.0 + 5.0 * x)
+        noisy.note(x, 100.0 + 5.0 * x + (30.0 if n % 2 else -30.0))
+    spread = ROUNDS * 2 / 3  # Σ (x − mean)²
+    assert clean.slope == pytest.approx(5.0)
+    assert noisy.slope == pytest.approx(5.0 * spread / (spread + 30.0**2 / (0.05 * 120.0) ** 2), rel=0.05)
 
 
 def test_a_stall_counts_as_a_few_usual_values() -> None:

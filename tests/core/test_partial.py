@@ -271,6 +271,15 @@ def test_a_nucleus_well_inside_what_is_known_is_settled(size: int) -> None:
     assert uncovered(row, size, chosen, normalised=True)
 
 
+def test_a_known_entry_counts_as_known_whatever_its_id_but_padding_does_not() -> None:
+    """One token of three is missing: with id 0 taken for missing as well, the mass beside the best would be doubled."""
+    row, chosen = np.log(np.array([0.6, 0.2], np.float32)), policy(Sampling(1.0, top_p=0.55), size=3)
+    known = PartialRow(np.array([0, 1]), row, float(row[-1]))
+    assert known.under(chosen, [], 0).support.ids.tolist() == [0]
+    beyond = PartialRow(np.array([0, 1, -1, 3]), np.append(row, row[-1:].repeat(2)), float(row[-1]))
+    assert beyond.under(chosen, [], 0).support.ids.tolist() == [0]
+
+
 @pytest.mark.parametrize(("temperature", "settled"), [(0.5, True), (0.8, True), (1.0, True), (2.0, False)])
 def test_temperatures_up_to_one_keep_what_is_missing_small(temperature: float, settled: bool) -> None:
     chosen = policy(Sampling(temperature, top_p=0.9))

@@ -52,3 +52,35 @@ def test_take_and_put_at_some_places() -> None:
     assert values.tolist() == [8.0, 2.0, 7.0, 4.0]
     rows.put(values, at, -np.inf)
     assert values.tolist() == [-math.inf, 2.0, -math.inf, 4.0]
+
+
+# Elsewhere than on a CPU ------------------------------------------------------------------------------------------
+
+
+class Device(str):
+    """A device by another name, whose memory is the CPU's."""
+
+    type = "elsewhere"
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that takes the way of the other devices."""
+
+    device = Device("cpu")  # type: ignore[assignment]
+
+
+@settings(max_examples=60, deadline=None)
+@given(row.filter(lambda values: len(values) > 1))
+def test_another_device_gives_the_same(values: list[float]) -> None:
+    here = torch.tensor(values, dtype=torch.float32)
+    there = here.clone().as_subclass(Elsewhere)
+    assert rows.best(there) == rows.best(here)
+    if max(values) > -math.inf:
+        assert rows.lead(there) == rows.lead(here)
+    copied, at = rows.copy(there), np.array([len(values) - 1, 0])
+    assert rows.take(there, at).tolist() == [values[-1], values[0]]
+    rows.put(copied, at, np.array([7.0, 8.0], dtype=np.float32))
+    assert copied.tolist() == [8.0, *values[1:-1], 7.0]
+    rows.put(copied, at[:1], -np.inf)
+    assert copied[-1] == -math.inf
+    assert there.tolist() == values

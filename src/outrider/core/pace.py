@@ -84,7 +84,7 @@ class Acceptance:
     def own(self, logprob: float) -> float:
         """As sure as the drafter says, corrected by how right it is on the whole, until it is known better."""
         said, was = self._claims.estimate(GUESS, BELIEF, self._now), self.mean
-        trust = math.log(was) / math.log(said) if 0.0 < was < 1.0 and 0.0 < said < 1.0 else 1.0
+        trust = math.log(was) / math.log(said)  # the prior keeps both inside (0, 1)
         claim = math.exp(-logprob * min(trust, MOST_TRUST))
         return self._own[_kind(logprob)].estimate(claim, CLAIM, self._now)
 
