@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ for folder in (HERE, HERE / "equivalence"):  # fakes.py and tiny_models.py, unde
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a job in the background: tests send it to their children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine may take longer than the 5 s that httpx2 waits by default; the package itself sets no such limit.
 PATIENT = inspect.signature(httpx2.get).parameters["timeout"].default

@@ -182,7 +182,8 @@ def test_the_command_serves_drains_on_sigterm_and_ends_with_0() -> None:
                 one.finish()
                 _, spoken = process.communicate(timeout=120)
         assert process.returncode == 0, spoken
-        assert spoken.splitlines() == [f"outrider: serving demo:cloud at grpc://{address}"]
+        assert spoken.splitlines()[-1] == f"outrider: serving demo:cloud at grpc://{address}"
+        assert all(line.startswith("outrider: ") for line in spoken.splitlines())
     finally:
         if process.poll() is None:
             process.kill()
@@ -208,8 +209,9 @@ main.main()
 
 
 def test_sigterm_while_the_model_is_loaded_ends_it_with_143() -> None:
-    done = subprocess.run([sys.executable, "-c", SWALLOWS], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (143, "", "")
+    done = subprocess.run([sys.executable, "-c", SWALLOWS], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (143, "")
+    assert done.stderr == "outrider: loading the model demo:cloud\n"
 
 
 def test_an_address_that_is_taken_is_refused_before_a_model_is_loaded() -> None:

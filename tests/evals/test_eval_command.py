@@ -14,7 +14,7 @@ from tests.evals.eval_process import evaluate, start
 
 from outrider.cli.child import cloud_process
 from outrider.cli.evaluate import Assistant, Evaluation, run_eval
-from outrider.cli.options import Decoding, Models, Network, Output, Speculation
+from outrider.cli.options import Connection, Decoding, Models, Network, Output, Speculation
 from outrider.cli.plan import Measured, run_sweep
 from outrider.cli.report import run_report
 from outrider.errors import InputError
@@ -166,7 +166,7 @@ def test_what_eval_and_sweep_write_is_what_a_report_and_a_gate_are_made_of(tmp_p
         measured = Measured("demo", 2, str(out / "traces.jsonl"))
         nets, gates, file = ["rtt=20ms", "rtt=50ms"], ["always", "never"], str(out / "sweep.jsonl")
         models, decoding, quiet = Models(cloud=f"grpc://{address}"), Decoding(max_new_tokens=5), Output(json=True)
-        assert run_sweep(measured, models, decoding, quiet, gates, ["5"], ["sequential"], nets, file) == 0
+        assert run_sweep(measured, models, Connection(), decoding, quiet, gates, ["5"], ["sequential"], nets, file) == 0
     assert run_report([str(out)], str(page)) == 0
     written = page.read_text(encoding="utf-8")
     assert set(re.findall(r"<h2[^>]*>([^<]*)</h2>", written)) >= {

@@ -52,7 +52,7 @@ def in_options(message: str, typed: Sequence[str]) -> str:
     for option in {word.partition("=")[0] for word in typed if word.startswith("--")}:
         name = RENAMED.get(option, option[2:].replace("-", "_"))
         begins = rf"^{re.escape(name)}(?=[ :,])"  # further in, a plain word need not be a setting
-        anywhere = rf"(?<![\w-]){re.escape(name)}(?!\w)"
+        anywhere = rf"(?<![\w.-]){re.escape(name)}(?!\w)"
         message = re.sub(anywhere if "_" in name else begins, option, message)
     return message
 
