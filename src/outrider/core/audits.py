@@ -209,7 +209,7 @@ def lower_bound(share: float, count: int, miss: float) -> float:
 
 
 def _divergence(share: float, p: float) -> float:
-    """Return KL(share, p) of two Bernoulli distributions, in nats; p is between 0 and share, and 0 only where share is."""
+    """Return KL(share, p) of two Bernoulli distributions, in nats. p is between 0 and share, and 0 only if share is."""
     heads = share * math.log(share / p) if share > 0 else 0.0
     tails = (1 - share) * math.log((1 - share) / (1 - p)) if share < 1 else 0.0
     return heads + tails
