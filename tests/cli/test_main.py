@@ -180,6 +180,8 @@ def test_a_recording_that_is_too_long_is_captioned_in_pieces_with_times(tmp_path
     assert not first["warnings"]
     shown = outrider("caption", long, *options)
     assert "0:15.0–0:30.0" in shown.stdout
+    (warning,) = shown.stderr.splitlines()[:1]
+    assert warning.startswith(f"warning: {long} 0:15.0–0:30.0: the recording is damaged")
 
 
 def test_a_batch_of_bad_files_loads_no_model(tmp_path: Path) -> None:
