@@ -259,7 +259,7 @@ def test_a_wrong_size_of_an_id3_tag_is_named() -> None:
     data = written("MP3-MPEG_LAYER_III")
     assert not decode_bytes(b"ID3\4\0\0\0\0\0\x64" + bytes(100) + data, "a").warnings
     for size in (b"\x7f\x7f\x7f\x7f", b"\0\0\x27\x08"):
-        with pytest.raises(AudioError, match="ID3 tag"):
+        with pytest.raises(AudioError, match=r"ID3 tag.*ffmpeg -skip_initial_bytes 10"):
             decode_bytes(b"ID3\4\0\0" + size + bytes(100) + data, "a")
 
 

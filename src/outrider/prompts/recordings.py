@@ -106,7 +106,8 @@ def _decode_tagged(file: BinaryIO, size: int, head: bytes, name: str, limits: Li
         "states a size beyond the file's end" if start >= size else f"has no MP3 or AAC audio behind its {start} bytes"
     )
     raise AudioError(
-        f"{name}: damaged: its ID3 tag {where}; remove the tag, as in ffmpeg -f mp3 -i IN -map_metadata -1 out.mp3"
+        f"{name}: damaged: its ID3 tag {where}: convert it without the tag: "
+        f"ffmpeg -skip_initial_bytes 10 -f mp3 -i IN out.wav"
     )
 
 
