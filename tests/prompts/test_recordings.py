@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 import struct
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from outrider.gateway.recordings import decoded
 from outrider.gateway.refusing import Refused
 from outrider.prompts import audio, media_decoder
 from outrider.prompts.audio import SAMPLE_RATE, Audio, on_grid
-from outrider.prompts.recordings import Downmix, Limits, decode_bytes
+from outrider.prompts.recordings import READ, Downmix, Limits, decode_bytes
 from tests.fuzz import recordings as fuzzing
 
 RATE = 48_000
@@ -95,12 +96,8 @@ def test_mp3_is_read_to_its_end_whatever_its_header_says_or_does_not() -> None:
     assert not (*whole.warnings, *bare.warnings)
 
 
-@pytest.mark.parametrize("name", [name for name in SOUNDS if "DWVW" not in name])
+@pytest.mark.parametrize("name", [name for name in SOUNDS if name.split("-")[0] in READ and "DWVW" not in name])
 def test_a_healthy_file_of_every_format_is_read_whole_and_without_a_warning(name: str) -> None:
-    if name.startswith("SDS"):
-        with pytest.raises(AudioError, match="MIDI sample dump"):
-            decode_bytes(SOUNDS[name], "a")
-        return
     with soundfile.SoundFile(io.BytesIO(SOUNDS[name])) as file:
         wave = file.read(file.frames, dtype="float32", always_2d=True).mean(axis=1)
         rate = file.samplerate
@@ -108,6 +105,22 @@ def test_a_healthy_file_of_every_format_is_read_whole_and_without_a_warning(name
     found = decode_bytes(SOUNDS[name], "a")
     assert not found.warnings
     assert np.array_equal(found.waveform, wanted)
+
+
+@pytest.mark.parametrize("name", [name for name in SOUNDS if name.split("-")[0] not in READ])
+@pytest.mark.parametrize("share", [0.6, 1.0])
+def test_formats_whose_truncation_is_not_detected_are_refused(name: str, share: float) -> None:
+    with pytest.raises(AudioError, match=r"supported: wav, flac.*ffmpeg -i IN out.wav"):
+        decode_bytes(SOUNDS[name][: int(share * len(SOUNDS[name]))], "a")
+
+
+@pytest.mark.parametrize("name", [name for name in SOUNDS if name.split("-")[0] in READ and "ALAC" not in name])
+def test_three_fifths_of_a_file_are_never_used_without_a_warning(name: str) -> None:
+    try:
+        found = decode_bytes(SOUNDS[name][: len(SOUNDS[name]) * 3 // 5], "a")
+    except AudioError:
+        return
+    assert found.warnings
 
 
 @pytest.mark.parametrize("name", [name for name in SOUNDS if "DWVW" in name])
@@ -172,6 +185,82 @@ def test_a_damaged_flac_is_used_up_to_the_damage() -> None:
     found = decode_bytes(bytes(data), "a")
     assert found.warnings
     assert 1.0 < len(found.waveform) / SAMPLE_RATE < 3.0
+
+
+def ogg_file(name: str) -> bytes:
+    if name == "OGG-FLAC":
+        pytest.importorskip("av")
+        return fuzzing.media_file("ogg", "flac", 4.0)
+    return written(name)
+
+
+def pages_of(data: bytes) -> list[int]:
+    """Where the pages of an Ogg file begin, and its end."""
+    return [found.start() for found in re.finditer(rb"OggS\0", data)] + [len(data)]
+
+
+OGGS = ("OGG-VORBIS", "OGG-OPUS", "OGG-FLAC")
+
+
+@pytest.mark.parametrize("name", OGGS)
+@pytest.mark.parametrize("damage", ["hole", "flipped", "two", "byte"])
+def test_a_hole_in_an_ogg_file_is_named_and_what_follows_is_used(name: str, damage: str) -> None:
+    data, pages = ogg_file(name), pages_of(ogg_file(name))
+    middle, late = pages[-4] + 40, pages[-3] + 40
+    changed = {
+        "hole": data[:middle] + data[middle + 3000 :],
+        "byte": data[:middle] + data[middle + 1 :],
+        "flipped": data[:middle] + bytes([data[middle] ^ 0x55]) + data[middle + 1 :],
+        "two": data[: pages[3] + 50] + data[pages[3] + 90 : late] + data[late + 40 :],
+    }[damage]
+    whole, found = decode_bytes(data, "a"), decode_bytes(changed, "a")
+    assert not whole.warnings
+    heard = len(found.waveform) / SAMPLE_RATE
+    assert 0.1 < heard < 3.9
+    (warning,) = found.warnings
+    stated = re.fullmatch(r"the recording is damaged: (.*) s of its 4.00 s are missing", warning)
+    assert stated is not None
+    assert float(stated[1]) == pytest.approx(4.0 - heard, abs=0.02)
+
+
+@pytest.mark.parametrize("name", OGGS)
+def test_a_truncated_ogg_file_and_tags_behind_one(name: str) -> None:
+    data = ogg_file(name)
+    assert "breaks off" in decode_bytes(data[: len(data) * 3 // 4], "a").warnings[-1]
+    assert not decode_bytes(data + b"TAG" + bytes(125), "a").warnings
+
+
+@pytest.mark.parametrize("length", [1, 1000, 4 * RATE + 1, 8 * RATE, 2**36 - 1])
+def test_a_wrong_length_in_a_flac_header_does_not_hide_audio(length: int) -> None:
+    found = decode_bytes(flac_of(length, written("FLAC-PCM_16")), "a")
+    assert len(found.waveform) == 4 * SAMPLE_RATE
+    assert not any("missing" in warning for warning in found.warnings)
+    assert bool(found.warnings) == (length > 4 * RATE)
+    assert all(warning.startswith("the header claims") for warning in found.warnings)
+
+
+def test_a_wrong_length_in_the_header_of_a_small_flac_file_does_not_hide_audio() -> None:
+    data = constant(16_000, 32_000)
+    assert len(data) < 8192
+    for length in (1, 16_000, 32_000):
+        for tag in (b"", TAGS[0]):
+            found = decode_bytes(flac_of(length, data) + tag, "a")
+            assert len(found.waveform) == pytest.approx(32_000, abs=0 if length == 32_000 or not tag else 512)
+
+
+def test_a_wrong_count_in_an_mp3_header_does_not_hide_audio() -> None:
+    data = written("MP3-MPEG_LAYER_III")
+    at = max(data.find(b"Xing", 0, 200), data.find(b"Info", 0, 200)) + 8
+    found = decode_bytes(data[:at] + struct.pack(">I", 1) + data[at + 4 :], "a")
+    assert len(found.waveform) / SAMPLE_RATE == pytest.approx(4.0, abs=0.1)
+
+
+def test_a_wrong_size_of_an_id3_tag_is_named() -> None:
+    data = written("MP3-MPEG_LAYER_III")
+    assert not decode_bytes(b"ID3\4\0\0\0\0\0\x64" + bytes(100) + data, "a").warnings
+    for size in (b"\x7f\x7f\x7f\x7f", b"\0\0\x27\x08"):
+        with pytest.raises(AudioError, match=r"ID3 tag.*ffmpeg -skip_initial_bytes 10"):
+            decode_bytes(b"ID3\4\0\0" + size + bytes(100) + data, "a")
 
 
 def test_a_second_recording_in_an_ogg_file_is_not_dropped_in_silence() -> None:
@@ -239,6 +328,17 @@ def fuzzed_channels(channels: int) -> bytes:
     file = io.BytesIO()
     soundfile.write(file, np.zeros((4_000, channels), np.float32), 16_000, format="WAV", subtype="PCM_16")
     return file.getvalue()
+
+
+@pytest.mark.parametrize("most", [1.5, 10.0, 30.0, 60.0])
+def test_the_advice_for_long_recordings_gives_pieces_that_are_accepted(most: float) -> None:
+    text = base64.b64encode(constant(16_000, int(16_000 * (most + 1)))).decode()
+    with pytest.raises(AudioError) as refused:
+        decoded(text, "flac", most)
+    seconds = re.search(r"-segment_time (\d+) ", str(refused.value))
+    assert seconds is not None
+    assert int(seconds[1]) >= 1
+    assert int(seconds[1]) + 0.25 <= most
 
 
 # What is no recording ---------------------------------------------------------------------------------------
@@ -339,6 +439,13 @@ def test_half_a_phone_s_recording_is_used_or_its_lost_index_is_named(av: Any, tm
     plain = fuzzing.media_file("mp4", "aac", 4.0)
     with pytest.raises(AudioError, match="index"):
         decode_bytes(plain[: len(plain) // 2], "a")
+    for end in range(plain.index(b"moov"), len(plain), 7):
+        try:
+            found = decode_bytes(plain[:end], "a")
+        except AudioError as error:
+            assert "index" in str(error)  # noqa: PT017
+        else:
+            assert found.warnings or len(found.waveform) > 3.9 * SAMPLE_RATE
 
 
 def test_a_film_without_sound_is_refused(av: Any) -> None:

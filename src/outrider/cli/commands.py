@@ -310,7 +310,7 @@ def _caption(
             print_json({"file": str(job.source), **where, "lang": job.lang, "task": job.task, **result.to_json()})
             return result
         _print_text(title, decoder, result)
-    view.show_warnings(STDERR, result)
+    view.show_warnings(STDERR, result, one_line(str(job.source)) + _times(piece))
     return result
 
 

@@ -100,9 +100,10 @@ def show_title(console: Console, title: str) -> None:
         console.print(Text(title, "bold"))
 
 
-def show_warnings(console: Console, result: Result) -> None:
+def show_warnings(console: Console, result: Result, name: str = "") -> None:
+    """Print a result's warnings; name: of the recording that they concern."""
     for warning in result.warnings:
-        console.print(Text(f"warning: {warning}", "magenta"), soft_wrap=True)
+        console.print(Text(f"warning: {name}{': ' if name else ''}{warning}", "magenta"), soft_wrap=True)
 
 
 class Strip:

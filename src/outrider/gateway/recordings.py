@@ -13,12 +13,12 @@ from outrider.prompts.recordings import Limits, decode_bytes
 MOST_SAMPLES: Final = 2**25  # samples of a recording in a request, counted over all channels
 NAME: Final = "the recording"
 WHERE: Final = "messages.0.content.input_audio"
-ADVICE: Final = "send it in pieces, one request for each (ffmpeg -i IN -f segment -segment_time {:g} piece%d.wav)"
+ADVICE: Final = "send it in pieces, one request for each (ffmpeg -i IN -f segment -segment_time {} piece%d.wav)"
 CONTAINERS: Final = {  # the decoders' names of the formats
     "wav": ("WAV", "WAVEX", "RF64", "W64"),
     "mp3": ("MP3", "MPEG"),
     "flac": ("FLAC",),
-    "ogg": ("OGG",),
+    "ogg": ("OGG", "ogg"),
     "opus": ("OGG",),
     "aiff": ("AIFF",),
     "m4a": ("mov",),
@@ -44,10 +44,15 @@ def decoded(data: str, kind: str, most_seconds: float) -> Recording:
         raise Refused(f"input_audio.data is not base64: {error}", param=f"{WHERE}.data") from error
     if not raw:
         raise Refused("input_audio.data is empty", param=f"{WHERE}.data")
-    found = decode_bytes(raw, NAME, Limits(most_seconds, MOST_SAMPLES, ADVICE.format(most_seconds)))
+    found = decode_bytes(raw, NAME, Limits(most_seconds, MOST_SAMPLES, ADVICE.format(_piece_seconds(most_seconds))))
     if found.kind not in CONTAINERS[kind]:
         names = [name for name, kinds in CONTAINERS.items() if found.kind in kinds]
         raise Refused(
             f"input_audio.format is {kind}, the data is {' or '.join(names) or found.kind}", param=f"{WHERE}.format"
         )
     return prepare(NAME, found)
+
+
+def _piece_seconds(most: float) -> int:
+    """Return the length of pieces that are accepted: ffmpeg cuts at the end of a packet, and resamplers add samples."""
+    return max(1, int(0.95 * most))

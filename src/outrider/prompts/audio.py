@@ -190,6 +190,7 @@ def _from_array(wave: np.ndarray, rate: Any) -> np.ndarray:
     downmix = Downmix(name, Limits())
     for start in range(0, len(wave), BLOCK):
         downmix.add(np.asarray(wave[start : start + BLOCK]).reshape(-1, channels), rate)
+    downmix.check_length()
     return downmix.finish()
 
 

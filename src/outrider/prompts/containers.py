@@ -12,18 +12,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, Final
 
+from outrider.prompts import ogg
+
 MEDIA: Final = {  # formats that PyAV decodes: common names by FFmpeg's name of the demuxer
     "mov": ("m4a", "mp4", "3gp"),
     "matroska": ("webm", "mka", "mkv"),
     "aac": ("aac",),
     "amr": ("amr",),
     "asf": ("wma",),
+    "ogg": ("oga",),  # FLAC in Ogg
 }
+IMPLAUSIBLE: Final = 1000  # times what was decoded: a header that claims more is wrong, rather than audio lost
 STREAMED: Final = 0x7FFF0000  # sizes from here on stand for an unknown length
 TRAILING: Final = 2**13  # bytes after the end of the audio that may be tags
 CHUNKS: Final = 10_000
-OGG_PAGE: Final = 27 + 255 + 255 * 255
-OGG_BEGINNINGS: Final = 1024  # bytes that hold the first pages of all multiplexed streams
 SPHERE: Final = (b"sample_count", b"channel_count", b"sample_n_bytes")
 BOXES: Final = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf")  # that hold tables of samples
 LENGTH_MASK: Final = 0x7F7F7F7F
@@ -53,6 +55,8 @@ def media_format(head: bytes) -> str | None:
         return "amr"
     if head.startswith(b"0&\xb2u\x8ef\xcf\x11"):
         return "asf"
+    if ogg.is_flac(head):
+        return "ogg"
     return "aac" if is_adts(head) else None
 
 
@@ -98,8 +102,8 @@ def audio_data(file: BinaryIO, size: int) -> Data | None:
     magic, kind = head[:4], head[8:12]
     if magic in (b"RIFF", b"RF64", b"RIFX") and kind == b"WAVE":
         return _find(file, size, 12, ">I" if magic == b"RIFX" else "<I", b"data", pad=2)
-    if magic == b"FORM" and kind in (b"AIFF", b"AIFC", b"8SVX", b"16SV"):
-        return _find(file, size, 12, ">I", b"BODY" if kind.endswith(b"SVX") or kind == b"16SV" else b"SSND", pad=2)
+    if magic == b"FORM" and kind in (b"AIFF", b"AIFC"):
+        return _find(file, size, 12, ">I", b"SSND", pad=2)
     if magic == b"caff":
         return _find(file, size, 8, ">q", b"data", pad=1)
     if magic == b"riff" and head[24:28] == b"wave":
@@ -115,7 +119,7 @@ def audio_data(file: BinaryIO, size: int) -> Data | None:
 
 def _sphere(header: bytes, size: int) -> Data | None:
     """Return the data of a NIST SPHERE file, whose header is text."""
-    found = [re.search(rb"%s -i (\d{1,12})\b" % field, header) for field in SPHERE]
+    found = [re.search(rb"%s -(?:i|s\d) (\d{1,12})\b" % field, header) for field in SPHERE]
     start = re.match(rb"NIST_1A\s+(\d{1,9})\s", header)
     if start is None or not all(found):
         return None
@@ -128,24 +132,17 @@ def flac_length(head: bytes) -> int:
     return int.from_bytes(head[21:26], "big") & (2**36 - 1) if head.startswith(b"fLaC") else 0
 
 
-def ogg_ends(file: BinaryIO, size: int) -> bool:
-    """Return whether the last page of an Ogg file is whole and marks the end of the stream."""
-    tail = _read(file, max(0, size - 2 * OGG_PAGE), 2 * OGG_PAGE)
-    at = tail.rfind(b"OggS\0")
-    if at < 0 or len(tail) < at + 27 or len(tail) < at + 27 + tail[at + 26]:
-        return False
-    body = sum(tail[at + 27 : at + 27 + tail[at + 26]])
-    return bool(tail[at + 5] & 4) and len(tail) >= at + 27 + tail[at + 26] + body
-
-
-def is_chained(file: BinaryIO) -> bool:
-    """Return whether a second stream begins later in an Ogg file."""
-    file.seek(OGG_BEGINNINGS)
-    before = b""
-    while block := file.read(2**20):
-        if re.search(rb"OggS\0[\x02\x06]\0{8}", before + block):
-            return True
-        before = block[-14:]
+def has_index(file: BinaryIO, size: int) -> bool:
+    """Return whether the box of an MP4 file without which nothing can be decoded is there as a whole."""
+    at = 0
+    for _ in range(CHUNKS):
+        head = _read(file, at, 16)
+        if len(head) < 8:
+            return False
+        length = int.from_bytes(head[:4], "big")
+        at += max(8, int.from_bytes(head[8:], "big") if length == 1 else length or size - at)
+        if head[4:8] == b"moov":
+            return at <= size
     return False
 
 

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 
 from outrider.errors import AudioError
-from outrider.prompts.containers import MEDIA
+from outrider.prompts.containers import IMPLAUSIBLE, MEDIA
 
 MAX_ERRORS: Final = 1000  # packets that cannot be decoded, before decoding ends
 MAX_PLANES: Final = 7  # PyAV reads past the eighth plane of a frame, beyond its memory
@@ -30,6 +30,9 @@ class State:
         """Return warnings about missing audio, after `seconds` were decoded."""
         if self.claimed is not None and seconds < self.claimed - SLACK_SECONDS:
             lost = self.claimed - seconds
+            if self.claimed > IMPLAUSIBLE * seconds:
+                yield f"the header claims {self.claimed:.2f} s; {seconds:.2f} s were found"
+                return
             yield f"the recording is damaged or breaks off: {lost:.2f} s of its {self.claimed:.2f} s are missing"
         elif self.is_broken:
             yield f"the recording is damaged or breaks off: {seconds:.2f} s of it could be decoded"
@@ -56,9 +59,8 @@ def blocks(
     try:
         container = av.open(file, format=kind, options={"protocol_whitelist": "none"}, metadata_errors="replace")
     except (av.FFmpegError, *FOREIGN) as error:
-        lost = "; a truncated file of this kind may lack its index, which stands at the end" if kind == "mov" else ""
         names = ", ".join(MEDIA[kind])
-        raise AudioError(f"{name}: no recording ({names}) that can be read ({_reason(error)}){lost}") from error
+        raise AudioError(f"{name}: no recording ({names}) that can be read ({_reason(error)})") from error
     with container:
         if not container.streams.audio:
             raise AudioError(f"{name}: holds no audio stream")

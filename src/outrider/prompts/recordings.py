@@ -17,7 +17,7 @@ import numpy as np
 
 from outrider.errors import AudioError
 from outrider.hints import install
-from outrider.prompts import containers, media_decoder
+from outrider.prompts import containers, media_decoder, ogg
 from outrider.prompts.sound_file import FOREIGN, Source, Unreadable, open_sound
 
 SAMPLE_RATE: Final = 16_000
@@ -91,9 +91,24 @@ def decode(file: BinaryIO, name: str, limits: Limits = Limits()) -> Decoded:
     try:
         return _decode_sound(file, size, head, name, limits)
     except Unreadable as error:
-        if head.startswith(b"ID3") and media_decoder.is_installed():  # a tag may stand before AAC, too
-            return _decode_media(file, name, limits, "aac")
+        if head.startswith(b"ID3"):
+            return _decode_tagged(file, size, head, name, limits)
         raise AudioError(_unreadable(name, error)) from error
+
+
+def _decode_tagged(file: BinaryIO, size: int, head: bytes, name: str, limits: Limits) -> Decoded:
+    """Decode AAC behind an ID3 tag."""
+    start = containers.mpeg_start(head) or size
+    file.seek(min(start, size))
+    if containers.is_adts(file.read(2)):
+        return _decode_media(file, name, limits, "aac")
+    where = (
+        "states a size beyond the file's end" if start >= size else f"has no MP3 or AAC audio behind its {start} bytes"
+    )
+    raise AudioError(
+        f"{name}: damaged: its ID3 tag {where}: convert it without the tag: "
+        f"ffmpeg -skip_initial_bytes 10 -f mp3 -i IN out.wav"
+    )
 
 
 class Downmix:
@@ -135,16 +150,15 @@ class Downmix:
         self._parts.append(mono if self._stream is None else self._stream.resample_chunk(mono))
 
     def finish(self) -> np.ndarray:
-        """Return the waveform: float32 [samples].
-
-        Raises:
-            AudioError: shorter than 0.1 s.
-        """
+        """Return the waveform: float32 [samples]."""
         self._flush()
+        return np.concatenate([np.zeros(0, np.float32), *self._parts])
+
+    def check_length(self) -> None:
+        """Raise AudioError for less than 0.1 s."""
         if self.seconds < MIN_SECONDS:
             lasts = f"lasts {self.seconds:.3f} s" if self.seconds else "holds no audio that can be decoded"
             raise AudioError(f"{self._name}: {lasts}; at least {MIN_SECONDS} s are needed")
-        return np.concatenate(self._parts)
 
     def _flush(self) -> None:
         if self._stream is not None:
@@ -191,11 +205,17 @@ def _decode_sound(file: BinaryIO, size: int, head: bytes, name: str, limits: Lim
     is_strict = head[:4] in (b"caff", b"riff")  # libsndfile accepts these two only with the true size
     if data is not None and (data.claimed is None or is_strict) and data.true_size:
         source.patches[data.at] = data.true_size
+    claimed = containers.flac_length(head)
+    if claimed:
+        source.patches[21] = bytes([head[21] & 0xF0]) + bytes(4)  # unknown: the header may be wrong
     run = _Run(source, name, limits)
-    wave, claimed = run.decode(), containers.flac_length(head)
-    if claimed and source.left > containers.TRAILING:  # more than the header counts
-        run, wave = _longer(run, wave, {21: bytes([head[21] & 0xF0]) + bytes(4)}, name, limits)
-    return Decoded(wave, run.kind, tuple(_missing(run, data, file, size)))
+    wave = run.decode()
+    if claimed and run.is_broken:  # by damage, or only by a tag behind the header's length
+        counted = _Run(source.again({}), name, limits)
+        again = counted.decode()
+        run, wave = (counted, again) if counted.frames >= run.frames else (run, wave)
+    run.check_length()
+    return Decoded(wave, run.kind, tuple(_missing(run, claimed, data, file, size)))
 
 
 def _longer(
@@ -216,6 +236,7 @@ def _decode_mpeg(file: BinaryIO, size: int, start: int, name: str, limits: Limit
     wave = run.decode()
     if tag is not None and run.source.left > containers.TRAILING:  # more than the tag counts
         run, wave = _longer(run, wave, {start + tag: bytes(4)}, name, limits)
+    run.check_length()
     claimed = run.claimed if tag is not None and run.claimed < PRETENDED else None
     return Decoded(wave, run.kind, tuple(_cut(run, claimed, slack=2 * 1152)))
 
@@ -242,9 +263,20 @@ class _Run:
     def seconds(self) -> float:
         return self._downmix.seconds
 
+    def check_length(self) -> None:
+        """Raise AudioError for less than 0.1 s."""
+        self._downmix.check_length()
+
     def decode(self) -> np.ndarray:
+        """Decode to the end: float32 [samples].
+
+        Raises:
+            Unreadable: libsndfile cannot open it, or the format is one whose truncation is not detected.
+        """
         with open_sound(self.source) as sound:
             self.kind, self.rate, self.claimed = sound.format, sound.samplerate, sound.frames
+            if self.kind not in READ:
+                raise Unreadable(f"{self.kind} files are not read: nothing shows whether one is truncated")
             self._downmix.check(sound.samplerate, sound.channels)
             for block in self._blocks(sound):
                 self._downmix.add(block, self.rate)
@@ -280,6 +312,7 @@ class _Run:
         return read
 
 
+READ: Final = ("WAV", "WAVEX", "RF64", "W64", "AIFF", "AU", "CAF", "NIST", "FLAC", "OGG", "MP3", "MPEG")
 STREAMS: Final = ("FLAC", "OGG", "MP3", "MPEG")  # decoders that read ahead
 
 
@@ -292,17 +325,15 @@ def _step(sound: Any) -> int:
     return BLOCK if is_plain else STEP
 
 
-def _missing(run: _Run, data: containers.Data | None, file: BinaryIO, size: int) -> Iterator[str]:
-    """Return warnings about audio that could not be decoded."""
+def _missing(run: _Run, flac_length: int, data: containers.Data | None, file: BinaryIO, size: int) -> Iterator[str]:
+    """Return warnings about audio that could not be decoded. flac_length: in the header, 0 if unknown."""
     if data is not None and data.claimed is not None and data.present < data.claimed:
         whole = run.frames * data.claimed // max(1, data.present)
         yield from _cut(run, max(whole, run.frames + 1))
-    elif run.kind in ("FLAC", "OGG"):
-        claimed = run.claimed if 0 < run.claimed < UNKNOWN else None
-        run.is_broken |= run.kind == "OGG" and not containers.ogg_ends(file, size)
-        yield from _cut(run, claimed)
-        if run.kind == "OGG" and containers.is_chained(file):
-            yield f"the file holds another recording behind the first {run.seconds:.2f} s: it was not read"
+    elif run.kind == "OGG":
+        yield from ogg.survey(file, size).warnings(run.seconds)
+    elif run.kind == "FLAC":
+        yield from _cut(run, flac_length or None)
     else:
         yield from _cut(run, None)
 
@@ -310,6 +341,9 @@ def _missing(run: _Run, data: containers.Data | None, file: BinaryIO, size: int)
 def _cut(run: _Run, claimed: int | None, slack: int = 0) -> Iterator[str]:
     if claimed is not None and run.frames < claimed - slack:
         lost, whole = (claimed - run.frames) / run.rate, claimed / run.rate
+        if claimed > containers.IMPLAUSIBLE * run.frames or (run.kind == "FLAC" and not run.is_broken):
+            yield f"the header claims {whole:.2f} s; {run.seconds:.2f} s were found"
+            return
         yield f"the recording is damaged or breaks off: {lost:.2f} s of its {whole:.2f} s are missing"
     elif run.is_broken:
         yield f"the recording is damaged or breaks off after {run.seconds:.2f} s: what follows is missing"
@@ -333,9 +367,19 @@ def _decode_media(file: BinaryIO, name: str, limits: Limits, kind: str) -> Decod
         raise AudioError(f"{name}: damaged: its index has more samples than the file has bytes")
     downmix, state = Downmix(name, limits), media_decoder.State()
     file.seek(0)
-    for block, rate in media_decoder.blocks(file, kind, name, state, downmix.check):
-        downmix.add(block, rate)
+    try:
+        for block, rate in media_decoder.blocks(file, kind, name, state, downmix.check):
+            downmix.add(block, rate)
+        downmix.check_length()
+    except AudioError as error:
+        if kind == "mov" and not downmix.seconds and not containers.has_index(file, size):
+            raise AudioError(
+                f"{name}: truncated: its index, which may stand at the end, is cut off or missing"
+            ) from error
+        raise
     wave = downmix.finish()
+    if kind == "ogg":
+        return Decoded(wave, kind, tuple(ogg.survey(file, size).warnings(downmix.seconds)))
     return Decoded(wave, kind, tuple(state.warnings(downmix.seconds)))
 
 
