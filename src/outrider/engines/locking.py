@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from weakref import WeakKeyDictionary
+
+from outrider.errors import StateError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -19,20 +22,46 @@ _locks: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
 
 
 class Locked:
-    """An object whose `exclusive` methods run in one thread at a time. lock: held by the running method."""
+    """An object whose `exclusive` methods run in one thread at a time, in the process that made the object.
+
+    lock: held by the running method. process: the id of that process.
+    """
 
     lock: threading.RLock
+    process: int
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        made = super().__new__(cls)
+        made.process = os.getpid()
+        return made
 
 
 def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Make a method of a `Locked` object wait until no other thread is inside one of its exclusive methods."""
+    """Make a method of a `Locked` object wait until no other thread is inside one of its exclusive methods.
+
+    After a fork it raises StateError. The check precedes the lock, which another thread may have held at the fork.
+    """
 
     @wraps(method)
     def guarded(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        check_process(self.process)
         with self.lock:
             return method(self, *args, **kwargs)
 
     return guarded
+
+
+def check_process(process: int) -> None:
+    """Raise StateError in a forked child.
+
+    A fork copies neither the threads of the model library, for which a forward pass would wait, nor the release of
+    locks that were held at that moment.
+    """
+    if os.getpid() != process:
+        raise StateError(
+            f"this engine was loaded in process {process}, which has forked since: its threads do not exist in the "
+            'child. Load the model in the child, or start processes with multiprocessing.get_context("spawn")'
+        )
 
 
 def lock_of(shared: Any) -> threading.RLock:
