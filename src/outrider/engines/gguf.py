@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider.engines.base import Feed, Prompt, afford, check_feeds, check_truncation, doubled
 from outrider.engines.llama import BATCH, OUTPUTS, PADDING, LlamaContext, LlamaModel, Token, most_sequences, padded
-from outrider.engines.locking import Locked, exclusive
+from outrider.engines.locking import Locked, check_process, exclusive
 from outrider.engines.probe import Probe
 from outrider.engines.vocabulary import Vocabulary, check_ends
 from outrider.errors import ModelError, OutriderError, PromptError, StateError
@@ -45,6 +45,7 @@ class GgufEngine(Vocabulary, Locked):
     device = "cpu"
 
     def __init__(self, path: str, tokenizer: Any = None, name: str | None = None, threads: int | None = None) -> None:
+        check_process()
         self.name = name or path
         self.lock = threading.RLock()
         self._path, self._threads = Path(path), threads or torch.get_num_threads()

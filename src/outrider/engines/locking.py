@@ -18,53 +18,49 @@ S = TypeVar("S", bound="Locked")
 # Loading changes state of the whole process: torch's default dtype, and the initialisers that transformers replaces.
 LOADING = threading.RLock()
 _guard = threading.Lock()
+_processes: list[int] = []  # the id of the one that loads models
 _locks: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
 
 
 class Locked:
-    """An object whose `exclusive` methods run in one thread at a time, in the process that made the object.
-
-    lock: held by the running method. process: the id of that process.
-    """
+    """An object whose `exclusive` methods run in one thread at a time. lock: held by the running method."""
 
     lock: threading.RLock
-    process: int
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        made = super().__new__(cls)
-        made.process = os.getpid()
-        return made
 
 
 def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Make a method of a `Locked` object wait until no other thread is inside one of its exclusive methods.
 
-    After a fork it raises StateError. The check precedes the lock, which another thread may have held at the fork.
+    In a forked child it raises StateError, before the lock, which another thread may have held at the fork.
     """
 
     @wraps(method)
     def guarded(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        check_process(self.process)
+        check_process()
         with self.lock:
             return method(self, *args, **kwargs)
 
     return guarded
 
 
-def check_process(process: int) -> None:
-    """Raise StateError in a forked child.
+def check_process() -> None:
+    """Raise StateError in the child of a fork, if a model was loaded before it; else keep this process's id.
 
-    A fork copies neither the threads of the model library, for which a forward pass would wait, nor the release of
-    locks that were held at that moment.
+    A fork copies no threads. A forward pass in the child, of a model loaded there too, would wait for those of OpenMP
+    for ever, and so would anything for a lock that was held at the fork.
     """
-    if os.getpid() != process:
+    process = os.getpid()
+    if not _processes:
+        _processes.append(process)
+    elif _processes[0] != process:
         raise StateError(
-            f"this engine was loaded in process {process}, which has forked since: its threads do not exist in the "
-            'child. Load the model in the child, or start processes with multiprocessing.get_context("spawn")'
+            f"process {_processes[0]} loaded a model before it forked this one, in which models would hang: start "
+            'processes by multiprocessing.get_context("spawn"), or load models only in the child'
         )
 
 
 def lock_of(shared: Any) -> threading.RLock:
     """Return the lock of a loaded model (its engines share it, as a forward may keep state) or of a tokenizer."""
+    check_process()
     with _guard:
         return _locks.setdefault(shared, threading.RLock())
