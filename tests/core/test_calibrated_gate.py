@@ -311,7 +311,20 @@ def test_what_was_verified_throughout_is_exact() -> None:
 
 @pytest.mark.parametrize("accept", ["rank:2", "residual"])
 def test_another_acceptance_rule_voids_the_budget(accept: str) -> None:
-    assert generate(decoder_with(calibrated(gate="entropy:3.1"), accept=accept)).guarantee == "best-effort"
+    result = generate(decoder_with(calibrated(gate="entropy:3.1"), accept=accept))
+    assert result.guarantee == "best-effort"
+    reason = f"the gate was calibrated with accept exact, not {accept}: its budget is not promised"
+    assert reason in result.warnings
+
+
+def test_a_cloud_without_the_recording_voids_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_with(calibrated(gate="entropy:3.1"))
+    monkeypatch.setattr(decoder, "withholds", lambda prompt: True)
+    result = generate(decoder)
+    assert result.guarantee == "best-effort"
+    assert any(
+        "for a cloud that gets the recording, not with privacy tokens: its budget" in each for each in result.warnings
+    )
 
 
 @pytest.mark.parametrize(
