@@ -74,7 +74,7 @@ class GenerationSettings:
         _need(0.01 <= penalty <= 100, f"repetition_penalty is between 0.01 and 100 (1 is off), not {penalty}")
         _need(self.no_repeat_ngram_size >= 0, "no_repeat_ngram_size is 0 (off) or more")
         _need(self.repetition_window >= 0, "repetition_window is 0 (the whole prefix) or more")
-        _need(not self.repetition_window or penalty != 1, "repetition_window needs repetition_penalty, other than 1, too")
+        _need(not self.repetition_window or penalty != 1, "repetition_window needs a repetition_penalty other than 1")
         _need(
             self.sentences is None or (is_whole(self.sentences) and self.sentences >= 1),
             "sentences is a whole number, 1 or more",

@@ -7,7 +7,9 @@ import logging
 from functools import cached_property, lru_cache
 from typing import Any
 
+from outrider.config import is_whole
 from outrider.engines.locking import lock_of
+from outrider.errors import ModelError
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,16 @@ class Vocabulary:
         if self.tokenizer is None:
             return []
         return [str(token) for token in self.tokenizer.convert_ids_to_tokens(list(range(self.vocab_size)))]
+
+
+def check_end_ids(name: str, ids: tuple[Any, ...], row_count: int, source: str) -> None:
+    """Raise ModelError if an end token is no token id of the model. source: the origin of the end tokens."""
+    for token in ids:
+        if not is_whole(token) or not 0 <= token < row_count:
+            raise ModelError(
+                f"{name}: eos_token_id {token!r} of its {source} is no token of the model: expected whole numbers from "
+                f"0 to {row_count - 1}"
+            )
 
 
 def check_ends(name: str, used: tuple[int, ...], tokenizer: Any, source: str) -> None:
