@@ -44,7 +44,10 @@ def test_a_lossy_run_promises_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("loss", "share"),
-    [("outputs", "outputs that differ from the cloud's"), ("tokens", "the cloud's tokens from the first difference on")],
+    [
+        ("outputs", "outputs that differ from the cloud's"),
+        ("tokens", "the cloud's tokens from the first difference on"),
+    ],
 )
 def test_a_bounded_run_states_its_budget(loss: Loss, share: str) -> None:
     risk = Risk(budget=0.07, loss=loss, audited=0, disagreed=0, estimate=None)

@@ -7,7 +7,8 @@ import re
 import sys
 from typing import Any
 
-from outrider.errors import CONTROLS, visible
+from outrider.errors import CONTROLS
+from outrider.errors import visible as visible
 
 _UNSAFE_IN_JSON = re.compile(f"[{CONTROLS}\ud800-\udfff]")  # json.dumps escapes those below a space
 

@@ -35,7 +35,9 @@ Drivers = Literal["sequential", "pipelined"]
 REFERENCE = "cloud-only"
 CHANGED = "changed: outputs that differ from the cloud's, and the share of tokens that the cloud would have replaced"
 
-NO_BUDGET = "no --budget: only settings that are exact are recommended; --budget 0.05 allows 5 % of the tokens to change"
+NO_BUDGET = (
+    "no --budget: only settings that are exact are recommended; --budget 0.05 allows 5 % of the tokens to change"
+)
 
 
 @Parameter(name="*", group=PAIR)

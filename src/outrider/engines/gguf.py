@@ -23,7 +23,7 @@ from outrider.engines.base import Feed, Prompt, afford, check_feeds, check_trunc
 from outrider.engines.llama import BATCH, OUTPUTS, PADDING, LlamaContext, LlamaModel, Token, most_sequences, padded
 from outrider.engines.locking import Locked, check_process, exclusive
 from outrider.engines.probe import Probe
-from outrider.engines.vocabulary import Vocabulary, check_end_ids, check_ends
+from outrider.engines.vocabulary import Vocabulary, check_ends, end_ids
 from outrider.errors import ModelError, OutriderError, PromptError, StateError
 
 PROBE = Probe(head=32, tail=6, step=3, tolerance=0.5)
@@ -53,8 +53,7 @@ class GgufEngine(Vocabulary, Locked):
         self.tokenizer = tokenizer if tokenizer is not None else self._read_tokenizer()
         self.dtype = self._model.number_format
         self.row_count = self._model.rows
-        self.eos_ids = self._model.eos_ids
-        check_end_ids(self.name, self.eos_ids, self.row_count, "GGUF metadata")
+        self.eos_ids = end_ids(self.name, self._model.eos_ids, self.row_count, "GGUF metadata")
         check_ends(self.name, self.eos_ids, self.tokenizer, "GGUF metadata")
         self.max_length: int | None = self._model.trained_length
         self._max_slots: int | None = None

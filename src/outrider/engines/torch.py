@@ -25,7 +25,7 @@ from outrider.engines.ondevice import OnDevice
 from outrider.engines.probe import Probe, check_weights, why_not_finite
 from outrider.engines.slots import SlotCache
 from outrider.engines.stack import Stack, missing, obstacle
-from outrider.engines.vocabulary import Vocabulary, check_end_ids, check_ends
+from outrider.engines.vocabulary import Vocabulary, check_ends, end_ids
 from outrider.errors import ModelError, PromptError, StateError
 
 PROBES = {
@@ -82,8 +82,7 @@ class TorchEngine(Vocabulary, Locked):
         self._media: dict[int, _Media] = {}
         self.device, self.dtype = model.device, model.dtype
         self.row_count = int(self._text_config.vocab_size)
-        self.eos_ids = _eos_ids(model)
-        check_end_ids(self.name, self.eos_ids, self.row_count, "generation config")
+        self.eos_ids = end_ids(self.name, _eos_ids(model), self.row_count, "generation config")
         check_ends(self.name, self.eos_ids, tokenizer, "generation config")
         self.captions_only = getattr(model.config, "outrider_tasks", None) == ["caption"]
         self.max_length = _max_length(self._text_config)

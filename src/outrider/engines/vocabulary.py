@@ -49,14 +49,16 @@ class Vocabulary:
         return [str(token) for token in self.tokenizer.convert_ids_to_tokens(list(range(self.vocab_size)))]
 
 
-def check_end_ids(name: str, ids: tuple[Any, ...], row_count: int, source: str) -> None:
-    """Raise ModelError if an end token is no token id of the model. source: the origin of the end tokens."""
+def end_ids(name: str, ids: tuple[Any, ...], row_count: int, source: str) -> tuple[int, ...]:
+    """Return the end tokens that the model can emit; those beyond its vocabulary never end an output.
+
+    Raises:
+        ModelError: one is no token id. source: the origin of the end tokens.
+    """
     for token in ids:
-        if not is_whole(token) or not 0 <= token < row_count:
-            raise ModelError(
-                f"{name}: eos_token_id {token!r} of its {source} is no token of the model: expected whole numbers from "
-                f"0 to {row_count - 1}"
-            )
+        if not is_whole(token) or token < 0:
+            raise ModelError(f"{name}: eos_token_id {token!r} of its {source} is no token id: expected 0 or more")
+    return tuple(token for token in ids if token < row_count)
 
 
 def check_ends(name: str, used: tuple[int, ...], tokenizer: Any, source: str) -> None:
