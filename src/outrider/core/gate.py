@@ -233,8 +233,9 @@ class Calibrated:
     ) -> Fit:
         """Compare a run with the calibration. lossy: why verdicts are not lossless, as in "with accept exact, not …".
 
-        That voids the budget. Another k, vocabulary, loop rule or setting does too, and so do the verdicts that scope "repair" requests
-        within long outputs, which are not replayed. Another name, which may be the same model's, is a warning.
+        Lossy verdicts void the budget. So does another k, vocabulary, loop rule or setting, and so do the verdicts that
+        scope "repair" requests within long outputs, which are not replayed. Another name, which may be the same
+        model's, is a warning.
         """
         file = self.file
         void = [*lossy] if k == file.k else [*lossy, f"with k {file.k}, not {k}"]

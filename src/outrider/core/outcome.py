@@ -143,7 +143,9 @@ class Oversight:
         trail: AuditTrail,
         loop_rule: LoopRule = DEFAULT,
     ) -> Judgement:
-        """lossy: why verdicts are not lossless; empty where they are. sides: drafter and verifier, as they describe themselves. stats: with its sources counted. trail: closed.
+        """lossy: why verdicts are not lossless; empty where they are.
+
+        sides: drafter and verifier, as they describe themselves. stats: with its sources counted. trail: closed.
 
         A result that lost the cloud does not count for the gate's risk.
         """
