@@ -49,7 +49,7 @@ def _failed(error: Exception, typed: Sequence[str]) -> int:
 
 
 def in_options(message: str, typed: Sequence[str]) -> str:
-    """Replace settings' names by typed options: `top_k` becomes --top-k if that option, or one that needs it, was given."""
+    """Replace settings' names by options: `top_k` becomes --top-k if that option, or one that needs it, was given."""
     options = {word.partition("=")[0] for word in typed if word.startswith("--")}
     for option in options | {NEEDED[option] for option in options & NEEDED.keys()}:
         name = RENAMED.get(option, option[2:].replace("-", "_"))
