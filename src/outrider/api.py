@@ -376,12 +376,11 @@ class _Run:
         stats.bytes_up, stats.bytes_down = self._ledger.up.total(), self._ledger.down.total()
         stats.media_bytes_up = self._ledger.up["media"]
         ids = decoder.sequence.generated
-        lossless = self._owner.lossless and not self._owner.withholds(self._prompt)
         sides = self._met.sides
         with self._owner._lock:
             judged = self._owner._oversight.judge(
                 stats,
-                lossless,
+                self._lossy(),
                 self._owner.k,
                 sides,
                 self._settings,
@@ -402,6 +401,13 @@ class _Run:
             risk=judged.risk,
             ledger=self._ledger.to_json(),
         )
+
+    def _lossy(self) -> list[str]:
+        """Return the reasons for which verdicts are not lossless, as a calibrated gate's warnings word them."""
+        found = [] if self._owner.lossless else [f"with accept exact, not {self._owner.accept}"]
+        if self._owner.withholds(self._prompt):
+            found.append("for a cloud that gets the recording, not with privacy tokens")
+        return found
 
     def _warnings(self) -> list[str]:
         found = [*self._notes, *self._prompt.warnings]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -24,6 +26,10 @@ GATE_FILE_VERSION = 3
 OLD_GATE_FILE = (
     ". The budget of older files does not hold live. Make a new file from the same traces: "
     "outrider calibrate TRACES --out FILE, with the options that the file was made with"
+)
+CHANGED_GATE_FILE = (
+    "it was changed after it was calibrated, so its budget is void: the digest does not match the other keys. "
+    "Make a new file: outrider calibrate TRACES --out FILE"
 )
 
 
@@ -166,22 +172,28 @@ class GateFile:
         _check_shares(self, "risk", "escalation", "audit")
 
     def to_json(self) -> dict[str, Any]:
-        return {"version": GATE_FILE_VERSION, **asdict(self)}
+        value = {"version": GATE_FILE_VERSION, **asdict(self)}
+        return {**value, "digest": _digest(value)}
 
     @classmethod
     def from_json(cls, value: Any) -> GateFile:
-        """Raises DataError for what is no gate file of this version; the key is named."""
+        """Raises DataError for what is no gate file of this version, or was changed; the key is named."""
         _hold(isinstance(value, dict), f"expected an object, not {value!r}")
         version = value.get("version")
         known = f"version {version!r}: this outrider reads version {GATE_FILE_VERSION}"
-        _hold(version == GATE_FILE_VERSION, known + (OLD_GATE_FILE if version in (1, 2) else ""))
-        values = _exactly(cls, {key: value[key] for key in value if key != "version"})
+        same = is_whole(version) and version == GATE_FILE_VERSION
+        _hold(same, known + (OLD_GATE_FILE if version in (1, 2) else ""))
+        rest = {key: value[key] for key in value if key != "digest"}
+        values = _exactly(cls, {key: rest[key] for key in rest if key != "version"})
         _hold(isinstance(values["signals"], list), f"signals is a list, not {values['signals']!r}")
         values["signals"] = tuple(_named(f"signals[{n}]", SignalFit, row) for n, row in enumerate(values["signals"]))
         for side in ("edge", "cloud"):
             values[side] = _named(side, ModelId, values[side])
         values["settings"] = _settings(values["settings"])
-        return cls(**values)
+        file = cls(**values)
+        _hold("digest" in value, "digest is missing")
+        _hold(value["digest"] == _digest(rest), CHANGED_GATE_FILE)
+        return file
 
 
 def read_gate_file(path: str | Path) -> GateFile:
@@ -195,6 +207,12 @@ def read_gate_file(path: str | Path) -> GateFile:
         return GateFile.from_json(value)
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
+
+
+def _digest(value: Mapping[str, Any]) -> str:
+    """Return the checksum of a gate file's other keys, whatever their order. It is no protection against intent."""
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 
 
 def _exactly(kind: type, value: Any) -> dict[str, Any]:

@@ -19,9 +19,27 @@ OutriderError
 
 from __future__ import annotations
 
+import re
+
+# C0 except newline and tab, DEL, C1, line separators, and what reorders or hides text.
+_BIDI = "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
+CONTROLS = f"\x7f-\x9f\u2028\u2029\ufeff{_BIDI}\U000e0000-\U000e007f"
+_UNSAFE = re.compile(f"[\x00-\x08\x0b-\x1f{CONTROLS}\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """Escape control characters as Python does (`\\x1b`); newlines, tabs and all scripts stay."""
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
+
 
 class OutriderError(Exception):
-    """Base of every error that outrider raises on purpose."""
+    """Base of every error that outrider raises on purpose.
+
+    As text, control characters are escaped: a message may quote a chat template, a checkpoint or a cloud.
+    """
+
+    def __str__(self) -> str:
+        return visible(super().__str__())
 
 
 class InputError(OutriderError):

@@ -159,8 +159,10 @@ def _serve(engine: Any, spec: dict[str, Any], writing: int) -> None:
     from outrider.cloud import logs
     from outrider.cloud.limits import Limits
     from outrider.cloud.server import Server, Serving, run
+    from outrider.engines import locking
     from outrider.wire.tls import ServerTls
 
+    locking._processes.clear()  # the parent has one thread, for OpenMP too: here a fork is safe
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the nursery
     nothing = os.open(os.devnull, os.O_RDWR)

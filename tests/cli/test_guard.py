@@ -22,6 +22,11 @@ from outrider.errors import DataError, OutriderError
         (["--gate", "x"], "the gate is open", "the gate is open"),
         (["--gate", "g.json"], "gate.json: not valid JSON", "gate.json: not valid JSON"),
         (["--top-k", "5"], "--top-k: already named", "--top-k: already named"),
+        (
+            ["--repetition-window", "8"],
+            "repetition_window needs a repetition_penalty other than 1",
+            "--repetition-window needs a --repetition-penalty other than 1",
+        ),
         ([], "top_k of a gate file", "top_k of a gate file"),
     ],
 )

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from outrider.config import Loss
+from outrider.core.audits import Risk
 from outrider.core.benefit import Alone, Gain
 from outrider.core.outcome import Result, Stats
 from outrider.core.sequence import Source
@@ -16,8 +18,7 @@ GATED = replace(EXACT, exact=0, cloud_tokens=20, rounds=7, blocks=18, escalated=
 
 def test_what_was_not_measured_is_not_claimed() -> None:
     said = EXACT.sentence()
-    assert said.startswith("Same text as the cloud alone would give; the large model ran 12 times instead of 69;")
-    assert said.endswith("speed against the cloud alone was not measured.")
+    assert said == "Same text as the cloud alone would give; the large model ran 12 times instead of 69."
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,23 @@ def test_texts_that_differ_are_counted() -> None:
 
 def test_a_lossy_run_promises_nothing() -> None:
     assert GATED.sentence().startswith("Same text as the cloud alone is promised for 0 of 2 outputs; 7 of 18 blocks")
+
+
+@pytest.mark.parametrize(
+    ("loss", "share"),
+    [
+        ("outputs", "outputs that differ from the cloud's"),
+        ("tokens", "the cloud's tokens from the first difference on"),
+    ],
+)
+def test_a_bounded_run_states_its_budget(loss: Loss, share: str) -> None:
+    risk = Risk(budget=0.07, loss=loss, audited=0, disagreed=0, estimate=None)
+    bounded = replace(GATED, exact=1, bounded=1, risk=risk)
+    start = f"The share of {share} is expected to be at most 7 % (bounded); 7 of 18 blocks went to the cloud."
+    assert bounded.sentence() == start
+    assert replace(bounded, risk=None).sentence().startswith("Every output is within the budget")
+    assert replace(bounded, bounded=0).sentence().startswith("Same text as the cloud alone is promised for 1 of 2")
+    assert replace(bounded, exact=2, bounded=0).sentence().startswith("Same text as the cloud alone would give")
 
 
 def test_a_modelled_speed_says_so() -> None:

@@ -14,7 +14,7 @@ from tests.engines.tiny import engine, tokens
 from tests.fakes import HashRows, ScriptedEngine, blend
 
 from outrider import SpeculativeDecoder, local
-from outrider.config import GateFile, GenerationSettings, ModelId, SignalFit, read_gate_file
+from outrider.config import GateFile, GenerationSettings, ModelId, SignalFit, _digest, read_gate_file
 from outrider.core.acceptance import Exact, Verdict
 from outrider.core.actions import Done, Draft, Plan, Proposal, Verify
 from outrider.core.decoder import Decoder
@@ -52,11 +52,18 @@ def calibrated(**changes: Any) -> Calibrated:
     return Calibrated(inner, file, "gate.json")
 
 
-def written(path: Path, change: Callable[[dict[str, Any]], Any] = lambda value: value) -> str:
+def written(path: Path, change: Callable[[dict[str, Any]], Any] = lambda value: value, *, sign: bool = True) -> str:
+    """Write a changed file. sign: with the digest of what it says then."""
     value = json.loads(json.dumps(FILE.to_json()))
     changed = change(value)
-    (path / "gate.json").write_text(json.dumps(value if changed is None else changed), encoding="utf-8")
+    changed = value if changed is None else changed
+    if sign and isinstance(changed, dict):
+        changed["digest"] = _digest({key: changed[key] for key in changed if key != "digest"})
+    (path / "gate.json").write_text(json.dumps(changed), encoding="utf-8")
     return str(path / "gate.json")
+
+
+CHANGED = "it was changed after it was calibrated, so its budget is void"
 
 
 # The file -----------------------------------------------------------------------------------------------------------
@@ -88,6 +95,44 @@ def drop(*path: Any) -> Callable[[dict[str, Any]], None]:
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        put("gate", "entropy:5.0"),
+        put("gate", "margin:1.5"),
+        put("epsilon", 0.9),
+        put("loss", "outputs"),
+        put("k", 5),
+        put("traces", 61),
+        put("risk", 0.95),
+        put("risk", 0),
+        put("audit", 0.0),
+        put("edge", "name", "other"),
+        put("cloud", "fingerprint", "other"),
+        put("settings", "max_new_tokens", 25),
+        put("signals", 0, "threshold", 1.4),
+        put("signals", []),
+        put("digest", "0" * 32),
+        put("digest", None),
+    ],
+)
+def test_a_change_by_hand_is_refused(tmp_path: Path, change: Any) -> None:
+    name = written(tmp_path, change, sign=False)
+    with pytest.raises(DataError, match=CHANGED) as caught:
+        gate(f"calibrated:{name}")
+    assert str(caught.value).startswith(f"{name}: ")
+
+
+def test_a_file_without_digest_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="digest is missing"):
+        read_gate_file(written(tmp_path, drop("digest"), sign=False))
+
+
+def test_the_order_of_the_keys_is_free(tmp_path: Path) -> None:
+    name = written(tmp_path, lambda value: dict(sorted(value.items())), sign=False)
+    assert read_gate_file(name) == FILE
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda value: [value], "expected an object"),
@@ -99,6 +144,7 @@ def drop(*path: Any) -> Callable[[dict[str, Any]], None]:
             "version 2: this outrider reads version 3. The budget of older .* outrider calibrate TRACES",
         ),
         (put("version", 4), "version 4: this outrider reads version 3$"),
+        (put("version", 3.0), r"version 3\.0: this outrider reads version 3$"),
         (put("gate", "entropy.mean:0.3"), r"gate 'entropy\.mean:0\.3': the mean over a block cannot be calibrated"),
         (put("colour", "red"), "unknown key colour: expected gate, epsilon"),
         (drop("epsilon"), "epsilon is missing"),
@@ -265,7 +311,20 @@ def test_what_was_verified_throughout_is_exact() -> None:
 
 @pytest.mark.parametrize("accept", ["rank:2", "residual"])
 def test_another_acceptance_rule_voids_the_budget(accept: str) -> None:
-    assert generate(decoder_with(calibrated(gate="entropy:3.1"), accept=accept)).guarantee == "best-effort"
+    result = generate(decoder_with(calibrated(gate="entropy:3.1"), accept=accept))
+    assert result.guarantee == "best-effort"
+    reason = f"the gate was calibrated with accept exact, not {accept}: its budget is not promised"
+    assert reason in result.warnings
+
+
+def test_a_cloud_without_the_recording_voids_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_with(calibrated(gate="entropy:3.1"))
+    monkeypatch.setattr(decoder, "withholds", lambda prompt: True)
+    result = generate(decoder)
+    assert result.guarantee == "best-effort"
+    assert any(
+        "for a cloud that gets the recording, not with privacy tokens: its budget" in each for each in result.warnings
+    )
 
 
 @pytest.mark.parametrize(

@@ -137,3 +137,17 @@ def test_a_loop_of_any_rule_by_its_definition(rule: LoopRule, tokens: list[int])
 def test_a_rule_that_cannot_be_is_named(text: str) -> None:
     with pytest.raises(SettingsError, match="loop_rule"):
         loop_rule(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("period=3,period=4", "'period=3,period=4': period is given twice"),
+        ("extra=1,tail=9,extra=1", "extra is given twice"),
+        ("extra=9999999999999999", "extra is between 0 and 1024, not 9999999999999999"),
+        (f"period={10**40}", f"period is between 1 and 1024, not {10**40}"),
+    ],
+)
+def test_a_duplicate_and_a_number_beyond_the_range_are_named(text: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        loop_rule(text)

@@ -86,3 +86,7 @@ def test_a_given_tokenizer_is_the_one_that_is_used() -> None:
 
     mine = AutoTokenizer.from_pretrained(BUNDLED / "edge", trust_remote_code=False)
     assert load_engine("demo:edge", tokenizer=mine).tokenizer is mine
+
+
+def test_the_bundled_edge_has_one_name() -> None:
+    assert load_engine("demo").name == load_engine("demo:edge").name == "demo:edge"

@@ -45,7 +45,7 @@ def test_every_mode_is_compared_with_the_cloud_alone() -> None:
 
 def test_speed_is_not_claimed_where_times_are_missing() -> None:
     (exact, _) = conclusion([replace(RUN, timings=RUN.timings[:-2])]).points
-    assert exact.endswith("speed against the cloud alone was not measured.")
+    assert exact == "exact: Same text as the cloud alone; the large model ran 4 times instead of 8."
 
 
 def test_nothing_to_compare() -> None:

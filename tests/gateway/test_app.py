@@ -352,6 +352,11 @@ def test_another_site_s_name_for_this_machine_is_refused(path: str) -> None:
         with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as line:
             line.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n".encode())
             assert b"403" in line.recv(1000).partition(b"\r\n")[0], "named twice"
+        with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as line:
+            line.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+            assert b"200" in line.recv(1000).partition(b"\r\n")[0], (
+                "HTTP/1.0 needs no name, and no browser leaves it out"
+            )
         assert "location" not in httpx2.get(f"{running.url}/page", headers={"host": "evil.example"}).headers
 
 

@@ -241,6 +241,14 @@ def test_the_data_url_of_a_recording_is_taken(head: str) -> None:
     assert isinstance(found, Audio)
 
 
+@pytest.mark.parametrize("space", ["\n", "\r\n", " ", "\t\x0b\x0c"])
+def test_white_space_in_base64_is_skipped(space: str) -> None:
+    data = space.join(base64.encodebytes(base64.b64decode(wave(0.5))).decode().split("\n"))
+    assert decoded(data, "wav", 30.0).seconds == 0.5
+    head = "data:audio/wav;base64,"
+    assert isinstance(chat(HEARS, messages=said(recording("wav", head + data))).prompt, Audio)
+
+
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
@@ -250,7 +258,8 @@ def test_the_data_url_of_a_recording_is_taken(head: str) -> None:
         ("data:" + BIG, "without ;base64"),
         ("_-" + BIG, "URL-safe"),
         (BIG + "!", "not base64"),
-        (BIG + " ", "not base64"),
+        (BIG + " ", "not readable audio"),
+        (BIG + "\u00a0", "not base64"),
     ],
 )
 def test_a_large_recording_that_is_none_is_refused_for_what_it_is(data: str, reason: str) -> None:

@@ -57,6 +57,20 @@ def test_what_few_traces_leave_open_is_said_of_what_is_not_exact(capsys: pytest.
     assert "of 4 outputs here, and may change up to" in plan._sample(option)
 
 
+def test_without_a_budget_the_default_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    plan._show_plan(NEAR.rank(Goal("latency")), COSTS, "rtt=20ms")
+    said = capsys.readouterr().out
+    assert plan.NO_BUDGET in said
+    assert "over budget" not in said
+    assert "not exact" in said
+    plan._show_plan(NEAR.rank(Goal("latency", budget=1e-6)), COSTS, "rtt=20ms")
+    said = capsys.readouterr().out
+    assert "over budget" in said
+    assert plan.NO_BUDGET not in said
+    plan._show_plan(NEAR.rank(Goal("privacy")), COSTS, "rtt=20ms")
+    assert plan.NO_BUDGET not in capsys.readouterr().out
+
+
 def test_what_is_piped_is_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
     said = planned(capsys, "privacy")
     assert all(f"\n{gate} {driver} " in said for gate in ("entropy:0.4", "entropy:0.9") for driver in DRIVERS)

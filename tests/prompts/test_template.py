@@ -189,6 +189,13 @@ def test_whatever_a_template_raises_is_a_prompt_error_that_names_the_model(templ
         encode(model("{{ messages[0].content }}" + template), chat("Hello"))
 
 
+def test_control_characters_in_what_a_template_raises_are_escaped() -> None:
+    template = "{{ messages[0].content }}{{ raise_exception('no \x1b[2J way') }}"
+    with pytest.raises(PromptError) as caught:
+        encode(model(template), chat("Hello"))
+    assert str(caught.value).endswith(r"failed: no \x1b[2J way")
+
+
 fragments = st.sampled_from([*templates.FAULTY, *templates.BOMBS, *templates.WHOLE.values()]).flatmap(
     lambda source: st.integers(0, len(source)).map(lambda at: source[:at])
 )

@@ -7,16 +7,10 @@ import re
 import sys
 from typing import Any
 
-# C0 except newline and tab, DEL, C1, line separators, and what reorders or hides text.
-_BIDI = "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
-_CONTROLS = f"\x7f-\x9f\u2028\u2029\ufeff{_BIDI}\U000e0000-\U000e007f"
-_UNSAFE = re.compile(f"[\x00-\x08\x0b-\x1f{_CONTROLS}\ud800-\udfff]")
-_UNSAFE_IN_JSON = re.compile(f"[{_CONTROLS}\ud800-\udfff]")  # json.dumps escapes those below a space
+from outrider.errors import CONTROLS
+from outrider.errors import visible as visible
 
-
-def visible(text: str) -> str:
-    """Escape control characters as Python does (`\\x1b`); newlines, tabs and all scripts stay."""
-    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
+_UNSAFE_IN_JSON = re.compile(f"[{CONTROLS}\ud800-\udfff]")  # json.dumps escapes those below a space
 
 
 def one_line(text: str) -> str:

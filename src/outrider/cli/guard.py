@@ -16,6 +16,7 @@ from outrider.cli.escape import complain, visible
 from outrider.errors import InputError, OutriderError
 
 RENAMED = {"--no-repeat-ngram": "no_repeat_ngram_size", "--modes": "mode"}  # settings whose option has another name
+NEEDED = {"--repetition-window": "--repetition-penalty"}  # options that messages on another one name
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -48,8 +49,9 @@ def _failed(error: Exception, typed: Sequence[str]) -> int:
 
 
 def in_options(message: str, typed: Sequence[str]) -> str:
-    """Replace settings' names by typed options: `top_k` becomes --top-k if that option was given."""
-    for option in {word.partition("=")[0] for word in typed if word.startswith("--")}:
+    """Replace settings' names by options: `top_k` becomes --top-k if that option, or one that needs it, was given."""
+    options = {word.partition("=")[0] for word in typed if word.startswith("--")}
+    for option in options | {NEEDED[option] for option in options & NEEDED.keys()}:
         name = RENAMED.get(option, option[2:].replace("-", "_"))
         begins = rf"^{re.escape(name)}(?=[ :,])"  # further in, a plain word need not be a setting
         anywhere = rf"(?<![\w.-]){re.escape(name)}(?!\w)"

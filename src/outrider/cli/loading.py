@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from outrider.api import SpeculativeDecoder
 from outrider.cli.escape import one_line
 from outrider.cli.options import Models
-from outrider.engines.load import locate
+from outrider.engines.load import full_name, locate
 from outrider.errors import OutriderError
 
 
@@ -26,7 +26,7 @@ class Loading:
 def named(models: Models) -> str:
     """Name the models that this process loads, each with its size where it is known."""
     local = models.cloud.removeprefix("local:") if models.cloud.startswith("local:") else "none"
-    names = [name for name in (models.edge, "demo:cloud" if local == "demo" else local) if name != "none"]
+    names = [name for name in (full_name(models.edge), "demo:cloud" if local == "demo" else local) if name != "none"]
     return " and ".join(f"{one_line(name)}{_size_of(name)}" for name in names)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from outrider.netem.conditions import Conditions
     from outrider.planning.costs import Costs
-    from outrider.planning.planner import Aim, Option, Ranking
+    from outrider.planning.planner import Goal, Option, Ranking
     from outrider.planning.simulator import Summary
     from outrider.planning.sweep import Row
     from outrider.planning.traces import Trace
@@ -34,6 +34,10 @@ PAIR = Group("What is measured", sort_key=0)
 Drivers = Literal["sequential", "pipelined"]
 REFERENCE = "cloud-only"
 CHANGED = "changed: outputs that differ from the cloud's, and the share of tokens that the cloud would have replaced"
+
+NO_BUDGET = (
+    "no --budget: only settings that are exact are recommended; --budget 0.05 allows 5 % of the tokens to change"
+)
 
 
 @Parameter(name="*", group=PAIR)
@@ -221,16 +225,18 @@ def _show_plan(ranking: Ranking, costs: Costs, net: str) -> None:
     console = _console()
     times = f"draft {1000 * costs.draft_s:.1f} ms a token, verdict {1000 * costs.verify_s:.1f} ms"
     console.print(f"measured: {times} and {1000 * costs.verify_per_token_s:.1f} ms a draft; network {net}", style="dim")
-    rows = [_plan_cells(option, ranking.goal.aim) for option in ranking.options]
+    rows = [_plan_cells(option, ranking.goal) for option in ranking.options]
     table = _table(list(rows[0]), texts=[""])
     for option, cells in zip(ranking.options, rows, strict=True):
         table.add_row(*cells.values(), style=None if option.allowed else "dim")
     console.print(table)
     console.print(CHANGED, style="dim")
+    if ranking.goal.budget is None and ranking.goal.limit == 0:
+        console.print(NO_BUDGET, style="dim")
     console.print(_verdict(ranking), style="bold")
 
 
-def _plan_cells(option: Option, aim: Aim) -> dict[str, str]:
+def _plan_cells(option: Option, goal: Goal) -> dict[str, str]:
     """By the names of the columns."""
     found = option.summary
     behind = "–" if math.isinf(option.behind) else f"{option.behind:.2f}×"
@@ -243,9 +249,10 @@ def _plan_cells(option: Option, aim: Aim) -> dict[str, str]:
         "tokens changed": f"{100 * found.disagreement:.1f} %",
         "cloud ms per token": f"{1000 * found.cloud_s / max(found.tokens, 1):.1f}",
     }
-    if aim == "privacy":
+    if goal.aim == "privacy":
         cells["bytes up per output"] = f"{found.bytes_up:,.0f}"
-    cells["against the best"] = behind if option.allowed else "over budget"
+    excluded = "over budget" if goal.limit else "not exact"
+    cells["against the best"] = behind if option.allowed else excluded
     return cells | {"pays up to RTT": _pays(option.breakeven_rtt_s)}
 
 
@@ -272,7 +279,8 @@ def _verdict(ranking: Ranking) -> str:
     advice += _as_options(best)
     others = [option for option in ranking.options[1:] if option.allowed]
     if not others:
-        return f"{advice}; nothing else keeps within the budget.{sample}"
+        kept = "keeps within the budget" if ranking.goal.limit else "is exact"
+        return f"{advice}; nothing else {kept}.{sample}"
     if math.isinf(others[0].behind):
         return f"{advice}: by this goal it costs nothing, and every other option costs something.{sample}"
     next_best = f"the next best ({others[0].name}) costs {others[0].behind:.2f} times as much by this goal"

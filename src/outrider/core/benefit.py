@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from outrider.config import Loss, plain_number
+from outrider.core.audits import Risk
 from outrider.core.outcome import Result
 
 EVEN = 0.05  # a difference in speed that is within the noise of a measurement
+
+_EXPECTED: dict[Loss, str] = {
+    "outputs": "The share of outputs that differ from the cloud's is expected to be at most {} % (bounded)",
+    "tokens": "The share of the cloud's tokens from the first difference on is expected to be at most {} % (bounded)",
+}
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,11 @@ class Alone:
 
 @dataclass(frozen=True)
 class Gain:
-    """Sums over the outputs of one way of decoding. rounds: verdicts, each one forward pass of the large model."""
+    """Sums over the outputs of one way of decoding.
+
+    rounds: verdicts, each one forward pass of the large model. bounded: the outputs within the budget of a calibrated
+    gate. risk: that gate's.
+    """
 
     outputs: int
     exact: int
@@ -35,6 +46,8 @@ class Gain:
     blocks: int
     escalated: int
     seconds: float
+    bounded: int = 0
+    risk: Risk | None = None
 
     @classmethod
     def of(cls, results: Iterable[Result]) -> Gain:
@@ -48,6 +61,8 @@ class Gain:
             blocks=sum(row.stats.blocks for row in rows),
             escalated=sum(row.stats.escalated for row in rows),
             seconds=sum(row.stats.total_s for row in rows),
+            bounded=sum(row.guarantee == "bounded" for row in rows),
+            risk=next((row.risk for row in rows if row.risk is not None), None),
         )
 
     def sentence(self, alone: Alone | None = None) -> str:
@@ -56,7 +71,7 @@ class Gain:
             return ""
         if not self.rounds and alone is None:
             return "The cloud was not asked: the text is the edge's own."
-        return "; ".join([self._text(alone), self._work(), self._speed(alone)]) + "."
+        return "; ".join(filter(None, [self._text(alone), self._work(), self._speed(alone)])) + "."
 
     def _text(self, alone: Alone | None) -> str:
         if alone is not None and alone.outputs:
@@ -65,6 +80,10 @@ class Gain:
             return f"Same text as the cloud alone in {alone.same} of {alone.outputs} outputs"
         if self.exact == self.outputs:
             return "Same text as the cloud alone would give"
+        if self.exact + self.bounded == self.outputs:
+            if self.risk is None:
+                return "Every output is within the budget of its gate's calibration (bounded)"
+            return _EXPECTED[self.risk.loss].format(plain_number(round(100 * self.risk.budget, 9)))
         return f"Same text as the cloud alone is promised for {self.exact} of {self.outputs} outputs"
 
     def _work(self) -> str:
@@ -76,7 +95,7 @@ class Gain:
 
     def _speed(self, alone: Alone | None) -> str:
         if alone is None or not self.seconds or not alone.seconds:
-            return "speed against the cloud alone was not measured"
+            return ""
         return speed(alone.seconds / self.seconds, "modelled" if alone.modelled else "measured")
 
 

@@ -229,14 +229,16 @@ class Calibrated:
         settings: GenerationSettings,
         scope: Scope = "block",
         loop_rule: LoopRule = DEFAULT,
+        lossy: Seq[str] = (),
     ) -> Fit:
-        """Compare a run with the calibration.
+        """Compare a run with the calibration. lossy: why verdicts are not lossless, as in "with accept exact, not …".
 
-        Another k, vocabulary, loop rule or setting voids the budget. So do the verdicts that scope "repair" requests
-        within long outputs, which are not replayed. Another name, which may be the same model's, is a warning.
+        Lossy verdicts void the budget. So does another k, vocabulary, loop rule or setting, and so do the verdicts that
+        scope "repair" requests within long outputs, which are not replayed. Another name, which may be the same
+        model's, is a warning.
         """
         file = self.file
-        void = [] if k == file.k else [f"with k {file.k}, not {k}"]
+        void = [*lossy] if k == file.k else [*lossy, f"with k {file.k}, not {k}"]
         if scope == "repair" and settings.max_new_tokens > MAX_UNREPAIRED:
             void.append(f"with scope block, not repair (which keeps the budget up to max_new_tokens {MAX_UNREPAIRED})")
         if loop_rule != DEFAULT:

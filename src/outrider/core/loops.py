@@ -75,8 +75,11 @@ def loop_rule(text: str) -> LoopRule:
         SettingsError: another form, a name twice, or a value out of range.
     """
     names = [each.name for each in fields(LoopRule)]
-    found = [re.fullmatch(r"\s*(\w+)\s*=\s*(\d{1,9})\s*", part, re.ASCII) for part in text.split(",")]
+    found = [re.fullmatch(r"\s*(\w+)\s*=\s*(\d{1,4000})\s*", part, re.ASCII) for part in text.split(",")]
     values = [(part[1], int(part[2])) for part in found if part is not None]
-    if len(values) < len(found) or len(dict(values)) < len(values) or not set(dict(values)) <= set(names):
+    for number, (name, _) in enumerate(values):
+        if name in dict(values[:number]):
+            raise SettingsError(f"loop_rule {text!r}: {name} is given twice")
+    if len(values) < len(found) or not set(dict(values)) <= set(names):
         raise SettingsError(f"loop_rule {text!r}: expected some of period=N, tail=N and extra=N, with commas between")
     return LoopRule(**dict(values))

@@ -135,7 +135,7 @@ class Oversight:
     def judge(
         self,
         stats: Stats,
-        lossless: bool,
+        lossy: Seq[str],
         k: int | str,
         sides: Seq[Named],
         settings: GenerationSettings,
@@ -143,16 +143,18 @@ class Oversight:
         trail: AuditTrail,
         loop_rule: LoopRule = DEFAULT,
     ) -> Judgement:
-        """sides: drafter and verifier, as they describe themselves. stats: with its sources counted. trail: closed.
+        """lossy: why verdicts are not lossless; empty where they are.
+
+        sides: drafter and verifier, as they describe themselves. stats: with its sources counted. trail: closed.
 
         A result that lost the cloud does not count for the gate's risk.
         """
         if self._gate is None or self._audits is None:
-            return Judgement(guarantee(stats, lossless=lossless))
-        fit = Fit() if stats.cloud_lost else self._gate.fit(k, sides[0], sides[-1], settings, scope, loop_rule)
+            return Judgement(guarantee(stats, lossless=not lossy))
+        fit = Fit() if stats.cloud_lost else self._gate.fit(k, sides[0], sides[-1], settings, scope, loop_rule, lossy)
         if not stats.cloud_lost:
             self._audits.add(trail, stats.audited, stats.disagreed)
-        word = guarantee(stats, lossless=lossless, bounded=fit.bounded)
+        word = guarantee(stats, lossless=not lossy, bounded=fit.bounded)
         return Judgement(word, self._audits.risk, (*fit.warnings, *self._audits.warnings()))
 
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from outrider.engines.base import Feed, Prompt, afford, check_feeds, check_truncation, doubled
 from outrider.engines.llama import BATCH, OUTPUTS, PADDING, LlamaContext, LlamaModel, Token, most_sequences, padded
-from outrider.engines.locking import Locked, exclusive
+from outrider.engines.locking import Locked, check_process, exclusive
 from outrider.engines.probe import Probe
-from outrider.engines.vocabulary import Vocabulary, check_ends
+from outrider.engines.vocabulary import Vocabulary, check_ends, end_ids
 from outrider.errors import ModelError, OutriderError, PromptError, StateError
 
 PROBE = Probe(head=32, tail=6, step=3, tolerance=0.5)
@@ -45,6 +45,7 @@ class GgufEngine(Vocabulary, Locked):
     device = "cpu"
 
     def __init__(self, path: str, tokenizer: Any = None, name: str | None = None, threads: int | None = None) -> None:
+        check_process()
         self.name = name or path
         self.lock = threading.RLock()
         self._path, self._threads = Path(path), threads or torch.get_num_threads()
@@ -52,7 +53,7 @@ class GgufEngine(Vocabulary, Locked):
         self.tokenizer = tokenizer if tokenizer is not None else self._read_tokenizer()
         self.dtype = self._model.number_format
         self.row_count = self._model.rows
-        self.eos_ids = self._model.eos_ids
+        self.eos_ids = end_ids(self.name, self._model.eos_ids, self.row_count, "GGUF metadata")
         check_ends(self.name, self.eos_ids, self.tokenizer, "GGUF metadata")
         self.max_length: int | None = self._model.trained_length
         self._max_slots: int | None = None

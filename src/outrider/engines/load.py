@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.engines.checkpoint import NO_CODE, check_checkpoint, check_gguf, find, read_json
-from outrider.engines.locking import LOADING
+from outrider.engines.locking import LOADING, check_process
 from outrider.errors import ModelError, OutriderError, SettingsError
 from outrider.hints import install
 
@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BUNDLED = Path(__file__).parent.parent / "demo"
-_BUNDLED_NAMES = {"demo": "edge", "demo:edge": "edge", "demo:cloud": "cloud"}
+_BUNDLED_NAMES = {"demo:edge": "edge", "demo:cloud": "cloud"}
+_SHORT_NAMES = {"demo": "demo:edge"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -47,12 +48,14 @@ def load_engine(
         ModelError: no such checkpoint, unreadable, lacking weights, or one whose cache cannot be truncated; a package
             that it needs is not installed.
         SettingsError: an unknown dtype or device, or one for a model that is loaded already.
+        StateError: this process was forked from one that had loaded a model.
     """
     if not isinstance(model, (str, Path)):
         return _wrap(model, tokenizer, extractor, dtype, device)
     path = locate(str(model))
+    check_process()
     with LOADING:
-        return _load(path, str(model), tokenizer, extractor, dtype, device)
+        return _load(path, full_name(str(model)), tokenizer, extractor, dtype, device)
 
 
 def _load(path: str, name: str, tokenizer: Any, extractor: Any, dtype: str, device: str) -> TorchEngine | GgufEngine:
@@ -117,12 +120,18 @@ def _in_llama(path: str, tokenizer: Any, extractor: Any, name: str) -> GgufEngin
         return GgufEngine(path, tokenizer, name)
 
 
+def full_name(name: str) -> str:
+    """Return the one name of a model, by which engines, gate files and results call it."""
+    return _SHORT_NAMES.get(name, name)
+
+
 def locate(name: str) -> str:
     """The path of a local checkpoint, or a hub id as it is.
 
     Raises:
         ModelError: it is neither an existing path nor of the form "owner/name".
     """
+    name = full_name(name)
     if name in _BUNDLED_NAMES:
         return str(BUNDLED / _BUNDLED_NAMES[name])
     if not name.strip():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
+
+from outrider.errors import StateError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -15,6 +18,7 @@ S = TypeVar("S", bound="Locked")
 # Loading changes state of the whole process: torch's default dtype, and the initialisers that transformers replaces.
 LOADING = threading.RLock()
 _guard = threading.Lock()
+_processes: list[int] = []  # the id of the one that loads models
 _locks: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
 
 
@@ -25,17 +29,38 @@ class Locked:
 
 
 def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Make a method of a `Locked` object wait until no other thread is inside one of its exclusive methods."""
+    """Make a method of a `Locked` object wait until no other thread is inside one of its exclusive methods.
+
+    In a forked child it raises StateError, before the lock, which another thread may have held at the fork.
+    """
 
     @wraps(method)
     def guarded(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        check_process()
         with self.lock:
             return method(self, *args, **kwargs)
 
     return guarded
 
 
+def check_process() -> None:
+    """Raise StateError in the child of a fork, if a model was loaded before it; else keep this process's id.
+
+    A fork copies no threads. A forward pass in the child, of a model loaded there too, would wait for those of OpenMP
+    for ever, and so would anything for a lock that was held at the fork.
+    """
+    process = os.getpid()
+    if not _processes:
+        _processes.append(process)
+    elif _processes[0] != process:
+        raise StateError(
+            f"process {_processes[0]} loaded a model before it forked this one, in which models would hang: start "
+            'processes by multiprocessing.get_context("spawn"), or load models only in the child'
+        )
+
+
 def lock_of(shared: Any) -> threading.RLock:
     """Return the lock of a loaded model (its engines share it, as a forward may keep state) or of a tokenizer."""
+    check_process()
     with _guard:
         return _locks.setdefault(shared, threading.RLock())

@@ -25,7 +25,7 @@ from outrider.engines.ondevice import OnDevice
 from outrider.engines.probe import Probe, check_weights, why_not_finite
 from outrider.engines.slots import SlotCache
 from outrider.engines.stack import Stack, missing, obstacle
-from outrider.engines.vocabulary import Vocabulary, check_ends
+from outrider.engines.vocabulary import Vocabulary, check_ends, end_ids
 from outrider.errors import ModelError, PromptError, StateError
 
 PROBES = {
@@ -82,7 +82,7 @@ class TorchEngine(Vocabulary, Locked):
         self._media: dict[int, _Media] = {}
         self.device, self.dtype = model.device, model.dtype
         self.row_count = int(self._text_config.vocab_size)
-        self.eos_ids = _eos_ids(model)
+        self.eos_ids = end_ids(self.name, _eos_ids(model), self.row_count, "generation config")
         check_ends(self.name, self.eos_ids, tokenizer, "generation config")
         self.captions_only = getattr(model.config, "outrider_tasks", None) == ["caption"]
         self.max_length = _max_length(self._text_config)
@@ -391,6 +391,6 @@ def _sample(weight: Tensor) -> Tensor:
 
 def _eos_ids(model: Any) -> tuple[int, ...]:
     eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if eos is None:
-        return ()
-    return tuple(int(token) for token in (eos if isinstance(eos, (list, tuple)) else [eos]))
+    if isinstance(eos, Tensor):
+        eos = eos.tolist()
+    return () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)

@@ -7,7 +7,9 @@ import logging
 from functools import cached_property, lru_cache
 from typing import Any
 
+from outrider.config import is_whole
 from outrider.engines.locking import lock_of
+from outrider.errors import ModelError
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,18 @@ class Vocabulary:
         if self.tokenizer is None:
             return []
         return [str(token) for token in self.tokenizer.convert_ids_to_tokens(list(range(self.vocab_size)))]
+
+
+def end_ids(name: str, ids: tuple[Any, ...], row_count: int, source: str) -> tuple[int, ...]:
+    """Return the end tokens that the model can emit; those beyond its vocabulary never end an output.
+
+    Raises:
+        ModelError: one is no token id. source: the origin of the end tokens.
+    """
+    for token in ids:
+        if not is_whole(token) or token < 0:
+            raise ModelError(f"{name}: eos_token_id {token!r} of its {source} is no token id: expected 0 or more")
+    return tuple(token for token in ids if token < row_count)
 
 
 def check_ends(name: str, used: tuple[int, ...], tokenizer: Any, source: str) -> None:

@@ -52,6 +52,7 @@ def _gain(answers: Sequence[Answer], seconds: float) -> Gain:
         blocks=sum(answer.count("blocks") for answer in answers),
         escalated=sum(answer.count("escalated") for answer in answers),
         seconds=seconds,
+        bounded=sum(answer.guarantee == "bounded" for answer in answers),
     )
 
 

@@ -45,9 +45,14 @@ class Access:
         return name
 
     def check_host(self, request: Request) -> None:
-        """Raise Refused for a name that is not this gateway's, or for two names."""
+        """Raise Refused for a name that is not this gateway's, or for two names.
+
+        A request without a Host header (HTTP/1.0) is allowed: no browser sends one.
+        """
         named = request.headers.getlist("host")
-        if self.hosts is not None and (len(named) != 1 or _without_port(named[0]) not in self.hosts):
+        if self.hosts is None or not named:
+            return
+        if len(named) > 1 or _without_port(named[0]) not in self.hosts:
             raise Refused("this gateway is not known by the name in the Host header", code="unknown_host", status=403)
 
     async def body(self, request: Request, hold: Callable[[int], None]) -> bytes:

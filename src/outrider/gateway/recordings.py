@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import string
 from typing import Final
 
 from outrider.gateway.refusing import Refused
@@ -29,6 +30,7 @@ CONTAINERS: Final = {  # the decoders' names of the formats
     "amr": ("amr",),
     "wma": ("asf",),
 }
+_NO_SPACE: Final = dict.fromkeys(map(ord, string.whitespace))  # MIME breaks base64 into lines
 
 
 def decoded(data: str, kind: str, most_seconds: float) -> Recording:
@@ -39,7 +41,7 @@ def decoded(data: str, kind: str, most_seconds: float) -> Recording:
         AudioError: it is not audio that can be decoded, or longer than `most_seconds`.
     """
     try:
-        raw = base64.b64decode(data, validate=True)
+        raw = base64.b64decode(data.translate(_NO_SPACE), validate=True)
     except (binascii.Error, ValueError) as error:
         raise Refused(f"input_audio.data is not base64: {error}", param=f"{WHERE}.data") from error
     if not raw:
