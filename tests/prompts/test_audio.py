@@ -89,8 +89,8 @@ def test_a_loud_waveform_whose_resampling_overshoots_is_named() -> None:
     ("content", "message"),
     [
         (b"", "empty file"),
-        (b"not audio at all, just words " * 50, "not audio"),
-        (b"RIFF\x24\x00\x00\x00WAVEfmt ", "not audio"),
+        (b"not audio at all, just words " * 50, "not readable audio"),
+        (b"RIFF\x24\x00\x00\x00WAVEfmt ", "not readable audio"),
     ],
 )
 def test_what_is_not_audio_is_named(tmp_path: Path, content: bytes, message: str) -> None:
