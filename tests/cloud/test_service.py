@@ -185,7 +185,7 @@ def change_settings(**values: Any) -> Callable[[schema.Open], None]:
 @pytest.mark.parametrize(
     ("spoil", "expected", "words"),
     [
-        (change(protocol=2), "PROTOCOL", "protocol 2"),
+        (change(protocol=3), "PROTOCOL", "protocol 3"),
         (change(protocol=0), "PROTOCOL", f"speaks {schema.VERSION}"),
         (change(fingerprint=b"other"), "VOCABULARY", "another vocabulary"),
         (change(model=b""), "MODEL", "another model"),
