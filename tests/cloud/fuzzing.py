@@ -99,7 +99,7 @@ def anything(rng: random.Random) -> schema.Request:
     frame.SetInParent()
     fill(rng, frame)
     if name == "open" and rng.random() < 0.8:  # let it get past the first checks
-        frame.protocol, frame.vocab_size = 1, V
+        frame.protocol, frame.vocab_size = schema.VERSION, V
         frame.fingerprint, frame.model = b"scripted-32", b"scripted-weights"
     return request
 

@@ -34,7 +34,7 @@ def test_who_the_cloud_is(shared: Served, channel: grpc.Channel) -> None:
     data = channel.unary_unary(f"/{schema.SERVICE}/Describe")(b"", timeout=SOON)
     answer = schema.DescribeAnswer.FromString(data)
     assert answer == schema.DescribeAnswer(
-        protocol=1,
+        protocol=schema.VERSION,
         name="scripted",
         vocab_size=V,
         row_count=V + 4,
@@ -185,8 +185,8 @@ def change_settings(**values: Any) -> Callable[[schema.Open], None]:
 @pytest.mark.parametrize(
     ("spoil", "expected", "words"),
     [
-        (change(protocol=2), "PROTOCOL", "protocol 2"),
-        (change(protocol=0), "PROTOCOL", "speaks 1"),
+        (change(protocol=3), "PROTOCOL", "protocol 3"),
+        (change(protocol=0), "PROTOCOL", f"speaks {schema.VERSION}"),
         (change(fingerprint=b"other"), "VOCABULARY", "another vocabulary"),
         (change(model=b""), "MODEL", "another model"),
         (change(accept="rank:0"), "SETTINGS", "out of range"),

@@ -95,16 +95,16 @@ def test_the_vocabulary_is_not_fetched_where_fingerprints_agree(served: Served) 
 
 def test_another_protocol_is_named(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     async def describe(*_: object) -> schema.DescribeAnswer:
-        return schema.DescribeAnswer(protocol=2)
+        return schema.DescribeAnswer(protocol=1)
 
     with far(served) as cloud:
         monkeypatch.setattr(cloud.connection, "describe", describe)
-        with pytest.raises(CloudRefused, match="speaks protocol 2, this edge 1"):
+        with pytest.raises(CloudRefused, match="speaks protocol 1, this edge 2"):
             cloud.describe()
 
 
 GOOD = {
-    "protocol": 1,
+    "protocol": schema.VERSION,
     "name": "m",
     "vocab_size": 32,
     "row_count": 40,

@@ -63,6 +63,6 @@ __all__ = [
 ]
 
 NONE, AUDIO, FEATURES, WITHHELD = range(4)  # MediaKind
-VERSION = 1
+VERSION = 2
 SERVICE = "outrider.v1.Verifier"
 MAX_DRAFTS = 256
