@@ -23,10 +23,11 @@ from outrider.evals.bertscore import Encoder, bertscore, f1
 from outrider.evals.cider import cider_d as cider_scores
 from outrider.evals.form import Format, compliance, distinct, kept_rules, language_match, longest_loop, repetition
 from outrider.evals.latency import Timing, latency, spent
-from outrider.evals.manifest import Item
+from outrider.evals.manifest import Item, load_set
 from outrider.evals.metrics import Scoring, agreement, score
 from outrider.evals.overlap import Pair, bleu, chrf, cider_d, rouge_l
 from outrider.evals.scores import Measure, Resampling, measure
+from outrider.evals.voice_quality import QUALITIES
 from outrider.evals.words import in_language, need, words
 
 HOW = Resampling(draws=200)
@@ -269,6 +270,89 @@ def test_the_phrases_are_those_of_training(lang: str) -> None:
     assert ours == {**theirs, "emotion": {(word, mood) for mood, word in EMOTIONS[lang].items()}}
 
 
+@pytest.mark.parametrize(
+    ("lang", "text", "stated_"),
+    [
+        ("zh", "音色明亮，语速适中", {"timbre": "bright"}),
+        ("zh", "说话人的音色比较低沉。", {"timbre": "dark"}),
+        ("zh", "声音有些沙哑，心情悲伤", {"timbre": "hoarse", "emotion": "sad"}),
+        ("zh", "清脆的嗓音", {"timbre": "crisp"}),
+        ("zh", "音色非常浑厚", {"timbre": "full"}),
+        ("zh", "音色柔和，声音放松", {"timbre": "soft", "tension": "relaxed"}),
+        ("zh", "嗓音低沉浑厚", {"pitch": "low", "timbre": "full"}),
+        ("zh", "嗓音低沉", {"pitch": "low"}),
+        ("zh", "音调低沉，音色清脆", {"pitch": "low", "timbre": "crisp"}),
+        ("zh", "音调比较低，嗓音听起来浑厚。", {"pitch": "low"}),
+        ("zh", "音调比较低，嗓音听起来浑厚。" * 3, {"pitch": "low"}),
+        ("zh", "音色：沙哑；紧张度：高", {"timbre": "hoarse", "tension": "tense"}),
+        ("zh", "沙哑而低沉的嗓音", {"timbre": "hoarse"}),
+        ("zh", "紧张度与音量都没有提到，音调高", {}),
+        ("en", "Timbre: bright; tension: high", {"timbre": "bright", "tension": "tense"}),
+        ("en", "a high pitch and low tension", {"tension": "relaxed"}),
+        ("zh", "音色偏亮", {"timbre": "bright"}),
+        ("zh", "紧张程度偏低", {"tension": "relaxed"}),
+        ("zh", "声音轻柔", {"loudness": "soft"}),
+        ("zh", "音色并不沙哑", {}),
+        ("zh", "音色不仅清脆", {"timbre": "crisp"}),
+        ("zh", "心情明亮，房间柔和", {}),
+        ("zh", "音色音色中，音色中，紧张度，紧张度，情绪", {}),
+        ("zh", "声音紧绷", {"tension": "tense"}),
+        ("zh", "紧张度较高", {"tension": "tense"}),
+        ("zh", "紧张度很低，情绪平静", {"tension": "relaxed", "emotion": "calm"}),
+        ("zh", "紧张度适中", {"tension": "medium"}),
+        ("zh", "紧张度不高", {}),
+        ("zh", "声音没有紧绷", {}),
+        ("zh", "情绪紧张", {"emotion": "nervous"}),
+        ("zh", "紧张度高，情绪紧张", {"tension": "tense", "emotion": "nervous"}),
+        ("en", "The timbre is bright.", {"timbre": "bright"}),
+        ("en", "She has a dark, resonant timbre", {"timbre": "dark"}),
+        ("en", "A hoarse voice", {"timbre": "hoarse"}),
+        ("en", "in a crisp and clear voice", {"timbre": "crisp"}),
+        ("en", "a full timbre", {"timbre": "full"}),
+        ("en", "a voice full of melody", {}),
+        ("en", "soft in timbre, and the voice is relaxed", {"timbre": "soft", "tension": "relaxed"}),
+        ("en", "at a soft volume", {"loudness": "soft"}),
+        ("en", "in a soft voice", {}),
+        ("en", "The pitch is low, and the voice sounds dark.", {"pitch": "low"}),
+        ("en", "with a deep voice, hoarse in timbre", {"pitch": "low", "timbre": "hoarse"}),
+        ("en", "The voice is not hoarse", {}),
+        ("en", "not a very hoarse voice", {}),
+        ("en", "The voice is not loud but hoarse", {"timbre": "hoarse"}),
+        ("en", "The room is bright, the voice is quiet", {}),
+        ("en", "The voice sounds tense", {"tension": "tense"}),
+        ("en", "with high tension", {"tension": "tense"}),
+        ("en", "The tension is moderate", {"tension": "medium"}),
+        ("en", "with little vocal tension", {"tension": "relaxed"}),
+        ("en", "a tense situation, nervousness", {"emotion": "nervous"}),
+        ("en", "The voice isn't tense", {}),
+        ("en", "neither tense nor relaxed in tone", {}),
+        ("fr", "timbre bright", {}),
+    ],
+)
+def test_timbre_and_tension_are_read_from_captions(lang: str, text: str, stated_: dict[str, str]) -> None:
+    assert parse(text, lang) == stated_
+
+
+def test_the_bundled_captions_state_neither_timbre_nor_tension() -> None:
+    items = load_set("demo")
+    for item in items:
+        for reference in item.references:
+            assert parse(reference, item.lang) == item.labels
+    found = accuracy(items, [item.references[0] for item in items], HOW)
+    assert some(found["attribute_all"]).pooled.value == 1
+    assert found["attribute_timbre"] is found["attribute_tension"] is None
+
+
+def test_timbre_and_tension_are_scored_where_items_are_labelled_with_them() -> None:
+    labels = {"timbre": "hoarse", "tension": "tense"}
+    items = [Item("a", prompt="p", lang="zh", labels=labels), Item("b", prompt="p", labels=labels)]
+    found = score(items, ["音色沙哑，紧张度高。", "A bright, tense voice."], how=Scoring(resampling=HOW))
+    assert found["attribute_timbre"].pooled.value == 0.5
+    assert found["attribute_tension"].pooled.value == 1
+    assert found["attribute_all"].pooled.value == 0.5
+    assert "attribute_emotion" not in found
+
+
 def test_accuracy_of_attributes() -> None:
     items = [
         Item("a", prompt="p", labels={"rate": "slow", "pitch": "low", "category": "x"}),
@@ -381,7 +465,8 @@ def test_a_run_is_scored_in_one_call() -> None:
     for name in set(found) - {"distinct_1", "distinct_2", "longest_loop"}:
         assert found[name].pooled.value == pytest.approx(best.get(name, 1)), name
         assert found[name].pooled.n == len(items)
-    assert {f"attribute_{name}" for name in NAMES} <= set(found)
+    assert {f"attribute_{name}" for name in NAMES if name not in QUALITIES} <= set(found)
+    assert not {f"attribute_{name}" for name in QUALITIES} & set(found), "no item is labelled with them"
     assert "same_text" not in score(items[:2], texts[:2], how=Scoring(resampling=HOW))
     with pytest.raises(ValueError, match="zip"):
         score(items, texts[1:])

@@ -1,17 +1,28 @@
 """What the captions of the bundled pair say: their phrases, and the attributes that a text states in them.
 
 The phrases are those that the pair was trained to write (training/phrases.py; a test keeps the two alike). A text in
-other words states nothing here: for other models, give `metrics.score` a parser of their own.
+other words states none of these attributes: for other models, give `metrics.score` a parser of their own.
+
+Timbre and tension are attributes of emotion captions that the bundled pair does not write. `evals.voice_quality` reads
+them from any wording that has one of its words beside a noun of the voice. Words of two attributes:
+
+- A word inside a phrase of the pair belongs to that phrase: "嗓音低沉" and "the voice sounds dark" after "The pitch is
+  low" state the pitch, and "声音轻柔" states the loudness.
+- "低沉", "轻柔", "soft" and "deep" state the timbre only beside 音色, 音质, "timbre" or "voice quality".
+- "紧张" is the emotion, "紧张度" is the tension: "紧张度较高" states no emotion. "Tense" states the tension, beside
+  "voice", "tone" or the like only, and never the emotion.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Final
 
 from outrider.evals.manifest import Item
 from outrider.evals.scores import Measure, Resampling, measure
+from outrider.evals.voice_quality import QUALITIES, TENSION_NOUN_ZH, qualities
 from outrider.evals.words import primary
 
 Parse = Callable[[str, str], dict[str, str]]  # text, language -> what it states
@@ -175,20 +186,23 @@ _PHRASES: Final[dict[str, dict[str, dict[str, str]]]] = {
     },
 }
 
-NAMES: Final = tuple(_PHRASES["en"])
+NAMES: Final = (*_PHRASES["en"], *QUALITIES)
 
 
 def parse(text: str, lang: str) -> dict[str, str]:
-    """The attributes that a caption in Chinese or English states; what it does not state in known words is absent.
+    """Return the attributes that a caption in Chinese or English states, without those it states in unknown words.
 
     The longest phrase of an attribute that the text holds wins, so that "not loud" could never be read as "loud".
     """
     found: dict[str, str] = {}
+    taken: list[tuple[int, int]] = []
+    plain = re.sub(TENSION_NOUN_ZH, lambda match: "\0" * len(match[0]), text)  # 紧张 is an emotion, 紧张度 is none
     for name, phrases in _lexicon(primary(lang)).items():
-        hits = [(len(phrase), value) for phrase, value in phrases if phrase in text]
+        hits = [(phrase, value) for phrase, value in phrases if phrase in plain]
         if hits:
-            found[name] = max(hits)[1]
-    return found
+            found[name] = max((len(phrase), value) for phrase, value in hits)[1]
+            taken += [match.span() for phrase, _ in hits for match in re.finditer(re.escape(phrase), plain)]
+    return found | qualities(text, primary(lang), taken)
 
 
 @lru_cache
