@@ -212,8 +212,7 @@ function showRequest(path, body) {
   by("sent-body").textContent = `POST ${new URL(path, document.baseURI).pathname}\n${short}`;
 }
 
-// The connection to the cloud
-------------------------------------------------------------------------------------------
+// The connection to the cloud -----------------------------------------------------------------------------------
 
 /** Check whether the cloud is reachable. An unreachable gateway is reported at the next run. */
 async function look() {
