@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import ssl
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -325,3 +326,30 @@ def test_a_private_key_that_others_can_read_is_refused(authority: Authority, mod
     for tls in (ServerTls, lambda cert, key: ClientTls(None, cert, key)):
         with pytest.raises(SettingsError, match=r"localhost\.key, a private key, .* chmod 600 .*localhost\.key"):
             tls(issued.cert, issued.key)
+
+
+def test_a_byte_order_mark_changes_nothing(authority: Authority) -> None:
+    server, client = authority.server(), authority.client()
+    for path in (authority.ca, server.cert, server.key, client.cert, client.key):
+        path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    with serving(ServerTls(server.cert, server.key, authority.ca)) as address:
+        assert ask(address, ClientTls(authority.ca, client.cert, client.key)) == b"edge"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("which", ["cert", "key", "ca"])
+def test_wide_text_is_refused_by_name(authority: Authority, encoding: str, which: str) -> None:
+    server, client = authority.server(), authority.client()
+    for path in {"cert": [server.cert, client.cert], "key": [server.key, client.key], "ca": [authority.ca]}[which]:
+        path.write_bytes(path.read_text().encode(encoding))
+    with pytest.raises(SettingsError, match="UTF-16 or UTF-32 text: save it as"):
+        ServerTls(server.cert, server.key, authority.ca)
+    with pytest.raises(SettingsError, match="UTF-16 or UTF-32 text: save it as"):
+        ClientTls(authority.ca, client.cert, client.key)
+
+
+def test_a_byte_order_mark_inside_a_chain_is_refused(authority: Authority) -> None:
+    server = authority.server()
+    server.cert.write_bytes(server.cert.read_bytes() + codecs.BOM_UTF8 + authority.ca.read_bytes())
+    with pytest.raises(SettingsError, match="byte-order mark between its PEM blocks"):
+        ServerTls(server.cert, server.key)

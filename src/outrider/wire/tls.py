@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import ssl
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     import grpc
 
 _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+_WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32's little-endian mark begins with the former
 _MISMATCH = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED")  # OpenSSL: another key, or kind
 _UTC_TIME, _OID, _VERSION = 0x17, 0x06, 0xA0  # DER tags
 _EC = "2a8648ce3d0201"
@@ -115,10 +117,16 @@ def _load_authorities(path: Path) -> bytes:
 
 
 def _read(path: Path) -> bytes:
+    """Return a PEM file's bytes without a byte-order mark, at which gRPC's parser stops (OpenSSL skips it)."""
     try:
-        return path.read_bytes()
+        data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
+    if data.startswith(_WIDE) or b"-\0-\0" in data:
+        raise SettingsError(f"{path} is UTF-16 or UTF-32 text: save it as UTF-8 or ASCII")
+    if codecs.BOM_UTF8 + b"-----" in data:  # the parsers would skip that block without an error
+        raise SettingsError(f"{path} has a byte-order mark between its PEM blocks: remove it")
+    return data
 
 
 def _check_private(key: Path) -> None:
