@@ -118,7 +118,7 @@ def serves(line: str) -> None:
     with started([sys.executable, "-m", *words], stderr=subprocess.PIPE) as child:
         assert child.stderr is not None
         said = ""
-        while "serving" not in said:
+        while not re.search(r"\bserving (demo|http)", said):  # and not "reserving"
             read = child.stderr.readline()
             assert read, said
             said += read
