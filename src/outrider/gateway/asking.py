@@ -247,10 +247,7 @@ def _recording(request: ChatRequest, options: OutriderOptions, defaults: Default
     where = f"messages.0.content.{at}.input_audio"
     try:
         data = base64_of(found[0].input_audio.data, f"{where}.data")
-        recording = decoded(data, found[0].input_audio.format, defaults.audio_seconds)
-    except Refused as error:
-        field = str(error.param).rpartition(".")[2]
-        raise Refused(str(error), param=f"{where}.{field}", code=error.code, status=error.status) from error
+        recording = decoded(data, found[0].input_audio.format, defaults.audio_seconds, where)
     except AudioError as error:
         raise blaming(error, f"{where}.data") from error
     task, lang = options.task or "default", options.lang or "en"

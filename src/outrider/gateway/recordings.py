@@ -33,8 +33,8 @@ CONTAINERS: Final = {  # the decoders' names of the formats
 _NO_SPACE: Final = dict.fromkeys(map(ord, string.whitespace))  # MIME breaks base64 into lines
 
 
-def decoded(data: str, kind: str, most_seconds: float) -> Recording:
-    """Decode a file in base64.
+def decoded(data: str, kind: str, most_seconds: float, where: str = WHERE) -> Recording:
+    """Decode a file in base64. where: the request's field that holds it, for errors.
 
     Raises:
         Refused: it is not base64, or another format than `kind`.
@@ -43,14 +43,14 @@ def decoded(data: str, kind: str, most_seconds: float) -> Recording:
     try:
         raw = base64.b64decode(data.translate(_NO_SPACE), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise Refused(f"input_audio.data is not base64: {error}", param=f"{WHERE}.data") from error
+        raise Refused(f"input_audio.data is not base64: {error}", param=f"{where}.data") from error
     if not raw:
-        raise Refused("input_audio.data is empty", param=f"{WHERE}.data")
+        raise Refused("input_audio.data is empty", param=f"{where}.data")
     found = decode_bytes(raw, NAME, Limits(most_seconds, MOST_SAMPLES, ADVICE.format(_piece_seconds(most_seconds))))
     if found.kind not in CONTAINERS[kind]:
         names = [name for name, kinds in CONTAINERS.items() if found.kind in kinds]
         raise Refused(
-            f"input_audio.format is {kind}, the data is {' or '.join(names) or found.kind}", param=f"{WHERE}.format"
+            f"input_audio.format is {kind}, the data is {' or '.join(names) or found.kind}", param=f"{where}.format"
         )
     return prepare(NAME, found)
 
