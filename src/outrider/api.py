@@ -18,7 +18,7 @@ from outrider.core.events import StreamEvent as StreamEvent
 from outrider.core.gate import Calibrated, Gate
 from outrider.core.gate import gate as parse_gate
 from outrider.core.lookahead import lookahead
-from outrider.core.loops import DEFAULT
+from outrider.core.loops import DEFAULT_LOOP_RULE
 from outrider.core.loops import loop_rule as parse_loop_rule
 from outrider.core.modes import check_modes, settled_loss
 from outrider.core.outcome import Oversight, Result
@@ -40,7 +40,6 @@ from outrider.verifiers.base import Conditions, Description, Verifier
 from outrider.verifiers.local import LocalVerifier
 from outrider.wire.ledger import Ledger
 
-DEFAULT_LOOP_RULE = str(DEFAULT)
 IDS_ONLY = (
     "without a drafter, a cloud across a network takes token ids (--prompt-ids): texts and recordings need an edge "
     "model to prepare them"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Group, Parameter, Token
 
 from outrider.config import DriverName, OnCloudLoss, OnLoop, Privacy, Scope
+from outrider.core.loops import DEFAULT_LOOP_RULE
 from outrider.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class Speculation:
     accept: str = "exact"
     scope: Scope = "block"
     on_loop: OnLoop | None = None
-    loop_rule: str = "period=32,tail=8,extra=4"
+    loop_rule: str = DEFAULT_LOOP_RULE
 
 
 @Parameter(name="*", group=NETWORK)

@@ -66,6 +66,7 @@ class LoopRule:
 
 
 DEFAULT = LoopRule()
+DEFAULT_LOOP_RULE = str(DEFAULT)
 
 
 def loop_rule(text: str) -> LoopRule:

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any, Final, Protocol
 
 from outrider.api import SpeculativeDecoder
-from outrider.core.loops import DEFAULT
+from outrider.core.loops import DEFAULT_LOOP_RULE
 from outrider.core.outcome import SECONDS, Oversight, Result
 from outrider.core.text import Transcript
 from outrider.engines.base import Prompt
@@ -64,7 +64,7 @@ class Setup:
     accept: str = "exact"
     scope: Any = "block"
     on_loop: Any = None
-    loop_rule: str = str(DEFAULT)
+    loop_rule: str = DEFAULT_LOOP_RULE
     driver: Any = "sequential"
     on_cloud_loss: Any = None
     privacy: Any = "audio"

@@ -9,11 +9,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from outrider.api import DEFAULT_LOOP_RULE, SpeculativeDecoder
+from outrider.api import SpeculativeDecoder
 from outrider.config import DriverName, OnCloudLoss, OnLoop, Privacy, Scope, check_choice
 from outrider.core.acceptance import rule
 from outrider.core.gate import gate
 from outrider.core.lookahead import lookahead
+from outrider.core.loops import DEFAULT_LOOP_RULE
 from outrider.core.modes import check_modes
 from outrider.engines.base import Engine
 from outrider.errors import CloudError, SettingsError

@@ -17,6 +17,7 @@ from outrider.errors import SettingsError
 from outrider.gateway import connections
 from outrider.gateway.connections import ACCEPTED_AT_ONCE, LimitedProtocol, Listener, most_connections
 from outrider.gateway.desk import Desk
+from outrider.wire.hosts import bracketed
 
 LAST_WORDS = 5  # s that answers which are cut short get to say so
 
@@ -37,7 +38,7 @@ def bound(host: str, port: int) -> Listener:
     Raises:
         SettingsError: the address is in use, or not this machine's.
     """
-    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    where = f"{bracketed(host)}:{port}"
     if not host:
         return _bound_to_all(port, where)
     try:
