@@ -134,6 +134,7 @@ class Operation:
 def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, operation: Operation) -> int:
     """Load the model and serve it until told to stop."""
     signal.signal(signal.SIGTERM, _terminated)  # until the server listens, and ends in order
+    interrupts.exit_at_once()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before gRPC is imported, which would add log lines of its own
     import asyncio  # here, as parsing needs none of it
 
@@ -156,7 +157,6 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
         engine = load_engine(name, dtype=operation.dtype, device=operation.device)
         gc.collect()  # free what loading left behind: a service runs for long
         collect_from_now_on()
-        interrupts.check()
         step("reserving the KV cache")
         return asyncio.run(run(engine, serving, _listening(engine, serving, operation, step)))
 

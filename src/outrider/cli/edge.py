@@ -103,13 +103,13 @@ class Asked:
 def run_edge(listen: str, asked: Asked) -> int:
     """Load the edge's model, start or reach the cloud, and serve until SIGTERM or SIGINT."""
     _check_installed()
-    with _ended_by_signals() as check_signals:
-        _check(asked)
-        on, access = _door(listen, asked.serving)
-        with on:
-            _log_to_stderr(asked.serving)
-            with _cloud(asked.models, asked.network) as cloud:
-                return _serve(on, access, cloud, asked, check_signals)
+    signals = _StartSignals()
+    _check(asked)
+    on, access = _door(listen, asked.serving)
+    with on:
+        _log_to_stderr(asked.serving)
+        with _cloud(asked.models, asked.network) as cloud:
+            return _serve(on, access, cloud, asked, signals)
 
 
 def _check_installed() -> None:
@@ -118,28 +118,30 @@ def _check_installed() -> None:
         raise SettingsError(f"outrider edge needs {', '.join(missing)}: {install('gateway')}")
 
 
-@contextmanager
-def _ended_by_signals() -> Iterator[Callable[[], None]]:
-    """End the start-up in order on SIGTERM and SIGINT, with 128 + the signal's number. `serve` takes them over later.
+class _StartSignals:
+    """SIGTERM and SIGINT during the start: the first one ends it with 128 + its number, later ones are ignored."""
 
-    A second signal is ignored. The function that is yielded exits if a signal came: a library that was loading a model
-    may have swallowed the exception.
-    """
-    received: list[int] = []
+    def __init__(self) -> None:
+        self.first = 0  # the number of the first signal, else 0
+        self._deferred = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._received)
 
-    def end(number: int, frame: object) -> None:
-        received.append(number)
-        for each in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(each, signal.SIG_IGN)
-        sys.exit(128 + number)
+    def check(self) -> None:
+        """Exit if a signal came. A library that was loading a model may have swallowed the exception."""
+        if self.first:
+            sys.exit(128 + self.first)
 
-    def check_signals() -> None:
-        if received:
-            sys.exit(128 + received[0])
+    def defer(self) -> None:
+        """Only note signals from now on: an exception within asyncio would leave a half-made event loop."""
+        self._deferred = True
+        self.check()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
-    yield check_signals
+    def _received(self, number: int, frame: object) -> None:
+        if not self.first:
+            self.first = number
+            if not self._deferred:
+                self.check()
 
 
 def _door(listen: str, serving: Serving) -> tuple[Listener, Access]:
@@ -245,7 +247,7 @@ def _cloud(models: Models, network: Network) -> Iterator[_Cloud]:
         yield cloud
 
 
-def _serve(on: Listener, access: Access, cloud: _Cloud, asked: Asked, check_signals: Callable[[], None]) -> int:
+def _serve(on: Listener, access: Access, cloud: _Cloud, asked: Asked, signals: _StartSignals) -> int:
     import asyncio  # here, as parsing needs none of it
 
     from outrider.cli.progress import progress
@@ -262,16 +264,22 @@ def _serve(on: Listener, access: Access, cloud: _Cloud, asked: Asked, check_sign
         with _met(engine, reach, cloud) as met, closing(Pool(engine, reach)) as pool:
             step("starting to serve")
             collect_from_now_on()
-            check_signals()
-            return asyncio.run(_run(on, access, pool, met, asked, step))
+            signals.defer()
+            return asyncio.run(_run(on, access, pool, met, asked, step, signals))
 
 
 async def _run(
-    on: Listener, access: Access, pool: Pool, met: _Met, asked: Asked, step: Callable[[str | None], None]
+    on: Listener,
+    access: Access,
+    pool: Pool,
+    met: _Met,
+    asked: Asked,
+    step: Callable[[str | None], None],
+    signals: _StartSignals,
 ) -> int:
     from outrider.gateway.server import StopSignal, serve
 
-    stop = StopSignal()  # first: an exception from a signal's handler would be lost in the task that it meets
+    stop = StopSignal(lambda: signals.first)
     desk, app = _application(access, pool, met, asked)
     summary = f"edge {pool.engine.name} · cloud {met.name()}"
 

@@ -21,6 +21,15 @@ def install() -> None:
     sys.unraisablehook = _unraisable
 
 
+def exit_at_once() -> None:
+    """End the process at Ctrl-C without an exception, which a library or a half-made event loop could swallow.
+
+    For a process that holds no child and no temporary file.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _exit)
+
+
 def happened() -> bool:
     """Return whether Ctrl-C was pressed."""
     return _state["happened"]
@@ -38,6 +47,11 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of tasks whose results are no longer awaited
     raise KeyboardInterrupt
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    complain("interrupted")
+    os._exit(INTERRUPTED)
 
 
 def _unraisable(found: sys.UnraisableHookArgs) -> None:

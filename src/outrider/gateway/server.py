@@ -99,14 +99,19 @@ def config(app: FastAPI) -> uvicorn.Config:
 
 
 class StopSignal:
-    """SIGTERM and SIGINT as an awaitable. Made in the running loop, whose signal handlers it takes over."""
+    """SIGTERM and SIGINT as an awaitable. Made in the running loop, whose signal handlers it takes over.
 
-    def __init__(self) -> None:
+    received: returns the number of a signal that came before, or 0. It is read after the handlers are in place.
+    """
+
+    def __init__(self, received: Callable[[], int] = lambda: 0) -> None:
         self.number = 0  # of the first one that came
         self._came = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._note, number)
+        if received():
+            self._note(received())
 
     def _note(self, number: int) -> None:
         self.number = self.number or number
