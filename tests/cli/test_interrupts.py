@@ -164,3 +164,28 @@ def test_what_a_library_swallows_while_it_loads_a_model_still_ends_the_command(a
     done = run(SWALLOWED.format(arguments=arguments))
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
+
+
+WHILE_A_LOOP_IS_MADE = """
+import asyncio.selector_events, os, signal, sys
+real = asyncio.selector_events.BaseSelectorEventLoop.__init__
+def interrupted(self, *args, **more):
+    os.kill(os.getpid(), {number})
+    return real(self, *args, **more)
+asyncio.selector_events.BaseSelectorEventLoop.__init__ = interrupted
+sys.argv = ["outrider", *{arguments!r}]
+from outrider.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "arguments",
+    [("cloud", "demo", "--listen", "127.0.0.1:0"), ("edge", "--listen", "127.0.0.1:0", "--cloud", "none")],
+)
+def test_a_signal_while_an_event_loop_is_made_ends_the_server(arguments: tuple[str, ...], number: int) -> None:
+    done = run(WHILE_A_LOOP_IS_MADE.format(arguments=arguments, number=int(number)))
+    assert done.returncode == 128 + number, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "never awaited" not in done.stderr
