@@ -30,6 +30,16 @@ def exit_at_once() -> None:
         signal.signal(signal.SIGINT, _exit)
 
 
+def ignore_signals() -> None:
+    """Ignore SIGTERM and SIGINT while the process ends.
+
+    The interpreter replaces Python's handlers by the default action before it has ended, and a second signal would
+    then change the exit code.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def happened() -> bool:
     """Return whether Ctrl-C was pressed."""
     return _state["happened"]
