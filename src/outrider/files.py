@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import fcntl
 import json
 import os
+import re
 import stat
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from outrider.errors import DataError, OutriderError
 
 PREFIX = "outrider-link-"  # of temporary folders
+NO_TEMPORARY = "no temporary directory is writable (is the disk full?): free space, or set TMPDIR to a writable one"
+LONGEST = 103  # bytes of a socket's path, on every system
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 YOUNG_S = 60.0  # a temporary folder or file that is younger may still be about to be locked
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
@@ -147,6 +153,22 @@ def _sync_folder(folder: Path) -> None:
         os.close(opened)
 
 
+def out_of_space(error: BaseException | None) -> str | None:
+    """Return a sentence about a full disk if one caused the error, directly or as the cause of another, else None."""
+    while error is not None:
+        if isinstance(error, FileNotFoundError) and "No usable temporary directory" in str(error):  # tempfile's
+            return NO_TEMPORARY
+        if isinstance(error, OSError) and error.errno in FULL:
+            return f"{error.filename or 'output'} cannot be written: {error.strerror}"
+        if _IN_RUST.search(str(error)):
+            return str(error).strip().splitlines()[0]
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
+
+
+_IN_RUST = re.compile(rf"\(os error ({'|'.join(map(str, FULL))})\)")  # libraries in Rust raise other types
+
+
 # Temporary folders ------------------------------------------------------------------------------------------
 
 
@@ -154,12 +176,21 @@ class TemporaryFolder:
     """A folder for this process's sockets. It is locked, so that the next process can remove it after a `kill -9`.
 
     path: its place. close() removes it and may be called again.
+
+    Raises:
+        OutriderError: no temporary directory is writable, or its path is too long for a socket.
     """
 
     def __init__(self) -> None:
-        for stale in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-            _remove_unlocked(stale)
-        self.path = tempfile.mkdtemp(prefix=PREFIX)
+        with _temporary():
+            place = os.path.join(tempfile.gettempdir(), f"{PREFIX}{'x' * 8}", "s99")
+            if len(os.fsencode(place)) > LONGEST:
+                raise OutriderError(
+                    f"{tempfile.gettempdir()} is too long a path for sockets: set TMPDIR to a shorter one"
+                )
+            for stale in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+                _remove_unlocked(stale)
+            self.path = tempfile.mkdtemp(prefix=PREFIX)
         self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._owner = os.getpid()
@@ -171,6 +202,28 @@ class TemporaryFolder:
             _remove(Path(self.path))
         os.close(self._lock)
         self._lock = -1
+
+
+def temporary_text() -> IO[str]:
+    """Return an open temporary file for text, which has no name.
+
+    Raises:
+        OutriderError: no temporary directory is writable.
+    """
+    with _temporary():
+        return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+
+
+@contextmanager
+def _temporary() -> Iterator[None]:
+    """Map the errors of a temporary file's creation: the directory may have become full since tempfile chose it."""
+    try:
+        yield
+    except OSError as error:
+        if out_of_space(error) is not None:
+            raise OutriderError(NO_TEMPORARY) from error
+        where = f"in {tempfile.gettempdir()} (TMPDIR names another directory)"
+        raise OutriderError(f"no temporary file can be made {where}: {error.strerror or error}") from error
 
 
 def _remove_unlocked(path: Path) -> None:
