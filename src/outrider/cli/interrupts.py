@@ -30,6 +30,17 @@ def exit_at_once() -> None:
         signal.signal(signal.SIGINT, _exit)
 
 
+def end(code: int) -> NoReturn:
+    """Exit with this code, or with 130 after Ctrl-C: then at once, as threads that were interrupted may never end.
+
+    From here on Ctrl-C ends the process: an exception would make the interpreter's own end a death by the signal.
+    """
+    if happened():
+        _leave()
+    exit_at_once()
+    sys.exit(code)
+
+
 def happened() -> bool:
     """Return whether Ctrl-C was pressed."""
     return _state["happened"]

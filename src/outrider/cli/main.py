@@ -393,18 +393,19 @@ def report(*dirs: str, out: str = "report.html") -> int:
 
 def main() -> None:
     """Parse, run, and turn every error into a line on stderr and an exit code."""
+    words = sys.argv[1:]
+    interrupts.end(guarded(partial(_run, words), words))
+
+
+def _run(tokens: list[str]) -> int:
+    interrupts.install()  # here, where an exception of the handler is caught
     gc.disable()  # until models are loaded: modules by the thousand hold no garbage, and the search costs a seventh
     signal.signal(signal.SIGTERM, _terminated)
-    interrupts.install()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for terminals and pipes that are not UTF-8
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # the model libraries' bars are for people who watch
-    sys.exit(guarded(partial(_run, sys.argv[1:]), sys.argv[1:]))
-
-
-def _run(tokens: list[str]) -> int:
     result: Any = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     sys.stdout.flush()  # here, where an error of the file system is still reported
     return result if isinstance(result, int) else 0

@@ -11,7 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.engines.checkpoint import NO_CODE, check_checkpoint, check_gguf, find, read_json
+from outrider.engines.checkpoint import (
+    NO_CODE,
+    TASKS,
+    check_checkpoint,
+    check_gguf,
+    find,
+    is_captions_only,
+    read_json,
+)
 from outrider.engines.locking import LOADING, check_process
 from outrider.errors import ModelError, OutriderError, SettingsError
 from outrider.files import out_of_space
@@ -153,6 +161,16 @@ def locate(name: str) -> str:
     if path.exists() or not _HUB_ID.fullmatch(name):
         raise ModelError(f"no such model: {name} (give a checkpoint's directory, a .gguf file, a hub id, or demo)")
     return name
+
+
+def captions_only(name: str) -> bool:
+    """Return whether a model takes recordings alone as prompts, without loading it; False if only loading shows it.
+
+    Raises:
+        ModelError: no such model, or its config.json is not valid.
+    """
+    config = Path(locate(name)) / "config.json"  # of a hub id it need not be on this machine
+    return config.is_file() and is_captions_only(read_json(config, name).get(TASKS))
 
 
 def _load_transformers(path: str, name: str, options: dict[str, Any]) -> tuple[Any, Any, Any]:
