@@ -213,7 +213,7 @@ MAKERS = [files.TemporaryFolder, files.temporary_text]
 @pytest.mark.usefixtures("nowhere")
 @pytest.mark.parametrize("make", MAKERS)
 def test_no_temporary_directory_is_named_with_the_remedy(make: Callable[[], object]) -> None:
-    with pytest.raises(OutriderError, match="no temporary directory is writable.*disk full.*TMPDIR"):
+    with pytest.raises(OutriderError, match=r"no temporary directory is writable.*disk full.*TMPDIR"):
         make()
 
 
@@ -225,7 +225,7 @@ def test_a_disk_that_became_full_is_named(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    monkeypatch.setattr(os, "mkdir", refuse)
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     with pytest.raises(OutriderError, match=text):
         make()

@@ -393,8 +393,15 @@ def report(*dirs: str, out: str = "report.html") -> int:
 
 def main() -> None:
     """Parse, run, and turn every error into a line on stderr and an exit code."""
-    words = sys.argv[1:]
-    interrupts.end(guarded(partial(_run, words), words))
+    words, code = sys.argv[1:], interrupts.INTERRUPTED
+    try:
+        try:
+            code = guarded(partial(_run, words), words)
+        finally:
+            interrupts.exit_at_once()
+    except KeyboardInterrupt:  # outside of `guarded`'s own try; there is no second one
+        pass
+    interrupts.end(code)
 
 
 def _run(tokens: list[str]) -> int:
