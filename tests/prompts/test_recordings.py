@@ -23,7 +23,7 @@ from outrider.gateway.recordings import decoded
 from outrider.gateway.refusing import Refused
 from outrider.prompts import audio, media_decoder
 from outrider.prompts.audio import SAMPLE_RATE, Audio, on_grid
-from outrider.prompts.recordings import READ, Downmix, Limits, decode_bytes
+from outrider.prompts.recordings import READ, Downmix, Limits, decode_bytes, decode_path
 from tests.fuzz import recordings as fuzzing
 
 RATE = 48_000
@@ -404,6 +404,27 @@ def test_a_long_recording_is_split_into_equal_pieces_with_times(tmp_path: Path) 
     assert np.array_equal(np.concatenate([audio.load(piece.audio) for piece in pieces]), whole.waveform)
     assert [audio.read(piece.audio).warnings for piece in pieces] == [(), (), whole.warnings]
     assert len(audio.split(Audio(path), 30.0)) == 1
+
+
+@pytest.mark.parametrize("name", OGGS)
+def test_a_hole_is_named_on_the_piece_that_contains_it(name: str, tmp_path: Path) -> None:
+    data, pages, path = ogg_file(name), pages_of(ogg_file(name)), tmp_path / "a.ogg"
+    whole = decode_bytes(data, "a").waveform
+    for page in pages[3:-2]:
+        path.write_bytes(data[: page + 40] + data[page + 41 :])
+        found = decode_path(path).waveform
+        hole = np.flatnonzero(np.abs(found - whole[: len(found)]) > 1e-3)[0] / SAMPLE_RATE
+        pieces = audio.split(Audio(path), 0.3)
+        (warned,) = [piece for piece in pieces if piece.audio.warnings]
+        assert warned.start - 0.01 <= hole < warned.end + 0.01
+
+
+def test_warnings_stand_where_their_holes_are_and_else_at_the_end() -> None:
+    wave = np.zeros(4 * SAMPLE_RATE, np.float32)
+    recording = audio.Recording(wave, ("holes", "cut"), {"holes": (0.0, 1.5)})
+    parts = [tuple(recording.warnings_within(n, n + 1)) for n in range(4)]
+    assert parts == [("holes",), ("holes",), (), ("cut",)]
+    assert tuple(audio.Recording(wave, ("late",), {"late": (9.0,)}).warnings_within(3, 4)) == ("late",)
 
 
 # PyAV -------------------------------------------------------------------------------------------------------
