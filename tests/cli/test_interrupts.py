@@ -177,7 +177,12 @@ def before(module, name, first):
     setattr(module, name, lambda *a: (first(), real(*a))[1])
 def after(module, name):
     real = getattr(module, name)
-    setattr(module, name, lambda *a: (real(*a), kill())[0])
+    def hook(*a):
+        try:
+            return real(*a)
+        finally:
+            kill()
+    setattr(module, name, hook)
 def last():
     threading.main_thread().join()
     kill()

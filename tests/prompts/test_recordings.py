@@ -452,6 +452,15 @@ def test_what_phones_and_browsers_record_is_read(av: Any, kind: str, container: 
         decoded(base64.b64encode(data).decode(), kind, 1.0)
 
 
+@pytest.mark.parametrize(("kind", "container", "codec"), MEDIA)
+def test_a_hole_in_a_phone_s_recording_has_its_place(av: Any, kind: str, container: str, codec: str) -> None:
+    data = fuzzing.media_file(container, codec, 6.0)
+    middle, lost = len(data) // 2, len(data) // 10
+    found = decode_bytes(data[:middle] + bytes(lost) + data[middle + lost :], f"a.{kind}")
+    (warning,) = found.warnings
+    assert found.holes[warning][0] == pytest.approx(3.0, abs=0.25)
+
+
 def test_half_a_phone_s_recording_is_used_or_its_lost_index_is_named(av: Any, tmp_path: Path) -> None:
     fast = fuzzing.media_file("mp4", "aac", 4.0, {"movflags": "+faststart"}, tmp_path / "a.m4a")
     found = decode_bytes(fast[: len(fast) * 2 // 3], "a")
