@@ -235,7 +235,7 @@ def test_no_temporary_folder_is_left(tmp_path: Path) -> None:
     from outrider.cli import interrupts, main
     from outrider.files import TemporaryFolder
     folder = TemporaryFolder()
-    main._run = lambda words: os.kill(os.getpid(), signal.SIGINT)
+    main._run = lambda words: (interrupts.install(), os.kill(os.getpid(), signal.SIGINT))
     main.main()
     """
     done = run("import tempfile\ntempfile.tempdir = " + repr(str(tmp_path)) + textwrap.dedent(code))
