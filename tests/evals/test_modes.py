@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 
 from outrider.api import local
 from outrider.config import GateFile, ModelId
+from outrider.core.options import DecodingOptions
 from outrider.errors import ContextError, SettingsError
 from outrider.evals.bench import Bench, about
 from outrider.evals.limits import Held, address_space, check_memory, check_threads
@@ -45,7 +46,7 @@ def bench(family: str, *, gate: str = "entropy:1.0", drafter: str | None = None,
     tokenizer, eos = subword_tokenizer(), (3, 40, 41)
     target = tiny_engine(family, 3, eos=eos, tokenizer=tokenizer)
     draft = tiny_engine(drafter or family, 3, eos=eos, tokenizer=tokenizer, drift=0.05)
-    setup = Setup({"max_new_tokens": 24, **generation}, k=4, gate=gate)
+    setup = Setup({"max_new_tokens": 24, **generation}, DecodingOptions(k=4, gate=gate))
     return Bench(draft, local(target), setup, Assistance(tokens=5))
 
 
