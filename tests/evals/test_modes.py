@@ -268,9 +268,9 @@ def test_a_calibrated_gate_s_audits_are_those_of_the_answer_alone(tmp_path: Path
     made = bench("llama", max_new_tokens=40, ignore_eos=True)
     edge, cloud = (ModelId(engine.name, engine.fingerprint) for engine in (made.draft, made.target))
     path = tmp_path / "gate.json"
-    file = GateFile("entropy:9", 0.1, "tokens", made.setup.k, 9, 0.1, 0.5, 0.5, edge, cloud, made.settings)  # type: ignore[arg-type]
+    file = GateFile("entropy:9", 0.1, "tokens", 4, 9, 0.1, 0.5, 0.5, edge, cloud, made.settings)
     path.write_text(json.dumps(file.to_json()), encoding="utf-8")
-    gated = replace(made, setup=replace(made.setup, gate=f"calibrated:{path}"))
+    gated = replace(made, setup=replace(made.setup, options=DecodingOptions(k=4, gate=f"calibrated:{path}")))
     (mode,), _ = gated.modes(("gated",), [])
     first = answer(mode, TEXT)[0]
     assert first["risk"]["audited"] == first["stats"]["audited"] > 0
