@@ -32,7 +32,7 @@ from outrider.gateway.asking import Defaults
 from outrider.gateway.desk import Desk
 from outrider.gateway.exchange import Gateway
 from outrider.gateway.metrics import Metrics
-from outrider.gateway.pool import Choice, Pool
+from outrider.gateway.pool import Pool, RequestOptions
 from outrider.gateway.server import bound, http_server
 from outrider.verifiers.base import Verifier
 from outrider.verifiers.connect import connect
@@ -74,7 +74,7 @@ def in_python(decoder: SpeculativeDecoder, tokens: int) -> Timed:
 
 
 @contextmanager
-def over_http(pool: Pool, choice: Choice, tokens: int) -> Iterator[Timed]:
+def over_http(pool: Pool, choice: RequestOptions, tokens: int) -> Iterator[Timed]:
     """The gateway in a thread of this process, its client in a process of its own."""
     desk = Desk(pool)
     metrics = Metrics(lambda: desk.active, lambda: desk.waiting, 8)
@@ -119,7 +119,7 @@ def reached(cloud: str) -> Iterator[Verifier | None]:
 def measure(rounds: int, tokens: int, verifier: Verifier | None) -> dict[str, float]:
     """Medians in milliseconds; the two ways take turns, and which begins alternates."""
     pool = Pool(load_engine("demo:edge"), None if verifier is None else lambda _: verifier)
-    choice = Choice("edge-only" if verifier is None else "speculative", k=5)
+    choice = RequestOptions("edge-only" if verifier is None else "speculative", k=5)
     found: dict[str, list[tuple[float, float]]] = {"python": [], "http": []}
     with over_http(pool, choice, tokens) as http:
         ways: list[tuple[str, Timed]] = [("python", in_python(pool.decoder(choice), tokens)), ("http", http)]

@@ -8,19 +8,16 @@ from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing
 from typing import Any
 
-from outrider.config import DriverName, GenerationSettings, OnCloudLoss, OnLoop, Privacy, Scope
-from outrider.core.acceptance import rule
+from outrider.config import DEFAULT_K, DriverName, GenerationSettings, OnCloudLoss, OnLoop, Privacy, Scope
 from outrider.core.actions import Plan
 from outrider.core.decoder import Decoder
 from outrider.core.detokenizer import detokenizer
 from outrider.core.events import Event
 from outrider.core.events import StreamEvent as StreamEvent
 from outrider.core.gate import Calibrated, Gate
-from outrider.core.gate import gate as parse_gate
 from outrider.core.lookahead import lookahead
 from outrider.core.loops import DEFAULT_LOOP_RULE
-from outrider.core.loops import loop_rule as parse_loop_rule
-from outrider.core.modes import check_modes, settled_loss
+from outrider.core.options import DecodingOptions
 from outrider.core.outcome import Oversight, Result
 from outrider.core.policy import Policy
 from outrider.core.stopping import StopRules
@@ -93,7 +90,7 @@ class SpeculativeDecoder:
         verifier: Verifier | None = None,
         *,
         gate: str | Gate = "always",
-        k: int | str = 5,
+        k: int | str = DEFAULT_K,
         accept: str = "exact",
         scope: Scope = "block",
         on_loop: OnLoop | None = None,
@@ -106,22 +103,23 @@ class SpeculativeDecoder:
         lazy: bool = False,
     ) -> None:
         _check_kinds(draft, verifier)
-        self.draft, self.verifier, self._reader, self._watch = draft, verifier, reader, watch
-        self.gate = parse_gate(gate) if isinstance(gate, str) else gate
-        self._oversight, self._lock = Oversight(self.gate), threading.Lock()
-        self.accept, self._rule = accept, rule(accept)
-        self.k = k
-        self.lookahead = lookahead(k) if draft is not None else None
-        self.on_loop: OnLoop = on_loop or ("escalate" if verifier is not None else "sample")
-        self.loop_rule = parse_loop_rule(loop_rule)
-        self.scope: Scope = scope
-        self.driver: DriverName = driver
-        self.privacy: Privacy = privacy
+        options = DecodingOptions(
+            gate=gate,
+            k=k,
+            accept=accept,
+            scope=scope,
+            on_loop=on_loop,
+            loop_rule=loop_rule,
+            driver=driver,
+            on_cloud_loss=on_cloud_loss,
+            privacy=privacy,
+        )
         sides = {"has_drafter": draft is not None, "has_verifier": verifier is not None}
-        remote = isinstance(verifier, PipelinedVerifier)
-        check_modes(self.gate, self._rule, scope, on_loop, driver, on_cloud_loss, privacy, **sides, remote=remote)
-        self.on_cloud_loss = settled_loss(on_cloud_loss, self.gate, has_drafter=draft is not None)
-        self._pair = Pair(draft, verifier, self.on_cloud_loss, reader=reader, lazy=lazy)
+        self.options = options.resolve(**sides, remote=isinstance(verifier, PipelinedVerifier))
+        self.draft, self.verifier, self._reader, self._watch = draft, verifier, reader, watch
+        self.lookahead = lookahead(k) if draft is not None else None
+        self._oversight, self._lock = Oversight(self.options.gate), threading.Lock()
+        self._pair = Pair(draft, verifier, self.options.on_cloud_loss, reader=reader, lazy=lazy)
         self._turns = Turns(draft, getattr(verifier, "engine", None))
 
     # Generating ---------------------------------------------------------------------------------------------
@@ -158,7 +156,8 @@ class SpeculativeDecoder:
 
         A residual verdict keeps the target's distribution only if what is verified was not chosen by a gate.
         """
-        return self._rule.lossless and (self.gate.exact or not self._rule.needs_q)
+        rule = self.options.acceptance_rule
+        return rule.lossless and (self.options.gate.exact or not rule.needs_q)
 
     def check_hears(self) -> None:
         """Raise PromptError unless recordings can be prompts."""
@@ -200,7 +199,8 @@ class SpeculativeDecoder:
         """One line that says what was resolved: models, number formats, block length, gate and rule."""
         sides = [f"edge {_place(self.draft)}" if self.draft is not None else "edge none"]
         sides.append(f"cloud {self._cloud_place()}")
-        return " · ".join([*sides, f"k {self.k}", f"gate {self.gate}", f"accept {self.accept}", f"loop {self.on_loop}"])
+        k, gate, accept, on_loop = self.options.k, self.options.gate, self.options.accept, self.options.on_loop
+        return " · ".join([*sides, f"k {k}", f"gate {gate}", f"accept {accept}", f"loop {on_loop}"])
 
     def _cloud_place(self) -> str:
         if self.verifier is None:
@@ -208,7 +208,8 @@ class SpeculativeDecoder:
         if isinstance(self.verifier, LocalVerifier):
             return _place(self.verifier.engine)
         name = self._target.name if self._pair.now.whole else "not there"
-        return f"{name}, {self.driver}, on loss {self.on_cloud_loss}, privacy {self.privacy}"
+        options = self.options
+        return f"{name}, {options.driver}, on loss {options.on_cloud_loss}, privacy {options.privacy}"
 
     def encode(self, prompt: PromptLike) -> Prompt:
         """The prompt as the models read it."""
@@ -245,10 +246,11 @@ class SpeculativeDecoder:
         return StopRules(settings.max_new_tokens, eos, settings.stop, settings.sentences, settings.min_new_tokens)
 
     def _plan(self, rules: StopRules, prompt: Prompt, seed: int) -> Plan:
-        gate, has_verifier = self.gate, self.verifier is not None
+        options, gate, has_verifier = self.options, self.options.gate, self.verifier is not None
         if isinstance(gate, Calibrated):
             gate = gate.keyed(seed, prompt.ids, b"" if prompt.audio is None else prompt.audio.tobytes())
-        return Plan(rules, gate, self._rule, self.lookahead, has_verifier, self.on_loop, self.scope, self.loop_rule)
+        rule, loop_rule = options.acceptance_rule, options.parsed_loop_rule
+        return Plan(rules, gate, rule, self.lookahead, has_verifier, options.on_loop, options.scope, loop_rule)
 
     def _drafter(
         self, prompt: Prompt, settings: GenerationSettings, met: Met, cancellation: Cancellation | None
@@ -257,8 +259,8 @@ class SpeculativeDecoder:
             return None
         policy = Policy.build(settings, met.target.eos_ids, met.draft_vocabulary, len(prompt.ids))
         needs = {
-            "needs_signals": self._watch or self.gate.needs_signals or self.lookahead.needs_signals,
-            "needs_q": self._rule.needs_q and self.verifier is not None,
+            "needs_signals": self._watch or self.options.gate.needs_signals or self.lookahead.needs_signals,
+            "needs_q": self.options.acceptance_rule.needs_q and self.verifier is not None,
         }
         return Drafter(Reader(self.draft, prompt, "drafter"), policy, **needs, cancellation=cancellation)
 
@@ -268,14 +270,15 @@ class SpeculativeDecoder:
         if self.verifier is None or not met.whole:
             return None
         shared = self._shared(prompt)
-        conditions = Conditions(settings, self.accept, met.target_vocabulary, self.withholds(prompt))
-        return Link(self.verifier, lambda verifier: verifier.open(shared, conditions), self.on_cloud_loss, cancellation)
+        conditions = Conditions(settings, self.options.accept, met.target_vocabulary, self.withholds(prompt))
+        on_loss = self.options.on_cloud_loss
+        return Link(self.verifier, lambda verifier: verifier.open(shared, conditions), on_loss, cancellation)
 
     def _shared(self, prompt: Prompt) -> Prompt:
         """The prompt as far as `privacy` lets it leave the edge."""
-        if prompt.audio is None or self.privacy == "audio":
+        if prompt.audio is None or self.options.privacy == "audio":
             return prompt
-        if self.privacy == "tokens":
+        if self.options.privacy == "tokens":
             return Prompt(prompt.ids)
         return Prompt(prompt.ids, features=self._encoder.audio.features(prompt.audio))
 
@@ -285,7 +288,7 @@ class SpeculativeDecoder:
 
     def withholds(self, prompt: Prompt) -> bool:
         """Whether the verifier sees less of this prompt than the drafter does."""
-        return self.verifier is not None and self.privacy == "tokens" and prompt.heard
+        return self.verifier is not None and self.options.privacy == "tokens" and prompt.heard
 
 
 def _is_ids(prompt: Any) -> bool:
@@ -350,7 +353,7 @@ class _Run:
 
     def _drive(self, drafter: Drafter | None, link: Link | None) -> Iterator[Event]:
         lessons = Lessons(self._decoder, lock=self._owner._lock)
-        if drafter is not None and link is not None and self._owner.driver == "pipelined":
+        if drafter is not None and link is not None and self._owner.options.driver == "pipelined":
             return pipelined(self._decoder, drafter, link, lessons)
         judge = None if link is None else (link.verify if drafter is not None else link.generate)
         return sequential(self._decoder, drafter, judge, lessons)
@@ -379,14 +382,7 @@ class _Run:
         sides = self._met.sides
         with self._owner._lock:
             judged = self._owner._oversight.judge(
-                stats,
-                self._lossy(),
-                self._owner.k,
-                sides,
-                self._settings,
-                self._owner.scope,
-                decoder.trail(),
-                self._owner.loop_rule,
+                stats, self._lossy(), self._owner.options, sides, self._settings, decoder.trail()
             )
         return Result(
             text=self._owner.decode(ids) if self._owner.tokenizer is not None else None,
@@ -404,7 +400,7 @@ class _Run:
 
     def _lossy(self) -> list[str]:
         """Return the reasons for which verdicts are not lossless, as a calibrated gate's warnings word them."""
-        found = [] if self._owner.lossless else [f"with accept exact, not {self._owner.accept}"]
+        found = [] if self._owner.lossless else [f"with accept exact, not {self._owner.options.accept}"]
         if self._owner.withholds(self._prompt):
             found.append("for a cloud that gets the recording, not with privacy tokens")
         return found

@@ -16,10 +16,12 @@ from outrider.files import read_json
 OnLoop = Literal["escalate", "sample", "stop", "ignore"]
 Scope = Literal["block", "repair"]
 DriverName = Literal["sequential", "pipelined"]
+DecodingMode = Literal["speculative", "edge-only", "cloud-only"]
 OnCloudLoss = Literal["fail", "edge-only", "wait"]
 Privacy = Literal["tokens", "features", "audio"]
 Loss = Literal["outputs", "tokens"]  # what a risk budget counts
 
+DEFAULT_K = 5  # tokens per block
 OWN = "seed"  # the setting that is each request's own, and no part of what a gate is calibrated for
 SEED_LIMIT = 2**64
 GATE_FILE_VERSION = 3

@@ -6,6 +6,7 @@ logits processors, its stopping criteria. Nothing of outrider is on that side.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -26,6 +27,7 @@ from tiny_models import (
 
 from fakes import OracleEngine
 from outrider import Audio, Result, SpeculativeDecoder, local
+from outrider.core.gate import gate as parse_gate
 
 TEXT = ("qwen2", "llama", "omni")
 SLIDING = ("mistral", "gemma2", "gemma3", "qwen2-mixed")
@@ -314,9 +316,8 @@ def test_anything_with_anything(data: st.DataObject) -> None:
             k=data.draw(st.sampled_from(KS), "k"),
         )
         if decoder.draft is not None:
-            decoder.gate = SpeculativeDecoder(
-                decoder.draft, decoder.verifier, gate=data.draw(st.sampled_from(EXACT_GATES), "gate")
-            ).gate
+            exact_gate = parse_gate(data.draw(st.sampled_from(EXACT_GATES), "gate"))
+            decoder.options = replace(decoder.options, gate=exact_gate)
         check(decoder.generate(list(prompt), **options), wanted)
     finally:
         target.eos_ids = ()

@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 
 from outrider.api import local
 from outrider.config import GateFile, ModelId
+from outrider.core.options import DecodingOptions
 from outrider.errors import ContextError, SettingsError
 from outrider.evals.bench import Bench, about
 from outrider.evals.limits import Held, address_space, check_memory, check_threads
@@ -45,7 +46,7 @@ def bench(family: str, *, gate: str = "entropy:1.0", drafter: str | None = None,
     tokenizer, eos = subword_tokenizer(), (3, 40, 41)
     target = tiny_engine(family, 3, eos=eos, tokenizer=tokenizer)
     draft = tiny_engine(drafter or family, 3, eos=eos, tokenizer=tokenizer, drift=0.05)
-    setup = Setup({"max_new_tokens": 24, **generation}, k=4, gate=gate)
+    setup = Setup({"max_new_tokens": 24, **generation}, DecodingOptions(k=4, gate=gate))
     return Bench(draft, local(target), setup, Assistance(tokens=5))
 
 
@@ -267,9 +268,9 @@ def test_a_calibrated_gate_s_audits_are_those_of_the_answer_alone(tmp_path: Path
     made = bench("llama", max_new_tokens=40, ignore_eos=True)
     edge, cloud = (ModelId(engine.name, engine.fingerprint) for engine in (made.draft, made.target))
     path = tmp_path / "gate.json"
-    file = GateFile("entropy:9", 0.1, "tokens", made.setup.k, 9, 0.1, 0.5, 0.5, edge, cloud, made.settings)  # type: ignore[arg-type]
+    file = GateFile("entropy:9", 0.1, "tokens", 4, 9, 0.1, 0.5, 0.5, edge, cloud, made.settings)
     path.write_text(json.dumps(file.to_json()), encoding="utf-8")
-    gated = replace(made, setup=replace(made.setup, gate=f"calibrated:{path}"))
+    gated = replace(made, setup=replace(made.setup, options=DecodingOptions(k=4, gate=f"calibrated:{path}")))
     (mode,), _ = gated.modes(("gated",), [])
     first = answer(mode, TEXT)[0]
     assert first["risk"]["audited"] == first["stats"]["audited"] > 0

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.core.options import DecodingOptions
 from outrider.errors import AudioError, DecodingError, SettingsError
 from outrider.evals import runner
 from outrider.evals.manifest import Item
@@ -191,7 +192,7 @@ def tear(path: Path, size: int) -> None:
 
 # Which modes ------------------------------------------------------------------------------------------------
 
-HAS = {"edge": True, "cloud": "local", "gate": "entropy:1", "accept": "exact"}
+HAS = {"options": DecodingOptions(gate="entropy:1"), "edge": True, "cloud": "local"}
 
 
 def test_all_modes_run_with_a_pair_in_this_process_and_a_gate() -> None:
@@ -201,8 +202,8 @@ def test_all_modes_run_with_a_pair_in_this_process_and_a_gate() -> None:
 @pytest.mark.parametrize(
     ("change", "left"),
     [
-        ({"gate": "always"}, {"edge-only", "cloud-only", "exact", "plain", "assisted"}),
-        ({"gate": "always", "accept": "rank:5"}, set(NAMES)),
+        ({"options": DecodingOptions()}, {"edge-only", "cloud-only", "exact", "plain", "assisted"}),
+        ({"options": DecodingOptions(accept="rank:5")}, set(NAMES)),
         ({"cloud": "none"}, {"edge-only"}),
         ({"edge": False}, {"cloud-only", "plain"}),
         ({"cloud": "grpc"}, {"edge-only", "cloud-only", "exact", "gated"}),

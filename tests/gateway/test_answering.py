@@ -22,7 +22,7 @@ from outrider.errors import StateError
 from outrider.gateway import replies
 from outrider.gateway.answering import DONE, Answer, Settled, Tokens, usage, visible
 from outrider.gateway.asking import Asked
-from outrider.gateway.pool import Choice
+from outrider.gateway.pool import RequestOptions
 
 LETTERS = st.text(alphabet="ab社区👩‍👩‍👧é\n ", max_size=24)
 
@@ -174,7 +174,7 @@ def test_the_final_tokens_are_those_that_were_not_voided() -> None:
 
 
 def asked(**more: Any) -> Asked:
-    return Asked("a prompt", {}, Choice(), **more)
+    return Asked("a prompt", {}, RequestOptions(), **more)
 
 
 def events_of(said: bytes) -> list[dict[str, Any]]:

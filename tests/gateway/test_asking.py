@@ -20,7 +20,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 import outrider
 from outrider.errors import AudioError, ContextError
 from outrider.gateway.asking import Asked, Defaults, asked, blamed, read
-from outrider.gateway.pool import Choice
+from outrider.gateway.pool import RequestOptions
 from outrider.gateway.recordings import decoded
 from outrider.gateway.refusing import Refused
 from outrider.gateway.schemas import UNDONE, UNUSED, ChatRequest, CompletionRequest, Request
@@ -71,12 +71,16 @@ def test_openai_s_fields_become_our_settings() -> None:
 def test_our_own_fields_become_settings_and_a_choice() -> None:
     options = {"way": "speculative", "k": "auto", "net": "bw=2Mbit,rtt=50ms", "gate": "entropy:1", "tokens": True}
     found = chat(outrider={**options, "min_new_tokens": 3, "ignore_eos": True})
-    assert found.choice == Choice(way="speculative", k="auto", net="rtt=50ms,bw=2Mbit", gate="entropy:1", watch=True)
+    assert found.choice == RequestOptions(
+        way="speculative", k="auto", net="rtt=50ms,bw=2Mbit", gate="entropy:1", watch=True
+    )
     assert found.settings.items() >= {"min_new_tokens": 3, "ignore_eos": True}.items()
 
 
 def test_what_is_left_out_is_as_the_command_line_said() -> None:
-    defaults = Defaults(Choice(k=3, net="rtt=5ms"), {"temperature": 0.7, "top_p": 0.8, "stop": ("x",), "seed": 4})
+    defaults = Defaults(
+        RequestOptions(k=3, net="rtt=5ms"), {"temperature": 0.7, "top_p": 0.8, "stop": ("x",), "seed": 4}
+    )
     found = chat(defaults)
     assert (found.choice.k, found.choice.net, found.stop) == (3, "rtt=5ms", ("x",))
     assert found.settings.items() >= {"temperature": 0.7, "top_p": 0.8, "seed": 4}.items()
@@ -292,7 +296,9 @@ def test_a_network_that_would_hold_a_slot_for_long_is_refused(net: str) -> None:
     with pytest.raises(Refused, match="in a request") as refused:
         chat(outrider={"net": net})
     assert refused.value.param == "outrider.net"
-    assert chat(Defaults(Choice(net=net)), outrider={"net": net}).choice.net, "the command line's own may be named"
+    assert chat(Defaults(RequestOptions(net=net)), outrider={"net": net}).choice.net, (
+        "the command line's own may be named"
+    )
 
 
 def test_a_setting_that_stands_in_outrider_is_pointed_at() -> None:
@@ -407,11 +413,11 @@ def test_what_is_no_recording_is_named_without_our_objects() -> None:
 
 def test_a_way_that_nobody_chose_is_not_called_a_choice() -> None:
     with pytest.raises(Refused, match="this gateway's default"):
-        chat(Defaults(Choice("edge-only")), outrider={"gate": "entropy:1"})
+        chat(Defaults(RequestOptions("edge-only")), outrider={"gate": "entropy:1"})
 
 
 def test_the_gate_file_of_the_command_line_may_be_named_again() -> None:
-    defaults = Defaults(Choice(gate="calibrated:mine.json"))
+    defaults = Defaults(RequestOptions(gate="calibrated:mine.json"))
     assert chat(defaults, outrider={"gate": "calibrated:mine.json"}).choice == defaults.choice
 
 
@@ -427,15 +433,17 @@ def test_no_other_file_is_opened_for_a_gate(spec: str, tmp_path: Path, monkeypat
 
     monkeypatch.setattr(Path, "read_text", watched)
     with pytest.raises(Refused, match="on the gateway's command line"):
-        chat(Defaults(Choice(gate="calibrated:mine.json")), outrider={"gate": spec.format(f"calibrated:{file}")})
+        chat(
+            Defaults(RequestOptions(gate="calibrated:mine.json")), outrider={"gate": spec.format(f"calibrated:{file}")}
+        )
 
 
 @pytest.mark.parametrize("way", ["edge-only", "cloud-only"])
 def test_values_that_a_way_does_not_use_are_taken_where_they_ask_for_nothing(way: str) -> None:
     nothing = {"gate": "always", "accept": "exact", "scope": "block", "driver": "sequential", "net": "none"}
-    defaults = Defaults(Choice(gate="entropy:1", net="rtt=5ms", driver="pipelined", on_loop="escalate"))
+    defaults = Defaults(RequestOptions(gate="entropy:1", net="rtt=5ms", driver="pipelined", on_loop="escalate"))
     found = chat(defaults, outrider={"way": way, **nothing, "privacy": "audio", "tokens": True}).choice
-    assert found.settled() == Choice(way, on_loop=found.settled().on_loop, watch=way == "edge-only")  # type: ignore[arg-type]
+    assert found.settled() == RequestOptions(way, on_loop=found.settled().on_loop, watch=way == "edge-only")  # type: ignore[arg-type]
     assert chat(defaults, outrider={"way": way}).choice.way == way, "the command line's own give way"
 
 

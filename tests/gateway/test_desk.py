@@ -20,7 +20,7 @@ from outrider.edge import drafter as drafting
 from outrider.engines.base import Feed
 from outrider.errors import StateError
 from outrider.gateway.desk import Busy, Desk, GoingDown, Ticket, TimeLimit
-from outrider.gateway.pool import Choice, Pool
+from outrider.gateway.pool import Pool, RequestOptions
 from outrider.netem.thread import LinkThread
 from outrider.verifiers.connect import connect
 from tests.cloud.common import SOON
@@ -28,7 +28,7 @@ from tests.cloud.serving import Served, serving
 from tests.gateway.pairs import PROMPTS, clouded, edge, pooled, said
 
 V = 32
-ALONE = Choice("edge-only")
+ALONE = RequestOptions("edge-only")
 DRIVERS: Any = ("sequential", "pipelined")
 KINDS = ("provisional", "confirmed", "revised")
 
@@ -66,7 +66,9 @@ async def all_of(ticket: Ticket) -> list[StreamEvent]:
     return [event async for batch in ticket for event in batch]
 
 
-async def answer(desk: Desk, prompt: Any, choice: Choice = ALONE, client: str = "me", **settings: Any) -> Result:
+async def answer(
+    desk: Desk, prompt: Any, choice: RequestOptions = ALONE, client: str = "me", **settings: Any
+) -> Result:
     ticket = await desk.start(client, prompt, settings, choice)
     await all_of(ticket)
     return ticket.result
@@ -85,8 +87,10 @@ def served() -> Iterator[Served]:
         yield running
 
 
-@pytest.mark.parametrize("choice", [Choice(), Choice(driver="pipelined", k="auto"), Choice("edge-only")], ids=str)
-def test_32_at_once_say_what_they_say_one_at_a_time(served: Served, choice: Choice) -> None:
+@pytest.mark.parametrize(
+    "choice", [RequestOptions(), RequestOptions(driver="pipelined", k="auto"), RequestOptions("edge-only")], ids=str
+)
+def test_32_at_once_say_what_they_say_one_at_a_time(served: Served, choice: RequestOptions) -> None:
     prompts = PROMPTS * 4
     way = "cloud-only" if choice.way == "speculative" else "edge-only"
 
@@ -112,7 +116,7 @@ def test_events_come_in_order_and_make_the_text(served: Served) -> None:
     async def body() -> None:
         with pooled(served) as pool:
             desk = Desk(pool)
-            ticket = await desk.start("me", "Hello there", {"max_new_tokens": 20}, Choice(watch=True))
+            ticket = await desk.start("me", "Hello there", {"max_new_tokens": 20}, RequestOptions(watch=True))
             with pytest.raises(StateError):
                 ticket.result  # noqa: B018 - it still runs
             texts: list[str] = []
@@ -130,7 +134,7 @@ def test_events_come_in_order_and_make_the_text(served: Served) -> None:
 def test_drafted_tokens_are_told_at_once_to_who_wants_them(served: Served, provisional: bool) -> None:
     async def body() -> None:
         with pooled(served) as pool:
-            desk, choice = Desk(pool), Choice(net="rtt=50ms")
+            desk, choice = Desk(pool), RequestOptions(net="rtt=50ms")
             ticket = await desk.start("me", "Hello there", {"max_new_tokens": 20}, choice, provisional=provisional)
             first = await anext(ticket)
             assert {event.kind for event in first} <= ({"provisional"} if provisional else set(KINDS))
@@ -154,7 +158,7 @@ def test_what_cannot_be_used_is_raised_from_start_and_computes_nothing() -> None
             ("text", {}, ALONE, PromptError),
             ([1], {"temperature": -1.0}, ALONE, SettingsError),
             ([1], {"tempersture": 1.0}, ALONE, SettingsError),
-            ([1], {}, Choice(), SettingsError),
+            ([1], {}, RequestOptions(), SettingsError),
         ):
             with pytest.raises(error):
                 await desk.start("me", prompt, settings, choice)
@@ -171,7 +175,7 @@ def test_a_cloud_that_is_lost_is_told_where_it_is_lost() -> None:
         pool = Pool(Held(), lambda net: connect("grpc://127.0.0.1:9", patience=0.1, net=net))
         desk = Desk(pool)
         with pytest.raises(CloudLost):
-            await desk.start("me", [1], {}, Choice())
+            await desk.start("me", [1], {}, RequestOptions())
         assert desk.active == 0
         await desk.close()
         pool.close()
@@ -425,7 +429,7 @@ def test_a_network_of_long_delays_holds_a_slot_no_longer_than_the_limit(served: 
     async def body() -> None:
         with pooled(served) as pool:
             desk = Desk(pool, slots=1, seconds=0.5)
-            choice = Choice(net="rtt=3600s", on_cloud_loss="wait", driver=driver)
+            choice = RequestOptions(net="rtt=3600s", on_cloud_loss="wait", driver=driver)
             with pytest.raises(TimeLimit):
                 await all_of(await desk.start("me", "Hello", {"max_new_tokens": 5}, choice))
             assert (await answer(desk, "Hello", client="you", max_new_tokens=5)).token_ids
@@ -585,12 +589,16 @@ def stalling(cloud: Any) -> Iterator[tuple[Pool, Served, LinkThread, ScriptedEng
             pool.close()
 
 
-STALLED = [*(Choice(driver=driver) for driver in DRIVERS), Choice("cloud-only"), Choice(on_cloud_loss="wait")]
+STALLED = [
+    *(RequestOptions(driver=driver) for driver in DRIVERS),
+    RequestOptions("cloud-only"),
+    RequestOptions(on_cloud_loss="wait"),
+]
 
 
 @pytest.mark.parametrize("choice", STALLED, ids=str)
 @pytest.mark.parametrize("again", [False, True], ids=["first", "later"])
-def test_who_waits_for_a_silent_cloud_is_let_go_at_once(choice: Choice, again: bool) -> None:
+def test_who_waits_for_a_silent_cloud_is_let_go_at_once(choice: RequestOptions, again: bool) -> None:
     settings = {"max_new_tokens": 240, "ignore_eos": True}
     with stalling(Quiet(seconds=0.03)) as (pool, served, link, engine):
 
@@ -622,7 +630,7 @@ def test_who_waits_for_a_silent_cloud_is_let_go_at_once(choice: Choice, again: b
 
 
 @pytest.mark.parametrize("choice", STALLED[:3], ids=str)
-def test_the_cloud_session_ends_within_a_second(choice: Choice) -> None:
+def test_the_cloud_session_ends_within_a_second(choice: RequestOptions) -> None:
     cloud = Quiet(seconds=0.03)
     with stalling(cloud) as (pool, served, _, engine):
 
@@ -648,7 +656,7 @@ def test_a_cloud_that_does_not_even_say_who_it_is_is_left_at_once() -> None:
         async def body() -> None:
             desk = Desk(pool, slots=2)
             link.stall(2.0)
-            starting = [asyncio.create_task(desk.start("me", [1, 2], {}, Choice())) for _ in range(2)]
+            starting = [asyncio.create_task(desk.start("me", [1, 2], {}, RequestOptions())) for _ in range(2)]
             await asyncio.sleep(0.2)
             assert desk.active == 2
             starting[0].cancel()

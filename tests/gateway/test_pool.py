@@ -15,7 +15,7 @@ from fakes import HashRows, ScriptedEngine, ScriptedVerifier
 from outrider import CloudLost, SettingsError, SpeculativeDecoder, StreamEvent, local
 from outrider.edge.cancellation import Cancellation
 from outrider.gateway import pool as pools
-from outrider.gateway.pool import Choice, Pool
+from outrider.gateway.pool import Pool, RequestOptions
 from outrider.gateway.sharing import SharedEngine
 from outrider.verifiers.base import Description
 from outrider.verifiers.local import LocalVerifier
@@ -91,34 +91,40 @@ def scripted() -> ScriptedEngine:
 def test_a_decoder_is_kept_and_so_is_its_verifier() -> None:
     reached = Reached()
     pool = Pool(scripted(), reached)
-    first = pool.decoder(Choice(k=3))
-    assert pool.decoder(Choice(k=3)) is first
-    assert pool.decoder(Choice(k=4)) is not first
-    assert pool.decoder(Choice(k=3, net="rtt=0.05s")) is pool.decoder(Choice(k=3, net="rtt=50ms"))
+    first = pool.decoder(RequestOptions(k=3))
+    assert pool.decoder(RequestOptions(k=3)) is first
+    assert pool.decoder(RequestOptions(k=4)) is not first
+    assert pool.decoder(RequestOptions(k=3, net="rtt=0.05s")) is pool.decoder(RequestOptions(k=3, net="rtt=50ms"))
     assert [verifier.net for verifier in reached.made] == ["none", "rtt=50ms"]
     assert [verifier.asked for verifier in reached.made] == [0, 0], "nothing is said to a cloud that nobody uses"
 
 
 def test_what_does_not_matter_for_a_way_makes_no_other_decoder() -> None:
     pool = Pool(scripted(), Reached())
-    alone = pool.decoder(Choice("edge-only"))
-    assert pool.decoder(Choice("edge-only", gate="entropy:1", net="rtt=1s", privacy="tokens", scope="repair")) is alone
-    assert pool.decoder(Choice("edge-only", on_loop="escalate")) is alone
-    assert pool.decoder(Choice("edge-only", on_loop="stop")) is not alone
-    remote = pool.decoder(Choice("cloud-only"))
-    assert pool.decoder(Choice("cloud-only", gate="never", on_cloud_loss="edge-only", driver="pipelined")) is remote
+    alone = pool.decoder(RequestOptions("edge-only"))
+    assert (
+        pool.decoder(RequestOptions("edge-only", gate="entropy:1", net="rtt=1s", privacy="tokens", scope="repair"))
+        is alone
+    )
+    assert pool.decoder(RequestOptions("edge-only", on_loop="escalate")) is alone
+    assert pool.decoder(RequestOptions("edge-only", on_loop="stop")) is not alone
+    remote = pool.decoder(RequestOptions("cloud-only"))
+    assert (
+        pool.decoder(RequestOptions("cloud-only", gate="never", on_cloud_loss="edge-only", driver="pipelined"))
+        is remote
+    )
     assert (alone.verifier, remote.draft) == (None, None)
 
 
 def test_only_the_last_ones_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "MOST_DECODERS", 3)
     pool = Pool(scripted(), Reached())
-    first, second = (pool.decoder(Choice(k=k)) for k in (1, 2))
-    pool.decoder(Choice(k=1))
+    first, second = (pool.decoder(RequestOptions(k=k)) for k in (1, 2))
+    pool.decoder(RequestOptions(k=1))
     for k in (3, 4):
-        pool.decoder(Choice(k=k))
-    assert pool.decoder(Choice(k=1)) is first
-    assert pool.decoder(Choice(k=2)) is not second
+        pool.decoder(RequestOptions(k=k))
+    assert pool.decoder(RequestOptions(k=1)) is first
+    assert pool.decoder(RequestOptions(k=2)) is not second
 
 
 def test_networks_that_nobody_uses_are_closed_the_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,13 +133,13 @@ def test_networks_that_nobody_uses_are_closed_the_oldest_first(monkeypatch: pyte
     pool = Pool(scripted(), reached)
     nets = [f"rtt={n}ms" for n in range(1, 6)]
     with ExitStack() as running:
-        held = running.enter_context(pool.lent(Choice(net=nets[0])))
+        held = running.enter_context(pool.lent(RequestOptions(net=nets[0])))
         for net in nets[1:]:
-            with pool.lent(Choice(net=net)):
+            with pool.lent(RequestOptions(net=net)):
                 pass
         assert reached.open == [nets[0], nets[4]], "one is in use, however long"
-        assert pool.decoder(Choice(net=nets[0])) is held
-    with pool.lent(Choice(net=nets[1])):
+        assert pool.decoder(RequestOptions(net=nets[0])) is held
+    with pool.lent(RequestOptions(net=nets[1])):
         assert len(reached.open) == 3, "one more, for as long as it is used"
     assert len(reached.open) == 2
     pool.close()
@@ -156,15 +162,15 @@ class Plain(ScriptedVerifier):
 @pytest.mark.parametrize(
     "choice",
     [
-        Choice(net="rtt=1ms", scope="repair"),
-        Choice(net="rtt=1ms", k=0),
-        Choice(net="rtt=1ms", gate="luck"),
-        Choice("cloud-only", net="rtt=1ms", on_loop="sample"),
-        Choice(net="cut", on_cloud_loss="wait"),
+        RequestOptions(net="rtt=1ms", scope="repair"),
+        RequestOptions(net="rtt=1ms", k=0),
+        RequestOptions(net="rtt=1ms", gate="luck"),
+        RequestOptions("cloud-only", net="rtt=1ms", on_loop="sample"),
+        RequestOptions(net="cut", on_cloud_loss="wait"),
     ],
     ids=str,
 )
-def test_what_is_refused_reaches_for_no_cloud(choice: Choice) -> None:
+def test_what_is_refused_reaches_for_no_cloud(choice: RequestOptions) -> None:
     reached = Reached()
     with pytest.raises(SettingsError), Pool(scripted(), reached).lent(choice):
         pass
@@ -180,10 +186,10 @@ def test_a_cable_that_cannot_be_cut_leaves_no_verifier_behind() -> None:
 
     pool = Pool(scripted(), reach_)
     for _ in range(3):
-        with pytest.raises(SettingsError, match="cannot be cut off"), pool.lent(Choice(net="cut")):
+        with pytest.raises(SettingsError, match="cannot be cut off"), pool.lent(RequestOptions(net="cut")):
             pass
     assert [verifier.gone for verifier in reached] == [True] * 3
-    pool.decoder(Choice())
+    pool.decoder(RequestOptions())
     assert not pool.cuttable
 
 
@@ -193,7 +199,7 @@ def test_networks_are_closed_also_where_a_choice_is_refused(monkeypatch: pytest.
     reached = Reached()
     pool = Pool(scripted(), reached)
     for n in range(1, 9):
-        with pytest.raises(SettingsError), pool.lent(Choice(net=f"rtt={n}ms", k=0)):
+        with pytest.raises(SettingsError), pool.lent(RequestOptions(net=f"rtt={n}ms", k=0)):
             pass
     assert len(reached.open) == 2
 
@@ -203,14 +209,14 @@ def test_the_gateway_s_own_choice_stays_whatever_clients_ask_for(monkeypatch: py
     monkeypatch.setattr(pools, "MOST_NETWORKS", 2)
     reached = Reached()
     pool = Pool(scripted(), reached)
-    own = pool.keep(Choice(net="rtt=100ms", k="auto"))
-    watched = pool.decoder(Choice(net="rtt=100ms", k="auto", watch=True))
+    own = pool.keep(RequestOptions(net="rtt=100ms", k="auto"))
+    watched = pool.decoder(RequestOptions(net="rtt=100ms", k="auto", watch=True))
     assert pool.cuttable
     for n in range(1, 9):
-        with pool.lent(Choice(net=f"rtt={n}ms")):
+        with pool.lent(RequestOptions(net=f"rtt={n}ms")):
             pass
-    assert pool.decoder(Choice(net="rtt=100ms", k="auto")) is own
-    assert pool.decoder(Choice(net="rtt=100ms", k="auto", watch=True)) is watched
+    assert pool.decoder(RequestOptions(net="rtt=100ms", k="auto")) is own
+    assert pool.decoder(RequestOptions(net="rtt=100ms", k="auto", watch=True)) is watched
     assert "rtt=100ms" in reached.open
     assert len(reached.open) == 2
     assert len(pool._decoders) <= 3
@@ -218,36 +224,36 @@ def test_the_gateway_s_own_choice_stays_whatever_clients_ask_for(monkeypatch: py
 
 def test_watching_learns_with_who_does_not_watch() -> None:
     pool = Pool(scripted(), Reached())
-    plain, watched = (pool.decoder(Choice(k="auto", watch=watch)) for watch in (False, True))
+    plain, watched = (pool.decoder(RequestOptions(k="auto", watch=watch)) for watch in (False, True))
     assert watched.lookahead is plain.lookahead
     assert watched._oversight is plain._oversight
     assert watched._lock is plain._lock
-    assert pool.decoder(Choice(k="auto", gate="entropy:1")).lookahead is not plain.lookahead
+    assert pool.decoder(RequestOptions(k="auto", gate="entropy:1")).lookahead is not plain.lookahead
 
 
 def test_a_cloud_in_this_process_is_shared_too_and_has_no_network() -> None:
     pool = Pool(scripted(), lambda net: local(scripted()))
-    verifier = pool.decoder(Choice()).verifier
+    verifier = pool.decoder(RequestOptions()).verifier
     assert isinstance(verifier, LocalVerifier)
     assert isinstance(verifier.engine, SharedEngine)
     for net in ("rtt=5ms", "cut"):
         with pytest.raises(SettingsError, match="no network in between"):
-            pool.decoder(Choice(net=net))
+            pool.decoder(RequestOptions(net=net))
 
 
 @pytest.mark.parametrize(
     ("choice", "why"),
     [
-        (Choice("cloudy"), "way"),  # type: ignore[arg-type]
-        (Choice(net="5ms"), "network condition"),
-        (Choice(gate="entropy"), "gate"),
-        (Choice(k=0), "k is"),
-        (Choice("cloud-only", on_loop="sample"), "on_loop"),
-        (Choice("edge-only", on_loop="panic"), "on_loop"),  # type: ignore[arg-type]
-        (Choice(net="cut", on_cloud_loss="wait"), "for ever"),
+        (RequestOptions("cloudy"), "way"),  # type: ignore[arg-type]
+        (RequestOptions(net="5ms"), "network condition"),
+        (RequestOptions(gate="entropy"), "gate"),
+        (RequestOptions(k=0), "k is"),
+        (RequestOptions("cloud-only", on_loop="sample"), "on_loop"),
+        (RequestOptions("edge-only", on_loop="panic"), "on_loop"),  # type: ignore[arg-type]
+        (RequestOptions(net="cut", on_cloud_loss="wait"), "for ever"),
     ],
 )
-def test_what_cannot_be_had_is_refused_by_name(choice: Choice, why: str) -> None:
+def test_what_cannot_be_had_is_refused_by_name(choice: RequestOptions, why: str) -> None:
     with pytest.raises(SettingsError, match=why):
         Pool(scripted(), Reached()).decoder(choice)
 
@@ -256,8 +262,8 @@ def test_what_cannot_be_had_is_refused_by_name(choice: Choice, why: str) -> None
 def test_without_a_cloud_there_is_one_way(way: Any) -> None:
     pool = Pool(scripted(), None)
     with pytest.raises(SettingsError, match="there is no cloud here"):
-        pool.decoder(Choice(way))
-    assert pool.decoder(Choice("edge-only")).generate([1, 2], max_new_tokens=4).guarantee == "edge-only"
+        pool.decoder(RequestOptions(way))
+    assert pool.decoder(RequestOptions("edge-only")).generate([1, 2], max_new_tokens=4).guarantee == "edge-only"
 
 
 # Meeting ----------------------------------------------------------------------------------------------------------
@@ -319,7 +325,7 @@ class Named(ScriptedEngine):
 def test_a_vocabulary_is_fetched_once_for_all_decoders(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(Named("theirs")) as served:
         pool = Pool(Named("ours"), reach(served))
-        first: Any = pool.decoder(Choice())
+        first: Any = pool.decoder(RequestOptions())
         fetched, fetch = [], first.verifier.connection.vocabulary
 
         async def vocabulary(limit: int, timeout: float) -> list[str]:
@@ -327,7 +333,7 @@ def test_a_vocabulary_is_fetched_once_for_all_decoders(monkeypatch: pytest.Monke
             return await fetch(limit, timeout)
 
         monkeypatch.setattr(first.verifier.connection, "vocabulary", vocabulary)
-        outputs = [pool.decoder(Choice(k=k)).generate([1, 2], max_new_tokens=5).token_ids for k in (1, 2, 3)]
+        outputs = [pool.decoder(RequestOptions(k=k)).generate([1, 2], max_new_tokens=5).token_ids for k in (1, 2, 3)]
         pool.close()
     assert outputs[0] == outputs[1] == outputs[2]
     assert len(fetched) == 1
@@ -340,16 +346,16 @@ def test_a_vocabulary_is_fetched_once_for_all_decoders(monkeypatch: pytest.Monke
 def test_each_way_says_what_it_should(pool: Pool, prompt: str) -> None:
     cloud = list(said("cloud-only", prompt, LENGTH))
     for driver in ("sequential", "pipelined"):
-        result = pool.decoder(Choice(driver=driver)).generate(prompt, max_new_tokens=LENGTH)  # type: ignore[arg-type]
+        result = pool.decoder(RequestOptions(driver=driver)).generate(prompt, max_new_tokens=LENGTH)  # type: ignore[arg-type]
         assert (result.token_ids, result.guarantee) == (cloud, "exact")
-    remote = pool.decoder(Choice("cloud-only")).generate(prompt, max_new_tokens=LENGTH)
+    remote = pool.decoder(RequestOptions("cloud-only")).generate(prompt, max_new_tokens=LENGTH)
     assert (remote.token_ids, remote.guarantee, bool(remote.text)) == (cloud, "exact", True)
-    alone = pool.decoder(Choice("edge-only")).generate(prompt, max_new_tokens=LENGTH)
+    alone = pool.decoder(RequestOptions("edge-only")).generate(prompt, max_new_tokens=LENGTH)
     assert (alone.token_ids, alone.guarantee) == (list(said("edge-only", prompt, LENGTH)), "edge-only")
 
 
 def test_an_emulated_network_is_in_between(pool: Pool) -> None:
-    decoder = pool.decoder(Choice(net="rtt=120ms"))
+    decoder = pool.decoder(RequestOptions(net="rtt=120ms"))
     decoder.generate("rain", max_new_tokens=2)
     result = decoder.generate("rain", max_new_tokens=2)
     assert result.stats.ttft_s >= 0.12
@@ -357,26 +363,28 @@ def test_an_emulated_network_is_in_between(pool: Pool) -> None:
 
 @pytest.mark.parametrize("driver", ["sequential", "pipelined"])
 def test_without_a_cable_the_edge_goes_on_alone_within_a_second_and_says_so(pool: Pool, driver: Any) -> None:
-    decoder = pool.decoder(Choice(gate="entropy:0.1", driver=driver, net="cut"))
+    decoder = pool.decoder(RequestOptions(gate="entropy:0.1", driver=driver, net="cut"))
     for _ in range(2):
         started = time.monotonic()
         result = decoder.generate("Hello there", max_new_tokens=LENGTH)
         assert time.monotonic() - started < 3.0, "about half a second, and what the tokens take on a busy machine"
         assert (result.guarantee, result.token_ids) == ("edge-only", list(said("edge-only", "Hello there", LENGTH)))
         assert any("the cloud was lost" in warning for warning in result.warnings)
-    assert pool.decoder(Choice()).generate("rain", max_new_tokens=4).guarantee == "exact", "the others' cable is in"
+    assert pool.decoder(RequestOptions()).generate("rain", max_new_tokens=4).guarantee == "exact", (
+        "the others' cable is in"
+    )
 
 
 def test_without_a_cable_an_exact_gate_fails_unless_told_otherwise(pool: Pool) -> None:
     with pytest.raises(CloudLost, match="the network is cut"):
-        pool.decoder(Choice(net="cut")).generate("rain", max_new_tokens=4)
-    told = pool.decoder(Choice(net="cut", on_cloud_loss="edge-only")).generate("rain", max_new_tokens=4)
+        pool.decoder(RequestOptions(net="cut")).generate("rain", max_new_tokens=4)
+    told = pool.decoder(RequestOptions(net="cut", on_cloud_loss="edge-only")).generate("rain", max_new_tokens=4)
     assert told.guarantee == "edge-only"
 
 
 def test_one_decoder_counts_right_while_many_use_it(pool: Pool) -> None:
     """Its lookahead learns from all of them, and its outputs stay what they are."""
-    decoder = pool.decoder(Choice(k="auto", driver="pipelined"))
+    decoder = pool.decoder(RequestOptions(k="auto", driver="pipelined"))
     alone = {prompt: list(said("cloud-only", prompt, LENGTH)) for prompt in PROMPTS}
     with ThreadPoolExecutor(8) as threads:
         results = list(threads.map(lambda prompt: decoder.generate(prompt, max_new_tokens=LENGTH), PROMPTS))
@@ -386,7 +394,7 @@ def test_one_decoder_counts_right_while_many_use_it(pool: Pool) -> None:
 def test_generations_that_run_at_once_tell_what_they_learnt_one_by_one(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder = pool.decoder(Choice(k="auto"))
+    decoder = pool.decoder(RequestOptions(k="auto"))
     inside, overlaps = [], []
 
     def alone(function: Any) -> Any:
@@ -415,7 +423,7 @@ def test_generations_that_run_at_once_tell_what_they_learnt_one_by_one(
 def test_watching_tells_how_sure_the_drafter_was_of_each_token_and_changes_nothing(pool: Pool) -> None:
     for driver in ("sequential", "pipelined"):
         unwatched, watched = (
-            list(pool.decoder(Choice(driver=driver, watch=watch)).stream("Hello there", max_new_tokens=LENGTH))  # type: ignore[arg-type]
+            list(pool.decoder(RequestOptions(driver=driver, watch=watch)).stream("Hello there", max_new_tokens=LENGTH))  # type: ignore[arg-type]
             for watch in (False, True)
         )
         assert [tokens(events) for events in (unwatched, watched)] == [

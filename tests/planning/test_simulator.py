@@ -246,6 +246,8 @@ def test_costs_are_summed_up_field_by_field() -> None:
         (lambda: Setup(driver="both"), "driver"),
         (lambda: Setup(gate="entropy"), "gate"),
         (lambda: Setup(k=0), "k is"),
+        (lambda: Setup(accept="rank:2"), "accept 'rank:2': only the default is simulated"),
+        (lambda: Setup(on_loop="stop"), "on_loop 'stop': only the default is simulated"),
         (lambda: Setup(net=Conditions(rtt=0.1, jitter=0.01)), "jitter"),
         (lambda: Setup(net=Conditions(cut_after=3.0)), "cut"),
         (lambda: Setup(queue_s=-1.0), "queue_s"),

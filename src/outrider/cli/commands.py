@@ -24,8 +24,8 @@ from outrider.cli.options import (
     Network,
     Output,
     Speculation,
-    assemble,
     build_decoder,
+    build_options,
     check,
     check_takes_text,
     closed_on_failure,
@@ -72,7 +72,8 @@ def run_demo(
     def build() -> SpeculativeDecoder:
         draft = load_drafter(Models())  # before it waits for the cloud, which is loading too
         with closed_on_failure(connect(f"grpc://{cloud()}", **network.connection())) as verifier:
-            return assemble(draft, verifier, speculation, network, watch=output.verbose)
+            options = build_options(speculation, network)
+            return SpeculativeDecoder(draft, verifier, **options.keywords(), watch=output.verbose)
 
     loading = named(Models(cloud="local:demo"))
     against = partial(_against_the_cloud_alone, jobs, decoding) if network.net and not output.json else None

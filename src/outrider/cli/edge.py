@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Group, Parameter
 
@@ -23,6 +23,7 @@ from outrider.cli.options import (
     Network,
     Speculation,
     Whole,
+    build_options,
     check,
     collect_from_now_on,
     load_drafter,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from outrider.gateway.access import Access
     from outrider.gateway.connections import Listener
     from outrider.gateway.desk import Desk
-    from outrider.gateway.pool import Choice, Pool
+    from outrider.gateway.pool import Pool, RequestOptions
     from outrider.verifiers.base import Verifier
 
     Reach = Callable[[str], Verifier]
@@ -315,12 +316,11 @@ def _application(access: Access, pool: Pool, met: _Met, asked: Asked) -> tuple[D
     return desk, create_app(Gateway(desk, access, defaults, metrics), about)
 
 
-def _choice(speculation: Speculation, network: Network, *, has_cloud: bool) -> Choice:
-    from outrider.gateway.pool import Choice
+def _choice(speculation: Speculation, network: Network, *, has_cloud: bool) -> RequestOptions:
+    from outrider.gateway.pool import RequestOptions
 
-    together = {name: getattr(network, name) for name in ("driver", "on_cloud_loss", "privacy")}
-    way: Any = "speculative" if has_cloud else "edge-only"
-    return Choice(way, **asdict(speculation), **together, net=network.net or "none")
+    chosen = asdict(build_options(speculation, network))
+    return RequestOptions("speculative" if has_cloud else "edge-only", net=network.net or "none", **chosen)
 
 
 @dataclass(frozen=True)

@@ -156,15 +156,14 @@ def _checked(
     from outrider.verifiers.connect import parse_target
 
     _check_out(evaluation.out)
-    check(models, speculation, network)
+    options = check(models, speculation, network)
     GenerationSettings.build(decoding.settings())
     _assistance(assistant)
     if models.edge != "none":
         locate(models.edge)
     edge, cloud = models.edge != "none", parse_target(models.cloud).kind
     sides: dict[str, Any] = {"edge": edge, "cloud": cloud, "limited": evaluation.edge_threads is not None}
-    judged: dict[str, Any] = {"gate": speculation.gate, "accept": speculation.accept}
-    modes, left_out = choose(evaluation.asked, lambda name: obstacle(name, **sides, **judged))
+    modes, left_out = choose(evaluation.asked, lambda name: obstacle(name, options, **sides))
     if evaluation.limit is not None and evaluation.limit < 1:
         raise SettingsError(f"--limit is 1 or more, not {evaluation.limit}")
     if evaluation.trace and not (edge and cloud != "none"):
@@ -217,6 +216,7 @@ def _limit_memory(options: _Options, stack: ExitStack) -> dict[str, Any]:
 
 def _loaded(options: _Options, stack: ExitStack, limits: dict[str, Any]) -> Bench:
     """The models; limits gains what holds the drafter's threads."""
+    from outrider.cli.options import build_options
     from outrider.evals.bench import Bench
     from outrider.evals.modes import Setup
 
@@ -226,8 +226,7 @@ def _loaded(options: _Options, stack: ExitStack, limits: dict[str, Any]) -> Benc
         raise SettingsError(f"--edge-memory {options.evaluation.edge_memory}: the models do not fit") from error
     if options.evaluation.edge_threads is not None:
         limits["edge_threads"] = draft.found
-    together = {name: getattr(options.network, name) for name in ("driver", "on_cloud_loss", "privacy")}
-    setup = Setup(options.decoding.settings(), **asdict(options.speculation), **together)
+    setup = Setup(options.decoding.settings(), build_options(options.speculation, options.network))
     return Bench(draft, verifier, setup, _assistance(options.assistant))
 
 

@@ -21,6 +21,7 @@ from outrider.cli.guard import guarded
 from outrider.cli.options import Connection, Decoding, DemoNetwork, Models, Network, Output, Speculation, Whole
 from outrider.cli.plan import Drivers, Measured
 from outrider.cli.shell import add_completion, shown_default
+from outrider.config import DEFAULT_K
 
 app = App(
     name="outrider",
@@ -240,7 +241,7 @@ def calibrate(
     out: str,
     epsilon: float = 0.02,
     loss: Literal["outputs", "tokens"] = "outputs",
-    k: Whole = 5,
+    k: Whole = DEFAULT_K,
     audit: float = 0.05,
     seed: Whole = 0,
     models: Models = Models(),
@@ -341,7 +342,7 @@ def plan(
 def sweep(
     *,
     gate: Annotated[tuple[str, ...], Parameter(negative="")] = (),
-    k: Annotated[tuple[str, ...], Parameter(negative="")] = ("5",),
+    k: Annotated[tuple[str, ...], Parameter(negative="")] = (str(DEFAULT_K),),
     driver: Annotated[tuple[Drivers, ...], Parameter(negative="")] = ("sequential",),
     net: Annotated[tuple[str, ...], Parameter(negative="")] = ("rtt=50ms",),
     out: str | None = None,

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter, Token
 
-from outrider.config import DriverName, OnCloudLoss, OnLoop, Privacy, Scope
+from outrider.config import DEFAULT_K, DriverName, OnCloudLoss, OnLoop, Privacy, Scope
 from outrider.core.loops import DEFAULT_LOOP_RULE
 from outrider.errors import PromptError, SettingsError
 
 if TYPE_CHECKING:
     from outrider.api import SpeculativeDecoder
+    from outrider.core.options import DecodingOptions, ResolvedOptions
     from outrider.engines.base import Engine
     from outrider.verifiers.base import Verifier
     from outrider.verifiers.connect import Target
@@ -99,7 +100,7 @@ class Speculation:
         The definition of a loop: the longest period, the shortest tail, and tokens beyond two periods.
     """
 
-    k: Annotated[int | Literal["auto"], Parameter(converter=_block_length)] = 5
+    k: Annotated[int | Literal["auto"], Parameter(converter=_block_length)] = DEFAULT_K
     gate: str = "always"
     accept: str = "exact"
     scope: Scope = "block"
@@ -260,19 +261,18 @@ def build_decoder(
     models: Models, speculation: Speculation, network: Network, *, watch: bool = False
 ) -> SpeculativeDecoder:
     """Load what the options name. Settings are checked before any model is, and the cloud is asked first."""
-    check(models, speculation, network)
-    from outrider.core.gate import gate
-    from outrider.core.modes import settled_loss
+    loss = check(models, speculation, network).on_cloud_loss
+    from outrider.api import SpeculativeDecoder
     from outrider.engines.load import locate
     from outrider.verifiers.base import Distant
 
     if models.edge != "none":
         locate(models.edge)
-    loss = settled_loss(network.on_cloud_loss, gate(speculation.gate), has_drafter=models.edge != "none")
     with closed_on_failure(reach(models, network)) as verifier:
         if isinstance(verifier, Distant) and loss == "fail":
             verifier.probe()  # who cannot be reached is known before a model is loaded
-        return assemble(load_drafter(models), verifier, speculation, network, watch=watch)
+        options = build_options(speculation, network)
+        return SpeculativeDecoder(load_drafter(models), verifier, **options.keywords(), watch=watch)
 
 
 @contextmanager
@@ -303,19 +303,12 @@ def load_drafter(models: Models) -> Engine | None:
     return None if models.edge == "none" else load_engine(models.edge, dtype=models.dtype, device=models.device)
 
 
-def assemble(
-    draft: Engine | None,
-    verifier: Verifier | None,
-    speculation: Speculation,
-    network: Network,
-    *,
-    watch: bool = False,
-) -> SpeculativeDecoder:
-    """Return a decoder from the loaded and connected models. watch: measure signals also where no gate needs them."""
-    from outrider.api import SpeculativeDecoder
+def build_options(speculation: Speculation, network: Network) -> DecodingOptions:
+    """Return the decoding options of both groups together."""
+    from outrider.core.options import DecodingOptions
 
     together = {name: getattr(network, name) for name in ("driver", "on_cloud_loss", "privacy")}
-    return SpeculativeDecoder(draft, verifier, **asdict(speculation), **together, watch=watch)
+    return DecodingOptions(**asdict(speculation), **together)
 
 
 def collect_from_now_on() -> None:
@@ -336,32 +329,15 @@ def check_connection(models: Models, network: Connection) -> Target:
     return target
 
 
-def check(models: Models, speculation: Speculation, network: Network) -> None:
-    """Raise InputError for what is wrong with the options themselves."""
-    from outrider.core.acceptance import rule
-    from outrider.core.gate import gate
-    from outrider.core.lookahead import lookahead
-    from outrider.core.loops import loop_rule
-    from outrider.core.modes import check_modes
+def check(models: Models, speculation: Speculation, network: Network) -> ResolvedOptions:
+    """Validate the options and resolve their defaults. Raise InputError where they contradict each other."""
     from outrider.engines.load import locate
 
     target = check_connection(models, network)
     if target.kind == "local":
         locate(target.model)
-    check_modes(
-        gate(speculation.gate),
-        rule(speculation.accept),
-        speculation.scope,
-        speculation.on_loop,
-        network.driver,
-        network.on_cloud_loss,
-        network.privacy,
-        has_drafter=models.edge != "none",
-        has_verifier=target.kind != "none",
-        remote=target.remote,
-    )
-    lookahead(speculation.k)
-    loop_rule(speculation.loop_rule)
+    sides = {"has_drafter": models.edge != "none", "has_verifier": target.kind != "none"}
+    return build_options(speculation, network).resolve(**sides, remote=target.remote)
 
 
 def check_takes_text(models: Models) -> None:

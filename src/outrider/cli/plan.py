@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cyclopts import Group, Parameter
 
 from outrider.cli.options import Connection, Decoding, Models, Output, Whole
-from outrider.config import GenerationSettings
+from outrider.config import DEFAULT_K, GenerationSettings
 from outrider.errors import SettingsError
 from outrider.files import check_place, write_file
 
@@ -117,7 +117,7 @@ def run_sweep(
     if out is not None:
         check_place(out)
     traces, costs = _measure(measured, models, connection, decoding, output)
-    longest = max((k for k in lengths if isinstance(k, int)), default=5)
+    longest = max((k for k in lengths if isinstance(k, int)), default=DEFAULT_K)
     tried: list[Any] = list(gates) or ["always", *thresholds(traces, longest), "never"]
     rows = [
         *_cloud_alone(traces, costs, places),
@@ -290,7 +290,7 @@ def _verdict(ranking: Ranking) -> str:
 def _sample(option: Option) -> str:
     """State how many outputs an inexact option changed, and the upper end of the interval."""
     found, setup = option.summary, option.setup
-    if setup.mode == "cloud-only" or (setup.mode == "speculative" and setup.policy().exact):
+    if setup.mode == "cloud-only" or (setup.mode == "speculative" and setup.parsed_gate.exact):
         return ""
     high = f"{100 * found.changed_outputs_high:.0f} %"
     return (
@@ -309,7 +309,7 @@ def _as_options(best: Option) -> str:
     setup = best.setup
     if setup.mode != "speculative":
         return f" ({'--cloud none' if setup.mode == 'edge-only' else '--edge none'})"
-    return f" (--gate {shlex.quote(str(setup.policy()))} --driver {setup.driver} --k {setup.k})"
+    return f" (--gate {shlex.quote(str(setup.parsed_gate))} --driver {setup.driver} --k {setup.k})"
 
 
 def _show_sweep(rows: Sequence[Row], front: Sequence[Row]) -> None:

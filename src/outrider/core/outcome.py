@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field, fields
 from html import escape
 from typing import Any, Literal
 
-from outrider.config import GenerationSettings, Scope
+from outrider.config import GenerationSettings
 from outrider.core.audits import Audits, AuditTrail
 from outrider.core.audits import Risk as Risk
 from outrider.core.gate import Calibrated, Fit, Gate, Named
-from outrider.core.loops import DEFAULT, LoopRule
+from outrider.core.options import DecodingOptions
 from outrider.core.sequence import Source
 from outrider.core.stopping import Reason
 
@@ -136,12 +136,10 @@ class Oversight:
         self,
         stats: Stats,
         lossy: Seq[str],
-        k: int | str,
+        options: DecodingOptions,
         sides: Seq[Named],
         settings: GenerationSettings,
-        scope: Scope,
         trail: AuditTrail,
-        loop_rule: LoopRule = DEFAULT,
     ) -> Judgement:
         """lossy: why verdicts are not lossless; empty where they are.
 
@@ -151,8 +149,10 @@ class Oversight:
         """
         if self._gate is None or self._audits is None:
             return Judgement(guarantee(stats, lossless=not lossy))
-        fit = Fit() if stats.cloud_lost else self._gate.fit(k, sides[0], sides[-1], settings, scope, loop_rule, lossy)
+        fit = Fit()
         if not stats.cloud_lost:
+            scope, loop_rule = options.scope, options.parsed_loop_rule
+            fit = self._gate.fit(options.k, sides[0], sides[-1], settings, scope, loop_rule, lossy)
             self._audits.add(trail, stats.audited, stats.disagreed)
         word = guarantee(stats, lossless=not lossy, bounded=fit.bounded)
         return Judgement(word, self._audits.risk, (*fit.warnings, *self._audits.warnings()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +78,13 @@ def about(
     bench: Bench, data: str, items: Sequence[Item], modes: Sequence[Mode], left_out: dict[str, str], **more: Any
 ) -> Row:
     """What run.json holds. more: further fields of the configuration."""
-    setup = {f.name: getattr(bench.setup, f.name) for f in fields(bench.setup) if f.name != "generation"}
     configuration = {
         "data": {"name": data, "items": len(items), "hash": machine.data_hash(items)},
         "modes": [mode.name for mode in modes],
         "left_out": left_out,
         "generation": asdict(bench.settings),
-        "speculation": setup,
-        "gate_file": _gate_file(bench.setup.gate),
+        "speculation": asdict(bench.setup.options),
+        "gate_file": _gate_file(str(bench.setup.options.gate)),
         "repeatable": bench.setup.repeatable,
         "assistance": asdict(bench.assistance),
         "models": bench.models(),

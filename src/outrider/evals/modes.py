@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Final, Protocol
 
 from outrider.api import SpeculativeDecoder
-from outrider.core.loops import DEFAULT_LOOP_RULE
+from outrider.core.options import DecodingOptions
 from outrider.core.outcome import SECONDS, Oversight, Result
 from outrider.core.text import Transcript
 from outrider.engines.base import Prompt
@@ -56,29 +56,21 @@ class Mode(Protocol):
 
 @dataclass(frozen=True)
 class Setup:
-    """One decode policy for all modes. generation: fields of GenerationSettings. gate, accept, scope are gated's."""
+    """The decoding of all modes. generation: fields of GenerationSettings. Only gated uses gate, accept and scope."""
 
     generation: dict[str, Any] = field(default_factory=dict)
-    k: int | str = 5
-    gate: str = "always"
-    accept: str = "exact"
-    scope: Any = "block"
-    on_loop: Any = None
-    loop_rule: str = DEFAULT_LOOP_RULE
-    driver: Any = "sequential"
-    on_cloud_loss: Any = None
-    privacy: Any = "audio"
+    options: DecodingOptions = DecodingOptions()
 
     @property
     def repeatable(self) -> bool:
-        """Whether who decided which token does not hang on how fast this machine is today."""
-        return self.k != "auto" and self.driver == "sequential"
+        """Whether the sources of tokens do not depend on the speed of the machine."""
+        return self.options.k != "auto" and self.options.driver == "sequential"
 
 
 # Which modes ------------------------------------------------------------------------------------------------
 
 
-def obstacle(mode: str, *, edge: bool, cloud: str, gate: str, accept: str, limited: bool = False) -> str | None:
+def obstacle(mode: str, options: DecodingOptions, *, edge: bool, cloud: str, limited: bool = False) -> str | None:
     """Why a mode cannot be had at all with these options; None where it can. cloud: none, local, or a kind of remote.
 
     limited: the edge is held to threads of its own.
@@ -87,7 +79,7 @@ def obstacle(mode: str, *, edge: bool, cloud: str, gate: str, accept: str, limit
         return "there is no edge model"
     if mode != "edge-only" and cloud == "none":
         return "there is no cloud model"
-    if mode == "gated" and (gate, accept) == ("always", "exact"):
+    if mode == "gated" and (str(options.gate), options.accept) == ("always", "exact"):
         return "without a --gate or --accept it would be the exact mode again"
     if mode in ("plain", "assisted") and cloud != "local":
         return "transformers needs the target in this process: --cloud local:MODEL"
@@ -160,7 +152,8 @@ class Ready(SpeculativeDecoder):
 
     def timed(self, prompt: Prompt, settings: dict[str, Any]) -> tuple[Result, list[float]]:
         """Generate; with the seconds after which each token stood."""
-        self._oversight = Oversight(self.gate)  # a result's own audits: a run that goes on knows no earlier ones
+        # The audits of this result alone: a resumed run does not have those of earlier results.
+        self._oversight = Oversight(self.options.gate)
         started = time.perf_counter()
         arrivals: list[float] = []
         run = self._start(prompt, settings)  # type: ignore[arg-type]
@@ -209,20 +202,15 @@ class Decoded:
 
 
 def build(name: str, draft: Any, verifier: Any, setup: Setup, encoder: Encoder) -> Decoded:
-    """One of our modes, on models that are loaded."""
-    options: dict[str, Any] = {"on_loop": setup.on_loop, "loop_rule": setup.loop_rule}
+    """Build one of our modes on loaded models."""
+    options, sides = setup.options, (draft, verifier)
     if name == "edge-only":
-        options["on_loop"] = None if setup.on_loop == "escalate" else setup.on_loop
-        sides = (draft, None)
+        options, sides = options.for_mode("edge-only"), (draft, None)
     elif name == "cloud-only":
-        options["privacy"] = setup.privacy
-        sides = (None, verifier)
-    else:
-        options |= {"driver": setup.driver, "on_cloud_loss": setup.on_cloud_loss, "privacy": setup.privacy}
-        sides = (draft, verifier)
-    if name == "gated":
-        options |= {"gate": setup.gate, "accept": setup.accept, "scope": setup.scope}
-    decoder = Ready(*sides, k=setup.k, reader=encoder.reader, **options)
+        options, sides = options.for_mode("cloud-only"), (None, verifier)
+    elif name == "exact":
+        options = replace(options, gate="always", accept="exact", scope="block")
+    decoder = Ready(*sides, reader=encoder.reader, **options.keywords())
     return Decoded(name, decoder, encoder, setup.generation)
 
 

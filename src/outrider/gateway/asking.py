@@ -20,7 +20,7 @@ from outrider.gateway.generation_options import (
     notes_of,
     settings_of,
 )
-from outrider.gateway.pool import Choice
+from outrider.gateway.pool import RequestOptions
 from outrider.gateway.recordings import decoded
 from outrider.gateway.refusing import Refused, blaming
 from outrider.gateway.schemas import (
@@ -54,7 +54,7 @@ class Defaults:
     recordings.
     """
 
-    choice: Choice = field(default_factory=Choice)
+    choice: RequestOptions = field(default_factory=RequestOptions)
     settings: Mapping[str, Any] = field(default_factory=dict)
     audio_seconds: float = 0.0
     text: bool = True
@@ -71,7 +71,7 @@ class Asked:
 
     prompt: PromptLike
     settings: dict[str, Any]
-    choice: Choice
+    choice: RequestOptions
     stream: bool = False
     include_usage: bool = False
     provisional: bool = False

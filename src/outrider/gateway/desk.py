@@ -20,7 +20,7 @@ from outrider.api import StreamEvent
 from outrider.core.outcome import Result
 from outrider.edge.cancellation import Cancellation
 from outrider.errors import OutriderError, StateError
-from outrider.gateway.pool import Choice, Pool
+from outrider.gateway.pool import Pool, RequestOptions
 from outrider.prompts.chat import PromptLike
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Ticket:
 
     # In a thread of its own ---------------------------------------------------------------------------------
 
-    def work(self, pool: Pool, prompt: PromptLike, settings: dict[str, Any], choice: Choice) -> Result:
+    def work(self, pool: Pool, prompt: PromptLike, settings: dict[str, Any], choice: RequestOptions) -> Result:
         """Generate."""
         self._cancellation.check()
         with pool.lent(choice) as decoder:
@@ -254,7 +254,7 @@ class Desk:
         client: str,
         prompt: PromptLike,
         settings: dict[str, Any],
-        choice: Choice,
+        choice: RequestOptions,
         *,
         provisional: bool = False,
         queued: Callable[[], None] = lambda: None,
@@ -373,7 +373,9 @@ class Desk:
         usual = sum(self._durations) / len(self._durations) if self._durations else UNKNOWN_S
         return Busy(reason, usual / self._slots)
 
-    def _run(self, ticket: Ticket, client: str, prompt: PromptLike, settings: dict[str, Any], choice: Choice) -> None:
+    def _run(
+        self, ticket: Ticket, client: str, prompt: PromptLike, settings: dict[str, Any], choice: RequestOptions
+    ) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:

@@ -11,7 +11,7 @@ from outrider.config import GenerationSettings
 from outrider.core.acceptance import rule
 from outrider.core.gate import gate
 from outrider.errors import SettingsError
-from outrider.gateway.pool import Choice
+from outrider.gateway.pool import RequestOptions
 from outrider.gateway.refusing import Refused
 from outrider.gateway.schemas import UNUSED, OutriderOptions, Request
 from outrider.netem.conditions import Conditions, conditions
@@ -19,7 +19,7 @@ from outrider.netem.conditions import Conditions, conditions
 MOST_DELAY_S: Final = 10.0  # of a network that a request emulates
 LEAST_RATE: Final = 1000.0  # bit/s, likewise
 FILTERS: Final = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # each at the value that keeps everything
-CHOICE: Final = tuple(each.name for each in fields(Choice) if each.name in OutriderOptions.model_fields)
+CHOICE: Final = tuple(each.name for each in fields(RequestOptions) if each.name in OutriderOptions.model_fields)
 SETTINGS: Final = tuple(each.name for each in fields(GenerationSettings) if each.name in OutriderOptions.model_fields)
 
 
@@ -111,7 +111,7 @@ def field_named_in(message: str, length_field: str | None) -> str | None:
     return None
 
 
-def choice_of(options: OutriderOptions, default: Choice) -> Choice:
+def choice_of(options: OutriderOptions, default: RequestOptions) -> RequestOptions:
     """Return the decoding options: the command line's, changed by the request.
 
     Raises:
@@ -151,9 +151,9 @@ def _check_net(net: Conditions) -> None:
             raise Refused(message, param="outrider.net", code="invalid_value")
 
 
-def _check_used(choice: Choice, given: Mapping[str, Any]) -> None:
+def _check_used(choice: RequestOptions, given: Mapping[str, Any]) -> None:
     """Refuse options of the request that its way does not use. Values without effect are accepted."""
-    used, nothing = choice.settled(), Choice()
+    used, nothing = choice.settled(), RequestOptions()
     for name, value in given.items():
         if value != getattr(used, name) and value != getattr(nothing, name):
             way = f"decoding {choice.way}" + ("" if "way" in given else ", this gateway's default,")

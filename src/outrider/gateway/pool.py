@@ -6,16 +6,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
 
 from outrider.api import SpeculativeDecoder
-from outrider.config import DriverName, OnCloudLoss, OnLoop, Privacy, Scope, check_choice
-from outrider.core.acceptance import rule
-from outrider.core.gate import gate
-from outrider.core.lookahead import lookahead
-from outrider.core.loops import DEFAULT_LOOP_RULE
-from outrider.core.modes import check_modes
+from outrider.config import DecodingMode, check_choice
+from outrider.core.options import DecodingOptions
 from outrider.engines.base import Engine
 from outrider.errors import CloudError, SettingsError
 from outrider.gateway.sharing import SharedEngine
@@ -23,47 +19,36 @@ from outrider.netem.conditions import conditions
 from outrider.verifiers.base import Distant, Verifier, disconnect
 from outrider.verifiers.local import LocalVerifier
 
-Way = Literal["speculative", "edge-only", "cloud-only"]
-
 CUT = "cut"
 MOST_DECODERS = 64
 MOST_NETWORKS = 8
 
 
 @dataclass(frozen=True)
-class Choice:
-    """How one request is decoded. net: an emulated network ("none", "rtt=50ms,bw=2Mbit", or "cut": no cloud can be
-    reached). watch: tell how sure the drafter was of each token. The rest are `SpeculativeDecoder`'s arguments."""
+class RequestOptions(DecodingOptions):
+    """The decoding options of one request.
 
-    way: Way = "speculative"
-    gate: str = "always"
-    k: int | str = 5
-    accept: str = "exact"
-    scope: Scope = "block"
-    on_loop: OnLoop | None = None
-    loop_rule: str = DEFAULT_LOOP_RULE
-    driver: DriverName = "sequential"
-    on_cloud_loss: OnCloudLoss | None = None
-    privacy: Privacy = "audio"
+    net: an emulated network ("none", "rtt=50ms,bw=2Mbit", or "cut": no cloud can be reached). watch: report the
+    drafter's confidence in each token.
+    """
+
+    way: DecodingMode = "speculative"
+    gate: str = field(default="always", kw_only=True)
     net: str = "none"
     watch: bool = False
 
-    def settled(self) -> Choice:
-        """The same, without what does not matter for its way: the gate of edge-only decoding, for example.
+    def settled(self) -> RequestOptions:
+        """Return the options with those that the way does not use at their defaults.
 
         Raises:
-            SettingsError: a way or a network that there is not.
+            SettingsError: an unknown way or network.
         """
-        check_choice("way", self.way, Way)
+        check_choice("way", self.way, DecodingMode)
+        used = self.for_mode(self.way)
         if self.way == "edge-only":
-            on_loop = None if self.on_loop == "escalate" else self.on_loop
-            return Choice(self.way, k=self.k, on_loop=on_loop, loop_rule=self.loop_rule, watch=self.watch)
+            return replace(used, net="none")
         net = self.net if self.net == CUT else str(conditions(self.net))
-        if self.way == "speculative":
-            return replace(self, net=net)
-        on_loss: OnCloudLoss | None = None if self.on_cloud_loss == "edge-only" else self.on_cloud_loss
-        kept = {"on_loop": self.on_loop, "loop_rule": self.loop_rule, "privacy": self.privacy}
-        return Choice(self.way, **kept, on_cloud_loss=on_loss, net=net)  # type: ignore[arg-type]
+        return replace(used, net=net, watch=self.watch and self.way == "speculative")
 
 
 @runtime_checkable
@@ -94,11 +79,11 @@ class Pool:
         self.engine = engine if isinstance(engine, SharedEngine) else SharedEngine(engine)
         self._cloud = cloud
         self._lock = threading.RLock()
-        self._decoders: OrderedDict[Choice, SpeculativeDecoder] = OrderedDict()
+        self._decoders: OrderedDict[RequestOptions, SpeculativeDecoder] = OrderedDict()
         self._networks: OrderedDict[str, _Network] = OrderedDict()
-        self._kept: set[Choice] = set()  # unwatched
+        self._kept: set[RequestOptions] = set()  # unwatched
 
-    def decoder(self, choice: Choice) -> SpeculativeDecoder:
+    def decoder(self, choice: RequestOptions) -> SpeculativeDecoder:
         """The decoder. It has not spoken to a cloud yet, if nobody has used it.
 
         Raises:
@@ -118,7 +103,7 @@ class Pool:
                 del self._decoders[old]
             return found
 
-    def keep(self, choice: Choice) -> SpeculativeDecoder:
+    def keep(self, choice: RequestOptions) -> SpeculativeDecoder:
         """`decoder`, which then stays, and its verifier with it, whatever others ask for."""
         with self._lock:
             self._kept.add(replace(choice.settled(), watch=False))
@@ -131,7 +116,7 @@ class Pool:
             return any(isinstance(network.verifier, Cuttable) for network in self._networks.values())
 
     @contextmanager
-    def lent(self, choice: Choice) -> Iterator[SpeculativeDecoder]:
+    def lent(self, choice: RequestOptions) -> Iterator[SpeculativeDecoder]:
         """`decoder`, and until the end its verifier stays connected."""
         network = None
         try:
@@ -157,50 +142,30 @@ class Pool:
 
     # Building -----------------------------------------------------------------------------------------------
 
-    def _build(self, choice: Choice) -> SpeculativeDecoder:
-        options: dict[str, Any] = {
-            "on_loop": choice.on_loop,
-            "loop_rule": choice.loop_rule,
-            "watch": choice.watch,
-            "lazy": True,
-        }
-        if choice.way == "edge-only":
-            return SpeculativeDecoder(self.engine, k=choice.k, **options)
-        self._check(choice)
-        verifier = self._verifier(choice.net)
-        options |= {"on_cloud_loss": choice.on_cloud_loss, "privacy": choice.privacy}
-        if choice.way == "cloud-only":
-            return SpeculativeDecoder(None, verifier, reader=self.engine, **options)
-        options |= {"gate": choice.gate, "accept": choice.accept, "scope": choice.scope, "driver": choice.driver}
-        return SpeculativeDecoder(self.engine, verifier, k=choice.k, **options)
+    def _build(self, choice: RequestOptions) -> SpeculativeDecoder:
+        draft = None if choice.way == "cloud-only" else self.engine
+        verifier = None
+        if choice.way != "edge-only":
+            self._check(choice)
+            verifier = self._verifier(choice.net)
+        kept = choice.keywords()
+        return SpeculativeDecoder(draft, verifier, **kept, watch=choice.watch, reader=self.engine, lazy=True)
 
-    def _check(self, choice: Choice) -> None:
-        """What can be refused before a cloud is reached for: whatever does not depend on what kind of cloud it is."""
+    def _check(self, choice: RequestOptions) -> None:
+        """Refuse, before a connection is made, what does not depend on the kind of cloud."""
         if self._cloud is None:
             raise SettingsError("there is no cloud here: the only way is edge-only")
         if choice.net == CUT and choice.on_cloud_loss == "wait":
             raise SettingsError("net 'cut' with on_cloud_loss 'wait' would wait for ever")
-        check_modes(
-            gate(choice.gate),
-            rule(choice.accept),
-            choice.scope,
-            choice.on_loop,
-            choice.driver,
-            choice.on_cloud_loss,
-            choice.privacy,
-            has_drafter=choice.way == "speculative",
-            has_verifier=True,
-            remote=True,
-        )
-        lookahead(choice.k)
+        choice.resolve(has_drafter=choice.way == "speculative", has_verifier=True, remote=True)
 
-    def _share(self, choice: Choice, built: SpeculativeDecoder) -> None:
+    def _share(self, choice: RequestOptions, built: SpeculativeDecoder) -> None:
         """Audits, and what k auto has learnt, are a choice's, watched or not."""
         twin = self._decoders.get(replace(choice, watch=not choice.watch))
         if twin is not None:
             built.learn_with(twin)
 
-    def _keeps(self, choice: Choice) -> bool:
+    def _keeps(self, choice: RequestOptions) -> bool:
         return replace(choice, watch=False) in self._kept
 
     def _verifier(self, net: str) -> Verifier:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from outrider.core.gate import Signals
 from outrider.core.outcome import Guarantee, Risk, Stats
 from outrider.core.stopping import Reason
-from outrider.gateway.pool import Choice
+from outrider.gateway.pool import RequestOptions
 
 
 class Reply(BaseModel):
@@ -137,7 +137,7 @@ class Overview(Reply):
 
     edge: str
     cloud: str
-    defaults: Choice
+    defaults: RequestOptions
     settings: dict[str, Any]
     audio: bool
     text: bool

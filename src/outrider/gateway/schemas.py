@@ -11,8 +11,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from outrider.config import SEED_LIMIT, DriverName, OnCloudLoss, OnLoop, Privacy, Scope
-from outrider.gateway.pool import Way
+from outrider.config import SEED_LIMIT, DecodingMode, DriverName, OnCloudLoss, OnLoop, Privacy, Scope
 
 MODEL: Final = "outrider"  # the pair, under the one name that requests give it
 LONGEST_WORD = 256  # characters of a gate, an acceptance rule, a network
@@ -119,7 +118,7 @@ Stop = Annotated[str, Field(max_length=1000)]
 class OutriderOptions(Read):
     """What OpenAI's API has no field for. What is left out is as the command line said."""
 
-    way: Way | None = Field(default=None, description="speculative, edge-only, or cloud-only")
+    way: DecodingMode | None = Field(default=None, description="speculative, edge-only, or cloud-only")
     gate: Word | None = Field(
         default=None, description="which blocks are verified: always, never, entropy:1.5, trigger:…"
     )

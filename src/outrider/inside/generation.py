@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from outrider.api import SpeculativeDecoder, StreamEvent, local
-from outrider.config import OnLoop, Scope
+from outrider.config import DEFAULT_K, OnLoop, Scope
+from outrider.core.options import DecodingOptions
 from outrider.core.outcome import Result
 from outrider.engines.base import Prompt
 from outrider.errors import ModelError, SettingsError
@@ -29,7 +30,7 @@ def for_transformers(
     *,
     tokenizer: Any = None,
     gate: str = "always",
-    k: int | str = 5,
+    k: int | str = DEFAULT_K,
     accept: str = "exact",
     scope: Scope = "block",
     on_loop: OnLoop | None = None,
@@ -63,18 +64,18 @@ def for_transformers(
         raise SettingsError(f"tokenizer is a loaded one, as from AutoTokenizer, not {type(tokenizer).__name__}")
     with evaluating(draft):
         engine = draft if hasattr(draft, "forward_many") else engine_of(draft, tokenizer)
-    options = {"gate": gate, "k": k, "accept": accept, "scope": scope, "on_loop": on_loop}
+    options = DecodingOptions(gate=gate, k=k, accept=accept, scope=scope, on_loop=on_loop)
     return Inside(draft, engine, tokenizer if tokenizer is not None else engine.tokenizer, options, seed)
 
 
 class Inside:
     """What `for_transformers` makes: a function with the signature that `generate` calls."""
 
-    def __init__(self, given: Any, draft: Any, tokenizer: Any, options: dict[str, Any], seed: int | None) -> None:
+    def __init__(self, given: Any, draft: Any, tokenizer: Any, options: DecodingOptions, seed: int | None) -> None:
         self._given, self._tokenizer, self._options, self._seed = given, tokenizer, options, seed
         # Bad options are refused now, with the drafter in the target's place; what k="auto" learns outlives a call.
         self._draft_tokenizer = draft.tokenizer
-        self._lookahead = SpeculativeDecoder(draft, local(draft), **options).lookahead
+        self._lookahead = SpeculativeDecoder(draft, local(draft), **options.keywords()).lookahead
 
     def __call__(
         self,
@@ -114,7 +115,7 @@ class Inside:
     def _decoder(self, draft: Any, target: Any, prompt: Prompt, wanted: asked.Wanted) -> _Ready:
         hears = can_hear(draft, target.audio, prompt)
         drafter = View(draft, wanted.eos_ids, hears=hears)
-        decoder = _Ready(drafter, local(View(target, wanted.eos_ids)), **self._options)
+        decoder = _Ready(drafter, local(View(target, wanted.eos_ids)), **self._options.keywords())
         decoder.lookahead = self._lookahead
         return decoder
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from outrider.config import DEFAULT_K
 from outrider.core.gate import NAMES, Gate, Name, Threshold
 from outrider.planning.blocks import lay_out, replay
 from outrider.planning.calibrate import candidates
@@ -45,7 +46,7 @@ def try_signal(traces: Seq[Trace], k: int, signal: Name) -> Tried:
 
 
 def thresholds(
-    traces: Seq[Trace], k: int = 5, signal: Name = "entropy", cloud_shares: Seq[float] = CLOUD_SHARES
+    traces: Seq[Trace], k: int = DEFAULT_K, signal: Name = "entropy", cloud_shares: Seq[float] = CLOUD_SHARES
 ) -> list[Gate]:
     """Return gates of one signal with about these cloud shares, the strictest first."""
     tried = try_signal(traces, k, signal)

@@ -184,7 +184,7 @@ def _allowed(setup: Setup, found: Summary, limit: float) -> bool:
     Without any verdict, few traces are weak evidence. Then a bound that holds for any number of outputs must be within
     the budget. A budget of 0 admits exact options only.
     """
-    exact = setup.mode == "cloud-only" or (setup.mode == "speculative" and setup.policy().exact)
+    exact = setup.mode == "cloud-only" or (setup.mode == "speculative" and setup.parsed_gate.exact)
     if exact or limit == 0.0:
         return exact
     if found.at_home == 1.0:

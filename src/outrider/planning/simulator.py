@@ -18,16 +18,15 @@ import math
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
-from typing import Literal
 
-from outrider.config import DriverName, Scope
+from outrider.config import DecodingMode, check_choice
 from outrider.core.acceptance import Exact
 from outrider.core.actions import Plan
 from outrider.core.audits import MISS, upper_bound
 from outrider.core.decoder import MAX_PROVISIONAL, Decoder
 from outrider.core.gate import Always, Gate
-from outrider.core.gate import gate as parse_gate
 from outrider.core.lookahead import MAX_K, Lookahead, lookahead
+from outrider.core.options import DecodingOptions
 from outrider.core.stopping import StopRules
 from outrider.errors import DataError, SettingsError
 from outrider.netem.conditions import Conditions
@@ -36,43 +35,35 @@ from outrider.planning.costs import Costs, md1_wait_s
 from outrider.planning.traces import Trace
 from outrider.planning.virtual import NO_TOKEN, Clock, ScriptedCloud, ScriptedDrafter, check_steady, drive
 
-Mode = Literal["speculative", "cloud-only", "edge-only"]
 ROOM = MAX_K + MAX_PROVISIONAL  # so far behind its end may be drafted
+NOT_SIMULATED = ("accept", "on_loop", "loop_rule", "on_cloud_loss", "privacy")
 
 
 @dataclass(frozen=True)
-class Setup:
-    """How to decode. gate: a text, or what it names; as k, it counts for mode "speculative" only.
+class Setup(DecodingOptions):
+    """The decoding to simulate. gate and k count for mode "speculative" only.
 
     queue_s, utilisation: the wait before each verdict, in seconds, and what others make of it (`md1_wait_s`); each
     verdict waits for the mean. max_new_tokens: what a live run would be given; a trace is never longer than itself.
     """
 
-    mode: Mode = "speculative"
-    gate: str | Gate = "always"
-    k: int | str = 5
-    driver: DriverName = "sequential"
-    scope: Scope = "block"
+    mode: DecodingMode = "speculative"
     net: Conditions = Conditions()
     queue_s: float = 0.0
     utilisation: float = 0.0
     max_new_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.mode not in ("speculative", "cloud-only", "edge-only"):
-            raise SettingsError(f"mode is speculative, cloud-only or edge-only, not {self.mode!r}")
-        if self.driver not in ("sequential", "pipelined"):
-            raise SettingsError(f"driver is sequential or pipelined, not {self.driver!r}")
-        lookahead(self.k)
-        self.policy()
+        check_choice("mode", self.mode, DecodingMode)
+        self.check_values()
+        for name in NOT_SIMULATED:
+            if getattr(self, name) != getattr(DecodingOptions, name):
+                raise SettingsError(f"{name} {getattr(self, name)!r}: only the default is simulated")
         check_steady(self.net)
         at_least_zero(queue_s=self.queue_s)
         md1_wait_s(self.utilisation, 0.0)
         if self.max_new_tokens is not None:
             count(1, max_new_tokens=self.max_new_tokens)
-
-    def policy(self) -> Gate:
-        return parse_gate(self.gate) if isinstance(self.gate, str) else self.gate
 
     def wait_s(self, costs: Costs) -> float:
         """Before each verdict."""
@@ -219,7 +210,7 @@ class _Run:
     """One replay."""
 
     def __init__(self, trace: Trace, setup: Setup, costs: Costs, ends: frozenset[int], ahead: Lookahead) -> None:
-        gate = setup.policy() if setup.mode == "speculative" else Always()
+        gate = setup.parsed_gate if setup.mode == "speculative" else Always()
         drafts, asks = setup.mode != "cloud-only", setup.mode != "edge-only"
         self._trace, self._clock = trace, Clock()
         self._decoder = Decoder([0], _plan(trace, setup, ends, gate, ahead if drafts else None))

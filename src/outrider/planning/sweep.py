@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any
 
-from outrider.config import DriverName
+from outrider.config import DEFAULT_K, DriverName
 from outrider.core.gate import Gate
 from outrider.netem.conditions import Conditions
 from outrider.planning.costs import Costs
@@ -38,7 +38,7 @@ def sweep(
     costs: Costs,
     *,
     gates: Seq[str | Gate],
-    ks: Seq[int | str] = (5,),
+    ks: Seq[int | str] = (DEFAULT_K,),
     drivers: Seq[DriverName] = ("sequential",),
     nets: Seq[Conditions] = (Conditions(),),
     base: Setup | None = None,
@@ -74,4 +74,4 @@ def _setups(
 
 
 def _row(setup: Setup, summary: Summary) -> Row:
-    return Row(str(setup.policy()), setup.k, setup.driver, str(setup.net), setup.net.rtt, summary)
+    return Row(str(setup.parsed_gate), setup.k, setup.driver, str(setup.net), setup.net.rtt, summary)
