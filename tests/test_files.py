@@ -9,7 +9,6 @@ import re
 import stat
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -132,41 +131,6 @@ def test_a_run_that_differs_is_still_refused(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_bytes(BOM + json.dumps({"a": 1}).encode())
     with pytest.raises(SettingsError, match="another run"):
         Store(tmp_path, {"a": 2})
-
-
-# Temporary folders ------------------------------------------------------------------------------------------
-
-KILLED = """
-import os, signal, socket
-from outrider.files import TemporaryFolder
-folder = TemporaryFolder()
-socket.socket(socket.AF_UNIX).bind(folder.path + "/s0")
-print(folder.path, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_the_folder_of_a_killed_process_is_removed_by_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "YOUNG_S", 0.0)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=60, env=environment)
-    left = Path(done.stdout.strip())
-    assert left.is_dir()
-    keep = tmp_path / f"{files.PREFIX}of-a-user"
-    keep.mkdir()
-    (keep / "notes.txt").write_text("not a socket")
-    first = files.TemporaryFolder()
-    second = files.TemporaryFolder()
-    assert not left.exists()
-    assert (keep / "notes.txt").exists()
-    assert Path(first.path).is_dir()  # its owner is running
-    for folder in (first, second):
-        folder.close()
-        folder.close()
-        assert not Path(folder.path).exists()
 
 
 @pytest.mark.parametrize("name", ["", "nowhere/a", "file/a", "folder", "x" * 300, "a\0b"])

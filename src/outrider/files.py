@@ -1,4 +1,4 @@
-"""Text files read with errors that name the file, files written whole or not at all, and temporary folders."""
+"""Text files read with errors that name the file, and files written whole or not at all."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import fcntl
 import json
 import os
 import stat
-import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from outrider.errors import DataError, OutriderError
 
-PREFIX = "outrider-link-"  # of temporary folders
-YOUNG_S = 60.0  # a temporary folder or file that is younger may still be about to be locked
+YOUNG_S = 60.0  # a temporary file that is younger may still be about to be locked
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
@@ -147,34 +144,8 @@ def _sync_folder(folder: Path) -> None:
         os.close(opened)
 
 
-# Temporary folders ------------------------------------------------------------------------------------------
-
-
-class TemporaryFolder:
-    """A folder for this process's sockets. It is locked, so that the next process can remove it after a `kill -9`.
-
-    path: its place. close() removes it and may be called again.
-    """
-
-    def __init__(self) -> None:
-        for stale in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-            _remove_unlocked(stale)
-        self.path = tempfile.mkdtemp(prefix=PREFIX)
-        self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self._owner = os.getpid()
-
-    def close(self) -> None:
-        if self._lock < 0 or os.getpid() != self._owner:  # a forked child leaves the folder to its parent
-            return
-        with suppress(OSError):  # already removed, by a cleaner of temporary files
-            _remove(Path(self.path))
-        os.close(self._lock)
-        self._lock = -1
-
-
 def _remove_unlocked(path: Path) -> None:
-    """Remove a file or folder of ours that no running process holds a lock on; leave everything else."""
+    """Remove a file of ours that no running process holds a lock on. Leave everything else."""
     try:
         found = path.lstat()
         if found.st_uid != os.getuid() or abs(time.time() - found.st_mtime) < YOUNG_S or stat.S_ISLNK(found.st_mode):
@@ -184,19 +155,8 @@ def _remove_unlocked(path: Path) -> None:
         return
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove(path)
+        path.unlink(missing_ok=True)
     except OSError:  # locked: its owner is running
         return
     finally:
         os.close(opened)
-
-
-def _remove(path: Path) -> None:
-    """Remove a file, or a folder that holds nothing but sockets."""
-    if not path.is_dir():
-        path.unlink(missing_ok=True)
-        return
-    for entry in path.iterdir():
-        if entry.is_socket():
-            entry.unlink(missing_ok=True)
-    path.rmdir()
