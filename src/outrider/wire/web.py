@@ -225,8 +225,9 @@ _BROKEN = (anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStre
 
 
 def _broken(error: Exception) -> str:
-    """Return why a stream broke; anyio has the reason as the cause."""
-    return str(error.__cause__ or error)
+    """Return why a stream broke. An error of anyio has the reason as its cause."""
+    cause = error.__cause__ or error
+    return getattr(cause, "strerror", None) or str(cause) or "the connection was lost"
 
 
 def encoded(body: Json) -> bytes:
