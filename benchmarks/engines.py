@@ -25,7 +25,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import product
 
-from outrider.netem.conditions import Conditions
 from outrider.verifiers.connect import parse_target
 from outrider.verifiers.server import Abilities, Ask, asked
 from outrider.verifiers.vllm import PLAIN, SPREAD, TAIL, Vllm
@@ -95,10 +94,10 @@ async def measure(server: Server, contexts: list[int], rounds: int, sessions: in
 
 
 def in_worker(host: tuple[str, int], work: Callable[[Web], Awaitable[dict[str, dict[int, float]]]]) -> object:
-    worker = Worker("benchmark", [host], Conditions())
+    worker = Worker("benchmark", [host])
 
     async def run() -> dict[str, dict[int, float]]:
-        web = Web(worker.lines[0], *host, None, None)
+        web = Web(worker.endpoints[0], *host, None, None)
         try:
             return await work(web)
         finally:

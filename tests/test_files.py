@@ -11,7 +11,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -137,41 +136,6 @@ def test_a_run_that_differs_is_still_refused(tmp_path: Path) -> None:
         Store(tmp_path, {"a": 2})
 
 
-# Temporary folders ------------------------------------------------------------------------------------------
-
-KILLED = """
-import os, signal, socket
-from outrider.files import TemporaryFolder
-folder = TemporaryFolder()
-socket.socket(socket.AF_UNIX).bind(folder.path + "/s0")
-print(folder.path, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_the_folder_of_a_killed_process_is_removed_by_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "YOUNG_S", 0.0)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=60, env=environment)
-    left = Path(done.stdout.strip())
-    assert left.is_dir()
-    keep = tmp_path / f"{files.PREFIX}of-a-user"
-    keep.mkdir()
-    (keep / "notes.txt").write_text("not a socket")
-    first = files.TemporaryFolder()
-    second = files.TemporaryFolder()
-    assert not left.exists()
-    assert (keep / "notes.txt").exists()
-    assert Path(first.path).is_dir()  # its owner is running
-    for folder in (first, second):
-        folder.close()
-        folder.close()
-        assert not Path(folder.path).exists()
-
-
 @pytest.mark.parametrize("name", ["", "nowhere/a", "file/a", "folder", "x" * 300, "a\0b"])
 def test_a_place_that_cannot_be_written_is_bad_input(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -207,37 +171,20 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/no/such/directory"])
 
 
-MAKERS = [files.TemporaryFolder, files.temporary_text]
-
-
 @pytest.mark.usefixtures("nowhere")
-@pytest.mark.parametrize("make", MAKERS)
-def test_no_temporary_directory_is_named_with_the_remedy(make: Callable[[], object]) -> None:
+def test_no_temporary_directory_is_named_with_the_remedy() -> None:
     with pytest.raises(OutriderError, match=r"no temporary directory is writable.*disk full.*TMPDIR"):
-        make()
+        files.temporary_text()
 
 
-@pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize(("number", "text"), [(errno.ENOSPC, "disk full.*TMPDIR"), (errno.EROFS, "TMPDIR.*Read-only")])
-def test_a_disk_that_became_full_is_named(
-    make: Callable[[], object], number: int, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_became_full_is_named(number: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "mkdir", refuse)
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     with pytest.raises(OutriderError, match=text):
-        make()
-
-
-def test_a_temporary_directory_too_deep_for_sockets_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deep = tmp_path / ("d" * 100)
-    deep.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    with pytest.raises(OutriderError, match="set TMPDIR to a shorter one"):
-        files.TemporaryFolder()
-    assert not list(deep.iterdir())
+        files.temporary_text()
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device", "/cache/a")

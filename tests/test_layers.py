@@ -10,9 +10,9 @@ import pytest
 import outrider
 
 SOURCE = Path(outrider.__file__).parent
-ORDER = ["errors", "files", "hints", "config", "core", "engines", "prompts", "netem", "wire", "verifiers"]
+ORDER = ["errors", "files", "hints", "config", "core", "engines", "prompts", "wire", "netem", "verifiers"]
 ORDER += ["edge", "cloud", "planning", "api", "evals", "inside", "gateway", "cli"]
-BESIDE = [{"edge", "cloud"}]  # neither knows the other
+BESIDE = [{"edge", "cloud"}, {"wire", "netem"}]  # neither knows the other
 MODULES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py") if path.stem not in ("__init__", "__main__"))
 
 

@@ -1,4 +1,4 @@
-"""Text files read with errors that name the file, files written whole or not at all, and temporary folders."""
+"""Text files read with errors that name the file, and files written whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ import fcntl
 import json
 import os
 import re
-import secrets
 import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from outrider.errors import DataError, OutriderError, SettingsError
 
-PREFIX = "outrider-link-"  # of temporary folders
 NO_TEMPORARY = "no temporary directory is writable (is the disk full?): free space, or set TMPDIR to a writable one"
-LONGEST = 103  # bytes of a socket's path, on every system
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-YOUNG_S = 60.0  # a temporary folder or file that is younger may still be about to be locked
+YOUNG_S = 60.0  # a temporary file that is younger may still be about to be locked
 WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32's little-endian mark begins with the former
 
 
@@ -181,51 +178,7 @@ def out_of_space(error: BaseException | None) -> str | None:
 _IN_RUST = re.compile(rf"\(os error ({'|'.join(map(str, FULL))})\)")  # libraries in Rust raise other types
 
 
-# Temporary folders ------------------------------------------------------------------------------------------
-
-
-class TemporaryFolder:
-    """A folder for this process's sockets. It is locked, so that the next process can remove it after a `kill -9`.
-
-    path: its place. close() removes it and may be called again.
-
-    Raises:
-        OutriderError: no temporary directory is writable, or its path is too long for a socket.
-    """
-
-    def __init__(self) -> None:
-        with _temporary():
-            place = os.path.join(tempfile.gettempdir(), f"{PREFIX}{'x' * 12}", "s99")
-            if len(os.fsencode(place)) > LONGEST:
-                raise OutriderError(
-                    f"{tempfile.gettempdir()} is too long a path for sockets: set TMPDIR to a shorter one"
-                )
-            for stale in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-                _remove_unlocked(stale)
-            self._owner, self._lock = os.getpid(), -1
-            self.path = os.path.join(tempfile.gettempdir(), f"{PREFIX}{secrets.token_hex(6)}")
-            _FOLDERS.add(self)  # first: Ctrl-C may come at any moment
-            os.mkdir(self.path, 0o700)
-        self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-
-    def close(self) -> None:
-        if self not in _FOLDERS or os.getpid() != self._owner:  # a forked child leaves the folder to its parent
-            return
-        with suppress(OSError):  # already removed, by a cleaner of temporary files
-            _remove(Path(self.path))
-        if self._lock >= 0:
-            os.close(self._lock)
-        _FOLDERS.discard(self)
-
-
-_FOLDERS: set[TemporaryFolder] = set()
-
-
-def remove_temporary_folders() -> None:
-    """Close this process's temporary folders, before an end that runs no exit hooks."""
-    for folder in tuple(_FOLDERS):
-        folder.close()
+# Temporary files --------------------------------------------------------------------------------------------
 
 
 def temporary_text() -> IO[str]:
@@ -251,7 +204,7 @@ def _temporary() -> Iterator[None]:
 
 
 def _remove_unlocked(path: Path) -> None:
-    """Remove a file or folder of ours that no running process holds a lock on; leave everything else."""
+    """Remove a file of ours that no running process holds a lock on. Leave everything else."""
     try:
         found = path.lstat()
         if found.st_uid != os.getuid() or abs(time.time() - found.st_mtime) < YOUNG_S or stat.S_ISLNK(found.st_mode):
@@ -261,19 +214,8 @@ def _remove_unlocked(path: Path) -> None:
         return
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove(path)
+        path.unlink(missing_ok=True)
     except OSError:  # locked: its owner is running
         return
     finally:
         os.close(opened)
-
-
-def _remove(path: Path) -> None:
-    """Remove a file, or a folder that holds nothing but sockets."""
-    if not path.is_dir():
-        path.unlink(missing_ok=True)
-        return
-    for entry in path.iterdir():
-        if entry.is_socket():
-            entry.unlink(missing_ok=True)
-    path.rmdir()

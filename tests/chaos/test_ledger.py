@@ -46,7 +46,8 @@ class Wire:
     def check_sum(self, results: list[Result]) -> None:
         """Ledgers and what nobody claimed are the bytes that crossed, to the byte; closes the verifier."""
         self.verifier.disconnect()
-        link, account = self.verifier.connection.link, self.verifier.connection.account
+        endpoint = self.verifier.connection.endpoint
+        account = endpoint.accounting
         booked = (account._booked_up, account._booked_down)
         assert booked == (
             sum(result.stats.bytes_up for result in results),
@@ -54,7 +55,7 @@ class Wire:
         )
         self.tap.wait()
         crossed = (len(self.tap.up), len(self.tap.down))
-        assert crossed == (self.link.up, self.link.down) == (link.up, link.down)
+        assert crossed == (self.link.up, self.link.down) == (endpoint.up, endpoint.down)
         unclaimed = (crossed[0] - booked[0], crossed[1] - booked[1])
         assert all(0 <= rest < UNCLAIMED for rest in unclaimed), "only goodbyes belong to nobody"
 

@@ -11,11 +11,9 @@ import gc
 import random
 import socket
 import statistics
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from time import monotonic as real_time
 
 import pytest
@@ -26,6 +24,7 @@ import virtual_time
 from outrider import SettingsError
 from outrider.netem import connection, line, medium
 from outrider.netem.conditions import Conditions, conditions
+from outrider.netem.emulator import EmulatedNetwork
 from outrider.netem.link import Link
 from outrider.netem.medium import BUFFER, Medium
 from outrider.netem.thread import LinkThread
@@ -501,23 +500,89 @@ def test_a_port_is_checked_when_it_is_given() -> None:
 # ---------------------------------------------------------------------------------------------------- sockets, threads
 
 
-def test_a_unix_socket_does_as_well() -> None:
-    async def scenario(path: str) -> None:
+@asynccontextmanager
+async def through(link: Link) -> AsyncIterator[Streams]:
+    reader, writer = await asyncio.open_connection(sock=await link.connect())
+    try:
+        yield reader, writer
+    finally:
+        await shut(writer)
+
+
+def test_a_connection_without_a_listener_is_like_any_other() -> None:
+    async def scenario() -> None:
         async with Server() as server:
             link = Link("127.0.0.1", server.port, conditions("rtt=10ms"))
-            await link.start_unix(path)
-            reader, writer = await asyncio.open_unix_connection(path)
-            await ping(reader, writer)
-            assert 0.01 <= await ping(reader, writer, b"abc") < 0.04
-            assert (link.port, link.up, link.connections) == (None, 4, 1)
-            link.cut()
-            with contextlib.suppress(ConnectionResetError):
-                assert await reader.read() == b""
-            await shut(writer)
+            start = monotonic()
+            async with through(link) as (reader, writer):
+                assert 0.01 <= round(monotonic() - start, 9) < 0.02, "one round trip"
+                await ping(reader, writer)
+                assert 0.01 <= await ping(reader, writer, b"abc") < 0.02
+                assert (link.port, link.up, link.down, link.connections) == (None, 4, 4, 1)
+                link.cut()
+                with contextlib.suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+            async with through(link) as again:
+                await ping(*again)
+            assert link.connections == 2
+            await link.close()
+            assert not link._present
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("wanted", ["none", "rtt=20ms"])
+def test_a_connection_without_a_listener_fails_as_the_target_does(wanted: str) -> None:
+    async def scenario() -> None:
+        with free_port() as port:
+            link = Link("127.0.0.1", port, conditions(wanted))
+            with pytest.raises(ConnectionRefusedError):
+                await link.connect()
+            link.block(True)
+            with pytest.raises(ConnectionAbortedError):
+                await link.connect()
+            await link.close()
+            assert not link._present
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("by", ["cancel", "cut", "close"])
+def test_a_connection_that_is_given_up_while_it_is_made_leaves_nothing(by: str) -> None:
+    async def scenario() -> None:
+        async with Server() as server:
+            link = Link("127.0.0.1", server.port, conditions("rtt=1s"))
+            connecting = asyncio.create_task(link.connect())
+            await asyncio.sleep(0.1)
+            assert link.connections == 1
+            if by == "cancel":
+                connecting.cancel()
+            elif by == "cut":
+                link.cut()
+            else:
+                await link.close()
+            with pytest.raises(asyncio.CancelledError if by == "cancel" else ConnectionAbortedError):
+                await connecting
+            await asyncio.sleep(0.01)
+            assert not link._present
             await link.close()
 
-    with tempfile.TemporaryDirectory() as folder:  # pytest's own may be too long for a socket's path
-        run(scenario(str(Path(folder) / "link")))
+    run(scenario())
+
+
+def test_a_network_has_a_link_for_each_host() -> None:
+    async def scenario() -> None:
+        async with Server() as one, Server() as other:
+            network = EmulatedNetwork(conditions("rtt=10ms"))
+            for server in (one, one, other):
+                reader, writer = await asyncio.open_connection(sock=await network.connect("127.0.0.1", server.port))
+                await ping(reader, writer)
+                assert 0.01 <= await ping(reader, writer) < 0.02
+                await shut(writer)
+            assert [link.connections for link in network._links.values()] == [2, 1]
+            await network.close()
+
+    run(scenario())
 
 
 @contextmanager
@@ -566,10 +631,13 @@ def test_a_link_in_a_thread_is_told_from_outside() -> None:
             peer.recv(1)
 
 
-def test_a_thread_that_cannot_listen_says_so() -> None:
-    link = LinkThread("127.0.0.1", 1, path="/no/such/folder/link")
-    with pytest.raises(OSError, match="No such file"):
-        link.__enter__()
+def test_a_thread_that_cannot_listen_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(_: Link) -> None:
+        raise OSError("no file descriptor is left")
+
+    monkeypatch.setattr(Link, "start", start)
+    with pytest.raises(OSError, match="no file descriptor is left"):
+        LinkThread("127.0.0.1", 1).__enter__()
 
 
 def test_passing_through_costs_little(capsys: pytest.CaptureFixture[str]) -> None:

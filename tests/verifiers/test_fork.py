@@ -53,8 +53,7 @@ os.waitpid(child, 0)
 if there:
     session = verifier.open(Prompt((3, 1, 4)), Conditions(GenerationSettings(), "exact", 32))
     verifier.verify(session, Verify(1, 3, (), ()))
-worker = verifier.connection if hasattr(verifier, "connection") else verifier._worker
-print(json.dumps({"sockets": [os.path.exists(line.path) for line in worker.lines]}), flush=True)
+    print(json.dumps({"verified": True}), flush=True)
 verifier.disconnect()
 """
 
@@ -74,12 +73,11 @@ def test_an_open_session_is_refused_in_the_child_and_goes_on_in_the_parent() -> 
     for message in child.values():
         assert "before a fork" in str(message)
         assert served.address in str(message)
-    assert parent == {"sockets": [True]}
+    assert parent == {"verified": True}
 
 
 @pytest.mark.parametrize("target", ["grpc://127.0.0.1:1", "vllm://127.0.0.1:1,127.0.0.1:2", "sglang://127.0.0.1:1"])
 def test_every_kind_of_connection_is_refused_in_the_child(target: str) -> None:
-    child, parent = forked(target, "away")
+    (child,) = forked(target, "away")
     assert "before a fork" in str(child["probe"])
     assert target in str(child["probe"])
-    assert parent["sockets"] == [True] * len(target.split(","))

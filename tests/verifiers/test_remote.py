@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,7 +89,7 @@ def test_the_first_token_that_differs_is_named() -> None:
 def test_the_vocabulary_is_not_fetched_where_fingerprints_agree(served: Served) -> None:
     with far(served) as cloud:
         SpeculativeDecoder(engine(), cloud)
-        assert cloud.connection.link.down < 600
+        assert cloud.connection.endpoint.down < 600
 
 
 def test_another_protocol_is_named(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +164,7 @@ def test_a_vocabulary_that_never_ends_is_not_read(served: Served, monkeypatch: p
         served.service.__dict__["_vocabulary"] = parts
         with pytest.raises(CloudRefused, match="more token names than its vocab_size of 32"):
             cloud._read_vocabulary()
-        assert cloud.connection.link.down < 2**23
+        assert cloud.connection.endpoint.down < 2**23
 
 
 def test_another_checkpoint_behind_the_address_is_refused_and_never_mixed_in(served: Served) -> None:
@@ -234,11 +233,14 @@ def test_a_passing_overload_is_waited_out_and_a_message_too_large_is_not(served:
     assert isinstance(of_call("c", size), CloudRefused)
 
 
-def test_nothing_is_left_in_the_temporary_folder_without_a_goodbye() -> None:
-    code = "from outrider import connect; print(connect('grpc://127.0.0.1:1').connection._folder)"
+def test_a_real_connection_needs_no_emulator() -> None:
+    code = (
+        "import sys; from outrider import connect; connect('grpc://127.0.0.1:1').disconnect(); "
+        "connect('vllm://127.0.0.1:1', net='none').disconnect(); "
+        "print(*(name for name in sys.modules if name.startswith('outrider.netem.')))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip()
-    assert not Path(done.stdout.strip()).exists()
+    assert set(done.stdout.split()) <= {"outrider.netem.conditions"}
 
 
 # Answers --------------------------------------------------------------------------------------------------------

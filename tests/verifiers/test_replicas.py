@@ -55,7 +55,7 @@ class FakeWeb:
     name: str = "host:1"
     trouble: Exception | None = None
     posted: list[tuple[Any, ...]] = field(default_factory=list)
-    line: Any = field(default_factory=lambda: SimpleNamespace(link=SimpleNamespace(connections=1)))
+    endpoint: Any = field(default_factory=lambda: SimpleNamespace(connections=1))
 
     async def post(self, *request: Any) -> Reply:
         self.posted.append(request)

@@ -1,4 +1,4 @@
-"""What a session with other people's servers cost, to the byte that the links counted."""
+"""What a session with other people's servers cost, to the byte that the sockets counted."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SOON = (("retry-after", "0.01"),)
 
 
 def total(verifier: ServedVerifier) -> tuple[int, int]:
-    lines = [replica.web.line for replica in verifier.replicas]
-    return sum(line.link.up for line in lines), sum(line.link.down for line in lines)
+    endpoints = [replica.web.endpoint for replica in verifier.replicas]
+    return sum(endpoint.up for endpoint in endpoints), sum(endpoint.down for endpoint in endpoints)
 
 
 @pytest.mark.parametrize("options", [{}, {"scale_out": 403}, {"runner": "v1"}], ids=str)

@@ -1,18 +1,17 @@
-"""A real gRPC server of raw bytes, and channels to it through a counting link."""
+"""A real gRPC server of raw bytes, and channels to it whose bytes are counted."""
 
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import grpc
 import pytest
 
 from outrider.netem.link import Link
 from outrider.wire.channel import Channel
+from outrider.wire.endpoint import Endpoint
 from outrider.wire.http2 import Http2
 from outrider.wire.status import CallFailed
 from outrider.wire.stream import Stream
@@ -95,24 +94,33 @@ async def serving(tls: ServerTls | None = None, **options: int) -> AsyncIterator
 @asynccontextmanager
 async def connected(
     port: int, tls: ClientTls | None = None, host: str = "localhost", metadata: tuple[tuple[str, str], ...] = ()
-) -> AsyncIterator[tuple[Channel, Link]]:
+) -> AsyncIterator[tuple[Channel, Endpoint]]:
     """A channel to a port of this machine, whatever the host is called."""
-    link, loop = Link("127.0.0.1", port), asyncio.get_running_loop()
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "s")
-        await link.start_unix(path)
+    endpoint, loop = Endpoint("127.0.0.1", port), asyncio.get_running_loop()
 
-        async def dial(factory: Callable[[], Http2]) -> None:
-            context = None if tls is None else tls.context()
-            name = None if tls is None else host
-            await loop.create_unix_connection(factory, path, ssl=context, server_hostname=name)
+    async def dial(factory: Callable[[], Http2]) -> None:
+        context = None if tls is None else tls.context()
+        name = None if tls is None else host
+        connected = await endpoint.connect()
+        await loop.create_connection(factory, sock=connected, ssl=context, server_hostname=name)
 
-        channel = Channel(dial, f"{host}:{port}", metadata)
-        try:
-            yield channel, link
-        finally:
-            await channel.close()
-            await link.close()
+    channel = Channel(dial, f"{host}:{port}", metadata)
+    try:
+        yield channel, endpoint
+    finally:
+        await channel.close()
+
+
+@asynccontextmanager
+async def relayed(port: int) -> AsyncIterator[tuple[int, Link]]:
+    """The port of a link in front of a port of this machine."""
+    link = Link("127.0.0.1", port)
+    await link.start()
+    assert link.port is not None
+    try:
+        yield link.port, link
+    finally:
+        await link.close()
 
 
 def run(work: Coroutine[object, object, None]) -> None:

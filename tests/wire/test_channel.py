@@ -33,11 +33,11 @@ def test_unary_calls_share_a_connection() -> None:
     async def work() -> None:
         async with (
             serving() as (port, handler, _),
-            connected(port, metadata=(("authorization", "Bearer t"),)) as (c, link),
+            connected(port, metadata=(("authorization", "Bearer t"),)) as (c, endpoint),
         ):
             for data in (b"", b"hello", bytes(range(256))):
                 assert await c.unary(UNARY, data, LONG) == data
-            assert link.connections == 1
+            assert endpoint.connections == 1
             assert all(seen["authorization"] == "Bearer t" for seen in handler.metadata)
             assert all(seen["user-agent"] == "outrider" for seen in handler.metadata)
             assert all(0 < left <= LONG for left in handler.left)
@@ -190,21 +190,21 @@ def test_two_hundred_streams_at_once() -> None:
         assert await stream.receive() is None
 
     async def work() -> None:
-        async with serving() as (port, _, _), connected(port) as (c, link):
+        async with serving() as (port, _, _), connected(port) as (c, endpoint):
             await asyncio.gather(*(one(c, number) for number in range(200)))
-            assert link.connections == 1
+            assert endpoint.connections == 1
 
     run(work())
 
 
 def test_a_stream_that_nobody_reads_does_not_stop_the_others() -> None:
     async def work() -> None:
-        async with serving() as (port, _, _), connected(port) as (c, link):
+        async with serving() as (port, _, _), connected(port) as (c, endpoint):
             idle = [c.unary_stream(MANY, b"5000 1000", LONG) for _ in range(3)]
             for answers in idle:
                 await anext(answers)
             await asyncio.sleep(0.3)
-            assert link.down < 3 * (http2.WINDOW + 100_000)  # each is held back by its own window
+            assert endpoint.down < 3 * (http2.WINDOW + 100_000)  # each is held back by its own window
             assert len(await c.unary(UNARY, b"size3000000", LONG)) == 3_000_000
             for answers in idle:
                 assert len([len(answer) async for answer in answers]) == 4999
@@ -217,11 +217,11 @@ def test_a_stream_that_nobody_reads_does_not_stop_the_others() -> None:
 
 def test_a_small_round_costs_a_frame_and_nothing_more() -> None:
     async def work() -> None:
-        async with serving() as (port, _, _), connected(port) as (c, link):
+        async with serving() as (port, _, _), connected(port) as (c, endpoint):
             stream = await c.stream(ECHO)
             for number in range(100):
                 await echo_of(stream, bytes([number]) * 18)
-            assert link.up <= 100 * (9 + 5 + 18) + 300
+            assert endpoint.up <= 100 * (9 + 5 + 18) + 300
             stream.cancel()
 
     run(work())
@@ -230,11 +230,11 @@ def test_a_small_round_costs_a_frame_and_nothing_more() -> None:
 def test_headers_cost_little_the_second_time() -> None:
     async def work() -> None:
         token = (("authorization", "Bearer " + "s3cret" * 20),)
-        async with serving() as (port, _, _), connected(port, metadata=token) as (c, link):
+        async with serving() as (port, _, _), connected(port, metadata=token) as (c, endpoint):
             await c.unary(UNARY, b"", LONG)
-            before = link.up
+            before = endpoint.up
             await c.unary(UNARY, b"", LONG)
-            assert link.up - before <= (9 + 12) + (9 + 5)  # an index per header
+            assert endpoint.up - before <= (9 + 12) + (9 + 5)  # an index per header
 
     run(work())
 

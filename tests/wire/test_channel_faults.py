@@ -55,12 +55,12 @@ def _no_trailers(server: Fake, number: int) -> None:
 )
 def test_answers_that_are_no_success(script: Callable[[Fake, int], None], status: Status, details: str) -> None:
     async def work() -> None:
-        async with fake(script) as (port, made), connected(port) as (c, link):
+        async with fake(script) as (port, made), connected(port) as (c, endpoint):
             for _ in range(2):  # the connection survives
                 failure = await failure_of(c.unary(UNARY, b"", LONG))
                 assert failure.status is status
                 assert failure.details.startswith(details)
-            assert (link.connections, len(made)) == (1, 1)
+            assert (endpoint.connections, len(made)) == (1, 1)
 
     run(work())
 
@@ -90,18 +90,18 @@ def test_a_reset_loses_one_call() -> None:
             else:
                 server.answer(number, inbox.framed(b"x"))
 
-        async with fake(script) as (port, _), connected(port) as (c, link):
+        async with fake(script) as (port, _), connected(port) as (c, endpoint):
             with pytest.raises(Disconnected, match="the stream was reset: REFUSED_STREAM"):
                 await c.unary(UNARY, b"", LONG)
             assert await c.unary(UNARY, b"", LONG) == b"x"
-            assert link.connections == 1
+            assert endpoint.connections == 1
 
     run(work())
 
 
 def test_going_away_loses_what_was_not_processed_and_finishes_the_rest() -> None:
     async def work() -> None:
-        async with fake() as (port, made), connected(port) as (c, link):
+        async with fake() as (port, made), connected(port) as (c, endpoint):
             kept, lost = await c.stream(ECHO), await c.stream(ECHO)
             for stream in (kept, lost):
                 await stream.send(b"x")
@@ -110,7 +110,7 @@ def test_going_away_loses_what_was_not_processed_and_finishes_the_rest() -> None
             with pytest.raises(Disconnected, match=r"going away: ENHANCE_YOUR_CALM, tired; it has not processed"):
                 await lost.receive()
             fresh = await c.stream(ECHO)
-            assert link.connections == 2
+            assert endpoint.connections == 2
             made[0].answer(1, inbox.framed(b"y"))
             made[0].flush()
             assert [await kept.receive(), await kept.receive()] == [b"y", None]
@@ -139,12 +139,12 @@ def test_a_server_that_breaks_the_protocol_is_left(data: bytes, reason: str) -> 
         server.transport.write(data)
 
     async def work() -> None:
-        async with fake(script) as (port, _), connected(port) as (c, link):
+        async with fake(script) as (port, _), connected(port) as (c, endpoint):
             for turn in range(2):
                 with pytest.raises(Disconnected) as caught:
                     await c.unary(UNARY, b"", LONG)
                 assert str(caught.value).startswith(reason)
-                assert link.connections == turn + 1
+                assert endpoint.connections == turn + 1
 
     run(work())
 
@@ -168,12 +168,12 @@ def test_a_request_of_several_frames_that_are_never_acknowledged() -> None:
     """The window ends, and the rest waits; nothing else is sent."""
 
     async def work() -> None:
-        async with fake(stop_reading=True) as (port, _), connected(port) as (c, link):
+        async with fake(stop_reading=True) as (port, _), connected(port) as (c, endpoint):
             stream = await c.stream(ECHO)
             sending = asyncio.create_task(stream.send(bytes(MEGABYTE)))
-            await until(lambda: link.up > 65_535)
+            await until(lambda: endpoint.up > 65_535)
             await asyncio.sleep(0.05)  # in which more could come
-            assert link.up < 66_200
+            assert endpoint.up < 66_200
             sending.cancel()
             await asyncio.sleep(0.05)
             assert (await failure_of(stream.receive())).status is Status.CANCELLED
@@ -190,15 +190,15 @@ def test_a_socket_that_takes_no_more_stops_the_sender() -> None:
         server.transport.pause_reading()
 
     async def work() -> None:
-        async with fake(script) as (port, made), connected(port) as (c, link):
+        async with fake(script) as (port, made), connected(port) as (c, endpoint):
             stream = await c.stream(ECHO)
             sending = asyncio.create_task(stream.send(bytes(48 * MEGABYTE)))
             await asyncio.sleep(0.3)
             assert c._http._transport.get_write_buffer_size() < MEGABYTE  # type: ignore[union-attr]
             assert not sending.done()
-            before = link.up
+            before = endpoint.up
             made[0].transport.resume_reading()
-            while link.up < before + 4 * MEGABYTE:  # it goes on; all of it takes a slow machine too long
+            while endpoint.up < before + 4 * MEGABYTE:  # it goes on; all of it takes a slow machine too long
                 await asyncio.sleep(0.01)
             sending.cancel()
 
@@ -221,9 +221,9 @@ def test_streams_beyond_the_servers_limit_wait() -> None:
         asyncio.get_running_loop().call_later(0.005, answer, server, number)
 
     async def work() -> None:
-        async with fake(script) as (port, _), connected(port) as (c, link):
+        async with fake(script) as (port, _), connected(port) as (c, endpoint):
             assert await c.unary(UNARY, b"", LONG) == b"x"  # the limit is known now
             assert await asyncio.gather(*(c.unary(UNARY, b"", LONG) for _ in range(20))) == [b"x"] * 20
-            assert (peak, link.connections) == (LIMIT, 1)
+            assert (peak, endpoint.connections) == (LIMIT, 1)
 
     run(work())

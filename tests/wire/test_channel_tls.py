@@ -77,7 +77,7 @@ def test_tls_where_nobody_listens(authority: Authority) -> None:
     async def work() -> None:
         async with serving() as (port, _, server), connected(port, ClientTls(authority.ca)) as (c, _):
             await server.stop(None)
-            with pytest.raises(Disconnected, match=r"no connection: it was refused, or lost before TLS|reset"):
+            with pytest.raises(Disconnected, match="no connection: Connection refused"):
                 await c.unary(UNARY, b"", LONG)
 
     run(work())

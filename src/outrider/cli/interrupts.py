@@ -12,7 +12,6 @@ from types import FrameType
 from typing import NoReturn
 
 from outrider.cli.escape import complain
-from outrider.files import remove_temporary_folders
 
 INTERRUPTED = 130  # the exit code, as shells have it
 _state = {"happened": False}
@@ -30,7 +29,7 @@ def install() -> None:
 def exit_at_once() -> None:
     """End the process at Ctrl-C without an exception, which a library or a half-made event loop could swallow.
 
-    For a process that holds no child. Its temporary folders are removed.
+    For a process that holds no child.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _exit)
@@ -83,7 +82,6 @@ def _leave() -> NoReturn:
     """End the process without the interpreter's own end."""
     with suppress(Exception):
         sys.stdout.flush()
-    remove_temporary_folders()
     os._exit(INTERRUPTED)
 
 

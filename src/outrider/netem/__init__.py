@@ -1,1 +1,1 @@
-"""A network to order between two sockets: delay, jitter, bandwidth, stalls and cuts. Without any, a byte counter."""
+"""A network emulator between two sockets: delay, jitter, bandwidth, stalls and cuts."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from time import monotonic
 
@@ -73,12 +72,24 @@ class Connection:
         self._target = End(self._down, self._up, self._open, self._settle)
         self._made = monotonic()
         self._dialling: asyncio.Task[None] | None = None
+        self._refusal: OSError | None = None
         self._fuse: asyncio.TimerHandle | None = None
 
     @property
     def held(self) -> int:
         """Bytes in both delay lines."""
         return self._up.held + self._down.held
+
+    async def connected(self) -> None:
+        """Wait until the target has accepted.
+
+        Raises:
+            OSError: it has not, or this connection was cut.
+        """
+        if self._dialling is not None:
+            await asyncio.wait([self._dialling])
+        if self._target.transport is None:
+            raise self._refusal or ConnectionAbortedError("the connection was cut")
 
     def cut(self) -> None:
         """Abort both sockets."""
@@ -113,9 +124,8 @@ class Connection:
         await self._shake_hands()
         try:
             await asyncio.get_running_loop().create_connection(lambda: self._target, *self._address)
-            self._medium.trouble = None
-        except OSError as error:  # refused, unreachable, unknown: what the client sees is a reset, as through any proxy
-            self._medium.trouble = _reason(error)
+        except OSError as error:  # refused, unreachable, unknown: a client of the relay sees a reset
+            self._refusal = error
             self.client.abort()
 
     async def _shake_hands(self) -> None:
@@ -152,10 +162,3 @@ class Connection:
             self._fuse.cancel()
         self.closed.set_result(None)
         self._on_close(self)
-
-
-def _reason(error: OSError) -> str:
-    """In the system's words; asyncio's own only say which address it was."""
-    if error.errno is not None and error.errno > 0:  # names that do not resolve have negative numbers, and words
-        return os.strerror(error.errno)
-    return error.strerror or str(error)

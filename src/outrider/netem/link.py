@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 from outrider.errors import SettingsError
 from outrider.netem.conditions import LONGEST, Conditions
@@ -47,11 +48,6 @@ class Link:
         return self._medium.down.bytes
 
     @property
-    def trouble(self) -> str | None:
-        """Why the target could not be connected to the last time; None if it could."""
-        return self._medium.trouble
-
-    @property
     def held(self) -> int:
         """Bytes in the delay lines of all present connections; bounded, see Line."""
         return sum(connection.held for connection in self._present)
@@ -76,13 +72,23 @@ class Link:
         self.port = server.sockets[0].getsockname()[1]
         self._begin(server)
 
-    async def start_unix(self, path: str) -> None:
-        """Listen on a Unix socket; one that nobody listens on any more is replaced.
+    async def connect(self) -> socket.socket:
+        """Return a non-blocking socket that is connected to the target through this link.
 
         Raises:
-            OSError: the path cannot be listened on.
+            OSError: the target cannot be connected to, or the link is blocked or closed.
         """
-        self._begin(await asyncio.get_running_loop().create_unix_server(self._accept, path))
+        near, far = socket.socketpair()
+        near.setblocking(False)
+        connection = self._connection()
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: connection.client, far)
+            await connection.connected()
+        except BaseException:
+            connection.cut()
+            near.close()
+            raise
+        return near
 
     async def close(self) -> None:
         """End listener and connections, and wait until their sockets are closed; twice is once."""
@@ -135,15 +141,13 @@ class Link:
             connection.reschedule()
 
     def _accept(self) -> End:
-        return Connection(self._medium, self._address, self._admit, self._present.discard).client
+        return self._connection().client
+
+    def _connection(self) -> Connection:
+        return Connection(self._medium, self._address, self._admit, self._present.discard)
 
     def _admit(self, connection: Connection) -> bool:
         """Whether a new client may stay."""
         self.connections += 1
         self._present.add(connection)
         return not (self._blocked or self._closed)
-
-
-async def cut_off(link: Link) -> None:
-    """`link.block(True)` as work for the loop that the link is in."""
-    link.block(True)

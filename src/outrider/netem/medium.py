@@ -20,7 +20,6 @@ class Medium:
     def __init__(self, conditions: Conditions, seed: int) -> None:
         self.up, self.down = Way(self, f"{seed}/up"), Way(self, f"{seed}/down")
         self._stalled_until = -math.inf
-        self.trouble: str | None = None  # why the target could not be connected to
         self.impose(conditions)
 
     def impose(self, conditions: Conditions) -> None:

@@ -18,19 +18,15 @@ T = TypeVar("T")
 class LinkThread:
     """A Link in a thread and event loop of its own, from `with` to its end; every method from any thread.
 
-    It listens on 127.0.0.1 at `port`, or on the Unix socket `path` if one is given. A change is in force when the
-    method returns. It shares the interpreter lock: while another thread computes in pure Python, a hop may wait for
-    sys.getswitchinterval() (5 ms).
+    It listens on 127.0.0.1 at `port`. A change is in force when the method returns. It shares the interpreter lock:
+    while another thread computes in pure Python, a hop may wait for sys.getswitchinterval() (5 ms).
 
     Raises:
-        OSError, ValueError: on entering, if it cannot listen.
+        OSError: on entering, if it cannot listen.
     """
 
-    def __init__(
-        self, host: str, port: int, conditions: Conditions = UNCONDITIONED, *, seed: int = 0, path: str | None = None
-    ) -> None:
+    def __init__(self, host: str, port: int, conditions: Conditions = UNCONDITIONED, *, seed: int = 0) -> None:
         self._link = Link(host, port, conditions, seed=seed)
-        self._path = path
         self._started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
         self._thread = Thread(target=lambda: asyncio.run(self._run()), name="outrider-link", daemon=True)
 
@@ -45,7 +41,7 @@ class LinkThread:
 
     @property
     def port(self) -> int | None:
-        """Where it listens; None on a Unix socket."""
+        """Where it listens."""
         return self._link.port
 
     @property
@@ -93,8 +89,8 @@ class LinkThread:
     async def _run(self) -> None:
         stop = asyncio.Event()
         try:
-            await (self._link.start() if self._path is None else self._link.start_unix(self._path))
-        except (OSError, ValueError) as error:
+            await self._link.start()
+        except OSError as error:
             self._started.set_exception(error)
             return
         self._started.set_result((asyncio.get_running_loop(), stop))

@@ -6,15 +6,18 @@ import ipaddress
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from outrider.engines.load import load_engine
 from outrider.errors import DataError, SettingsError
 from outrider.files import decode_text
-from outrider.netem.conditions import Conditions, conditions
 from outrider.verifiers.base import Verifier
 from outrider.verifiers.local import LocalVerifier
+from outrider.wire.endpoint import TCP, Network
 from outrider.wire.hosts import ascii_host
+
+if TYPE_CHECKING:
+    from outrider.netem.conditions import Conditions
 
 EXPECTED = (
     "expected grpc://HOST:PORT, vllm://HOST:PORT[,HOST:PORT...], sglang://HOST:PORT[,HOST:PORT...], local:MODEL or none"
@@ -142,18 +145,30 @@ def _remote(
                 "(in Python tls=True or ca=FILE)"
             )
     paths = [None if name is None else Path(name) for name in (ca, cert, key)]
-    link = net if isinstance(net, Conditions) else conditions(net) if net is not None else Conditions()
+    network = TCP if net is None else _emulate(net)
     secured = ClientTls(*paths) if encrypted else None
     if target.kind == "grpc" and paths[1] is not None:
         check_kind(paths[1], CLIENT_KINDS)
-    common: dict[str, Any] = {"tls": secured, "token": token, "net": link, "deadline": deadline, "patience": patience}
+    common: dict[str, Any] = {"tls": secured, "token": token, "deadline": deadline, "patience": patience}
     if target.kind == "grpc":
         from outrider.verifiers.remote import RemoteVerifier
 
-        return RemoteVerifier(*target.hosts[0], **common)
+        return RemoteVerifier(*target.hosts[0], network=network, **common)
     from outrider.verifiers.served import ServedVerifier
 
-    return ServedVerifier(_dialect(target.kind), target.hosts, **common)
+    return ServedVerifier(_dialect(target.kind), target.hosts, network=network, **common)
+
+
+def _emulate(net: str | Conditions) -> Network:
+    """Return the network of the given conditions. Without any it is the machine's own, with nothing in between."""
+    from outrider.netem.conditions import Conditions, conditions
+
+    found = net if isinstance(net, Conditions) else conditions(net)
+    if found == Conditions():
+        return TCP
+    from outrider.netem.emulator import EmulatedNetwork
+
+    return EmulatedNetwork(found)
 
 
 def _dialect(kind: str) -> Any:

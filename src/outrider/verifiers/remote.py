@@ -19,14 +19,13 @@ from outrider.core.acceptance import Verdict
 from outrider.core.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.errors import CloudLost, CloudRefused, StateError
-from outrider.netem.conditions import Conditions as Net
-from outrider.netem.link import cut_off
 from outrider.verifiers.base import Conditions, Description
 from outrider.verifiers.refusals import Again, of_call
 from outrider.verifiers.remote_session import Peer, RemoteSession
 from outrider.verifiers.retrying import persistently
 from outrider.wire import schema
 from outrider.wire.connection import Connection
+from outrider.wire.endpoint import TCP, Network
 from outrider.wire.hosts import bracketed
 from outrider.wire.ledger import Ledger
 from outrider.wire.status import CallFailed, Disconnected
@@ -43,7 +42,7 @@ class RemoteVerifier:
     """Verdicts from `outrider cloud` at host:port.
 
     deadline: seconds that one answer may take before the attempt is given up. patience: seconds, from the first failed
-    attempt, before `CloudLost`. net: an emulated network in between.
+    attempt, before `CloudLost`. network: what connections are made through.
 
     Raises (every method that asks the cloud):
         CloudLost: no answer through all attempts.
@@ -57,15 +56,14 @@ class RemoteVerifier:
         *,
         tls: ClientTls | None = None,
         token: str | None = None,
-        net: Net = Net(),
+        network: Network = TCP,
         deadline: float = 30.0,
         patience: float = 10.0,
     ) -> None:
         self.name = f"grpc://{bracketed(host)}:{port}"
         self.deadline, self.patience = deadline, patience
-        self.connection = Connection(host, port, tls=tls, token=token, net=net)
+        self.connection = Connection(host, port, tls=tls, token=token, network=network)
         self._description: Description | None = None
-        self._cut = False
         self._names: list[str] = []  # of its tokens, once they were asked for
         self._model, self._vocab_size = b"", 0
         self._sessions: dict[int, RemoteSession] = {}
@@ -126,8 +124,8 @@ class RemoteVerifier:
 
     def cut(self) -> None:
         """From now on nothing gets through, as if the cable were out, and nobody waits long for it."""
-        self.patience, self._cut = CUT_PATIENCE, True
-        self.connection.run(cut_off(self.connection.link)).result()
+        self.patience = CUT_PATIENCE
+        self.connection.run(self.connection.cut()).result()
 
     def _read_vocabulary(self) -> list[str]:
         """Asked once: every decoder with another model compares them."""
@@ -175,13 +173,13 @@ class RemoteVerifier:
 
     async def _called(self, call: Awaitable[T]) -> T:
         """One attempt. A connection on which nothing at all came is not used again."""
-        before = self.connection.link.down
+        before = self.connection.endpoint.down
         try:
             return await call
         except DecodeError as error:
             raise CloudRefused(f"{self.name} is no outrider cloud: its answer cannot be read") from error
         except (CallFailed, Disconnected) as error:
-            if isinstance(error, CallFailed) and self.connection.link.down == before:
+            if isinstance(error, CallFailed) and self.connection.endpoint.down == before:
                 self.connection.renew()
             raise of_call(self.name, error, token=self.connection.has_token) from error
 
@@ -193,8 +191,8 @@ class RemoteVerifier:
             raise CloudLost(f"{self.name} cannot be reached: {self._why(last)}") from last
 
     def _why(self, last: Again) -> str:
-        """The reason, as far as it is known: the link knows why it could not connect."""
-        trouble = "the network is cut" if self._cut else self.connection.link.trouble
+        """Return the reason of the last failure. Where no connection could be made, that is the whole reason."""
+        trouble = self.connection.endpoint.trouble
         if trouble is not None:
             return f"{trouble} (tried for {self.patience:g} s)"
         hints = {

@@ -50,7 +50,7 @@ class RemoteSession:
 
     def __init__(self, peer: Peer, prompt: Prompt, conditions: Conditions) -> None:
         self._peer, self._prompt, self._conditions = peer, prompt, conditions
-        self._account = peer.connection.account
+        self._account = peer.connection.endpoint.accounting
         self.known = list(prompt.ids)
         self.rounds = 0
         self.ledger = Ledger()
@@ -81,8 +81,8 @@ class RemoteSession:
         return verdict
 
     async def claim(self) -> Ledger:
-        link = self._peer.connection.link
-        self._account.claim_transport(self.ledger, link.up, link.down)
+        endpoint = self._peer.connection.endpoint
+        self._account.claim_transport(self.ledger, endpoint.up, endpoint.down)
         return self.ledger
 
     async def leave(self) -> None:
@@ -127,7 +127,7 @@ class RemoteSession:
 
     async def _exchange(self, frame: schema.Request | None, request: Verify) -> Verdict:
         """Send a frame, on a new stream if need be, and wait for the verdict that answers `request`."""
-        before = self._peer.connection.link.down
+        before = self._peer.connection.endpoint.down
         try:
             async with asyncio.timeout(self._limit):
                 greeted = await self._greet()
@@ -143,7 +143,7 @@ class RemoteSession:
             raise of_call(self._peer.name, error, token=self._peer.connection.has_token) from error
         except TimeoutError as error:
             self._hang_up()
-            if self._peer.connection.link.down == before:  # not slow: silent
+            if self._peer.connection.endpoint.down == before:  # not slow: silent
                 self._peer.connection.renew()
             raise Again(f"no answer within {self._limit:g} s") from error
         except asyncio.CancelledError:

@@ -58,7 +58,7 @@ class Replica:
                 found = await self.guarded(self._dialect.probe(self.web))
                 self._check(found, first or self.able)
                 self.able, self._doubtful = found, False
-                self._seen = self.web.line.link.connections
+                self._seen = self.web.endpoint.connections
             return self.able
 
     async def post(self, path: str, body: bytes, session: str, seconds: float) -> Reply:
@@ -69,7 +69,7 @@ class Replica:
         """
         reply = await self.guarded(self.web.post(path, body, seconds, {"X-Session-ID": session}))
         async with self._lock:
-            if self.able is not None and self.web.line.link.connections != self._seen:
+            if self.able is not None and self.web.endpoint.connections != self._seen:
                 await self._look_again(self.able)
         return reply
 
@@ -82,7 +82,7 @@ class Replica:
         except (CloudRefused, Reread) as error:
             self._doubtful = True
             raise Again(f"{self.name} is not as it was: {error}") from error
-        self._seen = self.web.line.link.connections
+        self._seen = self.web.endpoint.connections
 
     async def guarded(self, work: Awaitable[T]) -> T:
         """What `work` comes to, with the transport's errors as ours; a replica that fails is avoided for a while."""

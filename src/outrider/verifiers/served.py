@@ -13,7 +13,6 @@ from outrider.core.acceptance import Verdict
 from outrider.core.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.errors import CloudLost, SettingsError, StateError
-from outrider.netem.conditions import Conditions as Net
 from outrider.verifiers.base import Conditions, Description
 from outrider.verifiers.meeting import same_tokens
 from outrider.verifiers.refusals import Again
@@ -21,6 +20,7 @@ from outrider.verifiers.replicas import Replica, bare, first_ready
 from outrider.verifiers.retrying import persistently
 from outrider.verifiers.served_session import ServedSession
 from outrider.verifiers.server import Abilities, Dialect
+from outrider.wire.endpoint import TCP, Network
 from outrider.wire.hosts import bracketed
 from outrider.wire.ledger import Ledger
 from outrider.wire.tls import ClientTls
@@ -36,7 +36,7 @@ class ServedVerifier:
     """Verdicts from other people's servers. hosts: the replicas, (host, port) each.
 
     deadline: seconds that one answer may take. patience: seconds, from the first failed attempt, before `CloudLost`.
-    net: an emulated network in between.
+    network: what connections are made through.
 
     Raises (every method that asks a server):
         CloudLost: no replica answered through all attempts.
@@ -50,17 +50,17 @@ class ServedVerifier:
         *,
         tls: ClientTls | None = None,
         token: str | None = None,
-        net: Net = Net(),
+        network: Network = TCP,
         deadline: float = 30.0,
         patience: float = 10.0,
     ) -> None:
         names = ",".join(f"{bracketed(host)}:{port}" for host, port in hosts)
         self.name, self.patience = f"{dialect.scheme}://{names}", patience
         self._dialect = dialect
-        self._worker = _Lines(self.name, hosts, net)
+        self._worker = _Lines(self.name, hosts, network)
         self._worker.webs = [
-            Web(line, host, port, tls, token, deadline)
-            for line, (host, port) in zip(self._worker.lines, hosts, strict=True)
+            Web(endpoint, host, port, tls, token, deadline)
+            for endpoint, (host, port) in zip(self._worker.endpoints, hosts, strict=True)
         ]
         self.replicas = [Replica(dialect, web, deadline) for web in self._worker.webs]
         self._description: Description | None = None
@@ -178,7 +178,7 @@ class ServedVerifier:
 
 
 class _Lines(Worker):
-    """The worker, which closes what its lines are spoken through."""
+    """The worker, which closes the HTTP clients of its endpoints."""
 
     webs: Sequence[Web] = ()
 

@@ -75,10 +75,10 @@ class ServedSession:
         return verdicts[0]
 
     async def claim(self) -> Ledger:
-        """The books, with what the lines carried and nobody claimed."""
+        """Return the byte counts, with all transport that no session has claimed."""
         for replica in self._replicas:
-            line = replica.web.line
-            line.account.claim_transport(self.ledger, line.link.up, line.link.down)
+            endpoint = replica.web.endpoint
+            endpoint.accounting.claim_transport(self.ledger, endpoint.up, endpoint.down)
         return self.ledger
 
     async def _judge(self, replica: Replica, reading: Reading) -> Verdict:
@@ -128,7 +128,7 @@ class ServedSession:
     async def _exchange(self, replica: Replica, able: Abilities, ask: Ask) -> list[PartialRow]:
         path, body = self._dialect.request(ask, able)
         replica.warn(able.caution)
-        data, account = encoded(body), replica.web.line.account
+        data, account = encoded(body), replica.web.endpoint.accounting
         media = len(ask.media.url) if ask.media is not None and ask.media.url is not None else 0
         cost = account.sent(len(data))  # nobody else's, while it is under way
         try:

@@ -25,8 +25,8 @@ _Fields = list[tuple[bytes, bytes]]
 class Channel:
     """Calls to one server; to be used in one event loop.
 
-    open_transport: makes a socket for the protocol that the given factory makes, as
-    `loop.create_unix_connection(factory, path)` does. authority: the server as host:port. metadata: headers of every
+    open_transport: makes a connection for the protocol that the given factory makes, as
+    `loop.create_connection(factory, host, port)` does. authority: the server as host:port. metadata: headers of every
     call.
 
     Raises (every call):
@@ -150,7 +150,7 @@ class Channel:
             kind = Untrusted if isinstance(error, ssl.SSLCertVerificationError) else Disconnected
             raise kind(broken_tls(error)) from error
         except OSError as error:
-            how = error.strerror or str(error) or "it was refused, or lost before TLS was agreed on"
+            how = error.strerror or str(error) or "it was lost before TLS was agreed on"
             raise Disconnected(f"no connection: {how}") from error
         self._made.add(http)
         http.closed.add_done_callback(lambda _: self._made.discard(http))

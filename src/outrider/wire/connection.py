@@ -1,13 +1,13 @@
-"""An edge's connection to our own cloud: one gRPC channel through a link of ours, which counts every byte."""
+"""An edge's connection to our own cloud: one gRPC channel whose bytes are counted."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 
-from outrider.netem.conditions import Conditions
 from outrider.wire import schema
 from outrider.wire.channel import Channel
+from outrider.wire.endpoint import TCP, Network
 from outrider.wire.hosts import bracketed, peer_name
 from outrider.wire.http2 import Http2
 from outrider.wire.stream import Stream
@@ -19,23 +19,19 @@ class Connection(Worker):
     """token: sent as a bearer token with every call."""
 
     def __init__(
-        self, host: str, port: int, *, tls: ClientTls | None = None, token: str | None = None, net: Conditions
+        self, host: str, port: int, *, tls: ClientTls | None = None, token: str | None = None, network: Network = TCP
     ) -> None:
         self.has_token = token is not None
         self._host, self._tls = peer_name(host), tls
         metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._channel = Channel(self._open, f"{bracketed(self._host)}:{port}", metadata)
-        super().__init__(f"grpc://{bracketed(host)}:{port}", [(host, port)], net)
-        (line,) = self.lines
-        self.link, self.account, self._path = line.link, line.account, line.path
+        super().__init__(f"grpc://{bracketed(host)}:{port}", [(host, port)], network)
+        (self.endpoint,) = self.endpoints
 
     async def _open(self, factory: Callable[[], Http2]) -> None:
-        loop = asyncio.get_running_loop()
-        if self._tls is None:
-            await loop.create_unix_connection(factory, self._path)
-        else:
-            context = self._tls.context()
-            await loop.create_unix_connection(factory, self._path, ssl=context, server_hostname=self._host)
+        context, name = (None, None) if self._tls is None else (self._tls.context(), self._host)
+        connected = await self.endpoint.connect()
+        await asyncio.get_running_loop().create_connection(factory, sock=connected, ssl=context, server_hostname=name)
 
     async def open_stream(self) -> Stream:
         """A new session stream."""
@@ -62,7 +58,11 @@ class Connection(Worker):
     def renew(self) -> None:
         """Give up the present TCP connection; the next call makes a new one."""
         self._channel.drop()
-        self.link.cut()
+
+    async def cut(self) -> None:
+        """Give up the present TCP connection, and make no other."""
+        self.endpoint.cut = True
+        self._channel.drop()
 
     async def hang_up(self) -> None:
         await self._channel.close()

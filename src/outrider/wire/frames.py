@@ -88,7 +88,7 @@ def named(code: int) -> str:
 
 
 def broken(error: Exception | None, *, greeted: bool, secured: bool) -> str:
-    """Why a connection broke. A refused one looks like one that is accepted and closed, through the link."""
+    """Return why a connection broke that had been made."""
     if isinstance(error, ssl.SSLError):
         return broken_tls(error)
     how = f": {error}" if error is not None else ""
@@ -96,7 +96,7 @@ def broken(error: Exception | None, *, greeted: bool, secured: bool) -> str:
         return f"the connection was lost{how}"
     if secured:  # TLS 1.3: the client is done before the server has looked at the client's certificate
         return f"the server hung up after the TLS handshake: our certificate is missing, or not to its liking{how}"
-    return f"the connection was refused, or lost at once{how}"
+    return f"the connection was lost at once{how}"
 
 
 def broken_tls(error: ssl.SSLError) -> str:

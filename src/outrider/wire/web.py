@@ -1,23 +1,29 @@
-"""HTTP with one host, JSON in and out, through a line that counts the bytes."""
+"""HTTP with one endpoint, JSON in and out. All bytes count, those of TLS as well."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import selectors
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import anyio
+import httpcore2
 import httpx2
+from anyio.abc import ByteStream, SocketStream
+from anyio.streams.tls import TLSStream
 
+from outrider.wire.endpoint import CountingSocket, Endpoint
 from outrider.wire.hosts import bracketed, peer_name
 from outrider.wire.status import Disconnected, Untrusted
 from outrider.wire.tls import ClientTls
-from outrider.wire.worker import Line
 
 Json = dict[str, Any]
 AT_ONCE = 256  # requests in flight to one host
+IDLE = 5.0  # s for which an unused connection is kept
 _PLAIN = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")  # OpenSSL: what came is no TLS record
 
 
@@ -50,7 +56,7 @@ class Reply:
 
 
 class Web:
-    """token: sent as a bearer token with every request. deadline: seconds for `get`. To be used in the line's loop.
+    """token: sent as a bearer token with every request. deadline: seconds for `get`. Use it in one event loop.
 
     Raises (every request):
         Untrusted: the server's certificate is not what it must be, or it speaks no TLS.
@@ -59,10 +65,10 @@ class Web:
     """
 
     def __init__(
-        self, line: Line, host: str, port: int, tls: ClientTls | None, token: str | None, deadline: float = 30.0
+        self, endpoint: Endpoint, host: str, port: int, tls: ClientTls | None, token: str | None, deadline: float = 30.0
     ) -> None:
         self._deadline = deadline
-        self.line, self.name = line, f"{bracketed(host)}:{port}"
+        self.endpoint, self.name = endpoint, f"{bracketed(host)}:{port}"
         self._base = f"{'http' if tls is None else 'https'}://{bracketed(peer_name(host))}:{port}"
         self._tls = tls
         self._headers = {"authorization": f"Bearer {token}"} if token else {}
@@ -85,9 +91,7 @@ class Web:
 
     def _open(self) -> httpx2.AsyncClient:
         if self._client is None:
-            verify: Any = self._tls.context() if self._tls is not None else True
-            limits = httpx2.Limits(max_connections=AT_ONCE, max_keepalive_connections=AT_ONCE)
-            transport = httpx2.AsyncHTTPTransport(uds=self.line.path, verify=verify, limits=limits)
+            transport = _Transport(self.endpoint, None if self._tls is None else self._tls.context())
             self._client = httpx2.AsyncClient(transport=transport, headers=self._headers, timeout=None, trust_env=False)
         return self._client
 
@@ -100,7 +104,7 @@ class Web:
                 answer = await self._open().request(
                     method, self._base + path, content=body, headers={**kind, **headers}
                 )
-        except httpx2.RequestError as error:
+        except (httpx2.RequestError, httpcore2.NetworkError, httpcore2.ProtocolError) as error:
             raise self._trouble(error) from error
         after = answer.headers.get("retry-after", "")
         content = answer.content
@@ -113,7 +117,7 @@ class Web:
             bool(self._headers),
         )
 
-    def _trouble(self, error: httpx2.RequestError) -> Disconnected:
+    def _trouble(self, error: Exception) -> Disconnected:
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, ssl.SSLCertVerificationError):
@@ -121,7 +125,109 @@ class Web:
             if isinstance(cause, ssl.SSLError) and cause.reason in _PLAIN:
                 return Untrusted("it does not speak TLS")
             cause = cause.__cause__ or cause.__context__
-        return Disconnected(self.line.link.trouble or str(error) or type(error).__name__)
+        return Disconnected(self.endpoint.trouble or str(error) or type(error).__name__)
+
+
+class _Transport(httpx2.AsyncBaseTransport):
+    """The transport of an httpx2 client whose connections an endpoint makes. It reads each answer to its end."""
+
+    def __init__(self, endpoint: Endpoint, context: ssl.SSLContext | None) -> None:
+        self._pool = httpcore2.AsyncConnectionPool(
+            ssl_context=context,
+            max_connections=AT_ONCE,
+            max_keepalive_connections=AT_ONCE,
+            keepalive_expiry=IDLE,
+            network_backend=_Backend(endpoint),
+        )
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        url = httpcore2.URL(
+            scheme=request.url.raw_scheme, host=request.url.raw_host, port=request.url.port, target=request.url.raw_path
+        )
+        answer = await self._pool.handle_async_request(
+            httpcore2.Request(
+                request.method, url, headers=request.headers.raw, content=request.stream, extensions=request.extensions
+            )
+        )
+        try:
+            content = await answer.aread()
+        finally:
+            await answer.aclose()
+        return httpx2.Response(answer.status, headers=answer.headers, content=content)
+
+    async def aclose(self) -> None:
+        await self._pool.aclose()
+
+
+class _Backend(httpcore2.AsyncNetworkBackend):
+    """Make the connections of a pool."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    async def connect_tcp(self, *_: object, **__: object) -> _Stream:
+        try:
+            connected = await self._endpoint.connect()
+        except OSError as error:
+            raise httpcore2.ConnectError(str(error)) from error
+        return _Stream(connected, await SocketStream.from_socket(connected))
+
+
+class _Stream(httpcore2.AsyncNetworkStream):
+    """One connection of a pool, as anyio's stream over a counting socket. `Web` sets the time limits."""
+
+    def __init__(self, connected: CountingSocket, stream: ByteStream) -> None:
+        self._socket, self._stream = connected, stream
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        try:
+            return await self._stream.receive(max_bytes)
+        except anyio.EndOfStream:
+            return b""
+        except _BROKEN as error:
+            raise httpcore2.ReadError(_broken(error)) from error
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        if not buffer:
+            return
+        try:
+            await self._stream.send(buffer)
+        except _BROKEN as error:
+            raise httpcore2.WriteError(_broken(error)) from error
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    async def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> _Stream:
+        try:
+            secured = await TLSStream.wrap(
+                self._stream, hostname=server_hostname, ssl_context=ssl_context, standard_compatible=False
+            )
+        except BaseException as error:
+            await self.aclose()
+            if isinstance(error, (*_BROKEN, ssl.SSLError)):
+                raise httpcore2.ConnectError(_broken(error)) from error
+            raise
+        return _Stream(self._socket, secured)
+
+    def get_extra_info(self, info: str) -> Any:
+        """Return whether the server has sent something, or hung up, for "is_readable"; None for all else."""
+        if info != "is_readable":
+            return None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            return bool(selector.select(0))
+
+
+_BROKEN = (anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream)
+
+
+def _broken(error: Exception) -> str:
+    """Return why a stream broke. An error of anyio has the reason as its cause."""
+    cause = error.__cause__ or error
+    return getattr(cause, "strerror", None) or str(cause) or "the connection was lost"
 
 
 def encoded(body: Json) -> bytes:

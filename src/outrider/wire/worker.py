@@ -1,26 +1,16 @@
-"""A thread with an event loop and a link to each host: what every connection to a cloud is built on.
-
-What is sent ends at a Unix socket in this process; the link behind it carries the bytes to the host, counts every one
-of them, and is where `--net` emulates a network. TLS runs through it untouched.
-"""
+"""A thread with an event loop, in which all connections to a cloud live."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import threading
-import weakref
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from outrider.errors import CloudError, StateError
-from outrider.files import TemporaryFolder
-from outrider.netem.conditions import Conditions
-from outrider.netem.link import Link
-from outrider.wire.hosts import ascii_host
-from outrider.wire.ledger import Account
+from outrider.wire.endpoint import TCP, Endpoint, Network
 
 T = TypeVar("T")
 
@@ -28,35 +18,20 @@ GOODBYE = 1.0  # s that closing frames may take to leave
 GOODBYE_NAME = "outrider-goodbye"  # tasks of this name may finish while the connection is closed
 
 
-@dataclass(frozen=True)
-class Line:
-    """The way to one host. path: the Unix socket where it begins. account: the books of what crosses it."""
-
-    path: str
-    link: Link
-    account: Account = field(default_factory=Account)
-
-
 class Worker:
-    """`run` brings work into the thread. name: as errors call it. lines: one to each host, in their order."""
+    """Run coroutines in a thread of their own. name: as in error messages. endpoints: one for each host, in order."""
 
-    def __init__(self, name: str, hosts: Sequence[tuple[str, int]], net: Conditions) -> None:
+    def __init__(self, name: str, hosts: Sequence[tuple[str, int]], network: Network = TCP) -> None:
         self.name = name
         self._process = os.getpid()
-        self._folder = TemporaryFolder()
-        weakref.finalize(self, self._folder.close)  # also without close()
-        self.lines = [
-            Line(os.path.join(self._folder.path, f"s{n}"), Link(ascii_host(host), port, net))
-            for n, (host, port) in enumerate(hosts)
-        ]
+        self.endpoints = [Endpoint(host, port, network) for host, port in hosts]
+        self._network = network
         self._lock = threading.Lock()
         self._ended = False
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._loop = asyncio.new_event_loop()
+        self._loop = asyncio.SelectorEventLoop()  # others do not call the methods of a socket, where bytes are counted
         self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-connection", daemon=True)
         self._thread.start()
-        for line in self.lines:
-            self.run(line.link.start_unix(line.path)).result()
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine in the worker's loop.
@@ -83,7 +58,7 @@ class Worker:
         return os.getpid() != self._process
 
     def close(self) -> None:
-        """End running calls, the link and the thread. An inherited connection belongs to the parent and stays open."""
+        """End running calls, all connections and the thread. Inherited ones belong to the parent and stay open."""
         if self.inherited:
             return
         with self._lock:
@@ -95,10 +70,9 @@ class Worker:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        self._folder.close()
 
     async def hang_up(self) -> None:
-        """Close what speaks through the link, in the loop; called once, by `close`."""
+        """Close the clients of the endpoints, in the loop. `close` calls it once."""
 
     async def _until_closed(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()
@@ -124,7 +98,6 @@ class Worker:
         if goodbyes:
             await asyncio.wait(goodbyes, timeout=GOODBYE)
         await self.hang_up()
-        for line in self.lines:
-            await line.link.close()
+        await self._network.close()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=GOODBYE)
