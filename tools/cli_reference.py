@@ -55,7 +55,7 @@ def introduction(text: str) -> tuple[str, list[str], list[str]]:
 
 def escaped(text: str) -> str:
     """Escape the characters that Markdown would interpret."""
-    return re.sub(r"([\\`*_<>|])", r"\\\1", text)
+    return re.sub(r"([\\`*_<>|\[\]])", r"\\\1", text)
 
 
 def table(title: str, entries: Sequence[tuple[str, str]]) -> Iterator[str]:
