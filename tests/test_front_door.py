@@ -1,0 +1,118 @@
+"""The files that a newcomer reads first agree with the repository: targets, versions, generated pages, citations."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import outrider
+
+ROOT = Path(__file__).parents[1]
+YAML = [
+    *(ROOT / name for name in ("CITATION.cff", ".pre-commit-config.yaml", "mkdocs.yml", ".github/workflows/ci.yml")),
+    *sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")),
+]
+MAKE = re.compile(r"\bmake ([a-z][a-z-]*)")
+NOT_IN_CI = {"test-chaos-long", "test-soak", "test-real"}
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def parsed(name: str) -> Any:
+    return yaml.safe_load(text(name))
+
+
+def ci_targets() -> list[str]:
+    """The make targets of .ci/run, in order."""
+    return MAKE.findall("\n".join(line for line in text(".ci/run").splitlines() if not line.startswith("#")))
+
+
+@pytest.mark.parametrize("path", YAML, ids=lambda path: path.name)
+def test_yaml_files_parse(path: Path) -> None:
+    assert yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def test_the_workflow_runs_the_targets_of_ci() -> None:
+    matrix = parsed(".github/workflows/ci.yml")["jobs"]["make"]["strategy"]["matrix"]
+    assert sorted(matrix["target"]) == sorted(ci_targets())
+    assert {entry["target"] for entry in matrix["include"]} <= set(matrix["target"])
+
+
+def test_ci_runs_every_test_target_but_the_long_ones() -> None:
+    targets = set(re.findall(r"^(test-[a-z-]+):", text("Makefile"), re.M))
+    assert targets - set(ci_targets()) == NOT_IN_CI
+
+
+@pytest.mark.parametrize(
+    "name", [".ci/run", ".pre-commit-config.yaml", ".github/workflows/ci.yml", "CONTRIBUTING.md", "SECURITY.md"]
+)
+def test_make_targets_exist(name: str) -> None:
+    known = set(re.findall(r"^([a-z][a-z-]*):", text("Makefile"), re.M))
+    found = set(MAKE.findall(text(name)))
+    assert found <= known
+
+
+def test_the_table_of_contributing_names_every_test_target() -> None:
+    rows = [line for line in text("CONTRIBUTING.md").splitlines() if line.startswith("|")]
+    named = set(MAKE.findall("\n".join(rows)))
+    assert set(re.findall(r"^(test-[a-z-]+):", text("Makefile"), re.M)) <= named
+    in_ci = {target for row in rows if "| yes |" in row for target in MAKE.findall(row.split("| yes |")[0])}
+    assert in_ci == set(ci_targets())
+
+
+def test_the_citation_has_the_version_and_licence_of_the_package() -> None:
+    citation, project = parsed("CITATION.cff"), tomllib.loads(text("pyproject.toml"))["project"]
+    assert citation["version"] == outrider.__version__
+    assert citation["license"] == project["license"]
+    assert citation["abstract"] == project["description"].partition(":")[0]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    def pages(entry: Any) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        parts = entry.values() if isinstance(entry, dict) else entry
+        return [page for part in parts for page in pages(part)]
+
+    navigation = pages(parsed("mkdocs.yml")["nav"])
+    assert len(set(navigation)) == len(navigation)
+    assert {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")} <= set(navigation)
+
+
+def test_the_python_reference_lists_every_public_name() -> None:
+    listed = re.findall(r"^::: outrider\.(\w+)$", text("docs/api.md"), re.M)
+    assert sorted(listed) == sorted(outrider.__all__)
+
+
+def test_the_command_line_reference_is_up_to_date() -> None:
+    tool = [sys.executable, str(ROOT / "tools" / "cli_reference.py")]
+    made = subprocess.run(tool, capture_output=True, encoding="utf-8", check=True, timeout=300).stdout
+    assert made == text("docs/cli.md"), "run make cli-reference"
+
+
+def test_cited_design_pages_and_sections_exist() -> None:
+    cited = set()
+    for folder in ("src", "tests", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            source = path.read_text(encoding="utf-8")
+            cited |= set(re.findall(r'(docs/[\w/]+\.md)(?:, "([^"\n]+)"|)', source))
+    for page, section in cited:
+        assert (ROOT / page).exists(), page
+        assert not section or re.search(rf"^#+ {re.escape(section)}$", text(page), re.M), f"{page}: {section}"
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "SECURITY.md", "docs/extending.md", "docs/design/failures.md"])
+def test_files_that_are_named_exist(name: str) -> None:
+    named = re.findall(r"`((?:[\w.]+/)+[\w.]*)`", text(name))
+    roots = [ROOT, ROOT / "src" / "outrider"]
+    missing = [path for path in named if not any((root / path).exists() for root in roots)]
+    assert [path for path in missing if not path.startswith(".cache/")] == []
