@@ -76,6 +76,17 @@ def test_the_citation_has_the_version_and_licence_of_the_package() -> None:
     assert citation["abstract"] == project["description"].partition(":")[0]
 
 
+def test_documents_name_the_wheel_of_this_version() -> None:
+    pages = text("README.md") + text("docs/usage.md")
+    wheels = set(re.findall(r"outrider-([\d.]+)-py3", pages))
+    assert wheels == {outrider.__version__}
+
+
+def test_pictures_are_small() -> None:
+    sizes = {path.name: path.stat().st_size for path in (ROOT / "docs/images").iterdir()}
+    assert all(size < 200_000 for size in sizes.values()), sizes
+
+
 def test_every_page_is_in_the_navigation() -> None:
     def pages(entry: Any) -> list[str]:
         if isinstance(entry, str):
