@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import yaml
+from tools.record_demo import COLUMNS, Screen, Style
 
 import outrider
+from outrider.cli.main import app
 
 ROOT = Path(__file__).parents[1]
 YAML = [
@@ -127,3 +131,34 @@ def test_files_that_are_named_exist(name: str) -> None:
     roots = [ROOT, ROOT / "src" / "outrider"]
     missing = [path for path in named if not any((root / path).exists() for root in roots)]
     assert [path for path in missing if not path.startswith(".cache/")] == []
+
+
+def examples() -> list[str]:
+    """The example commands of the help texts, as the reference of the command line shows them."""
+    blocks = re.findall(r"^```sh\n(.*?)^```$", text("docs/cli.md"), re.M | re.S)
+    return [line.split("  #")[0] for block in blocks for line in block.splitlines() if line.startswith("outrider ")]
+
+
+@pytest.mark.parametrize("line", examples())
+def test_examples_of_the_help_texts_have_known_commands_and_options(line: str) -> None:
+    words = shlex.split(re.split(" [<>|] ", line)[0])
+    app.parse_args(words[1:], exit_on_error=False, print_error=False)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs/images").glob("*.svg")), ids=lambda path: path.name)
+def test_drawings_are_well_formed_and_load_nothing(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    ElementTree.fromstring(source)
+    assert not re.search(r"<script|(?:href|src)=\"(?!#)|@import|url\((?!#)", source)
+
+
+def test_the_recorder_follows_the_cursor() -> None:
+    screen = Screen()
+    screen.feed("one\r\n\x1b[2mtwo\x1b[0m three\r\x1b[2K\x1b[1A\x1b[2K\x1b[32mnew\x1b[0m\r\nlast")
+    assert screen.view() == ((("new", Style("#7ee787")),), (("last", Style()),))
+
+
+def test_the_recorder_wraps_long_lines() -> None:
+    screen = Screen()
+    screen.feed("x" * (COLUMNS + 3) + "\ny")
+    assert ["".join(piece for piece, _ in line) for line in screen.view()] == ["x" * COLUMNS, "xxx", "y"]
