@@ -4,6 +4,7 @@
 
 A cloud in a process of its own serves the bundled pair's target with tokens. Eight clients, each with an identity of
 its own, request verdicts one after another. Then a ninth client in another process abuses one limit as fast as it can.
+That process has the lowest priority, as if it ran on another machine: it takes only cores that the others leave idle.
 Ends stdout with one JSON line: for each kind the ratio of the eight's median and mean latencies, the sessions that they
 lost, and the growth of the server's memory.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import resource
 import secrets
 import statistics
@@ -199,6 +201,7 @@ def drain(answers: Any) -> None:
 
 def harm(address: str, token: str, kind: str, over: Any) -> None:
     """In a process of its own: one identity with many streams."""
+    os.nice(19)
     if kind == "recordings":
         prepare()
     client = Client(address, token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -10,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,8 @@ from hypothesis import strategies as st
 
 from outrider import files
 from outrider.config import read_gate_file
-from outrider.errors import DataError, OutriderError, SettingsError
+from outrider.engines.load import named
+from outrider.errors import DataError, InputError, OutriderError, SettingsError
 from outrider.evals.convert import _table
 from outrider.evals.manifest import read_manifest
 from outrider.evals.reading import read_object, rows
@@ -192,3 +195,77 @@ def test_what_prints_goes_through_the_escaping_writer() -> None:
     bare = re.compile(r"(?<!\w)Console\(|RichHandler")
     found = {path.name for path in source.rglob("*.py") if bare.search(path.read_text(encoding="utf-8"))}
     assert not found  # terminal.py derives from Console
+
+
+# A full disk --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No directory for temporary files, as on a full disk."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/no/such/directory"])
+
+
+MAKERS = [files.TemporaryFolder, files.temporary_text]
+
+
+@pytest.mark.usefixtures("nowhere")
+@pytest.mark.parametrize("make", MAKERS)
+def test_no_temporary_directory_is_named_with_the_remedy(make: Callable[[], object]) -> None:
+    with pytest.raises(OutriderError, match=r"no temporary directory is writable.*disk full.*TMPDIR"):
+        make()
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize(("number", "text"), [(errno.ENOSPC, "disk full.*TMPDIR"), (errno.EROFS, "TMPDIR.*Read-only")])
+def test_a_disk_that_became_full_is_named(
+    make: Callable[[], object], number: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    with pytest.raises(OutriderError, match=text):
+        make()
+
+
+def test_a_temporary_directory_too_deep_for_sockets_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(OutriderError, match="set TMPDIR to a shorter one"):
+        files.TemporaryFolder()
+    assert not list(deep.iterdir())
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device", "/cache/a")
+
+
+def caused(outer: Exception, inner: Exception) -> Exception:
+    outer.__cause__ = inner
+    return outer
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (FULL, "/cache/a cannot be written: No space left on device"),
+        (caused(DataError("a"), FULL), "/cache/a cannot be written"),
+        (caused(DataError("a"), caused(RuntimeError("b"), FULL)), "/cache/a cannot be written"),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), "No space left on device"),
+        (FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"), "TMPDIR"),
+        (FileNotFoundError(2, "No such file or directory", "a"), None),
+        (caused(DataError("a"), ValueError("b")), None),
+    ],
+)
+def test_a_full_disk_is_found_behind_other_errors(error: Exception, said: str | None) -> None:
+    found = files.out_of_space(error)
+    assert found is None if said is None else said in str(found)
+
+
+def test_a_full_disk_is_no_fault_of_a_model() -> None:
+    with pytest.raises(OutriderError, match="cannot load m: /cache/a cannot be written") as caught, named("m"):
+        raise FULL
+    assert not isinstance(caught.value, InputError)

@@ -49,6 +49,10 @@ CAPTIONS_ONLY = (
     "{} only writes captions of recordings: its answer to a text or an instruction is meaningless, whatever the "
     "guarantee"
 )
+NO_TEXTS = (
+    "{} only writes captions of recordings: caption a recording, or give text models as --edge and --cloud (token ids, "
+    "as --prompt-ids, are accepted)"
+)
 
 
 class SpeculativeDecoder:
@@ -172,10 +176,7 @@ class SpeculativeDecoder:
     def check_takes_text(self) -> None:
         """Raise PromptError if the models accept texts but only caption recordings."""
         if self.captions_only:
-            raise PromptError(
-                f"{self._encoder.name} only writes captions of recordings: caption a recording, or give "
-                "text models as --edge and --cloud (token ids, as --prompt-ids, are accepted)"
-            )
+            raise PromptError(NO_TEXTS.format(self._encoder.name))
 
     @property
     def audio_seconds(self) -> float:

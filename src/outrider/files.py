@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import fcntl
 import json
 import os
+import re
+import secrets
 import stat
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from outrider.errors import DataError, OutriderError
+from outrider.errors import DataError, OutriderError, SettingsError
 
 PREFIX = "outrider-link-"  # of temporary folders
+NO_TEMPORARY = "no temporary directory is writable (is the disk full?): free space, or set TMPDIR to a writable one"
+LONGEST = 103  # bytes of a socket's path, on every system
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 YOUNG_S = 60.0  # a temporary folder or file that is younger may still be about to be locked
-_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32's little-endian mark begins with the former
 
 
 # Reading ----------------------------------------------------------------------------------------------------
@@ -30,7 +37,7 @@ def decode_text(data: bytes, name: str) -> str:
         DataError: the bytes are in another encoding. `name` is the file's.
     """
     marked = data.startswith(codecs.BOM_UTF8)
-    if data.startswith(_UTF16) or (b"\0" in data[:4] and not marked):
+    if data.startswith(WIDE_MARKS) or (b"\0" in data[:4] and not marked):
         raise DataError(f"{name} is UTF-16 or UTF-32 text: save it as UTF-8")
     try:
         return data.decode("utf-8-sig")
@@ -51,6 +58,17 @@ def read_text(path: str | Path) -> str:
         reason = (error.strerror if isinstance(error, OSError) else "") or str(error) or type(error).__name__
         raise DataError(f"{path} cannot be read: {reason}") from error
     return decode_text(data, str(path))
+
+
+def check_private(path: Path, file: int, kind: str = "") -> None:
+    """Refuse a file that other users of this machine can use. file: its descriptor. kind: for the message.
+
+    Raises:
+        SettingsError: with the remedy.
+    """
+    if os.name == "posix" and os.fstat(file).st_mode & 0o077:
+        name = f"{path}, {kind}," if kind else str(path)
+        raise SettingsError(f"{name} is open to other users of this machine: chmod 600 {path}")
 
 
 def parse_json(text: str, name: str) -> Any:
@@ -147,6 +165,22 @@ def _sync_folder(folder: Path) -> None:
         os.close(opened)
 
 
+def out_of_space(error: BaseException | None) -> str | None:
+    """Return a sentence about a full disk if one caused the error, directly or as the cause of another, else None."""
+    while error is not None:
+        if isinstance(error, FileNotFoundError) and "No usable temporary directory" in str(error):  # tempfile's
+            return NO_TEMPORARY
+        if isinstance(error, OSError) and error.errno in FULL:
+            return f"{error.filename or 'output'} cannot be written: {error.strerror}"
+        if _IN_RUST.search(str(error)):
+            return str(error).strip().splitlines()[0]
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
+
+
+_IN_RUST = re.compile(rf"\(os error ({'|'.join(map(str, FULL))})\)")  # libraries in Rust raise other types
+
+
 # Temporary folders ------------------------------------------------------------------------------------------
 
 
@@ -154,23 +188,66 @@ class TemporaryFolder:
     """A folder for this process's sockets. It is locked, so that the next process can remove it after a `kill -9`.
 
     path: its place. close() removes it and may be called again.
+
+    Raises:
+        OutriderError: no temporary directory is writable, or its path is too long for a socket.
     """
 
     def __init__(self) -> None:
-        for stale in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-            _remove_unlocked(stale)
-        self.path = tempfile.mkdtemp(prefix=PREFIX)
+        with _temporary():
+            place = os.path.join(tempfile.gettempdir(), f"{PREFIX}{'x' * 12}", "s99")
+            if len(os.fsencode(place)) > LONGEST:
+                raise OutriderError(
+                    f"{tempfile.gettempdir()} is too long a path for sockets: set TMPDIR to a shorter one"
+                )
+            for stale in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+                _remove_unlocked(stale)
+            self._owner, self._lock = os.getpid(), -1
+            self.path = os.path.join(tempfile.gettempdir(), f"{PREFIX}{secrets.token_hex(6)}")
+            _FOLDERS.add(self)  # first: Ctrl-C may come at any moment
+            os.mkdir(self.path, 0o700)
         self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self._owner = os.getpid()
 
     def close(self) -> None:
-        if self._lock < 0 or os.getpid() != self._owner:  # a forked child leaves the folder to its parent
+        if self not in _FOLDERS or os.getpid() != self._owner:  # a forked child leaves the folder to its parent
             return
         with suppress(OSError):  # already removed, by a cleaner of temporary files
             _remove(Path(self.path))
-        os.close(self._lock)
-        self._lock = -1
+        if self._lock >= 0:
+            os.close(self._lock)
+        _FOLDERS.discard(self)
+
+
+_FOLDERS: set[TemporaryFolder] = set()
+
+
+def remove_temporary_folders() -> None:
+    """Close this process's temporary folders, before an end that runs no exit hooks."""
+    for folder in tuple(_FOLDERS):
+        folder.close()
+
+
+def temporary_text() -> IO[str]:
+    """Return an open temporary file for text, which has no name.
+
+    Raises:
+        OutriderError: no temporary directory is writable.
+    """
+    with _temporary():
+        return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+
+
+@contextmanager
+def _temporary() -> Iterator[None]:
+    """Map the errors of a temporary file's creation: the directory may have become full since tempfile chose it."""
+    try:
+        yield
+    except OSError as error:
+        if out_of_space(error) is not None:
+            raise OutriderError(NO_TEMPORARY) from error
+        where = f"in {tempfile.gettempdir()} (TMPDIR names another directory)"
+        raise OutriderError(f"no temporary file can be made {where}: {error.strerror or error}") from error
 
 
 def _remove_unlocked(path: Path) -> None:

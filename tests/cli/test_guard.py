@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.cli.guard import guarded, in_options
-from outrider.errors import DataError, OutriderError
+from outrider.errors import DataError, ModelError, OutriderError
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,14 @@ def test_settings_are_named_as_they_were_typed(typed: list[str], message: str, s
     assert in_options(message, typed) == shown
 
 
+NO_TEMPORARY = "outrider: no temporary directory is writable (is the disk full?)"
+
+
+def caused(outer: Exception, inner: Exception) -> Exception:
+    outer.__cause__ = inner
+    return outer
+
+
 @given(st.text(), st.lists(st.text()))
 def test_any_message_and_any_words_are_taken(message: str, typed: list[str]) -> None:
     in_options(message, typed)
@@ -46,6 +54,9 @@ def test_any_message_and_any_words_are_taken(message: str, typed: list[str]) -> 
         (OutriderError("failed"), 1, "outrider: failed"),
         (MemoryError(), 1, "outrider: out of memory"),
         (OSError(errno.ENOSPC, "No space left on device", "a"), 1, "outrider: a cannot be written: No space left on"),
+        (caused(ModelError("bad"), OSError(errno.ENOSPC, "No space left on device")), 1, "outrider: output cannot be"),
+        (caused(ModelError("bad"), FileNotFoundError(2, "No usable temporary directory found")), 1, NO_TEMPORARY),
+        (FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"), 1, NO_TEMPORARY),
         (RuntimeError("x"), 1, "outrider: unexpected RuntimeError: x (see --verbose)"),
     ],
 )

@@ -164,3 +164,105 @@ def test_what_a_library_swallows_while_it_loads_a_model_still_ends_the_command(a
     done = run(SWALLOWED.format(arguments=arguments))
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
+
+
+WHILE_A_LOOP_IS_MADE = """
+import asyncio.selector_events, os, signal, sys
+real = asyncio.selector_events.BaseSelectorEventLoop.__init__
+def interrupted(self, *args, **more):
+    os.kill(os.getpid(), {number})
+    return real(self, *args, **more)
+asyncio.selector_events.BaseSelectorEventLoop.__init__ = interrupted
+sys.argv = ["outrider", *{arguments!r}]
+from outrider.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "arguments",
+    [("cloud", "demo", "--listen", "127.0.0.1:0"), ("edge", "--listen", "127.0.0.1:0", "--cloud", "none")],
+)
+def test_a_signal_while_an_event_loop_is_made_ends_the_server(arguments: tuple[str, ...], number: int) -> None:
+    done = run(WHILE_A_LOOP_IS_MADE.format(arguments=arguments, number=int(number)))
+    assert done.returncode == 128 + number, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "never awaited" not in done.stderr
+
+
+AT_AN_EDGE = """
+import atexit, os, signal, sys, threading, time
+sys.argv = ["outrider", *{arguments!r}]
+from outrider.cli import guard, interrupts, main
+def kill(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+def before(module, name, first):
+    real = getattr(module, name)
+    setattr(module, name, lambda *a: (first(), real(*a))[1])
+def after(module, name):
+    real = getattr(module, name)
+    def hook(*a):
+        try:
+            return real(*a)
+        finally:
+            kill()
+    setattr(module, name, hook)
+def last():
+    threading.main_thread().join()
+    kill()
+    time.sleep(1)
+{moment}
+main.main()
+"""
+MOMENTS = [  # at which no `try` of a command is open
+    "before(main, '_run', kill)",
+    "after(main, '_run')",
+    "after(main, 'guarded')",
+    "after(guard, 'complain')",
+    "before(interrupts, 'end', kill)",
+    "before(interrupts, 'end', lambda: atexit.register(kill))",
+    "before(interrupts, 'end', threading.Thread(target=last).start)",
+]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("arguments", [["--version"], ["caption"]])
+def test_at_the_edges_of_a_command(moment: str, arguments: list[str]) -> None:
+    if "complain" in moment and arguments == ["--version"]:
+        pytest.skip("no message")
+    done = run(AT_AN_EDGE.format(arguments=arguments, moment=moment))
+    assert done.returncode == 130, (done.returncode, done.stderr)
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+LATE = """
+import os, signal, sys
+sys.argv = ["outrider", "--version"]
+from outrider.cli.main import main
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGINT):
+        kill(pid, number)
+sys.last = Last()
+main()
+"""
+
+
+def test_while_modules_are_torn_down() -> None:
+    """Then Python has no handlers any more, and the command's work is done."""
+    assert run(LATE).returncode == 0
+
+
+def test_no_temporary_folder_is_left(tmp_path: Path) -> None:
+    code = """
+    import os, signal, sys
+    from outrider.cli import interrupts, main
+    from outrider.files import TemporaryFolder
+    folder = TemporaryFolder()
+    main._run = lambda words: (interrupts.install(), os.kill(os.getpid(), signal.SIGINT))
+    main.main()
+    """
+    done = run("import tempfile\ntempfile.tempdir = " + repr(str(tmp_path)) + textwrap.dedent(code))
+    assert done.returncode == 130, done.stderr
+    assert not list(tmp_path.iterdir())

@@ -186,3 +186,42 @@ def test_calls_are_limited_in_number() -> None:
         for call in calls:
             call.cancel()
         assert most == 2 + 16, "of one connection"
+
+
+class Noted:
+    """A pace that lets everything through and notes the identity."""
+
+    def __init__(self) -> None:
+        self.identities: list[str] = []
+
+    async def wait(self, identity: str) -> None:
+        self.identities.append(identity)
+
+
+def test_frames_without_engine_work_are_paced_for_each_identity(tokens: Tokens) -> None:
+    pace = Noted()
+    with reached(Held(), tokens=tokens) as (served, channel):
+        served.service._free_work = pace  # type: ignore[assignment]
+        with RawStream(channel, bearer(LAB)) as stream:
+            stream.opened(open_())
+            assert pace.identities == ["lab"], "an opening"
+            first = stream.verdict(verifying(1, 5))
+            assert pace.identities == ["lab"], "a new request waits for the engine alone"
+            assert stream.verdict(verifying(1, 5)).next_token == first.next_token
+            assert pace.identities == ["lab"] * 2, "a repeat"
+            assert stream.verdict(verifying(2, 6)).accepted == 0
+            stream.send(CLOSE)
+            stream.finish()
+            assert next(stream.call, None) is None
+    assert pace.identities == ["lab"] * 3
+
+
+def test_callers_without_identities_are_not_paced() -> None:
+    pace = Noted()
+    with reached(Held()) as (served, channel):
+        served.service._free_work = pace  # type: ignore[assignment]
+        with RawStream(channel) as stream:
+            stream.opened(open_())
+            stream.verdict(verifying(1, 5))
+            stream.verdict(verifying(1, 5))
+    assert not pace.identities

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from outrider.cloud.sessions import Record
 from outrider.cloud.shares import Shares, round_robin, within_share
-from outrider.cloud.turns import Turns
+from outrider.cloud.turns import Pace, Turns
 from outrider.core.acceptance import Verdict
 from outrider.core.actions import Verify
 from outrider.wire import schema
@@ -170,6 +170,46 @@ def test_frames_of_one_identity_take_turns_and_others_are_not_behind_them() -> N
 
     asyncio.run(scenario())
     assert order.index("modest") <= 3
+
+
+def test_what_is_beyond_the_burst_waits_for_the_rate_in_order_and_for_its_identity_alone() -> None:
+    now, done = [0.0], list[tuple[str, float]]()
+
+    async def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    async def use(pace: Pace, identity: str) -> None:
+        await pace.wait(identity)
+        done.append((identity, round(now[0], 6)))
+
+    async def scenario() -> None:
+        pace = Pace(10, 2, lambda: now[0], sleep)
+        await asyncio.gather(*[use(pace, "greedy") for _ in range(4)])
+        await use(pace, "modest")
+
+    asyncio.run(scenario())
+    assert done == [("greedy", 0.0), ("greedy", 0.0), ("greedy", 0.1), ("greedy", 0.2), ("modest", 0.2)]
+
+
+def test_one_waiting_task_of_an_identity_looks_at_the_clock() -> None:
+    asleep = list[float]()
+
+    async def sleep(seconds: float) -> None:
+        asleep.append(seconds)
+        await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        pace = Pace(1, 1, lambda: 0.0, sleep)
+        await pace.wait("greedy")
+        many = [asyncio.create_task(pace.wait("greedy")) for _ in range(100)]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        for each in many:
+            each.cancel()
+        await asyncio.gather(*many, return_exceptions=True)
+
+    asyncio.run(scenario())
+    assert asleep == [1.0]
 
 
 class Counted(list[int]):

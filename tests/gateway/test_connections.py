@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import psutil
@@ -22,7 +23,15 @@ from gateway.scripted import Running, Script, serving
 from outrider.cloud.security import Tokens
 from outrider.gateway import connections, exchange
 from outrider.gateway.access import Access
-from outrider.gateway.connections import HEAD_BYTES, MOST_HEADERS, MOST_PIPELINED, URL_BYTES, Listener
+from outrider.gateway.connections import (
+    ACCEPTED_AT_ONCE,
+    HEAD_BYTES,
+    MOST_HEADERS,
+    MOST_PIPELINED,
+    URL_BYTES,
+    Listener,
+    OpenConnections,
+)
 from outrider.gateway.desk import Busy
 from outrider.gateway.exchange import Arrivals
 
@@ -210,6 +219,77 @@ def test_where_all_are_busy_a_new_one_is_refused_and_the_old_ones_go_on() -> Non
             assert everything(third).startswith(b"HTTP/1.1 503 ")
         assert all(b"[DONE]" in first + everything(line) for first, line in zip(heard, lines, strict=True))
         assert httpx2.get(f"{running.url}/health").status_code == 200
+
+
+class Client:
+    """A connection of a client, for `OpenConnections`."""
+
+    def __init__(self, host: str) -> None:
+        self.client = (host, 1)
+
+
+def opened(*hosts: str) -> tuple[OpenConnections, list[Any]]:
+    """Connections from these hosts, idle from the first to the last."""
+    found, made = OpenConnections(), [Client(host) for host in hosts]
+    for each in made:
+        found.add(each)
+        found.mark_idle(each)  # type: ignore[arg-type]
+    return found, made
+
+
+def test_the_address_with_the_most_idle_connections_loses_the_one_idle_for_longest() -> None:
+    found, (a1, b1, a2, b2, b3) = opened("a", "b", "a", "b", "b")
+    assert found.pop_idle() is b1
+    assert [found.pop_idle() for _ in range(5)] == [a1, b2, a2, b3, None]
+
+
+def test_a_connection_with_a_request_or_without_a_client_is_not_idle() -> None:
+    found, (first, second, third) = opened("a", "a", "a")
+    found.mark_busy(first)
+    found.discard(second)
+    found.mark_idle(second)
+    assert found.pop_idle() is third
+    assert found.pop_idle() is None
+    found.mark_idle(first)
+    assert found.pop_idle() is first
+
+
+def test_a_connection_that_is_idle_again_is_idle_from_then_on() -> None:
+    found, (first, second) = opened("a", "a")
+    found.mark_idle(first)
+    assert [found.pop_idle(), found.pop_idle()] == [second, first]
+
+
+@contextmanager
+def listening(most: int) -> Iterator[Listener]:
+    with Listener(socket.AF_INET, socket.SOCK_STREAM) as on:
+        on.bind(("127.0.0.1", 0))
+        on.listen()
+        on.setblocking(False)
+        on.most = most
+        yield on
+
+
+def test_a_flood_of_connections_to_refuse_leaves_the_loop_its_turns() -> None:
+    with listening(0) as on, ExitStack() as stack:
+        count = 2 * ACCEPTED_AT_ONCE
+        lines = [stack.enter_context(socket.create_connection(on.getsockname(), timeout=HANG_S)) for _ in range(count)]
+        for turn in (1, 2):
+            with pytest.raises(BlockingIOError):
+                on.accept()
+            refused = turn * ACCEPTED_AT_ONCE
+            assert all(line.recv(12) == b"HTTP/1.1 503" for line in lines[refused - ACCEPTED_AT_ONCE : refused])
+        assert count == refused
+
+
+def test_a_closed_connection_makes_room_though_it_is_still_referenced() -> None:
+    with listening(1) as on, ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(socket.create_connection(on.getsockname(), timeout=HANG_S))
+        first, _ = on.accept()
+        first.close()
+        second, _ = on.accept()
+        second.close()
 
 
 SERVER = """

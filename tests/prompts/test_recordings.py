@@ -23,7 +23,7 @@ from outrider.gateway.recordings import decoded
 from outrider.gateway.refusing import Refused
 from outrider.prompts import audio, media_decoder
 from outrider.prompts.audio import SAMPLE_RATE, Audio, on_grid
-from outrider.prompts.recordings import READ, Downmix, Limits, decode_bytes
+from outrider.prompts.recordings import READ, Downmix, Limits, decode_bytes, decode_path
 from tests.fuzz import recordings as fuzzing
 
 RATE = 48_000
@@ -406,6 +406,27 @@ def test_a_long_recording_is_split_into_equal_pieces_with_times(tmp_path: Path) 
     assert len(audio.split(Audio(path), 30.0)) == 1
 
 
+@pytest.mark.parametrize("name", OGGS)
+def test_a_hole_is_named_on_the_piece_that_contains_it(name: str, tmp_path: Path) -> None:
+    data, pages, path = ogg_file(name), pages_of(ogg_file(name)), tmp_path / "a.ogg"
+    whole = decode_bytes(data, "a").waveform
+    for page in pages[3:-2]:
+        path.write_bytes(data[: page + 40] + data[page + 41 :])
+        found = decode_path(path).waveform
+        hole = np.flatnonzero(np.abs(found - whole[: len(found)]) > 1e-3)[0] / SAMPLE_RATE
+        pieces = audio.split(Audio(path), 0.3)
+        (warned,) = [piece for piece in pieces if piece.audio.warnings]
+        assert warned.start - 0.01 <= hole < warned.end + 0.01
+
+
+def test_warnings_stand_where_their_holes_are_and_else_at_the_end() -> None:
+    wave = np.zeros(4 * SAMPLE_RATE, np.float32)
+    recording = audio.Recording(wave, ("holes", "cut"), {"holes": (0.0, 1.5)})
+    parts = [tuple(recording.warnings_within(n, n + 1)) for n in range(4)]
+    assert parts == [("holes",), ("holes",), (), ("cut",)]
+    assert tuple(audio.Recording(wave, ("late",), {"late": (9.0,)}).warnings_within(3, 4)) == ("late",)
+
+
 # PyAV -------------------------------------------------------------------------------------------------------
 
 MEDIA = [("m4a", "mp4", "aac"), ("mp4", "mp4", "alac"), ("webm", "webm", "libopus"), ("aac", "adts", "aac")]
@@ -429,6 +450,15 @@ def test_what_phones_and_browsers_record_is_read(av: Any, kind: str, container: 
         decoded(base64.b64encode(data).decode(), "wav", 30.0)
     with pytest.raises(AudioError, match="lasts more than 1 s"):
         decoded(base64.b64encode(data).decode(), kind, 1.0)
+
+
+@pytest.mark.parametrize(("kind", "container", "codec"), MEDIA)
+def test_a_hole_in_a_phone_s_recording_has_its_place(av: Any, kind: str, container: str, codec: str) -> None:
+    data = fuzzing.media_file(container, codec, 6.0)
+    middle, lost = len(data) // 2, len(data) // 10
+    found = decode_bytes(data[:middle] + bytes(lost) + data[middle + lost :], f"a.{kind}")
+    (warning,) = found.warnings
+    assert found.holes[warning][0] == pytest.approx(3.0, abs=0.25)
 
 
 def test_half_a_phone_s_recording_is_used_or_its_lost_index_is_named(av: Any, tmp_path: Path) -> None:

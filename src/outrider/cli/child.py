@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from outrider.errors import OutriderError
+from outrider.files import temporary_text
 
 END = 5.0  # s that it gets to end by itself
 BACKOFF_S = 0.5  # before a restart; doubled with each start that does not last
@@ -66,8 +66,7 @@ class _Child:
         command = [sys.executable, "-m", "outrider", "cloud", model, "--listen", listen, "--json", "--grace", "0"]
         command += ["--until-stdin-ends", "--log-format", "json", *options]
         pipe = subprocess.PIPE
-        # A pipe would fill up and block it.
-        self._stderr = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed by end
+        self._stderr = temporary_text()  # a pipe would fill up and block it
         self.process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=self._stderr, text=True, start_new_session=True
         )

@@ -158,7 +158,9 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
         gc.collect()  # free what loading left behind: a service runs for long
         collect_from_now_on()
         step("reserving the KV cache")
-        return asyncio.run(run(engine, serving, _listening(engine, serving, operation, step)))
+        code = asyncio.run(run(engine, serving, _listening(engine, serving, operation, step)))
+        interrupts.ignore_signals()
+        return code
 
 
 def _listening(

@@ -27,6 +27,7 @@ from outrider.cli.options import (
     assemble,
     build_decoder,
     check,
+    check_takes_text,
     closed_on_failure,
     collect_from_now_on,
     load_drafter,
@@ -135,9 +136,11 @@ def run_generate(
     """`outrider generate`."""
     given = _prompt(prompt, prompt_ids, chat)
     GenerationSettings.build(decoding.settings())
+    if prompt_ids is None:
+        check_takes_text(models)
     loading = Loading(partial(build_decoder, models, speculation, network, watch=output.verbose), named(models))
     with _loaded(loading, output) as decoder:
-        if prompt_ids is None:
+        if prompt_ids is None:  # of a hub id only the loaded model shows it
             decoder.check_takes_text()
         if not _watched(output):
             _report(decoder.generate(given, **decoding.settings()), output, decoder)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
+from outrider.cli import interrupts
 from outrider.cli.escape import one_line
 from outrider.cli.options import (
     Decoding,
@@ -138,10 +139,12 @@ class _StartSignals:
         self.check()
 
     def _received(self, number: int, frame: object) -> None:
-        if not self.first:
-            self.first = number
-            if not self._deferred:
-                self.check()
+        if self.first:
+            return
+        self.first = number
+        if not self._deferred:
+            interrupts.ignore_signals()
+            self.check()
 
 
 def _door(listen: str, serving: Serving) -> tuple[Listener, Access]:
@@ -265,7 +268,9 @@ def _serve(on: Listener, access: Access, cloud: _Cloud, asked: Asked, signals: _
             step("starting to serve")
             collect_from_now_on()
             signals.defer()
-            return asyncio.run(_run(on, access, pool, met, asked, step, signals))
+            code = asyncio.run(_run(on, access, pool, met, asked, step, signals))
+            interrupts.ignore_signals()
+            return code
 
 
 async def _run(

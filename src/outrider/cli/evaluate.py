@@ -111,12 +111,14 @@ def run_eval(
 ) -> int:
     """`outrider eval`: 1 if anything failed."""
     from outrider.cli.commands import quieten
-    from outrider.cli.options import collect_from_now_on
+    from outrider.cli.options import check_takes_text, collect_from_now_on
     from outrider.evals.manifest import load_set
     from outrider.evals.store import Store
 
     options = _checked(evaluation, assistant, models, speculation, network, decoding)
     items = load_set(data)[: evaluation.limit]
+    if any(item.audio is None for item in items):
+        check_takes_text(models)
     scoring = _scoring(evaluation)
     quieten(output)
     with ExitStack() as stack:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import re
 import sys
@@ -14,10 +13,10 @@ from cyclopts import CycloptsError
 from outrider.cli import interrupts
 from outrider.cli.escape import complain, visible
 from outrider.errors import InputError, OutriderError
+from outrider.files import out_of_space
 
 RENAMED = {"--no-repeat-ngram": "no_repeat_ngram_size", "--modes": "mode"}  # settings whose option has another name
 NEEDED = {"--repetition-window": "--repetition-penalty"}  # options that messages on another one name
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def guarded(run: Callable[[], int], typed: Sequence[str] = ()) -> int:
@@ -36,15 +35,17 @@ def guarded(run: Callable[[], int], typed: Sequence[str] = ()) -> int:
 
 
 def _failed(error: Exception, typed: Sequence[str]) -> int:
-    if isinstance(error, (CycloptsError, InputError)):
+    full = out_of_space(error)
+    is_input = isinstance(error, (CycloptsError, InputError))
+    if is_input and full is None:
         return _complain(in_options(str(error), typed), 2)
     _show_traceback(error, typed)
-    if isinstance(error, OutriderError):
+    if isinstance(error, OutriderError) and not is_input:
         return _complain(str(error), 1)
     if isinstance(error, MemoryError):
         return _complain("out of memory", 1)
-    if isinstance(error, OSError) and error.errno in FULL:  # stdout, or a library's file
-        return _complain(f"{error.filename or 'output'} cannot be written: {error.strerror}", 1)
+    if full is not None:  # stdout, or a library's file
+        return _complain(full, 1)
     return _complain(f"unexpected {type(error).__name__}: {error} (see --verbose)", 1)
 
 

@@ -393,18 +393,26 @@ def report(*dirs: str, out: str = "report.html") -> int:
 
 def main() -> None:
     """Parse, run, and turn every error into a line on stderr and an exit code."""
+    words, code = sys.argv[1:], interrupts.INTERRUPTED
+    try:
+        try:
+            code = guarded(partial(_run, words), words)
+        finally:
+            interrupts.exit_at_once()
+    except KeyboardInterrupt:  # outside of `guarded`'s own try; there is no second one
+        pass
+    interrupts.end(code)
+
+
+def _run(tokens: list[str]) -> int:
+    interrupts.install()  # here, where an exception of the handler is caught
     gc.disable()  # until models are loaded: modules by the thousand hold no garbage, and the search costs a seventh
     signal.signal(signal.SIGTERM, _terminated)
-    interrupts.install()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for terminals and pipes that are not UTF-8
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # the model libraries' bars are for people who watch
-    sys.exit(guarded(partial(_run, sys.argv[1:]), sys.argv[1:]))
-
-
-def _run(tokens: list[str]) -> int:
     result: Any = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     sys.stdout.flush()  # here, where an error of the file system is still reported
     return result if isinstance(result, int) else 0
@@ -412,4 +420,5 @@ def _run(tokens: list[str]) -> int:
 
 def _terminated(number: int, frame: object) -> None:
     """Leave in order: a cloud in a process of its own would be left behind."""
+    interrupts.ignore_signals()
     sys.exit(128 + number)

@@ -13,7 +13,7 @@ from cyclopts import Group, Parameter, Token
 
 from outrider.config import DriverName, OnCloudLoss, OnLoop, Privacy, Scope
 from outrider.core.loops import DEFAULT_LOOP_RULE
-from outrider.errors import SettingsError
+from outrider.errors import PromptError, SettingsError
 
 if TYPE_CHECKING:
     from outrider.api import SpeculativeDecoder
@@ -362,3 +362,15 @@ def check(models: Models, speculation: Speculation, network: Network) -> None:
     )
     lookahead(speculation.k)
     loop_rule(speculation.loop_rule)
+
+
+def check_takes_text(models: Models) -> None:
+    """Raise PromptError if the model that reads the prompts is known, without loading it, to take recordings alone."""
+    from outrider.api import NO_TEXTS
+    from outrider.engines.load import captions_only, full_name
+    from outrider.verifiers.connect import parse_target
+
+    target = parse_target(models.cloud)
+    reader = models.edge if models.edge != "none" else target.model if target.kind == "local" else None
+    if reader is not None and captions_only(reader):
+        raise PromptError(NO_TEXTS.format(full_name(reader)))

@@ -74,6 +74,14 @@ class Conversation:
             case _:
                 return self._close()
 
+    def needs_engine(self, request: schema.Request) -> bool:
+        """Return whether a frame asks for a new verdict. A repeat is answered from memory."""
+        kind = request.WhichOneof("frame")
+        if self._record is None or kind not in ("verify", "generate"):
+            return False
+        rounds: int = getattr(request, kind).round
+        return rounds != self._record.session.rounds
+
     def lose(self) -> None:
         self.lost.set()
 

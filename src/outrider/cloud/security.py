@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-import os
 import re
 import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from outrider.errors import CloudError, SettingsError
+from outrider.files import check_private
 
 SHORTEST_TOKEN = 16  # characters
 ANONYMOUS = "anonymous"
@@ -132,8 +132,7 @@ def parse_address(text: str) -> tuple[str, int]:
 def _read_private(path: Path) -> str:
     try:
         with path.open(encoding="utf-8-sig") as file:
-            if os.name == "posix" and os.fstat(file.fileno()).st_mode & 0o077:
-                raise SettingsError(f"{path} is open to other users of this machine: chmod 600 {path}")
+            check_private(path, file.fileno())
             return file.read()
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error.strerror}") from error

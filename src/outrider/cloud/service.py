@@ -16,7 +16,7 @@ from outrider.cloud.limits import BYTES_PER_ID, LEAST_MESSAGE, Limits, RateLimit
 from outrider.cloud.metrics import Metrics
 from outrider.cloud.security import ANONYMOUS, Tokens, Unauthenticated, identity_of
 from outrider.cloud.sessions import RETRY_FULL, Record, Sessions
-from outrider.cloud.turns import Turns
+from outrider.cloud.turns import Pace, Turns
 from outrider.core.actions import Verify
 from outrider.engines.base import Hosted, Prompt
 from outrider.errors import AudioError, DecodingError, InputError, OutOfStep, OutriderError, PromptError, SettingsError
@@ -31,6 +31,7 @@ VOCABULARY_PART = 4096  # tokens in one message
 RETRY_DRAINING = 0.5  # s
 OPENINGS = 2  # recordings of one identity unpacked at a time: worker threads are few
 READY = 16  # prompts that are kept unpacked until they get their first slot
+FREE_PER_S, FREE_BURST = 500, 1000  # frames and calls of one identity that need no engine
 PAUSE = 0.02  # s that an identity waits after an invalid request
 WRONG = frozenset({Code.INVALID, Code.PROTOCOL, Code.SETTINGS, Code.PROMPT, Code.CONDITIONING, Code.TOO_LARGE})
 LONGEST = 2**20  # tokens of a session, where neither the model nor the operator says less
@@ -73,6 +74,7 @@ class Service:
         self._arriving_of: Counter[str] = Counter()  # the same by identity
         self._streams_of: Counter[str] = Counter()
         self._frames, self.openings = Turns(1), Turns(OPENINGS)
+        self._free_work = Pace(FREE_PER_S, FREE_BURST)
         self._ready: deque[list[Prompt]] = deque()
         self._largest_frame = LEAST_MESSAGE + BYTES_PER_ID * (max_length or engine.max_length or LONGEST)
         self.max_length = max_length if max_length is not None else engine.max_length
@@ -93,6 +95,7 @@ class Service:
 
     async def describe(self, _: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> bytes:
         identity = await self._identity(context)
+        await self._pace_free_work(identity)
         async with self._frames.turn(identity):
             return self._described
 
@@ -115,6 +118,7 @@ class Service:
 
     async def vocabulary(self, _: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         identity = await self._identity(context)
+        await self._pace_free_work(identity)
         for part in self._vocabulary:
             async with self._frames.turn(identity):
                 pass
@@ -137,6 +141,8 @@ class Service:
                 self.metrics.received(len(data))
                 async with self._frames.turn(identity):
                     request = parse_request(data, self._largest_frame)
+                if not conversation.needs_engine(request):
+                    await self._pace_free_work(identity)
                 async for answer in conversation.take(request):
                     yield self._sent(answer)
         except Exception as raised:  # noqa: BLE001 - the outermost guard: a peer gets a typed error, no traceback
@@ -216,6 +222,16 @@ class Service:
         if identity != ANONYMOUS and refusal.code in WRONG:
             async with self._frames.turn(identity):
                 await asyncio.sleep(PAUSE)
+
+    async def _pace_free_work(self, identity: str) -> None:
+        """Wait until an identity may have another frame or call served that needs no engine.
+
+        Frames that need the engine are bounded by its shares. While the event loop serves a frame, the engine's thread
+        waits for the interpreter. gRPC's flow control holds back the frames behind the one that waits. Without
+        identities nothing is paced: one caller's flood would delay the others' frames.
+        """
+        if identity != ANONYMOUS:
+            await self._free_work.wait(identity)
 
     def _check_streams(self, identity: str) -> None:
         most = self.limits.max_streams_per_identity

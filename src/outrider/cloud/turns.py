@@ -1,11 +1,14 @@
-"""Turns per identity: a bounded number of tasks at a time, first come, first served. For one event loop."""
+"""Turns and pace per identity, for one event loop: a bounded number of tasks at a time, first come, first served."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+
+from outrider.cloud.limits import RateLimiter
 
 
 @dataclass
@@ -52,3 +55,24 @@ class Turns:
         places.users -= 1
         if not places.users:
             self._of.pop(identity, None)
+
+
+class Pace:
+    """A rate per identity: `burst` at once, then `rate` per second. Whatever comes faster waits, first come, first
+    served, and one task of an identity at a time looks at the clock.
+    """
+
+    def __init__(
+        self,
+        rate: float,
+        burst: int,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._limiter, self._turns, self._sleep = RateLimiter(rate, burst, clock), Turns(1), sleep
+
+    async def wait(self, identity: str) -> None:
+        """Wait until the rate allows one more."""
+        async with self._turns.turn(identity):
+            while (seconds := self._limiter.take(identity)) > 0:
+                await self._sleep(seconds)

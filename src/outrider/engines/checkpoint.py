@@ -17,6 +17,7 @@ from typing import Any
 from outrider.errors import ModelError
 
 SAFE, INDEX = "model.safetensors", "model.safetensors.index.json"
+TASKS = "outrider_tasks"  # of config.json: the tasks that the checkpoint was trained for; without it, any
 # In every call of a `from_pretrained`: None, the default of some, asks on standard output and runs code on a "y".
 NO_CODE = {"trust_remote_code": False}
 _LARGEST_HEADER = 100 * 2**20  # bytes, as in the safetensors library
@@ -57,6 +58,11 @@ def check_config(config: dict[str, Any], name: str) -> None:
     weights = config.get("transformers_weights")
     if weights is not None:
         raise ModelError(f"{name}: config.json: transformers_weights: weights are read from {SAFE} or {INDEX} only")
+
+
+def is_captions_only(tasks: Any) -> bool:
+    """Return whether a checkpoint takes recordings alone as prompts. tasks: `outrider_tasks` of its config.json."""
+    return bool(tasks == ["caption"])
 
 
 def find(path: str, file: str) -> Path | None:

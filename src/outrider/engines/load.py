@@ -11,9 +11,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.engines.checkpoint import NO_CODE, check_checkpoint, check_gguf, find, read_json
+from outrider.engines.checkpoint import (
+    NO_CODE,
+    TASKS,
+    check_checkpoint,
+    check_gguf,
+    find,
+    is_captions_only,
+    read_json,
+)
 from outrider.engines.locking import LOADING, check_process
 from outrider.errors import ModelError, OutriderError, SettingsError
+from outrider.files import out_of_space
 from outrider.hints import install
 
 if TYPE_CHECKING:
@@ -49,6 +58,7 @@ def load_engine(
             that it needs is not installed.
         SettingsError: an unknown dtype or device, or one for a model that is loaded already.
         StateError: this process was forked from one that had loaded a model.
+        OutriderError: the disk is full, or no temporary directory is writable.
     """
     if not isinstance(model, (str, Path)):
         return _wrap(model, tokenizer, extractor, dtype, device)
@@ -75,7 +85,7 @@ def _load(path: str, name: str, tokenizer: Any, extractor: Any, dtype: str, devi
 
 @contextmanager
 def named(name: str, doing: str = "cannot load") -> Iterator[None]:
-    """Map the exceptions of model libraries to a `ModelError` that names the model.
+    """Map the exceptions of model libraries to a `ModelError` that names the model; a full disk is an `OutriderError`.
 
     The libraries promise no set of exceptions: tokenizers raises bare `Exception`, and Rust's panics are none at all.
     """
@@ -86,6 +96,9 @@ def named(name: str, doing: str = "cannot load") -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
+        full = out_of_space(error)
+        if full is not None:  # no fault of the model
+            raise OutriderError(f"{doing} {name}: {full}") from error
         raise ModelError(f"{doing} {name}: {_reason(error)}") from error
 
 
@@ -148,6 +161,16 @@ def locate(name: str) -> str:
     if path.exists() or not _HUB_ID.fullmatch(name):
         raise ModelError(f"no such model: {name} (give a checkpoint's directory, a .gguf file, a hub id, or demo)")
     return name
+
+
+def captions_only(name: str) -> bool:
+    """Return whether a model takes recordings alone as prompts, without loading it; False if only loading shows it.
+
+    Raises:
+        ModelError: no such model, or its config.json is not valid.
+    """
+    config = Path(locate(name)) / "config.json"  # of a hub id it need not be on this machine
+    return config.is_file() and is_captions_only(read_json(config, name).get(TASKS))
 
 
 def _load_transformers(path: str, name: str, options: dict[str, Any]) -> tuple[Any, Any, Any]:

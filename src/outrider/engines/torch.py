@@ -19,6 +19,7 @@ from outrider.core.sampling import Pick
 from outrider.engines import attention
 from outrider.engines.base import Feed, Prompt, afford, check_feeds
 from outrider.engines.changes import change, state_of
+from outrider.engines.checkpoint import TASKS, is_captions_only
 from outrider.engines.families import AudioLanguage, MaskLike, Text
 from outrider.engines.locking import Locked, exclusive, lock_of
 from outrider.engines.ondevice import OnDevice
@@ -84,7 +85,7 @@ class TorchEngine(Vocabulary, Locked):
         self.row_count = int(self._text_config.vocab_size)
         self.eos_ids = end_ids(self.name, _eos_ids(model), self.row_count, "generation config")
         check_ends(self.name, self.eos_ids, tokenizer, "generation config")
-        self.captions_only = getattr(model.config, "outrider_tasks", None) == ["caption"]
+        self.captions_only = is_captions_only(getattr(model.config, TASKS, None))
         self.max_length = _max_length(self._text_config)
         self._on_device = self._fuse()
         self._state = state_of(model)

@@ -12,8 +12,6 @@ import json
 import os
 import socket
 import weakref
-from collections import Counter
-from collections.abc import Collection
 from contextlib import suppress
 from typing import Any, Final
 
@@ -58,13 +56,13 @@ class LimitedProtocol(HttpToolsProtocol):
     _linger_timer: asyncio.TimerHandle | None = None
     _bytes_without_body = 0  # since the last head or part of a body was complete
     _refusal: tuple[int, str, str] | None = None
-    idle_since = 0.0  # by the loop's clock
+    connections: OpenConnections  # the server's, from `http_server`
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if hasattr(transport, "max_size"):  # of asyncio's own transport: 256 KiB
             transport.max_size = READ_BYTES
-        self.idle_since = self.loop.time()
+        self.connections.mark_idle(self)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -73,11 +71,6 @@ class LimitedProtocol(HttpToolsProtocol):
                 timer.cancel()
         super().connection_lost(exc)
         self.pipeline.clear()
-
-    @property
-    def idle(self) -> bool:
-        """Return whether no request is running."""
-        return self.cycle is None or (self.cycle.response_complete and not self.pipeline)
 
     # Reading ------------------------------------------------------------------------------------------------
 
@@ -117,6 +110,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._bytes_without_body = 0
         self._cancel_head_timer()
         super().on_headers_complete()
+        self.connections.mark_busy(self)
         if self.cycle is not None and self.scope["http_version"] == "1.0":  # chunks came with HTTP/1.1
             self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _Unknown()
 
@@ -134,11 +128,11 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        self.idle_since = self.loop.time()
         if not self.pipeline:  # else `cycle` belongs to a later request: the answered one was read to its end
             self.cycle.body = bytearray()  # the unread rest
             if self.cycle.more_body:
                 self._linger_timer = self.loop.call_later(LINGER_S, self.transport.close)
+            self.connections.mark_idle(self)
         super().on_response_complete()
 
     # Timers -------------------------------------------------------------------------------------------------
@@ -209,6 +203,57 @@ def most_connections() -> int:
     return max(LEAST_CONNECTIONS, min(MOST_CONNECTIONS, allowed - used - SPARE_FILES))
 
 
+class OpenConnections(set[Any]):
+    """The open connections of a server, with the idle ones by client address. Each operation takes constant time, but
+    for `pop_idle`, which also compares the addresses.
+
+    An idle connection runs no request: it is new, its head is incomplete, or its last answer is complete.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._idle: dict[str, dict[LimitedProtocol, None]] = {}  # of an address, the one idle for longest first
+
+    def mark_idle(self, connection: LimitedProtocol) -> None:
+        if connection in self:
+            line = self._idle.pop(_host(connection), {})
+            line.pop(connection, None)
+            line[connection] = None
+            self._idle[_host(connection)] = line  # at the end: among equals, the address quiet for longest is first
+
+    def mark_busy(self, connection: LimitedProtocol) -> None:
+        line = self._idle.get(_host(connection), {})
+        line.pop(connection, None)
+        if not line:
+            self._idle.pop(_host(connection), None)
+
+    def discard(self, connection: Any) -> None:
+        self.mark_busy(connection)
+        super().discard(connection)
+
+    def pop_idle(self) -> LimitedProtocol | None:
+        """Return the connection that has been idle for longest, of the address that has the most, as a busy one."""
+        line = max(self._idle.values(), key=len, default=None)
+        if line is None:
+            return None
+        connection = next(iter(line))
+        self.mark_busy(connection)
+        return connection
+
+
+class _Accepted(socket.socket):
+    """An accepted connection. `close` removes it from the connections that its listener counts."""
+
+    def __init__(self, connection: socket.socket, counted: weakref.WeakSet[_Accepted]) -> None:
+        super().__init__(connection.family, connection.type, connection.proto, connection.detach())
+        self._counted = counted
+        counted.add(self)
+
+    def close(self) -> None:
+        self._counted.discard(self)
+        super().close()
+
+
 class Listener(socket.socket):
     """A listening socket whose `accept` keeps the number of open connections at `most` or below.
 
@@ -222,8 +267,8 @@ class Listener(socket.socket):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.most = MOST_CONNECTIONS
-        self.connections: Collection[Any] = ()
-        self._accepted: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self.connections = OpenConnections()
+        self._open: weakref.WeakSet[_Accepted] = weakref.WeakSet()
         self._spare = os.open(os.devnull, os.O_RDONLY)
 
     def listen(self, backlog: int = 0) -> None:
@@ -231,7 +276,12 @@ class Listener(socket.socket):
         super().listen(max(backlog, QUEUED))
 
     def accept(self) -> tuple[socket.socket, Any]:
-        while True:
+        """Accept a connection.
+
+        Raises:
+            BlockingIOError: none waits, or enough were refused for one turn of the loop.
+        """
+        for _ in range(ACCEPTED_AT_ONCE):
             try:
                 connection, address = super().accept()
             except OSError as error:
@@ -239,10 +289,10 @@ class Listener(socket.socket):
                     raise
                 self._drop_one()
                 continue
-            if self._open_connections() < self.most or self._evict_idle():
-                self._accepted.add(connection)
-                return connection, address
+            if len(self._open) < self.most or self._evict_idle():
+                return _Accepted(connection, self._open), address
             _refuse(connection)
+        raise BlockingIOError
 
     def close(self) -> None:
         if self._spare >= 0:
@@ -250,17 +300,13 @@ class Listener(socket.socket):
             self._spare = -1
         super().close()
 
-    def _open_connections(self) -> int:
-        return sum(each.fileno() >= 0 for each in self._accepted)
-
     def _evict_idle(self) -> bool:
         """Close an idle connection, if there is one. Its descriptor is free with the loop's next turn."""
-        idle = [each for each in self.connections if each.idle and not each.transport.is_closing()]
-        if not idle:
-            return False
-        share = Counter(_host(each) for each in idle)
-        max(idle, key=lambda each: (share[_host(each)], -each.idle_since)).transport.abort()
-        return True
+        while (connection := self.connections.pop_idle()) is not None:
+            if not connection.transport.is_closing():
+                connection.transport.abort()
+                return True
+        return False
 
     def _drop_one(self) -> None:
         """Refuse one connection with the spare descriptor. Raises BlockingIOError if none waits."""

@@ -73,7 +73,7 @@ def _bound_to(family: int, address: Any, where: str, *, both: bool = False) -> L
 def http_server(app: FastAPI, on: Listener) -> uvicorn.Server:
     """A server of the application, with limits on connections."""
     server = _Server(config(app))
-    on.most, on.connections = most_connections(), server.server_state.connections
+    on.most, server.server_state.connections = most_connections(), on.connections
     return server
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from numbers import Real
@@ -53,15 +54,23 @@ class Recording:
     """A recording in the models' input format.
 
     waveform: float32 [samples], 16 kHz mono, on a 16-bit grid (`on_grid`), so that it can be sent unchanged. warnings:
-    about missing parts of the file.
+    about missing parts of the file. holes: their places in seconds, where they are not at the end.
     """
 
     waveform: np.ndarray
     warnings: tuple[str, ...] = ()
+    holes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
         return len(self.waveform) / SAMPLE_RATE
+
+    def warnings_within(self, start: float, end: float) -> Iterator[str]:
+        """Return the warnings about a part: each stands where its holes are, or else at the end, in seconds."""
+        last = (len(self.waveform) - 1) / SAMPLE_RATE
+        for warning in self.warnings:
+            if any(start <= min(place, last) < end for place in self.holes.get(warning) or (last,)):
+                yield warning
 
 
 @dataclass(frozen=True)
@@ -100,7 +109,7 @@ def prepare(name: str, decoded: Decoded) -> Recording:
         AudioError: resampling overshot by more than the grid holds.
     """
     check_samples(name, decoded.waveform, (FULL_SCALE - 1) * 2**MAX_EXPONENT / FULL_SCALE)
-    return Recording(on_grid(decoded.waveform), decoded.warnings)
+    return Recording(on_grid(decoded.waveform), decoded.warnings, decoded.holes)
 
 
 def split(audio: Audio, max_seconds: float) -> list[Piece]:
@@ -114,7 +123,7 @@ def split(audio: Audio, max_seconds: float) -> list[Piece]:
     bounds = [len(wave) * n // count for n in range(count + 1)]
     pieces = []
     for start, end in pairwise(bounds):
-        warnings = recording.warnings if end == len(wave) else ()  # the missing part is at the end
+        warnings = tuple(recording.warnings_within(start / SAMPLE_RATE, end / SAMPLE_RATE))
         part = replace(audio, source=wave[start:end], sampling_rate=SAMPLE_RATE, warnings=warnings)
         pieces.append(Piece(part, start / SAMPLE_RATE, end / SAMPLE_RATE))
     return pieces

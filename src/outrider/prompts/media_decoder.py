@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Final
 
 import numpy as np
@@ -15,16 +15,30 @@ from outrider.prompts.containers import IMPLAUSIBLE, MEDIA
 MAX_ERRORS: Final = 1000  # packets that cannot be decoded, before decoding ends
 MAX_PLANES: Final = 7  # PyAV reads past the eighth plane of a frame, beyond its memory
 SLACK_SECONDS: Final = 0.25  # tolerance for encoders' delay and padding, which not every container counts
+GAP_SECONDS: Final = 0.05
 SIZED: Final = ("mov", "matroska", "asf")  # containers that store their length (for others FFmpeg estimates it)
 FULL_SCALE: Final = {"u8": 2.0**7, "s16": 2.0**15, "s32": 2.0**31, "s64": 2.0**63, "flt": 1.0, "dbl": 1.0}
 
 
 @dataclass
 class State:
-    """The state of a decoding. claimed: the container's length in seconds, if it has one."""
+    """The state of a decoding. claimed: the container's length in seconds, if it has one. holes: the decoded seconds up
+    to each gap."""
 
     claimed: float | None = None
     is_broken: bool = False
+    seconds: float = 0.0
+    lag: float | None = None  # of the decoded seconds behind the frames' times
+    holes: list[float] = field(default_factory=list)
+
+    def count(self, frame: Any) -> None:
+        """Add a frame to the decoded seconds. Later than expected, it follows a gap."""
+        if frame.time is not None:
+            lag = frame.time - self.seconds
+            if self.lag is not None and lag > self.lag + GAP_SECONDS:
+                self.holes.append(self.seconds)
+            self.lag = lag
+        self.seconds += frame.samples / frame.sample_rate
 
     def warnings(self, seconds: float) -> Iterator[str]:
         """Return warnings about missing audio, after `seconds` were decoded."""
@@ -76,6 +90,7 @@ def blocks(
                     f"{name}: {frame.layout.nb_channels} channels; 1 to {MAX_PLANES} are supported in such files: "
                     f"convert it (ffmpeg -i IN -ac 1 out.wav)"
                 )
+            state.count(frame)
             yield _samples(frame), frame.sample_rate
 
 
@@ -99,6 +114,7 @@ def _frames(container: Any, stream: Any, state: State) -> Iterator[Any]:
             decoded = packet.decode()
         except (av.FFmpegError, *FOREIGN):
             state.is_broken, errors = True, errors + 1
+            state.holes.append(state.seconds)
             continue
         yield from decoded
 

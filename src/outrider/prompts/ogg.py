@@ -23,23 +23,36 @@ class Survey:
     """The audio stream of an Ogg file.
 
     seconds: from the last page's position, 0 if unknown. is_gapped: pages are missing between others. is_ended: its
-    last page is there. is_chained: another stream follows.
+    last page is there. is_chained: another stream follows. gaps: the seconds up to each gap, as pages count them.
     """
 
     seconds: float = 0.0
     is_gapped: bool = False
     is_ended: bool = False
     is_chained: bool = False
+    gaps: tuple[float, ...] = ()
+
+    def holes(self, decoded: float) -> dict[str, tuple[float, ...]]:
+        """Return the warning about gaps with their places in the decoded audio. Each gap counts as equally long."""
+        lost, text = max(0.0, self.seconds - decoded), self._gapped(decoded)
+        places = tuple(max(0.0, at - lost * n / len(self.gaps)) for n, at in enumerate(self.gaps))
+        return {text: places} if text and places else {}
 
     def warnings(self, decoded: float) -> Iterator[str]:
         """Return warnings about missing audio, after so many seconds were decoded."""
         lost = self.seconds - decoded
-        if self.is_gapped and lost > SLACK_SECONDS:
-            yield f"the recording is damaged: {lost:.2f} s of its {self.seconds:.2f} s are missing"
+        if text := self._gapped(decoded):
+            yield text
         if not self.is_ended:
             yield f"the recording is damaged or breaks off after {decoded:.2f} s: what follows is missing"
         if self.is_chained and lost > -NEXT_SECONDS:
             yield f"the file holds another recording behind the first {decoded:.2f} s: it was not read"
+
+    def _gapped(self, decoded: float) -> str | None:
+        lost = self.seconds - decoded
+        if self.is_gapped and lost > SLACK_SECONDS:
+            return f"the recording is damaged: {lost:.2f} s of its {self.seconds:.2f} s are missing"
+        return None
 
 
 @dataclass(frozen=True)
@@ -60,6 +73,7 @@ def survey(file: BinaryIO, size: int) -> Survey:
     """Read all pages with a correct checksum, up to the beginning of a second stream."""
     first: _Page | None = None
     is_gapped = is_chained = has_data = False
+    gaps: list[int] = []
     number, flags, start, last = 0, 0, 0, 0
     for page in _pages(file, size):
         if page.flags & BEGINS and has_data:
@@ -69,7 +83,9 @@ def survey(file: BinaryIO, size: int) -> Survey:
         if first is None and _timing(page.body) is not None:
             first = page
         elif first is not None and page.serial == first.serial:
-            is_gapped |= page.number != number + 1
+            if page.number != number + 1:
+                is_gapped = True
+                gaps.append(last)
             if page.position > 0:
                 start, last = (start if last or is_gapped else page.position), page.position
         else:
@@ -79,7 +95,13 @@ def survey(file: BinaryIO, size: int) -> Survey:
     if not rate:
         return Survey(is_chained=is_chained)
     joined = start if start > LIVE_SECONDS * rate else skip
-    return Survey(max(0, last - joined) / rate, is_gapped, bool(flags & ENDS), is_chained)
+    return Survey(
+        max(0, last - joined) / rate,
+        is_gapped,
+        bool(flags & ENDS),
+        is_chained,
+        tuple(max(0, at - joined) / rate for at in gaps),
+    )
 
 
 def _timing(body: bytes) -> tuple[int, int] | None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -48,11 +48,13 @@ class Decoded:
     """A decoded recording.
 
     waveform: float32 [samples], 16 kHz mono. kind: the decoder's name of the format. warnings: about missing audio.
+    holes: the places, in seconds of the waveform, that a warning is about; without any, it is about the end.
     """
 
     waveform: np.ndarray
     kind: str
     warnings: tuple[str, ...] = ()
+    holes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 def decode_path(path: Path, limits: Limits = Limits()) -> Decoded:
@@ -215,7 +217,8 @@ def _decode_sound(file: BinaryIO, size: int, head: bytes, name: str, limits: Lim
         again = counted.decode()
         run, wave = (counted, again) if counted.frames >= run.frames else (run, wave)
     run.check_length()
-    return Decoded(wave, run.kind, tuple(_missing(run, claimed, data, file, size)))
+    holes = ogg.survey(file, size).holes(run.seconds) if run.kind == "OGG" else {}
+    return Decoded(wave, run.kind, tuple(_missing(run, claimed, data, file, size)), holes)
 
 
 def _longer(
@@ -379,8 +382,10 @@ def _decode_media(file: BinaryIO, name: str, limits: Limits, kind: str) -> Decod
         raise
     wave = downmix.finish()
     if kind == "ogg":
-        return Decoded(wave, kind, tuple(ogg.survey(file, size).warnings(downmix.seconds)))
-    return Decoded(wave, kind, tuple(state.warnings(downmix.seconds)))
+        pages = ogg.survey(file, size)
+        return Decoded(wave, kind, tuple(pages.warnings(downmix.seconds)), pages.holes(downmix.seconds))
+    warnings = tuple(state.warnings(downmix.seconds))
+    return Decoded(wave, kind, warnings, dict.fromkeys(warnings, tuple(state.holes)))
 
 
 def _unreadable(name: str, error: Exception | str) -> str:

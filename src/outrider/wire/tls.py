@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import os
 import re
 import ssl
 from datetime import UTC, datetime
@@ -11,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.errors import SettingsError
+from outrider.files import WIDE_MARKS, check_private
 
 if TYPE_CHECKING:
     import grpc
 
 _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
-_WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32's little-endian mark begins with the former
 _MISMATCH = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED")  # OpenSSL: another key, or kind
 _UTC_TIME, _OID, _VERSION = 0x17, 0x06, 0xA0  # DER tags
 _EC = "2a8648ce3d0201"
@@ -106,7 +105,8 @@ def _load_pair(cert: Path, key: Path) -> tuple[bytes, bytes]:
         if error.reason in _MISMATCH:
             raise SettingsError(f"{key} does not belong to the certificate {cert}") from error
         raise SettingsError(f"{key} is no usable PEM private key for {cert} ({error.reason})") from error
-    _check_private(key)
+    with key.open("rb") as file:
+        check_private(key, file.fileno(), "a private key")
     return secret, chain
 
 
@@ -122,17 +122,11 @@ def _read(path: Path) -> bytes:
         data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
-    if data.startswith(_WIDE) or b"-\0-\0" in data:
+    if data.startswith(WIDE_MARKS) or b"-\0-\0" in data:
         raise SettingsError(f"{path} is UTF-16 or UTF-32 text: save it as UTF-8 or ASCII")
     if codecs.BOM_UTF8 + b"-----" in data:  # the parsers would skip that block without an error
         raise SettingsError(f"{path} has a byte-order mark between its PEM blocks: remove it")
     return data
-
-
-def _check_private(key: Path) -> None:
-    """Refuse a private key that other users of this machine can read, as for token files."""
-    if os.name == "posix" and key.stat().st_mode & 0o077:
-        raise SettingsError(f"{key}, a private key, is open to other users of this machine: chmod 600 {key}")
 
 
 def check_kind(path: Path, kinds: tuple[str, ...], *, authorities: bool = False) -> None:
