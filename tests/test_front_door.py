@@ -7,8 +7,9 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 from xml.etree import ElementTree
 
 import pytest
@@ -101,6 +102,15 @@ def test_every_page_is_in_the_navigation() -> None:
     navigation = pages(parsed("mkdocs.yml")["nav"])
     assert len(set(navigation)) == len(navigation)
     assert {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")} <= set(navigation)
+
+
+def test_the_page_on_results_has_every_key_and_counter() -> None:
+    kinds = get_type_hints(outrider.Result)
+    (source,) = get_args(kinds["sources"])
+    keys = [field.name for kind in (outrider.Result, kinds["stats"]) for field in fields(kind)]
+    words = [*keys, *(one.value for one in source), *get_args(kinds["finish_reason"]), *get_args(kinds["guarantee"])]
+    page = text("docs/results.md")
+    assert [word for word in words if f"`{word}`" not in page] == []
 
 
 def test_the_python_reference_lists_every_public_name() -> None:
