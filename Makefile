@@ -4,13 +4,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 BASE   := $(VENV)/.installed
 STAMP  := $(VENV)/.installed-for-work
+DOCS   := $(VENV)/.installed-for-docs
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 MODELS := .cache/models
 VLLM   := .cache/vllm/venv
 # More than cores: many tests wait for sockets and processes.
 WORKERS ?= 4
 
-.PHONY: demo test check format lint types test-kernels test-gguf test-real test-network test-chaos test-chaos-long test-soak mutate fuzz test-vllm test-browser proto bench clean
+.PHONY: demo test check format lint types test-kernels test-gguf test-real test-network test-chaos test-chaos-long test-soak mutate fuzz test-vllm test-browser docs cli-reference pictures dist proto bench clean
 
 demo: $(BASE)
 	$(BIN)/outrider demo
@@ -21,15 +22,15 @@ test: $(STAMP)
 check: $(STAMP) format-check lint types test
 
 format: $(STAMP)
-	$(BIN)/ruff format src tests training benchmarks
-	$(BIN)/ruff check --fix src tests training benchmarks
+	$(BIN)/ruff format src tests training benchmarks tools
+	$(BIN)/ruff check --fix src tests training benchmarks tools
 
 .PHONY: format-check
 format-check: $(STAMP)
-	$(BIN)/ruff format --check src tests training benchmarks
+	$(BIN)/ruff format --check src tests training benchmarks tools
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests training benchmarks
+	$(BIN)/ruff check src tests training benchmarks tools
 
 types: $(STAMP)
 	$(BIN)/mypy
@@ -87,6 +88,25 @@ proto: $(STAMP)
 	  --descriptor_set_out=outrider/wire/outrider.binpb outrider/wire/outrider.proto
 	sed -i -E 's/ _Mapping([],])/ _Mapping[str, object]\1/g' src/outrider/wire/outrider_pb2.pyi
 
+# The documentation site, in .cache/site. A warning is an error. CI runs it.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir .cache/site
+
+# docs/cli.md, from the help texts of the commands; a test compares the two.
+cli-reference: $(STAMP)
+	$(BIN)/python tools/cli_reference.py > docs/cli.md
+
+# The pictures of the README: a recording of the demo on a terminal, and the gateway's page in Chromium.
+pictures: $(STAMP)
+	$(BIN)/python tools/record_demo.py docs/images/demo.svg
+	$(BIN)/python -m tools.page_picture docs/images/page.png
+
+# Source distribution and wheel, in dist/, checked as a package index would check them. CI runs it.
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+
 bench: $(STAMP)
 	$(BIN)/python benchmarks/loop_overhead.py
 
@@ -100,5 +120,9 @@ $(STAMP): $(BASE)
 	$(PIP) --editable '.[dev,training]' 'gguf>=0.10,<1' 'accelerate>=1.0,<2'
 	touch $@
 
+$(DOCS): $(STAMP)
+	$(PIP) --editable '.[docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .cache/site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -19,7 +19,8 @@ from outrider.cli.child import cloud_process
 from tests.processes import HANG_S, started
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FIRST = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+PAGES = [*FIRST, *sorted((ROOT / "docs").rglob("*.md"))]
 STAND_INS = {  # checkpoints that a reader would fetch from a hub: the bundled pair, called a text pair
     "Qwen/Qwen2.5-Coder-0.5B-Instruct": "text-edge",
     "local:Qwen/Qwen2.5-Coder-1.5B-Instruct": "local:text-cloud",
