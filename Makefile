@@ -85,8 +85,8 @@ fuzz: $(STAMP)
 # Compiles the protocol; the results are committed, and a test compares them with the .proto.
 proto: $(STAMP)
 	cd src && ../$(BIN)/python -m grpc_tools.protoc -I . --pyi_out=. \
-	  --descriptor_set_out=outrider/wire/outrider.binpb outrider/wire/outrider.proto
-	sed -i -E 's/ _Mapping([],])/ _Mapping[str, object]\1/g' src/outrider/wire/outrider_pb2.pyi
+	  --descriptor_set_out=outrider/protocol/outrider.binpb outrider/protocol/outrider.proto
+	sed -i -E 's/ _Mapping([],])/ _Mapping[str, object]\1/g' src/outrider/protocol/outrider_pb2.pyi
 
 # The documentation site, in .cache/site. A warning is an error. CI runs it.
 docs: $(DOCS)

@@ -16,7 +16,7 @@ from typing import get_args
 from tests.planning.adversaries import PAIRS, Suite
 
 from outrider.config import Loss
-from outrider.core.gate import NAMES
+from outrider.decoding.gate import SIGNAL_NAMES
 
 BUDGETS = (0.02, 0.1)
 
@@ -32,7 +32,7 @@ def main() -> None:
         suite = Suite(name, options.requests)
         for epsilon in BUDGETS:
             for loss in get_args(Loss):
-                for signal in NAMES:
+                for signal in SIGNAL_NAMES:
                     risk, escalation, refused = suite.splits(epsilon, loss, signal, options.splits)
                     worst = max(worst, risk / epsilon)
                     row = f"{name:22s} {epsilon:4g} {loss:8s} {signal:8s}"

@@ -25,10 +25,10 @@ import numpy as np
 
 from benchmarks.live import LiveRuns, realised, threshold
 from outrider.config import GateFile, GenerationSettings, Loss, ModelId
-from outrider.core.gate import Threshold
+from outrider.decoding.gate import Threshold
 from outrider.errors import DataError
-from outrider.planning.blocks import Replay, lay_out, replay, replay_gate
-from outrider.planning.calibrate import calibrate, candidates, counted, needed
+from outrider.planning.blocks import Replay, build_blocks, replay, replay_gate
+from outrider.planning.calibrate import apply_loss, calibrate, candidates, min_traces
 from outrider.planning.traces import Trace, read_traces
 
 NAMES = ("calibrated", "entropy:1.5", "entropy, equal share")
@@ -85,10 +85,10 @@ def verified(count: int) -> Replay:
 
 def at_equal_share(traces: Seq[Trace], k: int, edge_share: float) -> Replay:
     """The entropy threshold that leaves as near to `edge_share` to the edge as can be."""
-    board, entropy = lay_out(traces, k), Threshold("entropy", 0.0)
-    unsure = board.unsure(entropy)
-    limits = np.array([-1.0, *candidates(unsure, entropy)])
-    found = replay(board, unsure, limits)
+    table, entropy = build_blocks(traces, k), Threshold("entropy", 0.0)
+    uncertainty = table.uncertainty(entropy)
+    limits = np.array([-1.0, *candidates(uncertainty, entropy)])
+    found = replay(table, uncertainty, limits)
     n = int(np.argmin(abs(found.edge_shares.mean(axis=0) - edge_share)))
     return Replay(found.losses[:, n : n + 1], found.edge_shares[:, n : n + 1], found.escalation[n : n + 1])
 
@@ -106,7 +106,7 @@ def run_split(traces: Seq[Trace], options: argparse.Namespace, seed: int, runs: 
     replays = (ours, plain, equal)
     losses, shares = np.full((2, len(replays), len(traces)), np.nan)
     for n, run in enumerate(replays):
-        losses[n, order[half:]] = counted(run.losses[:, 0], options.loss)
+        losses[n, order[half:]] = apply_loss(run.losses[:, 0], options.loss)
         shares[n, order[half:]] = run.edge_shares[:, 0]
     spec = "always" if found is None else found.gate
     live = decoded(fresh, found, runs)
@@ -181,8 +181,8 @@ def main() -> None:
     parser.add_argument("--kept", type=Path, default=Path("live-runs.jsonl"))
     options = parser.parse_args()
     traces = read_traces(options.traces)
-    if len(traces) // 2 < needed(options.epsilon):
-        parser.error(f"{len(traces)} traces: half of them must be {needed(options.epsilon)} or more")
+    if len(traces) // 2 < min_traces(options.epsilon):
+        parser.error(f"{len(traces)} traces: half of them must be {min_traces(options.epsilon)} or more")
     runs = LiveRuns(options.live, options.kept) if options.live else None
     splits = [run_split(traces, options, seed, runs) for seed in range(options.splits)]
     rows = summarise(splits)

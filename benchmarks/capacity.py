@@ -23,13 +23,13 @@ import torch
 from benchmarks.random_models import SIZES, counting, random_model
 from outrider.cloud.batcher import Batcher
 from outrider.cloud.metrics import Metrics
-from outrider.cloud.sessions import Record
+from outrider.cloud.sessions import SessionEntry
 from outrider.config import GenerationSettings
-from outrider.core.actions import Verify
+from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.engines.load import load_engine
-from outrider.engines.torch import TorchEngine
-from outrider.verifiers.base import Conditions
+from outrider.engines.torch.engine import TorchEngine
+from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import open_session
 
 ROUNDS = 10  # of a measurement
@@ -42,22 +42,22 @@ class Client:
         self._random, self._alpha = random.Random(seed), alpha
         self._prompt = Prompt(tuple(self._random.randrange(10, engine.vocab_size // 2) for _ in range(context)))
         self._settings = GenerationSettings(max_new_tokens=rounds, ignore_eos=True, **more)
-        self._conditions = Conditions(self._settings, "exact", engine.vocab_size)
+        self._conditions = SessionParams(self._settings, "exact", engine.vocab_size)
         self._output: list[int] = []
-        self.record = self._opened(engine)
+        self.entry = self._opened(engine)
 
-    def _opened(self, engine: TorchEngine) -> Record:
+    def _opened(self, engine: TorchEngine) -> SessionEntry:
         session = open_session(engine, self._prompt, self._conditions)
-        return Record("bench", session, self._settings, lambda: self._prompt)
+        return SessionEntry("bench", session, self._settings, lambda: self._prompt)
 
     def restart(self, engine: TorchEngine, batcher: Batcher) -> None:
         """What was said until now is the output; say it again."""
-        self._output = self.record.session.ids[len(self._prompt.ids) :]
-        batcher.leave(self.record)
-        self.record = self._opened(engine)
+        self._output = self.entry.session.ids[len(self._prompt.ids) :]
+        batcher.release(self.entry)
+        self.entry = self._opened(engine)
 
     def request(self, k: int) -> Verify:
-        session = self.record.session
+        session = self.entry.session
         at = len(session.ids) - len(self._prompt.ids)
         drafts = self._output[at : at + k]
         assert len(drafts) == k, "too short an output was prepared"
@@ -67,7 +67,7 @@ class Client:
 
 def ask(batcher: Batcher, clients: list[Client], k: int) -> int:
     """One verdict for each, on k drafts; returns the tokens that came of them."""
-    answers = [batcher.submit(client.record, client.request(k)) for client in clients]
+    answers = [batcher.submit(client.entry, client.request(k)) for client in clients]
     return sum(answer.result().accepted + 1 for answer in answers)
 
 
@@ -122,11 +122,14 @@ def main() -> None:
         results[count] = found = measure(engine, count, args)
         line = f"{count:>8} {found['cloud_only']:>11.0f} {found['verifying']:>11.0f} {found['ratio']:>6.2f}"
         print(line, flush=True)
-    able = {way: round(capacity(results, way, args.latency), 1) for way in ("cloud_only", "verifying")}
-    print(f"sessions at {args.latency:g} ms per token: {able['cloud_only']} cloud-only, {able['verifying']} verifying")
+    max_sessions = {way: round(capacity(results, way, args.latency), 1) for way in ("cloud_only", "verifying")}
+    print(
+        f"sessions at {args.latency:g} ms per token: {max_sessions['cloud_only']} cloud-only, "
+        f"{max_sessions['verifying']} verifying"
+    )
     device = torch.cuda.get_device_name() if engine.device.type == "cuda" else "cpu"
     versions = {"torch": torch.__version__, "device": device}
-    print(json.dumps({"benchmark": "capacity", **vars(args), **versions, "results": results, "capacity": able}))
+    print(json.dumps({"benchmark": "capacity", **vars(args), **versions, "results": results, "capacity": max_sessions}))
 
 
 if __name__ == "__main__":

@@ -31,12 +31,12 @@ from typing import Any
 import grpc
 
 from outrider import Audio, SpeculativeDecoder, load_engine
-from outrider.cli.child import cloud_process
+from outrider.cli.subprocess_cloud import cloud_process
 from outrider.config import GenerationSettings
 from outrider.engines.load import BUNDLED
 from outrider.prompts.media import pack_audio
-from outrider.wire import schema
-from outrider.wire.messages import digest, pack_ids, pack_settings
+from outrider.protocol import schema
+from outrider.protocol.messages import digest, pack_ids, pack_settings
 
 MODEST = 8
 CONTEXT = 4096

@@ -26,7 +26,7 @@ import transformers
 from benchmarks.exactness import compare, prompts
 from outrider.api import SpeculativeDecoder, local
 from outrider.engines.load import load_engine
-from outrider.engines.torch import TorchEngine
+from outrider.engines.torch.engine import TorchEngine
 
 KS: tuple[int | str, ...] = (2, 3, 4, "auto")
 SETTINGS = [

@@ -20,8 +20,8 @@ from outrider.errors import OutriderError
 from outrider.planning.costmodel import (
     Network,
     RoundBytes,
+    ServerLoadModel,
     Speculation,
-    Station,
     Work,
     dollars_per_million,
     servers_for,
@@ -127,31 +127,33 @@ def waiting(args: argparse.Namespace) -> Iterator[Waiting]:
 
 def fleets(args: argparse.Namespace) -> Iterator[Fleet]:
     for name in args.targets:
-        yield fleet(args, name, "cloud-only", Station(server(args, name), work(args, name), 0.0, 0, 0.0), STREAMED)
+        yield fleet(
+            args, name, "cloud-only", ServerLoadModel(server(args, name), work(args, name), 0.0, 0, 0.0), STREAMED
+        )
         for draft_ms in args.draft:
             one = speculation(args, name, draft_ms, args.rtt)
             away = one.round_s(args.k) - one.verify_s(args.k)
-            station = Station(server(args, name), work(args, name), args.acceptance, args.k, away)
-            yield fleet(args, name, f"verifying, {draft_ms:g} ms a draft", station, ROUND)
+            model = ServerLoadModel(server(args, name), work(args, name), args.acceptance, args.k, away)
+            yield fleet(args, name, f"verifying, {draft_ms:g} ms a draft", model, ROUND)
 
 
-def fleet(args: argparse.Namespace, name: str, way: str, station: Station, size: RoundBytes) -> Fleet:
-    able, slots = station.able(args.limit / 1e3), station.server.slots(station.work.context)
-    if able == 0:
+def fleet(args: argparse.Namespace, name: str, way: str, model: ServerLoadModel, size: RoundBytes) -> Fleet:
+    max_sessions, slots = model.max_sessions(args.limit / 1e3), model.server.slots(model.work.context)
+    if max_sessions == 0:
         return Fleet(name, way, 0, "memory" if slots == 0 else "latency", 0, 0, 0, 0, 0, 0, 0, math.nan)
-    load, gpus = station.load(able), station.server.gpus
-    up, down = traffic_bytes_per_s(station, size, load.token_s)
+    load, gpus = model.load(max_sessions), model.server.gpus
+    up, down = traffic_bytes_per_s(model, size, load.token_s)
     active = args.edges * args.active
     return Fleet(
         name,
         way,
-        able,
-        "memory" if able == slots else "latency",
+        max_sessions,
+        "memory" if max_sessions == slots else "latency",
         load.batch,
         load.busy,
         load.duty,
         load.prefill,
-        gpus * servers_for(args.edges, args.active, able, args.spare),
+        gpus * servers_for(args.edges, args.active, max_sessions, args.spare),
         8 * up * active,
         8 * down * active,
         dollars_per_million(args.price, gpus, load.tokens_per_s * (1 - args.spare)),

@@ -25,11 +25,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import product
 
-from outrider.verifiers.connect import parse_target
-from outrider.verifiers.server import Abilities, Ask, asked
-from outrider.verifiers.vllm import PLAIN, SPREAD, TAIL, Vllm
-from outrider.wire.web import Web
-from outrider.wire.worker import Worker
+from outrider.transport.event_loop_thread import EventLoopThread
+from outrider.transport.http_client import HttpClient
+from outrider.verifiers.connect import parse_cloud_address
+from outrider.verifiers.llm_server.backend import Capabilities, LogprobsRequest, fetch_logprobs
+from outrider.verifiers.llm_server.vllm import DEFAULT_PARAMS, PER_PREFIX, PROMPT_LOGPROBS, VllmBackend
 
 WAYS = ("tail", "spread", "anew", "generated")
 WAIT = 600.0  # s
@@ -38,22 +38,34 @@ WAIT = 600.0  # s
 class Server:
     """A vLLM server, and how to ask it in each of the ways. k: drafts in a block."""
 
-    def __init__(self, web: Web, able: Abilities, k: int) -> None:
-        self.web, self.able, self.k = web, able, k
+    def __init__(self, client: HttpClient, capabilities: Capabilities, k: int) -> None:
+        self.client, self.capabilities, self.k = client, capabilities, k
 
     async def round(self, way: str, ids: list[int], session: str) -> None:
         """One round on ids, the last k of them drafts."""
         if way == "generated":
             await self._generate(ids[: -self.k], session)
             return
-        able = replace(self.able, way=SPREAD if way == "spread" else TAIL)
-        await asked(Vllm(), self.web, Ask(ids, self.k + 1, 2, session, fresh=way == "anew"), able, WAIT)
+        capabilities = replace(self.capabilities, mode=PER_PREFIX if way == "spread" else PROMPT_LOGPROBS)
+        await fetch_logprobs(
+            VllmBackend(),
+            self.client,
+            LogprobsRequest(ids, self.k + 1, 2, session, skip_cache=way == "anew"),
+            capabilities,
+            WAIT,
+        )
 
     async def _generate(self, ids: list[int], session: str) -> None:
-        body = {**PLAIN, "model": self.able.model, "prompt": ids, "cache_salt": session, "max_tokens": self.k + 1}
-        reply = await self.web.post("/v1/completions", {**body, "ignore_eos": True}, WAIT)
+        body = {
+            **DEFAULT_PARAMS,
+            "model": self.capabilities.model,
+            "prompt": ids,
+            "cache_salt": session,
+            "max_tokens": self.k + 1,
+        }
+        reply = await self.client.post("/v1/completions", {**body, "ignore_eos": True}, WAIT)
         if reply.status != 200:
-            raise SystemExit(f"{self.web.name}: {reply.error}")
+            raise SystemExit(f"{self.client.name}: {reply.error}")
 
 
 async def session(server: Server, context: int, rounds: int, rng: random.Random) -> dict[str, list[float]]:
@@ -93,15 +105,15 @@ async def measure(server: Server, contexts: list[int], rounds: int, sessions: in
     return {way: {context: statistics.median(times[way, context]) for context in contexts} for way in WAYS}
 
 
-def in_worker(host: tuple[str, int], work: Callable[[Web], Awaitable[dict[str, dict[int, float]]]]) -> object:
-    worker = Worker("benchmark", [host])
+def in_worker(host: tuple[str, int], work: Callable[[HttpClient], Awaitable[dict[str, dict[int, float]]]]) -> object:
+    worker = EventLoopThread("benchmark", [host])
 
     async def run() -> dict[str, dict[int, float]]:
-        web = Web(worker.endpoints[0], *host, None, None)
+        client = HttpClient(worker.endpoints[0], *host, None, None)
         try:
-            return await work(web)
+            return await work(client)
         finally:
-            await web.close()
+            await client.close()
 
     try:
         return worker.run(run()).result()
@@ -116,10 +128,10 @@ def main() -> None:
     for name, default in (("k", 5), ("rounds", 5), ("sessions", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    (host,) = parse_target(options.server).hosts
+    (host,) = parse_cloud_address(options.server).hosts
 
-    async def work(web: Web) -> dict[str, dict[int, float]]:
-        server = Server(web, await Vllm().probe(web), options.k)
+    async def work(client: HttpClient) -> dict[str, dict[int, float]]:
+        server = Server(client, await VllmBackend().probe(client), options.k)
         return await measure(server, options.contexts, options.rounds, options.sessions)
 
     found = in_worker(host, work)

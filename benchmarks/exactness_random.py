@@ -21,7 +21,7 @@ import transformers
 
 from benchmarks.exactness import compare
 from outrider.api import SpeculativeDecoder, local
-from outrider.engines.torch import TorchEngine
+from outrider.engines.torch.engine import TorchEngine
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},

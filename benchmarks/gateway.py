@@ -24,15 +24,15 @@ from contextlib import contextmanager
 import torch
 
 from outrider.api import SpeculativeDecoder
-from outrider.cli.child import cloud_process, share_cores
+from outrider.cli.subprocess_cloud import cloud_process, share_cores
 from outrider.engines.load import load_engine
 from outrider.gateway.access import Access
-from outrider.gateway.app import Shown, create_app, overview
-from outrider.gateway.asking import Defaults
-from outrider.gateway.desk import Desk
-from outrider.gateway.exchange import Gateway
+from outrider.gateway.app import GatewayInfo, build_overview, create_app
+from outrider.gateway.decoder_pool import DecoderPool, RequestOptions
+from outrider.gateway.handlers import Gateway
 from outrider.gateway.metrics import Metrics
-from outrider.gateway.pool import Pool, RequestOptions
+from outrider.gateway.request_parsing import Defaults
+from outrider.gateway.request_scheduler import RequestScheduler
 from outrider.gateway.server import bound, http_server
 from outrider.verifiers.base import Verifier
 from outrider.verifiers.connect import connect
@@ -74,12 +74,12 @@ def in_python(decoder: SpeculativeDecoder, tokens: int) -> Timed:
 
 
 @contextmanager
-def over_http(pool: Pool, choice: RequestOptions, tokens: int) -> Iterator[Timed]:
+def over_http(pool: DecoderPool, options: RequestOptions, tokens: int) -> Iterator[Timed]:
     """The gateway in a thread of this process, its client in a process of its own."""
-    desk = Desk(pool)
-    metrics = Metrics(lambda: desk.active, lambda: desk.waiting, 8)
-    defaults = Defaults(choice)
-    app = create_app(Gateway(desk, Access(), defaults, metrics), Shown(overview(defaults, "none", 8)))
+    scheduler = RequestScheduler(pool)
+    metrics = Metrics(lambda: scheduler.active, lambda: scheduler.waiting, 8)
+    defaults = Defaults(options)
+    app = create_app(Gateway(scheduler, Access(), defaults, metrics), GatewayInfo(build_overview(defaults, "none", 8)))
     with bound("127.0.0.1", 0) as on:
         server = http_server(app, on)
         thread = threading.Thread(target=server.run, args=([on],), daemon=True)
@@ -118,11 +118,11 @@ def reached(cloud: str) -> Iterator[Verifier | None]:
 
 def measure(rounds: int, tokens: int, verifier: Verifier | None) -> dict[str, float]:
     """Medians in milliseconds; the two ways take turns, and which begins alternates."""
-    pool = Pool(load_engine("demo:edge"), None if verifier is None else lambda _: verifier)
-    choice = RequestOptions("edge-only" if verifier is None else "speculative", k=5)
+    pool = DecoderPool(load_engine("demo:edge"), None if verifier is None else lambda _: verifier)
+    options = RequestOptions("edge-only" if verifier is None else "speculative", k=5)
     found: dict[str, list[tuple[float, float]]] = {"python": [], "http": []}
-    with over_http(pool, choice, tokens) as http:
-        ways: list[tuple[str, Timed]] = [("python", in_python(pool.decoder(choice), tokens)), ("http", http)]
+    with over_http(pool, options, tokens) as http:
+        ways: list[tuple[str, Timed]] = [("python", in_python(pool.decoder(options), tokens)), ("http", http)]
         for _, run in 2 * ways:  # to warm up
             run()
         for n in range(rounds):

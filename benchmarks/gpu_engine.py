@@ -21,9 +21,9 @@ import transformers
 
 from benchmarks.random_models import random_model
 from outrider.config import GenerationSettings
-from outrider.core.policy import Policy
-from outrider.engines.base import Feed, Prompt
-from outrider.engines.torch import TorchEngine
+from outrider.engines.base import Prompt, SequenceInput
+from outrider.engines.torch.engine import TorchEngine
+from outrider.sampling.policy import Policy
 
 CONSTRAINED = {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3}
 
@@ -63,7 +63,7 @@ def drafting(engine: TorchEngine, context: int, k: int, **settings: object) -> f
     chooser = policy(engine, **settings)
 
     def block() -> None:
-        engine.draft(slot, [11], k, chooser, sure=False)
+        engine.draft(slot, [11], k, chooser, with_signals=False)
         engine.truncate(slot, context)
 
     found = milliseconds(block, 10) / k
@@ -74,11 +74,11 @@ def drafting(engine: TorchEngine, context: int, k: int, **settings: object) -> f
 def verifying(engine: TorchEngine, context: int, sessions: int, tokens: int, **settings: object) -> float:
     """Milliseconds of one forward of `tokens` tokens for each of several sessions, choices included."""
     slots = filled(engine, context, sessions)
-    feeds = [Feed(slot, list(range(20, 20 + tokens)), tokens) for slot in slots]
+    feeds = [SequenceInput(slot, list(range(20, 20 + tokens)), tokens) for slot in slots]
     choosers = [policy(engine, **settings)] * sessions
 
     def verdict() -> None:
-        engine.choose_many(feeds, choosers)
+        engine.sample_many(feeds, choosers)
         for slot in slots:
             engine.truncate(slot, context)
 

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.random_models import random_model
 from outrider.api import SpeculativeDecoder
 from outrider.edge.drafter import Drafter
-from outrider.engines.torch import TorchEngine
+from outrider.engines.torch.engine import TorchEngine
 
 
 class Unsplit(SpeculativeDecoder):

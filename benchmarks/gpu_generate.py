@@ -28,10 +28,10 @@ from outrider.api import SpeculativeDecoder, local
 from outrider.config import GenerationSettings
 from outrider.edge.cancellation import Cancellation
 from outrider.edge.drafter import Drafter
-from outrider.edge.oracle import OracleDrafter, with_errors
-from outrider.edge.pair import Met
+from outrider.edge.model_pair import Handshake
+from outrider.edge.synthetic_drafter import SyntheticDrafter, corrupt_tokens
 from outrider.engines.base import Prompt
-from outrider.engines.torch import TorchEngine
+from outrider.engines.torch.engine import TorchEngine
 
 ASSISTANT_TOKENS = (3, 4, 5, 6)
 PEER_RUNS, PEER_TOKENS = 2, 96  # transformers takes seconds for each run
@@ -45,11 +45,11 @@ class WithOracle(SpeculativeDecoder):
     seed: int
 
     def _drafter(
-        self, prompt: Prompt, settings: GenerationSettings, met: Met, cancellation: Cancellation | None
+        self, prompt: Prompt, settings: GenerationSettings, handshake: Handshake, cancellation: Cancellation | None
     ) -> Any:
-        drafter = super()._drafter(prompt, settings, met, cancellation)
+        drafter = super()._drafter(prompt, settings, handshake, cancellation)
         assert isinstance(drafter, Drafter)
-        return OracleDrafter(drafter, len(prompt.ids), self.output, self.alpha, self.seed)
+        return SyntheticDrafter(drafter, len(prompt.ids), self.output, self.alpha, self.seed)
 
 
 def timed(run: Callable[[], list[int]]) -> tuple[float, list[int]]:
@@ -74,7 +74,7 @@ def peers_attention(*models: Any) -> Iterator[None]:
             model.set_attn_implementation(name)
 
 
-class Peer:
+class TransformersBaseline:
     """transformers' `generate`, plain and assisted by the same oracle."""
 
     def __init__(self, target: Any, assistant: Any, prompt: list[int], output: list[int], alpha: float) -> None:
@@ -86,7 +86,7 @@ class Peer:
 
     def reseed(self, seed: int) -> None:
         """Draw the oracle's errors anew, the same as ours gets."""
-        self._tokens = with_errors(self._output, self._alpha, seed)
+        self._tokens = corrupt_tokens(self._output, self._alpha, seed)
 
     def plain(self, tokens: int) -> list[int]:
         return self._generate(tokens)
@@ -124,7 +124,7 @@ def measure(draft: TorchEngine, target: TorchEngine, context: int, args: argpars
     ours, plain = decoders(draft, target, args)
     longest = args.tokens + 16
     ours.output = plain.generate(prompt, max_new_tokens=longest, ignore_eos=True).token_ids
-    peer = Peer(target.model, draft.model, prompt, ours.output, args.alpha)
+    peer = TransformersBaseline(target.model, draft.model, prompt, ours.output, args.alpha)
     settings = {"max_new_tokens": args.tokens, "ignore_eos": True}
     acceptance: list[float] = []
 

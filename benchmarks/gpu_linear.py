@@ -50,11 +50,11 @@ def tilings(shape: str) -> list[Tiling]:
 
 
 def launch(x: Tensor, weight: Tensor, out: Tensor, norm: Tensor, shape: str, tiling: Tiling) -> None:
-    from outrider.engines.kernels import few_linear
+    from outrider.engines.torch.kernels import skinny_linear
 
     width, size, gated, normed = SHAPES[shape]
     stripe, depth, warps, stages = tiling
-    few_linear[(-(-width // stripe),)](
+    skinny_linear[(-(-width // stripe),)](
         x, weight, None, norm if normed else None, out, size, width, 1e-6, False, normed, gated, not normed, len(x),
         stripe, depth, stages, num_warps=warps,
     )  # fmt: skip

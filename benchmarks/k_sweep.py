@@ -31,15 +31,15 @@ from typing import Any
 
 from outrider.api import SpeculativeDecoder, local
 from outrider.config import DriverName
-from outrider.core.acceptance import Exact, Verdict
-from outrider.core.actions import Draft, Plan, Proposal, Verify
-from outrider.core.decoder import Decoder
-from outrider.core.gate import Always, Signals
-from outrider.core.lookahead import FixedK, Lookahead, lookahead
-from outrider.core.stopping import StopRules
+from outrider.decoding.actions import Draft, Plan, Proposal, Verify
+from outrider.decoding.decoder import Decoder
+from outrider.decoding.draft_length import DraftLength, FixedDraftLength, parse_draft_length
+from outrider.decoding.gate import Always, Signals
+from outrider.decoding.stopping import StopRules
 from outrider.engines.load import BUNDLED, load_engine
-from outrider.planning.virtual import Clock, Flight, drive
+from outrider.planning.virtual_time import Clock, InFlight, run_driver
 from outrider.prompts.audio import Audio
+from outrider.sampling.acceptance import Exact, Verdict
 
 VERIFY_S = 0.05
 SLOPE = 0.02
@@ -103,7 +103,7 @@ class Costs:
         return seconds * math.exp(self.rng.gauss(0, NOISE))
 
 
-class ScriptedDrafter:
+class SimulatedDrafter:
     """Position n's token is n + 2, or WRONG."""
 
     def __init__(self, places: tuple[Place, ...], costs: Costs) -> None:
@@ -128,14 +128,14 @@ class ScriptedLink:
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
 
-    def submit(self, request: Verify) -> Flight:
+    def submit(self, request: Verify) -> InFlight:
         at = request.base_length - 1
         wrong = (n for n, token in enumerate(request.draft_ids) if token != at + n + 2)
         accepted = next(wrong, len(request.draft_ids))
         prompt = 3 * VERIFY_S if request.round == 1 else 0.0
         taken = VERIFY_S * (1 + SLOPE * len(request.draft_ids)) + self._costs.rtt_s
         arrives = self._costs.clock.now + self._costs.noisy(taken) + prompt
-        return Flight(self._costs.clock, arrives, Verdict(request.round, accepted, at + accepted + 2))
+        return InFlight(self._costs.clock, arrives, Verdict(request.round, accepted, at + accepted + 2))
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Case:
         return f"{self.profile:16s} t_v/t_d {self.ratio:4g}  RTT {1000 * self.rtt_s:4.0f} ms  {self.driver:10s}"
 
 
-def rate(case: Case, plan_ahead: Lookahead, tokens: int, seeds: range) -> float:
+def rate(case: Case, plan_ahead: DraftLength, tokens: int, seeds: range) -> float:
     """Tokens per virtual second over some generations, one after another with the same lookahead."""
     costs = Costs(VERIFY_S / case.ratio, case.rtt_s)
     for seed in seeds:
@@ -157,10 +157,10 @@ def rate(case: Case, plan_ahead: Lookahead, tokens: int, seeds: range) -> float:
     return tokens * len(seeds) / costs.clock.now
 
 
-def _generate(case: Case, plan_ahead: Lookahead, tokens: int, costs: Costs, places: tuple[Place, ...]) -> None:
+def _generate(case: Case, plan_ahead: DraftLength, tokens: int, costs: Costs, places: tuple[Place, ...]) -> None:
     plan = Plan(StopRules(tokens, ()), Always(), Exact(), plan_ahead, has_verifier=True, on_loop="ignore")
     decoder, link = Decoder([0], plan), ScriptedLink(costs)
-    for _ in drive(decoder, ScriptedDrafter(places, costs), link, costs.clock, case.driver):
+    for _ in run_driver(decoder, SimulatedDrafter(places, costs), link, costs.clock, case.driver):
         pass
     if decoder.sequence.generated != list(range(2, tokens + 2)):
         raise SystemExit(f"{case}: the output is not the target's")
@@ -182,8 +182,8 @@ class Finding:
 
 
 def find(case: Case, tokens: int, seeds: range, lengths: tuple[int, ...] = FIXED) -> Finding:
-    fixed = {k: rate(case, FixedK(k), tokens, seeds) for k in lengths}
-    return Finding(case, rate(case, lookahead("auto"), tokens, seeds), fixed)
+    fixed = {k: rate(case, FixedDraftLength(k), tokens, seeds) for k in lengths}
+    return Finding(case, rate(case, parse_draft_length("auto"), tokens, seeds), fixed)
 
 
 def sweep(tokens: int, seeds: range, profiles: tuple[str, ...] = PROFILES) -> list[Finding]:

@@ -15,9 +15,9 @@ from typing import Any, cast
 
 from outrider import SpeculativeDecoder, load_engine, local
 from outrider.config import GateFile, Loss
-from outrider.core.gate import Calibrated, Decision, Signals, Threshold, gate
+from outrider.decoding.gate import Calibrated, Decision, Signals, Threshold, gate
 from outrider.evals.manifest import load_set
-from outrider.evals.modes import given
+from outrider.evals.modes import item_prompt
 from outrider.planning.blocks import direction
 
 
@@ -80,7 +80,7 @@ class LiveRuns:
         item = next(item for item in self._items if item.id == name)
         watched = Watched(threshold(file).signal, threshold(file).limit)
         decoder = SpeculativeDecoder(self._draft, self._target, gate=Calibrated(watched, file, "gate.json"), k=file.k)
-        result = decoder.generate(given(item))
+        result = decoder.generate(item_prompt(item))
         low, high = (value if math.isfinite(value) else None for value in watched.met)
         row = {
             "name": name,

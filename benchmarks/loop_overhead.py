@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.api import SpeculativeDecoder, local
-from outrider.engines.base import Feed, Prompt
+from outrider.engines.base import Prompt, SequenceInput
 
 CASES: dict[str, dict[str, object]] = {
     "unconstrained": {},
@@ -61,8 +61,8 @@ class InstantEngine:
         self.seconds += time.perf_counter() - started
         return out
 
-    def forward_many(self, feeds: Seq[Feed]) -> list[Tensor]:
-        return [self.forward(feed.slot, feed.ids, feed.rows) for feed in feeds]
+    def forward_many(self, feeds: Seq[SequenceInput]) -> list[Tensor]:
+        return [self.forward(feed.slot, feed.ids, feed.logits_to_keep) for feed in feeds]
 
     def truncate(self, slot: int, length: int) -> None:
         self._length = length

@@ -24,11 +24,11 @@ import torch
 
 from benchmarks.remote import captions, texts
 from outrider import SpeculativeDecoder, connect, load_engine
-from outrider.cli.child import cloud_process
+from outrider.cli.subprocess_cloud import cloud_process
 from outrider.config import DriverName
-from outrider.core.acceptance import Verdict
-from outrider.netem.conditions import conditions
+from outrider.netem.conditions import parse_conditions
 from outrider.netem.thread import LinkThread
+from outrider.sampling.acceptance import Verdict
 
 
 @dataclass
@@ -74,7 +74,7 @@ def measured_rtt(net: str, pings: int = 15) -> float:
     threading.Thread(target=echo, daemon=True).start()
     times = []
     with (
-        LinkThread("127.0.0.1", listener.getsockname()[1], conditions(net)) as link,
+        LinkThread("127.0.0.1", listener.getsockname()[1], parse_conditions(net)) as link,
         socket.create_connection(("127.0.0.1", link.port)) as client,
     ):
         for _ in range(pings):

@@ -22,12 +22,12 @@ import torch
 from benchmarks.remote import captions
 from benchmarks.simulation import TOKENS, Live, decoding, deployed
 from outrider.config import GenerationSettings
-from outrider.netem.conditions import conditions
+from outrider.netem.conditions import parse_conditions
 from outrider.planning.costs import Costs
 from outrider.planning.planner import Goal, Option, Planner, Ranking
-from outrider.planning.record import record
 from outrider.planning.simulator import Setup
 from outrider.planning.timing import measure_costs
+from outrider.planning.trace_recorder import record
 from outrider.planning.traces import Trace
 
 NETS = (
@@ -37,7 +37,7 @@ NETS = (
 
 
 def plan(traces: list[Trace], costs: Costs, net: str, args: argparse.Namespace) -> Ranking:
-    base = Setup(net=conditions(net), max_new_tokens=TOKENS)
+    base = Setup(net=parse_conditions(net), max_new_tokens=TOKENS)
     return Planner(traces, costs, base, gates=[args.gate]).rank(Goal("latency", args.budget))
 
 

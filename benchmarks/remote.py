@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from outrider.cli.child import cloud_process
+from outrider.cli.subprocess_cloud import cloud_process
 from outrider.engines.load import BUNDLED
-from outrider.netem.conditions import conditions
+from outrider.netem.conditions import parse_conditions
 from outrider.netem.thread import LinkThread
 from outrider.prompts.audio import Audio
 
@@ -20,7 +20,7 @@ def linked_cloud(model: str, net: str = "none") -> Iterator[LinkThread]:
     """`outrider cloud MODEL` behind an emulated network; its counters are the socket's."""
     with cloud_process(model) as address:
         host, _, port = address.rpartition(":")
-        with LinkThread(host, int(port), conditions(net)) as link:
+        with LinkThread(host, int(port), parse_conditions(net)) as link:
             yield link
 
 

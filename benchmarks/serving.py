@@ -21,12 +21,12 @@ import torch
 
 from outrider.cloud.batcher import Batcher
 from outrider.cloud.metrics import Metrics
-from outrider.cloud.sessions import Record
+from outrider.cloud.sessions import SessionEntry
 from outrider.config import GenerationSettings
-from outrider.core.actions import Verify
-from outrider.engines.base import Hosted, Prompt
+from outrider.decoding.actions import Verify
+from outrider.engines.base import Prompt, ServableEngine
 from outrider.engines.load import load_engine
-from outrider.verifiers.base import Conditions
+from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import LocalVerifier, open_session
 
 ROUNDS = 6  # per repeat and session
@@ -35,19 +35,21 @@ ROUNDS = 6  # per repeat and session
 class Client:
     """One session whose drafts are right with probability alpha."""
 
-    def __init__(self, engine: Hosted, batcher: Batcher, context: int, seed: int, args: argparse.Namespace) -> None:
+    def __init__(
+        self, engine: ServableEngine, batcher: Batcher, context: int, seed: int, args: argparse.Namespace
+    ) -> None:
         self._random = random.Random(seed)
         self._batcher, self._k, self._alpha, self._vocab = batcher, args.k, args.alpha, engine.vocab_size
         length = (args.repeats * 2 + 1) * ROUNDS * (args.k + 1) + args.k
         settings = GenerationSettings(max_new_tokens=length, ignore_eos=True)
         prompt = Prompt(tuple(self._random.randrange(10, engine.vocab_size) for _ in range(context)))
-        conditions = Conditions(settings, "exact", engine.vocab_size)
+        conditions = SessionParams(settings, "exact", engine.vocab_size)
         self.output = said(engine, prompt, conditions, length)
-        self.record = Record("bench", open_session(engine, prompt, conditions), settings, lambda: prompt)
+        self.entry = SessionEntry("bench", open_session(engine, prompt, conditions), settings, lambda: prompt)
         self._start = context
 
     def request(self) -> Verify:
-        session = self.record.session
+        session = self.entry.session
         at = len(session.ids) - self._start
         drafts = [self._maybe_wrong(token) for token in self.output[at : at + self._k]]
         return Verify(session.rounds + 1, len(session.ids), (), tuple(drafts))
@@ -56,7 +58,7 @@ class Client:
         return token if self._random.random() < self._alpha else (token + 1) % self._vocab
 
 
-def said(engine: Hosted, prompt: Prompt, conditions: Conditions, length: int) -> list[int]:
+def said(engine: ServableEngine, prompt: Prompt, conditions: SessionParams, length: int) -> list[int]:
     """The target's own output."""
     verifier = LocalVerifier(engine)
     session = verifier.open(prompt, conditions)
@@ -68,11 +70,11 @@ def said(engine: Hosted, prompt: Prompt, conditions: Conditions, length: int) ->
 
 def one_at_a_time(batcher: Batcher, clients: Sequence[Client]) -> None:
     for client in clients:
-        batcher.submit(client.record, client.request()).result()
+        batcher.submit(client.entry, client.request()).result()
 
 
 def together(batcher: Batcher, clients: Sequence[Client]) -> None:
-    for answer in [batcher.submit(client.record, client.request()) for client in clients]:
+    for answer in [batcher.submit(client.entry, client.request()) for client in clients]:
         answer.result()
 
 
@@ -84,7 +86,7 @@ def rate(way: Callable[[Batcher, Sequence[Client]], None], batcher: Batcher, cli
     return ROUNDS * len(clients) / (time.perf_counter() - started)
 
 
-def measure(engine: Hosted, count: int, args: argparse.Namespace) -> dict[str, float]:
+def measure(engine: ServableEngine, count: int, args: argparse.Namespace) -> dict[str, float]:
     batcher = Batcher(engine, max(args.sessions), Metrics())
     clients = [Client(engine, batcher, args.context, seed, args) for seed in range(count)]
     batcher.start()
@@ -94,7 +96,7 @@ def measure(engine: Hosted, count: int, args: argparse.Namespace) -> dict[str, f
         rates["one at a time"].append(rate(one_at_a_time, batcher, clients))
         rates["together"].append(rate(together, batcher, clients))
     for client in clients:
-        batcher.leave(client.record)
+        batcher.release(client.entry)
     batcher.stop()
     out = {name: statistics.median(values) for name, values in rates.items()}
     return {**out, "ratio": out["together"] / out["one at a time"]}

@@ -25,15 +25,15 @@ import torch
 
 from benchmarks.remote import captions
 from outrider import SpeculativeDecoder, connect, load_engine
-from outrider.cli.child import cloud_process
+from outrider.cli.subprocess_cloud import cloud_process
 from outrider.config import DriverName, GenerationSettings
-from outrider.core.outcome import Stats
-from outrider.netem.conditions import Conditions, conditions
+from outrider.decoding.result import Stats
+from outrider.netem.conditions import Conditions, parse_conditions
 from outrider.planning.costs import Costs, median_costs
-from outrider.planning.gates import thresholds
-from outrider.planning.record import Recorder, record
+from outrider.planning.gate_candidates import thresholds
 from outrider.planning.simulator import Outcome, Setup, replay
 from outrider.planning.timing import measure_costs
+from outrider.planning.trace_recorder import Recorder, record
 from outrider.planning.traces import Trace
 from outrider.prompts.chat import encode
 
@@ -75,7 +75,7 @@ def deployed(args: argparse.Namespace) -> Iterator[tuple[Any, dict[str, Any]]]:
 def settings(args: argparse.Namespace, traces: list[Trace]) -> list[Setup]:
     """Exact with k fixed and "auto", two gates that skip, one that triggers; cloud-only and edge-only."""
     tight, loose = map(str, thresholds(traces, cloud_shares=(0.4, 0.1)))
-    nets = [conditions(net) for net in args.nets]
+    nets = [parse_conditions(net) for net in args.nets]
     gates = ("always", tight, loose, f"trigger:{loose}")
     found = [
         Setup(gate=gate, k=args.k, driver=driver, net=net, max_new_tokens=TOKENS)
@@ -103,7 +103,7 @@ def cloud_only(recorder: Recorder) -> Callable[[Any], Stats]:
 
     def run(prompt: Any) -> Stats:
         started = time.perf_counter()
-        recorder.continuation(encode(recorder.draft, prompt))
+        recorder.generate_target(encode(recorder.draft, prompt))
         return Stats(total_s=time.perf_counter() - started)
 
     return run

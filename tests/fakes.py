@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from outrider.config import GenerationSettings
-from outrider.core.acceptance import Verdict
-from outrider.core.actions import Verify
-from outrider.core.outcome import Result
-from outrider.core.policy import Policy
-from outrider.core.stopping import StopRules, stop_reason
-from outrider.engines.base import Feed, Prompt
+from outrider.decoding.actions import Verify
+from outrider.decoding.result import Result
+from outrider.decoding.stopping import StopRules, find_finish_reason
+from outrider.engines.base import Prompt, SequenceInput
 from outrider.errors import CloudLost, StateError
-from outrider.verifiers.base import Conditions, Description, Verifier
-from outrider.wire.ledger import Ledger
+from outrider.sampling.acceptance import Verdict
+from outrider.sampling.policy import Policy
+from outrider.transport.byte_counts import ByteCounts
+from outrider.verifiers.base import ModelInfo, SessionParams, Verifier
 
 Rows = Callable[[tuple[int, ...]], Tensor]  # prefix → float32 [V]
 
@@ -38,16 +38,16 @@ class HashRows:
 
     def __init__(self, seed: int, vocab_size: int, spread: float = 2.0, memory: int | None = None) -> None:
         self.seed, self.vocab_size, self.spread, self.memory = seed, vocab_size, spread, memory
-        self._known: dict[tuple[int, ...], Tensor] = {}
+        self._rows_by_prefix: dict[tuple[int, ...], Tensor] = {}
 
     def __call__(self, prefix: tuple[int, ...]) -> Tensor:
         if self.memory is not None:
             prefix = prefix[len(prefix) - self.memory :] if self.memory else ()
-        if prefix not in self._known:
+        if prefix not in self._rows_by_prefix:
             digest = hashlib.blake2b(repr((self.seed, prefix)).encode(), digest_size=8).digest()
             drawn = np.random.default_rng(int.from_bytes(digest, "little")).normal(size=self.vocab_size)
-            self._known[prefix] = torch.from_numpy(drawn * self.spread).float()
-        return self._known[prefix]
+            self._rows_by_prefix[prefix] = torch.from_numpy(drawn * self.spread).float()
+        return self._rows_by_prefix[prefix]
 
 
 def blend(target: Rows, other: Rows, share: float) -> Rows:
@@ -88,7 +88,7 @@ class Slot:
 
 
 class ScriptedEngine:
-    """An `Engine` whose logits are `rows(prefix)`.
+    """An `Engine` whose logits are `logits_to_keep(prefix)`.
 
     Counters: `forwards`; `fed`, tokens; `refed`, tokens that were fed again though the cache had held them;
     `media_sent`, recordings that went through the encoder; `opened` and `open_slots`.
@@ -172,9 +172,9 @@ class ScriptedEngine:
         known = [self.rows(tuple(state.tokens[:n])) for n in range(end - rows + 1, end + 1)]
         return torch.stack([torch.cat([row, torch.full((self.padding,), 99.0)]) for row in known])
 
-    def forward_many(self, feeds: Seq[Feed]) -> list[Tensor]:
-        assert len({feed.slot for feed in feeds}) == len(feeds), "one slot twice in a batch"
-        return [self.forward(feed.slot, feed.ids, feed.rows) for feed in feeds]
+    def forward_many(self, inputs: Seq[SequenceInput]) -> list[Tensor]:
+        assert len({seq_input.slot for seq_input in inputs}) == len(inputs), "one slot twice in a batch"
+        return [self.forward(seq_input.slot, seq_input.ids, seq_input.logits_to_keep) for seq_input in inputs]
 
     def _feed(self, state: Slot, ids: Seq[int]) -> None:
         start, prompt = len(state.tokens), state.prompt
@@ -195,7 +195,7 @@ class ScriptedEngine:
         return self.slots[slot]
 
 
-class ScriptedFront:
+class ScriptedAudioEncoder:
     """How recordings enter a scripted engine: a placeholder for every 0.1 s, or for every frame of its features."""
 
     placeholder, mels, max_frames, max_seconds = 1, 4, 20, 2.0
@@ -233,18 +233,18 @@ class ScriptedVerifier:
 
     def __init__(self, output: Seq[int], vocab_size: int, eos_ids: Collection[int] = ()) -> None:
         self.output, self.vocab_size, self.eos_ids = list(output), vocab_size, tuple(eos_ids)
-        self.opened: list[tuple[Prompt, Conditions]] = []
+        self.opened: list[tuple[Prompt, SessionParams]] = []
         self.requests: list[Verify] = []
         self.closed: list[int] = []
         self._length: dict[int, int] = {}
 
-    def describe(self, edge: Description | None = None) -> Description:
-        return Description(
+    def describe(self, edge: ModelInfo | None = None) -> ModelInfo:
+        return ModelInfo(
             "scripted verifier", self.vocab_size, self.vocab_size, self.eos_ids, f"scripted-{self.vocab_size}", None
         )
 
-    def open(self, prompt: Prompt, conditions: Conditions) -> int:
-        self.opened.append((prompt, conditions))
+    def open(self, prompt: Prompt, params: SessionParams) -> int:
+        self.opened.append((prompt, params))
         self._length[len(self.opened)] = len(prompt.ids)
         return len(self.opened)
 
@@ -298,20 +298,20 @@ class FarVerifier:
         self.closed: list[int] = []
         self._polls = cycle(polls)
 
-    def describe(self, edge: Description | None = None) -> Description:
+    def describe(self, edge: ModelInfo | None = None) -> ModelInfo:
         return self.inner.describe()
 
-    def open(self, prompt: Prompt, conditions: Conditions) -> int:
+    def open(self, prompt: Prompt, params: SessionParams) -> int:
         self._pass(None)
-        return self.inner.open(prompt, conditions)
+        return self.inner.open(prompt, params)
 
     def verify(self, session: int, request: Verify) -> Verdict:
         self.requests.append(request)
         self._pass(lambda: self.inner.verify(session, request))
         return self.inner.verify(session, request)
 
-    def ledger(self, session: int) -> Ledger:
-        return Ledger()
+    def byte_counts(self, session: int) -> ByteCounts:
+        return ByteCounts()
 
     def submit(self, session: int, request: Verify) -> Future[Verdict]:
         """A loss shows at once where the call's number is even, and in the future where it is odd."""
@@ -349,8 +349,8 @@ def plain(rows: Rows, prompt: Seq[int], vocab_size: int, *, eos: Collection[int]
     rules = StopRules(wanted.max_new_tokens, tuple(eos))
     ids = list(prompt)
     while True:
-        ids.append(policy.distribution(rows(tuple(ids)), ids, len(ids)).choice)
-        if stop_reason(rules, ids[len(prompt) :], None):
+        ids.append(policy.distribution(rows(tuple(ids)), ids, len(ids)).token)
+        if find_finish_reason(rules, ids[len(prompt) :], None):
             return ids[len(prompt) :]
 
 

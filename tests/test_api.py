@@ -97,7 +97,7 @@ def test_a_text_for_a_model_that_only_captions_is_warned_about(prompt: object) -
     (warning,) = decoder.generate(prompt, max_new_tokens=4).warnings  # type: ignore[arg-type]
     assert "only writes captions of recordings" in warning
     with pytest.raises(PromptError, match="only writes captions"):
-        decoder.check_takes_text()
+        decoder.check_accepts_text()
 
 
 def test_ids_and_recordings_for_such_a_model_and_text_for_others_are_not() -> None:
@@ -106,7 +106,7 @@ def test_ids_and_recordings_for_such_a_model_and_text_for_others_are_not() -> No
     for prompt in ([5, 6, 7], Audio(noise)):
         assert decoder.generate(prompt, max_new_tokens=4).warnings == []
     other = SpeculativeDecoder(tiny_engine("qwen2", tokenizer=subword_tokenizer()))
-    other.check_takes_text()
+    other.check_accepts_text()
     assert other.generate("Hello", max_new_tokens=4).warnings == []
 
 

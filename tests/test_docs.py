@@ -15,7 +15,7 @@ import soundfile
 
 from certificates import Authority
 from gateway.process import edge
-from outrider.cli.child import cloud_process
+from outrider.cli.subprocess_cloud import cloud_process
 from tests.processes import HANG_S, started
 
 ROOT = Path(__file__).parents[1]

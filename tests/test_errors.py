@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import errors
-from outrider.verifiers.refusals import of_call, of_frame
-from outrider.wire.status import CallFailed, Status
+from outrider.transport.status import CallFailed, Status
+from outrider.verifiers.remote.errors import map_call_error, map_error_frame
 
 CLASSES = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.OutriderError)]
 FORGED = "no \x1b[2J\x9b1m way\u202e \r"
@@ -34,8 +34,8 @@ def test_all_scripts_stay(text: str) -> None:
 
 
 def test_what_a_cloud_says_is_escaped() -> None:
-    assert str(of_call("cloud", CallFailed(Status.INVALID_ARGUMENT, FORGED))) == f"cloud refused: {SHOWN}"
+    assert str(map_call_error("cloud", CallFailed(Status.INVALID_ARGUMENT, FORGED))) == f"cloud refused: {SHOWN}"
     for code in range(12):
-        said = str(of_frame("cloud", SimpleNamespace(code=code, message=FORGED, retry_after_ms=0)))
+        said = str(map_error_frame("cloud", SimpleNamespace(code=code, message=FORGED, retry_after_ms=0)))
         assert isinstance(said, str)
         assert "\x1b" not in str(errors.CloudLost(said))

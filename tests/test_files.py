@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from outrider import files
 from outrider.config import read_gate_file
-from outrider.engines.load import named
+from outrider.engines.load import map_load_errors
 from outrider.errors import DataError, InputError, OutriderError, SettingsError
 from outrider.evals.convert import _table
+from outrider.evals.json_validation import read_object, rows
 from outrider.evals.manifest import read_manifest
-from outrider.evals.reading import read_object, rows
 from outrider.evals.store import Store, _lock
 from outrider.planning.traces import read_traces
 
@@ -104,7 +104,7 @@ def test_dev_full_is_a_typed_error() -> None:
 def test_a_partial_file_of_a_killed_process_is_removed_and_one_being_written_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "YOUNG_S", 0.0)
+    monkeypatch.setattr(files, "MIN_AGE_S", 0.0)
     stale, held = tmp_path / ".a[1].json.1.partial", tmp_path / ".a[1].json.2.partial"
     for path in (stale, held):
         path.write_text("half")
@@ -213,6 +213,9 @@ def test_a_full_disk_is_found_behind_other_errors(error: Exception, said: str | 
 
 
 def test_a_full_disk_is_no_fault_of_a_model() -> None:
-    with pytest.raises(OutriderError, match="cannot load m: /cache/a cannot be written") as caught, named("m"):
+    with (
+        pytest.raises(OutriderError, match="cannot load m: /cache/a cannot be written") as caught,
+        map_load_errors("m"),
+    ):
         raise FULL
     assert not isinstance(caught.value, InputError)

@@ -9,10 +9,10 @@ import pytest
 
 import outrider
 from outrider import SpeculativeDecoder, local
-from outrider.core.outcome import Result, Stats
-from outrider.core.sequence import Source
+from outrider.decoding.result import Result, Stats
+from outrider.decoding.sequence import Source
 from outrider.errors import StateError
-from outrider.gateway.sharing import SharedEngine
+from outrider.gateway.shared_engine import SharedEngine
 from tests.engines.tiny import engine
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from rich.cells import cell_len, set_cell_size
 
-from outrider.cli.child import cloud_process
+from outrider.cli.subprocess_cloud import cloud_process
 
 CLIPS = Path(__file__).parents[1] / "src" / "outrider" / "demo" / "clips"
 RECORDINGS = ("en-1.ogg", "en-2.ogg", "en-4.ogg", "en-5.ogg")

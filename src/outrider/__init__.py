@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from outrider.api import StreamEvent as StreamEvent
     from outrider.api import local as local
     from outrider.config import GenerationSettings as GenerationSettings
-    from outrider.core.gate import gate as gate
-    from outrider.core.outcome import Result as Result
+    from outrider.decoding.gate import gate as gate
+    from outrider.decoding.result import Result as Result
     from outrider.engines.load import load_engine as load_engine
-    from outrider.inside.generation import for_transformers as for_transformers
+    from outrider.integrations.transformers.generation import for_transformers as for_transformers
     from outrider.prompts.audio import Audio as Audio
     from outrider.verifiers.connect import connect as connect
 
@@ -41,10 +41,10 @@ _LAZY = {  # what needs torch is imported on first use, so that `outrider --help
     "connect": "outrider.verifiers.connect",
     "local": "outrider.api",
     "GenerationSettings": "outrider.config",
-    "gate": "outrider.core.gate",
-    "Result": "outrider.core.outcome",
+    "gate": "outrider.decoding.gate",
+    "Result": "outrider.decoding.result",
     "load_engine": "outrider.engines.load",
-    "for_transformers": "outrider.inside.generation",
+    "for_transformers": "outrider.integrations.transformers.generation",
     "Audio": "outrider.prompts.audio",
 }
 

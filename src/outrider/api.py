@@ -9,33 +9,33 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 from outrider.config import DEFAULT_K, DriverName, GenerationSettings, OnCloudLoss, OnLoop, Privacy, Scope
-from outrider.core.actions import Plan
-from outrider.core.decoder import Decoder
-from outrider.core.detokenizer import detokenizer
-from outrider.core.events import Event
-from outrider.core.events import StreamEvent as StreamEvent
-from outrider.core.gate import Calibrated, Gate
-from outrider.core.lookahead import lookahead
-from outrider.core.loops import DEFAULT_LOOP_RULE
-from outrider.core.options import DecodingOptions
-from outrider.core.outcome import Oversight, Result
-from outrider.core.policy import Policy
-from outrider.core.stopping import StopRules
-from outrider.core.text import Transcript
+from outrider.decoding.actions import Plan
+from outrider.decoding.decoder import Decoder
+from outrider.decoding.detokenizer import get_detokenizer
+from outrider.decoding.draft_length import parse_draft_length
+from outrider.decoding.events import Event
+from outrider.decoding.events import StreamEvent as StreamEvent
+from outrider.decoding.gate import Calibrated, Gate
+from outrider.decoding.incremental_text import IncrementalDetokenizer
+from outrider.decoding.loop_detection import DEFAULT_LOOP_RULE
+from outrider.decoding.options import DecodingOptions
+from outrider.decoding.result import GuaranteeTracker, Result
+from outrider.decoding.stopping import StopRules
 from outrider.edge.cancellation import Cancellation
 from outrider.edge.drafter import Drafter
 from outrider.edge.drivers import pipelined, sequential
-from outrider.edge.lessons import Lessons
-from outrider.edge.link import Link, PipelinedVerifier
-from outrider.edge.pair import Met, Pair
-from outrider.edge.turns import Turns
-from outrider.engines.base import Prompt, Reader
+from outrider.edge.model_pair import Handshake, ModelPair
+from outrider.edge.round_observer import RoundObserver
+from outrider.edge.thread_guard import ThreadGuard
+from outrider.edge.verifier_session import PipelinedVerifier, VerifierSession
+from outrider.engines.base import CachedSequence, Prompt
 from outrider.errors import PromptError, SettingsError
 from outrider.prompts.audio import Audio, is_silent
 from outrider.prompts.chat import PromptLike, encode
-from outrider.verifiers.base import Conditions, Description, Verifier
+from outrider.sampling.policy import Policy
+from outrider.transport.byte_counts import ByteCounts
+from outrider.verifiers.base import ModelInfo, SessionParams, Verifier
 from outrider.verifiers.local import LocalVerifier
-from outrider.wire.ledger import Ledger
 
 IDS_ONLY = (
     "without a drafter, a cloud across a network takes token ids (--prompt-ids): texts and recordings need an edge "
@@ -63,7 +63,8 @@ class SpeculativeDecoder:
         accept: the acceptance rule, "exact" unless told otherwise.
         scope: the treatment of skipped tokens that the verifier later disagrees with: "block" leaves and counts them,
         "repair" rolls back to the first.
-        loop_rule: the definition of a loop in the output, "period=32,tail=8,extra=4" (see `outrider.core.loops`).
+        loop_rule: the definition of a loop in the output, "period=32,tail=8,extra=4"
+            (see `outrider.decoding.loop_detection`).
         on_loop: the reaction to a loop in the output: "escalate" the next block (the default with a verifier),
             "sample" one token (the default without), "stop", or "ignore".
         driver: "sequential" waits for each verdict; "pipelined" drafts on meanwhile, with the same output.
@@ -76,7 +77,7 @@ class SpeculativeDecoder:
         lazy: connect to the verifier at the first generation, not now.
 
     A decoder generates for one thread at a time. A second thread gets a StateError while a generation of the first is
-    unfinished. On engines that serve several threads (`outrider.gateway.sharing`) it takes any number of them.
+    unfinished. On engines that serve several threads (`outrider.gateway.shared_engine`) it takes any number of them.
 
     Raises:
         SettingsError: settings that contradict each other.
@@ -102,7 +103,7 @@ class SpeculativeDecoder:
         reader: Any = None,
         lazy: bool = False,
     ) -> None:
-        _check_kinds(draft, verifier)
+        _check_types(draft, verifier)
         options = DecodingOptions(
             gate=gate,
             k=k,
@@ -117,10 +118,10 @@ class SpeculativeDecoder:
         sides = {"has_drafter": draft is not None, "has_verifier": verifier is not None}
         self.options = options.resolve(**sides, remote=isinstance(verifier, PipelinedVerifier))
         self.draft, self.verifier, self._reader, self._watch = draft, verifier, reader, watch
-        self.lookahead = lookahead(k) if draft is not None else None
-        self._oversight, self._lock = Oversight(self.options.gate), threading.Lock()
-        self._pair = Pair(draft, verifier, self.options.on_cloud_loss, reader=reader, lazy=lazy)
-        self._turns = Turns(draft, getattr(verifier, "engine", None))
+        self.draft_length = parse_draft_length(k) if draft is not None else None
+        self._guarantees, self._lock = GuaranteeTracker(self.options.gate), threading.Lock()
+        self._pair = ModelPair(draft, verifier, self.options.on_cloud_loss, reader=reader, lazy=lazy)
+        self._thread_guard = ThreadGuard(draft, getattr(verifier, "engine", None))
 
     # Generating ---------------------------------------------------------------------------------------------
 
@@ -159,10 +160,10 @@ class SpeculativeDecoder:
         rule = self.options.acceptance_rule
         return rule.lossless and (self.options.gate.exact or not rule.needs_q)
 
-    def check_hears(self) -> None:
+    def check_audio_support(self) -> None:
         """Raise PromptError unless recordings can be prompts."""
         encoder = self._encoder
-        if isinstance(encoder, _Nameless):
+        if isinstance(encoder, _IdsOnly):
             raise PromptError(IDS_ONLY)
         if encoder.audio is None:
             raise PromptError(f"{encoder.name} takes no audio: give an audio-language model as --edge, or as the draft")
@@ -172,7 +173,7 @@ class SpeculativeDecoder:
         """Return whether the checkpoint is for recordings alone (`outrider_tasks` in its config.json)."""
         return bool(getattr(self._encoder, "captions_only", False))
 
-    def check_takes_text(self) -> None:
+    def check_accepts_text(self) -> None:
         """Raise PromptError if the models accept texts but only caption recordings."""
         if self.captions_only:
             raise PromptError(NO_TEXTS.format(self._encoder.name))
@@ -180,11 +181,11 @@ class SpeculativeDecoder:
     @property
     def audio_seconds(self) -> float:
         """The longest recording that the models accept, in seconds; 0 if they accept none."""
-        front = self._encoder.audio
-        if front is None:
+        audio_encoder = self._encoder.audio
+        if audio_encoder is None:
             return 0.0
         target = self._target.audio_seconds
-        return min(front.max_seconds, target) if target else float(front.max_seconds)
+        return min(audio_encoder.max_seconds, target) if target else float(audio_encoder.max_seconds)
 
     @property
     def tokenizer(self) -> Any:
@@ -193,88 +194,92 @@ class SpeculativeDecoder:
 
     def decode(self, ids: list[int]) -> str:
         """Token ids as text, without special tokens; empty where there is no tokenizer."""
-        return _decode(self.tokenizer, ids, visible_only=True)
+        return _decode(self.tokenizer, ids, skip_special=True)
 
     def summary(self) -> str:
         """One line that says what was resolved: models, number formats, block length, gate and rule."""
-        sides = [f"edge {_place(self.draft)}" if self.draft is not None else "edge none"]
-        sides.append(f"cloud {self._cloud_place()}")
+        sides = [f"edge {_describe_engine(self.draft)}" if self.draft is not None else "edge none"]
+        sides.append(f"cloud {self._describe_cloud()}")
         k, gate, accept, on_loop = self.options.k, self.options.gate, self.options.accept, self.options.on_loop
         return " · ".join([*sides, f"k {k}", f"gate {gate}", f"accept {accept}", f"loop {on_loop}"])
 
-    def _cloud_place(self) -> str:
+    def _describe_cloud(self) -> str:
         if self.verifier is None:
             return "none"
         if isinstance(self.verifier, LocalVerifier):
-            return _place(self.verifier.engine)
-        name = self._target.name if self._pair.now.whole else "not there"
+            return _describe_engine(self.verifier.engine)
+        name = self._target.name if self._pair.state.is_complete else "not there"
         options = self.options
         return f"{name}, {options.driver}, on loss {options.on_cloud_loss}, privacy {options.privacy}"
 
     def encode(self, prompt: PromptLike) -> Prompt:
         """The prompt as the models read it."""
         encoder = self._encoder
-        if isinstance(encoder, _Nameless) and (isinstance(prompt, str) or not _is_ids(prompt)):
+        if isinstance(encoder, _IdsOnly) and (isinstance(prompt, str) or not _is_ids(prompt)):
             raise PromptError(IDS_ONLY)
         return encode(encoder, prompt)
 
     @property
-    def _target(self) -> Description:
-        return self._pair.now.target
+    def _target(self) -> ModelInfo:
+        return self._pair.state.target
 
     @property
     def _encoder(self) -> Any:
         if self.draft is not None or self._reader is not None:
             return self.draft if self.draft is not None else self._reader
-        return self.verifier.engine if isinstance(self.verifier, LocalVerifier) else _Nameless(self._target)
+        return self.verifier.engine if isinstance(self.verifier, LocalVerifier) else _IdsOnly(self._target)
 
-    def _start(self, prompt: PromptLike, values: dict[str, Any], cancellation: Cancellation | None = None) -> _Run:
+    def _start(
+        self, prompt: PromptLike, values: dict[str, Any], cancellation: Cancellation | None = None
+    ) -> _Generation:
         settings = GenerationSettings.build(values)
-        met = self._pair.meet(cancellation)
+        handshake = self._pair.connect(cancellation)
         encoded = self.encode(prompt)
-        met.check(encoded, settings)
-        rules = self._rules(settings, met)
+        handshake.check(encoded, settings)
+        rules = self._rules(settings, handshake)
         if rules.needs_text and self.tokenizer is None:
             raise SettingsError("stop strings and sentences need a tokenizer, and the model came without one")
-        instructed = isinstance(prompt, Audio) and prompt.instruction is not None
-        misused = self.captions_only and not _is_ids(prompt) and (instructed or not encoded.heard)
-        notes = [CAPTIONS_ONLY.format(self._encoder.name)] if misused else []
-        return _Run(self, encoded, settings, rules, met, cancellation, notes)
+        has_instruction = isinstance(prompt, Audio) and prompt.instruction is not None
+        is_misused = self.captions_only and not _is_ids(prompt) and (has_instruction or not encoded.has_audio)
+        notes = [CAPTIONS_ONLY.format(self._encoder.name)] if is_misused else []
+        return _Generation(self, encoded, settings, rules, handshake, cancellation, notes)
 
-    def _rules(self, settings: GenerationSettings, met: Met) -> StopRules:
-        eos = () if settings.ignore_eos else met.target.eos_ids
+    def _rules(self, settings: GenerationSettings, handshake: Handshake) -> StopRules:
+        eos = () if settings.ignore_eos else handshake.target.eos_ids
         return StopRules(settings.max_new_tokens, eos, settings.stop, settings.sentences, settings.min_new_tokens)
 
     def _plan(self, rules: StopRules, prompt: Prompt, seed: int) -> Plan:
         options, gate, has_verifier = self.options, self.options.gate, self.verifier is not None
         if isinstance(gate, Calibrated):
-            gate = gate.keyed(seed, prompt.ids, b"" if prompt.audio is None else prompt.audio.tobytes())
+            gate = gate.with_audit_key(seed, prompt.ids, b"" if prompt.audio is None else prompt.audio.tobytes())
         rule, loop_rule = options.acceptance_rule, options.parsed_loop_rule
-        return Plan(rules, gate, rule, self.lookahead, has_verifier, options.on_loop, options.scope, loop_rule)
+        return Plan(rules, gate, rule, self.draft_length, has_verifier, options.on_loop, options.scope, loop_rule)
 
     def _drafter(
-        self, prompt: Prompt, settings: GenerationSettings, met: Met, cancellation: Cancellation | None
+        self, prompt: Prompt, settings: GenerationSettings, handshake: Handshake, cancellation: Cancellation | None
     ) -> Drafter | None:
-        if self.draft is None or self.lookahead is None:
+        if self.draft is None or self.draft_length is None:
             return None
-        policy = Policy.build(settings, met.target.eos_ids, met.draft_vocabulary, len(prompt.ids))
+        policy = Policy.build(settings, handshake.target.eos_ids, handshake.draft_vocabulary, len(prompt.ids))
         needs = {
-            "needs_signals": self._watch or self.options.gate.needs_signals or self.lookahead.needs_signals,
+            "needs_signals": self._watch or self.options.gate.needs_signals or self.draft_length.needs_signals,
             "needs_q": self.options.acceptance_rule.needs_q and self.verifier is not None,
         }
-        return Drafter(Reader(self.draft, prompt, "drafter"), policy, **needs, cancellation=cancellation)
+        return Drafter(CachedSequence(self.draft, prompt, "drafter"), policy, **needs, cancellation=cancellation)
 
-    def _link(
-        self, prompt: Prompt, settings: GenerationSettings, met: Met, cancellation: Cancellation | None
-    ) -> Link | None:
-        if self.verifier is None or not met.whole:
+    def _open_session(
+        self, prompt: Prompt, settings: GenerationSettings, handshake: Handshake, cancellation: Cancellation | None
+    ) -> VerifierSession | None:
+        if self.verifier is None or not handshake.is_complete:
             return None
-        shared = self._shared(prompt)
-        conditions = Conditions(settings, self.options.accept, met.target_vocabulary, self.withholds(prompt))
+        sent_prompt = self._redact_prompt(prompt)
+        params = SessionParams(settings, self.options.accept, handshake.target_vocabulary, self.hides_audio(prompt))
         on_loss = self.options.on_cloud_loss
-        return Link(self.verifier, lambda verifier: verifier.open(shared, conditions), on_loss, cancellation)
+        return VerifierSession(
+            self.verifier, lambda verifier: verifier.open(sent_prompt, params), on_loss, cancellation
+        )
 
-    def _shared(self, prompt: Prompt) -> Prompt:
+    def _redact_prompt(self, prompt: Prompt) -> Prompt:
         """The prompt as far as `privacy` lets it leave the edge."""
         if prompt.audio is None or self.options.privacy == "audio":
             return prompt
@@ -282,31 +287,31 @@ class SpeculativeDecoder:
             return Prompt(prompt.ids)
         return Prompt(prompt.ids, features=self._encoder.audio.features(prompt.audio))
 
-    def learn_with(self, other: SpeculativeDecoder) -> None:
+    def share_state_with(self, other: SpeculativeDecoder) -> None:
         """Share what is learnt on the way (audits, the pace of k "auto") with a decoder of the same settings."""
-        self.lookahead, self._oversight, self._lock = other.lookahead, other._oversight, other._lock
+        self.draft_length, self._guarantees, self._lock = other.draft_length, other._guarantees, other._lock
 
-    def withholds(self, prompt: Prompt) -> bool:
+    def hides_audio(self, prompt: Prompt) -> bool:
         """Whether the verifier sees less of this prompt than the drafter does."""
-        return self.verifier is not None and self.options.privacy == "tokens" and prompt.heard
+        return self.verifier is not None and self.options.privacy == "tokens" and prompt.has_audio
 
 
 def _is_ids(prompt: Any) -> bool:
     return isinstance(prompt, (list, tuple)) and not any(isinstance(part, dict) for part in prompt)
 
 
-class _Nameless:
+class _IdsOnly:
     """What stands in for an edge model where there is none, only a cloud across a network: ids in, ids out."""
 
     tokenizer = None
     audio = None
 
-    def __init__(self, target: Description) -> None:
+    def __init__(self, target: ModelInfo) -> None:
         self.name, self.vocab_size, self.max_length = target.name, target.vocab_size, target.max_length
 
 
-class _Run:
-    """One generation: decoder, drafter and link, opened together and closed together."""
+class _Generation:
+    """One generation: decoder, drafter and session, opened together and closed together."""
 
     def __init__(
         self,
@@ -314,58 +319,58 @@ class _Run:
         prompt: Prompt,
         settings: GenerationSettings,
         rules: StopRules,
-        met: Met,
+        handshake: Handshake,
         cancellation: Cancellation | None,
         notes: list[str],
     ) -> None:
         self._notes = notes
         self._owner, self._prompt, self._settings, self._rules = owner, prompt, settings, rules
-        self._met, self._cancellation = met, cancellation
+        self._handshake, self._cancellation = handshake, cancellation
         plan = owner._plan(rules, prompt, settings.seed)
         self._decoder = Decoder(prompt.ids, plan, self._decode if rules.needs_text else None)
-        self._ledger = Ledger()
-        if not met.whole:
-            self._decoder.lose_verifier()
+        self._byte_counts = ByteCounts()
+        if not handshake.is_complete:
+            self._decoder.on_verifier_lost()
 
     def events(self) -> Generator[Event, None, None]:
         """Run the loop; time it; close what was opened, whatever happens."""
         owner, stats = self._owner, self._decoder.stats
         started = time.perf_counter()
         with ExitStack() as stack:
-            stack.enter_context(owner._turns.generating())
-            drafter = owner._drafter(self._prompt, self._settings, self._met, self._cancellation)
+            stack.enter_context(owner._thread_guard.generation())
+            drafter = owner._drafter(self._prompt, self._settings, self._handshake, self._cancellation)
             if drafter is not None:
                 stack.callback(drafter.close)
-            link = owner._link(self._prompt, self._settings, self._met, self._cancellation)
-            if link is not None:
-                stack.callback(link.close)
-            for event in self._drive(drafter, link):
+            session = owner._open_session(self._prompt, self._settings, self._handshake, self._cancellation)
+            if session is not None:
+                stack.callback(session.close)
+            for event in self._run_driver(drafter, session):
                 if not stats.ttft_s and event.kind != "provisional":
                     stats.ttft_s = time.perf_counter() - started
                 yield event
             stats.total_s = time.perf_counter() - started
             if drafter is not None:
                 stats.draft_s, stats.prefill_s = drafter.seconds, drafter.prefill_seconds
-            if link is not None:
-                stats.wait_s = link.seconds
-                owner._pair.lose(link.lost_after)
-                self._ledger = link.ledger()
+            if session is not None:
+                stats.wait_s = session.seconds
+                owner._pair.record_outage(session.loss_wait_s)
+                self._byte_counts = session.byte_counts()
 
-    def _drive(self, drafter: Drafter | None, link: Link | None) -> Iterator[Event]:
-        lessons = Lessons(self._decoder, lock=self._owner._lock)
-        if drafter is not None and link is not None and self._owner.options.driver == "pipelined":
-            return pipelined(self._decoder, drafter, link, lessons)
-        judge = None if link is None else (link.verify if drafter is not None else link.generate)
-        return sequential(self._decoder, drafter, judge, lessons)
+    def _run_driver(self, drafter: Drafter | None, session: VerifierSession | None) -> Iterator[Event]:
+        observer = RoundObserver(self._decoder, lock=self._owner._lock)
+        if drafter is not None and session is not None and self._owner.options.driver == "pipelined":
+            return pipelined(self._decoder, drafter, session, observer)
+        verify = None if session is None else (session.verify if drafter is not None else session.generate)
+        return sequential(self._decoder, drafter, verify, observer)
 
     def stream(self) -> Generator[StreamEvent, None, Result]:
-        transcript = Transcript(self._owner.decode)
+        transcript = IncrementalDetokenizer(self._owner.decode)
         with closing(self.events()) as events:  # not left to the garbage collector: Python 3.12 takes its time
             for event in events:
                 if event.index < len(transcript.ids) and event.kind == "revised":
-                    transcript.rewind(event.index)
+                    transcript.truncate(event.index)
                 if event.index == len(transcript.ids):
-                    transcript.push(event.token)
+                    transcript.append(event.token)
                 yield StreamEvent.of(event, transcript.pieces[event.index])
         return self.result()
 
@@ -376,62 +381,64 @@ class _Run:
         ties = sorted(index for index in decoder.near_ties if index < len(sources))
         stats.count_sources(sources)
         stats.near_ties = len(ties)
-        stats.bytes_up, stats.bytes_down = self._ledger.up.total(), self._ledger.down.total()
-        stats.media_bytes_up = self._ledger.up["media"]
+        stats.bytes_up, stats.bytes_down = self._byte_counts.up.total(), self._byte_counts.down.total()
+        stats.media_bytes_up = self._byte_counts.up["media"]
         ids = decoder.sequence.generated
-        sides = self._met.sides
+        sides = self._handshake.models
         with self._owner._lock:
-            judged = self._owner._oversight.judge(
-                stats, self._lossy(), self._owner.options, sides, self._settings, decoder.trail()
+            report = self._owner._guarantees.report(
+                stats, self._lossy(), self._owner.options, sides, self._settings, decoder.audit_trail()
             )
         return Result(
             text=self._owner.decode(ids) if self._owner.tokenizer is not None else None,
             token_ids=ids,
             finish_reason=action.reason,  # type: ignore[union-attr]
-            guarantee=judged.guarantee,
+            guarantee=report.guarantee,
             prompt_tokens=len(self._prompt.ids),
             stats=stats,
             sources=sources,
             near_ties=ties,
-            warnings=[*self._warnings(), *judged.warnings],
-            risk=judged.risk,
-            ledger=self._ledger.to_json(),
+            warnings=[*self._warnings(), *report.warnings],
+            risk=report.risk,
+            ledger=self._byte_counts.to_json(),
         )
 
     def _lossy(self) -> list[str]:
         """Return the reasons for which verdicts are not lossless, as a calibrated gate's warnings word them."""
-        found = [] if self._owner.lossless else [f"with accept exact, not {self._owner.options.accept}"]
-        if self._owner.withholds(self._prompt):
-            found.append("for a cloud that gets the recording, not with privacy tokens")
-        return found
+        reasons = [] if self._owner.lossless else [f"with accept exact, not {self._owner.options.accept}"]
+        if self._owner.hides_audio(self._prompt):
+            reasons.append("for a cloud that gets the recording, not with privacy tokens")
+        return reasons
 
     def _warnings(self) -> list[str]:
-        found = [*self._notes, *self._prompt.warnings]
+        reasons = [*self._notes, *self._prompt.warnings]
         if self._prompt.audio is not None and is_silent(self._prompt.audio):
-            found.append("the recording is silent: there is no speech to describe")
-        if self._owner.withholds(self._prompt) and self._decoder.stats.cloud_tokens:
-            found.append("the cloud did not get the recording (privacy tokens): its verdicts are about the text alone")
+            reasons.append("the recording is silent: there is no speech to describe")
+        if self._owner.hides_audio(self._prompt) and self._decoder.stats.cloud_tokens:
+            reasons.append(
+                "the cloud did not get the recording (privacy tokens): its verdicts are about the text alone"
+            )
         if self._decoder.stats.cloud_lost:
             decided = self._decoder.stats.cloud_tokens
-            found.append(f"the cloud was lost after it had decided {decided} tokens: the rest is the edge's own")
-        return found
+            reasons.append(f"the cloud was lost after it had decided {decided} tokens: the rest is the edge's own")
+        return reasons
 
     def _decode(self, ids: list[int]) -> str:
-        return _decode(self._owner.tokenizer, ids, visible_only=False)
+        return _decode(self._owner.tokenizer, ids, skip_special=False)
 
 
-def _decode(tokenizer: Any, ids: list[int], *, visible_only: bool) -> str:
+def _decode(tokenizer: Any, ids: list[int], *, skip_special: bool) -> str:
     if tokenizer is None:
         return ""
-    return detokenizer(tokenizer)(ids, visible_only=visible_only)
+    return get_detokenizer(tokenizer)(ids, skip_special=skip_special)
 
 
-def _place(engine: Any) -> str:
+def _describe_engine(engine: Any) -> str:
     """A model's name, number format and device."""
     return f"{engine.name} ({str(engine.dtype).removeprefix('torch.')}, {engine.device})"
 
 
-def _check_kinds(draft: Any, verifier: Any) -> None:
+def _check_types(draft: Any, verifier: Any) -> None:
     if draft is not None and not hasattr(draft, "forward_many"):
         raise SettingsError(f"draft is an engine, as from load_engine(…), not {type(draft).__name__}")
     if verifier is not None and not hasattr(verifier, "describe"):

@@ -22,14 +22,14 @@ Privacy = Literal["tokens", "features", "audio"]
 Loss = Literal["outputs", "tokens"]  # what a risk budget counts
 
 DEFAULT_K = 5  # tokens per block
-OWN = "seed"  # the setting that is each request's own, and no part of what a gate is calibrated for
+PER_REQUEST_SETTING = "seed"  # the setting that is each request's own, and no part of what a gate is calibrated for
 SEED_LIMIT = 2**64
 GATE_FILE_VERSION = 3
-OLD_GATE_FILE = (
+OLD_VERSION_HINT = (
     ". The budget of older files does not hold live. Make a new file from the same traces: "
     "outrider calibrate TRACES --out FILE, with the options that the file was made with"
 )
-CHANGED_GATE_FILE = (
+DIGEST_MISMATCH = (
     "it was changed after it was calibrated, so its budget is void: the digest does not match the other keys. "
     "Make a new file: outrider calibrate TRACES --out FILE"
 )
@@ -62,36 +62,46 @@ class GenerationSettings:
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "min_new_tokens", "top_k", "seed", "no_repeat_ngram_size", "repetition_window"):
-            _need(is_whole(getattr(self, name)), f"{name} is a whole number, not {getattr(self, name)!r}")
+            _require_setting(is_integer(getattr(self, name)), f"{name} is a whole number, not {getattr(self, name)!r}")
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
-            _need(is_number(getattr(self, name)), f"{name} is a finite number, not {getattr(self, name)!r}")
-        _need(self.max_new_tokens >= 1, "max_new_tokens is 1 or more")
-        _need(0 <= self.min_new_tokens <= self.max_new_tokens, "min_new_tokens is between 0 and max_new_tokens")
-        _need(self.temperature >= 0, f"temperature is 0 (greedy) or more, not {self.temperature}")
-        _need(self.top_k >= 0, "top_k is 0 (off) or more")
-        _need(0 < self.top_p <= 1, f"top_p is above 0 and at most 1, not {self.top_p}")
-        _need(0 <= self.min_p <= 1, "min_p is between 0 and 1")
-        _need(0 <= self.seed < SEED_LIMIT, "seed is between 0 and 2^64 − 1")
+            _require_setting(is_number(getattr(self, name)), f"{name} is a finite number, not {getattr(self, name)!r}")
+        _require_setting(self.max_new_tokens >= 1, "max_new_tokens is 1 or more")
+        _require_setting(
+            0 <= self.min_new_tokens <= self.max_new_tokens, "min_new_tokens is between 0 and max_new_tokens"
+        )
+        _require_setting(self.temperature >= 0, f"temperature is 0 (greedy) or more, not {self.temperature}")
+        _require_setting(self.top_k >= 0, "top_k is 0 (off) or more")
+        _require_setting(0 < self.top_p <= 1, f"top_p is above 0 and at most 1, not {self.top_p}")
+        _require_setting(0 <= self.min_p <= 1, "min_p is between 0 and 1")
+        _require_setting(0 <= self.seed < SEED_LIMIT, "seed is between 0 and 2^64 − 1")
         penalty = self.repetition_penalty
-        _need(0.01 <= penalty <= 100, f"repetition_penalty is between 0.01 and 100 (1 is off), not {penalty}")
-        _need(self.no_repeat_ngram_size >= 0, "no_repeat_ngram_size is 0 (off) or more")
-        _need(self.repetition_window >= 0, "repetition_window is 0 (the whole prefix) or more")
-        _need(not self.repetition_window or penalty != 1, "repetition_window needs a repetition_penalty other than 1")
-        _need(
-            self.sentences is None or (is_whole(self.sentences) and self.sentences >= 1),
+        _require_setting(
+            0.01 <= penalty <= 100, f"repetition_penalty is between 0.01 and 100 (1 is off), not {penalty}"
+        )
+        _require_setting(self.no_repeat_ngram_size >= 0, "no_repeat_ngram_size is 0 (off) or more")
+        _require_setting(self.repetition_window >= 0, "repetition_window is 0 (the whole prefix) or more")
+        _require_setting(
+            not self.repetition_window or penalty != 1, "repetition_window needs a repetition_penalty other than 1"
+        )
+        _require_setting(
+            self.sentences is None or (is_integer(self.sentences) and self.sentences >= 1),
             "sentences is a whole number, 1 or more",
         )
         self._check_texts()
 
     def _check_texts(self) -> None:
-        _need(isinstance(self.stop, tuple), f"stop is a text or a list of texts, not {self.stop!r}")
-        _need(isinstance(self.suppress_tokens, tuple), "suppress_tokens is a list of token ids")
-        _need(isinstance(self.ignore_eos, bool), f"ignore_eos is True or False, not {self.ignore_eos!r}")
-        _need(all(isinstance(text, str) and text for text in self.stop), "a stop string is a text that is not empty")
-        _need(all(is_whole(t) and t >= 0 for t in self.suppress_tokens), "suppress_tokens are token ids")
+        _require_setting(isinstance(self.stop, tuple), f"stop is a text or a list of texts, not {self.stop!r}")
+        _require_setting(isinstance(self.suppress_tokens, tuple), "suppress_tokens is a list of token ids")
+        _require_setting(isinstance(self.ignore_eos, bool), f"ignore_eos is True or False, not {self.ignore_eos!r}")
+        _require_setting(
+            all(isinstance(text, str) and text for text in self.stop), "a stop string is a text that is not empty"
+        )
+        _require_setting(all(is_integer(t) and t >= 0 for t in self.suppress_tokens), "suppress_tokens are token ids")
         if self.temperature == 0:
             used = [name for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)) if getattr(self, name) != off]
-            _need(not used, f"{', '.join(used)} needs a temperature above 0: greedy decoding would ignore it")
+            _require_setting(
+                not used, f"{', '.join(used)} needs a temperature above 0: greedy decoding would ignore it"
+            )
 
     @classmethod
     def build(cls, values: Mapping[str, Any]) -> GenerationSettings:
@@ -102,7 +112,7 @@ class GenerationSettings:
         """
         names = [f.name for f in fields(cls)]
         unknown = sorted(set(values) - set(names))
-        _need(not unknown, f"unknown setting {', '.join(unknown)}: expected any of {', '.join(names)}")
+        _require_setting(not unknown, f"unknown setting {', '.join(unknown)}: expected any of {', '.join(names)}")
         return cls(**{name: _as_tuple(name, value) for name, value in values.items()})
 
 
@@ -116,7 +126,7 @@ class ModelId:
     def __post_init__(self) -> None:
         for key in ("name", "fingerprint"):
             value = getattr(self, key)
-            _hold(isinstance(value, str) and value != "", f"{key} is a text that is not empty, not {value!r}")
+            _require_data(isinstance(value, str) and value != "", f"{key} is a text that is not empty, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -129,11 +139,11 @@ class SignalFit:
     escalation: float
 
     def __post_init__(self) -> None:
-        _hold(isinstance(self.signal, str), f"signal is a text, not {self.signal!r}")
+        _require_data(isinstance(self.signal, str), f"signal is a text, not {self.signal!r}")
         limit = self.threshold
         good = limit is None or (is_number(limit) and limit >= 0)
-        _hold(good, f"threshold is a finite number, 0 or more, or null, not {limit!r}")
-        _check_shares(self, "risk", "escalation")
+        _require_data(good, f"threshold is a finite number, 0 or more, or null, not {limit!r}")
+        _check_fractions(self, "risk", "escalation")
 
 
 @dataclass(frozen=True)
@@ -165,13 +175,15 @@ class GateFile:
     signals: tuple[SignalFit, ...] = ()
 
     def __post_init__(self) -> None:
-        _hold(isinstance(self.gate, str), f"gate is a text such as entropy:0.3, not {self.gate!r}")
+        _require_data(isinstance(self.gate, str), f"gate is a text such as entropy:0.3, not {self.gate!r}")
         good = is_number(self.epsilon) and 0 < self.epsilon < 1
-        _hold(good, f"epsilon is above 0 and below 1, not {self.epsilon!r}")
-        _hold(self.loss in get_args(Loss), f"loss is one of {', '.join(get_args(Loss))}, not {self.loss!r}")
-        _hold(is_whole(self.k) and 1 <= self.k <= 64, f"k is a whole number from 1 to 64, not {self.k!r}")
-        _hold(is_whole(self.traces) and self.traces >= 1, f"traces is a whole number, 1 or more, not {self.traces!r}")
-        _check_shares(self, "risk", "escalation", "audit")
+        _require_data(good, f"epsilon is above 0 and below 1, not {self.epsilon!r}")
+        _require_data(self.loss in get_args(Loss), f"loss is one of {', '.join(get_args(Loss))}, not {self.loss!r}")
+        _require_data(is_integer(self.k) and 1 <= self.k <= 64, f"k is a whole number from 1 to 64, not {self.k!r}")
+        _require_data(
+            is_integer(self.traces) and self.traces >= 1, f"traces is a whole number, 1 or more, not {self.traces!r}"
+        )
+        _check_fractions(self, "risk", "escalation", "audit")
 
     def to_json(self) -> dict[str, Any]:
         value = {"version": GATE_FILE_VERSION, **asdict(self)}
@@ -180,21 +192,23 @@ class GateFile:
     @classmethod
     def from_json(cls, value: Any) -> GateFile:
         """Raises DataError for what is no gate file of this version, or was changed; the key is named."""
-        _hold(isinstance(value, dict), f"expected an object, not {value!r}")
+        _require_data(isinstance(value, dict), f"expected an object, not {value!r}")
         version = value.get("version")
         known = f"version {version!r}: this outrider reads version {GATE_FILE_VERSION}"
-        same = is_whole(version) and version == GATE_FILE_VERSION
-        _hold(same, known + (OLD_GATE_FILE if version in (1, 2) else ""))
+        same = is_integer(version) and version == GATE_FILE_VERSION
+        _require_data(same, known + (OLD_VERSION_HINT if version in (1, 2) else ""))
         rest = {key: value[key] for key in value if key != "digest"}
-        values = _exactly(cls, {key: rest[key] for key in rest if key != "version"})
-        _hold(isinstance(values["signals"], list), f"signals is a list, not {values['signals']!r}")
-        values["signals"] = tuple(_named(f"signals[{n}]", SignalFit, row) for n, row in enumerate(values["signals"]))
+        values = _require_keys(cls, {key: rest[key] for key in rest if key != "version"})
+        _require_data(isinstance(values["signals"], list), f"signals is a list, not {values['signals']!r}")
+        values["signals"] = tuple(
+            _parse_field(f"signals[{n}]", SignalFit, row) for n, row in enumerate(values["signals"])
+        )
         for side in ("edge", "cloud"):
-            values[side] = _named(side, ModelId, values[side])
-        values["settings"] = _settings(values["settings"])
+            values[side] = _parse_field(side, ModelId, values[side])
+        values["settings"] = _parse_settings(values["settings"])
         file = cls(**values)
-        _hold("digest" in value, "digest is missing")
-        _hold(value["digest"] == _digest(rest), CHANGED_GATE_FILE)
+        _require_data("digest" in value, "digest is missing")
+        _require_data(value["digest"] == _digest(rest), DIGEST_MISMATCH)
         return file
 
 
@@ -217,41 +231,41 @@ def _digest(value: Mapping[str, Any]) -> str:
     return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 
 
-def _exactly(kind: type, value: Any) -> dict[str, Any]:
+def _require_keys(kind: type, value: Any) -> dict[str, Any]:
     """`value`, if it is an object with the keys of a dataclass and no other."""
-    _hold(isinstance(value, dict), f"expected an object, not {value!r}")
+    _require_data(isinstance(value, dict), f"expected an object, not {value!r}")
     names = [f.name for f in fields(kind)]
     unknown, missing = sorted(set(value) - set(names)), [name for name in names if name not in value]
-    _hold(not unknown, f"unknown key {', '.join(unknown)}: expected {', '.join(names)}")
-    _hold(not missing, f"{', '.join(missing)} is missing")
+    _require_data(not unknown, f"unknown key {', '.join(unknown)}: expected {', '.join(names)}")
+    _require_data(not missing, f"{', '.join(missing)} is missing")
     return dict(value)
 
 
-def _named(where: str, kind: Any, value: Any) -> Any:
+def _parse_field(where: str, kind: Any, value: Any) -> Any:
     try:
-        return kind(**_exactly(kind, value))
+        return kind(**_require_keys(kind, value))
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
 
 
-def _settings(value: Any) -> GenerationSettings:
-    _hold(isinstance(value, dict), f"settings: expected an object, not {value!r}")
+def _parse_settings(value: Any) -> GenerationSettings:
+    _require_data(isinstance(value, dict), f"settings: expected an object, not {value!r}")
     try:
         return GenerationSettings.build(value)
     except SettingsError as error:
         raise DataError(f"settings: {error}") from error
 
 
-def _check_shares(holder: Any, *names: str) -> None:
+def _check_fractions(owner: Any, *names: str) -> None:
     for name in names:
-        value = getattr(holder, name)
-        _hold(is_number(value) and 0 <= value <= 1, f"{name} is between 0 and 1, not {value!r}")
+        value = getattr(owner, name)
+        _require_data(is_number(value) and 0 <= value <= 1, f"{name} is between 0 and 1, not {value!r}")
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:
     """Raise SettingsError unless `value` is one of a Literal's members."""
     options = get_args(choices)
-    _need(value in options, f"{name} {value!r}: expected one of {', '.join(options)}")
+    _require_setting(value in options, f"{name} {value!r}: expected one of {', '.join(options)}")
 
 
 def _as_tuple(name: str, value: Any) -> Any:
@@ -261,12 +275,12 @@ def _as_tuple(name: str, value: Any) -> Any:
     return tuple(value) if name in ("stop", "suppress_tokens") and isinstance(value, list) else value
 
 
-def plain_number(value: float) -> str:
+def format_number(value: float) -> str:
     """A number as people write it, with every digit that it takes to read the same number again."""
     return repr(value).removesuffix(".0")
 
 
-def is_whole(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -276,11 +290,11 @@ def is_number(value: Any) -> bool:
     return abs(value) <= sys.float_info.max  # false for NaN, infinities, and integers beyond any float
 
 
-def _need(condition: bool, message: str) -> None:
+def _require_setting(condition: bool, message: str) -> None:
     if not condition:
         raise SettingsError(message)
 
 
-def _hold(condition: bool, message: str) -> None:
+def _require_data(condition: bool, message: str) -> None:
     if not condition:
         raise DataError(message)

@@ -14,7 +14,7 @@ OutriderError
 │   ├── CloudLost         it cannot be reached, or did not answer in time: trying again may help
 │   └── CloudRefused      it answered, and said no: identity, a limit, another model; trying again does not help
 └── StateError            tokens and cache disagree, or the two sides of a session: a bug or a bad peer
-    └── OutOfStep         a request does not fit what the verifier knows of the sequence; both lengths are named
+    └── OutOfSync         a request does not fit what the verifier knows of the sequence; both lengths are named
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONTROLS = f"\x7f-\x9f\u2028\u2029\ufeff{_BIDI}\U000e0000-\U000e007f"
 _UNSAFE = re.compile(f"[\x00-\x08\x0b-\x1f{CONTROLS}\ud800-\udfff]")
 
 
-def visible(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Escape control characters as Python does (`\\x1b`); newlines, tabs and all scripts stay."""
     return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
@@ -39,7 +39,7 @@ class OutriderError(Exception):
     """
 
     def __str__(self) -> str:
-        return visible(super().__str__())
+        return escape_controls(super().__str__())
 
 
 class InputError(OutriderError):
@@ -94,5 +94,5 @@ class StateError(OutriderError):
     """Tokens and KV cache, or edge and verifier, disagree about a sequence."""
 
 
-class OutOfStep(StateError):
+class OutOfSync(StateError):
     """A request does not fit what the verifier knows of the sequence."""

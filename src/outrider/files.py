@@ -20,7 +20,7 @@ from outrider.errors import DataError, OutriderError, SettingsError
 
 NO_TEMPORARY = "no temporary directory is writable (is the disk full?): free space, or set TMPDIR to a writable one"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-YOUNG_S = 60.0  # a temporary file that is younger may still be about to be locked
+MIN_AGE_S = 60.0  # a temporary file that is younger may still be about to be locked
 WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32's little-endian mark begins with the former
 
 
@@ -91,13 +91,13 @@ def read_json(path: str | Path) -> Any:
 def write_file(path: str | Path, data: str | bytes) -> None:
     """Write a file atomically: write beside it and rename. Also after a power cut, readers find the old or the new one.
 
-    Devices and pipes are written in place.
+    Devices and pipes are written in target.
 
     Raises:
         DataError: the place cannot be used.
         OutriderError: the file system refuses, as a full one does. An older file of that name is then unchanged.
     """
-    check_place(path)
+    check_writable(path)
     content = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
     try:
         if _is_special(path):
@@ -108,20 +108,20 @@ def write_file(path: str | Path, data: str | bytes) -> None:
         raise OutriderError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def check_place(path: str | Path) -> None:
+def check_writable(path: str | Path) -> None:
     """Raise DataError if a file cannot be written. Call it before the work whose result goes there."""
     try:
-        place = Path(os.path.realpath(path))
+        target = Path(os.path.realpath(path))
         if _is_special(path):
             return
-        is_folder, parent_is_folder = place.is_dir(), place.parent.is_dir()
-        is_writable = os.access(place.parent, os.W_OK)
+        is_directory, parent_is_directory = target.is_dir(), target.parent.is_dir()
+        is_writable = os.access(target.parent, os.W_OK)
     except (OSError, ValueError) as error:  # a name that is too long, or one with a null byte
         raise DataError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error
-    if not str(path) or is_folder:
+    if not str(path) or is_directory:
         raise DataError(f"{path or 'an empty name'} cannot be written: it is a directory")
-    if not parent_is_folder:
-        raise DataError(f"{path} cannot be written: no such directory: {place.parent}")
+    if not parent_is_directory:
+        raise DataError(f"{path} cannot be written: no such directory: {target.parent}")
     if not is_writable:
         raise DataError(f"{path} cannot be written: permission denied")
 
@@ -131,35 +131,35 @@ def _is_special(path: str | Path) -> bool:
     return Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir()
 
 
-def _replace(place: Path, content: bytes) -> None:
-    for stale in place.parent.glob(f".{place.name[:200].translate(_GLOB)}.*.partial"):
+def _replace(target: Path, content: bytes) -> None:
+    for stale in target.parent.glob(f".{target.name[:200].translate(_GLOB_ESCAPES)}.*.partial"):
         _remove_unlocked(stale)
-    partial = place.with_name(f".{place.name[:200]}.{os.getpid()}.partial")
+    partial = target.with_name(f".{target.name[:200]}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # another process removes it only after this one has ended
-            if place.exists():
-                os.fchmod(file.fileno(), stat.S_IMODE(place.stat().st_mode))
+            if target.exists():
+                os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-            partial.replace(place)
+            partial.replace(target)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    _sync_folder(place.parent)
+    _sync_directory(target.parent)
 
 
-_GLOB = str.maketrans({"[": "[[]", "*": "[*]", "?": "[?]"})
+_GLOB_ESCAPES = str.maketrans({"[": "[[]", "*": "[*]", "?": "[?]"})
 
 
-def _sync_folder(folder: Path) -> None:
+def _sync_directory(folder: Path) -> None:
     """Make a rename durable."""
-    opened = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        os.fsync(descriptor)
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
 def out_of_space(error: BaseException | None) -> str | None:
@@ -206,16 +206,20 @@ def _temporary() -> Iterator[None]:
 def _remove_unlocked(path: Path) -> None:
     """Remove a file of ours that no running process holds a lock on. Leave everything else."""
     try:
-        found = path.lstat()
-        if found.st_uid != os.getuid() or abs(time.time() - found.st_mtime) < YOUNG_S or stat.S_ISLNK(found.st_mode):
+        status = path.lstat()
+        if (
+            status.st_uid != os.getuid()
+            or abs(time.time() - status.st_mtime) < MIN_AGE_S
+            or stat.S_ISLNK(status.st_mode)
+        ):
             return
-        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:  # unreadable, or already removed
         return
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink(missing_ok=True)
     except OSError:  # locked: its owner is running
         return
     finally:
-        os.close(opened)
+        os.close(descriptor)

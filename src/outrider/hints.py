@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-NAME = "outrider"
+PACKAGE = "outrider"
 
 
-def install(extra: str) -> str:
+def install_command(extra: str) -> str:
     """Return the pip command that adds an extra.
 
     A checkout that was installed editable is named by its path and a wheel by its file. Otherwise the extra's own
@@ -28,7 +28,7 @@ def install(extra: str) -> str:
     if path and "dir_info" in source:
         return f"pip install {shlex.quote(f'{path}[{extra}]')}"
     if url:
-        return f"pip install {shlex.quote(f'{NAME}[{extra}] @ {_pinned(source, url)}')}"
+        return f"pip install {shlex.quote(f'{PACKAGE}[{extra}] @ {_pinned(source, url)}')}"
     needed = requirements(extra)
     return f"pip install {' '.join(map(shlex.quote, needed))}"
 
@@ -36,7 +36,7 @@ def install(extra: str) -> str:
 def _source() -> dict[str, Any]:
     """Read where pip took the package from (PEP 610); empty where it came from an index, or is not installed."""
     try:
-        text = metadata.distribution(NAME).read_text("direct_url.json")
+        text = metadata.distribution(PACKAGE).read_text("direct_url.json")
         found = json.loads(text) if text else {}
     except (metadata.PackageNotFoundError, ValueError, OSError):
         return {}
@@ -57,13 +57,13 @@ def requirements(extra: str) -> list[str]:
     from packaging.requirements import Requirement
 
     try:
-        listed = metadata.requires(NAME) or []
+        listed = metadata.requires(PACKAGE) or []
     except metadata.PackageNotFoundError:
         listed = []
     found = []
     for text in listed:
-        need = Requirement(text)
-        if need.marker and "extra" in str(need.marker) and need.marker.evaluate({"extra": extra}):
-            need.marker = None
-            found.append(str(need))
-    return found or [f"{NAME}[{extra}]"]
+        requirement = Requirement(text)
+        if requirement.marker and "extra" in str(requirement.marker) and requirement.marker.evaluate({"extra": extra}):
+            requirement.marker = None
+            found.append(str(requirement))
+    return found or [f"{PACKAGE}[{extra}]"]

@@ -10,9 +10,9 @@ from typing import Any
 
 from outrider import Audio, Result, SpeculativeDecoder, local
 from outrider.config import GenerationSettings
-from outrider.core.policy import Policy
-from outrider.core.sequence import Source
+from outrider.decoding.sequence import Source
 from outrider.engines.load import BUNDLED
+from outrider.sampling.policy import Policy
 from outrider.verifiers.base import Verifier
 from tests.chaos.guarded import Guarded
 
@@ -144,7 +144,7 @@ def _own_choices(case: Case, ids: list[int], edge: Any) -> list[int]:
     rows = edge.forward(slot, whole[:-1], len(ids))
     edge.close(slot)
     start = len(prompt.ids)
-    return [policy.distribution(row, whole[: start + n], start + n).choice for n, row in enumerate(rows)]
+    return [policy.distribution(row, whole[: start + n], start + n).token for n, row in enumerate(rows)]
 
 
 @cache

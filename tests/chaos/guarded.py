@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.engines.base import Feed, Prompt
+from outrider.engines.base import Prompt, SequenceInput
 
 
 class Guarded:
@@ -44,7 +44,7 @@ class Guarded:
         with self._lock:
             return self._engine.forward(slot, ids, rows)
 
-    def forward_many(self, feeds: Seq[Feed]) -> list[Tensor]:
+    def forward_many(self, feeds: Seq[SequenceInput]) -> list[Tensor]:
         with self._lock:
             return self._engine.forward_many(feeds)
 

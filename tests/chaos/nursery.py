@@ -156,13 +156,13 @@ def main(model: str) -> None:
 def _serve(engine: Any, spec: dict[str, Any], writing: int) -> None:
     import asyncio
 
-    from outrider.cloud import logs
     from outrider.cloud.limits import Limits
-    from outrider.cloud.server import Server, Serving, run
+    from outrider.cloud.server import Server, ServerConfig, run
     from outrider.engines import locking
-    from outrider.wire.tls import ServerTls
+    from outrider.serving import logs
+    from outrider.transport.tls import ServerTls
 
-    locking._processes.clear()  # the parent has one thread, for OpenMP too: here a fork is safe
+    locking._loaders.clear()  # the parent has one thread, for OpenMP too: here a fork is safe
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the nursery
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -174,14 +174,14 @@ def _serve(engine: Any, spec: dict[str, Any], writing: int) -> None:
     budget = spec.get("slots", 8) * engine.position_bytes * max_length
     limits = Limits(**spec.get("limits", {}))
     metrics = (Cloud.host, spec["metrics"])
-    serving = Serving(
+    serving = ServerConfig(
         Cloud.host,
         spec["port"],
         limits,
         tls=tls,
         budget=budget,
         max_length=max_length,
-        metrics_at=metrics,
+        metrics_address=metrics,
         grace=0.0,
     )
 

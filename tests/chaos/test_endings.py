@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outrider import CloudError, CloudLost, Result, SpeculativeDecoder, connect, local
-from outrider.edge.pair import TIMES
+from outrider.edge.model_pair import OUTAGE_FACTOR
 from outrider.netem.conditions import Conditions
 from outrider.netem.thread import LinkThread
 from tests.chaos.cases import check_books, said
@@ -127,7 +127,7 @@ def test_edge_only_begins_without_a_cloud_and_takes_it_when_it_comes(
     assert alone.token_ids == SpeculativeDecoder(edge).generate(TEXT, **SETTINGS).token_ids
     assert "cloud was lost" in " ".join(alone.warnings)
     cloud.start()
-    time.sleep(TIMES * 1.0)  # after a loss of half a second and a little it is not asked for at once
+    time.sleep(OUTAGE_FACTOR * 1.0)  # after a loss of half a second and a little it is not asked for at once
     together: Result = decoder.generate(TEXT, **SETTINGS)
     assert said(together) == said(SpeculativeDecoder(edge, local(target)).generate(TEXT, **SETTINGS))
     assert together.guarantee == "exact"

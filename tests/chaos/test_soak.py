@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from outrider import Result, connect
-from outrider.cli.child import cloud_process
+from outrider.cli.subprocess_cloud import cloud_process
 from tests.chaos.cases import Case, check_books, draw, reference, said
 from tests.chaos.guarded import Guarded
 

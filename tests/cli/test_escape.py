@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from rich.table import Table
 from rich.text import Text
 
-from outrider.cli import guard, terminal, view
-from outrider.cli.escape import complain, one_line, to_json, visible
-from outrider.core.outcome import Result, Stats
-from outrider.core.sequence import Source
+from outrider.cli import exit_codes, rendering, terminal
+from outrider.cli.escape import escape_controls, one_line, print_error, to_json
+from outrider.decoding.result import Result, Stats
+from outrider.decoding.sequence import Source
 from outrider.errors import CloudRefused
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b2J\u202eevil\u2066\x7f\r[red]bold[/red] :smile:"
@@ -30,14 +30,14 @@ def harmless(text: str) -> bool:
 
 
 def test_what_texts_are_made_of_stays() -> None:
-    assert visible(KEPT) == KEPT
+    assert escape_controls(KEPT) == KEPT
 
 
 @given(st.text())
 def test_no_control_character_is_left(text: str) -> None:
-    shown = visible(text)
+    shown = escape_controls(text)
     assert not [c for c in shown if unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t"]
-    assert visible(shown) == shown
+    assert escape_controls(shown) == shown
     assert "\n" not in one_line(text)
     assert not [c for c in to_json({text: [text]}) if unicodedata.category(c) in ("Cc", "Cs")]
 
@@ -67,9 +67,9 @@ def test_a_console_escapes_whatever_it_renders_and_takes_no_markup(kind: str) ->
 
 
 def test_messages_and_logs_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
-    complain(f"{HOSTILE}\noutrider: all is well")
-    guard.guarded(lambda: (_ for _ in ()).throw(CloudRefused(f"the cloud says {HOSTILE}")))
-    guard.guarded(lambda: (_ for _ in ()).throw(RuntimeError(HOSTILE)))
+    print_error(f"{HOSTILE}\noutrider: all is well")
+    exit_codes.run_guarded(lambda: (_ for _ in ()).throw(CloudRefused(f"the cloud says {HOSTILE}")))
+    exit_codes.run_guarded(lambda: (_ for _ in ()).throw(RuntimeError(HOSTILE)))
     handler = terminal.LogHandler()
     record = logging.LogRecord("outrider", logging.WARNING, "", 0, "peer %s\nwarning: no", (HOSTILE,), None)
     terminal.STDERR.file = sys.stderr
@@ -85,10 +85,10 @@ def test_warnings_titles_and_pieces_are_escaped() -> None:
     result = Result("", [1], "eos", "exact", 1, Stats(), [Source.ACCEPTED], warnings=[HOSTILE])
     console = terminal.Terminal()
     console.file = io.StringIO()
-    view.show_title(console, HOSTILE)
-    view.show_warnings(console, result)
-    console.print(view.coloured([HOSTILE], [Source.ACCEPTED]))
-    console.print(view.table([(HOSTILE, result)], 400))
+    rendering.show_title(console, HOSTILE)
+    rendering.show_warnings(console, result)
+    console.print(rendering.coloured([HOSTILE], [Source.ACCEPTED]))
+    console.print(rendering.table([(HOSTILE, result)], 400))
     assert harmless(console.file.getvalue())
 
 
@@ -101,7 +101,7 @@ def test_a_table_never_cuts_the_guarantee_or_a_name(width: int, guarantee: str) 
     stats = Stats(blocks=10, escalated=10, verified=3, accepted=3, cloud_tokens=999, near_ties=12, total_s=123.45)
     result = Result("", [1] * 12345, "eos", guarantee, 1, stats, [])  # type: ignore[arg-type]
     name = "a-recording-with-a-rather-long-name-of-2026-11-28.wav"
-    out = shown(view.table([(name, result)], width), width)
+    out = shown(rendering.table([(name, result)], width), width)
     assert "…" not in out
     assert guarantee in out
     first = "".join(line.split(" ")[0] for line in out.splitlines())

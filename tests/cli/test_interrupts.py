@@ -51,7 +51,7 @@ def test_while_a_module_is_imported(name: str) -> None:
 IN_A_FINALISER = """
 import os, signal, sys
 from outrider.cli import interrupts
-from outrider.cli.guard import guarded
+from outrider.cli.exit_codes import guarded
 interrupts.install()
 class Swallows:
     def __del__(self):
@@ -66,7 +66,7 @@ sys.exit(guarded(work))
 TURNED_INTO_ANOTHER_ERROR = """
 import os, signal, sys
 from outrider.cli import interrupts
-from outrider.cli.guard import guarded
+from outrider.cli.exit_codes import guarded
 interrupts.install()
 def work():
     try:
@@ -90,13 +90,13 @@ def test_while_tokens_come(cloud: str) -> None:
     code = """
     import os, signal, sys
     from outrider import api
-    real = api._Run._drive
+    real = api._Generation._drive
     def drive(self, *rest):
         for n, event in enumerate(real(self, *rest)):
             if n == 3:
                 os.kill(os.getpid(), signal.SIGINT)
             yield event
-    api._Run._drive = drive
+    api._Generation._drive = drive
     from outrider.cli.main import main
     main()
     """

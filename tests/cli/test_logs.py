@@ -15,7 +15,7 @@ from outrider.cli.commands import quieten
 from outrider.cli.options import Output
 
 quieten(Output(verbose={verbose}))
-for name in ("outrider", "outrider.verifiers.served", "httpx", "httpcore.http11", "httpx2", "asyncio", "urllib3"):
+for name in ("outrider", "outrider.verifiers.retry", "httpx", "httpcore.http11", "httpx2", "asyncio", "urllib3"):
     for level in (logging.DEBUG, logging.INFO, logging.WARNING):
         logging.getLogger(name).log(level, "%s says %s", name, logging.getLevelName(level))
 """
@@ -26,7 +26,7 @@ def test_only_our_own_details_are_told(verbose: bool) -> None:
     command = [sys.executable, "-c", SAY.format(verbose=verbose)]
     told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stderr
     assert "httpcore.http11 says WARNING" in told
-    assert "outrider.verifiers.served says WARNING" in told
+    assert "outrider.verifiers.retry says WARNING" in told
     details = [line for line in told.splitlines() if "says DEBUG" in line or "says INFO" in line]
     assert all("outrider" in line for line in details)
     assert len(details) == (4 if verbose else 0)

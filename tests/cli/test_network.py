@@ -20,8 +20,8 @@ import outrider
 import outrider.verifiers.connect  # before anything below patches what it imports
 from certificates import Authority
 from outrider.cli import main
-from outrider.cli.child import cloud_process
-from outrider.cli.guard import guarded
+from outrider.cli.exit_codes import run_guarded
+from outrider.cli.subprocess_cloud import cloud_process
 from outrider.engines.load import BUNDLED
 from outrider.netem.conditions import Conditions
 from outrider.netem.thread import LinkThread
@@ -35,7 +35,7 @@ GENERATE = ["generate", "--prompt-ids", "5 6 7", "--ignore-eos", "--json", "--ma
 
 def run(*arguments: str) -> int:
     """The command line in this process."""
-    return guarded(partial(main._run, list(arguments)), list(arguments))
+    return run_guarded(partial(main._run, list(arguments)), list(arguments))
 
 
 @pytest.fixture
@@ -251,7 +251,7 @@ def test_a_secured_service_lets_in_who_shows_a_token(tmp_path: Path, capsys: pyt
 
 STARTS = """
 import sys, time
-from outrider.cli.child import cloud_process
+from outrider.cli.subprocess_cloud import cloud_process
 with cloud_process("demo") as address:
     print(address, flush=True)
     time.sleep(600)

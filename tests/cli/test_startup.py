@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 from benchmarks import cold_start
 
-from outrider.cli import child, main
+from outrider.cli import main, subprocess_cloud
 from outrider.errors import OutriderError, SettingsError
 
 pytestmark = pytest.mark.network  # many processes
@@ -47,11 +47,11 @@ def test_the_demo_starts_its_cloud_before_it_loads_anything_heavy() -> None:
 
 
 def test_a_cloud_that_is_starting_is_waited_for_only_when_it_is_asked_for() -> None:
-    with child.starting_cloud("demo", "--no-such-option"):
+    with subprocess_cloud.starting_cloud("demo", "--no-such-option"):
         pass  # that it cannot start is not yet known
     with (
         pytest.raises(OutriderError, match="no-such-option"),
-        child.starting_cloud("demo", "--no-such-option") as cloud,
+        subprocess_cloud.starting_cloud("demo", "--no-such-option") as cloud,
     ):
         cloud()
 
@@ -79,7 +79,7 @@ def _threads_at_start(monkeypatch: pytest.MonkeyPatch) -> str | None:
         raise SettingsError("enough")
         yield str
 
-    monkeypatch.setattr(child, "starting_cloud", starting)
+    monkeypatch.setattr(subprocess_cloud, "starting_cloud", starting)
     with pytest.raises(SettingsError, match="enough"):
         main._run(["demo"])
     return seen[0]
@@ -100,8 +100,8 @@ def test_a_wrong_option_of_the_demo_ends_its_cloud_too(monkeypatch: pytest.Monke
 
 
 def test_garbage_is_looked_for_again_once_models_are_loaded() -> None:
-    code = "import gc\nfrom outrider.cli.options import collect_from_now_on\n"
-    code += "gc.disable(); collect_from_now_on()\nassert gc.isenabled() and gc.get_freeze_count()"
+    code = "import gc\nfrom outrider.cli.options import enable_gc\n"
+    code += "gc.disable(); enable_gc()\nassert gc.isenabled() and gc.get_freeze_count()"
     assert loaded(code) == []
 
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from fakes import HashRows, ScriptedEngine
 from outrider.cloud.batcher import Batcher
 from outrider.cloud.metrics import Metrics
-from outrider.cloud.sessions import Record
+from outrider.cloud.sessions import SessionEntry
 from outrider.config import GenerationSettings
-from outrider.core.acceptance import Verdict
-from outrider.core.actions import Verify
-from outrider.engines.base import Feed, Prompt
-from outrider.verifiers.base import Conditions
+from outrider.decoding.actions import Verify
+from outrider.engines.base import Prompt, SequenceInput
+from outrider.sampling.acceptance import Verdict
+from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import LocalVerifier, open_session
 
 V = 32
@@ -32,19 +32,19 @@ class Watched(ScriptedEngine):
 
     def __init__(self, rows: Any = TARGET) -> None:
         super().__init__(rows, V)
-        self.batches: list[list[Feed]] = []
-        self.before: Callable[[list[Feed]], None] = lambda feeds: None
+        self.batches: list[list[SequenceInput]] = []
+        self.before: Callable[[list[SequenceInput]], None] = lambda feeds: None
 
-    def forward_many(self, feeds: Seq[Feed]) -> list[Tensor]:
+    def forward_many(self, feeds: Seq[SequenceInput]) -> list[Tensor]:
         self.before(list(feeds))
         self.batches.append(list(feeds))
         return super().forward_many(feeds)
 
 
-def record(engine: Any, prompt: Seq[int], accept: str = "exact", **options: Any) -> Record:
+def entry(engine: Any, prompt: Seq[int], accept: str = "exact", **options: Any) -> SessionEntry:
     asked = Prompt(tuple(prompt))
-    conditions = Conditions(GenerationSettings(**options), accept, engine.vocab_size)
-    return Record(
+    conditions = SessionParams(GenerationSettings(**options), accept, engine.vocab_size)
+    return SessionEntry(
         "me",
         open_session(engine, asked, conditions),
         conditions.settings,
@@ -65,10 +65,10 @@ def batching(engine: Any, slots: int = 4, **options: Any) -> Iterator[Batcher]:
         assert not getattr(engine, "open_slots", [])
 
 
-def together(batcher: Batcher, *jobs: tuple[Record, Verify]) -> list[Future[Verdict]]:
+def together(batcher: Batcher, *jobs: tuple[SessionEntry, Verify]) -> list[Future[Verdict]]:
     """Ask for all of them within one step."""
     with batcher._wake:
-        return [batcher.submit(record, request) for record, request in jobs]
+        return [batcher.submit(entry, request) for entry, request in jobs]
 
 
 def wrong(token: int) -> int:
@@ -94,7 +94,7 @@ class Held:
         self.entered, self._release = threading.Event(), threading.Event()
         engine.before = self._wait
 
-    def _wait(self, _: list[Feed]) -> None:
+    def _wait(self, _: list[SequenceInput]) -> None:
         self.entered.set()
         assert self._release.wait(SOON)
 
@@ -109,9 +109,9 @@ class Edge:
     """One session's edge, and the verdicts that it must get: those of a verifier that serves nobody else."""
 
     def __init__(self, engine: Any, prompt: Seq[int], **options: Any) -> None:
-        self.record = record(engine, prompt, **options)
+        self.entry = entry(engine, prompt, **options)
         self.alone = LocalVerifier(ScriptedEngine(TARGET, V))
-        conditions = Conditions(GenerationSettings(**options), "exact", V)
+        conditions = SessionParams(GenerationSettings(**options), "exact", V)
         self.session = self.alone.open(Prompt(tuple(prompt)), conditions)
         self.ids, self.round = list(prompt), 0
         self.request: Verify | None = None
@@ -132,4 +132,4 @@ class Edge:
         if len(self.ids) + len(self.request.new_ids) == self.request.base_length:  # else a repeat, applied before
             drafts = self.request.draft_ids[: verdict.accepted]
             self.ids += [*self.request.new_ids, *drafts, verdict.next_token]
-        assert self.record.session.ids == self.ids
+        assert self.entry.session.ids == self.ids

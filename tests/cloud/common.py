@@ -13,8 +13,8 @@ import grpc
 from torch import Tensor
 
 from fakes import HashRows, ScriptedEngine, plain
-from outrider.engines.base import Feed
-from outrider.wire import schema
+from outrider.engines.base import SequenceInput
+from outrider.protocol import schema
 from tests.cloud.raw import opening
 from tests.cloud.serving import Served, serving
 
@@ -36,7 +36,7 @@ class Held(ScriptedEngine):
         self.entered.clear()
         self.go.clear()
 
-    def forward_many(self, feeds: Seq[Feed]) -> list[Tensor]:
+    def forward_many(self, feeds: Seq[SequenceInput]) -> list[Tensor]:
         self.entered.set()
         assert self.go.wait(SOON)
         return super().forward_many(feeds)
@@ -87,13 +87,13 @@ def clear(served: Served) -> None:
     eventually(lambda: served.service.streams == 0)
 
     async def drop() -> None:
-        for record in served.service.sessions:
-            served.service.sessions.drop(record)
+        for entry in served.service.sessions:
+            served.service.sessions.drop(entry)
 
     served.run(drop())
     engine: Any = served.service.engine
     eventually(lambda: not engine.open_slots)
-    assert served.service._arriving == 0
+    assert served.service._pending_media == 0
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import numpy as np
 
 from fakes import HashRows
 from outrider.prompts.media import pack_audio, pack_features
-from outrider.wire import schema
+from outrider.protocol import schema
 from tests.cloud.raw import CLOSE, carrying, generating, opening, resuming, verifying
 
 V = 32

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 
 from outrider.config import GenerationSettings
-from outrider.wire import schema
-from outrider.wire.messages import digest, pack_ids, pack_settings
+from outrider.protocol import schema
+from outrider.protocol.messages import digest, pack_ids, pack_settings
 
 METHOD = f"/{schema.SERVICE}/Session"
 TIMEOUT = 120.0  # s; only a hang takes that long

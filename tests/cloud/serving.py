@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from outrider.cloud.server import Server, Serving
+from outrider.cloud.server import Server, ServerConfig
 from outrider.cloud.service import Service
 
 T = TypeVar("T")
@@ -45,14 +45,14 @@ class Served:
 
     def restart(self) -> None:
         """Stop it, and serve the same engine at the same port again: every session is lost."""
-        self.server = self.run(_again(self.server))
+        self.server = self.run(_repeat_verdict(self.server))
 
 
 @contextmanager
 def serving(engine: Any, *, slots: int = 8, max_length: int = 256, **options: Any) -> Iterator[Served]:
-    """Serve `engine`, with so many slots of `max_length` positions. options: fields of `Serving`."""
+    """Serve `engine`, with so many slots of `max_length` positions. options: fields of `ServerConfig`."""
     options = {"host": "127.0.0.1", "port": 0, "budget": slots * max_length * engine.position_bytes, **options}
-    server = Server(engine, Serving(max_length=max_length, **options))
+    server = Server(engine, ServerConfig(max_length=max_length, **options))
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="served", daemon=True)
     thread.start()
@@ -67,8 +67,8 @@ def serving(engine: Any, *, slots: int = 8, max_length: int = 256, **options: An
         loop.close()
 
 
-async def _again(old: Server) -> Server:
+async def _repeat_verdict(old: Server) -> Server:
     await old.stop()
-    new = Server(old.service.engine, replace(old._serving, port=old.port))
+    new = Server(old.service.engine, replace(old._config, port=old.port))
     await new.start()
     return new

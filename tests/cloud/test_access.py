@@ -10,10 +10,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from outrider.cloud.limits import LEAST_MESSAGE, Limits
-from outrider.cloud.security import Tokens
-from outrider.wire import schema
-from outrider.wire.tls import ServerTls
+from outrider.cloud.limits import MIN_MESSAGE_BYTES, Limits
+from outrider.protocol import schema
+from outrider.serving.tokens import Tokens
+from outrider.transport.tls import ServerTls
 from tests.certificates import Authority
 from tests.cloud.common import PROMPT, SOON, Held, code, eventually, figure, open_, reached, said
 from tests.cloud.raw import CLOSE, RawStream, resuming, verifying
@@ -76,7 +76,7 @@ def test_mutual_tls_and_tokens(tmp_path: Path, tokens: Tokens) -> None:
             with RawStream(channel, bearer(LAB)) as stream:
                 stream.opened(open_())
                 assert stream.verdict(verifying(1, 5, said(2))).accepted == 2
-                assert [record.identity for record in served.service.sessions] == ["lab"]
+                assert [entry.identity for entry in served.service.sessions] == ["lab"]
             with RawStream(channel) as stream, pytest.raises(grpc.RpcError) as caught:
                 stream.receive()
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -146,7 +146,7 @@ def test_a_prompt_has_so_many_tokens_but_what_followed_it_may_come_along() -> No
 
 
 def test_a_message_that_is_too_large_ends_its_stream_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    limits = Limits(max_media_bytes=1000, max_media_total=1000, max_message_bytes=LEAST_MESSAGE)
+    limits = Limits(max_media_bytes=1000, max_media_total=1000, max_message_bytes=MIN_MESSAGE_BYTES)
     with (
         reached(Held(), limits=limits) as (served, channel),
         RawStream(channel) as bystander,
@@ -166,7 +166,7 @@ def test_a_message_that_is_too_large_ends_its_stream_and_nothing_else(caplog: py
 
 
 def test_a_stream_without_a_session_does_not_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.cloud.service.OPENING", 1.0)
+    monkeypatch.setattr("outrider.cloud.service.FRAME_TIMEOUT_S", 1.0)
     with reached(Held()) as (served, channel), RawStream(channel) as used:
         used.opened(open_())
         with RawStream(channel) as idle:  # it begins later, and ends for being idle

@@ -7,16 +7,16 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.cloud.batcher import NARROW, groups
+from outrider.cloud.batcher import FREE_PADDING_TOKENS, group_by_width
 from outrider.config import GenerationSettings
-from outrider.core.acceptance import Verdict
-from outrider.core.actions import Verify
+from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
-from outrider.engines.torch import TorchEngine
-from outrider.verifiers.base import Conditions
+from outrider.engines.torch.engine import TorchEngine
+from outrider.sampling.acceptance import Verdict
+from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import LocalVerifier
-from outrider.verifiers.session import AUDITED
-from tests.cloud.batching import SOON, Edge, V, Watched, batching, own, record, together
+from outrider.verifiers.session import MAX_AUDITED
+from tests.cloud.batching import SOON, Edge, V, Watched, batching, entry, own, together
 from tests.engines import tiny
 
 tokens = st.lists(st.integers(0, V - 1) | st.none(), max_size=5)
@@ -45,7 +45,7 @@ def test_verdicts_are_those_that_each_session_would_get_alone(
                 request = edge.request if move == "again" else edge.next(*move)
                 assert request is not None
                 asked.append((edge, request))
-            answers = together(batcher, *((edge.record, request) for edge, request in asked))
+            answers = together(batcher, *((edge.entry, request) for edge, request in asked))
             for (edge, _), answer in zip(asked, answers, strict=True):
                 edge.check(answer.result(SOON))
 
@@ -56,24 +56,26 @@ def test_a_real_model_gives_the_verdicts_of_a_local_verifier() -> None:
     prompts = [tiny.tokens(count, count) for count in (1, 7, 40, 150, 9)]
     with batching(engine, 3, chunk=64) as batcher:
         settings_ = [{}, {"temperature": 1.0, "seed": 9}, {"repetition_penalty": 1.2}, {}, {"no_repeat_ngram_size": 2}]
-        records = [record(engine, prompt, **own) for prompt, own in zip(prompts, settings_, strict=True)]
+        entries = [entry(engine, prompt, **own) for prompt, own in zip(prompts, settings_, strict=True)]
         sessions = [
-            alone.open(Prompt(tuple(prompt)), Conditions(GenerationSettings(**own), "exact", tiny.VOCAB))
+            alone.open(Prompt(tuple(prompt)), SessionParams(GenerationSettings(**own), "exact", tiny.VOCAB))
             for prompt, own in zip(prompts, settings_, strict=True)
         ]
         accepted = 0
         for round_ in range(1, 7):
             asked = []
-            for n, each in enumerate(records):
+            for n, each in enumerate(entries):
                 drafts = tiny.tokens(round_ - 1, 10 * round_ + n)
                 if round_ % 2:  # what the target itself would say, then something else
                     probe = LocalVerifier(alone.engine)
-                    copy = probe.open(Prompt(tuple(each.session.ids)), Conditions(each.settings, "exact", tiny.VOCAB))
+                    copy = probe.open(
+                        Prompt(tuple(each.session.ids)), SessionParams(each.settings, "exact", tiny.VOCAB)
+                    )
                     stream = probe.generate(copy)
                     drafts = [*(next(stream).next_token for _ in range(n)), *drafts][:5]
                     probe.close(copy)
                 asked.append(Verify(round_, len(each.session.ids), (), tuple(drafts)))
-            answers = together(batcher, *zip(records, asked, strict=True))
+            answers = together(batcher, *zip(entries, asked, strict=True))
             for session, request, answer in zip(sessions, asked, answers, strict=True):
                 verdict = answer.result(SOON)
                 accepted += verdict.accepted
@@ -84,10 +86,10 @@ def test_a_real_model_gives_the_verdicts_of_a_local_verifier() -> None:
 def test_blocks_of_different_lengths_are_one_forward() -> None:
     engine = Watched()
     with batching(engine, 5) as batcher:
-        records = [record(engine, [n, 1, 2]) for n in range(5)]
-        for each in together(batcher, *((r, Verify(1, 3, (), (1,) * k)) for k, r in enumerate(records))):
+        entries = [entry(engine, [n, 1, 2]) for n in range(5)]
+        for each in together(batcher, *((r, Verify(1, 3, (), (1,) * k)) for k, r in enumerate(entries))):
             each.result(SOON)
-    assert [[(len(feed.ids), feed.rows) for feed in batch] for batch in engine.batches] == [
+    assert [[(len(feed.ids), feed.logits_to_keep) for feed in batch] for batch in engine.batches] == [
         [(3 + k, k + 1) for k in range(5)]
     ]
 
@@ -95,7 +97,7 @@ def test_blocks_of_different_lengths_are_one_forward() -> None:
 def test_no_forward_has_more_sessions_than_the_batch_may() -> None:
     engine = Watched()
     with batching(engine, 5, max_batch=2) as batcher:
-        answers = together(batcher, *((record(engine, [n]), Verify(1, 1, (), ())) for n in range(5)))
+        answers = together(batcher, *((entry(engine, [n]), Verify(1, 1, (), ())) for n in range(5)))
         assert all(answer.result(SOON) for answer in answers)
     assert [len(batch) for batch in engine.batches] == [2, 2, 1]
 
@@ -104,18 +106,18 @@ def test_no_forward_has_more_sessions_than_the_batch_may() -> None:
 def test_groups_hold_everyone_once_and_pad_nobody_much(widths: list[int], most: int) -> None:
     jobs: list[Any] = [object() for _ in widths]
     width = dict(zip(jobs, widths, strict=True))
-    made = groups(jobs, width.__getitem__, most)
+    made = group_by_width(jobs, width.__getitem__, most)
     assert sorted(map(id, (job for group in made for job in group))) == sorted(map(id, jobs))
     for group in made:
         assert len(group) <= most
-        assert max(map(width.__getitem__, group)) <= max(NARROW, 2 * min(map(width.__getitem__, group)))
+        assert max(map(width.__getitem__, group)) <= max(FREE_PADDING_TOKENS, 2 * min(map(width.__getitem__, group)))
 
 
 def test_skipped_tokens_beyond_what_is_audited_cost_no_rows() -> None:
     engine = Watched()
     with batching(engine) as batcher:
         ids = own([1], 300)
-        (answer,) = together(batcher, (record(engine, [1]), Verify(1, 301, tuple(ids), ())))
+        (answer,) = together(batcher, (entry(engine, [1]), Verify(1, 301, tuple(ids), ())))
         verdict = answer.result(SOON)
-    assert verdict == Verdict(1, 0, own([1, *ids], 1)[0], (), AUDITED, 0)
-    assert max(feed.rows for batch in engine.batches for feed in batch) == AUDITED + 1
+    assert verdict == Verdict(1, 0, own([1, *ids], 1)[0], (), MAX_AUDITED, 0)
+    assert max(feed.logits_to_keep for batch in engine.batches for feed in batch) == MAX_AUDITED + 1

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from outrider.cloud.batcher import Batcher, Job
 from outrider.cloud.metrics import Metrics
-from outrider.core.acceptance import Verdict
-from outrider.core.actions import Verify
-from outrider.engines.base import Feed
+from outrider.decoding.actions import Verify
+from outrider.engines.base import SequenceInput
 from outrider.errors import DecodingError, StateError
-from outrider.wire.messages import Code, Refusal
+from outrider.protocol.messages import ErrorCode, FrameError
+from outrider.sampling.acceptance import Verdict
 from tests.cloud.batching import (
     SOON,
     TARGET,
@@ -24,9 +24,9 @@ from tests.cloud.batching import (
     V,
     Watched,
     batching,
+    entry,
     long_prompt,
     own,
-    record,
     together,
     wrong,
 )
@@ -42,8 +42,8 @@ def broken_rows(prefix: tuple[int, ...]) -> Tensor:
 def test_a_session_that_fails_harms_nobody_in_its_batch() -> None:
     engine = Watched(broken_rows)
     with batching(engine, 4) as batcher:
-        nan, base, good = record(engine, [13, 1]), record(engine, [2, 2]), record(engine, [3, 3])
-        residual = record(engine, [4, 4], "residual")
+        nan, base, good = entry(engine, [13, 1]), entry(engine, [2, 2]), entry(engine, [3, 3])
+        residual = entry(engine, [4, 4], "residual")
         answers = together(
             batcher,
             (nan, Verify(1, 2, (), (5,))),
@@ -65,7 +65,7 @@ def test_a_session_that_fails_harms_nobody_in_its_batch() -> None:
 def test_a_request_out_of_place_costs_no_slot_and_disturbs_no_cache() -> None:
     engine = Watched()
     with batching(engine, 1) as batcher:
-        one, other = record(engine, [1]), record(engine, [2])
+        one, other = entry(engine, [1]), entry(engine, [2])
         batcher.submit(one, Verify(1, 1, (), ())).result(SOON)
         with pytest.raises(StateError):
             batcher.submit(other, Verify(1, 7, (), ())).result(SOON)
@@ -78,7 +78,7 @@ def test_a_request_out_of_place_costs_no_slot_and_disturbs_no_cache() -> None:
 def test_sessions_recover_from_a_failed_forward_by_being_rebuilt(when: str, caplog: pytest.LogCaptureFixture) -> None:
     engine = Watched()
 
-    def fail(feeds: list[Feed]) -> None:
+    def fail(feeds: list[SequenceInput]) -> None:
         if when == "half way":  # one cache has moved on, the other has not
             engine.forward(feeds[0].slot, feeds[0].ids)
         raise RuntimeError("out of memory")
@@ -89,7 +89,7 @@ def test_sessions_recover_from_a_failed_forward_by_being_rebuilt(when: str, capl
             requests = [edge.next([], [None, wrong(5)]) for edge in edges]
             for again in range(2 if wave == 1 else 1):
                 engine.before = fail if wave == 1 and not again else lambda feeds: None
-                answers = together(batcher, *((e.record, r) for e, r in zip(edges, requests, strict=True)))
+                answers = together(batcher, *((e.entry, r) for e, r in zip(edges, requests, strict=True)))
                 if engine.before is fail:
                     for answer in answers:
                         with pytest.raises(RuntimeError, match="out of memory"):
@@ -106,8 +106,8 @@ def test_a_failure_of_the_batcher_itself_leaves_the_thread_alive(
 ) -> None:
     engine = Watched()
     with batching(engine) as batcher:
-        one = record(engine, [1])
-        monkeypatch.setattr("outrider.cloud.batcher.groups", lambda *_: 1 / 0)
+        one = entry(engine, [1])
+        monkeypatch.setattr("outrider.cloud.batcher.group_by_width", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             batcher.submit(one, Verify(1, 1, (), ())).result(SOON)
         monkeypatch.undo()
@@ -121,39 +121,39 @@ def test_a_failure_of_the_batcher_itself_leaves_the_thread_alive(
 def test_a_session_that_leaves_gives_its_slot_back() -> None:
     engine = Watched()
     with batching(engine, 2) as batcher:
-        one, other = record(engine, [1]), record(engine, [2])
+        one, other = entry(engine, [1]), entry(engine, [2])
         for each in together(batcher, (one, Verify(1, 1, (), ())), (other, Verify(1, 1, (), ()))):
             each.result(SOON)
-        batcher.leave(one)
+        batcher.release(one)
         batcher.submit(other, Verify(2, 2, (), ())).result(SOON)
-        assert len(engine.open_slots) == len(batcher.seats) == 1
+        assert len(engine.open_slots) == len(batcher.slot_pool) == 1
 
 
 def test_a_session_that_leaves_while_it_is_read_is_refused_and_forgotten() -> None:
     engine = Watched()
     held = Held(engine)
     with batching(engine, 2) as batcher:
-        leaver, other = record(engine, long_prompt(700)), record(engine, [2])
-        lost, good = together(batcher, (leaver, Verify(1, 700, (), ())), (other, Verify(1, 1, (), ())))
+        closed, other = entry(engine, long_prompt(700)), entry(engine, [2])
+        lost, good = together(batcher, (closed, Verify(1, 700, (), ())), (other, Verify(1, 1, (), ())))
         held.wait()
-        batcher.leave(leaver)
+        batcher.release(closed)
         held.release()
-        with pytest.raises(Refusal) as caught:
+        with pytest.raises(FrameError) as caught:
             lost.result(SOON)
-        assert caught.value.code == Code.UNKNOWN_SESSION
+        assert caught.value.code == ErrorCode.UNKNOWN_SESSION
         assert good.result(SOON)
         batcher.submit(other, Verify(2, 2, (), ())).result(SOON)
         assert len(engine.open_slots) == 1
-        assert not batcher.seats._left
+        assert not batcher.slot_pool._evicted_ids
 
 
 def test_what_is_cancelled_before_it_was_looked_at_is_never_read() -> None:
     engine = Watched()
     held = Held(engine)
     with batching(engine, 2) as batcher:
-        first = batcher.submit(record(engine, [1]), Verify(1, 1, (), ()))
+        first = batcher.submit(entry(engine, [1]), Verify(1, 1, (), ()))
         held.wait()
-        second = batcher.submit(record(engine, [2]), Verify(1, 1, (), ()))
+        second = batcher.submit(entry(engine, [2]), Verify(1, 1, (), ()))
         assert second.cancel()
         held.release()
         assert first.result(SOON)
@@ -166,40 +166,40 @@ def test_stopping_leaves_no_future_hanging(slots: int) -> None:
     engine = Watched()
     held = Held(engine)
     with batching(engine, slots) as batcher:
-        records = [record(engine, long_prompt(500)) for _ in range(5)]
-        answers = together(batcher, *((each, Verify(1, 500, (), ())) for each in records[:3]))
+        entries = [entry(engine, long_prompt(500)) for _ in range(5)]
+        answers = together(batcher, *((each, Verify(1, 500, (), ())) for each in entries[:3]))
         held.wait()
-        answers += together(batcher, *((each, Verify(1, 500, (), ())) for each in records[3:]))
+        answers += together(batcher, *((each, Verify(1, 500, (), ())) for each in entries[3:]))
         assert batcher.queued >= 2
         stopping = threading.Thread(target=batcher.stop)
         stopping.start()
         held.release()
         stopping.join(SOON)
-        answers.append(batcher.submit(records[0], Verify(1, 500, (), ())))
+        answers.append(batcher.submit(entries[0], Verify(1, 500, (), ())))
         for answer in answers:
-            with pytest.raises(Refusal) as caught:
+            with pytest.raises(FrameError) as caught:
                 answer.result(SOON)
-            assert caught.value.code == Code.DRAINING
+            assert caught.value.code == ErrorCode.DRAINING
         batcher.stop()
 
 
 def test_a_batcher_that_never_started_can_be_stopped() -> None:
     batcher = Batcher(Watched(), 1, Metrics())
-    answer = batcher.submit(record(batcher._engine, [1]), Verify(1, 1, (), ()))
+    answer = batcher.submit(entry(batcher._engine, [1]), Verify(1, 1, (), ()))
     batcher.stop()
-    with pytest.raises(Refusal):
+    with pytest.raises(FrameError):
         answer.result(SOON)
 
 
 def test_the_least_recently_used_gives_way() -> None:
     engine = Watched()
     with batching(engine, 2) as batcher:
-        records = [record(engine, [n]) for n in range(3)]
+        entries = [entry(engine, [n]) for n in range(3)]
         for n, (which, round_) in enumerate([(0, 1), (1, 1), (0, 2), (2, 1), (0, 3)]):
-            batcher.submit(records[which], Verify(round_, round_, (), ())).result(SOON)
-            records[which].touched = float(n + 1)
+            batcher.submit(entries[which], Verify(round_, round_, (), ())).result(SOON)
+            entries[which].last_used = float(n + 1)
         assert len(engine.opened) == 3  # 2 took the slot of 1, and 0 kept its own
-        batcher.submit(records[1], Verify(2, 2, (), ())).result(SOON)
+        batcher.submit(entries[1], Verify(2, 2, (), ())).result(SOON)
         assert len(engine.opened) == 4
         text = batcher._metrics.text()
     assert "outrider_evictions_total 2.0" in text
@@ -210,10 +210,10 @@ def test_waiting_jobs_are_planned_once() -> None:
     """A thousand sessions that wait for a slot must not cost a pass over their tokens in every step."""
     engine = Watched()
     with batching(engine, 1) as batcher:
-        records = [record(engine, [n % V]) for n in range(50)]
+        entries = [entry(engine, [n % V]) for n in range(50)]
         asked: list[Job] = []
         plan = batcher._plan
         batcher._plan = lambda job: (asked.append(job), plan(job))[1]  # type: ignore[func-returns-value, method-assign]
-        for answer in together(batcher, *((each, Verify(1, 1, (), ())) for each in records)):
+        for answer in together(batcher, *((each, Verify(1, 1, (), ())) for each in entries)):
             answer.result(SOON)
     assert len(asked) == 50

@@ -5,19 +5,19 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from outrider.cloud.batcher import Batcher
-from outrider.cloud.sessions import Record
-from outrider.core.acceptance import Verdict
-from outrider.core.actions import Verify
-from tests.cloud.batching import SOON, Watched, batching, long_prompt, record, together
+from outrider.cloud.sessions import SessionEntry
+from outrider.decoding.actions import Verify
+from outrider.sampling.acceptance import Verdict
+from tests.cloud.batching import SOON, Watched, batching, entry, long_prompt, together
 
 
 def test_short_requests_are_answered_before_a_long_prefill_ends() -> None:
     engine = Watched()
     done: list[str] = []
     with batching(engine, 4) as batcher:
-        shorts = [record(engine, [n]) for n in range(3)]
+        shorts = [entry(engine, [n]) for n in range(3)]
         jobs = [
-            (record(engine, long_prompt()), Verify(1, 2000, (), (3,))),
+            (entry(engine, long_prompt()), Verify(1, 2000, (), (3,))),
             *((r, Verify(1, 1, (), ())) for r in shorts),
         ]
         answers = together(batcher, *jobs)
@@ -27,10 +27,10 @@ def test_short_requests_are_answered_before_a_long_prefill_ends() -> None:
             answer.result(SOON)
     assert done[-1] == "long"
     assert [len(batch[0].ids) for batch in engine.batches] == [1, *[256] * 7, 2001 - 7 * 256]
-    assert [batch[0].rows for batch in engine.batches[1:]] == [1] * 7 + [2]
+    assert [batch[0].logits_to_keep for batch in engine.batches[1:]] == [1] * 7 + [2]
 
 
-def keep_asking(batcher: Batcher, each: Record, until: Future[Verdict], answered: list[Record]) -> None:
+def keep_asking(batcher: Batcher, each: SessionEntry, until: Future[Verdict], answered: list[SessionEntry]) -> None:
     """A session that asks for the next token as soon as it has one."""
 
     def ask(_: object = None) -> None:
@@ -44,30 +44,30 @@ def keep_asking(batcher: Batcher, each: Record, until: Future[Verdict], answered
 
 def test_a_long_prefill_moves_on_under_a_continuous_load_of_short_requests() -> None:
     engine = Watched()
-    answered: list[Record] = []
+    answered: list[SessionEntry] = []
     with batching(engine, 4) as batcher:
         with batcher._wake:
-            long = batcher.submit(record(engine, long_prompt()), Verify(1, 2000, (), ()))
+            long = batcher.submit(entry(engine, long_prompt()), Verify(1, 2000, (), ()))
             for n in range(3):
-                keep_asking(batcher, record(engine, [n]), long, answered)
+                keep_asking(batcher, entry(engine, [n]), long, answered)
         long.result(SOON)
-    chunks = [batch[0].slot for batch in engine.batches if len(batch[0].ids) > 96 or batch[0].rows > 50]
+    chunks = [batch[0].slot for batch in engine.batches if len(batch[0].ids) > 96 or batch[0].logits_to_keep > 50]
     assert len(chunks) == 8
     assert 3 * 8 <= len(answered) <= 3 * 10  # one block of each beside every chunk
 
 
 def test_a_session_without_a_slot_gets_one_though_all_others_keep_asking() -> None:
     engine = Watched()
-    answered: list[Record] = []
+    answered: list[SessionEntry] = []
     with batching(engine, 2) as batcher:
         never: Future[Verdict] = Future()
         with batcher._wake:
             for n in range(2):
-                keep_asking(batcher, record(engine, [n]), never, answered)
+                keep_asking(batcher, entry(engine, [n]), never, answered)
         waited: list[int] = []
         with batcher._wake:
             before = len(answered)
-            late = batcher.submit(record(engine, [9]), Verify(1, 1, (), ()))
+            late = batcher.submit(entry(engine, [9]), Verify(1, 1, (), ()))
         late.add_done_callback(lambda _: waited.append(len(answered) - before))
         assert late.result(SOON)
         never.cancel()
@@ -78,7 +78,7 @@ def test_who_waits_for_a_slot_gets_it_in_order() -> None:
     engine = Watched()
     done: list[int] = []
     with batching(engine, 1) as batcher:
-        jobs = [(record(engine, [n, *long_prompt(300)]), Verify(1, 301, (), ())) for n in range(5)]
+        jobs = [(entry(engine, [n, *long_prompt(300)]), Verify(1, 301, (), ())) for n in range(5)]
         answers = together(batcher, *jobs)
         for n, answer in enumerate(answers):
             answer.add_done_callback(lambda _, n=n: done.append(n))  # type: ignore[misc]
@@ -92,7 +92,7 @@ def test_two_long_prefills_share_the_chunk_and_a_third_waits() -> None:
     done: list[int] = []
     with batching(engine, 3) as batcher:
         answers = together(
-            batcher, *((record(engine, [n, *long_prompt(600)]), Verify(1, 601, (), ())) for n in range(3))
+            batcher, *((entry(engine, [n, *long_prompt(600)]), Verify(1, 601, (), ())) for n in range(3))
         )
         for n, answer in enumerate(answers):
             answer.add_done_callback(lambda _, n=n: done.append(n))  # type: ignore[misc]
@@ -108,7 +108,7 @@ def test_who_asks_and_has_a_slot_keeps_it_as_far_as_places_go() -> None:
     """Three ask for two slots: the first to come takes one, and one slot, not two, changes hands."""
     engine = Watched()
     with batching(engine, 2) as batcher:
-        one, two, late = (record(engine, [n]) for n in range(3))
+        one, two, late = (entry(engine, [n]) for n in range(3))
         for each in (one, two):
             batcher.submit(each, Verify(1, 1, (), ())).result(SOON)
         before = len(engine.opened)

@@ -17,13 +17,13 @@ from typing import Any
 import grpc
 import pytest
 
-from fakes import ScriptedEngine, ScriptedFront
+from fakes import ScriptedAudioEncoder, ScriptedEngine
 from outrider.cloud.batcher import Batcher
 from outrider.cloud.limits import Limits
 from outrider.cloud.metrics import Metrics
-from outrider.cloud.security import Tokens
 from outrider.cloud.service import Service
-from outrider.wire import schema
+from outrider.protocol import schema
+from outrider.serving.tokens import Tokens
 from tests.cloud.fuzzing import ROWS, V, frames, said
 from tests.cloud.raw import CLOSE, RawStream, opening, verifying
 from tests.cloud.serving import serving
@@ -99,8 +99,8 @@ def quiet() -> Iterator[None]:
     loud: list[str] = []
 
     class Listen(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            loud.append(f"{record.name}: {record.getMessage()} {record.exc_info}")
+        def emit(self, entry: logging.LogRecord) -> None:
+            loud.append(f"{entry.name}: {entry.getMessage()} {entry.exc_info}")
 
     handler = Listen(logging.WARNING)
     logging.getLogger().addHandler(handler)
@@ -111,7 +111,7 @@ def quiet() -> Iterator[None]:
 
 def engine() -> ScriptedEngine:
     made = ScriptedEngine(ROWS, V)
-    made.audio = ScriptedFront()
+    made.audio = ScriptedAudioEncoder()
     return made
 
 
@@ -138,7 +138,7 @@ async def fed(data: list[bytes], tally: Tally) -> AsyncIterator[bytes]:
 
 
 async def one_stream(service: Service, number: int, tally: Tally, seed: int = SEED) -> None:
-    live = {record.id: list(record.session.ids) for record in service.sessions if record.identity == "fuzz"}
+    live = {entry.id: list(entry.session.ids) for entry in service.sessions if entry.identity == "fuzz"}
     data = frames(seed, number, live)
     where = f"stream {number} of seed {seed}: {[frame.hex() for frame in data]}"
     answers = service.session(fed(data, tally), Context("fuzz"))  # type: ignore[arg-type]
@@ -153,11 +153,11 @@ async def one_stream(service: Service, number: int, tally: Tally, seed: int = SE
     except TimeoutError:
         raise AssertionError(f"no answer to {where}") from None
     await answers.aclose()  # type: ignore[attr-defined]
-    own = [record for record in service.sessions if record.identity == "fuzz"]
+    own = [entry for entry in service.sessions if entry.identity == "fuzz"]
     assert len(own) <= MOST, where
     assert service.streams == 1, where  # the bystander's
-    for record in own if len(own) == MOST and number % 20 == 0 else []:
-        service.sessions.drop(record)
+    for entry in own if len(own) == MOST and number % 20 == 0 else []:
+        service.sessions.drop(entry)
 
 
 async def stand_by(service: Service, over: asyncio.Event, bystander: Bystander) -> None:
@@ -197,12 +197,12 @@ async def fuzz_directly(
                 break
         over.set()
         await standing
-        for record in service.sessions:
-            service.sessions.drop(record)
+        for entry in service.sessions:
+            service.sessions.drop(entry)
         while model.open_slots:
             await asyncio.sleep(0.01)
-        assert service._arriving == 0
-        assert not batcher.seats._left
+        assert service._pending_media == 0
+        assert not batcher.slot_pool._evicted_ids
         assert not len(service.sessions)
     finally:
         await asyncio.to_thread(batcher.stop)
@@ -238,8 +238,8 @@ def test_frames_of_all_kinds_over_a_socket() -> None:
         assert bystander.verdicts > 20
 
         async def drop() -> int:
-            for record in served.service.sessions:
-                served.service.sessions.drop(record)
+            for entry in served.service.sessions:
+                served.service.sessions.drop(entry)
             return served.service.streams
 
         while served.run(drop()) or served.service.engine.open_slots:  # type: ignore[attr-defined]

@@ -18,9 +18,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.cloud.server import Server, Serving, check_free, run
+from outrider.cloud.server import Server, ServerConfig, check_bindable, run
 from outrider.errors import SettingsError
-from outrider.wire import schema
+from outrider.protocol import schema
 from tests.cloud.common import PROMPT, SOON, Held, code, eventually, open_, reached, said
 from tests.cloud.plain_http2 import PlainHttp2
 from tests.cloud.raw import CLOSE, RawStream, opening, resuming, verifying
@@ -117,7 +117,7 @@ def test_where_it_listens(host: str) -> None:
 
 def test_metrics_that_cannot_be_served_leave_nothing_behind() -> None:
     with serving(Held()) as served:
-        taken = serving(Held(), metrics_at=("127.0.0.1", served.port))
+        taken = serving(Held(), metrics_address=("127.0.0.1", served.port))
         with pytest.raises(SettingsError, match="metrics cannot be served"):
             taken.__enter__()
 
@@ -150,7 +150,7 @@ def test_a_signal_drains_and_a_second_one_ends_it_at_once(signals: int) -> None:
     def listening(server: Server) -> None:
         threading.Thread(target=edge, args=(server,)).start()
 
-    asyncio.run(run(engine, Serving("127.0.0.1", 0, budget=2000, max_length=256, grace=grace), listening))
+    asyncio.run(run(engine, ServerConfig("127.0.0.1", 0, budget=2000, max_length=256, grace=grace), listening))
     with pytest.raises(grpc.RpcError):
         outcome.result(SOON)
     assert not engine.open_slots
@@ -218,9 +218,9 @@ def test_an_address_that_is_taken_is_refused_before_a_model_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(SettingsError, match=rf"cannot listen on 127\.0\.0\.1, port {port}: Address already in use"):
-            check_free("127.0.0.1", port)
-    check_free("127.0.0.1", port)
-    check_free("", 0)
+            check_bindable("127.0.0.1", port)
+    check_bindable("127.0.0.1", port)
+    check_bindable("", 0)
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.cloud.limits import LEAST_MESSAGE, MIB, Limits, RateLimiter, parse_bytes
+from outrider.cloud.limits import MIN_MESSAGE_BYTES, Limits, RateLimiter
 from outrider.errors import SettingsError
+from outrider.serving.sizes import MIB, parse_bytes
 
 WHOLE = ("max_sessions", "max_sessions_per_identity", "max_prompt_tokens", "max_message_bytes", "burst")
 BYTES = ("max_media_bytes", "max_media_total")
@@ -58,9 +59,9 @@ def test_only_what_may_be_unlimited_may_be_none(name: str) -> None:
 
 
 def test_a_message_holds_a_prompt_and_media_comes_in_several() -> None:
-    Limits(max_media_bytes=MIB, max_message_bytes=LEAST_MESSAGE)
-    with pytest.raises(SettingsError, match=f"it is at least {LEAST_MESSAGE}"):
-        Limits(max_message_bytes=LEAST_MESSAGE - 1)
+    Limits(max_media_bytes=MIB, max_message_bytes=MIN_MESSAGE_BYTES)
+    with pytest.raises(SettingsError, match=f"it is at least {MIN_MESSAGE_BYTES}"):
+        Limits(max_message_bytes=MIN_MESSAGE_BYTES - 1)
 
 
 def test_an_identity_that_is_not_alone_leaves_half_of_the_room_for_media() -> None:
@@ -88,31 +89,31 @@ def test_a_message_is_no_larger_than_grpc_takes() -> None:
 def test_a_burst_goes_and_the_next_waits_for_the_rate() -> None:
     clock = Clock()
     limiter = RateLimiter(rate=10, burst=3, clock=clock)
-    assert [limiter.take("lab") for _ in range(3)] == [0, 0, 0]
-    assert limiter.take("lab") == pytest.approx(0.1)
-    assert limiter.take("lab") == pytest.approx(0.1)  # a refused request uses nothing up
+    assert [limiter.acquire("lab") for _ in range(3)] == [0, 0, 0]
+    assert limiter.acquire("lab") == pytest.approx(0.1)
+    assert limiter.acquire("lab") == pytest.approx(0.1)  # a refused request uses nothing up
     clock.now += 0.1
-    assert limiter.take("lab") == 0
-    assert limiter.take("lab") > 0
+    assert limiter.acquire("lab") == 0
+    assert limiter.acquire("lab") > 0
 
 
 def test_a_pause_gives_back_no_more_than_the_burst() -> None:
     clock = Clock()
     limiter = RateLimiter(rate=10, burst=2, clock=clock)
-    limiter.take("lab")
+    limiter.acquire("lab")
     clock.now += 1000
-    assert [limiter.take("lab") > 0 for _ in range(3)] == [False, False, True]
+    assert [limiter.acquire("lab") > 0 for _ in range(3)] == [False, False, True]
 
 
 def test_identities_do_not_share_a_bucket() -> None:
     limiter = RateLimiter(rate=1, burst=1, clock=Clock())
-    assert limiter.take("one") == limiter.take("two") == 0
-    assert limiter.take("one") > 0
+    assert limiter.acquire("one") == limiter.acquire("two") == 0
+    assert limiter.acquire("one") > 0
 
 
 def test_without_a_rate_everything_goes_and_nothing_is_remembered() -> None:
     limiter = RateLimiter(None, 1)
-    assert not any(limiter.take("lab") for _ in range(100))
+    assert not any(limiter.acquire("lab") for _ in range(100))
     assert len(limiter) == 0
 
 
@@ -120,7 +121,7 @@ def test_full_buckets_are_forgotten() -> None:
     clock = Clock()
     limiter = RateLimiter(rate=1, burst=5, clock=clock)
     for number in range(10_000):
-        limiter.take(f"visitor {number}")
+        limiter.acquire(f"visitor {number}")
         clock.now += 0.5
     assert len(limiter) <= 5 / 0.5 + 1
 
@@ -129,7 +130,7 @@ def test_a_busy_identity_does_not_keep_the_others_remembered() -> None:
     clock = Clock()
     limiter = RateLimiter(rate=1, burst=5, clock=clock)
     for number in range(1000):
-        limiter.take("busy"), limiter.take(f"visitor {number}")
+        limiter.acquire("busy"), limiter.acquire(f"visitor {number}")
         clock.now += 0.5
     assert len(limiter) <= 2 * 5 / 0.5
 
@@ -137,20 +138,20 @@ def test_a_busy_identity_does_not_keep_the_others_remembered() -> None:
 def test_a_full_bucket_that_is_still_remembered_holds_no_more_than_the_burst() -> None:
     clock = Clock()
     limiter = RateLimiter(rate=1, burst=10, clock=clock)
-    assert not any(limiter.take("busy") for _ in range(10))  # full again at 10 s, and in front
-    limiter.take("lab")
+    assert not any(limiter.acquire("busy") for _ in range(10))  # full again at 10 s, and in front
+    limiter.acquire("lab")
     clock.now += 9
-    assert [limiter.take("lab") for _ in range(12)] == pytest.approx([*[0] * 10, 1, 1])
+    assert [limiter.acquire("lab") for _ in range(12)] == pytest.approx([*[0] * 10, 1, 1])
 
 
 def test_a_bucket_that_is_not_full_is_not_forgotten() -> None:
     """Otherwise a caller would get a new burst for waiting a moment."""
     clock = Clock()
     limiter = RateLimiter(rate=1, burst=2, clock=clock)
-    limiter.take("lab"), limiter.take("lab")
+    limiter.acquire("lab"), limiter.acquire("lab")
     clock.now += 0.9
-    assert limiter.take("other") == 0
-    assert limiter.take("lab") == pytest.approx(0.1)
+    assert limiter.acquire("other") == 0
+    assert limiter.acquire("lab") == pytest.approx(0.1)
 
 
 @given(
@@ -164,9 +165,9 @@ def test_no_window_gets_more_than_burst_and_rate(rate: float, burst: int, gaps: 
     limiter = RateLimiter(rate, burst, clock)
     for gap in gaps:
         clock.now += gap
-        if wait := limiter.take("lab"):
+        if wait := limiter.acquire("lab"):
             clock.now += wait
-            assert limiter.take("lab") == 0
+            assert limiter.acquire("lab") == 0
         went.append(clock.now)
     for i, start in enumerate(went):
         for j in range(i, len(went)):

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cloud import logs
-from outrider.cloud.logs import NUMBERS, WORDS, configure
 from outrider.errors import SettingsError
+from outrider.serving import logs
+from outrider.serving.logs import NUMERIC_FIELDS, TEXT_FIELDS, configure
 
 SECRET = "我的病历: seven stitches"
 child = logging.getLogger("outrider.cloud.part")
@@ -80,14 +80,14 @@ def test_an_unknown_field_is_withheld_and_named(extra: dict[str, str], stream: S
 
 
 @pytest.mark.parametrize("value", [SECRET, [104432, 26381], (104432,), {"a": 104432}, None])
-@pytest.mark.parametrize("name", sorted(NUMBERS))
+@pytest.mark.parametrize("name", sorted(NUMERIC_FIELDS))
 def test_a_count_is_a_number(name: str, value: object, stream: StringIO) -> None:
     child.info("session opened", extra={name: value})
     assert_withheld(stream, name)
 
 
 @pytest.mark.parametrize("value", [[104432, 26381], {"a": SECRET}, SECRET.encode()])
-@pytest.mark.parametrize("name", sorted(WORDS - {"withheld"}))
+@pytest.mark.parametrize("name", sorted(TEXT_FIELDS - {"withheld"}))
 def test_a_word_is_a_single_one(name: str, value: object, stream: StringIO) -> None:
     child.info("session opened", extra={name: value})
     assert_withheld(stream, name)
@@ -170,7 +170,9 @@ def test_the_services_own_calls_keep_the_rule(path: Path) -> None:
         assert len(call.args) == 1, f"{where}: the event, and nothing formatted into it"
         assert isinstance(call.args[0], ast.Constant), f"{where}: an event is a constant text"
         for keyword in call.keywords:
-            assert literal_keys(keyword.value) <= NUMBERS | WORDS, f"{where}: a field that would be withheld"
+            assert literal_keys(keyword.value) <= NUMERIC_FIELDS | TEXT_FIELDS, (
+                f"{where}: a field that would be withheld"
+            )
 
 
 def test_the_rule_finds_what_breaks_it() -> None:

@@ -23,25 +23,25 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
 
 
 EVENTS: list[tuple[Callable[[Metrics], None], dict[str, float]]] = [
-    (lambda m: m.queue_length(4), {"queue_length": 4}),
-    (lambda m: m.queued(0.25), {"queue_seconds_count": 1, "queue_seconds_sum": 0.25}),
-    (lambda m: m.generated(), {"generated_total": 1}),
-    (lambda m: m.generated(9), {"generated_total": 9}),
-    (lambda m: m.opened(), {"sessions_opened_total": 1}),
-    (lambda m: m.rebuilt(), {"sessions_rebuilt_total": 1}),
-    (lambda m: m.expired(), {"sessions_expired_total": 1}),
-    (lambda m: m.expired(3), {"sessions_expired_total": 3}),
-    (lambda m: m.evicted(), {"evictions_total": 1}),
+    (lambda m: m.set_queue_length(4), {"queue_length": 4}),
+    (lambda m: m.observe_queue_wait(0.25), {"queue_seconds_count": 1, "queue_seconds_sum": 0.25}),
+    (lambda m: m.count_generated(), {"generated_total": 1}),
+    (lambda m: m.count_generated(9), {"generated_total": 9}),
+    (lambda m: m.count_opened(), {"sessions_opened_total": 1}),
+    (lambda m: m.count_rebuilt(), {"sessions_rebuilt_total": 1}),
+    (lambda m: m.count_expired(), {"sessions_expired_total": 1}),
+    (lambda m: m.count_expired(3), {"sessions_expired_total": 3}),
+    (lambda m: m.count_evicted(), {"evictions_total": 1}),
     (
-        lambda m: m.occupancy(sessions=5, slots_used=3, slots_total=8, cache_bytes=1 << 30),
+        lambda m: m.set_occupancy(sessions=5, slots_used=3, slots_total=8, cache_bytes=1 << 30),
         {"sessions": 5, "slots_used": 3, "slots_total": 8, "cache_bytes": 1 << 30},
     ),
     (
-        lambda m: m.batch(size=3, tokens=17, seconds=0.5),
+        lambda m: m.observe_batch(size=3, tokens=17, seconds=0.5),
         {"batch_size_sum": 3, "batch_tokens_sum": 17, "forward_seconds_sum": 0.5, "forward_seconds_count": 1},
     ),
     (
-        lambda m: m.verdict(drafts=5, accepted=3, seconds=0.75),
+        lambda m: m.observe_verdict(drafts=5, accepted=3, seconds=0.75),
         {"drafts_total": 5, "accepted_total": 3, "verdicts_total": 1, "verify_seconds_sum": 0.75},
     ),
 ]
@@ -63,8 +63,8 @@ def test_an_event_changes_its_own_figures_and_no_others(
 
 def test_errors_and_bytes_are_told_apart_by_label() -> None:
     metrics = Metrics()
-    metrics.error("limit"), metrics.error("limit"), metrics.error("unauthenticated")
-    metrics.received(100), metrics.sent(7)
+    metrics.count_error("limit"), metrics.count_error("limit"), metrics.count_error("unauthenticated")
+    metrics.count_received(100), metrics.count_sent(7)
     assert value(metrics, "outrider_errors_total", kind="limit") == 2
     assert value(metrics, "outrider_errors_total", kind="unauthenticated") == 1
     assert value(metrics, "outrider_bytes_total", direction="in") == 100
@@ -73,10 +73,10 @@ def test_errors_and_bytes_are_told_apart_by_label() -> None:
 
 def test_a_histogram_counts_in_its_buckets() -> None:
     metrics = Metrics()
-    metrics.queued(0.02)
+    metrics.observe_queue_wait(0.02)
     assert value(metrics, "outrider_queue_seconds_bucket", le="0.01") == 0
     assert value(metrics, "outrider_queue_seconds_bucket", le="0.025") == 1
-    metrics.batch(size=200, tokens=10_000, seconds=0.001)
+    metrics.observe_batch(size=200, tokens=10_000, seconds=0.001)
     assert value(metrics, "outrider_batch_size_bucket", le="128.0") == 0
     assert value(metrics, "outrider_batch_size_bucket", le="256.0") == 1
     assert value(metrics, "outrider_batch_tokens_bucket", le="4096.0") == 0
@@ -85,14 +85,14 @@ def test_a_histogram_counts_in_its_buckets() -> None:
 
 def test_services_do_not_share_figures() -> None:
     one, other = Metrics(), Metrics()
-    one.opened()
+    one.count_opened()
     assert value(other, "outrider_sessions_opened_total") == 0
     assert not [family for family in REGISTRY.collect() if family.name.startswith("outrider")]
 
 
 def test_figures_are_served_until_closed() -> None:
     metrics = Metrics()
-    metrics.opened()
+    metrics.count_opened()
     port = metrics.serve("127.0.0.1", 0)
     url = f"http://127.0.0.1:{port}/metrics"
     with urllib.request.urlopen(url) as answer:

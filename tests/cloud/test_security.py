@@ -11,15 +11,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from outrider.cloud.security import (
-    Tokens,
-    Unauthenticated,
-    check_listen,
-    identity_of,
-    parse_address,
-)
+from outrider.cloud.authentication import Unauthenticated, authenticate
 from outrider.errors import CloudError, SettingsError
-from outrider.wire.tls import ServerTls
+from outrider.serving.addresses import check_listen, parse_address
+from outrider.serving.tokens import Tokens
+from outrider.transport.tls import ServerTls
 from tests.certificates import Authority
 
 LAB, HOME = "l" * 20, "h" * 20
@@ -60,7 +56,7 @@ class TestTokens:
             compared.append(len(one))
             return original(one, other)
 
-        monkeypatch.setattr("outrider.cloud.security.hmac.compare_digest", counting)
+        monkeypatch.setattr("outrider.serving.tokens.hmac.compare_digest", counting)
         for token in (LAB, HOME, "short", "x" * 500):
             compared.clear()
             tokens.identity(token)
@@ -139,11 +135,11 @@ class TestTokens:
 class TestIdentity:
     def test_the_tokens_name(self, tokens: Tokens) -> None:
         metadata = (("user-agent", "x"), ("authorization", f"Bearer {LAB}"))
-        assert identity_of({}, metadata, tokens) == "lab"
+        assert authenticate({}, metadata, tokens) == "lab"
 
     @pytest.mark.parametrize("value", [f"bearer {HOME}", f"BEARER  {HOME} "])
     def test_the_scheme_is_of_any_case(self, tokens: Tokens, value: str) -> None:
-        assert identity_of({}, (("Authorization", value),), tokens) == "home"
+        assert authenticate({}, (("Authorization", value),), tokens) == "home"
 
     @pytest.mark.parametrize(
         "metadata",
@@ -163,15 +159,15 @@ class TestIdentity:
     )
     def test_anything_else_is_refused_and_not_quoted(self, tokens: Tokens, metadata: object) -> None:
         with pytest.raises(Unauthenticated) as caught:
-            identity_of({}, metadata, tokens)  # type: ignore[arg-type]
+            authenticate({}, metadata, tokens)  # type: ignore[arg-type]
         assert isinstance(caught.value, CloudError)
         assert LAB not in str(caught.value)
 
     def test_a_certificate_does_not_replace_the_token(self, tokens: Tokens) -> None:
         auth = {"x509_common_name": [b"edge"]}
         with pytest.raises(Unauthenticated):
-            identity_of(auth, (), tokens)
-        assert identity_of(auth, (("authorization", f"Bearer {LAB}"),), tokens) == "lab"
+            authenticate(auth, (), tokens)
+        assert authenticate(auth, (("authorization", f"Bearer {LAB}"),), tokens) == "lab"
 
     @pytest.mark.parametrize(
         ("auth", "identity"),
@@ -185,15 +181,15 @@ class TestIdentity:
         ],
     )
     def test_without_tokens_the_certificate_speaks(self, auth: dict[str, list[bytes]], identity: str) -> None:
-        assert identity_of(auth, None, None) == identity
+        assert authenticate(auth, None, None) == identity
 
     def test_nameless_certificates_are_told_apart(self) -> None:
-        one, other = (identity_of({"x509_pem_cert": [pem]}, (), None) for pem in (b"one", b"other"))
+        one, other = (authenticate({"x509_pem_cert": [pem]}, (), None) for pem in (b"one", b"other"))
         assert one.startswith("cert:sha256:")
         assert one != other
 
     def test_a_token_sent_to_a_service_without_tokens_is_not_an_identity(self) -> None:
-        assert identity_of({}, (("authorization", f"Bearer {LAB}"),), None) == "anonymous"
+        assert authenticate({}, (("authorization", f"Bearer {LAB}"),), None) == "anonymous"
 
 
 def credentials(ca: Path, cert: Path | None = None, key: Path | None = None) -> grpc.ChannelCredentials:
@@ -219,7 +215,7 @@ class TestOverGrpc:
     ) -> str:
         async def answer(_: bytes, context: grpc.aio.ServicerContext) -> bytes:
             try:
-                return identity_of(context.auth_context(), context.invocation_metadata(), tokens).encode()
+                return authenticate(context.auth_context(), context.invocation_metadata(), tokens).encode()
             except Unauthenticated as error:
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
                 raise

@@ -10,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fakes import plain
-from outrider.wire import schema
+from outrider.protocol import schema
 from tests.cloud.common import (
     EOS,
     PROMPT,

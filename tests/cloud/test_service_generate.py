@@ -7,7 +7,7 @@ import time
 import grpc
 import pytest
 
-from outrider.wire import schema
+from outrider.protocol import schema
 from tests.cloud.common import (
     EOS,
     SOON,

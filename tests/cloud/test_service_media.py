@@ -10,11 +10,11 @@ import grpc
 import numpy as np
 import pytest
 
-from fakes import ScriptedEngine, ScriptedFront
+from fakes import ScriptedAudioEncoder, ScriptedEngine
 from outrider.cloud.limits import Limits
 from outrider.prompts.media import pack_audio, pack_features
-from outrider.wire import schema
-from outrider.wire.messages import digest
+from outrider.protocol import schema
+from outrider.protocol.messages import digest
 from tests.cloud.common import (
     TARGET,
     V,
@@ -35,7 +35,7 @@ AUDIO_TOKENS = 3
 @pytest.fixture(scope="module")
 def hearing() -> Iterator[Served]:
     engine = ScriptedEngine(TARGET, V)
-    engine.audio = ScriptedFront()
+    engine.audio = ScriptedAudioEncoder()
     limits = Limits(max_media_bytes=20_000, max_media_total=40_000, max_message_bytes=100_000)
     with serving(engine, slots=2, limits=limits) as served:
         yield served
@@ -105,12 +105,12 @@ GOOD = pack_audio(WAVE)
 def test_media_that_is_refused(hearing: Served, ear: RawStream, frames: list[Any], expected: str) -> None:
     error = ear.refused(*frames)
     assert code(error.code) == expected, error.message
-    assert not any(record.media_bytes for record in hearing.service.sessions)
+    assert not any(entry.media_bytes for entry in hearing.service.sessions)
 
 
 def test_media_that_was_announced_and_never_comes_leaves_nothing(hearing: Served, ear: RawStream) -> None:
     ear.send(listen(GOOD, schema.AUDIO), schema.Request(media=schema.Media(data=b"x" * 500, more=True)))
-    eventually(lambda: hearing.service._arriving == 500)
+    eventually(lambda: hearing.service._pending_media == 500)
     ear.finish()
     assert next(ear.call, None) is None
 
@@ -122,14 +122,14 @@ def test_media_on_its_way_is_limited_in_all(hearing: Served) -> None:
         streams = [RawStream(channel) for _ in range(3)]
         for n, stream in enumerate(streams[:2]):
             stream.send(listen(GOOD, schema.AUDIO), half)
-            eventually(lambda n=n: hearing.service._arriving == 15_000 * (n + 1))  # type: ignore[misc]
+            eventually(lambda n=n: hearing.service._pending_media == 15_000 * (n + 1))  # type: ignore[misc]
         error = streams[2].refused(listen(GOOD, schema.AUDIO), half)
         assert code(error.code) == "LIMIT"
         assert error.retry_after_ms > 0
         for stream in streams:
             stream.cancel()
     eventually(lambda: hearing.service.streams == 0)
-    assert hearing.service._arriving == 0
+    assert hearing.service._pending_media == 0
 
 
 def test_media_is_heard_again_where_a_slot_was_taken_away(hearing: Served) -> None:

@@ -55,9 +55,9 @@ def test_a_resume_waits_for_the_verdict_that_is_being_computed(shared: Served, c
         assert engine.entered.wait(SOON)
         one.cancel()
         other.send(resuming(id_, PROMPT), verifying(1, 5, a[:3]))
-        (record,) = list(shared.service.sessions)
-        eventually(lambda: record.stream is not None and shared.service.streams == 1)
-        assert record.busy
+        (entry,) = list(shared.service.sessions)
+        eventually(lambda: entry.stream is not None and shared.service.streams == 1)
+        assert entry.busy
         engine.go.set()
         assert other.receive().opened.session == id_
         verdict = other.receive().verdict
@@ -72,16 +72,16 @@ def test_of_two_streams_that_resume_at_once_the_last_has_it(shared: Served, chan
         id_ = one.opened(open_())
         first = one.verdict(verifying(1, 5, a[:1]))
         assert first.next_token == a[1]
-        (record,) = list(shared.service.sessions)
+        (entry,) = list(shared.service.sessions)
         engine.hold()
         one.send(verifying(2, 7, a[2:4]))
         assert engine.entered.wait(SOON)
-        before = record.stream
+        before = entry.stream
         two.send(resuming(id_, PROMPT))
-        eventually(lambda: record.stream is not before)
-        before = record.stream
+        eventually(lambda: entry.stream is not before)
+        before = entry.stream
         three.send(resuming(id_, (*PROMPT, *a[:2])))
-        eventually(lambda: record.stream is not before)
+        eventually(lambda: entry.stream is not before)
         engine.go.set()
         assert code(two.receive().error.code) == "UNKNOWN_SESSION"
         assert three.receive().opened.session == id_
@@ -115,8 +115,8 @@ def test_a_session_that_never_was(stream: RawStream) -> None:
 def test_an_expired_session_is_unknown_on_its_own_stream_too(shared: Served, stream: RawStream) -> None:
     stream.opened(open_())
     stream.verdict(verifying(1, 5))
-    (record,) = list(shared.service.sessions)
-    record.touched -= 601
+    (entry,) = list(shared.service.sessions)
+    entry.last_used -= 601
 
     async def expire() -> int:
         return shared.service.sessions.expire()

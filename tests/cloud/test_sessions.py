@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from fakes import HashRows, ScriptedEngine
 from outrider.cloud.limits import Limits
-from outrider.cloud.sessions import Record, Sessions
+from outrider.cloud.sessions import SessionEntry, Sessions
 from outrider.config import GenerationSettings
 from outrider.engines.base import Prompt
-from outrider.verifiers.base import Conditions
+from outrider.protocol.messages import ErrorCode, FrameError
+from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import open_session
-from outrider.wire.messages import Code, Refusal
 
 V = 16
 ENGINE = ScriptedEngine(HashRows(1, V), V)
@@ -37,9 +37,9 @@ class Somebody:
     """A stream that notes whether it was told that it lost its session."""
 
     lost = False
-    record: Record | None = None
+    entry: SessionEntry | None = None
 
-    def lose(self) -> None:
+    def on_detached(self) -> None:
         self.lost = True
 
 
@@ -48,33 +48,33 @@ class Kept:
 
     def __init__(self, **limits: Any) -> None:
         self.clock = Clock()
-        self.gone: list[Record] = []
+        self.gone: list[SessionEntry] = []
         self.sessions = Sessions(Limits(**limits), self.gone.append, self.clock)
 
-    def add(self, identity: str = "me", media: int = 0) -> Record:
+    def add(self, identity: str = "me", media: int = 0) -> SessionEntry:
         prompt, settings = Prompt((1, 2)), GenerationSettings()
-        session = open_session(ENGINE, prompt, Conditions(settings, "exact", V))
-        record = Record(identity, session, settings, lambda: prompt, media)
-        record.stream = Somebody()
-        self.sessions.add(record)
-        return record
+        session = open_session(ENGINE, prompt, SessionParams(settings, "exact", V))
+        entry = SessionEntry(identity, session, settings, lambda: prompt, media)
+        entry.stream = Somebody()
+        self.sessions.add(entry)
+        return entry
 
 
 def full() -> Any:
-    return pytest.raises(Refusal, check=lambda r: r.code == Code.LIMIT and r.retry_after > 0)
+    return pytest.raises(FrameError, check=lambda r: r.code == ErrorCode.LIMIT and r.retry_after > 0)
 
 
-def busy(record: Record) -> Future[Any]:
-    record.pending = Future()
-    return record.pending
+def busy(entry: SessionEntry) -> Future[Any]:
+    entry.pending = Future()
+    return entry.pending
 
 
 def test_the_service_takes_so_many_sessions() -> None:
     kept = Kept(max_sessions=3)
-    records = [kept.add(f"edge {n}") for n in range(3)]
+    entries = [kept.add(f"edge {n}") for n in range(3)]
     with full():
         kept.add("another")
-    kept.sessions.drop(records[1])
+    kept.sessions.drop(entries[1])
     kept.add("another")
     assert len(kept.sessions) == 3
 
@@ -91,22 +91,22 @@ def test_an_identity_has_so_many_sessions_and_others_are_not_concerned() -> None
 
 def test_a_session_is_found_by_its_owner_only() -> None:
     kept = Kept()
-    record = kept.add("a")
-    assert kept.sessions.find(record.id, "a") is record
+    entry = kept.add("a")
+    assert kept.sessions.find(entry.id, "a") is entry
     messages = set()
-    for id_, identity in [(record.id, "b"), (b"x" * 16, "a"), (b"", "a"), (record.id[:15], "a")]:
-        with pytest.raises(Refusal) as caught:
+    for id_, identity in [(entry.id, "b"), (b"x" * 16, "a"), (b"", "a"), (entry.id[:15], "a")]:
+        with pytest.raises(FrameError) as caught:
             kept.sessions.find(id_, identity)
-        assert caught.value.code == Code.UNKNOWN_SESSION
+        assert caught.value.code == ErrorCode.UNKNOWN_SESSION
         messages.add(str(caught.value))
     assert len(messages) == 1  # nobody learns whether it is somebody else's
 
 
 def test_ids_cannot_be_guessed_and_logs_do_not_tell_them() -> None:
     kept = Kept()
-    records = [kept.add() for _ in range(50)]
-    assert len({record.id for record in records}) == 50
-    assert all(len(record.id) == 16 and len(record.name) == 8 for record in records)
+    entries = [kept.add() for _ in range(50)]
+    assert len({entry.id for entry in entries}) == 50
+    assert all(len(entry.id) == 16 and len(entry.name) == 8 for entry in entries)
 
 
 def test_idle_sessions_expire() -> None:
@@ -124,8 +124,8 @@ def test_idle_sessions_expire() -> None:
 def test_a_session_expires_after_its_verdicts_too_but_not_during_one() -> None:
     """A done verdict once kept its session for ever."""
     kept = Kept(idle_seconds=60)
-    record = kept.add()
-    verdict = busy(record)
+    entry = kept.add()
+    verdict = busy(entry)
     kept.clock.now += 61
     assert kept.sessions.expire() == 0
     verdict.set_result(None)
@@ -135,14 +135,14 @@ def test_a_session_expires_after_its_verdicts_too_but_not_during_one() -> None:
 def test_a_session_that_ended_stays_so() -> None:
     """Touching one that was dropped once brought it back, past all limits."""
     kept = Kept()
-    record = kept.add()
-    record.stream = Somebody()
-    kept.sessions.drop(record)
-    assert record.stream is None
-    kept.sessions.touch(record)
+    entry = kept.add()
+    entry.stream = Somebody()
+    kept.sessions.drop(entry)
+    assert entry.stream is None
+    kept.sessions.touch(entry)
     assert len(kept.sessions) == 0
-    kept.sessions.drop(record)
-    assert kept.gone == [record]
+    kept.sessions.drop(entry)
+    assert kept.gone == [entry]
 
 
 # Media ----------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_media_makes_room_by_ending_the_longest_idle() -> None:
     kept.sessions.touch(first)
     third = kept.add(media=100)
     assert kept.gone == [second]
-    assert all(record in kept.sessions for record in (first, text, third))
+    assert all(entry in kept.sessions for entry in (first, text, third))
 
 
 def test_sessions_without_media_make_nobody_leave() -> None:
@@ -181,8 +181,8 @@ def test_a_session_at_work_keeps_its_media() -> None:
 
 def test_nobody_leaves_for_media_that_has_no_room_anyway() -> None:
     kept = Kept(**media_limits(200))
-    records = [kept.add(media=100), kept.add(media=60), kept.add(media=40)]
-    busy(records[0]), busy(records[1])
+    entries = [kept.add(media=100), kept.add(media=60), kept.add(media=40)]
+    busy(entries[0]), busy(entries[1])
     with full():
         kept.add(media=100)
     assert not kept.gone
@@ -195,49 +195,49 @@ def test_nobody_leaves_for_media_that_has_no_room_anyway() -> None:
 )
 def test_whatever_happens_the_limits_hold(moves: list[tuple[str, int]]) -> None:
     kept = Kept(max_sessions=6, max_sessions_per_identity=4, idle_seconds=20, **media_limits(250))
-    added: list[Record] = []
+    added: list[SessionEntry] = []
     for move, n in moves:
         kept.clock.now += n
         if move == "add":
-            with suppress(Refusal):
+            with suppress(FrameError):
                 added.append(kept.add("ab"[n % 2], 10 * n))
         elif move == "expire":
             kept.sessions.expire()
         elif added:
-            record = added[n % len(added)]
+            entry = added[n % len(added)]
             match move:
                 case "drop":
-                    kept.sessions.drop(record)
+                    kept.sessions.drop(entry)
                 case "touch":
-                    kept.sessions.touch(record)
+                    kept.sessions.touch(entry)
                 case "work":
-                    busy(record)
+                    busy(entry)
                 case _:
-                    record.pending = None
+                    entry.pending = None
         now = list(kept.sessions)
         assert len(now) <= 6
-        assert all(sum(record.identity == name for record in now) <= 4 for name in "ab")
-        assert sum(record.media_bytes for record in now) <= 250
-        assert [record.touched for record in now] == sorted(record.touched for record in now)
-        assert len({record.id for record in kept.gone}) == len(kept.gone)
-        assert sorted(record.id for record in added) == sorted(record.id for record in (*now, *kept.gone))
+        assert all(sum(entry.identity == name for entry in now) <= 4 for name in "ab")
+        assert sum(entry.media_bytes for entry in now) <= 250
+        assert [entry.last_used for entry in now] == sorted(entry.last_used for entry in now)
+        assert len({entry.id for entry in kept.gone}) == len(kept.gone)
+        assert sorted(entry.id for entry in added) == sorted(entry.id for entry in (*now, *kept.gone))
 
 
 def test_nothing_is_kept_of_who_has_gone() -> None:
     kept = Kept()
     kept.gone = []
-    kept.sessions = Sessions(Limits(), lambda record: None, kept.clock)
+    kept.sessions = Sessions(Limits(), lambda entry: None, kept.clock)
     gc.collect()
     gc.disable()  # reference counts alone must do
     try:
         gone = []
         for _ in range(100):
-            record = kept.add(media=10)
-            record.stream = Somebody()
-            record.stream.record = record  # a stream knows its session
-            gone.append(weakref.ref(record))
-            kept.sessions.drop(record)
-            del record
+            entry = kept.add(media=10)
+            entry.stream = Somebody()
+            entry.stream.entry = entry  # a stream knows its session
+            gone.append(weakref.ref(entry))
+            kept.sessions.drop(entry)
+            del entry
         assert not [ref for ref in gone if ref() is not None]
     finally:
         gc.enable()
@@ -253,20 +253,20 @@ def test_one_identitys_recordings_end_nobody_elses_session() -> None:
     for _ in range(50):
         kept.add("greedy", media=100)
     assert mine in kept.sessions
-    assert {record.identity for record in kept.gone} == {"greedy"}
+    assert {entry.identity for entry in kept.gone} == {"greedy"}
 
 
 def test_an_identity_that_took_all_the_room_gives_way_even_at_work() -> None:
     kept = Kept(**media_limits(500))
     theirs = [kept.add("greedy", media=100) for _ in range(5)]
-    for record in theirs:
-        busy(record)
+    for entry in theirs:
+        busy(entry)
     kept.add("me", media=100)
     assert kept.gone == theirs[:1]
     kept.add("me", media=100)
     assert kept.gone == theirs[:2]
     kept.add("me", media=100)  # now it would have more than the other, and makes room itself
-    assert [record.identity for record in kept.gone] == ["greedy", "greedy", "me"]
+    assert [entry.identity for entry in kept.gone] == ["greedy", "greedy", "me"]
 
 
 def test_an_identity_that_took_all_places_gives_way() -> None:
@@ -276,7 +276,7 @@ def test_an_identity_that_took_all_places_gives_way() -> None:
     assert kept.gone == theirs[:2]
     with full():
         kept.add("me")
-    assert all(record in kept.sessions for record in mine)
+    assert all(entry in kept.sessions for entry in mine)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 100)), max_size=30))
@@ -284,13 +284,13 @@ def test_an_identity_that_loses_a_recording_had_more_than_the_newcomer(additions
     kept = Kept(max_sessions=99, **media_limits(300))
     for identity, size in additions:
         kept.gone.clear()
-        with suppress(Refusal):
+        with suppress(FrameError):
             kept.add(identity, size)
         after = Counter(dict.fromkeys("abc", 0))
-        for record in kept.sessions:
-            after[record.identity] += record.media_bytes
-        for record in {record.identity: record for record in kept.gone}.values():
-            assert record.identity == identity or after[record.identity] + record.media_bytes > after[identity]
+        for entry in kept.sessions:
+            after[entry.identity] += entry.media_bytes
+        for entry in {entry.identity: entry for entry in kept.gone}.values():
+            assert entry.identity == identity or after[entry.identity] + entry.media_bytes > after[identity]
 
 
 # Orphans --------------------------------------------------------------------------------------------------------
@@ -329,12 +329,12 @@ def test_an_identity_does_not_take_anothers_place_under_its_own_limit() -> None:
 
 def test_who_loses_a_session_is_told() -> None:
     kept = Kept()
-    record = kept.add()
-    first, second = record.stream, Somebody()
-    record.give_to(second)
+    entry = kept.add()
+    first, second = entry.stream, Somebody()
+    entry.attach(second)
     assert first.lost
     assert not second.lost
-    kept.sessions.drop(record)
+    kept.sessions.drop(entry)
     assert second.lost
 
 
@@ -348,7 +348,7 @@ def test_nobody_is_ended_for_who_is_refused_all_the_same() -> None:
     with full():
         kept.add("me")
     with full():
-        kept.sessions.check_room("me")
+        kept.sessions.check_capacity("me")
     kept = Kept(max_sessions=1, max_media_total=8 * 2**20)
     kept.add("they").stream = None
     with full():

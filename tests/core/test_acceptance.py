@@ -13,22 +13,33 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch import Tensor
 
-from outrider.core.acceptance import Exact, Margin, Rank, Residual, Rule, Typical, Verdict, audit, judge, rule
-from outrider.core.constraints import Constraints
-from outrider.core.policy import Policy
-from outrider.core.sampling import Distribution, Sampling, Support, support
 from outrider.errors import SettingsError
+from outrider.sampling.acceptance import (
+    AcceptanceRule,
+    Exact,
+    Margin,
+    Rank,
+    RejectionSampling,
+    Typical,
+    Verdict,
+    count_disagreements,
+    parse_acceptance_rule,
+    verify_block,
+)
+from outrider.sampling.logits_processors import LogitsProcessors
+from outrider.sampling.policy import Policy
+from outrider.sampling.sampler import Distribution, SamplingParams, Support, filter_logits
 
 INF = math.inf
 VOCAB = 4
 PROMPT = [3, 3]
 
 
-GREEDY = Sampling()
+GREEDY = SamplingParams()
 
 
-def policy(sampling: Sampling = GREEDY, vocab: int = VOCAB, **constraints: object) -> Policy:
-    return Policy(Constraints(prompt_length=len(PROMPT), **constraints), sampling, vocab)  # type: ignore[arg-type]
+def policy(sampling: SamplingParams = GREEDY, vocab: int = VOCAB, **constraints: object) -> Policy:
+    return Policy(LogitsProcessors(prompt_length=len(PROMPT), **constraints), sampling, vocab)  # type: ignore[arg-type]
 
 
 def peaks(*best: int) -> Tensor:
@@ -36,9 +47,9 @@ def peaks(*best: int) -> Tensor:
     return torch.stack([torch.where(torch.arange(VOCAB) == token, 5.0, 0.0) for token in best])
 
 
-def verdict(drafts: list[int], rows: Tensor, accept: Rule | None = None, **more: object) -> Verdict:
+def verdict(drafts: list[int], rows: Tensor, accept: AcceptanceRule | None = None, **more: object) -> Verdict:
     chosen = more.pop("policy", policy())
-    return judge(7, PROMPT + drafts, len(PROMPT), rows, chosen, accept or Exact(), **more)  # type: ignore[arg-type]
+    return verify_block(7, PROMPT + drafts, len(PROMPT), rows, chosen, accept or Exact(), **more)  # type: ignore[arg-type]
 
 
 # Exact, greedy --------------------------------------------------------------------------------------------------
@@ -58,12 +69,12 @@ def test_a_fully_accepted_block_earns_a_bonus() -> None:
 
 
 def test_without_drafts_the_verdict_is_the_targets_token() -> None:
-    for accept in (Exact(), Residual(), Rank(2), Margin(1.0), Typical(0.1)):
+    for accept in (Exact(), RejectionSampling(), Rank(2), Margin(1.0), Typical(0.1)):
         assert verdict([], peaks(2), accept, q=()) == Verdict(7, 0, 2)
 
 
 @pytest.mark.parametrize("accept", [Exact(), Rank(1), Margin(0.5), Typical(0.9)])
-def test_rows_after_the_first_rejection_do_not_matter(accept: Rule) -> None:
+def test_rows_after_the_first_rejection_do_not_matter(accept: AcceptanceRule) -> None:
     drafts = [0, 1, 3, 1, 0]
     rows = peaks(*TARGET)
     garbage = rows.clone()
@@ -98,8 +109,8 @@ def test_earlier_drafts_of_the_block_count_for_the_n_gram_ban() -> None:
 def test_sampled_verdicts_are_the_draws_of_the_target_alone(
     seed: int, raw: list[list[float]], data: st.DataObject
 ) -> None:
-    rows, sampled = torch.tensor(raw), Sampling(0.9, top_k=3, seed=seed)
-    alone = [Distribution(row, sampled, len(PROMPT) + i).choice for i, row in enumerate(rows)]
+    rows, sampled = torch.tensor(raw), SamplingParams(0.9, top_k=3, seed=seed)
+    alone = [Distribution(row, sampled, len(PROMPT) + i).token for i, row in enumerate(rows)]
     k = len(raw) - 1
     drafts = [data.draw(st.sampled_from([alone[i], alone[i], 0])) for i in range(k)]
     agreed = next((i for i in range(k) if drafts[i] != alone[i]), k)
@@ -114,28 +125,30 @@ Q = torch.tensor([0.1, 0.2, 0.7])  # a drafter that thinks very differently
 JOINT = (P[:, None] * AFTER).flatten()
 
 
-def drafter_of(q: Tensor, reported: Tensor) -> Callable[[Sampling, int], tuple[int, Support]]:
-    def draft(sampled: Sampling, position: int) -> tuple[int, Support]:
-        token = support(q.log(), sampled).draw(sampled.seed, position)
-        return token, support(reported.log(), sampled)
+def drafter_of(q: Tensor, reported: Tensor) -> Callable[[SamplingParams, int], tuple[int, Support]]:
+    def draft(sampled: SamplingParams, position: int) -> tuple[int, Support]:
+        token = filter_logits(q.log(), sampled).draw(sampled.seed, position)
+        return token, filter_logits(reported.log(), sampled)
 
     return draft
 
 
-def two_tokens(seed: int, draft: Callable[[Sampling, int], tuple[int, Support]], accept: Rule) -> tuple[int, int]:
+def two_tokens(
+    seed: int, draft: Callable[[SamplingParams, int], tuple[int, Support]], accept: AcceptanceRule
+) -> tuple[int, int]:
     """Speculative decoding of two tokens with one draft a round: correction or bonus included."""
-    sampled, out = Sampling(1.0, seed=seed), []
+    sampled, out = SamplingParams(1.0, seed=seed), []
     while len(out) < 2:
         at = len(PROMPT) + len(out)
         token, q = draft(sampled, at)
         first = P if not out else AFTER[out[0]]
         rows = torch.stack([first, AFTER[token]]).log()
-        found = judge(1, [*PROMPT, *out, token], at, rows, policy(sampled, vocab=3), accept, [q])
+        found = verify_block(1, [*PROMPT, *out, token], at, rows, policy(sampled, vocab=3), accept, [q])
         out += [token] * found.accepted + [found.next_token]
     return out[0], out[1]
 
 
-def fit(draft: Callable[[Sampling, int], tuple[int, Support]], accept: Rule, size: int = 800) -> float:
+def fit(draft: Callable[[SamplingParams, int], tuple[int, Support]], accept: AcceptanceRule, size: int = 800) -> float:
     """The p-value of the joint distribution of the first two tokens against the target's own."""
     found = Counter(two_tokens(seed, draft, accept) for seed in range(size))
     expected = JOINT.double() / JOINT.double().sum() * size
@@ -143,7 +156,7 @@ def fit(draft: Callable[[Sampling, int], tuple[int, Support]], accept: Rule, siz
 
 
 def test_residual_acceptance_keeps_the_targets_distribution() -> None:
-    assert fit(drafter_of(Q, Q), Residual()) > 1e-4
+    assert fit(drafter_of(Q, Q), RejectionSampling()) > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -152,32 +165,34 @@ def test_residual_acceptance_keeps_the_targets_distribution() -> None:
 def test_draft_coin_and_residue_are_independent(p: tuple[float, ...], q: tuple[float, ...]) -> None:
     """Where they shared the drafter's noise, the first pair would show it for the coin, the second for the residue."""
     size, found = 1_500, Counter()
-    q_support = support(torch.tensor(q).log(), Sampling(1.0))
+    q_support = filter_logits(torch.tensor(q).log(), SamplingParams(1.0))
     for seed in range(size):
-        at = Distribution(torch.tensor(p).log(), Sampling(1.0, seed=seed), 5)
+        at = Distribution(torch.tensor(p).log(), SamplingParams(1.0, seed=seed), 5)
         d = q_support.draw(seed, 5)
-        found[d if Residual().accepts(at, d, q_support) else Residual().replacement(at, q_support)] += 1
+        found[
+            d if RejectionSampling().accepts(at, d, q_support) else RejectionSampling().replacement_token(at, q_support)
+        ] += 1
     assert chisquare([found[token] for token in range(3)], [share * size for share in p]).pvalue > 1e-3
 
 
 def test_residual_acceptance_keeps_it_with_a_cut_q_that_was_drawn_from() -> None:
-    def draft(sampled: Sampling, position: int) -> tuple[int, Support]:
-        cut = support(Q.log(), sampled).head(2)
+    def draft(sampled: SamplingParams, position: int) -> tuple[int, Support]:
+        cut = filter_logits(Q.log(), sampled).top_k(2)
         return cut.draw(sampled.seed, position), cut
 
-    assert fit(draft, Residual()) > 1e-4
+    assert fit(draft, RejectionSampling()) > 1e-4
 
 
 def test_a_q_other_than_the_one_drawn_from_is_biased() -> None:
     """The classic bug, and proof that the two tests above would notice it."""
-    assert fit(drafter_of(Q, torch.tensor([0.2, 0.3, 0.5])), Residual()) < 1e-8
+    assert fit(drafter_of(Q, torch.tensor([0.2, 0.3, 0.5])), RejectionSampling()) < 1e-8
 
 
 def test_a_greedy_drafter_treated_as_sampled_is_biased() -> None:
-    def draft(sampled: Sampling, position: int) -> tuple[int, Support]:
-        return int(Q.argmax()), support(Q.log(), sampled)
+    def draft(sampled: SamplingParams, position: int) -> tuple[int, Support]:
+        return int(Q.argmax()), filter_logits(Q.log(), sampled)
 
-    assert fit(draft, Residual()) < 1e-8
+    assert fit(draft, RejectionSampling()) < 1e-8
 
 
 def test_exact_acceptance_keeps_the_distribution_too() -> None:
@@ -188,10 +203,10 @@ def test_residual_accepts_more_than_exact_and_as_much_as_theory_says() -> None:
     """MATHS: acceptance is 1 − TV(p, q)."""
     size, draft = 800, drafter_of(Q, Q)
     accepted = {}
-    for accept in (Residual(), Exact()):
+    for accept in (RejectionSampling(), Exact()):
         accepted[str(accept)] = 0
         for seed in range(size):
-            sampled = Sampling(1.0, seed=seed)
+            sampled = SamplingParams(1.0, seed=seed)
             token, q = draft(sampled, 2)
             p = Distribution(P.log(), sampled, 2)
             accepted[str(accept)] += accept.accepts(p, token, q)
@@ -202,30 +217,30 @@ def test_residual_accepts_more_than_exact_and_as_much_as_theory_says() -> None:
 
 
 def test_a_draft_outside_the_targets_support_is_rejected() -> None:
-    sampled = Sampling(1.0, top_k=2)
-    q = support(Q.log(), Sampling(1.0))
+    sampled = SamplingParams(1.0, top_k=2)
+    q = filter_logits(Q.log(), SamplingParams(1.0))
     for seed in range(50):
-        p = Distribution(P.log(), Sampling(1.0, top_k=2, seed=seed), 2)
-        assert not Residual().accepts(p, 2, q)
-        assert Residual().replacement(p, q) in (0, 1)
-    assert support(P.log(), sampled).probability(2) == 0.0
+        p = Distribution(P.log(), SamplingParams(1.0, top_k=2, seed=seed), 2)
+        assert not RejectionSampling().accepts(p, 2, q)
+        assert RejectionSampling().replacement_token(p, q) in (0, 1)
+    assert filter_logits(P.log(), sampled).probability(2) == 0.0
 
 
 def test_greedy_residual_is_greedy_exact() -> None:
     drafts, rows = [0, 1, 3], peaks(*TARGET[:4])
     q = [Support(torch.tensor([token]), torch.zeros(1)) for token in drafts]
-    assert verdict(drafts, rows, Residual(), q=q) == Verdict(7, 2, 2)
+    assert verdict(drafts, rows, RejectionSampling(), q=q) == Verdict(7, 2, 2)
 
 
 def test_equal_p_and_q_leave_no_residue_but_a_token() -> None:
-    p = Distribution(P.log(), Sampling(1.0, seed=3), 2)
-    assert Residual().replacement(p, p.support) in (0, 1, 2)
+    p = Distribution(P.log(), SamplingParams(1.0, seed=3), 2)
+    assert RejectionSampling().replacement_token(p, p.support) in (0, 1, 2)
 
 
-@pytest.mark.parametrize("q", [None, [], [support(P.log(), Sampling(1.0))] * 2])
+@pytest.mark.parametrize("q", [None, [], [filter_logits(P.log(), SamplingParams(1.0))] * 2])
 def test_residual_without_its_q_is_refused(q: list[Support] | None) -> None:
     with pytest.raises(SettingsError, match="the distribution that each draft was drawn from"):
-        verdict([0], peaks(0, 1), Residual(), q=q)
+        verdict([0], peaks(0, 1), RejectionSampling(), q=q)
 
 
 # Tolerant rules -------------------------------------------------------------------------------------------------
@@ -233,7 +248,7 @@ def test_residual_without_its_q_is_refused(q: list[Support] | None) -> None:
 ROW = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
 
 
-def tolerated(accept: Rule, row: Tensor = ROW) -> set[int]:
+def tolerated(accept: AcceptanceRule, row: Tensor = ROW) -> set[int]:
     return {d for d in range(VOCAB) if verdict([d], row.repeat(2, 1), accept).accepted}
 
 
@@ -252,7 +267,7 @@ def tolerated(accept: Rule, row: Tensor = ROW) -> set[int]:
         (Typical(0.25), {0, 1}),  # 0.160
     ],
 )
-def test_what_is_good_enough(accept: Rule, expected: set[int]) -> None:
+def test_what_is_good_enough(accept: AcceptanceRule, expected: set[int]) -> None:
     assert tolerated(accept) == expected
 
 
@@ -261,13 +276,13 @@ def test_ties_share_a_rank() -> None:
 
 
 def test_margins_are_at_the_sampling_temperature() -> None:
-    p = Distribution(torch.tensor([2.0, 1.0, -9.0]), Sampling(4.0), 2)
+    p = Distribution(torch.tensor([2.0, 1.0, -9.0]), SamplingParams(4.0), 2)
     assert Margin(0.3).accepts(p, 1, None)
     assert not Margin(0.2).accepts(p, 2, None)
 
 
 @pytest.mark.parametrize("accept", [Rank(20), Margin(1e9), Typical(1e-9)])
-def test_a_banned_token_is_never_tolerated(accept: Rule) -> None:
+def test_a_banned_token_is_never_tolerated(accept: AcceptanceRule) -> None:
     assert tolerated(accept) == {0, 1, 2, 3}
     banned = policy(banned_ids=(1,))
     assert verdict([1], ROW.repeat(2, 1), accept, policy=banned) == Verdict(7, 0, 0)
@@ -275,18 +290,18 @@ def test_a_banned_token_is_never_tolerated(accept: Rule) -> None:
 
 
 @pytest.mark.parametrize("accept", [Rank(1), Margin(0.0), Typical(0.9)])
-def test_the_targets_own_choice_always_stands(accept: Rule) -> None:
+def test_the_targets_own_choice_always_stands(accept: AcceptanceRule) -> None:
     for seed in range(30):
-        sampled = Sampling(1.0, seed=seed)
-        own = Distribution(ROW[0], sampled, len(PROMPT)).choice
+        sampled = SamplingParams(1.0, seed=seed)
+        own = Distribution(ROW[0], sampled, len(PROMPT)).token
         assert verdict([own], ROW.repeat(2, 1), accept, policy=policy(sampled)).accepted == 1
 
 
 def test_a_rejected_draft_gives_way_to_the_targets_own_draw() -> None:
     seen = set()
     for seed in range(60):
-        sampled = Sampling(3.0, seed=seed)
-        own, following = (Distribution(ROW[0], sampled, len(PROMPT) + n).choice for n in (0, 1))
+        sampled = SamplingParams(3.0, seed=seed)
+        own, following = (Distribution(ROW[0], sampled, len(PROMPT) + n).token for n in (0, 1))
         found = verdict([3], ROW.repeat(2, 1), Rank(1), policy=policy(sampled))
         assert (found.accepted, found.next_token) == ((1, following) if own == 3 else (0, own))
         seen.add(own == 3)
@@ -322,17 +337,17 @@ def test_audit_counts_what_the_target_would_have_changed() -> None:
     skipped = [0, 3, 2, 3, 0]
     ids = PROMPT + skipped
     rows = peaks(*TARGET)
-    assert audit(ids, 2, 7, rows, policy()) == 2
-    assert audit(ids, 2, 5, rows, policy()) == 1
-    assert audit(ids, 4, 7, rows[2:], policy()) == 1
-    assert audit(ids, 7, 7, rows[5:], policy()) == 0
+    assert count_disagreements(ids, 2, 7, rows, policy()) == 2
+    assert count_disagreements(ids, 2, 5, rows, policy()) == 1
+    assert count_disagreements(ids, 4, 7, rows[2:], policy()) == 1
+    assert count_disagreements(ids, 7, 7, rows[5:], policy()) == 0
 
 
 def test_audit_applies_constraints_at_each_tokens_own_prefix() -> None:
     ids = [*PROMPT, 0, 1, 0, 2]
     rows = peaks(0, 1, 0, 1) + torch.tensor([0.0, 0.0, 1.0, 0.0])
-    assert audit(ids, 2, 6, rows, policy(no_repeat_ngram=2)) == 0
-    assert audit(ids, 2, 6, rows, policy()) == 1
+    assert count_disagreements(ids, 2, 6, rows, policy(no_repeat_ngram=2)) == 0
+    assert count_disagreements(ids, 2, 6, rows, policy()) == 1
 
 
 # Text -----------------------------------------------------------------------------------------------------------
@@ -340,22 +355,26 @@ def test_audit_applies_constraints_at_each_tokens_own_prefix() -> None:
 
 @pytest.mark.parametrize("spec", ["exact", "residual", "rank:20", "margin:0.5", "typical:0.09"])
 def test_rules_print_as_they_are_written(spec: str) -> None:
-    assert str(rule(spec)) == spec
-    assert rule(str(rule(spec))) == rule(spec)
+    assert str(parse_acceptance_rule(spec)) == spec
+    assert parse_acceptance_rule(str(parse_acceptance_rule(spec))) == parse_acceptance_rule(spec)
 
 
 def test_parsing() -> None:
-    assert (rule("exact"), rule("residual")) == (Exact(), Residual())
-    assert (rule("rank:3"), rule("margin:0"), rule("typical:1")) == (Rank(3), Margin(0.0), Typical(1.0))
+    assert (parse_acceptance_rule("exact"), parse_acceptance_rule("residual")) == (Exact(), RejectionSampling())
+    assert (parse_acceptance_rule("rank:3"), parse_acceptance_rule("margin:0"), parse_acceptance_rule("typical:1")) == (
+        Rank(3),
+        Margin(0.0),
+        Typical(1.0),
+    )
 
 
 @pytest.mark.parametrize("made", [Rank(1_000_000), Margin(0.123456789), Typical(1 / 3)])
-def test_printing_keeps_every_digit(made: Rule) -> None:
-    assert rule(str(made)) == made
+def test_printing_keeps_every_digit(made: AcceptanceRule) -> None:
+    assert parse_acceptance_rule(str(made)) == made
 
 
 def test_only_exact_and_residual_are_lossless_and_only_residual_needs_q() -> None:
-    rules = [rule(spec) for spec in ("exact", "residual", "rank:2", "margin:1", "typical:0.1")]
+    rules = [parse_acceptance_rule(spec) for spec in ("exact", "residual", "rank:2", "margin:1", "typical:0.1")]
     assert [r.lossless for r in rules] == [True, True, False, False, False]
     assert [r.needs_q for r in rules] == [False, True, False, False, False]
 
@@ -384,11 +403,13 @@ def test_only_exact_and_residual_are_lossless_and_only_residual_needs_q() -> Non
 )
 def test_errors_say_what_would_be_right(spec: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        rule(spec)
+        parse_acceptance_rule(spec)
 
 
 @pytest.mark.parametrize("spec", ["rank:2", "margin:5", "typical:0.01"])
 def test_a_tolerant_rule_never_accepts_what_the_filters_exclude(spec: str) -> None:
     row = torch.tensor([1.0, 0.9, 0.8])
-    assert rule(spec).accepts(Distribution(row, Sampling(temperature=1.0), 0), 1, None)
-    assert not rule(spec).accepts(Distribution(row, Sampling(temperature=1.0, top_k=1), 0), 1, None)
+    assert parse_acceptance_rule(spec).accepts(Distribution(row, SamplingParams(temperature=1.0), 0), 1, None)
+    assert not parse_acceptance_rule(spec).accepts(
+        Distribution(row, SamplingParams(temperature=1.0, top_k=1), 0), 1, None
+    )

@@ -32,15 +32,15 @@ from test_decoder import (
     worlds,
 )
 
-from outrider.core.acceptance import Exact, Residual, Verdict, rule
-from outrider.core.actions import Done, Draft, Plan, Proposal, Verify
-from outrider.core.decoder import MAX_PROVISIONAL, Decoder
-from outrider.core.gate import Always, Never, Signals, Trigger
-from outrider.core.lookahead import ConfidenceStop, FixedK
-from outrider.core.outcome import guarantee
-from outrider.core.sampling import Support
-from outrider.core.sequence import Source
+from outrider.decoding.actions import Done, Draft, Plan, Proposal, Verify
+from outrider.decoding.decoder import MAX_PROVISIONAL, Decoder
+from outrider.decoding.draft_length import ConfidenceStop, FixedDraftLength
+from outrider.decoding.gate import Always, Never, Signals, Trigger
+from outrider.decoding.result import derive_guarantee
+from outrider.decoding.sequence import Source
 from outrider.errors import StateError
+from outrider.sampling.acceptance import Exact, RejectionSampling, Verdict, parse_acceptance_rule
+from outrider.sampling.sampler import Support
 
 
 def draft_ahead(decoder: Decoder, *tokens: int) -> None:
@@ -69,8 +69,8 @@ def test_nothing_is_drafted_ahead_unless_a_verdict_is_awaited() -> None:
     assert decoder.context == PROMPT
     propose(decoder, 1, 2)
     assert decoder.ahead() is None
-    assert start(lookahead=None).ahead() is None
-    cloud_only = start(lookahead=None)
+    assert start(draft_length=None).ahead() is None
+    cloud_only = start(draft_length=None)
     assert isinstance(cloud_only.next(), Verify)
     assert cloud_only.ahead() is None
 
@@ -166,7 +166,10 @@ def test_whole_blocks_go_in_one_request_and_the_rest_stays_ahead() -> None:
     balanced(decoder)
 
 
-@pytest.mark.parametrize("changes", [{"accept": rule("rank:2")}, {"accept": Residual()}, {"gate": Script(rest=True)}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"accept": parse_acceptance_rule("rank:2")}, {"accept": RejectionSampling()}, {"gate": Script(rest=True)}],
+)
 def test_where_the_cut_may_show_it_stays_as_it_was(changes: dict) -> None:
     decoder = waiting(4, 5, 6, 7, 8, 1, 2, 3, 1, limit=60, **changes)
     decide(decoder, 3, 4)
@@ -197,7 +200,7 @@ def test_a_trigger_is_asked_about_every_block() -> None:
 
 
 def test_the_confidence_stop_cuts_what_was_drafted_ahead() -> None:
-    decoder = start(lookahead=ConfidenceStop(cap=4, floor=0.5), limit=60)
+    decoder = start(draft_length=ConfidenceStop(max_tokens=4, min_survival=0.5), limit=60)
     sure, unsure = Signals(0.0, 1.0, 0.0, 0.1), Signals(0.0, 1.0, 0.0, 0.9)
     decoder.drafted([Proposal(1, unsure)])
     assert isinstance(decoder.next(), Verify)
@@ -210,7 +213,7 @@ def test_the_confidence_stop_cuts_what_was_drafted_ahead() -> None:
 
 def test_what_each_draft_was_drawn_from_stays_with_it() -> None:
     q = [Support(torch.tensor([n]), torch.zeros(1)) for n in range(10)]
-    decoder = start(accept=Residual())
+    decoder = start(accept=RejectionSampling())
     decoder.drafted([Proposal(n, q=q[n]) for n in (1, 2, 3)])
     decoder.next()
     decoder.drafted_ahead([Proposal(n, q=q[n]) for n in (4, 5, 6, 7, 8)])
@@ -231,7 +234,7 @@ def test_blocks_drafted_ahead_may_be_skipped() -> None:
 
 def test_a_loop_found_with_the_verdict_forces_the_block_that_was_drafted_ahead() -> None:
     """ABABABA and the bonus B make a loop; C C C C was drafted ahead, and would have been skipped."""
-    decoder = start(gate=Script([False, True, False]), lookahead=FixedK(4), limit=60)
+    decoder = start(gate=Script([False, True, False]), draft_length=FixedDraftLength(4), limit=60)
     propose(decoder, A, B, A, B)
     propose(decoder, A, B, A, B)
     draft_ahead(decoder, A, C, C, C, C)
@@ -241,7 +244,7 @@ def test_a_loop_found_with_the_verdict_forces_the_block_that_was_drafted_ahead()
 
 
 def test_what_would_have_been_drawn_to_leave_a_loop_is_not_taken_from_ahead() -> None:
-    decoder = start(gate=Script([False, True]), lookahead=FixedK(4), limit=60, on_loop="sample")
+    decoder = start(gate=Script([False, True]), draft_length=FixedDraftLength(4), limit=60, on_loop="sample")
     propose(decoder, A, B, A, B)
     propose(decoder, A, B, A, B)
     draft_ahead(decoder, A, C, C)
@@ -256,7 +259,7 @@ def test_what_would_have_been_drawn_to_leave_a_loop_is_not_taken_from_ahead() ->
 def test_what_is_provisional_stands_on_the_edges_word() -> None:
     decoder = waiting(4, 5)
     decoder.events()
-    decoder.lose_verifier()
+    decoder.on_verifier_lost()
     assert decoder.next() == Draft(1)
     assert decoder.sequence.generated == [1, 2, 3, 4, 5]
     assert decoder.sequence.sources == [Source.EDGE] * 5
@@ -264,7 +267,7 @@ def test_what_is_provisional_stands_on_the_edges_word() -> None:
     propose(decoder, 6, 7)
     assert decoder.sequence.generated == [1, 2, 3, 4, 5, 6]
     balanced(decoder)
-    assert guarantee(decoder.stats, lossless=True) == "edge-only"
+    assert derive_guarantee(decoder.stats, lossless=True) == "edge-only"
 
 
 def test_an_earlier_verdict_stands_and_the_result_says_edge_only_all_the_same() -> None:
@@ -272,25 +275,25 @@ def test_an_earlier_verdict_stands_and_the_result_says_edge_only_all_the_same() 
     decide(decoder, 1, 7)
     propose(decoder, 4, 5, EOS)
     assert isinstance(decoder.next(), Verify)
-    decoder.lose_verifier()
+    decoder.on_verifier_lost()
     ended(decoder, "eos", 1, 7, 4, 5, EOS)
     assert (decoder.stats.cloud_tokens, decoder.stats.edge_tokens) == (2, 3)
-    assert guarantee(decoder.stats, lossless=True) == "edge-only"
+    assert derive_guarantee(decoder.stats, lossless=True) == "edge-only"
 
 
 def test_what_follows_an_end_is_dropped() -> None:
     in_pending = waiting(4, 5, 6, stop=("b",))
-    in_pending.lose_verifier()
+    in_pending.on_verifier_lost()
     ended(in_pending, "stop", 1, 2)
     in_ahead = waiting(4, 5, 6, stop=("e",))
-    in_ahead.lose_verifier()
+    in_ahead.on_verifier_lost()
     ended(in_ahead, "stop", 1, 2, 3, 4, 5)
     assert in_ahead.context_length == len(in_ahead.sequence.ids)
 
 
 def test_the_gate_is_not_asked_any_more() -> None:
     decoder = waiting(gate=Script([True], rest=True))
-    decoder.lose_verifier()
+    decoder.on_verifier_lost()
     for n in range(5):
         assert isinstance(decoder.next(), Draft)
         propose(decoder, *[n % 5 + 1, 7 - n, 8 - n][: decoder.next().count])  # type: ignore[union-attr]
@@ -301,7 +304,7 @@ def test_provisional_stretches_of_a_trigger_are_kept() -> None:
     decoder = start(gate=Trigger(Never()), limit=50)
     propose(decoder, 1, 2, 3)
     propose(decoder, 4, 5)
-    decoder.lose_verifier()
+    decoder.on_verifier_lost()
     assert decoder.sequence.generated == [1, 2, 3, 4, 5]
     assert isinstance(decoder.next(), Draft)
 
@@ -310,33 +313,33 @@ def test_a_loop_is_left_by_a_draw_now() -> None:
     decoder = looping(3)
     assert isinstance(decoder.next(), Verify)
     draft_ahead(decoder, A, B, A, B, A, B, A, B, A)
-    decoder.lose_verifier()
+    decoder.on_verifier_lost()
     assert decoder.next() == Draft(4, leave_loop=True)
     assert decoder.sequence.generated == [A, B] * 8, "eight more, until it shows"
     assert decoder.context == decoder.sequence.ids
     stop = looping(2, gate=Script([False, True]), on_loop="stop")
     assert isinstance(stop.next(), Verify)
-    stop.lose_verifier()
+    stop.on_verifier_lost()
     ended(stop, "loop", *[A, B] * 4)
 
 
 @pytest.mark.parametrize("scope", ["block", "repair"])
 def test_skipped_tokens_stay_as_they_were(scope: str) -> None:
-    decoder = start(gate=Script([False, False, True]), lookahead=FixedK(2), scope=scope)
+    decoder = start(gate=Script([False, False, True]), draft_length=FixedDraftLength(2), scope=scope)
     for n in (1, 3, 5):
         propose(decoder, n, n + 1)
     assert isinstance(decoder.next(), Verify)
-    decoder.lose_verifier()
+    decoder.on_verifier_lost()
     assert decoder.sequence.generated == [1, 2, 3, 4, 5, 6]
     assert set(decoder.sequence.sources) == {Source.EDGE}
     balanced(decoder)
 
 
 def test_without_a_drafter_there_is_nobody_left() -> None:
-    decoder = start(lookahead=None)
+    decoder = start(draft_length=None)
     decoder.next()
     with pytest.raises(StateError, match="no drafter"):
-        decoder.lose_verifier()
+        decoder.on_verifier_lost()
 
 
 # Any schedule ---------------------------------------------------------------------------------------------------
@@ -354,7 +357,7 @@ def far(plan: Plan, drafter: Model, target: Model, looks: list[int], lost: int) 
                 if (more := decoder.ahead()) is not None:
                     decoder.drafted_ahead(drafts(decoder, drafter, more))
             if action.round == lost:
-                decoder.lose_verifier()
+                decoder.on_verifier_lost()
             else:
                 decoder.decided(cloud.judge(action))
         for event in decoder.events():
@@ -383,7 +386,7 @@ def planned(world: dict, mode: str, on_loop: str) -> Plan:
     script = Script(list(world["answers"]))
     gate = {"always": Always(), "trigger": Trigger(script)}.get(mode, script)
     scope = "repair" if mode == "repair" else "block"
-    return Plan(world["rules"], gate, Exact(), world["lookahead"], True, on_loop, scope)  # type: ignore[arg-type]
+    return Plan(world["rules"], gate, Exact(), world["draft_length"], True, on_loop, scope)  # type: ignore[arg-type]
 
 
 @settings(max_examples=300, deadline=None)

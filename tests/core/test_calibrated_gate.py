@@ -15,14 +15,14 @@ from tests.fakes import HashRows, ScriptedEngine, blend
 
 from outrider import SpeculativeDecoder, local
 from outrider.config import GateFile, GenerationSettings, ModelId, SignalFit, _digest, read_gate_file
-from outrider.core.acceptance import Exact, Verdict
-from outrider.core.actions import Done, Draft, Plan, Proposal, Verify
-from outrider.core.decoder import Decoder
-from outrider.core.gate import Calibrated, Decision, Signals, Threshold, gate
-from outrider.core.lookahead import FixedK
-from outrider.core.sequence import Source
-from outrider.core.stopping import StopRules
+from outrider.decoding.actions import Done, Draft, Plan, Proposal, Verify
+from outrider.decoding.decoder import Decoder
+from outrider.decoding.draft_length import FixedDraftLength
+from outrider.decoding.gate import Calibrated, Decision, Signals, Threshold, gate
+from outrider.decoding.sequence import Source
+from outrider.decoding.stopping import StopRules
 from outrider.errors import CloudLost, DataError, SettingsError
+from outrider.sampling.acceptance import Exact, Verdict
 from outrider.verifiers.base import Verifier
 from outrider.verifiers.local import LocalVerifier
 
@@ -228,7 +228,7 @@ def test_a_trigger_has_no_budget(tmp_path: Path) -> None:
 
 def run(policy: Any, signals: Signals, size: int = 400, on_loop: Any = "ignore") -> Decoder:
     """A drafter that is always right, and as sure as said."""
-    plan = Plan(StopRules(size), policy, Exact(), FixedK(4), has_verifier=True, on_loop=on_loop)
+    plan = Plan(StopRules(size), policy, Exact(), FixedDraftLength(4), has_verifier=True, on_loop=on_loop)
     decoder = Decoder([1], plan)
     while not isinstance(action := decoder.next(), Done):
         if isinstance(action, Draft):
@@ -241,7 +241,7 @@ def run(policy: Any, signals: Signals, size: int = 400, on_loop: Any = "ignore")
 
 
 def test_skipped_blocks_are_audited_at_the_rate_of_the_file() -> None:
-    runs = [run(calibrated().keyed(seed, [1, 2, 3]), SURE) for seed in range(20)]
+    runs = [run(calibrated().with_audit_key(seed, [1, 2, 3]), SURE) for seed in range(20)]
     blocks, audits = (sum(getattr(r.stats, name) for r in runs) for name in ("blocks", "forced_by_audit"))
     assert blocks > 1800
     assert audits / blocks == pytest.approx(0.25, abs=0.04)
@@ -262,14 +262,18 @@ def test_what_the_gate_escalates_itself_is_no_audit() -> None:
 
 
 def drawn(policy: Calibrated) -> list[bool]:
-    return [policy.audits(position) for position in range(64)]
+    return [policy.is_audited_at(position) for position in range(64)]
 
 
 def test_audits_are_those_of_the_generation() -> None:
     policy = calibrated()
-    same = drawn(policy.keyed(3, [1, 2], b"sound"))
-    assert drawn(policy.keyed(3, [1, 2], b"sound")) == same
-    others = [policy.keyed(4, [1, 2], b"sound"), policy.keyed(3, [1, 3], b"sound"), policy.keyed(3, [1, 2], b"noise")]
+    same = drawn(policy.with_audit_key(3, [1, 2], b"sound"))
+    assert drawn(policy.with_audit_key(3, [1, 2], b"sound")) == same
+    others = [
+        policy.with_audit_key(4, [1, 2], b"sound"),
+        policy.with_audit_key(3, [1, 3], b"sound"),
+        policy.with_audit_key(3, [1, 2], b"noise"),
+    ]
     assert all(drawn(other) != same for other in others)
 
 
@@ -319,7 +323,7 @@ def test_another_acceptance_rule_voids_the_budget(accept: str) -> None:
 
 def test_a_cloud_without_the_recording_voids_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_with(calibrated(gate="entropy:3.1"))
-    monkeypatch.setattr(decoder, "withholds", lambda prompt: True)
+    monkeypatch.setattr(decoder, "hides_audio", lambda prompt: True)
     result = generate(decoder)
     assert result.guarantee == "best-effort"
     assert any(

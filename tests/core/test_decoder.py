@@ -11,15 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.core.acceptance import Exact, Verdict
-from outrider.core.actions import Done, Draft, Plan, Proposal, Verify
-from outrider.core.decoder import MAX_PROVISIONAL, MAX_UNREPAIRED, Decoder, Event
-from outrider.core.gate import Always, Decision, Gate, Never, Signals, Trigger
-from outrider.core.lookahead import ConfidenceStop, FixedK
-from outrider.core.sampling import Support
-from outrider.core.sequence import Source
-from outrider.core.stopping import StopRules, stop_reason
+from outrider.decoding.actions import Done, Draft, Plan, Proposal, Verify
+from outrider.decoding.decoder import MAX_PROVISIONAL, MAX_UNREPAIRED, Decoder, Event
+from outrider.decoding.draft_length import ConfidenceStop, FixedDraftLength
+from outrider.decoding.gate import Always, Decision, Gate, Never, Signals, Trigger
+from outrider.decoding.sequence import Source
+from outrider.decoding.stopping import StopRules, find_finish_reason
 from outrider.errors import StateError
+from outrider.sampling.acceptance import Exact, Verdict
+from outrider.sampling.sampler import Support
 
 EOS = 9
 PROMPT = [50, 51]
@@ -44,13 +44,13 @@ def letters(ids: list[int]) -> str:
     return "".join(chr(96 + token) for token in ids)
 
 
-BASIC = Plan(StopRules(20, (EOS,)), Always(), Exact(), FixedK(3), has_verifier=True, on_loop="escalate")
+BASIC = Plan(StopRules(20, (EOS,)), Always(), Exact(), FixedDraftLength(3), has_verifier=True, on_loop="escalate")
 
 
 def start(**changes: object) -> Decoder:
     """A decoder of the basic plan: k = 3, gate always, 20 tokens. `stop`, `sentences` and `limit` set its rules."""
     rules = StopRules(changes.pop("limit", 20), (EOS,), changes.pop("stop", ()))  # type: ignore[arg-type]
-    plan = replace(BASIC, rules=rules, **changes)  # type: ignore[arg-type]
+    plan = replace(BASIC, stop_rules=rules, **changes)  # type: ignore[arg-type]
     return Decoder(PROMPT, plan, letters if rules.needs_text else None)
 
 
@@ -152,7 +152,7 @@ def test_proposals_after_the_end_of_the_block_are_dropped() -> None:
 
 
 def test_the_confidence_stop_decides_where_a_block_ends() -> None:
-    decoder = start(lookahead=ConfidenceStop(cap=4, floor=0.5))
+    decoder = start(draft_length=ConfidenceStop(max_tokens=4, min_survival=0.5))
     for token, logprob in ((1, 0.1), (2, 0.1), (3, 0.9)):
         assert decoder.next() == Draft(1)
         decoder.drafted([Proposal(token, Signals(0.0, 1.0, 0.0, logprob))])
@@ -169,7 +169,7 @@ def test_what_each_draft_was_drawn_from_travels_with_it() -> None:
 
 
 def test_cloud_only_is_one_bonus_a_round() -> None:
-    decoder = start(lookahead=None, limit=3)
+    decoder = start(draft_length=None, limit=3)
     for n in range(3):
         assert decoder.next() == Verify(n + 1, 2 + n, (), ())
         decoder.decided(Verdict(n + 1, 0, n + 1))
@@ -277,7 +277,7 @@ def test_a_stop_string_that_begins_in_an_earlier_block() -> None:
 
 def skipped_twice(scope: str) -> Decoder:
     """Two blocks of two skipped, the third waits for a verdict."""
-    decoder = start(gate=Script([False, False, True]), lookahead=FixedK(2), scope=scope)
+    decoder = start(gate=Script([False, False, True]), draft_length=FixedDraftLength(2), scope=scope)
     for n in (1, 3, 5):
         assert decoder.next() == Draft(2)
         decoder.drafted([Proposal(t, q=Support(torch.tensor([t]), torch.zeros(1))) for t in (n, n + 1)])
@@ -354,7 +354,7 @@ def test_a_skipped_eos_ends_the_output() -> None:
 
 
 def test_a_trigger_leaves_tokens_provisional_until_a_verdict() -> None:
-    decoder = start(gate=Trigger(Script([False, False, True])), lookahead=FixedK(2))
+    decoder = start(gate=Trigger(Script([False, False, True])), draft_length=FixedDraftLength(2))
     for n in (1, 3, 5):
         propose(decoder, n, n + 1)
     assert {event.kind for event in decoder.events()} == {"provisional"}
@@ -379,7 +379,7 @@ def test_a_trigger_settles_before_the_end() -> None:
 
 
 def test_a_trigger_does_not_wait_for_ever() -> None:
-    decoder = start(gate=Trigger(Never()), lookahead=FixedK(5), limit=500)
+    decoder = start(gate=Trigger(Never()), draft_length=FixedDraftLength(5), limit=500)
     while isinstance(decoder.next(), Draft):
         propose(decoder, 1, 2, 3, 4, 5)
     assert MAX_PROVISIONAL <= len(decoder.next().draft_ids) < MAX_PROVISIONAL + 5  # type: ignore[union-attr]
@@ -390,7 +390,7 @@ def test_a_trigger_does_not_wait_for_ever() -> None:
 
 def looping(blocks: int, **changes: object) -> Decoder:
     """A drafter that says ABAB, a gate that never minds; `blocks` of four are drafted."""
-    decoder = start(**{"gate": Never(), "lookahead": FixedK(4), "limit": 100, **changes})
+    decoder = start(**{"gate": Never(), "draft_length": FixedDraftLength(4), "limit": 100, **changes})
     for _ in range(blocks):
         propose(decoder, A, B, A, B)
     return decoder
@@ -408,7 +408,7 @@ def test_a_loop_forces_the_next_block_to_the_verifier_once_and_output_goes_on() 
 
 
 def test_a_loop_found_in_mid_block_is_not_forgotten_by_the_end_of_it() -> None:
-    decoder = start(gate=Never(), lookahead=FixedK(5), limit=100)
+    decoder = start(gate=Never(), draft_length=FixedDraftLength(5), limit=100)
     propose(decoder, A, B, A, B, A)
     propose(decoder, B, A, B, C, C)
     propose(decoder, C, A, C, A, A)
@@ -435,7 +435,7 @@ def test_a_block_that_the_gate_escalates_anyway_is_not_called_forced() -> None:
 
 def test_a_loop_across_blocks_none_of_which_repeats() -> None:
     four = [38035, 15946, 3837, 78685]
-    decoder = start(gate=Never(), lookahead=FixedK(5), limit=100)
+    decoder = start(gate=Never(), draft_length=FixedDraftLength(5), limit=100)
     for b in range(4):
         propose(decoder, *[four[(5 * b + i) % 4] for i in range(5)])
     assert isinstance(decoder.next(), Verify)
@@ -454,7 +454,7 @@ def test_on_loop_ignore_does_nothing() -> None:
 
 
 def test_on_loop_sample_asks_for_one_token_at_random_and_counts_it() -> None:
-    decoder = start(has_verifier=False, on_loop="sample", lookahead=FixedK(5), limit=30)
+    decoder = start(has_verifier=False, on_loop="sample", draft_length=FixedDraftLength(5), limit=30)
     propose(decoder, A, B, A, B, A)
     propose(decoder, B, A, B, A, B)
     assert decoder.sequence.generated == [A, B] * 4  # what follows the loop was drafted in vain
@@ -628,7 +628,7 @@ def alone(following: Model, rules: StopRules) -> tuple[str, list[int]]:
     ids = list(PROMPT)
     while True:
         ids.append(following(ids))
-        if reason := stop_reason(rules, ids[2:], letters):
+        if reason := find_finish_reason(rules, ids[2:], letters):
             return reason, ids[2:]
 
 
@@ -644,7 +644,7 @@ def run(plan: Plan, drafter: Model, target: Model, verdicts: int | None = None) 
                 proposals.append(Proposal(ids[-1], Signals(0.0, 1.0, 0.0, 0.2), left_loop=leave))
             decoder.drafted(proposals)
         elif action.round - 1 == verdicts:
-            decoder.lose_verifier()
+            decoder.on_verifier_lost()
         else:
             decoder.decided(cloud.judge(action))
             committed = decoder.sequence.ids[: decoder.sequence.committed_length]
@@ -663,7 +663,14 @@ worlds = st.fixed_dictionaries(
         "loopy": st.booleans(),
         "sides": st.integers(2, 12),
         "answers": st.lists(st.booleans(), max_size=25),
-        "lookahead": st.sampled_from([FixedK(1), FixedK(2), FixedK(5), ConfidenceStop(cap=6, floor=0.4)]),
+        "draft_length": st.sampled_from(
+            [
+                FixedDraftLength(1),
+                FixedDraftLength(2),
+                FixedDraftLength(5),
+                ConfidenceStop(max_tokens=6, min_survival=0.4),
+            ]
+        ),
         "rules": st.builds(
             StopRules,
             st.integers(1, 45),
@@ -683,7 +690,7 @@ def models(world: dict) -> tuple[Model, Model]:
 @given(worlds, st.booleans(), st.sampled_from(["escalate", "ignore"]))
 def test_exact_gates_reproduce_the_target_whatever_the_schedule(world: dict, always: bool, on_loop: str) -> None:
     gate = Always() if always else Trigger(Script(world["answers"]))
-    plan = Plan(world["rules"], gate, Exact(), world["lookahead"], True, on_loop)  # type: ignore[arg-type]
+    plan = Plan(world["rules"], gate, Exact(), world["draft_length"], True, on_loop)  # type: ignore[arg-type]
     drafter, target = models(world)
     decoder, consumer, reason = run(plan, drafter, target)
     assert (reason, decoder.sequence.generated) == alone(target, world["rules"])
@@ -694,13 +701,13 @@ def test_exact_gates_reproduce_the_target_whatever_the_schedule(world: dict, alw
 @settings(max_examples=200, deadline=None)
 @given(worlds, st.sampled_from(["block", "repair"]), st.sampled_from(["escalate", "stop", "ignore"]))
 def test_skip_gates_keep_the_books_and_the_events_straight(world: dict, scope: str, on_loop: str) -> None:
-    plan = Plan(world["rules"], Script(world["answers"]), Exact(), world["lookahead"], True, on_loop, scope)  # type: ignore[arg-type]
+    plan = Plan(world["rules"], Script(world["answers"]), Exact(), world["draft_length"], True, on_loop, scope)  # type: ignore[arg-type]
     drafter, target = models(world)
     decoder, consumer, reason = run(plan, drafter, target)
     output = decoder.sequence.generated
     assert consumer.shown[: consumer.final] == output
     assert 1 <= len(output) <= world["rules"].max_new_tokens
-    ends = [stop_reason(world["rules"], output[:n], letters) for n in range(1, len(output) + 1)]
+    ends = [find_finish_reason(world["rules"], output[:n], letters) for n in range(1, len(output) + 1)]
     assert ends[:-1] == [None] * (len(output) - 1)
     assert ends[-1] == (None if reason == "loop" else reason)
     if scope == "repair":  # whatever a verdict stands behind is the target's own
@@ -715,7 +722,7 @@ def test_skip_gates_keep_the_books_and_the_events_straight(world: dict, scope: s
 @settings(max_examples=200, deadline=None)
 @given(worlds, st.sampled_from(["block", "repair"]), st.integers(0, 6))
 def test_once_the_cloud_is_lost_everything_is_settled_as_it_comes(world: dict, scope: str, verdicts: int) -> None:
-    plan = Plan(world["rules"], Script(world["answers"]), Exact(), world["lookahead"], True, "ignore", scope)  # type: ignore[arg-type]
+    plan = Plan(world["rules"], Script(world["answers"]), Exact(), world["draft_length"], True, "ignore", scope)  # type: ignore[arg-type]
     decoder, consumer, _ = run(plan, *models(world), verdicts=verdicts)
     if decoder.stats.cloud_lost:
         assert consumer.settled == decoder.sequence.generated
@@ -724,7 +731,7 @@ def test_once_the_cloud_is_lost_everything_is_settled_as_it_comes(world: dict, s
 @settings(max_examples=60, deadline=None)
 @given(worlds, st.sampled_from(["sample", "stop", "ignore"]))
 def test_edge_only_reproduces_the_drafter_but_for_loops(world: dict, on_loop: str) -> None:
-    plan = Plan(world["rules"], Always(), Exact(), world["lookahead"], False, on_loop)  # type: ignore[arg-type]
+    plan = Plan(world["rules"], Always(), Exact(), world["draft_length"], False, on_loop)  # type: ignore[arg-type]
     drafter, target = models(world)
     decoder, consumer, reason = run(plan, drafter, target)
     assert consumer.shown[: consumer.final] == decoder.sequence.generated
@@ -735,7 +742,7 @@ def test_edge_only_reproduces_the_drafter_but_for_loops(world: dict, on_loop: st
 
 def test_a_trigger_gate_leaves_at_most_so_many_tokens_provisional() -> None:
     """Counted by single tokens: 64 pending ones ask for a verdict, 63 do not."""
-    decoder = start(gate=Trigger(Never()), lookahead=FixedK(1), limit=200)
+    decoder = start(gate=Trigger(Never()), draft_length=FixedDraftLength(1), limit=200)
     pending = []
     while not isinstance(decoder.next(), Verify):
         propose(decoder, A)
@@ -749,7 +756,7 @@ def test_a_block_that_the_cloud_s_loss_cuts_short_counts_once(drafted: int) -> N
     decoder = start()
     propose(decoder, *[A] * drafted)
     assert decoder.stats.blocks == 1
-    decoder.lose_verifier()
+    decoder.on_verifier_lost()
     assert decoder.sequence.generated == [A] * drafted
     assert decoder.next() == Draft(3)
     propose(decoder, B, B, B)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.vocabularies import ALL, BYTES, byte_fallback, byte_level, ids_of, word_level
 
-from outrider.core.detokenizer import BROKEN, Detokenizer, _alphabet, detokenizer
-from outrider.core.stopping import StopRules, stop_reason
-from outrider.core.text import Transcript
+from outrider.decoding.detokenizer import REPLACEMENT_CHARACTER, Detokenizer, _byte_alphabet, get_detokenizer
+from outrider.decoding.incremental_text import IncrementalDetokenizer
+from outrider.decoding.stopping import StopRules, find_finish_reason
 
 SCRIPTS = (  # ten, emoji, and the replacement character itself
     "Ship",
@@ -25,7 +25,7 @@ SCRIPTS = (  # ten, emoji, and the replacement character itself
     "삼겹살",
     "こんにちは",
     "👩‍👩‍👧‍👦👍🏽",
-    BROKEN,
+    REPLACEMENT_CHARACTER,
 )
 
 
@@ -44,11 +44,11 @@ def whole(raw: bytes) -> str:
 @pytest.mark.parametrize("text", SCRIPTS)
 def test_at_every_limit_complete_characters_stay_and_half_ones_are_not_shown(kind: str, text: str) -> None:
     tokenizer = BYTES[kind]()
-    decode = detokenizer(tokenizer)
+    decode = get_detokenizer(tokenizer)
     raw, ids = text.encode(), ids_of(text, tokenizer)
     for n in range(len(raw) + 1):
         complete = max(k for k in range(len(text) + 1) if len(text[:k].encode()) <= n)
-        assert decode(ids[:n], visible_only=True) == text[:complete]
+        assert decode(ids[:n], skip_special=True) == text[:complete]
 
 
 @pytest.mark.parametrize("kind", BYTES)
@@ -58,9 +58,9 @@ def test_any_bytes_are_shown_as_utf_8_decoders_show_them(kind: str, raw: bytes) 
     tokenizer = BYTES[kind]()
     names = [f"<0x{byte:02X}>" for byte in raw]
     if kind == "byte level":
-        letters = {byte: letter for letter, byte in _alphabet().items()}
+        letters = {byte: letter for letter, byte in _byte_alphabet().items()}
         names = [letters[byte] for byte in raw]
-    shown = detokenizer(tokenizer)(tokenizer.convert_tokens_to_ids(names))
+    shown = get_detokenizer(tokenizer)(tokenizer.convert_tokens_to_ids(names))
     trims = kind in ("llama", "unigram")  # their decoders take a space off the beginning
     assert shown == (whole(raw).removeprefix(" ") if trims else whole(raw))
 
@@ -73,8 +73,8 @@ def test_what_is_complete_is_what_transformers_shows(kind: str, data: st.DataObj
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=10))
     for visible in (True, False):
         theirs = tokenizer.decode(ids, skip_special_tokens=visible, clean_up_tokenization_spaces=False)
-        if BROKEN not in theirs:
-            assert detokenizer(tokenizer)(ids, visible_only=visible) == theirs
+        if REPLACEMENT_CHARACTER not in theirs:
+            assert get_detokenizer(tokenizer)(ids, skip_special=visible) == theirs
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -85,11 +85,11 @@ def test_text_grows_at_its_end_only_and_pieces_make_it_up(kind: str, data: st.Da
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=14))
 
     def decode(some: list[int]) -> str:
-        return detokenizer(tokenizer)(some, visible_only=True)
+        return get_detokenizer(tokenizer)(some, skip_special=True)
 
-    transcript, known = Transcript(decode), ""
+    transcript, known = IncrementalDetokenizer(decode), ""
     for n, token in enumerate(ids):
-        transcript.push(token)
+        transcript.append(token)
         text = decode(ids[: n + 1])
         assert text.startswith(known)
         assert transcript.text == text
@@ -97,12 +97,14 @@ def test_text_grows_at_its_end_only_and_pieces_make_it_up(kind: str, data: st.Da
 
 
 def first_end(tokenizer: Any, ids: list[int], stop: str) -> int | None:
-    return next((n for n in range(1, len(ids) + 1) if stop in detokenizer(tokenizer)(ids[:n])), None)
+    return next((n for n in range(1, len(ids) + 1) if stop in get_detokenizer(tokenizer)(ids[:n])), None)
 
 
 def found_end(tokenizer: Any, ids: list[int], stop: str) -> int | None:
     rules = StopRules(10**6, (), (stop,))
-    return next((n for n in range(1, len(ids) + 1) if stop_reason(rules, ids[:n], detokenizer(tokenizer))), None)
+    return next(
+        (n for n in range(1, len(ids) + 1) if find_finish_reason(rules, ids[:n], get_detokenizer(tokenizer))), None
+    )
 
 
 @pytest.mark.parametrize("kind", BYTES)
@@ -123,7 +125,7 @@ def test_every_stop_string_is_found_in_a_run_of_bytes(kind: str, text: str) -> N
 def test_a_stop_string_is_found_where_the_whole_text_has_it(kind: str, data: st.DataObject) -> None:
     tokenizer = ALL[kind]()
     ids = data.draw(st.lists(st.integers(3, len(tokenizer) - 1), min_size=1, max_size=40))
-    text = detokenizer(tokenizer)(ids)
+    text = get_detokenizer(tokenizer)(ids)
     if not text:
         return
     start = data.draw(st.integers(0, len(text) - 1))
@@ -136,40 +138,43 @@ def test_an_added_token_before_half_a_character_is_shown_as_it_is_written() -> N
     tokenizer = byte_level.__wrapped__()
     tokenizer.add_tokens(["区→"])
     added, cut = tokenizer.convert_tokens_to_ids("区→"), ids_of("社", tokenizer)[:2]
-    assert detokenizer(tokenizer)([added, *cut]) == "区→"
-    assert detokenizer(tokenizer)([*cut, added]) == BROKEN + "区→"
+    assert get_detokenizer(tokenizer)([added, *cut]) == "区→"
+    assert get_detokenizer(tokenizer)([*cut, added]) == REPLACEMENT_CHARACTER + "区→"
 
 
 def test_letters_that_share_a_token_with_half_a_character_are_shown() -> None:
     tokenizer = byte_level()
     ids = tokenizer.convert_tokens_to_ids(["eÃ", "©x", "eÃ"])
-    transcript = Transcript(detokenizer(tokenizer))
-    assert [transcript.push(token) for token in ids] == ["e", "éx", "e"]
+    transcript = IncrementalDetokenizer(get_detokenizer(tokenizer))
+    assert [transcript.append(token) for token in ids] == ["e", "éx", "e"]
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback, lambda: byte_fallback("unigram")])
 def test_a_literal_replacement_character_at_the_end_is_text(make: Any) -> None:
     tokenizer = make()
-    ids = ids_of("a" + BROKEN, tokenizer)
-    transcript = Transcript(detokenizer(tokenizer))
-    assert "".join(transcript.push(token) for token in ids) == "a" + BROKEN
+    ids = ids_of("a" + REPLACEMENT_CHARACTER, tokenizer)
+    transcript = IncrementalDetokenizer(get_detokenizer(tokenizer))
+    assert "".join(transcript.append(token) for token in ids) == "a" + REPLACEMENT_CHARACTER
 
 
 def test_a_wrong_byte_takes_no_other_character_with_it() -> None:
     tokenizer = byte_fallback()
     ids = [*ids_of("社", tokenizer), *tokenizer.convert_tokens_to_ids(["<0xFF>", "<0xE5>"])]
-    assert detokenizer(tokenizer)(ids) == "社" + BROKEN
-    assert detokenizer(tokenizer)([*ids, *tokenizer.convert_tokens_to_ids(["ok"])]) == f"社{BROKEN}{BROKEN}ok"
+    assert get_detokenizer(tokenizer)(ids) == "社" + REPLACEMENT_CHARACTER
+    assert (
+        get_detokenizer(tokenizer)([*ids, *tokenizer.convert_tokens_to_ids(["ok"])])
+        == f"社{REPLACEMENT_CHARACTER}{REPLACEMENT_CHARACTER}ok"
+    )
 
 
 def test_a_special_token_between_two_bytes_of_a_character_is_not_seen() -> None:
     for tokenizer in (byte_level(), byte_fallback()):
         first, second, third = ids_of("社", tokenizer)
         special = tokenizer.eos_token_id
-        decode = detokenizer(tokenizer)
-        assert decode([first, special, second, third], visible_only=True) == "社"
-        assert decode([first, second, special], visible_only=True) == ""
-        assert decode([first, special], visible_only=False) == BROKEN + "</s>"
+        decode = get_detokenizer(tokenizer)
+        assert decode([first, special, second, third], skip_special=True) == "社"
+        assert decode([first, second, special], skip_special=True) == ""
+        assert decode([first, special], skip_special=False) == REPLACEMENT_CHARACTER + "</s>"
 
 
 def test_a_decoder_that_cannot_be_looked_into_shows_no_broken_end() -> None:
@@ -183,5 +188,5 @@ def test_a_decoder_that_cannot_be_looked_into_shows_no_broken_end() -> None:
 
 def test_words_that_hold_a_replacement_character_keep_it() -> None:
     tokenizer = word_level("metaspace")
-    ids = tokenizer.convert_tokens_to_ids(["the", BROKEN])
-    assert detokenizer(tokenizer)(ids) == "the" + BROKEN
+    ids = tokenizer.convert_tokens_to_ids(["the", REPLACEMENT_CHARACTER])
+    assert get_detokenizer(tokenizer)(ids) == "the" + REPLACEMENT_CHARACTER

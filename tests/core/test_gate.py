@@ -10,7 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.core.gate import NAMES, Always, AnyOf, Decision, Never, Signals, Threshold, Trigger, gate, measure
+from outrider.decoding.gate import (
+    SIGNAL_NAMES,
+    Always,
+    AnyOf,
+    Decision,
+    Never,
+    Signals,
+    Threshold,
+    Trigger,
+    compute_signals,
+    gate,
+)
 from outrider.errors import SettingsError
 
 INF = math.inf
@@ -43,29 +54,29 @@ def test_signals_equal_the_reference(row: list[float], temperature: float, data:
     if not finite:
         return
     chosen = data.draw(st.sampled_from(finite))
-    found, expected = measure(torch.tensor(row), chosen, temperature), reference(row, chosen, temperature)
-    for name in NAMES:
+    found, expected = compute_signals(torch.tensor(row), chosen, temperature), reference(row, chosen, temperature)
+    for name in SIGNAL_NAMES:
         assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-4, abs=2e-5), name
 
 
 def test_signals_of_a_row_as_long_as_a_real_one() -> None:
     row = torch.randn(151_936, generator=torch.Generator().manual_seed(0)) * 3
-    found, expected = measure(row, 77, 0.7), reference(row.tolist(), 77, 0.7)
-    for name in NAMES:
+    found, expected = compute_signals(row, 77, 0.7), reference(row.tolist(), 77, 0.7)
+    for name in SIGNAL_NAMES:
         assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-3, abs=1e-4), name
 
 
 def test_the_drawn_token_matters_to_logprob_only() -> None:
     row = torch.tensor([2.0, 1.0, 0.0])
-    one, other = measure(row, 0, 1.0), measure(row, 2, 1.0)
+    one, other = compute_signals(row, 0, 1.0), compute_signals(row, 2, 1.0)
     assert (one.entropy, one.margin, one.maxprob) == (other.entropy, other.margin, other.maxprob)
     assert other.logprob - one.logprob == pytest.approx(2.0)
 
 
 def test_the_two_extremes() -> None:
-    sure = measure(torch.tensor([50.0, 0.0, 0.0, 0.0]), 0, 0.0)
+    sure = compute_signals(torch.tensor([50.0, 0.0, 0.0, 0.0]), 0, 0.0)
     assert (sure.entropy, sure.margin, sure.maxprob, sure.logprob) == pytest.approx((0.0, 1.0, 0.0, 0.0), abs=1e-6)
-    unsure = measure(torch.zeros(4), 0, 0.0)
+    unsure = compute_signals(torch.zeros(4), 0, 0.0)
     assert (unsure.entropy, unsure.margin) == pytest.approx((math.log(4), 0.0))
     assert (unsure.maxprob, unsure.logprob) == pytest.approx((0.75, math.log(4)))
 
@@ -102,7 +113,7 @@ def test_the_mean_levels_out() -> None:
     assert Threshold("margin", 0.75, mean=True).decide(block).escalate
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SIGNAL_NAMES)
 @pytest.mark.parametrize("mean", [False, True])
 def test_a_block_without_signals_is_not_sure(name: str, mean: bool) -> None:
     assert Threshold(name, 0.5, mean).decide([]).escalate  # type: ignore[arg-type]
@@ -146,7 +157,7 @@ def test_who_needs_signals_and_who_is_exact() -> None:
 
 
 @pytest.mark.parametrize("mean", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SIGNAL_NAMES)
 def test_a_block_is_judged_by_its_value(name: str, mean: bool) -> None:
     rule = Threshold(name, 0.5, mean)  # type: ignore[arg-type]
     for numbers in ((0.1, 0.8), (0.6, 0.7), (0.1, 0.2)):
@@ -179,7 +190,7 @@ def test_parsing(spec: str, expected: object) -> None:
 
 
 limits = st.floats(0, 1e6, allow_subnormal=False)
-thresholds = st.builds(Threshold, st.sampled_from(NAMES), limits, st.booleans())
+thresholds = st.builds(Threshold, st.sampled_from(SIGNAL_NAMES), limits, st.booleans())
 singles = st.one_of(thresholds, st.just(Always()), st.just(Never()))
 gates = st.one_of(singles, st.lists(thresholds, min_size=2, max_size=3).map(lambda parts: AnyOf(tuple(parts))))
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.core.sequence import Sequence, Source, check_cache
+from outrider.decoding.sequence import Sequence, Source, check_cache
 from outrider.errors import StateError
 
 tokens = st.integers(0, 9)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.core.stopping import StopRules, count_sentences, stop_reason
+from outrider.decoding.stopping import StopRules, count_sentences, find_finish_reason
 
 EOS = 0
 
@@ -28,7 +28,7 @@ def ending(rules: StopRules, words: Words, ids: list[int] | None = None) -> tupl
     """(reason, number of tokens) of the output, fed token by token as the decoder does."""
     ids = words.ids if ids is None else ids
     for n in range(1, len(ids) + 1):
-        if reason := stop_reason(rules, ids[:n], words.decode):
+        if reason := find_finish_reason(rules, ids[:n], words.decode):
             return reason, n
     return None, len(ids)
 
@@ -47,14 +47,14 @@ def sentences(count: int, *parts: str | bytes, least: int = 0) -> tuple[str | No
 def test_eos_and_length_need_no_text() -> None:
     rules = StopRules(3, (7, 8))
     assert not rules.needs_text
-    assert stop_reason(rules, [1, 8], None) == "eos"
-    assert stop_reason(rules, [1, 2], None) is None
-    assert stop_reason(rules, [1, 2, 3], None) == "length"
-    assert stop_reason(rules, [1, 2, 7], None) == "eos"
+    assert find_finish_reason(rules, [1, 8], None) == "eos"
+    assert find_finish_reason(rules, [1, 2], None) is None
+    assert find_finish_reason(rules, [1, 2, 3], None) == "length"
+    assert find_finish_reason(rules, [1, 2, 7], None) == "eos"
 
 
 def test_an_earlier_eos_is_not_looked_at_again() -> None:
-    assert stop_reason(StopRules(9, (7,)), [7, 1], None) is None
+    assert find_finish_reason(StopRules(9, (7,)), [7, 1], None) is None
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_an_earlier_eos_is_not_looked_at_again() -> None:
     ],
 )
 def test_precedence_on_one_token(rules: StopRules, expected: str | None) -> None:
-    assert stop_reason(rules, [1, 2], Words(["all ", "done."]).decode) == expected
+    assert find_finish_reason(rules, [1, 2], Words(["all ", "done."]).decode) == expected
 
 
 def test_the_earlier_token_wins_whatever_its_rule() -> None:

@@ -1,4 +1,4 @@
-"""Values of the core are frozen: they can be shared between threads, hashed, and compared."""
+"""Values of sampling and decoding are frozen: they can be shared between threads, hashed, and compared."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import pkgutil
 from dataclasses import is_dataclass
 from typing import Any
 
-import outrider.core
+import outrider.decoding
+import outrider.sampling
 
 COUNTERS = {"Stats", "AuditTrail", "Losses"}  # written to while a generation runs
 
 
-def dataclasses_of_core() -> list[Any]:
-    names = [each.name for each in pkgutil.iter_modules(outrider.core.__path__)]
-    modules = [importlib.import_module(f"outrider.core.{name}") for name in names]
+def pure_dataclasses() -> list[Any]:
+    packages = (outrider.sampling, outrider.decoding)
+    names = [f"{each.__name__}.{module.name}" for each in packages for module in pkgutil.iter_modules(each.__path__)]
+    modules = [importlib.import_module(name) for name in names]
     return [
         each
         for module in modules
@@ -24,6 +26,6 @@ def dataclasses_of_core() -> list[Any]:
 
 
 def test_all_dataclasses_but_the_counters_are_frozen() -> None:
-    found: list[Any] = dataclasses_of_core()
+    found: list[Any] = pure_dataclasses()
     assert {each.__name__ for each in found if not each.__dataclass_params__.frozen} == COUNTERS
     assert len(found) > 30

@@ -9,21 +9,21 @@ from typing import Any
 
 from fakes import FarVerifier, HashRows, Rows, ScriptedEngine
 from outrider.config import GenerationSettings, OnCloudLoss
-from outrider.core.acceptance import rule
-from outrider.core.actions import Done, Draft, Plan, Proposal
-from outrider.core.decoder import Decoder
-from outrider.core.gate import Decision, Gate
-from outrider.core.gate import gate as parse_gate
-from outrider.core.lookahead import lookahead
-from outrider.core.outcome import Guarantee, guarantee
-from outrider.core.policy import Policy
-from outrider.core.sequence import Source
-from outrider.core.stopping import StopRules
+from outrider.decoding.actions import Done, Draft, Plan, Proposal
+from outrider.decoding.decoder import Decoder
+from outrider.decoding.draft_length import parse_draft_length
+from outrider.decoding.gate import Decision, Gate
+from outrider.decoding.gate import gate as parse_gate
+from outrider.decoding.result import Guarantee, derive_guarantee
+from outrider.decoding.sequence import Source
+from outrider.decoding.stopping import StopRules
 from outrider.edge.drafter import Drafter
 from outrider.edge.drivers import pipelined, sequential
-from outrider.edge.link import Link
-from outrider.engines.base import Prompt, Reader
-from outrider.verifiers.base import Conditions
+from outrider.edge.verifier_session import VerifierSession
+from outrider.engines.base import CachedSequence, Prompt
+from outrider.sampling.acceptance import parse_acceptance_rule
+from outrider.sampling.policy import Policy
+from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import LocalVerifier
 
 V = 24
@@ -108,8 +108,8 @@ class Generation:
         self.policy = Policy.build(wanted, (0,), V, len(PROMPT))
         self.drafter = self._drafter()
         self.verifier = FarVerifier(LocalVerifier(self.target), polls=polls, losses=losses, heard=heard)
-        conditions = Conditions(wanted, case.accept, V)
-        self.link = Link(self.verifier, lambda verifier: verifier.open(Prompt(PROMPT), conditions), on_loss)
+        params = SessionParams(wanted, case.accept, V)
+        self.link = VerifierSession(self.verifier, lambda verifier: verifier.open(Prompt(PROMPT), params), on_loss)
         self.seen: list[int] = []
         self.final = 0
 
@@ -172,7 +172,7 @@ class Generation:
     @property
     def guarantee(self) -> Guarantee:
         accept, gate = self.plan.accept, self.plan.gate
-        return guarantee(self.decoder.stats, lossless=accept.lossless and (gate.exact or not accept.needs_q))
+        return derive_guarantee(self.decoder.stats, lossless=accept.lossless and (gate.exact or not accept.needs_q))
 
     @property
     def sources(self) -> list[Source]:
@@ -194,12 +194,12 @@ class Generation:
     def _plan(self, wanted: GenerationSettings) -> Plan:
         case, eos = self.case, () if wanted.ignore_eos else (0,)
         rules = StopRules(wanted.max_new_tokens, eos, wanted.stop, wanted.sentences, wanted.min_new_tokens)
-        gate, accept = case.build_gate(), rule(case.accept)
-        return Plan(rules, gate, accept, lookahead(case.k), True, case.on_loop, case.scope)
+        gate, accept = case.build_gate(), parse_acceptance_rule(case.accept)
+        return Plan(rules, gate, accept, parse_draft_length(case.k), True, case.on_loop, case.scope)
 
     def _drafter(self) -> Drafter:
         plan = self.plan
-        assert plan.lookahead is not None
-        reader = Reader(self.draft, Prompt(PROMPT), "drafter")
-        needs_signals = plan.gate.needs_signals or plan.lookahead.needs_signals
+        assert plan.draft_length is not None
+        reader = CachedSequence(self.draft, Prompt(PROMPT), "drafter")
+        needs_signals = plan.gate.needs_signals or plan.draft_length.needs_signals
         return Drafter(reader, self.policy, needs_signals=needs_signals, needs_q=plan.accept.needs_q)

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from fakes import HashRows, ScriptedEngine, blend, plain
 from outrider import SpeculativeDecoder, local
-from outrider.core.acceptance import Exact, Rule, Verdict, rule
-from outrider.core.actions import Plan, Proposal
-from outrider.core.decoder import Decoder
-from outrider.core.gate import Gate, Signals, gate
-from outrider.core.lookahead import ConfidenceStop, Paced
-from outrider.core.stopping import StopRules
-from outrider.edge.lessons import Lessons
+from outrider.decoding.actions import Plan, Proposal
+from outrider.decoding.decoder import Decoder
+from outrider.decoding.draft_length import AdaptiveDraftLength, ConfidenceStop
+from outrider.decoding.gate import Gate, Signals, gate
+from outrider.decoding.stopping import StopRules
+from outrider.edge.round_observer import RoundObserver
+from outrider.sampling.acceptance import AcceptanceRule, Exact, Verdict, parse_acceptance_rule
 
 V = 24
 PROMPT = [3, 1, 4, 1, 5]
@@ -41,7 +41,7 @@ def test_auto_is_never_far_behind_the_best_fixed_k() -> None:
 
 def test_a_confidence_stop_that_learns_nothing_would_be_seen() -> None:
     case = Case("geometric:0.8", 10, 0.1, "sequential")
-    assert rate(case, ConfidenceStop(), 256, range(2)) < 0.9 * rate(case, Paced(), 256, range(2))
+    assert rate(case, ConfidenceStop(), 256, range(2)) < 0.9 * rate(case, AdaptiveDraftLength(), 256, range(2))
 
 
 # Never the output -------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def test_a_confidence_stop_that_learns_nothing_would_be_seen() -> None:
 def jumpy_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times that make no sense: whatever is learnt from them must not show."""
     ticks = (20 * n + n * n % 17 for n in count())
-    monkeypatch.setattr(Lessons.__init__, "__defaults__", (lambda: float(next(ticks)),))
+    monkeypatch.setattr(RoundObserver.__init__, "__defaults__", (lambda: float(next(ticks)),))
 
 
 @settings(max_examples=60)
@@ -85,9 +85,9 @@ def test_no_clock_decides_on_an_output_that_depends_on_the_cut(modes: dict[str, 
         decoder = SpeculativeDecoder(draft, local(target), k="auto", **modes)  # type: ignore[arg-type]
         for seed in (1, 1, 2, 1):
             yield decoder.generate(PROMPT, max_new_tokens=50, temperature=1.0, seed=seed).token_ids
-        assert decoder.lookahead is not None
-        assert decoder.lookahead.pace is not None
-        assert decoder.lookahead.pace.price is None
+        assert decoder.draft_length is not None
+        assert decoder.draft_length.controller is not None
+        assert decoder.draft_length.controller.token_cost is None
 
     first, again, _, last = outputs()
     assert first == again == last
@@ -103,9 +103,9 @@ def test_the_edge_alone_drafts_by_confidence() -> None:
 # What is told -----------------------------------------------------------------------------------------------------
 
 
-def start(spec: str = "always", accept: Rule | None = None) -> tuple[Decoder, Paced]:
+def start(spec: str = "always", accept: AcceptanceRule | None = None) -> tuple[Decoder, AdaptiveDraftLength]:
     parsed: Gate = gate(spec)
-    auto = Paced()
+    auto = AdaptiveDraftLength()
     plan = Plan(StopRules(100, ()), parsed, accept or Exact(), auto, has_verifier=True, on_loop="ignore")
     return Decoder(PROMPT, plan), auto
 
@@ -113,26 +113,26 @@ def start(spec: str = "always", accept: Rule | None = None) -> tuple[Decoder, Pa
 def play(decoder: Decoder, waits: list[float], *, step: float = 0.01) -> None:
     """Rounds of two tokens, both accepted, at the given times; the prompt takes ten times as long."""
     now = [0.0]
-    lessons = Lessons(decoder, lambda: now[0])
+    observer = RoundObserver(decoder, lambda: now[0])
     for n, wait in enumerate(waits, 1):
         while not hasattr(action := decoder.next(), "draft_ids"):
             began = now[0]
             now[0] += step if decoder.stats.drafted else 10 * step
-            lessons.drafted(1, began)
+            observer.record_draft(1, began)
             decoder.drafted([Proposal(7, Signals(0.0, 0.0, 0.0, 0.6))])
         began = now[0]
         now[0] += wait
         verdict = Verdict(n, len(action.draft_ids), 8)  # type: ignore[union-attr]
-        lessons.decided(verdict, began)
+        observer.record_verdict(verdict, began)
         decoder.decided(verdict)
 
 
 def test_the_time_of_the_prompt_is_no_pace() -> None:
     decoder, auto = start()
     play(decoder, [5.0, 0.1, 0.1])
-    assert auto.pace.times.step == pytest.approx(0.01)
-    assert auto.pace.times.fixed(0.0) == pytest.approx(0.1)
-    assert auto.pace.acceptance.mean > 0.7
+    assert auto.controller.times.draft_seconds == pytest.approx(0.01)
+    assert auto.controller.times.fixed(0.0) == pytest.approx(0.1)
+    assert auto.controller.acceptance.mean > 0.7
 
 
 def test_what_was_learnt_outlives_the_generation() -> None:
@@ -140,16 +140,16 @@ def test_what_was_learnt_outlives_the_generation() -> None:
         ScriptedEngine(blend(TARGET, OTHER, 0.1), V), local(ScriptedEngine(TARGET, V)), k="auto"
     )
     decoder.generate(PROMPT, max_new_tokens=40)
-    assert decoder.lookahead is not None
-    assert decoder.lookahead.pace is not None
-    assert decoder.lookahead.pace.price is not None
+    assert decoder.draft_length is not None
+    assert decoder.draft_length.controller is not None
+    assert decoder.draft_length.controller.token_cost is not None
 
 
 @pytest.mark.parametrize(("spec", "accept"), [("entropy:9", "exact"), ("always", "rank:3")])
 def test_nothing_is_told_where_the_cut_matters(spec: str, accept: str) -> None:
-    decoder, auto = start(spec, rule(accept))
-    lessons = Lessons(decoder, lambda: 1.0)
-    lessons.drafted(1, 0.0)
-    lessons.decided(Verdict(2, 0, 1), 0.0)
-    assert not auto.pace.times.known
-    assert auto.pace.acceptance.mean == Paced().pace.acceptance.mean
+    decoder, auto = start(spec, parse_acceptance_rule(accept))
+    observer = RoundObserver(decoder, lambda: 1.0)
+    observer.record_draft(1, 0.0)
+    observer.record_verdict(Verdict(2, 0, 1), 0.0)
+    assert not auto.controller.times.is_ready
+    assert auto.controller.acceptance.mean == AdaptiveDraftLength().controller.acceptance.mean

@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 from fakes import HashRows, OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain
 from outrider import Result, SpeculativeDecoder, StateError, api, local
 from outrider.config import GenerationSettings
-from outrider.core.acceptance import Verdict, rule
-from outrider.core.actions import Draft, Plan, Proposal, Verify
-from outrider.core.decoder import Decoder, Event
-from outrider.core.gate import Always, Gate
-from outrider.core.lookahead import FixedK, lookahead
-from outrider.core.policy import Policy
-from outrider.core.sequence import Source
-from outrider.core.stopping import StopRules
+from outrider.decoding.actions import Draft, Plan, Proposal, Verify
+from outrider.decoding.decoder import Decoder, Event
+from outrider.decoding.draft_length import FixedDraftLength, parse_draft_length
+from outrider.decoding.gate import Always, Gate
+from outrider.decoding.sequence import Source
+from outrider.decoding.stopping import StopRules
 from outrider.edge.drafter import Drafter
 from outrider.edge.drivers import sequential
-from outrider.edge.link import Link
-from outrider.engines.base import Prompt, Reader
-from outrider.verifiers.base import Conditions
+from outrider.edge.verifier_session import VerifierSession
+from outrider.engines.base import CachedSequence, Prompt
+from outrider.sampling.acceptance import Verdict, parse_acceptance_rule
+from outrider.sampling.policy import Policy
+from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import LocalVerifier
 
 V = 24
@@ -40,15 +40,23 @@ class Watched:
     def __init__(self, draft: ScriptedEngine, gate: Gate, k: int | str, scope: Any, **options: Any) -> None:
         wanted = GenerationSettings(**options)
         self.draft, self.target = draft, ScriptedEngine(TARGET, V, eos_ids=(0,))
-        plan = Plan(StopRules(wanted.max_new_tokens, (0,)), gate, rule("exact"), lookahead(k), True, "escalate", scope)
+        plan = Plan(
+            StopRules(wanted.max_new_tokens, (0,)),
+            gate,
+            parse_acceptance_rule("exact"),
+            parse_draft_length(k),
+            True,
+            "escalate",
+            scope,
+        )
         self.decoder = Decoder(PROMPT, plan)
         self.policy = Policy.build(wanted, (0,), V, len(PROMPT))
-        reader = Reader(draft, Prompt(PROMPT), "drafter")
-        self.drafter = Drafter(reader, self.policy, needs_signals=plan.lookahead.needs_signals, needs_q=False)
+        reader = CachedSequence(draft, Prompt(PROMPT), "drafter")
+        self.drafter = Drafter(reader, self.policy, needs_signals=plan.draft_length.needs_signals, needs_q=False)
         self.verifier = LocalVerifier(self.target)
-        conditions = Conditions(wanted, "exact", V)
-        self.link = Link(self.verifier, lambda verifier: verifier.open(Prompt(PROMPT), conditions))
-        self.known: list[int] = []  # what the verifier has been told or has said, and rows were asked for
+        params = SessionParams(wanted, "exact", V)
+        self.link = VerifierSession(self.verifier, lambda verifier: verifier.open(Prompt(PROMPT), params))
+        self.cached_len: list[int] = []  # what the verifier has been told or has said, and rows were asked for
         self.audited = self.disagreed = 0
 
     def judge(self, request: Verify) -> Verdict:
@@ -57,11 +65,11 @@ class Watched:
         ids = self.decoder.sequence.ids
         for n in range(request.base_length - len(request.new_ids), request.base_length):
             self.disagreed += self.choice(ids[:n]) != ids[n]
-        self.known = [*ids[: request.base_length], *request.draft_ids[: verdict.accepted], verdict.next_token]
+        self.cached_len = [*ids[: request.base_length], *request.draft_ids[: verdict.accepted], verdict.next_token]
         return verdict
 
     def choice(self, ids: list[int]) -> int:
-        return self.policy.distribution(TARGET(tuple(ids)), ids, len(ids)).choice
+        return self.policy.distribution(TARGET(tuple(ids)), ids, len(ids)).token
 
     def run(self) -> list[Event]:
         events = []
@@ -80,12 +88,12 @@ class Watched:
             assert slot.tokens == sequence.ids[: len(slot.tokens)]
             assert len(slot.tokens) < len(sequence.ids)
         for slot in self.target.slots.values():
-            assert slot.tokens == self.known[: len(slot.tokens)]
-            assert len(slot.tokens) < len(self.known)
+            assert slot.tokens == self.cached_len[: len(slot.tokens)]
+            assert len(slot.tokens) < len(self.cached_len)
         committed = sequence.ids[: sequence.committed_length]
         assert committed == [*PROMPT, *sequence.generated]
-        shared = min(len(self.known), len(committed))
-        assert self.known[:shared] == committed[:shared], "the two sides disagree about a committed token"
+        shared = min(len(self.cached_len), len(committed))
+        assert self.cached_len[:shared] == committed[:shared], "the two sides disagree about a committed token"
 
 
 drafting = st.one_of(
@@ -191,10 +199,10 @@ def test_events_replayed_give_the_output(
 
 
 def parts(output: list[int], k: int = 3) -> tuple[Decoder, Drafter, OracleEngine]:
-    plan = Plan(StopRules(len(output)), Always(), rule("exact"), FixedK(k), True, "ignore")
+    plan = Plan(StopRules(len(output)), Always(), parse_acceptance_rule("exact"), FixedDraftLength(k), True, "ignore")
     engine = OracleEngine(len(PROMPT), output, V)
     policy = Policy.build(GenerationSettings(), (), V, len(PROMPT))
-    drafter = Drafter(Reader(engine, Prompt(PROMPT), "drafter"), policy, needs_signals=False, needs_q=False)
+    drafter = Drafter(CachedSequence(engine, Prompt(PROMPT), "drafter"), policy, needs_signals=False, needs_q=False)
     return Decoder(PROMPT, plan), drafter, engine
 
 
@@ -262,12 +270,12 @@ def test_asking_what_is_next_changes_nothing() -> None:
 def test_a_drafter_stops_at_eos_and_feeds_nothing_twice() -> None:
     engine = OracleEngine(len(PROMPT), [7, 8, 0, 9], V)
     policy = Policy.build(GenerationSettings(), (0,), V, len(PROMPT))
-    drafter = Drafter(Reader(engine, Prompt(PROMPT), "drafter"), policy, needs_signals=True, needs_q=False)
+    drafter = Drafter(CachedSequence(engine, Prompt(PROMPT), "drafter"), policy, needs_signals=True, needs_q=False)
     proposals = block(drafter, PROMPT, 8, eos=(0,))
     assert [proposal.token for proposal in proposals] == [7, 8, 0]
     assert all(proposal.signals is not None and proposal.q is None for proposal in proposals)
     assert engine.fed == len(PROMPT) + 2
-    drafter.settle(len(PROMPT) + 1)
+    drafter.rollback_to(len(PROMPT) + 1)
     assert engine.slots[engine.open_slots[0]].tokens == list(PROMPT)
     drafter.draft([*PROMPT, 7], Draft(1))
     assert engine.refed == 1, "one token, which had been rolled back"
@@ -296,7 +304,7 @@ def test_the_first_token_comes_alone_and_of_a_slow_drafter_every_one(
     monkeypatch.setattr("outrider.edge.drafter.time", engine)
     engine.seconds = seconds
     policy = Policy.build(GenerationSettings(), (), V, len(PROMPT))
-    drafter = Drafter(Reader(engine, Prompt(PROMPT), "drafter"), policy, needs_signals=False, needs_q=False)
+    drafter = Drafter(CachedSequence(engine, Prompt(PROMPT), "drafter"), policy, needs_signals=False, needs_q=False)
     ids, found = list(PROMPT), []
     for count in (5, 4, 5):
         found.append(drafter.draft(ids, Draft(count)))
@@ -314,7 +322,7 @@ def test_a_loop_is_left_by_one_random_draw_among_the_best() -> None:
     for seed in range(30):
         blocks = []
         for _ in range(2):
-            reader = Reader(ScriptedEngine(TARGET, V), Prompt(PROMPT), "drafter")
+            reader = CachedSequence(ScriptedEngine(TARGET, V), Prompt(PROMPT), "drafter")
             drafter = Drafter(reader, policy[seed], needs_signals=False, needs_q=False)
             blocks.append(block(drafter, PROMPT, 3, leave_loop=True))
         assert blocks[0] == blocks[1]
@@ -362,8 +370,8 @@ def test_slots_are_closed_after_an_error_in_any_forward(side: int, gate: str) ->
 
 def test_a_closed_stream_ends_its_generation_without_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     """Newer Pythons keep the inner generator alive for a while after the outer one was closed."""
-    kept, events = [], api._Run.events
-    monkeypatch.setattr(api._Run, "events", lambda run: kept.append(events(run)) or kept[-1])
+    kept, events = [], api._Generation.events
+    monkeypatch.setattr(api._Generation, "events", lambda run: kept.append(events(run)) or kept[-1])
     draft, target = pair()
     stream = SpeculativeDecoder(draft, local(target), k=3).stream(list(PROMPT), max_new_tokens=20)
     next(stream)
@@ -393,7 +401,7 @@ def test_a_stream_that_was_never_begun_opens_nothing() -> None:
 
 def test_a_session_that_cannot_be_opened_leaves_no_slot() -> None:
     class Refuses(ScriptedVerifier):
-        def open(self, prompt: Prompt, conditions: Conditions) -> int:
+        def open(self, prompt: Prompt, params: SessionParams) -> int:
             raise StateError("full")
 
     draft, _ = pair()

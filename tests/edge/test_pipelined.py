@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes import OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain
-from outrider.core.acceptance import Verdict
-from outrider.core.actions import Verify
-from outrider.core.decoder import MAX_PROVISIONAL, Decoder
-from outrider.core.sequence import Source
-from outrider.edge.link import Link
+from outrider.decoding.actions import Verify
+from outrider.decoding.decoder import MAX_PROVISIONAL, Decoder
+from outrider.decoding.sequence import Source
+from outrider.edge.verifier_session import VerifierSession
 from outrider.errors import SettingsError
+from outrider.sampling.acceptance import Verdict
 
 FAR = (10_000,)  # a verdict that arrives when nothing is left to draft
 
@@ -176,6 +176,6 @@ def test_a_decoder_that_keeps_the_wrong_tokens_is_seen(
 
 
 def test_a_verifier_that_answers_only_while_one_waits_is_refused() -> None:
-    link = Link(ScriptedVerifier([1, 2], V), lambda verifier: 1)
+    link = VerifierSession(ScriptedVerifier([1, 2], V), lambda verifier: 1)
     with pytest.raises(SettingsError, match="asked over a network"):
         link.submit(Verify(1, 5, (), (1,)))

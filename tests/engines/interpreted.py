@@ -10,11 +10,11 @@ import torch
 import transformers as tf
 
 pytest.importorskip("triton", reason="the kernels' interpreter is in the package triton, which is made for Linux only")
-from outrider.engines import stack
-from outrider.engines.graphs import Graphs, Run
-from outrider.engines.ondevice import OnDevice
-from outrider.engines.stack import Stack
-from outrider.engines.torch import TorchEngine
+from outrider.engines.torch import fused_model as stack
+from outrider.engines.torch.cuda_graphs import CudaGraphCache, Run
+from outrider.engines.torch.engine import TorchEngine
+from outrider.engines.torch.fused_model import FusedModel
+from outrider.engines.torch.model_runner import ModelRunner
 
 VOCAB = 48
 _SIZES: dict[str, Any] = {
@@ -33,7 +33,7 @@ _SIZES: dict[str, Any] = {
 CONFIGS = {"qwen2": tf.Qwen2Config, "qwen3": tf.Qwen3Config, "llama": tf.LlamaConfig}
 
 
-class Eager(Graphs):
+class Eager(CudaGraphCache):
     """Runs at once what would be captured. As with a graph, whatever was there before is run once with no harm done."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Eager(Graphs):
     def clear(self) -> None:
         self.found.clear()
 
-    def find(self, key: Hashable, forward: Callable[[], Run]) -> Run:
+    def get_or_capture(self, key: Hashable, forward: Callable[[], Run]) -> Run:
         if key not in self.found:
             self.found[key] = forward()
             self.found[key]()
@@ -62,9 +62,9 @@ def model(kind: str = "qwen2", seed: int = 0, disturbed: float = 0.0) -> Any:
 
 def fused(made: Any, monkeypatch: pytest.MonkeyPatch) -> TorchEngine:
     """An engine that runs a model as on a GPU. Small spans and few programs: each of them takes the interpreter ms."""
-    monkeypatch.setattr(stack, "SMALLEST_SPAN", 32)
-    monkeypatch.setattr(stack, "SMALLEST_CHUNK", 16)
-    monkeypatch.setattr(stack, "PROGRAMS", 4)
+    monkeypatch.setattr(stack, "MIN_SPAN", 32)
+    monkeypatch.setattr(stack, "MIN_CHUNK", 16)
+    monkeypatch.setattr(stack, "TARGET_PROGRAMS", 4)
     engine = TorchEngine(made, name="fused")
-    engine._on_device = OnDevice(Stack(made.model, made.lm_head, made.config), engine.device, Eager())
+    engine._runner = ModelRunner(FusedModel(made.model, made.lm_head, made.config), engine.device, Eager())
     return engine

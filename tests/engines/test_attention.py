@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from outrider.engines import attention
-from outrider.engines.base import Feed, Prompt
-from outrider.engines.torch import TorchEngine
+from outrider.engines.base import Prompt, SequenceInput
+from outrider.engines.torch import attention
+from outrider.engines.torch.engine import TorchEngine
 from tests.engines.tiny import engine, model, tokens
 
 
@@ -47,7 +47,7 @@ def test_a_batch_of_neighbouring_slots_copies_no_keys(monkeypatch: pytest.Monkey
     """In whatever order the feeds come; slots with gaps between them are gathered, with the same rows."""
     made = TorchEngine(model("qwen2"))
     slots = [made.open(Prompt((1,))) for _ in range(4)]
-    feeds = [Feed(slot, tokens(9, seed=slot), 2) for slot in slots]
+    feeds = [SequenceInput(slot, tokens(9, seed=slot), 2) for slot in slots]
     gathered = made.forward_many([feeds[3], feeds[0]])
     for slot in (slots[0], slots[3]):
         made.truncate(slot, 0)
@@ -70,7 +70,7 @@ def test_a_long_prefill_beside_short_feeds_computes_only_the_rows_that_are_wante
     seen: list[torch.Size] = []
     hook = made.model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.shape))
     first, second = made.open(Prompt((1,))), made.open(Prompt((1,)))
-    rows = made.forward_many([Feed(first, tokens(90), 1), Feed(second, tokens(5), 4)])
+    rows = made.forward_many([SequenceInput(first, tokens(90), 1), SequenceInput(second, tokens(5), 4)])
     hook.remove()
     assert seen[0][1] == 5
     assert [len(part) for part in rows] == [1, 4]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from outrider.engines.base import Prompt
-from outrider.engines.families import _with_frames
-from outrider.engines.torch import TorchEngine
+from outrider.engines.torch.engine import TorchEngine
+from outrider.engines.torch.model_families import _fit_frames
 from outrider.errors import PromptError
 from outrider.prompts.media import pack_features, unpack_features
 from tests.equivalence.tiny_models import clip, feature_extractor, tiny_engine, tiny_model
@@ -18,22 +18,22 @@ FAMILIES = ("omni", "qwen2-audio")
 
 
 def heard(engine: TorchEngine, samples: int) -> tuple[int, ...]:
-    front = engine.audio
-    return (5, 6, *[front.placeholder] * front.token_count(samples), 7, 8)
+    audio_encoder = engine.audio
+    return (5, 6, *[audio_encoder.placeholder] * audio_encoder.token_count(samples), 7, 8)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("samples", [1_600, 8_001, 16_000, 24_159, 31_399, 31_400, 31_841, 32_000])
 def test_features_carry_all_that_is_heard(family: str, samples: int) -> None:
-    front, wave = tiny_engine(family).audio, clip(2.0)[:samples]
-    features = front.features(wave)
+    audio_encoder, wave = tiny_engine(family).audio, clip(2.0)[:samples]
+    features = audio_encoder.features(wave)
     assert features.dtype == np.float32
-    assert features.shape[0] == front.mels == 128
-    assert features.shape[1] <= front.max_frames
-    sent = unpack_features(pack_features(features), front.mels, front.max_frames)
-    embeds = front.embed_features(sent)
-    assert len(embeds) == front.token_count(samples) == front.feature_tokens(features.shape[1])
-    assert torch.equal(embeds, front.embed(wave))
+    assert features.shape[0] == audio_encoder.mels == 128
+    assert features.shape[1] <= audio_encoder.max_frames
+    sent = unpack_features(pack_features(features), audio_encoder.mels, audio_encoder.max_frames)
+    embeds = audio_encoder.embed_features(sent)
+    assert len(embeds) == audio_encoder.token_count(samples) == audio_encoder.feature_tokens(features.shape[1])
+    assert torch.equal(embeds, audio_encoder.embed(wave))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -71,12 +71,12 @@ def test_a_prompt_with_features_is_read_as_one_with_the_recording(family: str) -
 def test_a_withheld_recording_is_read_as_ordinary_tokens(family: str) -> None:
     made, wave = tiny_engine(family), clip(0.7)
     ids = heard(made, len(wave))
-    deaf = made.forward(made.open(Prompt(ids)), ids)
+    without_audio = made.forward(made.open(Prompt(ids)), ids)
     embeds = made.model.get_input_embeddings()(torch.tensor([ids]))
     with torch.inference_mode():
         plain = tiny_model(family)(inputs_embeds=embeds, attention_mask=torch.ones(1, len(ids)).long()).logits[0]
-    torch.testing.assert_close(deaf, plain, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(deaf, made.forward(made.open(Prompt(ids, wave)), ids))
+    torch.testing.assert_close(without_audio, plain, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(without_audio, made.forward(made.open(Prompt(ids, wave)), ids))
 
 
 def test_a_prompt_has_a_recording_or_features_not_both() -> None:
@@ -98,8 +98,8 @@ def test_a_prompt_has_a_recording_or_features_not_both() -> None:
 )
 def test_features_that_do_not_belong_to_the_prompt_are_refused(family: str, features: np.ndarray, message: str) -> None:
     made = tiny_engine(family)
-    front = made.audio
-    ids = (5, *[front.placeholder] * 14, 6)
+    audio_encoder = made.audio
+    ids = (5, *[audio_encoder.placeholder] * 14, 6)
     with pytest.raises(PromptError, match=message):
         made.open(Prompt(ids, features=features))
 
@@ -123,7 +123,7 @@ def test_embeddings_are_freed_on_close() -> None:
 
 @pytest.mark.parametrize("samples", [1_600, 8_001, 16_000, 31_360, 31_399, 31_841, 32_000])
 def test_the_whole_window_is_rebuilt_from_its_first_frames(samples: int) -> None:
-    front, wave = tiny_engine("qwen2-audio").audio, clip(2.0)[:samples]
+    audio_encoder, wave = tiny_engine("qwen2-audio").audio, clip(2.0)[:samples]
     whole = feature_extractor("qwen2-audio")(wave, sampling_rate=16_000, padding="max_length", return_tensors="np")
-    rebuilt = _with_frames(front.features(wave), front.max_frames - front._tail)
+    rebuilt = _fit_frames(audio_encoder.features(wave), audio_encoder.max_frames - audio_encoder._tail)
     np.testing.assert_array_equal(rebuilt, whole["input_features"][0])

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engines.base import Feed, Prompt
-from outrider.engines.slots import FIRST_CAPACITY
-from outrider.engines.torch import TorchEngine
+from outrider.engines.base import Prompt, SequenceInput
+from outrider.engines.torch.engine import TorchEngine
+from outrider.engines.torch.kv_cache import INITIAL_CAPACITY
 from outrider.errors import ModelError, PromptError, StateError
 from tests.engines.tiny import model, tokens
 
@@ -80,7 +80,10 @@ def test_a_position_too_many_is_refused_before_any_work_and_changes_nothing() ->
     made.forward(long, tokens(95), 1)
     made.forward(short, tokens(3), 1)
     hook = made.model.register_forward_pre_hook(lambda *args: pytest.fail("computed"))
-    for feeds in ([Feed(long, tokens(6), 1)], [Feed(short, tokens(2), 1), Feed(long, tokens(6), 6)]):
+    for feeds in (
+        [SequenceInput(long, tokens(6), 1)],
+        [SequenceInput(short, tokens(2), 1), SequenceInput(long, tokens(6), 6)],
+    ):
         with pytest.raises(PromptError, match=r"101 positions.*at most 100"):
             made.forward_many(feeds)
     hook.remove()
@@ -96,13 +99,13 @@ def test_a_slot_may_be_filled_to_the_last_position_beside_a_longer_feed(kind: st
     for one in (made, free):
         full, empty = one.open(PROMPT), one.open(PROMPT)
         one.forward(full, tokens(98), 1)
-        rows.append(one.forward_many([Feed(full, tokens(2), 2), Feed(empty, tokens(70), 2)]))
+        rows.append(one.forward_many([SequenceInput(full, tokens(2), 2), SequenceInput(empty, tokens(70), 2)]))
         rows[-1].append(one.forward(full, tokens(1), 1) if one is free else rows[-1][0][:1])
     torch.testing.assert_close(rows[0][:2], rows[1][:2], rtol=1e-4, atol=1e-4)
 
 
 def test_growth_stops_at_the_limit_and_keeps_what_was_there() -> None:
-    limit = FIRST_CAPACITY + 40  # doubling would pass it
+    limit = INITIAL_CAPACITY + 40  # doubling would pass it
     made, free = fresh(), fresh()
     made.reserve(made.position_bytes * limit * 3, limit)
     ids = tokens(limit)
@@ -155,7 +158,7 @@ def _act(made: TorchEngine, held: dict[int, int], action: str, pick: int, size: 
         return
     chosen = sorted(held)[pick % len(held) :][:width]
     if action == "forward":
-        feeds = [Feed(slot, tokens(1 + (size * (n + 1)) % 60, seed=n), 1) for n, slot in enumerate(chosen)]
+        feeds = [SequenceInput(slot, tokens(1 + (size * (n + 1)) % 60, seed=n), 1) for n, slot in enumerate(chosen)]
         if _unless_refused(PromptError, lambda: made.forward_many(feeds)):
             held.update({feed.slot: held[feed.slot] + len(feed.ids) for feed in feeds})
     elif action == "truncate":

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 SCRIPT = """
 import json, os, signal, sys, threading
 from outrider import OutriderError, SpeculativeDecoder, load_engine, local
-from outrider.engines.locking import LOADING, lock_of
-from outrider.engines.torch import TorchEngine
+from outrider.engines.locking import LOAD_LOCK, lock_of
+from outrider.engines.torch.engine import TorchEngine
 from tests.engines.tiny import model
 
 prompt = list(range(2, 96))
@@ -48,7 +48,7 @@ held, over = threading.Event(), threading.Event()
 
 
 def hold():  # as another thread inside a forward, a tokenizer and a load does
-    with engine.lock, demo.lock, lock_of(demo.tokenizer), LOADING:
+    with engine.lock, demo.lock, lock_of(demo.tokenizer), LOAD_LOCK:
         held.set()
         over.wait()
 

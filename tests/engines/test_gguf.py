@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import ModelError, PromptError, SettingsError, SpeculativeDecoder, StateError, load_engine, local
-from outrider.engines.base import Feed, Prompt
-from outrider.engines.torch import TorchEngine
+from outrider.engines.base import Prompt, SequenceInput
+from outrider.engines.torch.engine import TorchEngine
 from tests.engines.tiny import VOCAB, model, tokens
 
 PROMPT = Prompt((1,))
@@ -97,7 +97,7 @@ def test_more_tokens_and_rows_than_a_call_takes(engine: Any) -> None:
     """512 tokens and 64 rows: cut anywhere, also inside a feed."""
     slots = [engine.open(PROMPT) for _ in range(2)]
     texts = [tokens(300, seed=n) for n in range(2)]
-    rows = engine.forward_many([Feed(slots[0], texts[0], 100), Feed(slots[1], texts[1], 7)])
+    rows = engine.forward_many([SequenceInput(slots[0], texts[0], 100), SequenceInput(slots[1], texts[1], 7)])
     assert [len(part) for part in rows] == [100, 7]
     for text, part in zip(texts, rows, strict=True):
         torch.testing.assert_close(part, plain(text)[-len(part) :], **CLOSE)
@@ -112,10 +112,10 @@ def test_a_ragged_batch_equals_single_forwards(engine: Any) -> None:
     for n, (slot, (prefix, new)) in enumerate(zip(slots, lengths, strict=True)):
         if prefix:
             engine.forward(slot, tokens(prefix, seed=n), 1)
-        feeds.append(Feed(slot, tokens(new, seed=100 + n), min(new, 3)))
+        feeds.append(SequenceInput(slot, tokens(new, seed=100 + n), min(new, 3)))
     for n, rows in enumerate(engine.forward_many(feeds)):
         ids = [*tokens(lengths[n][0], seed=n), *feeds[n].ids]
-        torch.testing.assert_close(rows, plain(ids)[-feeds[n].rows :], **CLOSE)
+        torch.testing.assert_close(rows, plain(ids)[-feeds[n].logits_to_keep :], **CLOSE)
     assert [engine.kv_len(slot) for slot in slots] == [prefix + new for prefix, new in lengths]
 
 
@@ -317,7 +317,7 @@ def test_no_sequence_passes_the_length_that_the_model_was_made_for(engine: Any) 
 def test_a_closed_slot_and_impossible_feeds_are_refused(engine: Any) -> None:
     slot = engine.open(PROMPT)
     with pytest.raises(StateError, match="twice"):
-        engine.forward_many([Feed(slot, [1], 1), Feed(slot, [2], 1)])
+        engine.forward_many([SequenceInput(slot, [1], 1), SequenceInput(slot, [2], 1)])
     with pytest.raises(StateError, match="3 rows wanted of 1"):
         engine.forward(slot, [1], 3)
     for length in (-1, 1):
@@ -335,7 +335,7 @@ def test_what_was_read_of_a_refused_batch_is_forgotten(engine: Any) -> None:
     engine.forward(slot, tokens(5), 1)
     long = tokens(500)
     with pytest.raises(StateError, match="could not read"):
-        engine.forward_many([Feed(other, long, 1), Feed(slot, [*tokens(30, seed=1), VOCAB], 1)])
+        engine.forward_many([SequenceInput(other, long, 1), SequenceInput(slot, [*tokens(30, seed=1), VOCAB], 1)])
     assert (engine.kv_len(slot), engine.kv_len(other)) == (5, 0)
     new = tokens(4, seed=2)
     torch.testing.assert_close(engine.forward(slot, new), plain([*tokens(5), *new])[5:], **CLOSE)
@@ -358,10 +358,10 @@ def test_a_recurrent_model_is_refused_by_name(folder: Path) -> None:
 
 @needs_llama
 def test_a_cache_that_ignores_roll_backs_is_caught_by_the_probe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.engines.llama import LlamaContext
+    from outrider.engines.llama_cpp.context import LlamaContext
 
-    forget = LlamaContext.forget
-    monkeypatch.setattr(LlamaContext, "forget", lambda self, slot, length: forget(self, slot, length) or True)
+    forget = LlamaContext.truncate
+    monkeypatch.setattr(LlamaContext, "truncate", lambda self, slot, length: forget(self, slot, length) or True)
     load_engine(written(folder, "unnamed"))
     decode = LlamaContext.decode
 
@@ -427,7 +427,7 @@ def test_loading_is_silent_but_for_the_debug_log(
 
 def test_without_llama_cpp_both_ways_out_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.gguf").write_bytes(EMPTY_GGUF)
-    monkeypatch.setattr("outrider.engines.llama.installed", lambda: False)
+    monkeypatch.setattr("outrider.engines.llama_cpp.context.is_installed", lambda: False)
     with pytest.raises(ModelError, match=r"compiling llama\.cpp: pip install .*dtype such as float32: pip install "):
         load_engine(tmp_path / "x.gguf")
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from engines.interpreted import VOCAB
-from outrider.core.choosing import plain_lead
-from outrider.engines import kernels
-from outrider.engines.kernels import few_tiling
+from outrider.engines.torch import kernels
+from outrider.engines.torch.kernels import skinny_tiling
+from outrider.sampling.batched_sampler import torch_top2
 
 pytestmark = pytest.mark.kernels
 EPS = 1e-6
@@ -27,7 +27,7 @@ def few(
     x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None, norm: Tensor | None, gated: bool, add: bool
 ) -> None:
     width = out.shape[1]
-    kernels.few_linear[(-(-width // 4),)](
+    kernels.skinny_linear[(-(-width // 4),)](
         x, weight, bias, norm, out, x.shape[1], width, EPS, bias is not None, norm is not None, gated, add, len(x),
         4, 16, 1, False,
     )  # fmt: skip
@@ -75,7 +75,7 @@ def test_a_token_is_summed_alike_alone_and_beside_another() -> None:
     ],
 )
 def test_tilings_are_powers_of_two_that_waste_little(tokens: int, width: int, size: int, gated: bool) -> None:
-    stripe, depth, warps, stages = few_tiling(tokens, width, size, gated)
+    stripe, depth, warps, stages = skinny_tiling(tokens, width, size, gated)
     assert all(n & (n - 1) == 0 for n in (stripe, depth, warps))
     assert -(-size // depth) * depth <= 1.2 * size  # what is read, beyond the end included
     assert -(-width // stripe) * stripe <= 1.01 * width
@@ -94,15 +94,15 @@ def test_the_lead_is_that_of_the_plain_way(width: int, pieces: int) -> None:
     rows[5] = torch.arange(width + 3)  # the largest beyond the width must not count
     rows = rows[:, :width]
     parts, out = torch.empty(7, 3, pieces), torch.empty(7, 3, dtype=torch.float64)
-    kernels.leaders[(7, pieces)](rows, parts, width, rows.stride(0), -(-width // pieces), pieces, 256)
-    kernels.lead[(7,)](parts, out, pieces)
-    assert torch.equal(out, plain_lead(rows))
+    kernels.partial_top2[(7, pieces)](rows, parts, width, rows.stride(0), -(-width // pieces), pieces, 256)
+    kernels.merge_top2[(7,)](parts, out, pieces)
+    assert torch.equal(out, torch_top2(rows))
 
 
 def test_a_row_with_nan_has_no_finite_best() -> None:
     rows = drawn(1, 40)
     rows[0, 9] = torch.nan
     parts, out = torch.empty(1, 3, 2), torch.empty(1, 3, dtype=torch.float64)
-    kernels.leaders[(1, 2)](rows, parts, 40, 40, 20, 2, 32)
-    kernels.lead[(1,)](parts, out, 2)
+    kernels.partial_top2[(1, 2)](rows, parts, 40, 40, 20, 2, 32)
+    kernels.merge_top2[(1,)](parts, out, 2)
     assert not torch.isfinite(out[0, 1])

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.engines.base import Feed, Prompt
-from outrider.engines.torch import TorchEngine
+from outrider.engines.base import Prompt, SequenceInput
+from outrider.engines.torch.engine import TorchEngine
 from tests.engines.tiny import VOCAB, model, tokens
 
 FLOATS = (float("nan"), float("inf"), 3e38)
@@ -49,12 +49,12 @@ def rows_of(engine: Any, size: int) -> list[torch.Tensor]:
     """Ragged batches, roll-backs, growth of the cache, a slot that is used again."""
     one, two, three = ([token % size for token in tokens(count, seed=count)] for count in (300, 7, 40))
     a, b = (engine.open(Prompt((1,))) for _ in range(2))
-    found = [*engine.forward_many([Feed(a, one, 2), Feed(b, two, 7)])]
+    found = [*engine.forward_many([SequenceInput(a, one, 2), SequenceInput(b, two, 7)])]
     engine.truncate(a, 5)
-    found += engine.forward_many([Feed(a, three, 40), Feed(b, three[:1], 1)])
+    found += engine.forward_many([SequenceInput(a, three, 40), SequenceInput(b, three[:1], 1)])
     engine.close(a)
     c = engine.open(Prompt((1,)))
-    found += engine.forward_many([Feed(c, two[:2], 2), Feed(b, three[:3], 3)])
+    found += engine.forward_many([SequenceInput(c, two[:2], 2), SequenceInput(b, three[:3], 3)])
     return [each.clone() for each in found]
 
 
@@ -89,7 +89,7 @@ def test_a_sequence_does_not_see_what_an_earlier_one_left_in_its_slot(kind: str)
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_fused_rows_and_choices_do_not_depend_on_it_either(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from outrider.config import GenerationSettings
-    from outrider.core.policy import Policy
+    from outrider.sampling.policy import Policy
     from tests.engines import interpreted
 
     def work() -> list[Any]:
@@ -97,13 +97,20 @@ def test_fused_rows_and_choices_do_not_depend_on_it_either(kind: str, monkeypatc
         slots = [engine.open(Prompt((1,))) for _ in range(2)]
         ids = [token % interpreted.VOCAB for token in tokens(60)]
         found: list[Any] = [
-            each.clone() for each in engine.forward_many([Feed(slots[0], ids[:44], 3), Feed(slots[1], ids[44:49], 5)])
+            each.clone()
+            for each in engine.forward_many(
+                [SequenceInput(slots[0], ids[:44], 3), SequenceInput(slots[1], ids[44:49], 5)]
+            )
         ]
         for settings in ({}, {"repetition_penalty": 1.3, "temperature": 0.9, "top_k": 5}):
             policy = Policy.build(GenerationSettings.build(settings), (), interpreted.VOCAB, 1)
-            found.append([(p.token, p.signals) for p in engine.draft(slots[0], ids[49:51], 3, policy, sure=True)])
-            picked = engine.choose_many([Feed(slots[0], ids[51:53], 2), Feed(slots[1], ids[53:54], 1)], [policy] * 2)
-            found.append([[pick.choice for pick in each] for each in picked])
+            found.append(
+                [(p.token, p.signals) for p in engine.draft(slots[0], ids[49:51], 3, policy, with_signals=True)]
+            )
+            picked = engine.sample_many(
+                [SequenceInput(slots[0], ids[51:53], 2), SequenceInput(slots[1], ids[53:54], 1)], [policy] * 2
+            )
+            found.append([[pick.token for pick in each] for each in picked])
         return found
 
     expected = work()

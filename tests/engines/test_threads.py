@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from outrider import SpeculativeDecoder, load_engine, local
-from outrider.engines.base import Feed, Prompt
-from outrider.engines.torch import TorchEngine
+from outrider.engines.base import Prompt, SequenceInput
+from outrider.engines.torch.engine import TorchEngine
 from outrider.engines.vocabulary import tokenize
 from outrider.errors import StateError
 from tests.engines.tiny import model, tokens
@@ -102,7 +102,7 @@ def test_an_operation_waits_for_the_forward_of_another_thread(second: str, monke
 
     operations: dict[str, Callable[[], Any]] = {
         "forward": lambda: made.forward(slots[1], [5]),
-        "forward_many": lambda: made.forward_many([Feed(slots[1], [5], 1)]),
+        "forward_many": lambda: made.forward_many([SequenceInput(slots[1], [5], 1)]),
         "open": lambda: made.open(Prompt((1,))),
         "truncate": lambda: made.truncate(slots[1], 2),
         "close": lambda: made.close(slots[2]),

@@ -8,8 +8,8 @@ import torch
 import transformers as tf
 
 from outrider import load_engine
-from outrider.engines.base import Prompt, Reader
-from outrider.engines.torch import TorchEngine
+from outrider.engines.base import CachedSequence, Prompt
+from outrider.engines.torch.engine import TorchEngine
 from outrider.errors import ModelError, PromptError, StateError
 from tests.engines.tiny import engine, model, tokens
 
@@ -33,7 +33,7 @@ def test_a_model_that_cannot_truncate_is_refused_by_name(kind: str) -> None:
 
 
 def test_a_cache_that_ignores_roll_backs_is_caught_by_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.engines.slots.SlotCache.truncate", lambda self, slot, length: None)
+    monkeypatch.setattr("outrider.engines.torch.kv_cache.SlotKVCache.truncate", lambda self, slot, length: None)
     with pytest.raises(ModelError, match="cannot be truncated"):
         TorchEngine(model("qwen2"))
 
@@ -73,12 +73,12 @@ def test_audio_for_a_text_model_is_refused() -> None:
 def test_a_reader_feeds_what_the_cache_lacks_and_nothing_twice() -> None:
     made = engine("qwen2")
     ids = tokens(10)
-    reader = Reader(made, Prompt(tuple(ids)), "test")
-    first = reader.read(ids, 1)
+    reader = CachedSequence(made, Prompt(tuple(ids)), "test")
+    first = reader.extend(ids, 1)
     with pytest.raises(StateError, match="0 tokens are new"):
-        reader.read(ids, 1)
-    reader.settle(len(ids))
-    torch.testing.assert_close(reader.read(ids, 1), first)
+        reader.extend(ids, 1)
+    reader.rollback_to(len(ids))
+    torch.testing.assert_close(reader.extend(ids, 1), first)
 
 
 def test_longrope_is_used_only_where_its_factors_do_not_change() -> None:

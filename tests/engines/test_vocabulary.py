@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outrider import load_engine
-from outrider.engines.torch import TorchEngine
+from outrider.engines.torch.engine import TorchEngine
 from outrider.errors import ModelError
 from tests.equivalence.tiny_models import subword_tokenizer, tiny_model
 

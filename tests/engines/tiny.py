@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers as tf
 
-from outrider.engines.torch import TorchEngine
+from outrider.engines.torch.engine import TorchEngine
 
 VOCAB = 97
 _COMMON: dict[str, Any] = {

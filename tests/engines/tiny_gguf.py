@@ -32,7 +32,7 @@ _TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_hea
 
 
 def write_qwen2(path: Path, seed: int = 0, *, named: bool = True, eos: int | None = EOS) -> Path:
-    """`tiny.model("qwen2", seed)`; with `named`, it has a byte-level vocabulary of VOCAB tokens."""
+    """`tiny.model("qwen2", seed)`; with `has_vocabulary`, it has a byte-level vocabulary of VOCAB tokens."""
     made = model("qwen2", seed)
     config = made.config
     writer = gguf.GGUFWriter(str(path), "qwen2")

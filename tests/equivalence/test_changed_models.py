@@ -21,7 +21,7 @@ from outrider import (
     load_engine,
     local,
 )
-from outrider.inside.engines import engine_of
+from outrider.integrations.transformers.engines import get_engine
 
 IDS = torch.tensor([[2, 33, 44, 55]])
 
@@ -98,14 +98,14 @@ def test_a_drafter_that_was_changed_is_read_anew(name: str) -> None:
     drafter, target = model("qwen2", 3), model("qwen2")
     custom = for_transformers(drafter, k=3)
     ours(custom, target)
-    before = engine_of(drafter)
+    before = get_engine(drafter)
     CHANGES[name](drafter)
     try:
         assert ours(custom, target) == plain(target)
     except VocabularyMismatch:
         assert name == "fewer tokens"
     if name not in ("training mode", "another theta", "flexible attention"):
-        assert engine_of(drafter) is not before
+        assert get_engine(drafter) is not before
 
 
 def test_modules_stay_in_the_mode_they_were_in() -> None:
@@ -120,10 +120,10 @@ def test_modules_stay_in_the_mode_they_were_in() -> None:
 def test_an_unchanged_model_keeps_its_engine() -> None:
     target, custom = model("qwen2"), for_transformers(model("qwen2", 3), k=3)
     ours(custom, target)
-    first = engine_of(target)
+    first = get_engine(target)
     ours(custom, target)
     plain(target)
-    assert engine_of(target) is first
+    assert get_engine(target) is first
 
 
 @pytest.mark.parametrize("name", ["more tokens", "a training step", "float64", "training mode", "adapters", "a hook"])

@@ -16,7 +16,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, WhisperFeatureExtractor
 
-from outrider.engines.torch import TorchEngine
+from outrider.engines.torch.engine import TorchEngine
 
 VOCAB = 96
 AUDIO, AUDIO_START, AUDIO_END = 1, 4, 7  # token ids of the audio models

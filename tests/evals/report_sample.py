@@ -21,11 +21,11 @@ import transformers
 
 import outrider
 from outrider.api import SpeculativeDecoder, local
-from outrider.cli.child import cloud_process
 from outrider.cli.commands import pieces
-from outrider.core.gate import NAMES, Signals, measure
-from outrider.core.outcome import Result
-from outrider.engines.base import Reader
+from outrider.cli.subprocess_cloud import cloud_process
+from outrider.decoding.gate import SIGNAL_NAMES, Signals, compute_signals
+from outrider.decoding.result import Result
+from outrider.engines.base import CachedSequence
 from outrider.engines.load import BUNDLED, load_engine
 from outrider.netem.conditions import Conditions
 from outrider.netem.thread import LinkThread
@@ -33,7 +33,7 @@ from outrider.planning.traces import Trace, write_traces
 from outrider.prompts.audio import Audio
 from outrider.verifiers.base import Verifier
 from outrider.verifiers.connect import connect
-from outrider.verifiers.remote import RemoteVerifier
+from outrider.verifiers.remote.verifier import RemoteVerifier
 
 CLIPS = json.loads((BUNDLED / "clips" / "clips.json").read_text(encoding="utf-8"))
 TASKS = ("default", "detailed", "concise")
@@ -74,11 +74,11 @@ class Sample:
     def signals(self, decoder: SpeculativeDecoder, n: int, result: Result) -> list[tuple[int, Signals]]:
         """The drafter's own token and how sure it was of it, at each position of an output."""
         prompt = decoder.encode(job(n))
-        reader = Reader(self.draft, prompt, "drafter")
+        reader = CachedSequence(self.draft, prompt, "drafter")
         try:
-            rows = reader.read(list(prompt.ids) + result.token_ids[:-1], len(result.token_ids))
+            rows = reader.extend(list(prompt.ids) + result.token_ids[:-1], len(result.token_ids))
             best = [int(row.argmax()) for row in rows]
-            return [(token, measure(row, token, 1.0)) for row, token in zip(rows, best, strict=True)]
+            return [(token, compute_signals(row, token, 1.0)) for row, token in zip(rows, best, strict=True)]
         finally:
             reader.close()
 
@@ -94,7 +94,7 @@ def answers(sample: Sample, folder: Path, modes: list[str], verifier: Callable[[
             name = CLIPS[n]["file"].partition(".")[0]
             judged = sample.signals(decoder, n, result)
             row = result.to_json()
-            signals = [{name: round(getattr(s, name), 6) for name in NAMES} for _, s in judged]
+            signals = [{name: round(getattr(s, name), 6) for name in SIGNAL_NAMES} for _, s in judged]
             results.append({"id": name, "mode": mode, **row, "pieces": pieces(decoder, result), "signals": signals})
             spent = {key: row["stats"][key] for key in TIMES}
             timings.append({"id": name, "mode": mode, **spent, "bytes": {"up": {}, "down": {}, **result.ledger}})

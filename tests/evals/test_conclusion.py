@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from outrider.core.sequence import Source
+from outrider.decoding.sequence import Source
 from outrider.evals.conclusion import NOT_COMPARED, conclusion
-from outrider.evals.digest import figure, named_figure
-from outrider.evals.results import Answer, EvalRun, Figure, Swept, Timing
+from outrider.evals.report_sections import figure, named_figure
+from outrider.evals.results import Answer, EvalRun, Figure, SweepPoint, Timing
 from outrider.evals.tradeoffs import latency, quality
 
 STATS = {"rounds": 2, "blocks": 3, "escalated": 2, "cloud_tokens": 4, "edge_tokens": 0}
@@ -31,7 +31,7 @@ RUN = EvalRun(
     ),
     timings=tuple(timing(i, m, s) for i in "ab" for m, s in (("cloud-only", 2.0), ("exact", 1.0), ("gated", 4.0))),
 )
-SWEPT = Swept("always", "5", "pipelined", 0.05, 1.0, Figure(0.0), Figure(1.0), Figure(0.0))
+SWEPT = SweepPoint("always", "5", "pipelined", 0.05, 1.0, Figure(0.0), Figure(1.0), Figure(0.0))
 
 
 def test_every_mode_is_compared_with_the_cloud_alone() -> None:

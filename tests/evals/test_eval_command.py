@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from tests.evals.eval_process import evaluate, start
 
-from outrider.cli.child import cloud_process
 from outrider.cli.evaluate import Assistant, Evaluation, run_eval
 from outrider.cli.options import Connection, Decoding, Models, Network, Output, Speculation
 from outrider.cli.plan import Measured, run_sweep
 from outrider.cli.report import run_report
+from outrider.cli.subprocess_cloud import cloud_process
 from outrider.errors import InputError
 from outrider.evals.manifest import load_set
 from outrider.evals.modes import NAMES

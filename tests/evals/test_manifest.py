@@ -60,7 +60,7 @@ def test_a_folder_can_be_moved_with_its_manifest(tmp_path: Path) -> None:
 GOOD: dict[str, Any] = {"id": "x", "prompt": "p", "lang": "en"}
 
 
-def faults(tmp_path: Path, *values: Any) -> str:
+def errors(tmp_path: Path, *values: Any) -> str:
     path = tmp_path / "m.jsonl"
     path.write_text("\n".join(json.dumps(value) for value in values))
     with pytest.raises(DataError) as caught:
@@ -95,7 +95,7 @@ def faults(tmp_path: Path, *values: Any) -> str:
     ],
 )
 def test_a_fault_is_named_with_its_item(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
-    message = faults(tmp_path, {**GOOD, "id": "first"}, {**GOOD, **changed})
+    message = errors(tmp_path, {**GOOD, "id": "first"}, {**GOOD, **changed})
     assert said in message
     assert "item 2 (line 2)" in message
     if isinstance(changed.get("id", ""), str):
@@ -103,7 +103,7 @@ def test_a_fault_is_named_with_its_item(changed: dict[str, Any], said: str, tmp_
 
 
 def test_all_faults_are_named_at_once(tmp_path: Path) -> None:
-    message = faults(tmp_path, GOOD, GOOD, {"lang": "en"}, [], {**GOOD, "id": "y", "colour": 1, "lang": None})
+    message = errors(tmp_path, GOOD, GOOD, {"lang": "en"}, [], {**GOOD, "id": "y", "colour": 1, "lang": None})
     assert "6 faults" in message
     assert "item 2 (line 2), id 'x': an earlier item has this id" in message
     assert "item 3 (line 3): id is missing" in message

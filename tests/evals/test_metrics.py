@@ -15,20 +15,28 @@ from training.grammar import caption, combinations, stated
 from training.grammar import parse as training_parse
 from training.phrases import CONCISE, DEFAULT, DETAILED, EMOTIONS
 
-from outrider.core.outcome import Stats
+from outrider.decoding.result import Stats
 from outrider.errors import ModelError, SettingsError
-from outrider.evals import words as words_module
+from outrider.evals import word_segmentation as words_module
 from outrider.evals.attributes import NAMES, accuracy, parse
 from outrider.evals.bertscore import Encoder, bertscore, f1
+from outrider.evals.bootstrap import Measure, Resampling, measure
 from outrider.evals.cider import cider_d as cider_scores
-from outrider.evals.form import Format, compliance, distinct, kept_rules, language_match, longest_loop, repetition
+from outrider.evals.format_metrics import (
+    FormatRules,
+    check_rules,
+    compliance,
+    distinct,
+    language_match,
+    longest_loop,
+    repetition,
+)
 from outrider.evals.latency import Timing, latency, spent
 from outrider.evals.manifest import Item, load_set
 from outrider.evals.metrics import Scoring, agreement, score
 from outrider.evals.overlap import Pair, bleu, chrf, cider_d, rouge_l
-from outrider.evals.scores import Measure, Resampling, measure
 from outrider.evals.voice_quality import QUALITIES
-from outrider.evals.words import in_language, need, words
+from outrider.evals.word_segmentation import import_extra, in_language, words
 
 HOW = Resampling(draws=200)
 ZH = "说话人语速缓慢，音调低沉。"
@@ -87,7 +95,7 @@ def test_the_script_of_a_text(text: str, lang: str, expected: bool | None) -> No
 
 def test_a_missing_package_is_named() -> None:
     with pytest.raises(SettingsError, match=r"no_such_package: pip install .*eval"):
-        need("no_such_package")
+        import_extra("no_such_package")
 
 
 # Overlap ----------------------------------------------------------------------------------------------------
@@ -235,11 +243,11 @@ def test_longest_loop_is_the_one_that_all_stretches_give(tokens: list[str]) -> N
     ],
 )
 def test_the_rules_of_form(text: str, broken: set[str]) -> None:
-    assert {name for name, kept in kept_rules(text, Format()).items() if not kept} == broken
+    assert {name for name, kept in check_rules(text, FormatRules()).items() if not kept} == broken
 
 
 def test_compliance_and_language_are_shares() -> None:
-    found = compliance(["Loud and clear.", "Loud and clear"], ["en", "en"], HOW, Format())
+    found = compliance(["Loud and clear.", "Loud and clear"], ["en", "en"], HOW, FormatRules())
     assert some(found["format_ended"]).pooled.value == 0.5
     assert some(found["format_all"]).pooled.value == 0.5
     matched = some(language_match([ZH, ZH, "x"], ["zh", "en", "xx"], HOW))

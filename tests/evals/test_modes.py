@@ -18,13 +18,13 @@ from transformers import GenerationConfig
 
 from outrider.api import local
 from outrider.config import GateFile, ModelId
-from outrider.core.options import DecodingOptions
+from outrider.decoding.options import DecodingOptions
 from outrider.errors import ContextError, SettingsError
-from outrider.evals.bench import Bench, about
-from outrider.evals.limits import Held, address_space, check_memory, check_threads
+from outrider.evals.baselines import Assistance
+from outrider.evals.context import EvalContext, describe_run
 from outrider.evals.manifest import Item
 from outrider.evals.modes import NAMES, Setup
-from outrider.evals.peers import Assistance
+from outrider.evals.resource_limits import PinnedEngine, address_space, check_memory, check_threads
 from outrider.evals.runner import answer
 
 pytestmark = pytest.mark.network
@@ -42,15 +42,15 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def bench(family: str, *, gate: str = "entropy:1.0", drafter: str | None = None, **generation: Any) -> Bench:
+def context(family: str, *, gate: str = "entropy:1.0", drafter: str | None = None, **generation: Any) -> EvalContext:
     tokenizer, eos = subword_tokenizer(), (3, 40, 41)
     target = tiny_engine(family, 3, eos=eos, tokenizer=tokenizer)
     draft = tiny_engine(drafter or family, 3, eos=eos, tokenizer=tokenizer, drift=0.05)
     setup = Setup({"max_new_tokens": 24, **generation}, DecodingOptions(k=4, gate=gate))
-    return Bench(draft, local(target), setup, Assistance(tokens=5))
+    return EvalContext(draft, local(target), setup, Assistance(tokens=5))
 
 
-def answers(made: Bench, item: Item, names: tuple[str, ...] = NAMES) -> dict[str, dict[str, Any]]:
+def answers(made: EvalContext, item: Item, names: tuple[str, ...] = NAMES) -> dict[str, dict[str, Any]]:
     modes, left_out = made.modes(names, [])
     assert not left_out
     return {mode.name: answer(mode, item)[0] for mode in modes}
@@ -59,7 +59,7 @@ def answers(made: Bench, item: Item, names: tuple[str, ...] = NAMES) -> dict[str
 @pytest.mark.parametrize("generation", CASES, ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_all_modes_with_the_target_s_word_give_its_tokens(family: str, generation: dict[str, Any]) -> None:
-    found = answers(bench(family, **generation), TEXT)
+    found = answers(context(family, **generation), TEXT)
     reference = found["cloud-only"]
     assert reference["token_ids"]
     for name in ("exact", "plain", "assisted"):
@@ -77,14 +77,14 @@ def test_all_modes_with_the_target_s_word_give_its_tokens(family: str, generatio
 @pytest.mark.parametrize("seconds", [0.7, 2.0])
 def test_recordings_too(tmp_path: Path, family: str, seconds: float) -> None:
     soundfile.write(tmp_path / "a.wav", clip(seconds), 16_000)
-    found = answers(bench(family), Item("a", tmp_path / "a.wav"))
+    found = answers(context(family), Item("a", tmp_path / "a.wav"))
     for name in ("exact", "plain", "assisted"):
         assert found[name].get("token_ids") == found["cloud-only"]["token_ids"], found[name]
         assert found[name]["prompt_tokens"] == found["cloud-only"]["prompt_tokens"]
 
 
 def test_an_assistant_that_cannot_hear_is_left_out_by_name() -> None:
-    made = bench("omni", drafter="qwen2")
+    made = context("omni", drafter="qwen2")
     modes, left_out = made.modes(("plain", "assisted"), [])
     assert [mode.name for mode in modes] == ["plain"]
     assert "tiny qwen2 3 takes no audio" in left_out["assisted"]
@@ -94,7 +94,7 @@ def test_an_assistant_of_another_ear_skips_recordings_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     soundfile.write(tmp_path / "a.wav", clip(0.7), 16_000)
-    made = bench("omni")
+    made = context("omni")
     (mode,), _ = made.modes(("assisted",), [])
     monkeypatch.setattr(made.draft.audio, "mels", 80)
     assert f"{made.draft.name} cannot take it" in answer(mode, Item("a", tmp_path / "a.wav"))[0]["skipped"]
@@ -103,7 +103,7 @@ def test_an_assistant_of_another_ear_skips_recordings_and_nothing_else(
 
 def test_other_vocabularies_leave_assisted_out() -> None:
     target, draft = tiny_engine("llama", 3, tokenizer=subword_tokenizer()), tiny_engine("llama", 1)
-    made = Bench(draft, local(target), Setup(), Assistance())
+    made = EvalContext(draft, local(target), Setup(), Assistance())
     modes, left_out = made.modes(("plain", "assisted"), [])
     assert [mode.name for mode in modes] == ["plain"]
     assert "differ in vocabulary" in left_out["assisted"]
@@ -112,7 +112,7 @@ def test_other_vocabularies_leave_assisted_out() -> None:
 
 
 def test_answers_do_not_depend_on_what_was_answered_before() -> None:
-    made = bench("llama", temperature=0.9, top_k=20, min_p=0.01, seed=7)
+    made = context("llama", temperature=0.9, top_k=20, min_p=0.01, seed=7)
     other = Item("other", messages=({"role": "user", "content": "ing and the"},))
     modes, _ = made.modes(NAMES, [])
     fresh = {mode.name: answer(mode, TEXT)[0] for mode in modes}
@@ -126,7 +126,7 @@ def test_answers_do_not_depend_on_what_was_answered_before() -> None:
 
 
 def test_what_a_checkpoint_would_generate_with_is_neither_used_nor_lost() -> None:
-    made = bench("llama")
+    made = context("llama")
     before = answers(made, TEXT, ("plain", "assisted"))
     models = [made.target.model, made.draft.model]
     kept = [model.generation_config for model in models]
@@ -143,7 +143,7 @@ def test_what_a_checkpoint_would_generate_with_is_neither_used_nor_lost() -> Non
 
 
 def test_times_are_apart_from_results_and_fit_the_tokens() -> None:
-    modes, _ = bench("llama").modes(NAMES, [])
+    modes, _ = context("llama").modes(NAMES, [])
     for mode in modes:
         row, timing = answer(mode, TEXT)
         assert timing is not None
@@ -157,10 +157,10 @@ def test_times_are_apart_from_results_and_fit_the_tokens() -> None:
 
 
 def test_prompts_that_do_not_fit_and_foreign_errors_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = bench("llama", max_new_tokens=600)
+    made = context("llama", max_new_tokens=600)
     for name, row in answers(made, TEXT).items():
         assert row["error"]["type"] == ContextError.__name__, name
-    (mode,), _ = bench("llama").modes(("plain",), [])
+    (mode,), _ = context("llama").modes(("plain",), [])
 
     def broken(**_: Any) -> None:
         raise ValueError("no such thing")
@@ -172,12 +172,12 @@ def test_prompts_that_do_not_fit_and_foreign_errors_are_failures(monkeypatch: py
 
 def test_a_recording_that_is_none_fails_in_every_mode(tmp_path: Path) -> None:
     (tmp_path / "a.wav").write_bytes(b"no audio" * 99)
-    for name, row in answers(bench("omni"), Item("a", tmp_path / "a.wav")).items():
+    for name, row in answers(context("omni"), Item("a", tmp_path / "a.wav")).items():
         assert row["error"]["type"] == "AudioError", name
 
 
 def test_a_trace_is_the_target_s_output() -> None:
-    made = bench("llama")
+    made = context("llama")
     trace = made.tracer()(TEXT)
     assert trace["target"] == answers(made, TEXT)["cloud-only"]["token_ids"]
     assert len(trace["draft"]) == len(trace["target"])
@@ -191,16 +191,16 @@ def test_assistance_that_transformers_would_not_take_is_refused(values: dict[str
 
 def test_run_json_tells_models_data_and_settings_apart(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "a.wav", clip(0.7), 16_000)
-    made, items = bench("llama"), [TEXT, Item("a", tmp_path / "a.wav")]
+    made, items = context("llama"), [TEXT, Item("a", tmp_path / "a.wav")]
     modes, _ = made.modes(NAMES, [])
-    said = about(made, "set", items, modes, {}, limits={})
+    said = describe_run(made, "set", items, modes, {}, limits={})
     configuration = said["configuration"]
     assert configuration["generation"]["max_new_tokens"] == 24
     assert configuration["models"]["edge"]["identity"] != configuration["models"]["cloud"]["identity"]
     assert set(said["versions"]) == {"outrider", "python", "torch", "transformers"}
     assert said["hardware"]["cores"] >= 1
     soundfile.write(tmp_path / "a.wav", clip(0.8), 16_000)
-    assert about(made, "set", items, modes, {})["configuration"]["data"]["hash"] != configuration["data"]["hash"]
+    assert describe_run(made, "set", items, modes, {})["configuration"]["data"]["hash"] != configuration["data"]["hash"]
 
 
 # Limits -----------------------------------------------------------------------------------------------------
@@ -209,11 +209,11 @@ def test_run_json_tells_models_data_and_settings_apart(tmp_path: Path) -> None:
 def test_a_drafter_is_held_to_its_cores_and_nobody_else_is() -> None:
     everywhere, threads = os.sched_getaffinity(0), torch.get_num_threads()
     engine = tiny_engine("llama", 3, tokenizer=subword_tokenizer())
-    held = Held(lambda: engine, 1)
-    assert held.found == {"cores": 1, "torch_threads": 1}
+    held = PinnedEngine(lambda: engine, 1)
+    assert held.affinity == {"cores": 1, "torch_threads": 1}
     assert (os.sched_getaffinity(0), torch.get_num_threads()) == (everywhere, threads)
-    made = bench("llama")
-    limited = replace(made, draft=Held(lambda: made.draft, 1))
+    made = context("llama")
+    limited = replace(made, draft=PinnedEngine(lambda: made.draft, 1))
     names = ("edge-only", "exact", "gated")
     assert answers(limited, TEXT, names) == answers(made, TEXT, names)
 
@@ -225,7 +225,7 @@ def test_a_drafter_computes_where_it_is_held() -> None:
         def forward(self, *_: Any) -> Any:
             return sorted(os.sched_getaffinity(0)), torch.get_num_threads()
 
-    cores, threads = Held(Asking, 1).forward(0, [1])
+    cores, threads = PinnedEngine(Asking, 1).forward(0, [1])
     assert (len(cores), threads) == (1, 1)
 
 
@@ -238,7 +238,7 @@ def test_threads_that_are_not_there_and_an_edge_elsewhere_are_refused() -> None:
         device = "cuda:0"
 
     with pytest.raises(SettingsError, match="this one is on cuda:0"):
-        Held(Elsewhere, 1)
+        PinnedEngine(Elsewhere, 1)
 
 
 def test_an_address_space_binds_and_ends() -> None:
@@ -265,7 +265,7 @@ def test_memory_is_not_limited_for_an_edge_that_is_not_alone() -> None:
 
 def test_a_calibrated_gate_s_audits_are_those_of_the_answer_alone(tmp_path: Path) -> None:
     """A decoder counts them over all its results; a run that was killed and goes on would count fewer."""
-    made = bench("llama", max_new_tokens=40, ignore_eos=True)
+    made = context("llama", max_new_tokens=40, ignore_eos=True)
     edge, cloud = (ModelId(engine.name, engine.fingerprint) for engine in (made.draft, made.target))
     path = tmp_path / "gate.json"
     file = GateFile("entropy:9", 0.1, "tokens", 4, 9, 0.1, 0.5, 0.5, edge, cloud, made.settings)
@@ -275,6 +275,6 @@ def test_a_calibrated_gate_s_audits_are_those_of_the_answer_alone(tmp_path: Path
     first = answer(mode, TEXT)[0]
     assert first["risk"]["audited"] == first["stats"]["audited"] > 0
     assert answer(mode, TEXT)[0] == first
-    said = about(gated, "set", [TEXT], [mode], {})["configuration"]["gate_file"]
+    said = describe_run(gated, "set", [TEXT], [mode], {})["configuration"]["gate_file"]
     path.write_text(path.read_text(encoding="utf-8") + " ", encoding="utf-8")
-    assert about(gated, "set", [TEXT], [mode], {})["configuration"]["gate_file"] != said
+    assert describe_run(gated, "set", [TEXT], [mode], {})["configuration"]["gate_file"] != said

@@ -20,13 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.cli.report import run_report
-from outrider.core.outcome import wilson
-from outrider.core.sequence import Source
+from outrider.decoding.result import wilson_interval
+from outrider.decoding.sequence import Source
 from outrider.errors import DataError
-from outrider.evals import breakdown, digest, tradeoffs
+from outrider.evals import breakdown, report_sections, tradeoffs
 from outrider.evals.charts import bars, tag, ticks
 from outrider.evals.report import TOKENS, render
-from outrider.evals.results import Answer, EvalRun, Figure, Swept, Timing, read_run
+from outrider.evals.results import Answer, EvalRun, Figure, SweepPoint, Timing, read_run
 
 NASTY = [
     "</script><script>alert(1)</script>",
@@ -85,8 +85,8 @@ def answer(mode: str = "exact", n: int = 3, **changes: Any) -> Answer:
     return replace(made, **{"sources": tuple(sources[i % 5] for i in range(n)), **changes})
 
 
-def swept(**changes: Any) -> Swept:
-    return replace(Swept("always", "5", "sequential", 0.04, 1.0, Figure(0.0), Figure(2.0)), **changes)
+def swept(**changes: Any) -> SweepPoint:
+    return replace(SweepPoint("always", "5", "sequential", 0.04, 1.0, Figure(0.0), Figure(2.0)), **changes)
 
 
 def run(*answers: Answer, name: str = "run", **parts: Any) -> EvalRun:
@@ -127,10 +127,10 @@ def test_the_page_loads_nothing(sample: Path) -> None:
 def test_only_its_own_script_may_run(sample: Path) -> None:
     page = render([read_run(sample)])
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.S)
-    digest = b64encode(sha256(script.encode()).digest()).decode()
+    report_sections = b64encode(sha256(script.encode()).digest()).decode()
     policy = next(a["content"] for name, a in Reader(page).tags if a.get("http-equiv") == "Content-Security-Policy")
     assert policy is not None
-    assert f"script-src 'sha256-{digest}'" in policy
+    assert f"script-src 'sha256-{report_sections}'" in policy
     assert "default-src 'none'" in policy
 
 
@@ -262,18 +262,18 @@ def test_what_no_drafter_drafted_is_not_counted() -> None:
 
 def test_acceptance_by_position_from_a_trace() -> None:
     agrees = [True, True, True, False, True, True]
-    assert list(breakdown.replayed(agrees, 2)) == [(2, False), (0, True), (2, False)]
+    assert list(breakdown.replay_blocks(agrees, 2)) == [(2, False), (0, True), (2, False)]
 
 
 @given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_the_interval_holds_the_share(pair: tuple[int, int]) -> None:
-    low, high = wilson(pair[0] / pair[1], pair[1], breakdown.TWO_SIDED)
+    low, high = wilson_interval(pair[0] / pair[1], pair[1], breakdown.TWO_SIDED)
     assert 0 <= low <= pair[0] / pair[1] + 1e-12
     assert pair[0] / pair[1] - 1e-12 <= high <= 1
 
 
 def test_the_interval_is_wilson_s() -> None:
-    low, high = wilson(0.8, 10, breakdown.TWO_SIDED)
+    low, high = wilson_interval(0.8, 10, breakdown.TWO_SIDED)
     assert (low, high) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
 
 
@@ -389,7 +389,7 @@ def test_one_mode_alone_shows_no_tradeoff() -> None:
 
 
 def test_figures_of_the_summary_are_rows() -> None:
-    section = digest.durations([run(latency={"exact": {"ttft_p50": Figure(0.25, 0.2, 0.3)}})])
+    section = report_sections.durations([run(latency={"exact": {"ttft_p50": Figure(0.25, 0.2, 0.3)}})])
     assert section.table is not None
     assert section.table.head == ("", "exact")
     assert [cell.text for cell in section.table.rows[0]] == ["TTFT p50", "250 [200, 300] ms"]

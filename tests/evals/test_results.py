@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from outrider.core.gate import Signals
-from outrider.core.sequence import Source
+from outrider.decoding.sequence import Source
 from outrider.errors import DataError
 from outrider.evals.results import Figure, read_run
 from outrider.planning.traces import Trace, write_traces
+from outrider.sampling.sampler import Signals
 
 ANSWER = {
     "id": "a1",

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.core.options import DecodingOptions
+from outrider.decoding.options import DecodingOptions
 from outrider.errors import AudioError, DecodingError, SettingsError
 from outrider.evals import runner
 from outrider.evals.manifest import Item
-from outrider.evals.modes import NAMES, Inapplicable, Outcome, choose, obstacle
-from outrider.evals.runner import answer, rotated, run, steps, warm_up
+from outrider.evals.modes import NAMES, Inapplicable, ItemResult, select_modes, unsupported_reason
+from outrider.evals.runner import answer, count_steps, rotate_modes, run, warm_up
 from outrider.evals.store import Store
 from outrider.evals.summary import failures, summarise
 
@@ -33,14 +33,14 @@ class Fake:
         self.name, self.fails, self.skips = name, fails, skips
         self.calls: list[str] = []
 
-    def run(self, item: Item) -> Outcome:
+    def run(self, item: Item) -> ItemResult:
         self.calls.append(item.id)
         if item.id in self.fails:
             raise AudioError(f"{item.id} is no recording")
         if item.id in self.skips:
             raise Inapplicable("not this one")
         result = {"token_ids": [len(item.id), len(self.name)], "text": f"{item.id} “{self.name}”", "stats": {}}
-        return Outcome(result, {"ttft_s": 0.1, "total_s": 0.2 + len(self.calls)})
+        return ItemResult(result, {"ttft_s": 0.1, "total_s": 0.2 + len(self.calls)})
 
 
 class Killed(BaseException):
@@ -66,17 +66,17 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_every_mode_comes_first_equally_often_and_each_runs_once() -> None:
     modes = fakes()
-    orders = [[mode.name for mode in rotated(modes, n)] for n in range(6)]
+    orders = [[mode.name for mode in rotate_modes(modes, n)] for n in range(6)]
     assert Counter(order[0] for order in orders) == {"a": 2, "bb": 2, "ccc": 2}
     assert all(sorted(order) == ["a", "bb", "ccc"] for order in orders)
-    assert rotated([], 3) == []
+    assert rotate_modes([], 3) == []
 
 
 def test_modes_are_interleaved_item_by_item_after_one_warm_up_each(tmp_path: Path) -> None:
     log: list[tuple[str, str]] = []
 
     class Logged(Fake):
-        def run(self, item: Item) -> Outcome:
+        def run(self, item: Item) -> ItemResult:
             log.append((item.id, self.name))
             return super().run(item)
 
@@ -98,7 +98,7 @@ def test_failures_and_skipped_items_are_lines_and_are_counted(tmp_path: Path) ->
     with Store(tmp_path, ABOUT) as store:
         run(ITEMS, fakes(), store, tracer, lambda: advanced.append(1))
         rows, timings = store.results.rows, store.timings.rows
-    assert len(advanced) == steps(ITEMS, fakes(), tracer) == 16
+    assert len(advanced) == count_steps(ITEMS, fakes(), tracer) == 16
     assert rows["i1", "bb"]["error"] == {"type": "AudioError", "message": "i1 is no recording"}
     assert rows["i2", "ccc"]["skipped"] == "not this one"
     assert rows["i3", "trace"]["error"]["type"] == "DecodingError"
@@ -115,7 +115,7 @@ def test_failures_and_skipped_items_are_lines_and_are_counted(tmp_path: Path) ->
 
 def test_what_is_no_failure_of_an_item_ends_the_run(tmp_path: Path) -> None:
     class Broken(Fake):
-        def run(self, item: Item) -> Outcome:
+        def run(self, item: Item) -> ItemResult:
             raise ZeroDivisionError
 
     with Store(tmp_path, ABOUT) as store, pytest.raises(ZeroDivisionError):
@@ -125,7 +125,7 @@ def test_what_is_no_failure_of_an_item_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory")])
 def test_memory_that_runs_out_is_a_failure_of_the_item(error: Exception) -> None:
     class Greedy(Fake):
-        def run(self, item: Item) -> Outcome:
+        def run(self, item: Item) -> ItemResult:
             raise error
 
     assert answer(Greedy("a"), ITEMS[0])[0]["error"]["type"] == type(error).__name__
@@ -196,7 +196,7 @@ HAS = {"options": DecodingOptions(gate="entropy:1"), "edge": True, "cloud": "loc
 
 
 def test_all_modes_run_with_a_pair_in_this_process_and_a_gate() -> None:
-    assert choose([], lambda name: obstacle(name, **HAS)) == (list(NAMES), {})
+    assert select_modes([], lambda name: unsupported_reason(name, **HAS)) == (list(NAMES), {})
 
 
 @pytest.mark.parametrize(
@@ -211,14 +211,14 @@ def test_all_modes_run_with_a_pair_in_this_process_and_a_gate() -> None:
     ],
 )
 def test_modes_that_cannot_be_had_are_left_out_with_a_reason_or_refused(change: dict[str, Any], left: set[str]) -> None:
-    names, left_out = choose([], lambda name: obstacle(name, **{**HAS, **change}))
+    names, left_out = select_modes([], lambda name: unsupported_reason(name, **{**HAS, **change}))
     assert set(names) == left == set(NAMES) - set(left_out)
     for name, reason in left_out.items():
         with pytest.raises(SettingsError, match=f"mode {name}: {reason[:20]}"):
-            choose([name], lambda name: obstacle(name, **{**HAS, **change}))
+            select_modes([name], lambda name: unsupported_reason(name, **{**HAS, **change}))
 
 
 def test_modes_are_in_canonical_order_and_must_be_known() -> None:
-    assert choose(["plain", "exact"], lambda _: None)[0] == ["exact", "plain"]
+    assert select_modes(["plain", "exact"], lambda _: None)[0] == ["exact", "plain"]
     with pytest.raises(SettingsError, match="mode 'fast': expected any of edge-only"):
-        choose(["fast"], lambda _: None)
+        select_modes(["fast"], lambda _: None)

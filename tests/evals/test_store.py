@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import DataError, OutriderError, SettingsError
-from outrider.evals.store import Journal, Store, difference, pair_key
+from outrider.evals.store import JsonLinesFile, Store, difference, pair_key
 
 ABOUT = {"configuration": {"modes": ["a", "b"], "generation": {"seed": 0, "stop": []}}, "hardware": {"cores": 2}}
 
@@ -32,37 +32,37 @@ LINES = st.lists(TEXTS, min_size=1, max_size=5).map(lambda texts: [row(f"i{n}", 
 @given(LINES, st.data())
 def test_a_file_that_is_torn_anywhere_goes_on_to_the_same_bytes(tmp_path_factory, lines, data) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path_factory.mktemp("journal") / "results.jsonl"
-    journal = Journal(path, pair_key)
+    journal = JsonLinesFile(path, pair_key)
     for line in lines:
         journal.add(line)
     whole = path.read_bytes()
     cut = data.draw(st.integers(0, len(whole)))
     path.write_bytes(whole[:cut])
 
-    again = Journal(path, pair_key)
+    again = JsonLinesFile(path, pair_key)
     assert list(again.rows.values()) == lines[: whole[:cut].count(b"\n")], "exactly the lines that ended are there"
     for line in lines:
         if pair_key(line) not in again.rows:
             again.add(line)
     assert path.read_bytes() == whole
-    assert list(Journal(path, pair_key).rows.values()) == lines
+    assert list(JsonLinesFile(path, pair_key).rows.values()) == lines
 
 
 @pytest.mark.parametrize("damage", [b"{}\n", b"nonsense\n", b"[1]\n", b"\n", b"\xff\n"])
 def test_a_damaged_line_before_the_end_is_named_and_not_dropped(tmp_path: Path, damage: bytes) -> None:
     path = tmp_path / "results.jsonl"
-    Journal(path, pair_key).add(row("one"))
+    JsonLinesFile(path, pair_key).add(row("one"))
     path.write_bytes(path.read_bytes() + damage + path.read_bytes().replace(b"one", b"two"))
     with pytest.raises(DataError, match=r"results\.jsonl, line 2"):
-        Journal(path, pair_key)
+        JsonLinesFile(path, pair_key)
 
 
 def test_a_line_that_is_there_twice_is_named(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    Journal(path, pair_key).add(row("one"))
+    JsonLinesFile(path, pair_key).add(row("one"))
     path.write_bytes(path.read_bytes() * 2)
     with pytest.raises(DataError, match="line 2: one a is there twice"):
-        Journal(path, pair_key)
+        JsonLinesFile(path, pair_key)
 
 
 def test_a_line_is_on_the_disk_before_it_counts_and_the_timing_before_the_answer(
@@ -84,7 +84,7 @@ def test_a_line_is_on_the_disk_before_it_counts_and_the_timing_before_the_answer
 
 
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "results.jsonl", pair_key)
+    journal = JsonLinesFile(tmp_path / "results.jsonl", pair_key)
     journal.path = Path("/dev/full")
     with pytest.raises(OutriderError, match="/dev/full cannot be written"):
         journal.add(row("one"))

@@ -29,19 +29,20 @@ import outrider
 from fakes import HashRows, OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain, replay
 from outrider import Audio, PromptError, Result, SpeculativeDecoder, StateError, connect, local
 from outrider.config import GenerationSettings
-from outrider.core import constraints, stopping
-from outrider.core import decoder as loop
-from outrider.core.acceptance import Verdict
-from outrider.core.actions import Draft, Proposal
-from outrider.core.constraints import Constraints, PrefixIndex
-from outrider.core.decoder import Decoder, Event
-from outrider.core.gate import Decision
-from outrider.core.loops import LoopRule
-from outrider.core.outcome import Stats
-from outrider.core.policy import Policy
-from outrider.core.sequence import Source, check_cache
+from outrider.decoding import decoder as loop
+from outrider.decoding import stopping
+from outrider.decoding.actions import Draft, Proposal
+from outrider.decoding.decoder import Decoder, Event
+from outrider.decoding.gate import Decision
+from outrider.decoding.loop_detection import LoopRule
+from outrider.decoding.result import Stats
+from outrider.decoding.sequence import Source, check_cache
 from outrider.edge.drafter import Drafter
-from outrider.engines.base import Feed, Prompt, Reader
+from outrider.engines.base import CachedSequence, Prompt, SequenceInput
+from outrider.sampling import logits_processors as constraints
+from outrider.sampling.acceptance import Verdict
+from outrider.sampling.logits_processors import LogitsProcessors, PrefixIndex
+from outrider.sampling.policy import Policy
 from outrider.verifiers.local import LocalVerifier
 
 V = 32
@@ -80,36 +81,36 @@ def caught(attempt: Callable[[], Result], right: list[int]) -> bool:
 # State ----------------------------------------------------------------------------------------------------------
 
 
-class FeedsTwice(Reader):
+class FeedsTwice(CachedSequence):
     """Each forward begins with the last token that the cache has already."""
 
-    def feed(self, ids: Any, rows: int) -> Feed:
+    def next_input(self, ids: Any, rows: int) -> SequenceInput:
         known = max(0, min(self.engine.kv_len(self.slot), len(ids)) - 1)
-        return Feed(self.slot, ids[known:], rows)
+        return SequenceInput(self.slot, ids[known:], rows)
 
 
-class AdvancesOnCommit(Reader):
+class AdvancesOnCommit(CachedSequence):
     """What was drafted is fed again when it is committed, where the cache should be rolled back."""
 
     _fed: tuple[int, ...] | list[int] = ()
 
-    def feed(self, ids: Any, rows: int) -> Feed:
+    def next_input(self, ids: Any, rows: int) -> SequenceInput:
         self._fed = list(ids)[self.engine.kv_len(self.slot) :]
         return super().feed(ids, rows)
 
-    def settle(self, length: int) -> None:
+    def rollback_to(self, length: int) -> None:
         if self._fed:
             self.engine.forward(self.slot, self._fed)
         check_cache(length, self.engine.kv_len(self.slot), self.owner)
 
 
 @pytest.mark.parametrize("mutant", [FeedsTwice, AdvancesOnCommit])
-def test_abab_loops_because_the_cache_advanced_twice(monkeypatch: Patch, mutant: type[Reader]) -> None:
+def test_abab_loops_because_the_cache_advanced_twice(monkeypatch: Patch, mutant: type[CachedSequence]) -> None:
     right = wanted()
     assert alone().token_ids == verified().token_ids == right
     monkeypatch.setattr(EDGE_READER, mutant)
     assert caught(alone, right)
-    monkeypatch.setattr(EDGE_READER, Reader)
+    monkeypatch.setattr(EDGE_READER, CachedSequence)
     monkeypatch.setattr(CLOUD_READER, mutant)
     assert caught(verified, right)
 
@@ -166,19 +167,19 @@ def test_repeats_after_a_correction(side: str, mutant: type[ScriptedEngine]) -> 
         SpeculativeDecoder(draft, local(target), k=4).generate(list(PROMPT), max_new_tokens=LENGTH)
 
 
-class PrefillsTwice(Reader):
+class PrefillsTwice(CachedSequence):
     """The whole prompt, and then its last token once more."""
 
-    def feed(self, ids: Any, rows: int) -> Feed:
+    def next_input(self, ids: Any, rows: int) -> SequenceInput:
         if self.engine.kv_len(self.slot) == 0:
-            return Feed(self.slot, [*ids, ids[-1]], rows)
+            return SequenceInput(self.slot, [*ids, ids[-1]], rows)
         return super().feed(ids, rows)
 
 
 def test_the_last_prompt_token_is_seen_twice(monkeypatch: Patch) -> None:
     monkeypatch.setattr(EDGE_READER, PrefillsTwice)
     assert caught(alone, wanted())
-    monkeypatch.setattr(EDGE_READER, Reader)
+    monkeypatch.setattr(EDGE_READER, CachedSequence)
     monkeypatch.setattr(CLOUD_READER, PrefillsTwice)
     assert caught(verified, wanted())
 
@@ -208,7 +209,7 @@ def test_penalties_raise_repeats(monkeypatch: Patch) -> None:
 
     attempt, right = constrained(repetition_penalty=1.3)
     assert attempt().token_ids == right
-    monkeypatch.setattr(constraints, "_penalise", divides)
+    monkeypatch.setattr(constraints, "_apply_repetition_penalty", divides)
     assert caught(attempt, right)
 
 
@@ -229,7 +230,7 @@ def test_abab_gets_through_a_ban_of_immediate_repeats(monkeypatch: Patch) -> Non
     attempt, right = constrained(no_repeat_ngram_size=2, repetition_penalty=0.8)
     assert attempt().token_ids == right
     assert not bigrams_repeat([8, 9, *looping().token_ids])
-    monkeypatch.setattr(PrefixIndex, "completions", lambda index: index._ids[-1:])
+    monkeypatch.setattr(PrefixIndex, "ngram_completions", lambda index: index._ids[-1:])
     assert caught(attempt, right)
     assert bigrams_repeat([8, 9, *looping().token_ids])
 
@@ -254,7 +255,7 @@ class OnTheEdgeOnly(Policy):
     @classmethod
     def build(cls, settings: Any, eos_ids: Any, vocab_size: int, prompt_length: int) -> Policy:
         full = Policy.build(settings, eos_ids, vocab_size, prompt_length)
-        return cls(Constraints(prompt_length=prompt_length), full.sampling, vocab_size)
+        return cls(LogitsProcessors(prompt_length=prompt_length), full.sampling, vocab_size)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +280,7 @@ class PiledUp(Policy):
 def test_no_penalty_that_was_not_asked_for(monkeypatch: Patch) -> None:
     policy = Policy.build(GenerationSettings(), (0,), V, 2)
     row = OTHER((1, 2))
-    assert policy.distribution(row, [7, 7, 7, 7, 11, 11], 6).row.equal(row)
+    assert policy.distribution(row, [7, 7, 7, 7, 11, 11], 6).logits.equal(row)
     known = {"repetition_penalty", "repetition_window", "no_repeat_ngram_size", "min_new_tokens", "suppress_tokens"}
     others = {"max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "sentences", "ignore_eos"}
     assert {f.name for f in fields(GenerationSettings)} == known | others
@@ -340,8 +341,8 @@ def test_the_force_flag_is_overwritten_before_use(monkeypatch: Patch) -> None:
 
 
 def test_loops_across_blocks_are_not_seen(monkeypatch: Patch) -> None:
-    find = LoopRule.find
-    monkeypatch.setattr(LoopRule, "find", lambda rule, tokens: find(rule, tokens[-3:]))
+    find = LoopRule.find_period
+    monkeypatch.setattr(LoopRule, "find_period", lambda rule, tokens: find(rule, tokens[-3:]))
     assert escape().stats.forced_by_loop == 0
 
 
@@ -407,13 +408,13 @@ def test_sentences_of_the_prompt_are_counted(monkeypatch: Patch) -> None:
 
     def with_the_prompt(rules: Any, generated: list[int], decode: Any) -> Any:
         rules = replace(rules, max_new_tokens=rules.max_new_tokens + offset)
-        return stopping.stop_reason(rules, [*tokenizer(prompt)["input_ids"], *generated], decode)
+        return stopping.find_finish_reason(rules, [*tokenizer(prompt)["input_ids"], *generated], decode)
 
     for count, end in ((1, "here."), (2, "there!"), (3, "end?")):
         result = speak(prompt, text, tokenizer, sentences=count)
         assert result.text == text[: text.index(end) + len(end)]
         assert result.finish_reason == "sentences"
-    monkeypatch.setattr(loop, "stop_reason", with_the_prompt)
+    monkeypatch.setattr(loop, "find_finish_reason", with_the_prompt)
     assert speak(prompt, text, tokenizer, sentences=3).text != text[: text.index("end?") + 4]
 
 
@@ -422,12 +423,12 @@ def test_a_newline_or_a_role_name_is_taken_for_the_end(monkeypatch: Patch) -> No
 
     def by_heuristics(rules: Any, generated: list[int], decode: Any) -> Any:
         said = tokenizer.decode(generated)
-        return "stop" if said.endswith(("\n", "Human")) else stopping.stop_reason(rules, generated, decode)
+        return "stop" if said.endswith(("\n", "Human")) else stopping.find_finish_reason(rules, generated, decode)
 
     result = speak("Go: ", text, tokenizer)
     assert result.text == text
     assert result.finish_reason == "length"
-    monkeypatch.setattr(loop, "stop_reason", by_heuristics)
+    monkeypatch.setattr(loop, "find_finish_reason", by_heuristics)
     assert speak("Go: ", text, tokenizer).text != text
 
 
@@ -457,8 +458,8 @@ def test_the_cloud_rejects_everything_because_it_lacks_the_audio() -> None:
     result = hear()
     assert result.token_ids == right
     assert result.stats.acceptance_rate == 1.0
-    deaf = SpeculativeDecoder(target, Deaf(target), k=3)
-    assert caught(lambda: deaf.generate(recording, max_new_tokens=12), right)
+    without_audio = SpeculativeDecoder(target, Deaf(target), k=3)
+    assert caught(lambda: without_audio.generate(recording, max_new_tokens=12), right)
 
 
 def test_a_verifier_that_would_hear_something_else_refuses() -> None:
@@ -472,17 +473,17 @@ def test_a_verifier_that_would_hear_something_else_refuses() -> None:
     longer = Prompt(prompt.ids, np.concatenate([prompt.audio, prompt.audio]))
     verifier = LocalVerifier(omni)
     with pytest.raises(PromptError, match="makes 35 audio tokens of the recording, the drafter 17"):
-        verifier.open(longer, outrider.verifiers.base.Conditions(GenerationSettings(), "exact", 96))
+        verifier.open(longer, outrider.verifiers.base.SessionParams(GenerationSettings(), "exact", 96))
 
 
-class ResendsMedia(Reader):
+class ResendsMedia(CachedSequence):
     """Every round starts from the beginning, the recording included."""
 
     def __init__(self, engine: Any, prompt: Prompt, owner: str) -> None:
         super().__init__(engine, prompt, owner)
         self._prompt = prompt
 
-    def settle(self, length: int) -> None:
+    def rollback_to(self, length: int) -> None:
         self.engine.close(self.slot)
         self.slot = self.engine.open(self._prompt)
 
@@ -566,13 +567,13 @@ def test_exceptions_are_swallowed_and_empty_captions_saved(monkeypatch: Patch) -
 
 
 OUTERMOST = {  # a process, a thread, a stream: whatever reaches these is told, and the others go on
-    "cli/guard.py": 1,
+    "cli/exit_codes.py": 1,
     "cli/terminal.py": 1,  # a log record that cannot be shown is reported as the standard library's handlers do
     "cloud/batcher.py": 1,
     "cloud/service.py": 1,
-    "engines/gguf.py": 1,  # what the tokenizers library raises has no narrower name; it is mapped at once
-    "prompts/template.py": 1,  # a chat template is a program of the checkpoint's: whatever it raises is mapped at once
-    "gateway/sharing.py": 1,  # a batch that failed is read again feed by feed, and each owner has its own error there
+    "engines/llama_cpp/engine.py": 1,  # what the tokenizers library raises has no narrower name; it is mapped at once
+    "prompts/chat_template.py": 1,  # a template is the checkpoint's program: whatever it raises is mapped at once
+    "gateway/shared_engine.py": 1,  # a failed batch is repeated one by one, each with its own error
 }
 
 

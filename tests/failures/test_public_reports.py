@@ -32,15 +32,15 @@ from outrider import (
     local,
 )
 from outrider.config import GenerationSettings
-from outrider.core.acceptance import Verdict, rule
-from outrider.core.actions import Done, Plan, Proposal, Verify
-from outrider.core.decoder import Decoder
-from outrider.core.gate import Always
-from outrider.core.lookahead import FixedK
-from outrider.core.sequence import Source
-from outrider.core.stopping import StopRules
-from outrider.engines.base import Feed, Prompt
-from outrider.verifiers.base import Conditions
+from outrider.decoding.actions import Done, Plan, Proposal, Verify
+from outrider.decoding.decoder import Decoder
+from outrider.decoding.draft_length import FixedDraftLength
+from outrider.decoding.gate import Always
+from outrider.decoding.sequence import Source
+from outrider.decoding.stopping import StopRules
+from outrider.engines.base import Prompt, SequenceInput
+from outrider.sampling.acceptance import Verdict, parse_acceptance_rule
+from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import LocalVerifier
 
 V = 32
@@ -83,7 +83,9 @@ def test_eos_is_accepted_in_mid_block(end: int, k: int | str) -> None:
 
 def test_what_a_block_holds_after_eos_is_dropped() -> None:
     """Even from a drafter that talks on: the block ends with the EOS, and no bonus follows it."""
-    decoder = Decoder(PROMPT, Plan(StopRules(16, (2,)), Always(), rule("exact"), FixedK(5), True, "ignore"))
+    decoder = Decoder(
+        PROMPT, Plan(StopRules(16, (2,)), Always(), parse_acceptance_rule("exact"), FixedDraftLength(5), True, "ignore")
+    )
     decoder.next()
     decoder.drafted([Proposal(token) for token in (10, 2, 11, 12, 13)])
     asked = decoder.next()
@@ -348,7 +350,7 @@ def test_recordings_and_texts_do_not_contaminate_each_other() -> None:
 
 
 def open_session(verifier: LocalVerifier, prompt: tuple[int, ...] = PROMPT, **options: Any) -> int:
-    return verifier.open(Prompt(prompt), Conditions(GenerationSettings(**options), "exact", V))
+    return verifier.open(Prompt(prompt), SessionParams(GenerationSettings(**options), "exact", V))
 
 
 def test_two_sessions_interleaved_on_one_verifier() -> None:
@@ -484,14 +486,14 @@ def test_batched_rows_of_different_k_equal_single_forwards(family: str) -> None:
 
     apart, together = slots(), slots()
     wanted = [engine.forward(slot, block) for slot, block in zip(apart, blocks, strict=True)]
-    feeds = [Feed(slot, block, len(block)) for slot, block in zip(together, blocks, strict=True)]
+    feeds = [SequenceInput(slot, block, len(block)) for slot, block in zip(together, blocks, strict=True)]
     rows = engine.forward_many(feeds)
     for got, want, k in zip(rows, wanted, ks, strict=True):
         assert got.shape[0] == k
         torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-4)
         assert got.argmax(-1).equal(want.argmax(-1))
     assert [engine.kv_len(slot) for slot in together] == [engine.kv_len(slot) for slot in apart]
-    later = engine.forward_many([Feed(slot, [19, 20], 1) for slot in together])
+    later = engine.forward_many([SequenceInput(slot, [19, 20], 1) for slot in together])
     for slot, row in zip(apart, later, strict=True):
         torch.testing.assert_close(row, engine.forward(slot, [19, 20], 1), atol=2e-4, rtol=1e-4)
     for slot in (*apart, *together):
@@ -502,7 +504,7 @@ def test_a_prefill_and_a_step_share_a_batch() -> None:
     engine = tiny_engine("qwen2")
     one, two = engine.open(Prompt((11, 12))), engine.open(Prompt((13, 14, 15)))
     engine.forward(one, [11, 12], 1)
-    step, prefill = engine.forward_many([Feed(one, [16], 1), Feed(two, [13, 14, 15], 1)])
+    step, prefill = engine.forward_many([SequenceInput(one, [16], 1), SequenceInput(two, [13, 14, 15], 1)])
     for slot, row, ids in ((one, step, [11, 12, 16]), (two, prefill, [13, 14, 15])):
         engine.truncate(slot, 0)
         torch.testing.assert_close(row, engine.forward(slot, ids, 1), atol=2e-4, rtol=1e-4)
@@ -573,7 +575,7 @@ def test_revised_characters_replace_what_was_shown() -> None:
         blocks = 0
 
         def decide(self, block: Any) -> Any:
-            from outrider.core.gate import Decision
+            from outrider.decoding.gate import Decision
 
             self.blocks += 1
             return Decision(self.blocks % 2 == 0, "every other")
@@ -600,21 +602,24 @@ def test_special_tokens_are_ids_but_not_text() -> None:
 
 def test_the_q_that_is_sent_is_the_q_that_was_drawn_from() -> None:
     """Cut to the shortlist first, then drawn from what is left, then sent: never more, and never another."""
-    from outrider.core.acceptance import RESIDUAL_SHORTLIST
-    from outrider.core.actions import Draft
-    from outrider.core.policy import Policy
+    from outrider.decoding.actions import Draft
     from outrider.edge.drafter import Drafter
-    from outrider.engines.base import Reader
+    from outrider.engines.base import CachedSequence
+    from outrider.sampling.acceptance import REJECTION_SHORTLIST
+    from outrider.sampling.policy import Policy
 
-    rows, vocab = HashRows(1, 3 * RESIDUAL_SHORTLIST, spread=0.1), 3 * RESIDUAL_SHORTLIST
+    rows, vocab = HashRows(1, 3 * REJECTION_SHORTLIST, spread=0.1), 3 * REJECTION_SHORTLIST
     for seed in range(20):
         policy = Policy.build(GenerationSettings(temperature=1.0, seed=seed), (), vocab, 2)
         drafter = Drafter(
-            Reader(ScriptedEngine(rows, vocab), Prompt((1, 2)), "drafter"), policy, needs_signals=False, needs_q=True
+            CachedSequence(ScriptedEngine(rows, vocab), Prompt((1, 2)), "drafter"),
+            policy,
+            needs_signals=False,
+            needs_q=True,
         )
         for n, proposal in enumerate(drafter.draft([1, 2], Draft(4))):
             assert proposal.q is not None
-            assert len(proposal.q.ids) == RESIDUAL_SHORTLIST
+            assert len(proposal.q.ids) == REJECTION_SHORTLIST
             assert abs(float(proposal.q.logp.exp().sum()) - 1) < 1e-5
             assert proposal.q.draw(seed, 2 + n) == proposal.token
 

@@ -27,8 +27,8 @@ import numpy as np
 import soundfile
 
 from outrider.errors import AudioError
-from outrider.gateway.recordings import CONTAINERS, decoded
-from outrider.gateway.refusing import Refused
+from outrider.gateway.errors import RequestError
+from outrider.gateway.recordings import CONTAINERS, decode_recording
 from outrider.prompts.media import pack_audio, unpack_audio
 from outrider.prompts.recordings import Limits, decode_bytes
 
@@ -122,7 +122,7 @@ def outcome(read: Callable[[], np.ndarray]) -> str:
     """What became of a read: its samples' hash, or the kind of the refusal."""
     try:
         wave = read()
-    except (AudioError, Refused) as error:
+    except (AudioError, RequestError) as error:
         return type(error).__name__
     if len(wave) > 16_000 * 31:
         return "longer than the limit"
@@ -134,7 +134,7 @@ def readers(data: bytes) -> dict[str, Callable[[], np.ndarray]]:
     text = base64.b64encode(data).decode()
     found: dict[str, Callable[[], np.ndarray]] = {
         "command line": lambda: decode_bytes(data, "the file", Limits(30.0, 2**25)).waveform,
-        "gateway": lambda: decoded(text, random.Random(len(data)).choice(list(CONTAINERS)), 30.0).waveform,
+        "gateway": lambda: decode_recording(text, random.Random(len(data)).options(list(CONTAINERS)), 30.0).waveform,
     }
     if b"fLaC" in data[:8]:
         found["cloud"] = lambda: unpack_audio(data if data[:1] == b"\0" else b"\0" + data, 30.0)

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from outrider import SpeculativeDecoder, load_engine, local
-from outrider.gateway.pool import Pool
+from outrider.gateway.decoder_pool import DecoderPool
 from outrider.verifiers.connect import connect
 from tests.cloud.serving import Served, serving
 
@@ -45,8 +45,8 @@ def reach(served: Served, **options: Any) -> Callable[[str], Any]:
 
 
 @contextmanager
-def pooled(served: Served | None, **options: Any) -> Iterator[Pool]:
-    pool = Pool(edge(), None if served is None else reach(served, **options))
+def pooled(served: Served | None, **options: Any) -> Iterator[DecoderPool]:
+    pool = DecoderPool(edge(), None if served is None else reach(served, **options))
     try:
         yield pool
     finally:

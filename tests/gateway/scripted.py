@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.api import StreamEvent
-from outrider.core.outcome import Result, Stats
-from outrider.core.sequence import Source
-from outrider.core.stopping import Reason
+from outrider.decoding.result import Result, Stats
+from outrider.decoding.sequence import Source
+from outrider.decoding.stopping import FinishReason
 from outrider.gateway.access import Access
-from outrider.gateway.app import Shown, create_app, overview
-from outrider.gateway.asking import Defaults
+from outrider.gateway.app import GatewayInfo, build_overview, create_app
 from outrider.gateway.connections import Listener
-from outrider.gateway.exchange import Gateway
+from outrider.gateway.handlers import Gateway
 from outrider.gateway.metrics import Metrics
+from outrider.gateway.request_parsing import Defaults
 from outrider.gateway.server import bound, http_server
 
 
@@ -36,7 +36,7 @@ def spoken(*texts: str) -> list[list[StreamEvent]]:
     return [[event(index, text)] for index, text in enumerate(texts)]
 
 
-def result_of(text: str, tokens: int, reason: Reason = "eos") -> Result:
+def result_of(text: str, tokens: int, reason: FinishReason = "eos") -> Result:
     sources = [Source.ACCEPTED] * tokens
     stats = Stats(rounds=1, blocks=1, escalated=1, verified=tokens, ttft_s=0.01, total_s=0.05)
     stats.count_sources(sources)
@@ -54,13 +54,13 @@ class Script:
     hold: threading.Event | None = None  # the request has to wait for a slot until it is set
 
 
-class ScriptedTicket:
-    def __init__(self, script: Script, gone: Callable[[ScriptedTicket], None]) -> None:
+class ScriptedTask:
+    def __init__(self, script: Script, gone: Callable[[ScriptedTask], None]) -> None:
         self._script, self._gone = script, gone
         self._left = list(script.batches)
         self.cancelled_after: int | None = None  # batches that were given
 
-    def __aiter__(self) -> ScriptedTicket:
+    def __aiter__(self) -> ScriptedTask:
         return self
 
     async def __anext__(self) -> list[StreamEvent]:
@@ -83,8 +83,8 @@ class ScriptedTicket:
         self._gone(self)
 
 
-class ScriptedDesk:
-    """The interface of `outrider.gateway.desk.Desk`. asked: what `start` was given."""
+class ScriptedScheduler:
+    """The interface of `outrider.gateway.request_scheduler.Desk`. asked: what `start` was given."""
 
     waiting = 0
     room = 72
@@ -92,35 +92,35 @@ class ScriptedDesk:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.asked: list[tuple[str, Any, dict[str, Any], Any]] = []
-        self.tickets: list[ScriptedTicket] = []
-        self._running: list[ScriptedTicket] = []
+        self.tasks: list[ScriptedTask] = []
+        self._running: list[ScriptedTask] = []
 
     @property
     def active(self) -> int:
         return len(self._running)
 
     async def start(
-        self, client: str, prompt: Any, settings: dict[str, Any], choice: Any, *, queued: Callable[[], None], **_: Any
-    ) -> ScriptedTicket:
-        self.asked.append((client, prompt, settings, choice))
+        self, client: str, prompt: Any, settings: dict[str, Any], options: Any, *, queued: Callable[[], None], **_: Any
+    ) -> ScriptedTask:
+        self.asked.append((client, prompt, settings, options))
         if self.script.hold is not None:
             queued()
             while not self.script.hold.is_set():
                 await asyncio.sleep(0.005)
         if self.script.refusal is not None:
             raise self.script.refusal
-        ticket = ScriptedTicket(self.script, self._gone)
-        self.tickets.append(ticket)
-        self._running.append(ticket)
-        return ticket
+        task = ScriptedTask(self.script, self._gone)
+        self.tasks.append(task)
+        self._running.append(task)
+        return task
 
-    def _gone(self, ticket: ScriptedTicket) -> None:
-        if ticket in self._running:
-            self._running.remove(ticket)
+    def _gone(self, task: ScriptedTask) -> None:
+        if task in self._running:
+            self._running.remove(task)
 
     async def close(self) -> None:
-        for ticket in list(self._running):
-            ticket.cancel()
+        for task in list(self._running):
+            task.cancel()
 
 
 @dataclass
@@ -128,7 +128,7 @@ class Running:
     """A gateway that serves."""
 
     url: str
-    desk: ScriptedDesk
+    scheduler: ScriptedScheduler
     app: Any
     gateway: Gateway
     listener: Listener
@@ -143,11 +143,11 @@ def serving(
     cloud: Callable[[], str] | None = None,
 ) -> Iterator[Running]:
     """A gateway on loopback whose desk plays the script."""
-    desk = ScriptedDesk(script or Script())
+    scheduler = ScriptedScheduler(script or Script())
     defaults = defaults or Defaults(edge="scripted")
-    metrics = Metrics(lambda: desk.active, lambda: desk.waiting, 8)
-    gateway = Gateway(desk, access or Access(), defaults, metrics)  # type: ignore[arg-type]
-    app = create_app(gateway, Shown(overview(defaults, "none", 8), origins, cloud))
+    metrics = Metrics(lambda: scheduler.active, lambda: scheduler.waiting, 8)
+    gateway = Gateway(scheduler, access or Access(), defaults, metrics)  # type: ignore[arg-type]
+    app = create_app(gateway, GatewayInfo(build_overview(defaults, "none", 8), origins, cloud))
     with bound("127.0.0.1", 0) as on:
         server = http_server(app, on)
         server.config.timeout_graceful_shutdown = 1
@@ -157,7 +157,7 @@ def serving(
             while not server.started:
                 assert thread.is_alive()
                 threading.Event().wait(0.005)
-            yield Running(f"http://127.0.0.1:{on.getsockname()[1]}", desk, app, gateway, on)
+            yield Running(f"http://127.0.0.1:{on.getsockname()[1]}", scheduler, app, gateway, on)
         finally:
             server.should_exit = True
             thread.join(10)

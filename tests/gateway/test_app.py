@@ -17,7 +17,6 @@ import pytest
 
 from gateway.scripted import Running, Script, event, result_of, serving, spoken
 from outrider import errors
-from outrider.cloud.security import Tokens
 from outrider.errors import (
     CloudLost,
     CloudRefused,
@@ -28,13 +27,14 @@ from outrider.errors import (
     SettingsError,
     StateError,
 )
-from outrider.gateway import connections, exchange, replies
-from outrider.gateway.access import Access, check_listen, known_hosts
+from outrider.gateway import connections, handlers, response_schema
+from outrider.gateway.access import Access, allowed_hosts, check_listen
 from outrider.gateway.app import PAGE_HEADERS
-from outrider.gateway.desk import Busy, GoingDown, TimeLimit
-from outrider.gateway.exchange import Arrivals
-from outrider.gateway.refusing import refusal
+from outrider.gateway.errors import to_error_response
+from outrider.gateway.handlers import UploadLimiter
+from outrider.gateway.request_scheduler import GenerationTimeout, QueueFull, ShuttingDown
 from outrider.gateway.server import bound
+from outrider.serving.tokens import Tokens
 
 KEY = "a-key-that-is-long-enough"
 HELLO: dict[str, Any] = {"model": "outrider", "messages": [{"role": "user", "content": "hello"}]}
@@ -75,13 +75,13 @@ def keys(tmp_path: Path) -> Tokens:
 @pytest.mark.parametrize(
     ("path", "reply"),
     [
-        ("/health", replies.Health),
-        ("/v1/models", replies.Models),
-        ("/v1/models/outrider", replies.Model),
-        ("/v1/outrider", replies.Overview),
+        ("/health", response_schema.Health),
+        ("/v1/models", response_schema.Models),
+        ("/v1/models/outrider", response_schema.Model),
+        ("/v1/outrider", response_schema.Overview),
     ],
 )
-def test_facts_are_what_the_document_says(plain: Running, path: str, reply: type[replies.Reply]) -> None:
+def test_facts_are_what_the_document_says(plain: Running, path: str, reply: type[response_schema.Reply]) -> None:
     assert reply.model_validate_json(httpx2.get(plain.url + path).content)
 
 
@@ -101,7 +101,7 @@ def test_head_needs_the_key_that_get_needs(keys: Tokens) -> None:
 
 
 def test_the_bundled_clips_are_listed_and_served(plain: Running) -> None:
-    clips = [replies.Clip.model_validate(clip) for clip in httpx2.get(f"{plain.url}/demo/clips").json()]
+    clips = [response_schema.Clip.model_validate(clip) for clip in httpx2.get(f"{plain.url}/demo/clips").json()]
     assert len(clips) == 12
     assert httpx2.get(plain.url + clips[0].url).content.startswith(b"OggS")
     assert httpx2.get(f"{plain.url}/demo/clips/clips.json").status_code == 404
@@ -119,7 +119,7 @@ def test_the_page_may_ask_no_other_host(plain: Running) -> None:
 def test_http_s_own_refusals_have_openai_s_shape(plain: Running, method: str, path: str, status: int) -> None:
     reply = httpx2.request(method, plain.url + path)
     assert reply.status_code == status
-    assert replies.ErrorReply.model_validate_json(reply.content)
+    assert response_schema.ErrorReply.model_validate_json(reply.content)
 
 
 def test_figures_count_answers_and_tokens() -> None:
@@ -142,8 +142,8 @@ def leaves(kind: type[OutriderError]) -> list[type[OutriderError]]:
 
 @pytest.mark.parametrize("kind", [each for each in leaves(OutriderError) if each.__module__ == errors.__name__])
 def test_every_error_has_a_status_of_its_own_and_none_from_bad_input_is_a_server_s(kind: type[OutriderError]) -> None:
-    said = refusal(kind("a reason"))
-    assert replies.ErrorReply.model_validate(said.body())
+    said = to_error_response(kind("a reason"))
+    assert response_schema.ErrorReply.model_validate(said.body())
     if issubclass(kind, errors.InputError | DecodingError):
         assert said.status == 400
     assert (said.type == "cloud_error") == issubclass(kind, CloudLost | CloudRefused)
@@ -154,10 +154,10 @@ def test_every_error_has_a_status_of_its_own_and_none_from_bad_input_is_a_server
     ("error", "kind"),
     [
         (PromptError("no text"), openai.BadRequestError),
-        (Busy("full", 2.2), openai.RateLimitError),
+        (QueueFull("full", 2.2), openai.RateLimitError),
         (CloudLost("away"), openai.InternalServerError),
         (StateError("a bug"), openai.InternalServerError),
-        (GoingDown(), openai.InternalServerError),
+        (ShuttingDown(), openai.InternalServerError),
     ],
 )
 def test_what_fails_before_the_first_word_has_its_status_streaming_or_not(
@@ -167,11 +167,11 @@ def test_what_fails_before_the_first_word_has_its_status_streaming_or_not(
         with serving(script) as running, pytest.raises(kind) as raised:
             client(running).chat.completions.create(**HELLO, stream=stream)
         assert str(error) in raised.value.message
-        if isinstance(error, GoingDown):
+        if isinstance(error, ShuttingDown):
             assert (raised.value.status_code, raised.value.code) == (503, "going_down")
         if isinstance(error, PromptError) and script.refusal is not None:
             assert (raised.value.param, raised.value.code) == ("messages", "unusable")
-        if isinstance(error, Busy):
+        if isinstance(error, QueueFull):
             assert raised.value.response.headers["retry-after"] == "3"
 
 
@@ -197,7 +197,7 @@ def test_a_stream_that_fails_later_ends_with_the_error() -> None:
         with pytest.raises(openai.APIError, match="away"):
             said.extend(chunk.choices[0].delta.content for chunk in stream)
         assert said == ["", "a", " b", " c"]
-        assert running.desk.active == 0
+        assert running.scheduler.active == 0
 
 
 def test_an_unexpected_error_tells_no_more_than_its_kind() -> None:
@@ -243,11 +243,11 @@ def test_a_client_that_leaves_ends_its_generation(stream: bool) -> None:
             body = json.dumps({**HELLO, "stream": stream}).encode()
             line.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
             line.sendall(b"Content-Length: %d\r\n\r\n" % len(body) + body)
-            until(lambda: running.desk.active == 1)
+            until(lambda: running.scheduler.active == 1)
             if stream:
                 assert b"200 OK" in line.recv(1000)
-        until(lambda: running.desk.active == 0)
-        assert running.desk.tickets[0].cancelled_after < 200  # type: ignore[operator]
+        until(lambda: running.scheduler.active == 0)
+        assert running.scheduler.tasks[0].cancelled_after < 200  # type: ignore[operator]
         until(lambda: "outrider_edge_disconnects_total 1.0" in httpx2.get(f"{running.url}/metrics").text)
 
 
@@ -262,7 +262,7 @@ def uploading(running: Running, sent: bytes = b"{", size: int = 1000) -> Iterato
 
 
 def arriving(running: Running) -> int:
-    return running.gateway.arrivals._by_client.total()
+    return running.gateway.uploads._by_client.total()
 
 
 def test_a_client_that_leaves_while_it_sends_is_counted_as_gone() -> None:
@@ -278,7 +278,7 @@ def test_a_client_that_leaves_while_it_sends_is_counted_as_gone() -> None:
 
 def test_no_more_bodies_are_read_than_there_is_room_for() -> None:
     with serving() as running:
-        running.desk.room = 2
+        running.scheduler.room = 2
         with uploading(running), uploading(running):
             until(lambda: arriving(running) == 2)
             with uploading(running, b"") as third:
@@ -288,13 +288,13 @@ def test_no_more_bodies_are_read_than_there_is_room_for() -> None:
 
 
 def test_one_client_s_uploads_leave_room_for_another_s() -> None:
-    arrivals = Arrivals()
-    with arrivals.one("a", 1):
-        with pytest.raises(Busy), arrivals.one("a", 1):
+    uploads = UploadLimiter()
+    with uploads.upload("a", 1):
+        with pytest.raises(QueueFull), uploads.upload("a", 1):
             pass
-        with arrivals.one("b", 1), pytest.raises(Busy), arrivals.one("c", 1):
+        with uploads.upload("b", 1), pytest.raises(QueueFull), uploads.upload("c", 1):
             pass
-    with arrivals.one("a", 1):
+    with uploads.upload("a", 1):
         pass
 
 
@@ -311,7 +311,7 @@ def test_closing_the_client_s_stream_ends_the_generation() -> None:
         stream = client(running).chat.completions.create(**HELLO, stream=True)
         next(stream)
         stream.close()
-        until(lambda: running.desk.active == 0)
+        until(lambda: running.scheduler.active == 0)
 
 
 # The door ---------------------------------------------------------------------------------------------------
@@ -327,24 +327,24 @@ def test_without_the_key_nothing_but_health_and_page_is_open(keys: Tokens) -> No
             client(running, "another-key").chat.completions.create(**HELLO)
         assert refused.value.code == "invalid_api_key"
         assert "another-key" not in refused.value.message
-        assert running.desk.asked == []
+        assert running.scheduler.asked == []
         client(running, KEY).chat.completions.create(**HELLO)
-        assert running.desk.asked[0][0] == "me"
+        assert running.scheduler.asked[0][0] == "me"
 
 
 def test_without_keys_a_client_is_its_address(plain: Running) -> None:
     client(plain).chat.completions.create(**HELLO)
-    assert plain.desk.asked[-1][0] == "127.0.0.1"
+    assert plain.scheduler.asked[-1][0] == "127.0.0.1"
 
 
 def test_a_client_cannot_name_another_address(plain: Running) -> None:
     httpx2.post(f"{plain.url}/v1/chat/completions", json=HELLO, headers={"x-forwarded-for": "10.9.8.7"})
-    assert plain.desk.asked[-1][0] == "127.0.0.1"
+    assert plain.scheduler.asked[-1][0] == "127.0.0.1"
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/demo/clips", "/openapi.json", "/page/page.js"])
 def test_another_site_s_name_for_this_machine_is_refused(path: str) -> None:
-    hosts = known_hosts("127.0.0.1", keys=False)
+    hosts = allowed_hosts("127.0.0.1", keys=False)
     with serving(access=Access(hosts=hosts)) as running:
         assert httpx2.get(running.url + path).status_code == 200
         assert httpx2.get(running.url + path, headers={"host": "evil.example"}).status_code == 403
@@ -368,8 +368,8 @@ def test_which_addresses_need_keys() -> None:
         check_listen("0.0.0.0", keys=False, insecure=False)
     with pytest.raises(errors.SettingsError, match="--api-keys"):
         check_listen("", keys=False, insecure=False)
-    assert known_hosts("0.0.0.0", keys=False) is None
-    assert known_hosts("::1", keys=False) == {"localhost", "127.0.0.1", "[::1]"}
+    assert allowed_hosts("0.0.0.0", keys=False) is None
+    assert allowed_hosts("::1", keys=False) == {"localhost", "127.0.0.1", "[::1]"}
 
 
 def test_other_sites_pages_may_ask_only_where_they_were_let_in(plain: Running) -> None:
@@ -400,8 +400,8 @@ def test_a_body_of_another_type_is_not_read(plain: Running, headers: dict[str, s
 def test_a_connection_on_which_a_request_does_not_come_to_an_end_is_closed(
     before: bytes, begun: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "KEPT", 1)  # s; after an answer
-    monkeypatch.setattr(connections, "HEAD_S", 0.3)
+    monkeypatch.setattr(connections, "KEEP_ALIVE_S", 1)  # s; after an answer
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 0.3)
     with serving() as running, socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as line:
         line.settimeout(10)
         line.sendall(before + begun)
@@ -412,7 +412,7 @@ def test_a_connection_on_which_a_request_does_not_come_to_an_end_is_closed(
 
 
 def test_a_request_may_take_longer_than_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HEAD_S", 0.2)
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 0.2)
     with serving() as running, socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as line:
         body = json.dumps(HELLO).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
@@ -457,7 +457,7 @@ ASK = {"model": "outrider", "prompt": "x", "stream": True}
 
 @pytest.fixture
 def quick_pings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "PING_S", 0.02)
+    monkeypatch.setattr(handlers, "PING_S", 0.02)
 
 
 @pytest.mark.usefixtures("quick_pings")
@@ -470,7 +470,7 @@ def test_a_stream_that_waits_for_a_slot_has_its_headers_at_once_and_comments_mea
             heard = ""
             while heard.count(": waiting\n\n") < 3:
                 heard += next(parts)
-            assert running.desk.tickets == []
+            assert running.scheduler.tasks == []
             hold.set()
             rest = "".join(parts)
         assert "data:" not in heard
@@ -496,7 +496,9 @@ def test_comments_fill_a_silence_in_mid_stream_too() -> None:
 
 
 @pytest.mark.usefixtures("quick_pings")
-@pytest.mark.parametrize("error", [CloudLost("away"), Busy("full", 1), PromptError("no"), TimeLimit("too long")])
+@pytest.mark.parametrize(
+    "error", [CloudLost("away"), QueueFull("full", 1), PromptError("no"), GenerationTimeout("too long")]
+)
 def test_what_fails_after_the_headers_is_the_stream_s_last_event(error: OutriderError) -> None:
     hold = threading.Event()
     with serving(Script(hold=hold, refusal=error)) as running:
@@ -506,7 +508,7 @@ def test_what_fails_after_the_headers_is_the_stream_s_last_event(error: Outrider
             text = "".join(reply.iter_text())
         events = [part for part in text.split("\n\n") if part and not part.startswith(":")]
         assert len(events) == 1
-        said = replies.ErrorReply.model_validate_json(events[0].removeprefix("data: "))
+        said = response_schema.ErrorReply.model_validate_json(events[0].removeprefix("data: "))
         assert str(error) in said.error.message
         assert httpx2.get(f"{running.url}/health").status_code == 200
 
@@ -525,7 +527,7 @@ def test_a_client_that_leaves_while_it_waits_leaves_the_queue() -> None:
 
 
 def test_a_generation_that_took_too_long_is_504() -> None:
-    with serving(Script(batches=[], end=TimeLimit("after 600 s"))) as running:
+    with serving(Script(batches=[], end=GenerationTimeout("after 600 s"))) as running:
         reply = httpx2.post(f"{running.url}/v1/completions", json={**ASK, "stream": False})
     assert (reply.status_code, reply.json()["error"]["code"]) == (504, "time_limit")
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.api import SpeculativeDecoder, StreamEvent, local
-from outrider.core.outcome import Result
-from outrider.gateway.answering import Answer, visible
-from outrider.gateway.asking import Asked
-from outrider.gateway.pool import RequestOptions
+from outrider.decoding.result import Result
+from outrider.gateway.decoder_pool import RequestOptions
+from outrider.gateway.request_parsing import ParsedRequest
+from outrider.gateway.response_building import Answer, visible_text
 from tests.fakes import ScriptedEngine, replay
 from tests.vocabularies import ALL, BYTES, ids_of
 
@@ -53,18 +53,18 @@ def shown(events: list[StreamEvent]) -> str:
 
 def deltas(events: list[StreamEvent], result: Result, stop: tuple[str, ...]) -> str:
     """The text of the API's stream, event by event."""
-    answer = Answer(Asked(PROMPT, {}, RequestOptions(), stream=True, stop=stop), chat=False)
+    answer = Answer(ParsedRequest(PROMPT, {}, RequestOptions(), stream=True, stop=stop), chat=False)
     sent = b"".join([*(answer.chunk([event]) for event in events), answer.last(result)])
     lines = [line.removeprefix("data: ") for line in sent.decode().split("\n\n") if line and "[DONE]" not in line]
-    return "".join(choice["text"] for line in lines for choice in json.loads(line)["choices"])
+    return "".join(options["text"] for line in lines for options in json.loads(line)["choices"])
 
 
 def check(decoder: SpeculativeDecoder, stop: tuple[str, ...], limit: int) -> Result:
     events, result = streamed(decoder, stop, limit)
-    body = json.loads(Answer(Asked(PROMPT, {}, RequestOptions(), stop=stop), chat=False).body(result))
+    body = json.loads(Answer(ParsedRequest(PROMPT, {}, RequestOptions(), stop=stop), chat=False).body(result))
     assert decoder.generate(PROMPT, max_new_tokens=limit, stop=stop).text == result.text
     assert shown([event for event in events if event.index < len(result.token_ids)]) == result.text
-    assert deltas(events, result, stop) == body["choices"][0]["text"] == visible(result, stop)
+    assert deltas(events, result, stop) == body["choices"][0]["text"] == visible_text(result, stop)
     return result
 
 

@@ -20,20 +20,20 @@ import pytest
 from starlette.requests import Request
 
 from gateway.scripted import Running, Script, serving
-from outrider.cloud.security import Tokens
-from outrider.gateway import connections, exchange
+from outrider.gateway import connections, handlers
 from outrider.gateway.access import Access
 from outrider.gateway.connections import (
-    ACCEPTED_AT_ONCE,
+    ACCEPTS_PER_TICK,
     HEAD_BYTES,
-    MOST_HEADERS,
-    MOST_PIPELINED,
+    MAX_HEADERS,
+    MAX_PIPELINED,
     URL_BYTES,
     Listener,
     OpenConnections,
 )
-from outrider.gateway.desk import Busy
-from outrider.gateway.exchange import Arrivals
+from outrider.gateway.handlers import UploadLimiter
+from outrider.gateway.request_scheduler import QueueFull
+from outrider.serving.tokens import Tokens
 
 KEY = "a-key-that-is-long-enough"
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
@@ -95,7 +95,7 @@ HEADS = {
     "a URL without an end": (b"GET /" + b"a" * 2**20, 414),
     "a long URL": (b"GET /" + b"a" * URL_BYTES + b" HTTP/1.1\r\n\r\n", 414),
     "a method without an end": (b"G" * 2**20, 400),
-    "many headers": (GET + b"X: a\r\n" * MOST_HEADERS + b"\r\n", 431),
+    "many headers": (GET + b"X: a\r\n" * MAX_HEADERS + b"\r\n", 431),
     "empty lines": (b"\r\n" * 2**19, 431),
     "trailers without an end": (POST + KEYED + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX: " + b"a" * 2**20, 431),
     "many trailers": (POST + KEYED + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + b"X: a\r\n" * 2**15, 431),
@@ -122,16 +122,16 @@ def test_a_head_is_bounded(keyed: Running, name: str, before: bytes) -> None:
 
 
 def test_a_head_within_the_limits_is_taken(keyed: Running) -> None:
-    big = {f"x-{n}": "a" * 300 for n in range(MOST_HEADERS - 10)}
+    big = {f"x-{n}": "a" * 300 for n in range(MAX_HEADERS - 10)}
     assert httpx2.get(f"{keyed.url}/health?{'a' * (URL_BYTES - 100)}").status_code == 200
     assert httpx2.get(f"{keyed.url}/health", headers=big).status_code == 200
 
 
 def test_requests_on_one_connection_are_answered_in_turn_up_to_a_number(keyed: Running) -> None:
     with connected(keyed.url) as line:
-        send(line, (GET + b"\r\n") * MOST_PIPELINED)
+        send(line, (GET + b"\r\n") * MAX_PIPELINED)
         heard = b""
-        while heard.count(b"200 OK") < MOST_PIPELINED:
+        while heard.count(b"200 OK") < MAX_PIPELINED:
             heard += line.recv(2**16)
         send(line, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10_000)
         everything(line)
@@ -150,7 +150,7 @@ def test_nothing_is_written_into_an_answer_that_has_begun() -> None:
 def test_a_refused_body_is_dropped_for_a_while_and_its_client_sees_why(
     keyed: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "LINGER_S", 0.3)
+    monkeypatch.setattr(connections, "LINGER_TIMEOUT_S", 0.3)
     with connected(keyed.url) as line:
         send(line, POST + b"Content-Length: 10000000\r\n\r\n" + b" " * 1000)
         assert b" 401 " in line.recv(2**16).partition(b"\r\n")[0]
@@ -196,7 +196,7 @@ def test_http_1_0_gets_whole_answers_too() -> None:
 
 
 def test_an_idle_connection_gives_way_to_a_new_one(keyed: Running) -> None:
-    keyed.listener.most = 4
+    keyed.listener.max_connections = 4
     with ExitStack() as stack:
         lines = [stack.enter_context(connected(keyed.url)) for _ in range(4)]
         for line in lines:
@@ -209,7 +209,7 @@ def test_an_idle_connection_gives_way_to_a_new_one(keyed: Running) -> None:
 
 def test_where_all_are_busy_a_new_one_is_refused_and_the_old_ones_go_on() -> None:
     with serving(Script(pause=0.5)) as running, ExitStack() as stack:
-        running.listener.most = 2
+        running.listener.max_connections = 2
         body = json.dumps({"model": "outrider", "prompt": "x", "stream": True}).encode()
         lines = [stack.enter_context(connected(running.url)) for _ in range(2)]
         for line in lines:
@@ -266,19 +266,19 @@ def listening(most: int) -> Iterator[Listener]:
         on.bind(("127.0.0.1", 0))
         on.listen()
         on.setblocking(False)
-        on.most = most
+        on.max_connections = most
         yield on
 
 
 def test_a_flood_of_connections_to_refuse_leaves_the_loop_its_turns() -> None:
     with listening(0) as on, ExitStack() as stack:
-        count = 2 * ACCEPTED_AT_ONCE
+        count = 2 * ACCEPTS_PER_TICK
         lines = [stack.enter_context(socket.create_connection(on.getsockname(), timeout=HANG_S)) for _ in range(count)]
         for turn in (1, 2):
             with pytest.raises(BlockingIOError):
                 on.accept()
-            refused = turn * ACCEPTED_AT_ONCE
-            assert all(line.recv(12) == b"HTTP/1.1 503" for line in lines[refused - ACCEPTED_AT_ONCE : refused])
+            refused = turn * ACCEPTS_PER_TICK
+            assert all(line.recv(12) == b"HTTP/1.1 503" for line in lines[refused - ACCEPTS_PER_TICK : refused])
         assert count == refused
 
 
@@ -348,7 +348,7 @@ def test_a_connection_without_a_complete_head_costs_at_most_100_kib() -> None:
 
 
 def test_a_client_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "STALL_S", 0.3)
+    monkeypatch.setattr(connections, "STALL_TIMEOUT_S", 0.3)
     with serving() as running, connected(running.url) as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         deadline = time.monotonic() + HANG_S
@@ -374,7 +374,7 @@ def test_every_interface_means_both_families() -> None:
 
 
 def test_the_bytes_of_one_client_s_unread_bodies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "PROMPT_BYTES", 0)
+    monkeypatch.setattr(handlers, "PROMPT_BYTES", 0)
     body = b'{"model": "outrider", "prompt": "' + b"x" * 600
     with serving(access=Access(max_body=1000)) as running, ExitStack() as stack:
         budget = running.gateway.budget
@@ -382,26 +382,26 @@ def test_the_bytes_of_one_client_s_unread_bodies_are_bounded(monkeypatch: pytest
         for n in range(6):
             line = stack.enter_context(connected(running.url))
             send(line, POST + b"Content-Length: 900\r\n\r\n" + body)
-            until(lambda n=n: sum(running.gateway.arrivals._bytes.values()) == len(body) * (n + 1))
+            until(lambda n=n: sum(running.gateway.uploads._bytes.values()) == len(body) * (n + 1))
         late = stack.enter_context(connected(running.url))
         send(late, POST + b"Content-Length: 900\r\n\r\n" + body)
         assert b" 429 " in late.recv(2**16).partition(b"\r\n")[0]
-        assert sum(running.gateway.arrivals._bytes.values()) <= budget
+        assert sum(running.gateway.uploads._bytes.values()) <= budget
         stack.close()
-        until(lambda: not running.gateway.arrivals._bytes)
+        until(lambda: not running.gateway.uploads._bytes)
 
 
 def test_all_clients_together_have_twice_as_much() -> None:
-    arrivals = Arrivals()
-    with arrivals.holding("a", 10) as a, arrivals.holding("b", 10) as b, arrivals.holding("c", 10) as c:
+    uploads = UploadLimiter()
+    with uploads.reserving("a", 10) as a, uploads.reserving("b", 10) as b, uploads.reserving("c", 10) as c:
         a(10)
-        with pytest.raises(Busy):
+        with pytest.raises(QueueFull):
             a(1)
         b(9)
-        with pytest.raises(Busy):
+        with pytest.raises(QueueFull):
             c(2)
         c(1)
-    assert not arrivals._bytes
+    assert not uploads._bytes
 
 
 def test_a_client_is_the_same_through_both_families() -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from gateway.process import CLIPS, edge, figure, heard
 from outrider import Audio, SpeculativeDecoder, load_engine, local
-from outrider.core.detokenizer import BROKEN
+from outrider.decoding.detokenizer import REPLACEMENT_CHARACTER
 
 pytestmark = pytest.mark.network
 
@@ -50,7 +50,7 @@ def decoder() -> SpeculativeDecoder:
 
 def content(stream: Any) -> str:
     deltas = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
-    assert not any(BROKEN in delta for delta in deltas)
+    assert not any(REPLACEMENT_CHARACTER in delta for delta in deltas)
     return "".join(deltas)
 
 

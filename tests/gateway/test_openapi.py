@@ -10,8 +10,8 @@ import httpx2
 import pytest
 
 from gateway.scripted import Script, event, result_of, serving
-from outrider.cloud.security import Tokens
 from outrider.gateway.access import Access
+from outrider.serving.tokens import Tokens
 
 KEY = "a-key-that-is-long-enough"
 SCRIPT = Script([[event(0, "a")]], result_of("a", 1))

@@ -11,8 +11,8 @@ import pytest
 
 import chromium
 from chromium import Page
+from tests.gateway.fake_server import Script, StandIn, ended, standing_in, token, tokens
 from tests.gateway.page_common import CHROMIUM, NEEDS, faults, run, status, strip, tip
-from tests.gateway.stand_in import Script, StandIn, ended, standing_in, token, tokens
 
 pytestmark = NEEDS
 

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 
 import virtual_time
 from outrider import SettingsError
-from outrider.netem import connection, line, medium
-from outrider.netem.conditions import Conditions, conditions
+from outrider.netem import connection, delay_line, link_state
+from outrider.netem.conditions import Conditions, parse_conditions
 from outrider.netem.emulator import EmulatedNetwork
 from outrider.netem.link import Link
-from outrider.netem.medium import BUFFER, Medium
+from outrider.netem.link_state import BOTTLENECK_BUFFER, LinkState
 from outrider.netem.thread import LinkThread
 from virtual_time import monotonic
 
@@ -48,7 +48,7 @@ def _small_heap() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def _virtual_clock() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        virtual_time.install(patch, connection, line, medium)
+        virtual_time.install(patch, connection, delay_line, link_state)
         yield
 
 
@@ -96,7 +96,7 @@ async def shut(writer: asyncio.StreamWriter) -> None:
 
 @asynccontextmanager
 async def linked(port: int, wanted: str = "none", seed: int = 0) -> AsyncIterator[Link]:
-    link = Link("127.0.0.1", port, conditions(wanted), seed=seed)
+    link = Link("127.0.0.1", port, parse_conditions(wanted), seed=seed)
     await link.start()
     try:
         yield link
@@ -169,7 +169,7 @@ def test_bytes_are_intact_and_counted_exactly(wanted: str, sizes: list[int], see
             writer.write_eof()
             assert await reader.read() == b"".join(chunks)
             assert (link.up, link.down) == (server.received, server.sent) == (sum(sizes), sum(sizes))
-            assert link.held == 0
+            assert link.buffered_bytes == 0
 
     run(scenario())
 
@@ -190,7 +190,9 @@ def test_conditions_under_way_keep_the_order() -> None:
         data = random.Random(2).randbytes(300_000)
         async with echoing() as (_, link, reader, writer):
             for at in range(0, len(data), 10_000):
-                link.conditions = conditions(["rtt=20ms,jitter=9ms", "none", "bw=50Mbit", "rtt=1ms"][at // 10_000 % 4])
+                link.conditions = parse_conditions(
+                    ["rtt=20ms,jitter=9ms", "none", "bw=50Mbit", "rtt=1ms"][at // 10_000 % 4]
+                )
                 writer.write(data[at : at + 10_000])
                 await asyncio.sleep(0.002)
             link.stall(0.02)
@@ -256,7 +258,7 @@ def test_jitter_spreads_the_round_trip() -> None:
 
 def test_jitter_is_reproducible() -> None:
     def delays(seed: int) -> list[float]:
-        medium = Medium(Conditions(rtt=0.02, jitter=0.01), seed)
+        medium = LinkState(Conditions(rtt=0.02, jitter=0.01), seed)
         return [way.delay() for _ in range(20) for way in (medium.up, medium.down)]
 
     assert delays(1) == delays(1) != delays(2)
@@ -268,7 +270,7 @@ def test_bandwidth_is_what_was_ordered(way: str) -> None:
     async def scenario() -> None:
         async with echoing() as (_, link, reader, writer):
             await ping(reader, writer)
-            link.conditions = conditions(f"{way}=8Mbit")
+            link.conditions = parse_conditions(f"{way}=8Mbit")
             assert 0.85 * 0.3 < await ping(reader, writer, bytes(300_000)) < 1.15 * 0.3
 
     run(scenario())
@@ -278,7 +280,7 @@ def test_connections_share_the_bandwidth() -> None:
     async def scenario() -> None:
         async with echoing() as (_, link, reader, writer), client(link.port) as two:
             await asyncio.gather(ping(reader, writer), ping(*two))
-            link.conditions = conditions("up=8Mbit")
+            link.conditions = parse_conditions("up=8Mbit")
             times = await asyncio.gather(ping(reader, writer, bytes(100_000)), ping(*two, bytes(100_000)))
             assert 0.17 < max(times) < 0.3
 
@@ -302,7 +304,7 @@ def test_a_stall_holds_everything_and_loses_nothing() -> None:
             link.stall(0.01)
             assert 0.15 <= await ping(reader, writer, bytes(100_000)) < 0.22
             assert await ping(reader, writer) < 0.02
-            link.conditions = conditions("rtt=40ms")
+            link.conditions = parse_conditions("rtt=40ms")
             asyncio.get_running_loop().call_later(0.01, link.stall, 0.1)  # in mid-flight
             assert 0.130 <= await ping(reader, writer) < 0.17  # it arrives as the stall ends, and has the way back
 
@@ -365,7 +367,7 @@ def test_connections_are_cut_in_time() -> None:
             link.conditions = Conditions()
             async with client(link.port) as two:
                 await ping(*two)
-                link.conditions = conditions("cut=1ms")  # present ones, too
+                link.conditions = parse_conditions("cut=1ms")  # present ones, too
                 assert await is_reset(two[0])
 
     run(scenario())
@@ -377,7 +379,7 @@ def test_a_block_lets_nobody_in() -> None:
             await ping(reader, writer)
             link.block(True)
             assert await is_reset(reader)
-            link.conditions = conditions("cut=1s")
+            link.conditions = parse_conditions("cut=1s")
             async with client(link.port) as (refused, _):
                 assert await is_reset(refused)
             link.block(False)
@@ -443,7 +445,7 @@ def test_a_client_that_dies_resets_the_target(wanted: str) -> None:
             writer.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1" + bytes(7))
             writer.transport.abort()
             await asyncio.sleep(0.15)
-            assert not link._present  # an RTT of 200 ms: it left before the target was dialled
+            assert not link._open_connections  # an RTT of 200 ms: it left before the target was dialled
             assert server.received == (0 if "200" in wanted else 1000)
 
     run(scenario())
@@ -460,16 +462,16 @@ def test_memory_is_bounded_when_the_target_reads_slowly_or_not_at_all() -> None:
             peak = 0
             for _ in range(10):
                 await asyncio.sleep(0.01)
-                (connection,) = link._present
+                (connection,) = link._open_connections
                 unsent = connection._target.transport.get_write_buffer_size() if connection._target.transport else 0
-                peak = max(peak, link.held + unsent)
+                peak = max(peak, link.buffered_bytes + unsent)
             assert 0 < peak <= bound
             assert writer.transport.get_write_buffer_size() > 2_000_000  # the client itself has to wait
             writer.transport.abort()
 
     run(scenario("none", 2 * READ))
-    run(scenario("rtt=20ms,bw=1Mbit", BUFFER + 2500 + READ))
-    run(scenario("rtt=2ms,bw=10Gbit", BUFFER + 2_500_000 + 2 * READ))
+    run(scenario("rtt=20ms,bw=1Mbit", BOTTLENECK_BUFFER + 2500 + READ))
+    run(scenario("rtt=2ms,bw=10Gbit", BOTTLENECK_BUFFER + 2_500_000 + 2 * READ))
 
 
 @pytest.mark.parametrize("wanted", ["none", "rtt=300ms", "rtt=10ms,bw=100kbit"])
@@ -483,7 +485,7 @@ def test_close_leaves_nothing_whenever_it_comes(wanted: str, turns: int) -> None
                 await asyncio.sleep(0)
             await link.close()
             await link.close()
-            assert not link._present
+            assert not link._open_connections
             for one in sockets:
                 one.close()
             with pytest.raises(ConnectionRefusedError):
@@ -512,7 +514,7 @@ async def through(link: Link) -> AsyncIterator[Streams]:
 def test_a_connection_without_a_listener_is_like_any_other() -> None:
     async def scenario() -> None:
         async with Server() as server:
-            link = Link("127.0.0.1", server.port, conditions("rtt=10ms"))
+            link = Link("127.0.0.1", server.port, parse_conditions("rtt=10ms"))
             start = monotonic()
             async with through(link) as (reader, writer):
                 assert 0.01 <= round(monotonic() - start, 9) < 0.02, "one round trip"
@@ -526,7 +528,7 @@ def test_a_connection_without_a_listener_is_like_any_other() -> None:
                 await ping(*again)
             assert link.connections == 2
             await link.close()
-            assert not link._present
+            assert not link._open_connections
 
     run(scenario())
 
@@ -535,14 +537,14 @@ def test_a_connection_without_a_listener_is_like_any_other() -> None:
 def test_a_connection_without_a_listener_fails_as_the_target_does(wanted: str) -> None:
     async def scenario() -> None:
         with free_port() as port:
-            link = Link("127.0.0.1", port, conditions(wanted))
+            link = Link("127.0.0.1", port, parse_conditions(wanted))
             with pytest.raises(ConnectionRefusedError):
                 await link.connect()
             link.block(True)
             with pytest.raises(ConnectionAbortedError):
                 await link.connect()
             await link.close()
-            assert not link._present
+            assert not link._open_connections
 
     run(scenario())
 
@@ -551,7 +553,7 @@ def test_a_connection_without_a_listener_fails_as_the_target_does(wanted: str) -
 def test_a_connection_that_is_given_up_while_it_is_made_leaves_nothing(by: str) -> None:
     async def scenario() -> None:
         async with Server() as server:
-            link = Link("127.0.0.1", server.port, conditions("rtt=1s"))
+            link = Link("127.0.0.1", server.port, parse_conditions("rtt=1s"))
             connecting = asyncio.create_task(link.connect())
             await asyncio.sleep(0.1)
             assert link.connections == 1
@@ -564,7 +566,7 @@ def test_a_connection_that_is_given_up_while_it_is_made_leaves_nothing(by: str) 
             with pytest.raises(asyncio.CancelledError if by == "cancel" else ConnectionAbortedError):
                 await connecting
             await asyncio.sleep(0.01)
-            assert not link._present
+            assert not link._open_connections
             await link.close()
 
     run(scenario())
@@ -573,7 +575,7 @@ def test_a_connection_that_is_given_up_while_it_is_made_leaves_nothing(by: str) 
 def test_a_network_has_a_link_for_each_host() -> None:
     async def scenario() -> None:
         async with Server() as one, Server() as other:
-            network = EmulatedNetwork(conditions("rtt=10ms"))
+            network = EmulatedNetwork(parse_conditions("rtt=10ms"))
             for server in (one, one, other):
                 reader, writer = await asyncio.open_connection(sock=await network.connect("127.0.0.1", server.port))
                 await ping(reader, writer)
@@ -617,7 +619,7 @@ def test_a_link_in_a_thread_is_told_from_outside() -> None:
     with echo_thread() as port, LinkThread("127.0.0.1", port) as link:
         with socket.create_connection(("127.0.0.1", link.port or 0)) as peer:
             knock(peer)
-            link.conditions = conditions("rtt=20ms")
+            link.conditions = parse_conditions("rtt=20ms")
             assert 0.02 <= knock(peer, b"abc") < LONG
             link.conditions = Conditions()
             link.stall(0.05)

@@ -17,20 +17,20 @@ import numpy as np
 from benchmarks.live import Watched, realised
 
 from outrider.config import GateFile, GenerationSettings, Loss, ModelId
-from outrider.core.acceptance import Exact, Verdict
-from outrider.core.actions import Done, Draft, Plan, Proposal, Verify
-from outrider.core.audits import AuditTrail
-from outrider.core.decoder import Decoder
-from outrider.core.gate import NAMES, Calibrated, Signals, Threshold
-from outrider.core.gate import gate as parse_gate
-from outrider.core.lookahead import FixedK
-from outrider.core.stopping import StopRules
+from outrider.decoding.actions import Done, Draft, Plan, Proposal, Verify
+from outrider.decoding.decoder import Decoder
+from outrider.decoding.draft_length import FixedDraftLength
+from outrider.decoding.gate import SIGNAL_NAMES, Calibrated, Signals, Threshold
+from outrider.decoding.gate import gate as parse_gate
+from outrider.decoding.risk_estimate import AuditTrail
+from outrider.decoding.stopping import StopRules
 from outrider.errors import DataError
 from outrider.planning.blocks import direction
 from outrider.planning.calibrate import calibrate
 from outrider.planning.traces import Trace
+from outrider.sampling.acceptance import Exact, Verdict
 
-END, VOCAB, LIMIT, K = 0, 40, 40, 5
+STOP_TIMEOUT_S, VOCAB, LIMIT, K = 0, 40, 40, 5
 SOMEONE = ModelId("scripted", "scripted")
 SETTINGS = GenerationSettings(max_new_tokens=LIMIT)
 Text = tuple[int, ...]  # what was generated so far
@@ -55,14 +55,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Pair:
-    """A request of a scripted pair. unsure: between 0 and 1, of the token drafted at a place.
+    """A request of a scripted pair. uncertainty: between 0 and 1, of the token drafted at a place.
 
     rate: how often the drafter errs, by the place. period: the target's text repeats itself with it. ends: it errs by
     ending the text; misses: it never ends the text.
     """
 
     seed: int
-    unsure: Callable[[Place], float]
+    uncertainty: Callable[[Place], float]
     rate: Callable[[int, float], float]
     period: int | None = None
     ends: bool = False
@@ -71,13 +71,13 @@ class Pair:
 
     def target(self, text: Text) -> int:
         if len(text) >= 8 and chance(self.seed, 1, text) < 0.04:
-            return END
+            return STOP_TIMEOUT_S
         if self.period is not None and len(text) >= self.period and chance(self.seed, 2, text) < 0.97:
             return text[-self.period]
         return 1 + int(chance(self.seed, 3, text) * (VOCAB - 1))
 
     def errs(self, text: Text) -> bool:
-        if self.misses and self.target(text) == END:
+        if self.misses and self.target(text) == STOP_TIMEOUT_S:
             return True
         return chance(self.seed, 4, text) < self.rate(len(text), chance(self.seed, 5, ()))
 
@@ -88,12 +88,14 @@ class Pair:
 
     def _draft(self, text: Text) -> tuple[int, Signals]:
         said, errs = self.target(text), self.errs(text)
-        other = END if self.ends and said != END else 1 + said % (VOCAB - 1)
-        unsure = self.unsure(
+        other = STOP_TIMEOUT_S if self.ends and said != STOP_TIMEOUT_S else 1 + said % (VOCAB - 1)
+        uncertainty = self.uncertainty(
             Place(len(text), chance(self.seed, 6, text), errs, self._strayed(text), self._spared(text))
         )
-        entropy, margin, maxprob = (unsure * self._blur(n, text) for n in range(3))  # no signal knows what another does
-        return other if errs else said, Signals(2 * entropy, 1 - margin, maxprob, unsure)
+        entropy, margin, maxprob = (
+            uncertainty * self._blur(n, text) for n in range(3)
+        )  # no signal knows what another does
+        return other if errs else said, Signals(2 * entropy, 1 - margin, maxprob, uncertainty)
 
     def _blur(self, signal: int, text: Text) -> float:
         return 0.7 + 0.3 * chance(self.seed, 7 + signal, text)
@@ -172,9 +174,9 @@ PAIRS: dict[str, Callable[[int], Pair]] = {
 
 
 def trace(pair: Pair) -> Trace:
-    """Teacher-forced, as `planning/record.py` takes it."""
+    """Teacher-forced, as `planning/trace_recorder.py` takes it."""
     text: Text = ()
-    while (not text or text[-1] != END) and len(text) < LIMIT:
+    while (not text or text[-1] != STOP_TIMEOUT_S) and len(text) < LIMIT:
         text += (pair.target(text),)
     drafts, signals = zip(*(pair.draft(text[:n]) for n in range(len(text))), strict=True)
     return Trace(str(pair.seed), 1, text, drafts, tuple(_rounded(signals)))
@@ -183,7 +185,7 @@ def trace(pair: Pair) -> Trace:
 def _rounded(signals: Seq[Signals]) -> Iterator[Signals]:
     """As a file holds them."""
     for each in signals:
-        yield Signals(*(round(getattr(each, name), 6) for name in NAMES))
+        yield Signals(*(round(getattr(each, name), 6) for name in SIGNAL_NAMES))
 
 
 @dataclass(frozen=True)
@@ -202,9 +204,9 @@ class Live:
 def live(pair: Pair, gate: Calibrated, k: int = K, **plan: object) -> Live:
     """One request through the decoder, the drafter going on from its own tokens."""
     options = {"on_loop": "escalate", **plan}
-    rules = StopRules(LIMIT, (END,))
-    keyed = gate.keyed(0, [pair.seed])
-    decoder = Decoder([1], Plan(rules, keyed, Exact(), FixedK(k), has_verifier=True, **options))  # type: ignore[arg-type]
+    rules = StopRules(LIMIT, (STOP_TIMEOUT_S,))
+    keyed = gate.with_audit_key(0, [pair.seed])
+    decoder = Decoder([1], Plan(rules, keyed, Exact(), FixedDraftLength(k), has_verifier=True, **options))  # type: ignore[arg-type]
     while not isinstance(action := decoder.next(), Done):
         if isinstance(action, Draft):
             token, signals = pair.draft(tuple(decoder.context[1:]))
@@ -214,7 +216,9 @@ def live(pair: Pair, gate: Calibrated, k: int = K, **plan: object) -> Live:
             decoder.decided(verdict(pair, action, tuple(decoder.context[1:])))
     stats = decoder.stats
     ids = tuple(decoder.sequence.generated)
-    return Live(ids, stats.escalated, stats.blocks, stats.audited, stats.disagreed, decoder.trail(), action.reason)
+    return Live(
+        ids, stats.escalated, stats.blocks, stats.audited, stats.disagreed, decoder.audit_trail(), action.reason
+    )
 
 
 def verdict(pair: Pair, request: Verify, text: Text) -> Verdict:

@@ -16,32 +16,32 @@ from tests.engines.tiny import engine
 from tests.planning import adversaries
 
 from outrider.api import local
-from outrider.cli.calibrate import _show, identify, run_calibrate
+from outrider.cli.calibrate import _show, model_ids, run_calibrate
 from outrider.cli.main import app
 from outrider.cli.options import Models
 from outrider.config import GateFile, GenerationSettings, Loss, ModelId, read_gate_file
-from outrider.core.acceptance import Exact, Verdict
-from outrider.core.actions import Done, Draft, Plan, Proposal
-from outrider.core.decoder import Decoder
-from outrider.core.gate import NAMES, Calibrated, Signals, Threshold, audited, gate
-from outrider.core.lookahead import FixedK
-from outrider.core.sequence import Source
-from outrider.core.stopping import StopRules
+from outrider.decoding.actions import Done, Draft, Plan, Proposal
+from outrider.decoding.decoder import Decoder
+from outrider.decoding.draft_length import FixedDraftLength
+from outrider.decoding.gate import SIGNAL_NAMES, Calibrated, Signals, Threshold, draw_audits, gate
+from outrider.decoding.sequence import Source
+from outrider.decoding.stopping import StopRules
 from outrider.errors import DataError, SettingsError
-from outrider.planning.blocks import direction, end_tokens, lay_out, replay, replay_gate, worst_losses
+from outrider.planning.blocks import build_blocks, direction, end_tokens, replay, replay_gate, worst_losses
 from outrider.planning.calibrate import (
+    apply_loss,
     calibrate,
     candidates,
-    counted,
+    min_traces,
     monotone,
-    needed,
     split,
     write_gate_file,
 )
 from outrider.planning.traces import Trace, write_traces
+from outrider.sampling.acceptance import Exact, Verdict
 
 EDGE, CLOUD = ModelId("small", "vocab-1"), ModelId("large", "vocab-1")
-END = 9
+STOP_TIMEOUT_S = 9
 REPEATS = 80
 
 
@@ -54,10 +54,10 @@ def request(rng: np.random.Generator, name: int = 0, hard: float = 0.15) -> Trac
     """One request: some are harder than others, and the drafter mostly knows where it errs."""
     size, hardness = int(rng.integers(5, 40)), rng.beta(1, 1 / hard)
     chances = np.clip(rng.beta(0.5, 3, size) * 2 * hardness + 0.02, 0, 1)
-    target = [*rng.integers(10, 50, size - 1).tolist(), END]
+    target = [*rng.integers(10, 50, size - 1).tolist(), STOP_TIMEOUT_S]
     draft = [t if rng.random() > c else 50 for t, c in zip(target, chances, strict=True)]
-    unsure = chances * rng.lognormal(0, 0.5, size)
-    signals = tuple(Signals(float(2 * u), float(1 - min(u, 1)), float(min(u, 1)), float(u)) for u in unsure)
+    uncertainty = chances * rng.lognormal(0, 0.5, size)
+    signals = tuple(Signals(float(2 * u), float(1 - min(u, 1)), float(min(u, 1)), float(u)) for u in uncertainty)
     return Trace(str(name), 10, tuple(target), tuple(draft), signals)
 
 
@@ -72,7 +72,9 @@ def requests(count: int, seed: int = 0, **more: float) -> list[Trace]:
 def decode(trace: Trace, policy: Any, k: int, on_loop: Any = "ignore") -> Decoder:
     """The decoder itself on a trace: drafts and verdicts by position."""
     size = len(trace.target)
-    plan = Plan(StopRules(size, end_tokens(trace)), policy, Exact(), FixedK(k), has_verifier=True, on_loop=on_loop)
+    plan = Plan(
+        StopRules(size, end_tokens(trace)), policy, Exact(), FixedDraftLength(k), has_verifier=True, on_loop=on_loop
+    )
     decoder = Decoder([1] * trace.prompt_tokens, plan)
     while not isinstance(action := decoder.next(), Done):
         at = decoder.context_length - trace.prompt_tokens
@@ -113,17 +115,17 @@ def traces(draw: st.DrawFn) -> Trace:
 def looping(draw: st.DrawFn) -> Trace:
     """A trace whose target repeats itself."""
     phrase = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
-    target = tuple(phrase * draw(st.integers(4, 9)) + draw(st.lists(st.integers(1, 3), max_size=6)) + [END])
+    target = tuple(phrase * draw(st.integers(4, 9)) + draw(st.lists(st.integers(1, 3), max_size=6)) + [STOP_TIMEOUT_S])
     draft = tuple(t if draw(st.integers(0, 5)) else 4 for t in target)
-    unsure = [draw(LEVELS) for _ in target]
-    return Trace("t", 1, target, draft, tuple(Signals(u, 1 - u, u, u) for u in unsure))
+    uncertainty = [draw(LEVELS) for _ in target]
+    return Trace("t", 1, target, draft, tuple(Signals(u, 1 - u, u, u) for u in uncertainty))
 
 
 @settings(max_examples=200, deadline=None)
 @given(
     traces() | looping(),
     st.integers(1, 6),
-    st.sampled_from(NAMES),
+    st.sampled_from(SIGNAL_NAMES),
     st.booleans(),
     LEVELS,
     st.sampled_from([0.0, 0.3]),
@@ -135,8 +137,8 @@ def test_the_replay_of_whole_blocks_is_the_decoder(
     threshold = Threshold(name, limit, mean)  # type: ignore[arg-type]
     policy = Calibrated(threshold, replace(found_once(), audit=audit), "f", key=7)
     decoder = decode(trace, policy, k, "escalate" if loops else "ignore")
-    board = lay_out([trace], k, audit, seed=7)
-    one = replay(board, board.unsure(threshold, whole=True), np.array([direction(threshold) * limit]), loops=loops)
+    table = build_blocks([trace], k, audit, seed=7)
+    one = replay(table, table.uncertainty(threshold, whole=True), np.array([direction(threshold) * limit]), loops=loops)
     assert one.losses[0, 0] == pytest.approx(loss_of(decoder, trace))
     if loops and one.losses[0, 0]:
         return  # another text has other loops
@@ -149,7 +151,7 @@ def test_the_replay_of_whole_blocks_is_the_decoder(
 @given(
     st.integers(0, 10_000),
     st.sampled_from(list(adversaries.PAIRS)),
-    st.sampled_from(NAMES),
+    st.sampled_from(SIGNAL_NAMES),
     st.floats(0, 1.2),
     st.data(),
 )
@@ -161,11 +163,11 @@ def test_the_replay_by_prefixes_is_never_below_a_live_run(
     scope, k = data.draw(st.sampled_from(["block", "repair"])), data.draw(st.integers(1, 8))
     trace, threshold = adversaries.trace(request), Threshold(name, limit + 5e-7)  # type: ignore[arg-type]
     policy = Calibrated(threshold, replace(found_once(), audit=0.2), "f")
-    key = policy.keyed(0, [request.seed]).key
+    key = policy.with_audit_key(0, [request.seed]).key
     ran = adversaries.live(request, policy, k, on_loop=on_loop, scope=scope)
-    board = lay_out([trace], k)
-    board = replace(board, audits=np.append(audited(key, np.arange(len(trace.target)), 0.2), True))
-    bound = worst_losses(board, board.unsure(threshold), np.array([direction(threshold) * threshold.limit]))[0, 0]
+    table = build_blocks([trace], k)
+    table = replace(table, audits=np.append(draw_audits(key, np.arange(len(trace.target)), 0.2), True))
+    bound = worst_losses(table, table.uncertainty(threshold), np.array([direction(threshold) * threshold.limit]))[0, 0]
     target = trace.target[: len(ran.ids)] if on_loop == "stop" and ran.reason == "loop" else trace.target
     assert realised(ran.ids, target, "tokens") <= bound + 1e-12
 
@@ -176,9 +178,9 @@ def found_once() -> GateFile:
 
 def test_many_traces_and_limits_at_once_are_each_by_itself() -> None:
     some, threshold = requests(20), Threshold("logprob", 0.0)
-    board = lay_out(some, 4, 0.1, seed=3)
-    limits = candidates(board.unsure(threshold), threshold)[::7]
-    together = replay(board, board.unsure(threshold), limits)
+    table = build_blocks(some, 4, 0.1, seed=3)
+    limits = candidates(table.uncertainty(threshold), threshold)[::7]
+    together = replay(table, table.uncertainty(threshold), limits)
     for n, trace in enumerate(some):
         for column, limit in enumerate(limits):
             alone = replay_gate([trace], Threshold("logprob", float(limit)), 4, 0.1, seed=3 + n)
@@ -187,19 +189,23 @@ def test_many_traces_and_limits_at_once_are_each_by_itself() -> None:
 
 def test_an_end_that_the_edge_invents_costs_all_that_was_to_come() -> None:
     sure = (Signals(0.0, 1.0, 0.0, 0.0),) * 6
-    trace = Trace("t", 1, (1, 2, 3, 4, 5, END), (1, END, 3, 4, 5, END), sure)
+    trace = Trace("t", 1, (1, 2, 3, 4, 5, STOP_TIMEOUT_S), (1, STOP_TIMEOUT_S, 3, 4, 5, STOP_TIMEOUT_S), sure)
     assert replay_gate([trace], Threshold("entropy", 0.5), 3).losses[0, 0] == pytest.approx(5 / 6)
 
 
 def test_only_what_stands_before_a_disagreement_tells_how_sure_a_block_is() -> None:
     entropies = (0.1, 0.2, 9.0, 0.1, 0.1, 0.1)
     trace = Trace(
-        "t", 1, (1, 2, 3, 4, 5, END), (1, 0, 3, 4, 5, END), tuple(Signals(e, 1.0, 0.0, 0.0) for e in entropies)
+        "t",
+        1,
+        (1, 2, 3, 4, 5, STOP_TIMEOUT_S),
+        (1, 0, 3, 4, 5, STOP_TIMEOUT_S),
+        tuple(Signals(e, 1.0, 0.0, 0.0) for e in entropies),
     )
     gate = Threshold("entropy", 0.5)
     assert replay_gate([trace], gate, 3).losses[0, 0] == pytest.approx(5 / 6)
-    board = lay_out([trace], 3)
-    assert replay(board, board.unsure(gate, whole=True), np.array([0.5])).losses[0, 0] == 0.0
+    table = build_blocks([trace], 3)
+    assert replay(table, table.uncertainty(gate, whole=True), np.array([0.5])).losses[0, 0] == 0.0
 
 
 def test_a_threshold_lies_where_rounding_does_not_decide() -> None:
@@ -214,13 +220,13 @@ def test_a_threshold_lies_where_rounding_does_not_decide() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(traces(), min_size=1, max_size=4), st.integers(1, 6), st.sampled_from(NAMES), st.booleans())
+@given(st.lists(traces(), min_size=1, max_size=4), st.integers(1, 6), st.sampled_from(SIGNAL_NAMES), st.booleans())
 def test_the_loss_never_falls_and_covers_the_real_one(some: list[Trace], k: int, name: str, mean: bool) -> None:
     threshold = Threshold(name, 0.0, mean)  # type: ignore[arg-type]
-    board = lay_out(some, k)
-    limits = candidates(board.unsure(threshold), threshold)
+    table = build_blocks(some, k)
+    limits = candidates(table.uncertainty(threshold), threshold)
     assert (np.diff(limits) > 0).all()
-    raw = replay(board, board.unsure(threshold), limits).losses
+    raw = replay(table, table.uncertainty(threshold), limits).losses
     covered = monotone(raw)
     assert (np.diff(covered, axis=1) >= 0).all()
     assert (covered >= raw).all()
@@ -228,7 +234,7 @@ def test_the_loss_never_falls_and_covers_the_real_one(some: list[Trace], k: int,
 
 
 def test_the_raw_loss_can_fall() -> None:
-    """Why the running maximum is needed: a looser gate moves a later block's start."""
+    """Why the running maximum is min_traces: a looser gate moves a later block's start."""
     entropies = (0.1, 0.1, 0.2, 0.0, 0.9, 0.0)
     signals = tuple(Signals(e, 1.0, 0.0, 0.0) for e in entropies)
     rng = np.random.default_rng(0)
@@ -236,8 +242,8 @@ def test_the_raw_loss_can_fall() -> None:
         target = (1, 2, 3, 4, 5, 6)
         draft = tuple(t if rng.random() < 0.6 else 0 for t in target)
         trace = Trace("t", 1, target, draft, tuple(signals[n] for n in rng.permutation(6)))
-        board, threshold = lay_out([trace], 2), Threshold("entropy", 0.0)
-        raw = replay(board, board.unsure(threshold), candidates(board.unsure(threshold), threshold)).losses
+        table, threshold = build_blocks([trace], 2), Threshold("entropy", 0.0)
+        raw = replay(table, table.uncertainty(threshold), candidates(table.uncertainty(threshold), threshold)).losses
         if (np.diff(raw, axis=1) < 0).any():
             return
     pytest.fail("no such trace was met")
@@ -262,7 +268,7 @@ def test_the_expected_loss_of_unseen_requests_is_within_the_budget(loss: Loss, e
             continue
         assert isinstance(made, Threshold)
         ran = replay_gate(fresh, made, 3, 0.05, seed=10_000 * n)
-        losses.append(float(counted(ran.losses, loss).mean()))
+        losses.append(float(apply_loss(ran.losses, loss).mean()))
         skipped += 1 - float(ran.escalation[0])
     assert np.mean(losses) - 2.6 * np.std(losses) / np.sqrt(len(losses)) <= epsilon
     assert np.mean(losses) > epsilon / 10  # and the budget is used
@@ -277,11 +283,11 @@ def test_the_threshold_is_the_loosest_that_fits() -> None:
     assert isinstance(threshold, Threshold)
     assert made.traces == len(setting) == 60
     assert (made.traces * made.risk + 1) / (made.traces + 1) <= 0.05
-    board = lay_out([some[n] for n in setting], 3, 0.05, seed=4)
+    table = build_blocks([some[n] for n in setting], 3, 0.05, seed=4)
     limits = np.array([direction(threshold) * threshold.limit])
-    ran = replay(board, board.unsure(threshold, whole=True), limits)
+    ran = replay(table, table.uncertainty(threshold, whole=True), limits)
     assert ran.escalation[0] == pytest.approx(made.escalation)
-    assert replay(board, board.unsure(threshold), limits).losses.mean() <= made.risk + 1e-9
+    assert replay(table, table.uncertainty(threshold), limits).losses.mean() <= made.risk + 1e-9
 
 
 def test_a_budget_of_outputs_is_the_stricter_one() -> None:
@@ -305,7 +311,7 @@ def test_the_signal_is_the_one_that_escalates_least_on_traces_of_its_own() -> No
 
     made = found([told(trace) for trace in requests(80)], 0.05)
     assert made.gate.startswith("logprob")
-    assert [row.signal for row in made.signals] == list(NAMES)
+    assert [row.signal for row in made.signals] == list(SIGNAL_NAMES)
     assert min(made.signals, key=lambda row: row.escalation).signal == made.gate.partition(":")[0]
 
 
@@ -319,7 +325,7 @@ def test_the_same_traces_and_seed_give_the_same_gate() -> None:
 
 @pytest.mark.parametrize(("epsilon", "setting"), [(0.02, 49), (0.05, 19), (0.1, 9), (0.5, 1), (0.9, 1)])
 def test_too_few_traces_are_refused_with_how_many_it_takes(epsilon: float, setting: int) -> None:
-    enough = needed(epsilon)
+    enough = min_traces(epsilon)
     assert len(split(enough, epsilon, 0)[1]) >= setting
     with pytest.raises(DataError, match=rf"{enough - 1} traces are too few .* it takes {enough} or more"):
         split(enough - 1, epsilon, 0)
@@ -328,7 +334,7 @@ def test_too_few_traces_are_refused_with_how_many_it_takes(epsilon: float, setti
 
 
 def test_the_number_needed_is_found_at_once() -> None:
-    assert 1.3e9 < needed(1e-9) < 1.4e9
+    assert 1.3e9 < min_traces(1e-9) < 1.4e9
 
 
 def test_where_nothing_may_be_skipped_there_is_no_gate() -> None:
@@ -392,7 +398,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], as_json
 
 def test_the_seed_of_the_command_is_that_of_the_traces_too(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr("outrider.cli.calibrate.identify", lambda models, network: (EDGE, CLOUD))
+    monkeypatch.setattr("outrider.cli.calibrate.model_ids", lambda models, network: (EDGE, CLOUD))
     monkeypatch.setattr("outrider.cli.calibrate.run_calibrate", lambda *args, **given: asked.update(given) or 0)
     tokens = ["calibrate", "traces.jsonl", "--out", "gate.json", "--seed", "5", "--temperature", "0.8"]
     assert app(tokens, exit_on_error=False, print_error=False, result_action="return_value") == 0
@@ -402,18 +408,20 @@ def test_the_seed_of_the_command_is_that_of_the_traces_too(monkeypatch: pytest.M
 def test_the_pair_is_identified_as_a_run_would_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = engine("qwen2"), engine("llama")
     monkeypatch.setattr("outrider.cli.calibrate.load_drafter", lambda models: small)
-    monkeypatch.setattr("outrider.cli.calibrate.reach", lambda models, network: local(large))
-    assert identify(Models()) == (ModelId("qwen2", small.fingerprint), ModelId("llama", large.fingerprint))
+    monkeypatch.setattr("outrider.cli.calibrate.connect_verifier", lambda models, network: local(large))
+    assert model_ids(Models()) == (ModelId("qwen2", small.fingerprint), ModelId("llama", large.fingerprint))
     with pytest.raises(SettingsError, match="give --edge and --cloud"):
-        identify(Models(cloud="none"))
+        model_ids(Models(cloud="none"))
 
 
 def test_audits_are_drawn_at_their_rate() -> None:
     places = np.arange(20_000)
-    assert audited(5, places, 0.05).mean() == pytest.approx(0.05, abs=0.006)
-    assert (audited(5, places, 0.05) != audited(6, places, 0.05)).mean() == pytest.approx(2 * 0.05 * 0.95, abs=0.01)
-    assert not audited(5, places, 0.0).any()
-    assert audited(5, places, 1.0).all()
+    assert draw_audits(5, places, 0.05).mean() == pytest.approx(0.05, abs=0.006)
+    assert (draw_audits(5, places, 0.05) != draw_audits(6, places, 0.05)).mean() == pytest.approx(
+        2 * 0.05 * 0.95, abs=0.01
+    )
+    assert not draw_audits(5, places, 0.0).any()
+    assert draw_audits(5, places, 1.0).all()
 
 
 def test_what_is_shown_says_which_traces_chose_and_where_hardly_anything_is_saved(

@@ -18,8 +18,8 @@ from outrider.errors import SettingsError
 from outrider.planning.costmodel import (
     Network,
     RoundBytes,
+    ServerLoadModel,
     Speculation,
-    Station,
     Work,
     dollars_per_million,
     expected_tokens,
@@ -231,14 +231,14 @@ def test_a_prompt_in_pieces_reads_the_weights_once_for_each() -> None:
 # Many sessions ----------------------------------------------------------------------------------------------------
 
 
-def station(away: float, k: int = 5, server: Server = SERVED) -> Station:
-    return Station(server, WORK, 0.8, k, away)
+def model(away: float, k: int = 5, server: Server = SERVED) -> ServerLoadModel:
+    return ServerLoadModel(server, WORK, 0.8, k, away)
 
 
-def simulate(one: Station, sessions: int, rounds: int = 12_000) -> tuple[float, float]:
+def simulate(one: ServerLoadModel, sessions: int, rounds: int = 12_000) -> tuple[float, float]:
     """Mean cycle and batch of sessions that think (away ± 50 %), queue, and are all taken by the next step."""
     rng = random.Random(sessions)
-    arrivals = [rng.uniform(0, one.away_s) for _ in range(sessions)]
+    arrivals = [rng.uniform(0, one.think_s) for _ in range(sessions)]
     heapq.heapify(arrivals)
     now = waited = 0.0
     served = steps = 0
@@ -250,16 +250,16 @@ def simulate(one: Station, sessions: int, rounds: int = 12_000) -> tuple[float, 
         done = now + one.step_s(len(waiting))
         waited += sum(done - came for came in waiting)
         for _ in waiting:
-            heapq.heappush(arrivals, done + rng.uniform(0.5, 1.5) * one.away_s)
+            heapq.heappush(arrivals, done + rng.uniform(0.5, 1.5) * one.think_s)
         now, served, steps = done, served + len(waiting), steps + 1
-    return one.away_s + waited / served, served / steps
+    return one.think_s + waited / served, served / steps
 
 
 @pytest.mark.parametrize(
     ("away", "sessions"), [(0.15, 1), (0.15, 10), (0.15, 100), (0.15, 400), (0.05, 100), (1.0, 60)]
 )
 def test_the_balance_is_that_of_a_simulated_queue(away: float, sessions: int) -> None:
-    one = station(away)
+    one = model(away)
     cycle, batch = simulate(one, sessions)
     found = one.load(sessions)
     assert found.token_s * one.round_tokens == pytest.approx(cycle, rel=0.1)
@@ -268,14 +268,14 @@ def test_the_balance_is_that_of_a_simulated_queue(away: float, sessions: int) ->
 
 
 def test_one_session_has_the_server_to_itself() -> None:
-    one = station(0.2)
+    one = model(0.2)
     found, step = one.load(1), one.step_s(1)
     assert found.token_s * one.round_tokens == pytest.approx(0.2 + step, rel=0.01)
     assert found.duty == pytest.approx(step / (0.2 + step), rel=0.01)
 
 
 def test_a_reply_s_rounds_pay_for_its_prompt_once() -> None:
-    one = station(0.2)
+    one = model(0.2)
     rounds = WORK.tokens / expected_tokens(0.8, 5)
     assert rounds * one.round_prefill_s == pytest.approx(SERVED.prefill_s(500, 256))
     assert rounds * one.step_s(1) == pytest.approx(rounds * SERVED.batch_s(1, 6, 625) + SERVED.prefill_s(500, 256))
@@ -285,7 +285,7 @@ def test_a_reply_s_rounds_pay_for_its_prompt_once() -> None:
 
 
 def test_cloud_only_is_always_in_the_step() -> None:
-    one = Station(SERVED, WORK, 0.0, 0, 0.0)
+    one = ServerLoadModel(SERVED, WORK, 0.0, 0, 0.0)
     found = one.load(40)
     assert (found.batch, found.busy, found.duty) == (40, 1, 1)
     assert found.token_s == pytest.approx(SERVED.batch_s(40, 1, 625) + 40 * SERVED.prefill_s(500, 256) / 250)
@@ -293,7 +293,7 @@ def test_cloud_only_is_always_in_the_step() -> None:
 
 @given(st.floats(0.0, 2.0), st.integers(1, 2000), st.integers(0, 16))
 def test_another_session_makes_nobody_faster(away: float, sessions: int, k: int) -> None:
-    one = station(away, k)
+    one = model(away, k)
     less, more = one.load(sessions), one.load(sessions + 1)
     assert more.token_s >= less.token_s * (1 - 1e-9)
     assert less.token_s * one.round_tokens >= away + one.step_s(1) * (1 - 1e-9)
@@ -304,15 +304,15 @@ def test_another_session_makes_nobody_faster(away: float, sessions: int, k: int)
 @settings(max_examples=40)
 @given(st.floats(0.0, 0.3), st.floats(0.005, 0.2))
 def test_sessions_within_the_limit_are_the_most(away: float, limit: float) -> None:
-    one = station(away)
-    able = one.able(limit)
-    assert able == 0 or one.load(able).token_s <= limit
-    assert able == SERVED.slots(WORK.context) or one.load(able + 1).token_s > limit
+    one = model(away)
+    max_sessions = one.max_sessions(limit)
+    assert max_sessions == 0 or one.load(max_sessions).token_s <= limit
+    assert max_sessions == SERVED.slots(WORK.context) or one.load(max_sessions + 1).token_s > limit
 
 
 def test_memory_bounds_the_sessions_where_time_does_not() -> None:
     small = replace(SERVED, gpu=replace(H100, memory_bytes=20e9))
-    assert station(0.15, server=small).able(1.0) == small.slots(WORK.context) == 64
+    assert model(0.15, server=small).max_sessions(1.0) == small.slots(WORK.context) == 64
 
 
 # Fleets -----------------------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def test_servers_for_a_share_of_the_edges() -> None:
 
 def test_traffic_of_a_session_is_that_of_its_reply() -> None:
     """Counted over one reply of 250 tokens in 250 / E rounds, 20 ms per token."""
-    one, size = station(0.15), RoundBytes(100.0, 3.0, 170.0)
+    one, size = model(0.15), RoundBytes(100.0, 3.0, 170.0)
     rounds = 250 / expected_tokens(0.8, 5)
     up, down = traffic_bytes_per_s(one, size, 0.02, opening=200.0)
     assert up * 5.0 == pytest.approx(rounds * 115 + 3 * 500 + 200)
@@ -365,10 +365,10 @@ def test_dollars_for_a_million_tokens() -> None:
         (lambda: SERVER.forward_s(0, 1, 1), "sessions"),
         (lambda: SERVER.prefill_s(10, 0), "piece"),
         (lambda: Work(0, 10), "prompt"),
-        (lambda: station(-1.0), "away_s"),
-        (lambda: Station(SERVED, Work(10, 3), 0.8, 5, 1.0), "longer than a reply"),
-        (lambda: station(1.0).able(0.0), "limit_s"),
-        (lambda: station(1.0).load(0), "sessions"),
+        (lambda: model(-1.0), "think_s"),
+        (lambda: ServerLoadModel(SERVED, Work(10, 3), 0.8, 5, 1.0), "longer than a reply"),
+        (lambda: model(1.0).max_sessions(0.0), "limit_s"),
+        (lambda: model(1.0).load(0), "sessions"),
         (lambda: servers_for(10, 0.1, 0), "no number of servers"),
         (lambda: servers_for(10, 1.1, 1), "active"),
         (lambda: dollars_per_million(10**400, 1, 1.0), "gpu_hour"),

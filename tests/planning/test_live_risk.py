@@ -14,10 +14,10 @@ from torch import Tensor
 
 from outrider import SpeculativeDecoder, local
 from outrider.config import GenerationSettings, Loss, ModelId
-from outrider.core.gate import NAMES, Name
+from outrider.decoding.gate import SIGNAL_NAMES, SignalName
 from outrider.errors import DataError
 from outrider.planning.calibrate import calibrate, write_gate_file
-from outrider.planning.record import record
+from outrider.planning.trace_recorder import record
 
 REQUESTS, SPLITS = 160, 4
 SPARE = 0.04  # of the mean of so few splits
@@ -31,13 +31,13 @@ def suite(name: str) -> Suite:
 @pytest.mark.parametrize("loss", ["outputs", "tokens"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_no_drafter_breaks_the_budget_live(name: str, loss: Loss) -> None:
-    signal = NAMES[list(PAIRS).index(name) % len(NAMES)]
+    signal = SIGNAL_NAMES[list(PAIRS).index(name) % len(SIGNAL_NAMES)]
     risk, _, _ = suite(name).splits(0.1, loss, signal, SPLITS)
     assert risk <= 0.1 + SPARE
 
 
-@pytest.mark.parametrize("signal", NAMES)
-def test_with_the_honest_drafter_every_signal_saves_much_of_the_clouds_work(signal: Name) -> None:
+@pytest.mark.parametrize("signal", SIGNAL_NAMES)
+def test_with_the_honest_drafter_every_signal_saves_much_of_the_clouds_work(signal: SignalName) -> None:
     risk, escalation, refused = suite("honest").splits(0.1, "outputs", signal, SPLITS)
     assert (risk <= 0.1 + SPARE, escalation < 0.5, refused) == (True, True, 0)
 

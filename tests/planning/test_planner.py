@@ -10,14 +10,14 @@ import pytest
 from test_simulator import COSTS, TRACES
 
 from outrider.errors import DataError, SettingsError
-from outrider.netem.conditions import conditions
+from outrider.netem.conditions import parse_conditions
 from outrider.planning.costmodel import Network, Speculation, expected_tokens
 from outrider.planning.costs import Costs
-from outrider.planning.planner import DRIVERS, FARTHEST, Goal, Planner, made_up, root
+from outrider.planning.planner import DRIVERS, MAX_RTT_S, Goal, Planner, find_root, synthetic_traces
 from outrider.planning.simulator import Setup
 
 GATES = ("entropy:0.4", "entropy:0.9")
-NEAR = Planner(TRACES[:4], COSTS, Setup(net=conditions("rtt=20ms")), GATES, (1, 4))
+NEAR = Planner(TRACES[:4], COSTS, Setup(net=parse_conditions("rtt=20ms")), GATES, (1, 4))
 FAST = Costs(draft_s=0.001, verify_s=0.03)
 
 
@@ -59,7 +59,7 @@ def test_far_away_cloud_only_is_faster_and_the_break_even_says_from_where() -> N
     setup = Setup(k=5)
     edge = planner.breakeven_rtt_s(setup)
     assert edge is not None
-    assert 0.0 < edge < FARTHEST
+    assert 0.0 < edge < MAX_RTT_S
     for rtt, faster in ((edge - 0.002, True), (edge + 0.002, False)):
         net = replace(setup.net, rtt=rtt)
         alone = planner.simulate(Setup("cloud-only", net=net)).total_s
@@ -75,8 +75,8 @@ def test_break_evens_at_either_end() -> None:
 
 
 def test_an_acceptance_rate_is_enough_and_agrees_with_the_formula() -> None:
-    traces, k, alpha = made_up(0.8, 100, outputs=40), 4, 0.8
-    found = Planner(traces, FAST).simulate(Setup(net=conditions("rtt=30ms"), k=k))
+    traces, k, alpha = synthetic_traces(0.8, 100, outputs=40), 4, 0.8
+    found = Planner(traces, FAST).simulate(Setup(net=parse_conditions("rtt=30ms"), k=k))
     formula = Speculation(alpha, FAST.draft_s, lambda _: FAST.verify_s, Network(0.03))
     assert found.token_s == pytest.approx(formula.sequential_s(k), rel=0.03)
     assert found.tokens / found.rounds == pytest.approx(expected_tokens(alpha, k), rel=0.03)
@@ -84,13 +84,13 @@ def test_an_acceptance_rate_is_enough_and_agrees_with_the_formula() -> None:
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_made_up_traces_at_the_ends(alpha: float) -> None:
-    (trace,) = made_up(alpha, 30, outputs=1)
+    (trace,) = synthetic_traces(alpha, 30, outputs=1)
     assert set(trace.agrees) == {alpha == 1.0}
 
 
 def test_a_root_is_found_to_a_millisecond_on_lines_and_steps() -> None:
-    assert root(lambda x: 3 * x - 1, 0.0, 2.0) == pytest.approx(1 / 3, abs=1e-3)
-    assert root(lambda x: 1.0 if x > 0.7 else -1e-9, 0.0, 2.0) == pytest.approx(0.7, abs=1e-3)
+    assert find_root(lambda x: 3 * x - 1, 0.0, 2.0) == pytest.approx(1 / 3, abs=1e-3)
+    assert find_root(lambda x: 1.0 if x > 0.7 else -1e-9, 0.0, 2.0) == pytest.approx(0.7, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_a_root_is_found_to_a_millisecond_on_lines_and_steps() -> None:
     [
         (lambda: Goal("speed"), "goal"),  # type: ignore[arg-type]
         (lambda: Goal(budget=1.5), "budget"),
-        (lambda: made_up(1.1, 5), "acceptance"),
-        (lambda: made_up(0.5, 0), "length"),
+        (lambda: synthetic_traces(1.1, 5), "acceptance"),
+        (lambda: synthetic_traces(0.5, 0), "length"),
         (lambda: Planner(TRACES, COSTS, gates=["sometimes"]), "gate"),
     ],
 )

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.core.gate import Signals
 from outrider.errors import DataError, SettingsError
-from outrider.netem.conditions import Conditions, conditions
+from outrider.netem.conditions import Conditions, parse_conditions
 from outrider.planning.costs import Costs, md1_wait_s, median_costs
 from outrider.planning.simulator import Outcome, Setup, end_tokens, replay, simulate, summarise
 from outrider.planning.traces import Trace
-from outrider.planning.virtual import FRAMING, WINDOW, Line
+from outrider.planning.virtual_time import FRAMING, WINDOW, SimulatedLink
+from outrider.sampling.sampler import Signals
 
 EOS = 2
 ENDS = frozenset({EOS})
@@ -69,7 +69,9 @@ def test_an_exact_gate_brings_the_targets_output(
     seed: int, acceptance: float, gate: str, k: Any, driver: Any, scope: Any, net: str
 ) -> None:
     text = trace(seed, acceptance=acceptance)
-    done = simulate(text, Setup(gate=gate, k=k, driver=driver, scope=scope, net=conditions(net)), COSTS, ends=ENDS)
+    done = simulate(
+        text, Setup(gate=gate, k=k, driver=driver, scope=scope, net=parse_conditions(net)), COSTS, ends=ENDS
+    )
     assert (done.tokens, done.cloud_tokens, done.disagreements) == (len(text.target), len(text.target), 0)
     assert done.cloud_share == 1.0
     assert done.ttft_s <= done.total_s
@@ -94,7 +96,7 @@ def test_repair_leaves_fewer_disagreements() -> None:
 
 @pytest.mark.parametrize("setup", [Setup(gate="never"), Setup(gate="never", driver="pipelined"), Setup("edge-only")])
 def test_never_asking_is_edge_only(setup: Setup) -> None:
-    for text, done in zip(TRACES, outcomes(replace(setup, net=conditions("rtt=80ms"))), strict=True):
+    for text, done in zip(TRACES, outcomes(replace(setup, net=parse_conditions("rtt=80ms"))), strict=True):
         end = text.draft.index(EOS) + 1 if EOS in text.draft else len(text.draft) + 1
         assert (done.tokens, done.edge_tokens, done.rounds, done.cloud_share) == (end, end, 0, 0.0)
         assert done.disagreements == sum(not same for same in text.agrees[:end])
@@ -104,8 +106,8 @@ def test_never_asking_is_edge_only(setup: Setup) -> None:
 
 @pytest.mark.parametrize("net", ["none", "rtt=70ms"])
 def test_sequential_time_is_the_sum_of_its_parts(net: str) -> None:
-    rtt = conditions(net).rtt
-    for done in outcomes(Setup(k=4, net=conditions(net), queue_s=0.003)):
+    rtt = parse_conditions(net).rtt
+    for done in outcomes(Setup(k=4, net=parse_conditions(net), queue_s=0.003)):
         drafting = COSTS.draft_prefill_s + done.drafted * COSTS.draft_s
         each = COSTS.verify_s + COSTS.per_round_overhead_s + 0.003 + rtt
         judging = done.rounds * each + COSTS.verify_prefill_s + COSTS.verify_per_token_s * done.drafted
@@ -122,7 +124,7 @@ def test_signals_cost_where_they_are_asked_for() -> None:
 
 @pytest.mark.parametrize("each", [None, 0.011])
 def test_cloud_only_pays_one_round_trip_and_its_stream(each: float | None) -> None:
-    setup, costs = Setup("cloud-only", net=conditions("rtt=80ms")), replace(COSTS, stream_s=each)
+    setup, costs = Setup("cloud-only", net=parse_conditions("rtt=80ms")), replace(COSTS, stream_s=each)
     for text, done in zip(TRACES, replay(TRACES, setup, costs, ends=ENDS), strict=True):
         head = 0.08 + COSTS.per_round_overhead_s + COSTS.verify_prefill_s
         token = COSTS.verify_s if each is None else each
@@ -135,7 +137,9 @@ def test_cloud_only_pays_one_round_trip_and_its_stream(each: float | None) -> No
 def test_a_perfect_drafter_hides_the_round_trips_when_pipelined() -> None:
     text = replace(trace(1, 60), draft=trace(1, 60).target)
     near, far = (
-        simulate(text, Setup(driver=driver, net=conditions("rtt=15ms")), replace(COSTS, verify_s=0.004), ends=ENDS)
+        simulate(
+            text, Setup(driver=driver, net=parse_conditions("rtt=15ms")), replace(COSTS, verify_s=0.004), ends=ENDS
+        )
         for driver in ("sequential", "pipelined")
     )
     assert far.total_s < near.total_s - 5 * 0.015
@@ -163,8 +167,8 @@ def test_a_looser_threshold_asks_the_cloud_less(k: int) -> None:
 
 def test_the_recording_crosses_at_the_first_escalation_only() -> None:
     text = trace(3, media=40_000)
-    asked = simulate(text, Setup(net=conditions("up=1Mbit")), COSTS, ends=ENDS)
-    never = simulate(text, Setup(gate="never", net=conditions("up=1Mbit")), COSTS, ends=ENDS)
+    asked = simulate(text, Setup(net=parse_conditions("up=1Mbit")), COSTS, ends=ENDS)
+    never = simulate(text, Setup(gate="never", net=parse_conditions("up=1Mbit")), COSTS, ends=ENDS)
     free = simulate(text, Setup(), COSTS, ends=ENDS)
     assert (asked.media_bytes, never.media_bytes) == (40_000, 0)
     assert asked.bytes_up == free.bytes_up > 40_000
@@ -206,7 +210,7 @@ def test_a_trace_without_an_end_stops_at_its_length() -> None:
 
 
 def test_a_line_is_a_queue_and_half_a_round_trip() -> None:
-    line = Line(8_000.0, 0.1)
+    line = SimulatedLink(8_000.0, 0.1)
     assert line.arrival(100, 1.0) == pytest.approx(1.0 + 0.1 + 0.05)
     assert line.arrival(50, 1.0) == pytest.approx(1.15 + 0.05)
     assert line.arrival(50, 9.0) == pytest.approx(9.05 + 0.05)
@@ -214,9 +218,9 @@ def test_a_line_is_a_queue_and_half_a_round_trip() -> None:
 
 
 def test_more_than_a_window_waits_for_room() -> None:
-    assert Line(None, 0.1).arrival(WINDOW, 0.0) == pytest.approx(0.05)
-    assert Line(None, 0.1).arrival(2 * WINDOW + 1, 0.0) == pytest.approx(0.25)
-    slow = Line(WINDOW * 8 / 0.2, 0.1)  # a window takes two round trips: the link is the limit
+    assert SimulatedLink(None, 0.1).arrival(WINDOW, 0.0) == pytest.approx(0.05)
+    assert SimulatedLink(None, 0.1).arrival(2 * WINDOW + 1, 0.0) == pytest.approx(0.25)
+    slow = SimulatedLink(WINDOW * 8 / 0.2, 0.1)  # a window takes two round trips: the link is the limit
     assert slow.arrival(2 * WINDOW, 0.0) == pytest.approx(0.45)
 
 

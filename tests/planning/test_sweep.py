@@ -9,13 +9,13 @@ import pytest
 from test_simulator import COSTS, TRACES
 
 from outrider.errors import SettingsError
-from outrider.netem.conditions import conditions
-from outrider.planning.gates import thresholds
+from outrider.netem.conditions import parse_conditions
+from outrider.planning.gate_candidates import thresholds
 from outrider.planning.simulator import Setup, replay, summarise
 from outrider.planning.sweep import Row, pareto, sweep
 
 GATES = ["always", "never", *thresholds(TRACES, cloud_shares=(0.8, 0.6, 0.4, 0.2))]
-NETS = [conditions("none"), conditions("rtt=50ms")]
+NETS = [parse_conditions("none"), parse_conditions("rtt=50ms")]
 ROWS = sweep(TRACES[:5], COSTS, gates=GATES, ks=(1, 5), drivers=("sequential", "pipelined"), nets=NETS)
 
 

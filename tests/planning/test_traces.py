@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from outrider.core.gate import Signals
 from outrider.errors import DataError
 from outrider.planning.traces import Trace, read_traces, write_traces
+from outrider.sampling.sampler import Signals
 
 GOOD = Trace("a", 4, (5, 6), (5, 7), (Signals(0.0, 1.0, 0.0, 0.0), Signals(2.5, 0.1, 0.7, 3.5)), 9)
 

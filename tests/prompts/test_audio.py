@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import AudioError
-from outrider.prompts.audio import SAMPLE_RATE, Audio, check_length, exponent, is_silent, load
+from outrider.prompts.audio import SAMPLE_RATE, Audio, check_length, grid_exponent, is_silent, load
 
 
 def tone(seconds: float, rate: int = SAMPLE_RATE, hertz: float = 440.0) -> np.ndarray:
@@ -66,7 +66,7 @@ def test_any_waveform_falls_on_a_16_bit_grid_and_stays_there(peak: float, seed: 
     wave = np.random.default_rng(seed).uniform(-peak, peak, 1600).astype(np.float32)
     wave[:2] = peak * np.array(signs)
     once = load(Audio(wave))
-    e = exponent(once)
+    e = grid_exponent(once)
     scaled = once * np.float32(2.0 ** (15 - e))
     assert np.array_equal(scaled, np.rint(scaled))
     assert scaled.min() >= -32768
@@ -80,7 +80,7 @@ def test_any_waveform_falls_on_a_16_bit_grid_and_stays_there(peak: float, seed: 
 def test_a_loud_waveform_whose_resampling_overshoots_is_named() -> None:
     square = np.repeat(np.tile([100.0, -100.0], 200), 10)
     steps = np.sign(np.random.default_rng(0).standard_normal(8000)) * 100.0
-    assert exponent(load(Audio(square, sampling_rate=16000))) == 7
+    assert grid_exponent(load(Audio(square, sampling_rate=16000))) == 7
     with pytest.raises(AudioError, match="samples as large as"):
         load(Audio(steps, sampling_rate=44100))
 

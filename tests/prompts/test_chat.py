@@ -46,8 +46,8 @@ def test_messages_that_speak_of_a_recording_need_one(demo: object) -> None:
 def test_a_recording_becomes_as_many_placeholders_as_the_model_makes_of_it(demo: object) -> None:
     wave = (0.1 * np.random.default_rng(0).standard_normal(32_000)).astype(np.float32)
     prompt = encode(demo, Audio(wave, task="concise", lang="zh"))
-    front = demo.audio  # type: ignore[attr-defined]
-    assert prompt.ids.count(front.placeholder) == front.token_count(32_000) == 50
+    encoder = demo.audio  # type: ignore[attr-defined]
+    assert prompt.ids.count(encoder.placeholder) == encoder.token_count(32_000) == 50
     assert prompt.audio is not None
 
 

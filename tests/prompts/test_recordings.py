@@ -19,11 +19,11 @@ import soundfile
 import soxr
 
 from outrider.errors import AudioError
-from outrider.gateway.recordings import decoded
-from outrider.gateway.refusing import Refused
+from outrider.gateway.errors import RequestError
+from outrider.gateway.recordings import decode_recording
 from outrider.prompts import audio, media_decoder
-from outrider.prompts.audio import SAMPLE_RATE, Audio, on_grid
-from outrider.prompts.recordings import READ, Downmix, Limits, decode_bytes, decode_path
+from outrider.prompts.audio import SAMPLE_RATE, Audio, quantize
+from outrider.prompts.recordings import SUPPORTED, Downmix, Limits, decode_bytes, decode_path
 from tests.fuzz import recordings as fuzzing
 
 RATE = 48_000
@@ -96,7 +96,7 @@ def test_mp3_is_read_to_its_end_whatever_its_header_says_or_does_not() -> None:
     assert not (*whole.warnings, *bare.warnings)
 
 
-@pytest.mark.parametrize("name", [name for name in SOUNDS if name.split("-")[0] in READ and "DWVW" not in name])
+@pytest.mark.parametrize("name", [name for name in SOUNDS if name.split("-")[0] in SUPPORTED and "DWVW" not in name])
 def test_a_healthy_file_of_every_format_is_read_whole_and_without_a_warning(name: str) -> None:
     with soundfile.SoundFile(io.BytesIO(SOUNDS[name])) as file:
         wave = file.read(file.frames, dtype="float32", always_2d=True).mean(axis=1)
@@ -107,14 +107,14 @@ def test_a_healthy_file_of_every_format_is_read_whole_and_without_a_warning(name
     assert np.array_equal(found.waveform, wanted)
 
 
-@pytest.mark.parametrize("name", [name for name in SOUNDS if name.split("-")[0] not in READ])
+@pytest.mark.parametrize("name", [name for name in SOUNDS if name.split("-")[0] not in SUPPORTED])
 @pytest.mark.parametrize("share", [0.6, 1.0])
 def test_formats_whose_truncation_is_not_detected_are_refused(name: str, share: float) -> None:
     with pytest.raises(AudioError, match=r"supported: wav, flac.*ffmpeg -i IN out.wav"):
         decode_bytes(SOUNDS[name][: int(share * len(SOUNDS[name]))], "a")
 
 
-@pytest.mark.parametrize("name", [name for name in SOUNDS if name.split("-")[0] in READ and "ALAC" not in name])
+@pytest.mark.parametrize("name", [name for name in SOUNDS if name.split("-")[0] in SUPPORTED and "ALAC" not in name])
 def test_three_fifths_of_a_file_are_never_used_without_a_warning(name: str) -> None:
     try:
         found = decode_bytes(SOUNDS[name][: len(SOUNDS[name]) * 3 // 5], "a")
@@ -133,7 +133,7 @@ def test_a_healthy_file_of_a_format_that_soundfile_does_not_read_at_once(name: s
 def test_resampling_by_blocks_gives_the_samples_of_resampling_at_once(rate: int) -> None:
     wave = np.random.default_rng(0).uniform(-0.9, 0.9, (rate + 7, 2)).astype(np.float32)
     once = soxr.resample(wave.mean(axis=1), rate, SAMPLE_RATE)
-    assert np.array_equal(audio.load(Audio(wave, sampling_rate=rate)), on_grid(once))
+    assert np.array_equal(audio.load(Audio(wave, sampling_rate=rate)), quantize(once))
 
 
 APE = b"\xd0\x07\0\0\x88\x13\0\0\x01\0\0\0\0\0\0\0" + bytes(8)
@@ -276,7 +276,7 @@ def test_telephone_files_are_the_same_on_every_surface(subtype: str, tmp_path: P
     path = tmp_path / "a.wav"
     soundfile.write(path, fuzzing.tone(8_000, 1.0), 8_000, format="WAV", subtype=subtype)
     here = audio.read(Audio(path))
-    there = decoded(base64.b64encode(path.read_bytes()).decode(), "wav", 30.0)
+    there = decode_recording(base64.b64encode(path.read_bytes()).decode(), "wav", 30.0)
     assert np.array_equal(here.waveform, there.waveform)
     assert 0.95 < here.seconds < 1.1
 
@@ -308,7 +308,7 @@ def test_a_small_file_of_a_high_rate_stays_small_in_memory() -> None:
     text = base64.b64encode(data).decode()
     assert len(data) < 64 << 10
     assert peak_of(lambda: decode_bytes(data, "a")) < 8 << 20
-    assert peak_of(lambda: decoded(text, "flac", 30.0)) < 12 << 20
+    assert peak_of(lambda: decode_recording(text, "flac", 30.0)) < 12 << 20
     many = constant(655_350, 655_350 * 10, 8)
     assert peak_of(lambda: decode_bytes(many, "a", Limits(5.0))) < 16 << 20
 
@@ -334,7 +334,7 @@ def fuzzed_channels(channels: int) -> bytes:
 def test_the_advice_for_long_recordings_gives_pieces_that_are_accepted(most: float) -> None:
     text = base64.b64encode(constant(16_000, int(16_000 * (most + 1)))).decode()
     with pytest.raises(AudioError) as refused:
-        decoded(text, "flac", most)
+        decode_recording(text, "flac", most)
     seconds = re.search(r"-segment_time (\d+) ", str(refused.value))
     assert seconds is not None
     assert int(seconds[1]) >= 1
@@ -441,15 +441,15 @@ def av() -> Any:
 @pytest.mark.parametrize(("kind", "container", "codec"), MEDIA)
 def test_what_phones_and_browsers_record_is_read(av: Any, kind: str, container: str, codec: str) -> None:
     data = fuzzing.media_file(container, codec, 2.0)
-    found = decoded(base64.b64encode(data).decode(), kind, 30.0)
+    found = decode_recording(base64.b64encode(data).decode(), kind, 30.0)
     assert found.seconds == pytest.approx(2.0, abs=0.15)
     assert not found.warnings
     spectrum = np.abs(np.fft.rfft(found.waveform[8_000:24_000]))
     assert abs(int(np.argmax(spectrum)) - 220) < 3
-    with pytest.raises(Refused, match="format is wav, the data is"):
-        decoded(base64.b64encode(data).decode(), "wav", 30.0)
+    with pytest.raises(RequestError, match="format is wav, the data is"):
+        decode_recording(base64.b64encode(data).decode(), "wav", 30.0)
     with pytest.raises(AudioError, match="lasts more than 1 s"):
-        decoded(base64.b64encode(data).decode(), kind, 1.0)
+        decode_recording(base64.b64encode(data).decode(), kind, 1.0)
 
 
 @pytest.mark.parametrize(("kind", "container", "codec"), MEDIA)
@@ -560,11 +560,11 @@ def test_no_sample_is_unwritten_wherever_a_file_is_cut(monkeypatch: pytest.Monke
 def test_a_client_does_not_hear_another_s_recording() -> None:
     """Half an MP3 behind a loud recording of another client: it is the beginning of the whole one, and no longer."""
     data = written("MP3-MPEG_LAYER_III")
-    whole = decoded(base64.b64encode(data).decode(), "mp3", 30.0)
+    whole = decode_recording(base64.b64encode(data).decode(), "mp3", 30.0)
     other = base64.b64encode(written("WAV-PCM_16")).decode()
     for _ in range(3):
-        decoded(other, "wav", 30.0)
-        half = decoded(base64.b64encode(data[: len(data) // 2]).decode(), "mp3", 30.0)
+        decode_recording(other, "wav", 30.0)
+        half = decode_recording(base64.b64encode(data[: len(data) // 2]).decode(), "mp3", 30.0)
         assert half.seconds < 2.1
         assert half.warnings
         kept = len(half.waveform) - 2_000

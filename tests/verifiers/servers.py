@@ -53,7 +53,7 @@ class Bad(Exception):
 class Fault:
     """Something that goes wrong with the next `times` requests for `path` (any, if empty), after `skip` good ones.
 
-    status: instead of 200. deaf: the request is not even read, else it is answered, and what it read is cached. delay:
+    status: instead of 200. drop: the request is not even read, else it is answered, and what it read is cached. delay:
     seconds. cut: the answer ends in its middle, and so does the connection. raw: sent instead. alter: what becomes of
     the answer.
     """
@@ -62,7 +62,7 @@ class Fault:
     status: int = 200
     message: str = "injected"
     headers: tuple[tuple[str, str], ...] = ()
-    deaf: bool = False
+    drop: bool = False
     delay: float = 0.0
     cut: bool = False
     raw: bytes | None = None
@@ -367,7 +367,7 @@ class _Handler(BaseHTTPRequestHandler):
         fault = owner.fault(self.path)
         if self.headers.get("x-session-id"):
             owner.sessions.append(self.headers["x-session-id"])
-        if not fault.deaf:
+        if not fault.drop:
             answer = owner.answer(method, self.path, self.headers, data)
         if fault.delay:
             time.sleep(fault.delay)

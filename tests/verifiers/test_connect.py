@@ -11,36 +11,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import CloudLost, SettingsError, connect
-from outrider.verifiers.connect import Target, parse_target
-from outrider.wire.hosts import peer_name
+from outrider.transport.hosts import peer_name
+from outrider.verifiers.connect import CloudAddress, parse_cloud_address
 
 
 @pytest.mark.parametrize(
     ("text", "target"),
     [
-        ("none", Target("none")),
-        ("local:demo", Target("local", "demo:cloud")),
-        ("local:demo:edge", Target("local", "demo:edge")),
-        ("local:/models/a:b", Target("local", "/models/a:b")),
-        ("grpc://cloud:7070", Target("grpc", hosts=(("cloud", 7070),))),
-        ("grpc://cloud.example.org:7070/", Target("grpc", hosts=(("cloud.example.org", 7070),))),
-        ("grpc://[::1]:7070", Target("grpc", hosts=(("::1", 7070),))),
-        ("grpc://127.0.0.1:1", Target("grpc", hosts=(("127.0.0.1", 1),))),
-        ("vllm://a:8000", Target("vllm", hosts=(("a", 8000),))),
-        ("vllm://a:8000,b:8001", Target("vllm", hosts=(("a", 8000), ("b", 8001)))),
-        ("vllm://b:8000,a:8000,b:8001/", Target("vllm", hosts=(("b", 8000), ("a", 8000), ("b", 8001)))),
-        ("vllm://[::1]:8000", Target("vllm", hosts=(("::1", 8000),))),
-        ("vllm://[fe80::1%1]:1,10.0.0.1:65535", Target("vllm", hosts=(("fe80::1%1", 1), ("10.0.0.1", 65535)))),
-        ("grpc://[fe80::1%eth0]:7070", Target("grpc", hosts=(("fe80::1%eth0", 7070),))),
-        ("grpc://bücher.example:7070", Target("grpc", hosts=(("bücher.example", 7070),))),
-        ("vllm://例え.テスト:1", Target("vllm", hosts=(("例え.テスト", 1),))),
-        ("sglang://h:1", Target("sglang", hosts=(("h", 1),))),
-        ("sglang://h:1/", Target("sglang", hosts=(("h", 1),))),
+        ("none", CloudAddress("none")),
+        ("local:demo", CloudAddress("local", "demo:cloud")),
+        ("local:demo:edge", CloudAddress("local", "demo:edge")),
+        ("local:/models/a:b", CloudAddress("local", "/models/a:b")),
+        ("grpc://cloud:7070", CloudAddress("grpc", hosts=(("cloud", 7070),))),
+        ("grpc://cloud.example.org:7070/", CloudAddress("grpc", hosts=(("cloud.example.org", 7070),))),
+        ("grpc://[::1]:7070", CloudAddress("grpc", hosts=(("::1", 7070),))),
+        ("grpc://127.0.0.1:1", CloudAddress("grpc", hosts=(("127.0.0.1", 1),))),
+        ("vllm://a:8000", CloudAddress("vllm", hosts=(("a", 8000),))),
+        ("vllm://a:8000,b:8001", CloudAddress("vllm", hosts=(("a", 8000), ("b", 8001)))),
+        ("vllm://b:8000,a:8000,b:8001/", CloudAddress("vllm", hosts=(("b", 8000), ("a", 8000), ("b", 8001)))),
+        ("vllm://[::1]:8000", CloudAddress("vllm", hosts=(("::1", 8000),))),
+        ("vllm://[fe80::1%1]:1,10.0.0.1:65535", CloudAddress("vllm", hosts=(("fe80::1%1", 1), ("10.0.0.1", 65535)))),
+        ("grpc://[fe80::1%eth0]:7070", CloudAddress("grpc", hosts=(("fe80::1%eth0", 7070),))),
+        ("grpc://bücher.example:7070", CloudAddress("grpc", hosts=(("bücher.example", 7070),))),
+        ("vllm://例え.テスト:1", CloudAddress("vllm", hosts=(("例え.テスト", 1),))),
+        ("sglang://h:1", CloudAddress("sglang", hosts=(("h", 1),))),
+        ("sglang://h:1/", CloudAddress("sglang", hosts=(("h", 1),))),
     ],
 )
-def test_what_texts_name(text: str, target: Target) -> None:
-    assert parse_target(text) == target
-    assert target.remote == text.startswith(("grpc", "vllm", "sglang"))
+def test_what_texts_name(text: str, target: CloudAddress) -> None:
+    assert parse_cloud_address(text) == target
+    assert target.is_remote == text.startswith(("grpc", "vllm", "sglang"))
 
 
 names = st.from_regex(r"[a-z0-9-]{1,6}(\.[a-z0-9]{1,3})?\.?", fullmatch=True) | st.ip_addresses(v=6).map("[{}]".format)
@@ -51,10 +51,10 @@ lists = st.lists(st.tuples(names, ports), min_size=1, max_size=5, unique=True)
 @given(st.sampled_from(["vllm", "sglang"]), lists, st.sampled_from(["", "/"]))
 def test_replicas_are_named_in_the_order_given(kind: str, hosts: list[tuple[str, int]], slash: str) -> None:
     text = f"{kind}://" + ",".join(f"{name}:{port}" for name, port in hosts) + slash
-    assert parse_target(text).hosts == tuple((name.strip("[]"), port) for name, port in hosts)
+    assert parse_cloud_address(text).hosts == tuple((name.strip("[]"), port) for name, port in hosts)
     again = f"{kind}://" + ",".join(f"{name}:{port}" for name, port in [*hosts, hosts[0]])
     with pytest.raises(SettingsError, match="named twice"):
-        parse_target(again)
+        parse_cloud_address(again)
 
 
 odd = st.text("grpcvlmsan:/,[]@.%1 ", max_size=20)
@@ -67,11 +67,11 @@ known = st.builds(str.__add__, st.sampled_from(["grpc://", "vllm://", "sglang://
 )
 def test_any_other_text_is_refused_or_an_address(text: str) -> None:
     try:
-        target = parse_target(text)
+        target = parse_cloud_address(text)
     except SettingsError:
         return
     assert text.startswith(f"{target.kind}://")
-    assert target.remote
+    assert target.is_remote
     assert target.hosts
     for host, port in target.hosts:
         assert host
@@ -117,7 +117,7 @@ def test_any_other_text_is_refused_or_an_address(text: str) -> None:
 )
 def test_addresses_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(SettingsError, match="expected grpc://HOST:PORT, vllm://HOST:PORT"):
-        parse_target(text)
+        parse_cloud_address(text)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_addresses_that_are_none_are_refused(text: str) -> None:
 @pytest.mark.parametrize("kind", ["grpc", "vllm"])
 def test_a_host_that_can_be_none_is_named(kind: str, host: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        parse_target(f"{kind}://{host}:7070")
+        parse_cloud_address(f"{kind}://{host}:7070")
     assert repr(host.strip("[]"))[1:-1] in str(caught.value)
 
 
@@ -151,12 +151,12 @@ def test_a_cloud_is_named_as_it_was_typed(target: str) -> None:
 )
 def test_a_replica_is_named_once(text: str) -> None:
     with pytest.raises(SettingsError, match="a replica is named twice"):
-        parse_target(text)
+        parse_cloud_address(text)
 
 
 def test_grpc_takes_one_host() -> None:
     with pytest.raises(SettingsError, match="grpc takes one"):
-        parse_target("grpc://a:1,b:1")
+        parse_cloud_address("grpc://a:1,b:1")
 
 
 @pytest.mark.parametrize(
@@ -223,14 +223,14 @@ def test_connecting_sends_nothing_yet(target: str, options: dict[str, Any]) -> N
 def test_other_peoples_servers_are_named_where_a_verifier_is_printed(kind: str) -> None:
     verifier: Any = connect(f"{kind}://a.example:1,b.example:2", token=TOKEN, tls=True)
     try:
-        assert repr(verifier) == f"<ServedVerifier {kind}://a.example:1,b.example:2>"
+        assert repr(verifier) == f"<LlmServerVerifier {kind}://a.example:1,b.example:2>"
     finally:
         verifier.disconnect()
 
 
 def test_what_is_expected_tells_of_replicas() -> None:
     with pytest.raises(SettingsError, match=re.escape("vllm://HOST:PORT[,HOST:PORT...]")):
-        parse_target("http://a:1")
+        parse_cloud_address("http://a:1")
 
 
 @pytest.mark.parametrize("content", ["", "\n", "two words", "t\u00f6ken-that-is-long-enough"])
@@ -244,4 +244,4 @@ def test_a_byte_order_mark_is_no_part_of_a_token(tmp_path: Path) -> None:
     (tmp_path / "token").write_bytes(b"\xef\xbb\xbf" + TOKEN.encode() + b"\r\n")
     verifier: Any = connect("grpc://127.0.0.1:1", token_file=str(tmp_path / "token"))
     with verifier:
-        assert dict(verifier.connection._channel._common)[b"authorization"] == f"Bearer {TOKEN}".encode()
+        assert dict(verifier.connection._channel._common_headers)[b"authorization"] == f"Bearer {TOKEN}".encode()

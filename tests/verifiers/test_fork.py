@@ -20,9 +20,9 @@ import json, os, sys, warnings
 warnings.simplefilter("ignore", DeprecationWarning)
 from outrider import StateError, connect
 from outrider.config import GenerationSettings
-from outrider.core.actions import Verify
+from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
-from outrider.verifiers.base import Conditions
+from outrider.verifiers.base import SessionParams
 
 def refusal(work):
     try:
@@ -34,12 +34,12 @@ def refusal(work):
 verifier, there = connect(sys.argv[1]), sys.argv[2] == "there"
 works = {"probe": verifier.probe}
 if there:
-    session = verifier.open(Prompt((3, 1, 4)), Conditions(GenerationSettings(), "exact", 32))
+    session = verifier.open(Prompt((3, 1, 4)), SessionParams(GenerationSettings(), "exact", 32))
     verifier.verify(session, Verify(1, 3, (), ()))
     works = {
         "verify": lambda: verifier.verify(session, Verify(2, 4, (), ())),
         "generate": lambda: next(verifier.generate(session)),
-        "ledger": lambda: verifier.ledger(session),
+        "ledger": lambda: verifier.byte_counts(session),
     }
 sys.stdout.flush()
 child = os.fork()
@@ -51,7 +51,7 @@ if child == 0:
     sys.exit()  # in order: what runs at exit must leave the parent's files alone
 os.waitpid(child, 0)
 if there:
-    session = verifier.open(Prompt((3, 1, 4)), Conditions(GenerationSettings(), "exact", 32))
+    session = verifier.open(Prompt((3, 1, 4)), SessionParams(GenerationSettings(), "exact", 32))
     verifier.verify(session, Verify(1, 3, (), ()))
     print(json.dumps({"verified": True}), flush=True)
 verifier.disconnect()

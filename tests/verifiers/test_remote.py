@@ -23,15 +23,16 @@ from fakes import HashRows, ScriptedEngine, plain
 from outrider import CloudLost, CloudRefused, SpeculativeDecoder, VocabularyMismatch, connect
 from outrider.cloud.limits import Limits
 from outrider.config import GenerationSettings
-from outrider.core.actions import Verify
+from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.errors import DecodingError, PromptError, SettingsError, StateError
 from outrider.netem.thread import LinkThread
-from outrider.verifiers.base import Conditions
-from outrider.verifiers.refusals import Again, of_call
-from outrider.verifiers.remote import RemoteVerifier, _impossible
-from outrider.wire import schema
-from outrider.wire.status import CallFailed, Disconnected, Status
+from outrider.protocol import schema
+from outrider.transport.status import CallFailed, Disconnected, Status
+from outrider.verifiers.base import SessionParams
+from outrider.verifiers.remote.errors import map_call_error
+from outrider.verifiers.remote.verifier import RemoteVerifier, _find_inconsistency
+from outrider.verifiers.retry import Retryable
 
 V = 32
 PROMPT = (3, 1, 4, 1, 5)
@@ -67,8 +68,8 @@ def served() -> Iterator[Served]:
         yield running
 
 
-def conditions(accept: str = "exact", **settings: Any) -> Conditions:
-    return Conditions(GenerationSettings(**settings), accept, V)
+def conditions(accept: str = "exact", **settings: Any) -> SessionParams:
+    return SessionParams(GenerationSettings(**settings), accept, V)
 
 
 def said(count: int, **settings: Any) -> tuple[int, ...]:
@@ -152,7 +153,7 @@ def test_a_description_that_cannot_be_is_refused_by_name(
 @given(st.builds(dict, **{name: st.integers(0, 2**32 - 1) for name in ("vocab_size", "row_count", "max_length")}))
 def test_any_description_is_refused_or_can_be_used(numbers: dict[str, int]) -> None:
     answer = schema.DescribeAnswer(**{**GOOD, **numbers})
-    if _impossible(answer) is None:
+    if _find_inconsistency(answer) is None:
         assert 0 < answer.vocab_size <= answer.row_count
         assert max(answer.eos_ids) < answer.row_count
 
@@ -228,9 +229,9 @@ def test_a_draining_cloud_is_left_for_whoever_takes_the_next_connection() -> Non
 
 
 def test_a_passing_overload_is_waited_out_and_a_message_too_large_is_not(served: Served) -> None:
-    assert isinstance(of_call("c", CallFailed(Status.RESOURCE_EXHAUSTED, "too many streams")), Again)
+    assert isinstance(map_call_error("c", CallFailed(Status.RESOURCE_EXHAUSTED, "too many streams")), Retryable)
     size = CallFailed(Status.RESOURCE_EXHAUSTED, "CLIENT: Received message larger than max (90070 vs. 65536)")
-    assert isinstance(of_call("c", size), CloudRefused)
+    assert isinstance(map_call_error("c", size), CloudRefused)
 
 
 def test_a_real_connection_needs_no_emulator() -> None:
@@ -400,10 +401,10 @@ def test_the_stream_on_which_a_session_was_to_be_closed_is_not_left_open(
         monkeypatch.setattr(cloud.connection, "open_stream", opening)
         cloud.close(session)
         deadline = time.monotonic() + SOON
-        while not (opened and not opened[0]._ours) and time.monotonic() < deadline:
+        while not (opened and not opened[0]._local_open) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(opened) == 1
-        assert not any((opened[0]._ours, opened[0]._theirs)), "it was cancelled"
+        assert not any((opened[0]._local_open, opened[0]._remote_open)), "it was cancelled"
 
 
 @pytest.mark.parametrize(
@@ -422,7 +423,7 @@ def test_a_verdict_that_answers_nothing_that_was_asked_is_refused(
 ) -> None:
     with far(served) as cloud:
         session = cloud.open(Prompt(PROMPT), conditions())
-        monkeypatch.setattr("outrider.cloud.conversation.pack_verdict", lambda *_: schema.Answer(verdict=verdict))
+        monkeypatch.setattr("outrider.cloud.stream_handler.pack_verdict", lambda *_: schema.Answer(verdict=verdict))
         with pytest.raises(CloudRefused, match="does not answer round 1"):
             cloud.verify(session, Verify(1, 5, (), (1, 2)))
         monkeypatch.undo()

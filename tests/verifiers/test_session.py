@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from fakes import HashRows, ScriptedEngine, plain
 from outrider.config import GenerationSettings
-from outrider.core.acceptance import Verdict
-from outrider.core.actions import Verify
-from outrider.core.sampling import Support
+from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.errors import SettingsError, StateError
-from outrider.verifiers.base import Conditions
+from outrider.sampling.acceptance import Verdict
+from outrider.sampling.sampler import Support
+from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import LocalVerifier
 from outrider.verifiers.session import Session
 
@@ -29,7 +29,7 @@ TARGET = HashRows(1, V)
 def opened(accept: str = "exact", **options: Any) -> tuple[LocalVerifier, ScriptedEngine, int]:
     engine = ScriptedEngine(TARGET, V)
     verifier = LocalVerifier(engine)
-    return verifier, engine, verifier.open(Prompt(PROMPT), Conditions(GenerationSettings(**options), accept, V))
+    return verifier, engine, verifier.open(Prompt(PROMPT), SessionParams(GenerationSettings(**options), accept, V))
 
 
 def said(count: int, prompt: tuple[int, ...] = PROMPT, **options: Any) -> tuple[int, ...]:
@@ -87,7 +87,7 @@ def test_choices_within_the_engines_noise_are_reported_by_offset() -> None:
         engine = ScriptedEngine(TARGET, V)
         engine.noise = noise
         verifier = LocalVerifier(engine)
-        session = verifier.open(Prompt(PROMPT), Conditions(GenerationSettings(), "exact", V))
+        session = verifier.open(Prompt(PROMPT), SessionParams(GenerationSettings(), "exact", V))
         verdict = verifier.verify(session, Verify(1, 5, (), (a[0], a[1], wrong(a[2]), a[3])))
         assert verdict.near_ties == expected
         assert verdict.accepted == 2
@@ -264,7 +264,7 @@ def test_residual_needs_the_distribution_of_every_draft() -> None:
 
 def test_sessions_are_closed_once_and_leave_no_slot() -> None:
     verifier, engine, session = opened()
-    other = verifier.open(Prompt((7,)), Conditions(GenerationSettings(), "exact", V))
+    other = verifier.open(Prompt((7,)), SessionParams(GenerationSettings(), "exact", V))
     assert session != other
     first = verifier.verify(other, Verify(1, 1, (), (2,)))
     verifier.close(session)
@@ -291,7 +291,7 @@ class Hiccups(ScriptedEngine):
 
 def test_a_request_that_failed_can_be_sent_again() -> None:
     verifier = LocalVerifier(Hiccups(TARGET, V))
-    session = verifier.open(Prompt(PROMPT), Conditions(GenerationSettings(), "exact", V))
+    session = verifier.open(Prompt(PROMPT), SessionParams(GenerationSettings(), "exact", V))
     a, done = said(20), 0
     for round_ in range(1, 6):
         request = Verify(round_, 5 + done, (), (*a[done : done + 2], wrong(a[done + 2])))

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tiny_models import byte_tokenizer
 
 from outrider import SpeculativeDecoder, connect
-from outrider.core.sequence import Source
+from outrider.decoding.sequence import Source
 from outrider.errors import CloudRefused, PromptError, SettingsError, VocabularyMismatch
-from outrider.verifiers.served import ServedVerifier
+from outrider.verifiers.llm_server.verifier import LlmServerVerifier
 from verifiers.servers import EOS, TOKENS, Fault, Model, cloud, edge, said
 from verifiers.vllm_server import VllmServer
 
@@ -27,7 +27,7 @@ GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 WAYS: dict[str, dict[str, Any]] = {
     "tail-v2": {"max_logprobs": -1},
     "tail-v1-lies": {"runner": "v1", "garbage": "lies", "max_logprobs": -1},
-    "spread": {"scale_out": 403, "max_logprobs": -1},
+    "per_prefix": {"scale_out": 403, "max_logprobs": -1},
     "tail-logprobs": {"logits": False, "max_logprobs": 256},
     "spread-logprobs": {"logits": False, "scale_out": 404, "max_logprobs": -1},
 }
@@ -48,7 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", params=WAYS)
-def served(request: pytest.FixtureRequest) -> Iterator[tuple[VllmServer, ServedVerifier]]:
+def served(request: pytest.FixtureRequest) -> Iterator[tuple[VllmServer, LlmServerVerifier]]:
     with VllmServer(Model(cloud()), **WAYS[request.param]) as server, far(server) as verifier:
         yield server, verifier
 
@@ -76,7 +76,7 @@ def check(result: Any, wanted: Any, why: object = "") -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_outputs_are_the_model_s_own(served: tuple[VllmServer, ServedVerifier], name: str) -> None:
+def test_outputs_are_the_model_s_own(served: tuple[VllmServer, LlmServerVerifier], name: str) -> None:
     server, verifier = served
     options = SETTINGS[name]
     if "repetition_penalty" in options and not server.logits:
@@ -87,14 +87,19 @@ def test_outputs_are_the_model_s_own(served: tuple[VllmServer, ServedVerifier], 
         check(generate(verifier, prompt, k=k, driver=driver, **options), said(prompt, k=k, **options), (k, driver))
 
 
-def test_each_way_is_found_out(served: tuple[VllmServer, ServedVerifier], request: pytest.FixtureRequest) -> None:
+def test_each_way_is_found_out(served: tuple[VllmServer, LlmServerVerifier], request: pytest.FixtureRequest) -> None:
     server, verifier = served
     verifier.probe()
-    able = verifier.replicas[0].able
-    assert able is not None
-    assert able.way == ("tail" if "tail" in request.node.callspec.id else "spread")
-    assert able.normalised is not server.logits
-    assert (able.top, able.model, able.max_length, able.noise) == (server.max_logprobs, "tiny", 511, 0.0)
+    capabilities = verifier.replicas[0].capabilities
+    assert capabilities is not None
+    assert capabilities.mode == ("prompt_logprobs" if "prompt_logprobs" in request.node.callspec.id else "per_prefix")
+    assert capabilities.normalised is not server.logits
+    assert (capabilities.top, capabilities.model, capabilities.max_length, capabilities.noise) == (
+        server.max_logprobs,
+        "tiny",
+        511,
+        0.0,
+    )
 
 
 SAMPLED = st.fixed_dictionaries(
@@ -123,16 +128,22 @@ OTHERS = st.fixed_dictionaries(
     drift=st.sampled_from([0.0, 0.05, 0.3]),
 )
 @hypothesis_settings(max_examples=8)
-@pytest.mark.parametrize("served", ["tail-v1-lies", "spread"], indirect=True)
+@pytest.mark.parametrize("served", ["tail-v1-lies", "per_prefix"], indirect=True)
 def test_any_prompt_and_any_settings(
-    served: tuple[VllmServer, ServedVerifier], prompt: Any, k: int, driver: str, sampled: Any, others: Any, drift: float
+    served: tuple[VllmServer, LlmServerVerifier],
+    prompt: Any,
+    k: int,
+    driver: str,
+    sampled: Any,
+    others: Any,
+    drift: float,
 ) -> None:
     options, drafter = {**sampled, **others}, edge(drift=drift)
     wanted = said(prompt, drafter=drafter, k=k, **options)
     check(generate(served[1], prompt, drafter=drafter, k=k, driver=driver, **options), wanted, options)
 
 
-def test_gates_that_skip_are_audited_alike(served: tuple[VllmServer, ServedVerifier]) -> None:
+def test_gates_that_skip_are_audited_alike(served: tuple[VllmServer, LlmServerVerifier]) -> None:
     for gate in ("entropy:3.0", "margin:0.1", "trigger:entropy:3.0"):
         options = {"gate": gate, "k": 3, "max_new_tokens": 30, "ignore_eos": True}
         result, wanted = generate(served[1], PROMPTS[1], **options), said(PROMPTS[1], **options)
@@ -140,7 +151,7 @@ def test_gates_that_skip_are_audited_alike(served: tuple[VllmServer, ServedVerif
         assert (result.stats.audited, result.stats.disagreed) == (wanted.stats.audited, wanted.stats.disagreed)
 
 
-def test_without_a_drafter_after_a_first_meeting(served: tuple[VllmServer, ServedVerifier]) -> None:
+def test_without_a_drafter_after_a_first_meeting(served: tuple[VllmServer, LlmServerVerifier]) -> None:
     verifier = served[1]
     SpeculativeDecoder(edge(), verifier)
     for name in ("greedy", "n-gram", "top-k"):

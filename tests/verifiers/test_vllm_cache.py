@@ -10,11 +10,11 @@ from tiny_models import clip
 
 from outrider import Audio, SpeculativeDecoder, connect, load_engine, local
 from outrider.config import GenerationSettings
-from outrider.core.actions import Verify
+from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.engines.load import BUNDLED
 from outrider.errors import CloudRefused, SettingsError
-from outrider.verifiers.base import Conditions
+from outrider.verifiers.base import SessionParams
 from verifiers.servers import BLOCK, Fault, Model, cloud, edge, said
 from verifiers.vllm_server import VllmServer
 
@@ -28,8 +28,8 @@ def far(server: VllmServer, **options: Any) -> Any:
     return connect(server.address, **{"patience": 3.0, "deadline": 5.0, **options})
 
 
-def conditions(**options: Any) -> Conditions:
-    return Conditions(GenerationSettings(**options), "exact", 266)
+def conditions(**options: Any) -> SessionParams:
+    return SessionParams(GenerationSettings(**options), "exact", 266)
 
 
 def met(server: VllmServer, **options: Any) -> Any:
@@ -77,7 +77,9 @@ def test_whatever_is_in_memory_the_output_is_the_model_s_own(options: dict[str, 
                 decoder.generate(prompt, max_new_tokens=24, **wanted).token_ids
                 == said(prompt, k=k, max_new_tokens=24, **wanted).token_ids
             )
-        assert verifier.replicas[0].able.way == ("mixed" if options["garbage"] == "nan" else "tail")
+        assert verifier.replicas[0].capabilities.mode == (
+            "hybrid" if options["garbage"] == "nan" else "prompt_logprobs"
+        )
 
 
 @pytest.mark.parametrize("options", V1, ids=str)

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from outrider.engines.base import Prompt
-from outrider.verifiers.served_session import _media
+from outrider.verifiers.llm_server.session import _media
 
 
 def post(port: int, path: str, body: dict[str, Any]) -> Any:

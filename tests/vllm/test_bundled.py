@@ -38,8 +38,13 @@ def verifier(pair_of_servers: tuple[Server, Server]):
 
 def test_what_the_probe_finds(verifier, edge) -> None:
     verifier.describe(SpeculativeDecoder(edge, verifier)._pair.now.sides[0])
-    able = verifier.replicas[0].able
-    assert (able.way, able.top, able.normalised, able.noise) == ("tail", 256, False, 0.0)
+    capabilities = verifier.replicas[0].capabilities
+    assert (capabilities.mode, capabilities.top, capabilities.normalised, capabilities.noise) == (
+        "prompt_logprobs",
+        256,
+        False,
+        0.0,
+    )
     assert verifier.describe().eos_ids == edge.eos_ids
 
 

@@ -10,12 +10,12 @@ import grpc
 import pytest
 
 from outrider.netem.link import Link
-from outrider.wire.channel import Channel
-from outrider.wire.endpoint import Endpoint
-from outrider.wire.http2 import Http2
-from outrider.wire.status import CallFailed
-from outrider.wire.stream import Stream
-from outrider.wire.tls import ClientTls, ServerTls
+from outrider.transport.channel import Channel
+from outrider.transport.endpoint import Endpoint
+from outrider.transport.http2 import Http2
+from outrider.transport.status import CallFailed
+from outrider.transport.stream import Stream
+from outrider.transport.tls import ClientTls, ServerTls
 
 UNARY, MANY, ECHO = "/test/Unary", "/test/Many", "/test/Echo"
 MEGABYTE = 2**20

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import grpc
 import pytest
 
-from outrider.wire import http2, inbox
-from outrider.wire.channel import Channel
-from outrider.wire.status import CallFailed, Status
+from outrider.transport import http2, message_reader
+from outrider.transport.channel import Channel
+from outrider.transport.status import CallFailed, Status
 from tests.wire.serving import (
     ECHO,
     LONG,
@@ -102,7 +102,7 @@ def test_several_messages_arrive_before_they_are_read() -> None:
             stream = await c.stream(ECHO)
             for number in range(100):
                 await stream.send(str(number).encode())
-            await until(lambda: len(stream._inbox) == 100)
+            await until(lambda: len(stream._messages) == 100)
             assert [await stream.receive() for _ in range(100)] == [str(number).encode() for number in range(100)]
             stream.cancel()
 
@@ -168,7 +168,7 @@ def test_large_messages_both_ways(size: int) -> None:
 
 
 def test_a_message_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inbox, "LARGEST", 1000)
+    monkeypatch.setattr(message_reader, "MAX_MESSAGE_SIZE", 1000)
 
     async def work() -> None:
         async with serving() as (port, _, _), connected(port) as (c, _):

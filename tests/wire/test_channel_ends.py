@@ -8,10 +8,10 @@ import gc
 import pytest
 
 from outrider.errors import SettingsError
-from outrider.wire import channel as channel_module
-from outrider.wire import http2
-from outrider.wire.channel import Channel
-from outrider.wire.status import CallFailed, Disconnected, Status
+from outrider.transport import channel as channel_module
+from outrider.transport import http2
+from outrider.transport.channel import Channel
+from outrider.transport.status import CallFailed, Disconnected, Status
 from tests.wire.faking import fake
 from tests.wire.serving import (
     ECHO,
@@ -166,18 +166,18 @@ def test_a_send_that_waits_hears_of_the_loss() -> None:
 def test_drop_abandons_the_connection() -> None:
     async def work() -> None:
         async with serving() as (port, _, _), connected(port) as (c, endpoint):
-            c.drop()
+            c.drop_connection()
             stream = await c.stream(ECHO)
             await echo_of(stream, b"x")
-            c.drop()
+            c.drop_connection()
             with pytest.raises(Disconnected, match="given up here"):
                 await stream.receive()
             assert await c.unary(UNARY, b"new", LONG) == b"new"
             assert endpoint.connections == 2
-            c.drop()
+            c.drop_connection()
             waiting = asyncio.create_task(c.stream(ECHO))
             await asyncio.sleep(0)
-            c.drop()
+            c.drop_connection()
             with pytest.raises(Disconnected, match="given up here"):
                 await waiting
             assert await c.unary(UNARY, b"newer", LONG) == b"newer"
@@ -201,8 +201,8 @@ def test_close_ends_calls_and_is_final() -> None:
 
 
 def test_a_connection_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel_module, "SETUP", 0.05)
-    monkeypatch.setattr(http2, "GREETING", 0.05)
+    monkeypatch.setattr(channel_module, "CONNECT_TIMEOUT", 0.05)
+    monkeypatch.setattr(http2, "SETTINGS_TIMEOUT", 0.05)
 
     async def forever(_: object) -> None:
         await asyncio.sleep(60)
@@ -210,7 +210,7 @@ def test_a_connection_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> No
     async def work() -> None:
         with pytest.raises(Disconnected, match=r"no connection within 0\.05 s"):
             await Channel(forever, "nowhere:1").unary(UNARY, b"", LONG)
-        monkeypatch.setattr(channel_module, "SETUP", LONG)
+        monkeypatch.setattr(channel_module, "CONNECT_TIMEOUT", LONG)
         async with fake(mute=True) as (port, _), connected(port) as (c, _):
             with pytest.raises(Disconnected, match=r"no HTTP/2 within 0\.05 s"):
                 await c.unary(UNARY, b"", LONG)

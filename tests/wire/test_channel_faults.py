@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.wire import inbox
-from outrider.wire.status import Disconnected, Status
+from outrider.transport import message_reader
+from outrider.transport.status import Disconnected, Status
 from tests.wire.faking import DONE, LIMIT, OK, Fake, fake
 from tests.wire.serving import ECHO, LONG, MANY, MEGABYTE, UNARY, connected, failure_of, run, until
 
@@ -68,7 +68,7 @@ def test_answers_that_are_no_success(script: Callable[[Fake, int], None], status
 def test_messages_are_found_wherever_frames_begin() -> None:
     def script(server: Fake, number: int) -> None:
         server.h2.send_headers(number, OK)
-        for byte in b"".join(inbox.framed(bytes(size)) for size in range(10)):
+        for byte in b"".join(message_reader.frame_message(bytes(size)) for size in range(10)):
             server.h2.send_data(number, bytes([byte]), pad_length=3)
         server.h2.send_headers(number, DONE, end_stream=True)
         whole = server.h2.data_to_send()
@@ -88,7 +88,7 @@ def test_a_reset_loses_one_call() -> None:
             if number == 1:
                 server.h2.reset_stream(number, 7)
             else:
-                server.answer(number, inbox.framed(b"x"))
+                server.answer(number, message_reader.frame_message(b"x"))
 
         async with fake(script) as (port, _), connected(port) as (c, endpoint):
             with pytest.raises(Disconnected, match="the stream was reset: REFUSED_STREAM"):
@@ -111,7 +111,7 @@ def test_going_away_loses_what_was_not_processed_and_finishes_the_rest() -> None
                 await lost.receive()
             fresh = await c.stream(ECHO)
             assert endpoint.connections == 2
-            made[0].answer(1, inbox.framed(b"y"))
+            made[0].answer(1, message_reader.frame_message(b"y"))
             made[0].flush()
             assert [await kept.receive(), await kept.receive()] == [b"y", None]
             kept.cancel()
@@ -211,7 +211,7 @@ def test_streams_beyond_the_servers_limit_wait() -> None:
     def answer(server: Fake, number: int) -> None:
         nonlocal present
         present -= 1
-        server.answer(number, inbox.framed(b"x"))
+        server.answer(number, message_reader.frame_message(b"x"))
         server.flush()
 
     def script(server: Fake, number: int) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.wire.status import Disconnected
-from outrider.wire.tls import ClientTls, ServerTls
+from outrider.transport.status import Disconnected
+from outrider.transport.tls import ClientTls, ServerTls
 from tests.certificates import Authority
 from tests.wire.serving import ECHO, LONG, MEGABYTE, UNARY, connected, echo_of, run, serving
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from outrider.wire.endpoint import CountingSocket, Endpoint, _interleave
-from outrider.wire.tls import ClientTls
+from outrider.transport.endpoint import CountingSocket, Endpoint, _interleave
+from outrider.transport.tls import ClientTls
 from tests.certificates import Authority
 from tests.wire.serving import LONG, MEGABYTE, run
 
@@ -160,7 +160,7 @@ def test_the_next_address_is_used_where_one_refuses(monkeypatch: pytest.MonkeyPa
             connected = await endpoint.connect()
             assert connected.getpeername()[0] == "127.0.0.2"
             connected.close()
-            assert (endpoint.connections, endpoint.trouble) == (1, None)
+            assert (endpoint.connections, endpoint.connect_error) == (1, None)
 
     run(work())
 
@@ -199,7 +199,7 @@ def test_families_take_turns() -> None:
 def failure(endpoint: Endpoint) -> str:
     with pytest.raises(OSError) as caught:  # noqa: PT011 - the message is what is returned
         asyncio.run(endpoint.connect())
-    assert endpoint.trouble == str(caught.value)
+    assert endpoint.connect_error == str(caught.value)
     assert endpoint.connections == 0
     return str(caught.value)
 
@@ -235,10 +235,10 @@ def test_a_cut_endpoint_makes_no_connection_and_trouble_ends_with_success() -> N
             endpoint.cut = True
             with pytest.raises(OSError, match=r"^the network is cut$"):
                 await endpoint.connect()
-            assert endpoint.trouble == "the network is cut"
+            assert endpoint.connect_error == "the network is cut"
             endpoint.cut = False
             await exchange(endpoint, b"x")
-            assert endpoint.trouble is None
+            assert endpoint.connect_error is None
 
     run(work())
 

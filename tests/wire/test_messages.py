@@ -14,13 +14,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outrider.config import GenerationSettings
-from outrider.core import acceptance
-from outrider.core.acceptance import RESIDUAL_SHORTLIST, Verdict
-from outrider.core.actions import Verify
-from outrider.core.sampling import Support
+from outrider.decoding.actions import Verify
 from outrider.errors import SettingsError
-from outrider.wire import messages, schema
-from outrider.wire.messages import Code, Refusal
+from outrider.protocol import messages, schema
+from outrider.protocol.messages import ErrorCode, FrameError
+from outrider.sampling import acceptance
+from outrider.sampling.acceptance import REJECTION_SHORTLIST, Verdict
+from outrider.sampling.sampler import Support
 
 V, ROWS = 1000, 1024
 UINT32, UINT64 = 2**32 - 1, 2**64 - 1
@@ -29,7 +29,7 @@ numbers = st.floats(allow_nan=False, allow_infinity=False)
 
 
 def refused(code: int) -> Any:
-    return pytest.raises(Refusal, check=lambda refusal: refusal.code == code)
+    return pytest.raises(FrameError, check=lambda refusal: refusal.code == code)
 
 
 # Settings -------------------------------------------------------------------------------------------------------
@@ -96,9 +96,9 @@ def test_settings_that_the_edge_could_not_have_are_refused(spoilt: dict[str, Any
 
 def test_tokens_to_suppress_are_the_models_and_no_more_than_it_has() -> None:
     sent = schema.Settings(max_new_tokens=1, suppress_tokens=[V])
-    with refused(Code.SETTINGS):
+    with refused(ErrorCode.SETTINGS):
         messages.unpack_settings(sent, V)
-    with refused(Code.SETTINGS):
+    with refused(ErrorCode.SETTINGS):
         messages.unpack_settings(schema.Settings(max_new_tokens=1, suppress_tokens=[0] * (V + 1)), V)
 
 
@@ -110,7 +110,7 @@ def test_acceptance_rules(spec: str) -> None:
 @pytest.mark.parametrize("spec", ["rank:" + "9" * 400, "rank:" + "9" * 5000, "x" * 10**6, "rank:0", "贪婪", "exact "])
 def test_no_other_rule_is_taken_and_long_ones_are_not_quoted(spec: str) -> None:
     """rank: with 400 digits is a whole number, but none that fits a float."""
-    with pytest.raises((SettingsError, Refusal)) as caught:
+    with pytest.raises((SettingsError, FrameError)) as caught:
         messages.unpack_accept(spec)
     assert len(str(caught.value)) < 200
 
@@ -131,7 +131,7 @@ def test_ids_come_back_as_they_were(tokens: list[int]) -> None:
     assert messages.unpack_ids(sent, len(tokens), "a prompt") == tuple(tokens)
     assert len(sent.SerializeToString()) <= len(schema.Ids(token=tokens).SerializeToString()) + 4
     if tokens:
-        with refused(Code.PROMPT):
+        with refused(ErrorCode.PROMPT):
             messages.unpack_ids(sent, len(tokens) - 1, "a prompt")
 
 
@@ -144,7 +144,7 @@ def test_too_many_are_refused_before_they_are_unfolded(counts: list[int]) -> Non
     sent = schema.Ids(token=range(len(counts)), count=counts)
     tracemalloc.start()
     try:
-        with refused(Code.PROMPT):
+        with refused(ErrorCode.PROMPT):
             messages.unpack_ids(sent, 4096, "a prompt")
         assert tracemalloc.get_traced_memory()[1] < 10**6
     finally:
@@ -155,14 +155,14 @@ def test_too_many_are_refused_before_they_are_unfolded(counts: list[int]) -> Non
     ("token", "count"), [([1, 2], [1]), ([1], [1, 1]), ([], [1]), ([1, 2], [3, 0]), ([1] * 9, [0] * 9)]
 )
 def test_counts_fit_the_tokens(token: list[int], count: list[int]) -> None:
-    with refused(Code.INVALID):
+    with refused(ErrorCode.INVALID):
         messages.unpack_ids(schema.Ids(token=token, count=count), 4096, "a prompt")
 
 
 def test_an_id_beyond_the_limit_is_named() -> None:
     messages.check_ids([], 0, "nothing")
     messages.check_ids([V - 1], V, "the prompt")
-    with pytest.raises(Refusal, match="the prompt: token 1000 lies beyond 999"):
+    with pytest.raises(FrameError, match="the prompt: token 1000 lies beyond 999"):
         messages.check_ids([1, V, 2], V, "the prompt")
 
 
@@ -177,7 +177,7 @@ def test_the_digest_is_that_of_the_document() -> None:
 
 @st.composite
 def supports(draw: st.DrawFn) -> Support:
-    count = draw(st.integers(1, RESIDUAL_SHORTLIST))
+    count = draw(st.integers(1, REJECTION_SHORTLIST))
     tokens = draw(st.lists(st.integers(0, V - 1), min_size=count, max_size=count, unique=True))
     logits = draw(st.lists(st.floats(-30, 30), min_size=count, max_size=count))
     return Support(torch.tensor(tokens), torch.log_softmax(torch.tensor(logits, dtype=torch.float32), -1))
@@ -227,19 +227,19 @@ GOOD = shortlist([1, 2], [0.5, 0.5])
     ids=lambda bad: f"{len(bad.ids)}-{len(bad.logp)}" if isinstance(bad, schema.Shortlist) else None,
 )
 def test_what_is_no_distribution_is_refused(bad: schema.Shortlist) -> None:
-    with refused(Code.INVALID):
+    with refused(ErrorCode.INVALID):
         messages.unpack_verify(schema.Verify(round=1, draft_ids=[1, 2], q=[GOOD, bad]), V, ROWS)
 
 
 @pytest.mark.parametrize(
     ("frame", "code"),
     [
-        (schema.Verify(round=0), Code.INVALID),
-        (schema.Verify(round=1, draft_ids=[0] * (schema.MAX_DRAFTS + 1)), Code.TOO_LARGE),
-        (schema.Verify(round=1, draft_ids=[V]), Code.INVALID),
-        (schema.Verify(round=1, new_ids=[ROWS]), Code.INVALID),
-        (schema.Verify(round=1, draft_ids=[1, 2], q=[GOOD]), Code.INVALID),
-        (schema.Verify(round=1, q=[GOOD]), Code.INVALID),
+        (schema.Verify(round=0), ErrorCode.INVALID),
+        (schema.Verify(round=1, draft_ids=[0] * (schema.MAX_DRAFTS + 1)), ErrorCode.TOO_LARGE),
+        (schema.Verify(round=1, draft_ids=[V]), ErrorCode.INVALID),
+        (schema.Verify(round=1, new_ids=[ROWS]), ErrorCode.INVALID),
+        (schema.Verify(round=1, draft_ids=[1, 2], q=[GOOD]), ErrorCode.INVALID),
+        (schema.Verify(round=1, q=[GOOD]), ErrorCode.INVALID),
     ],
 )
 def test_requests_that_no_session_can_use(frame: schema.Verify, code: int) -> None:
@@ -278,13 +278,13 @@ def test_why_a_token_follows(accepted: int, drafts: int, name: str) -> None:
     assert frame.DESCRIPTOR.fields_by_name["reason"].enum_type.values_by_number[frame.reason].name == name
 
 
-# Frames ---------------------------------------------------------------------------------------------------------
+# FrameReader ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("data", [b"\xff", b"\x0a\xff\xff\xff\xff\x0f", b"\x0a\x03\x2a\x01\xff"])
 def test_bytes_that_are_no_message_are_refused_and_not_quoted(data: bytes) -> None:
     """The last one holds a text that is no UTF-8."""
-    with refused(Code.INVALID):
+    with refused(ErrorCode.INVALID):
         messages.parse_request(data)
     with pytest.raises(DecodeError):
         schema.Request.FromString(data)
@@ -292,12 +292,12 @@ def test_bytes_that_are_no_message_are_refused_and_not_quoted(data: bytes) -> No
 
 @pytest.mark.parametrize("data", [b"", b"\x7a\x00"], ids=["empty", "a frame of a later version"])
 def test_a_frame_of_no_known_kind_is_refused(data: bytes) -> None:
-    with refused(Code.INVALID):
+    with refused(ErrorCode.INVALID):
         messages.parse_request(data)
 
 
 def test_an_error_says_when_to_come_back() -> None:
-    frame = messages.error(Refusal(Code.LIMIT, "later", 0.0101)).error
-    assert (frame.code, frame.message, frame.retry_after_ms) == (Code.LIMIT, "later", 11)
-    assert messages.error(Refusal(Code.LIMIT, "now", -1.0)).error.retry_after_ms == 0
-    assert Refusal(Code.UNKNOWN_SESSION, "x").kind == "unknown_session"
+    frame = messages.error_answer(FrameError(ErrorCode.LIMIT, "later", 0.0101)).error
+    assert (frame.code, frame.message, frame.retry_after_ms) == (ErrorCode.LIMIT, "later", 11)
+    assert messages.error_answer(FrameError(ErrorCode.LIMIT, "now", -1.0)).error.retry_after_ms == 0
+    assert FrameError(ErrorCode.UNKNOWN_SESSION, "x").kind == "unknown_session"

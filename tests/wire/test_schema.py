@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from google.protobuf import descriptor_pb2
 
-from outrider.wire import schema
+from outrider.protocol import schema
 
-WIRE = Path(schema.__file__).parent
-SOURCE = WIRE.parent.parent
+PROTOCOL = Path(schema.__file__).parent
+SOURCE = PROTOCOL.parent.parent
 
 
 def committed() -> descriptor_pb2.FileDescriptorProto:
-    files = descriptor_pb2.FileDescriptorSet.FromString((WIRE / "outrider.binpb").read_bytes())
+    files = descriptor_pb2.FileDescriptorSet.FromString((PROTOCOL / "outrider.binpb").read_bytes())
     (file,) = files.file
     return file
 
@@ -26,13 +26,13 @@ def committed() -> descriptor_pb2.FileDescriptorProto:
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> descriptor_pb2.FileDescriptorProto:
     out = tmp_path_factory.mktemp("proto") / "now.binpb"
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I", ".", f"--descriptor_set_out={out}"]
-    subprocess.run([*command, "outrider/wire/outrider.proto"], cwd=SOURCE, check=True, capture_output=True)
+    subprocess.run([*command, "outrider/protocol/outrider.proto"], cwd=SOURCE, check=True, capture_output=True)
     (file,) = descriptor_pb2.FileDescriptorSet.FromString(out.read_bytes()).file
     return file
 
 
 def stub() -> dict[str, ast.ClassDef]:
-    tree = ast.parse((WIRE / "outrider_pb2.pyi").read_text(encoding="utf-8"))
+    tree = ast.parse((PROTOCOL / "outrider_pb2.pyi").read_text(encoding="utf-8"))
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 

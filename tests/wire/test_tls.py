@@ -22,9 +22,9 @@ from cryptography.x509.oid import NameOID
 
 from outrider import connect
 from outrider.errors import SettingsError
-from outrider.wire.channel import Channel
-from outrider.wire.status import Disconnected
-from outrider.wire.tls import CLIENT_KINDS, ClientTls, ServerTls, _validity, check_kind
+from outrider.transport.channel import Channel
+from outrider.transport.status import Disconnected
+from outrider.transport.tls import CLIENT_KEY_TYPES, ClientTls, ServerTls, _validity_period, check_key_type
 from tests.certificates import DAY, Authority, private_pem
 
 METHOD = "/test/Who"
@@ -74,7 +74,7 @@ def ask(address: str, tls: ClientTls) -> bytes:
 def test_a_server_is_recognised(authority: Authority) -> None:
     issued = authority.server()
     tls = ServerTls(issued.cert, issued.key)
-    assert not tls.mutual
+    assert not tls.is_mutual
     with serving(tls) as address:
         assert ask(address, ClientTls(authority.ca)) == b""
 
@@ -91,7 +91,7 @@ def test_another_authoritys_server_is_refused(authority: Authority, tmp_path: Pa
 def test_mutual_tls_knows_the_client(authority: Authority) -> None:
     issued, edge = authority.server(), authority.client("edge-7")
     tls = ServerTls(issued.cert, issued.key, authority.ca)
-    assert tls.mutual
+    assert tls.is_mutual
     with serving(tls) as address:
         assert ask(address, ClientTls(authority.ca, edge.cert, edge.key)) == b"edge-7"
 
@@ -231,14 +231,14 @@ def test_dates_are_read_as_cryptography_reads_them(authority: Authority, year: i
     """RFC 5280: years up to 2049 have two digits, later ones four."""
     issued = authority.server(begin=datetime(1950, 1, 1), end=datetime(max(year, 1950), 6, 1, 2, 3, 4))
     certificate = x509.load_pem_x509_certificate(issued.cert.read_bytes())
-    found = _validity(ssl.PEM_cert_to_DER_cert(issued.cert.read_text()))
+    found = _validity_period(ssl.PEM_cert_to_DER_cert(issued.cert.read_text()))
     assert found == (certificate.not_valid_before_utc, certificate.not_valid_after_utc)
 
 
 def test_dates_of_long_names_are_found(tmp_path: Path) -> None:
     """Names beyond 127 bytes make DER's lengths take more than one byte."""
     issued = Authority(tmp_path, "x" * 60).server("y" * 60, tuple(f"host-{i}.example" for i in range(30)))
-    begin, end = _validity(ssl.PEM_cert_to_DER_cert(issued.cert.read_text()))
+    begin, end = _validity_period(ssl.PEM_cert_to_DER_cert(issued.cert.read_text()))
     assert begin < datetime.now(UTC) < end
 
 
@@ -298,7 +298,7 @@ def test_rsa_pss_is_refused_by_name(tmp_path: Path, authority: Authority) -> Non
     pss = der.replace(bytes.fromhex("06092a864886f70d010101"), bytes.fromhex("06092a864886f70d01010a"))
     cert.write_text(ssl.DER_cert_to_PEM_cert(pss))
     with pytest.raises(SettingsError, match="its key is RSA-PSS, which gRPC cannot use"):
-        check_kind(cert, CLIENT_KINDS)
+        check_key_type(cert, CLIENT_KEY_TYPES)
 
 
 @pytest.mark.parametrize("kind", ["Ed448", "ECDSA secp256k1"])

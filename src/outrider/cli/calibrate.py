@@ -6,17 +6,17 @@ from pathlib import Path
 
 from rich.table import Table
 
-from outrider.cli.options import Connection, Models, check_connection, load_drafter, reach
+from outrider.cli.options import Connection, Models, check_connection, connect_verifier, load_drafter
 from outrider.cli.terminal import print_json, print_message, stdout
 from outrider.config import GenerationSettings, Loss, ModelId
-from outrider.edge.pair import Pair
+from outrider.edge.model_pair import ModelPair
 from outrider.errors import SettingsError
 from outrider.planning.calibrate import AUDIT, Calibration, calibrate, write_gate_file
-from outrider.planning.origin import check_origin
+from outrider.planning.provenance import check_provenance
 from outrider.planning.traces import read_traces
-from outrider.verifiers.base import Distant, disconnect
+from outrider.verifiers.base import Connectable, disconnect
 
-NEARLY_ALL = 0.9  # of the blocks escalated: then the gate is hardly worth its risk
+HIGH_ESCALATION = 0.9  # of the blocks escalated: then the gate is hardly worth its risk
 
 
 def run_calibrate(
@@ -42,7 +42,7 @@ def run_calibrate(
     """
     file = Path(traces, "traces.jsonl") if Path(traces).is_dir() else Path(traces)
     known = read_traces(file)
-    if not check_origin(file, edge=edge, cloud=cloud, settings=settings):
+    if not check_provenance(file, edge=edge, cloud=cloud, settings=settings):
         _warn(f"no run.json beside {file} says whose traces these are: the gate file says what was given")
     found = calibrate(
         known,
@@ -63,7 +63,7 @@ def run_calibrate(
     return 0
 
 
-def identify(models: Models, network: Connection = Connection()) -> tuple[ModelId, ModelId]:
+def model_ids(models: Models, network: Connection = Connection()) -> tuple[ModelId, ModelId]:
     """Edge and cloud as a gate file names them. Loads the edge; the cloud is asked, or loaded if it is local.
 
     Raises:
@@ -72,10 +72,10 @@ def identify(models: Models, network: Connection = Connection()) -> tuple[ModelI
     if "none" in (models.edge, models.cloud):
         raise SettingsError("a gate is calibrated for a pair: give --edge and --cloud")
     check_connection(models, network)
-    verifier = reach(models, network)
-    if isinstance(verifier, Distant):
+    verifier = connect_verifier(models, network)
+    if isinstance(verifier, Connectable):
         verifier.probe()  # detect an unreachable cloud before a model is loaded
-    sides = Pair(load_drafter(models), verifier, "fail").now.sides
+    sides = ModelPair(load_drafter(models), verifier, "fail").state.models
     disconnect(verifier)
     edge, cloud = (ModelId(side.name, side.fingerprint) for side in sides)
     return edge, cloud
@@ -99,10 +99,10 @@ def _show(found: Calibration, out: str, traces: int) -> None:
         "tokens": f"at most {_percent(found.risk)} of the cloud's tokens in {found.traces} outputs would follow a "
         "wrong one",
     }
-    hardly = ": it saves nearly nothing" if found.escalation > NEARLY_ALL else ""
+    saves_little = ": it saves nearly nothing" if found.escalation > HIGH_ESCALATION else ""
     console.print(
-        f"{found.gate}: {_percent(found.escalation)} of blocks go to the cloud, audits included{hardly}. With the rest "
-        f"left to the edge, {lost[found.loss]}: within the budget of {_percent(found.epsilon)}.\n"
+        f"{found.gate}: {_percent(found.escalation)} of blocks go to the cloud, audits included{saves_little}. "
+        f"With the rest left to the edge, {lost[found.loss]}: within the budget of {_percent(found.epsilon)}.\n"
         f"Written to {out}: --gate calibrated:{out} --k {found.k}",
         soft_wrap=True,
     )

@@ -17,14 +17,14 @@ from cyclopts import Group, Parameter
 
 from outrider.cli import interrupts
 from outrider.cli.escape import one_line
-from outrider.cli.options import Whole, collect_from_now_on
+from outrider.cli.options import Whole, enable_gc
 from outrider.errors import SettingsError
-from outrider.wire.hosts import bracketed
+from outrider.transport.hosts import bracket_host
 
 if TYPE_CHECKING:
-    from outrider.cloud.server import Server, Serving
-    from outrider.engines.base import Hosted
-    from outrider.wire.tls import ServerTls
+    from outrider.cloud.server import Server, ServerConfig
+    from outrider.engines.base import ServableEngine
+    from outrider.transport.tls import ServerTls
 
 SECURITY = Group("Security", sort_key=1)
 CAPACITY = Group("Capacity", sort_key=2)
@@ -139,14 +139,14 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
     import asyncio  # here, as parsing needs none of it
 
     from outrider.cli.progress import progress
-    from outrider.cloud import logs
-    from outrider.cloud.server import check_free
-    from outrider.engines.load import load_engine, locate
+    from outrider.cloud.server import check_bindable
+    from outrider.engines.load import load_engine, resolve_path
+    from outrider.serving import logs
 
-    serving = build_serving(listen, security, capacity, operation)
-    check_free(serving.host, serving.port)  # before a model is loaded in vain
+    config = build_config(listen, security, capacity, operation)
+    check_bindable(config.host, config.port)  # before a model is loaded in vain
     name = "demo:cloud" if model == "demo" else model
-    locate(name)
+    resolve_path(name)
     if operation.until_stdin_ends:
         threading.Thread(target=_end_with_stdin, name="outrider-stdin", daemon=True).start()
     logs.configure("INFO" if operation.verbose else "WARNING", json=operation.log_format == "json", stream=sys.stderr)
@@ -156,27 +156,27 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
         step(f"loading the model {name}")
         engine = load_engine(name, dtype=operation.dtype, device=operation.device)
         gc.collect()  # free what loading left behind: a service runs for long
-        collect_from_now_on()
+        enable_gc()
         step("reserving the KV cache")
-        code = asyncio.run(run(engine, serving, _listening(engine, serving, operation, step)))
+        code = asyncio.run(run(engine, config, _announcer(engine, config, operation, step)))
         interrupts.ignore_signals()
         return code
 
 
-def _listening(
-    engine: Hosted, serving: Serving, operation: Operation, step: Callable[[str | None], None]
+def _announcer(
+    engine: ServableEngine, config: ServerConfig, operation: Operation, step: Callable[[str | None], None]
 ) -> Callable[[Server], None]:
     """Announce that the service listens."""
 
-    def listening(server: Server) -> None:
+    def on_listening(server: Server) -> None:
         step(None)
-        where = f"{bracketed(serving.host)}:{server.port}"
+        where = f"{bracket_host(config.host)}:{server.port}"
         if operation.json:
             print(jsonlib.dumps({"listening": where, "model": engine.name}), flush=True)  # noqa: T201
         if operation.log_format == "text":
             print(one_line(f"outrider: serving {engine.name} at grpc://{where}"), file=sys.stderr, flush=True)  # noqa: T201
 
-    return listening
+    return on_listening
 
 
 def _terminated(number: int, frame: object) -> None:
@@ -190,20 +190,22 @@ def _end_with_stdin() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def build_serving(listen: str, security: Security, capacity: Capacity, operation: Operation) -> Serving:
+def build_config(listen: str, security: Security, capacity: Capacity, operation: Operation) -> ServerConfig:
     """Every option checked, before a model is loaded.
 
     Raises:
         SettingsError: what is wrong, and with which option.
     """
-    from outrider.cloud.limits import BYTES_PER_ID, LEAST_MESSAGE, MIB, Limits, parse_bytes
-    from outrider.cloud.security import Tokens, check_listen, check_metrics, parse_address
-    from outrider.cloud.server import Serving
+    from outrider.cloud.limits import BYTES_PER_ID, MIN_MESSAGE_BYTES, Limits
+    from outrider.cloud.server import ServerConfig
+    from outrider.serving.addresses import check_listen, check_metrics_address, parse_address
+    from outrider.serving.sizes import MIB, parse_bytes
+    from outrider.serving.tokens import Tokens
 
     host, port = parse_address(listen)
     tls = _server_tls(security)
     tokens = Tokens.load(Path(security.tokens)) if security.tokens is not None else None
-    known = tokens is not None or (tls is not None and tls.mutual)
+    known = tokens is not None or (tls is not None and tls.is_mutual)
     check_listen(host, tls=tls is not None, tokens=known, insecure=security.insecure)
     media = parse_bytes(capacity.max_media)
     limits = Limits(
@@ -212,7 +214,7 @@ def build_serving(listen: str, security: Security, capacity: Capacity, operation
         max_prompt_tokens=capacity.max_prompt,
         max_media_bytes=media,
         max_media_total=parse_bytes(capacity.max_media_total),
-        max_message_bytes=max(MIB // 2, LEAST_MESSAGE + BYTES_PER_ID * capacity.max_context),
+        max_message_bytes=max(MIB // 2, MIN_MESSAGE_BYTES + BYTES_PER_ID * capacity.max_context),
         max_rate=capacity.max_rate,
         idle_seconds=capacity.idle,
     )
@@ -220,15 +222,15 @@ def build_serving(listen: str, security: Security, capacity: Capacity, operation
         raise SettingsError(f"--grace {operation.grace}: a number of seconds")
     if capacity.max_context < 2:
         raise SettingsError(f"--max-context {capacity.max_context}: 2 tokens or more")
-    metrics_at = parse_address(operation.metrics) if operation.metrics is not None else None
-    if metrics_at is not None:
-        check_metrics(metrics_at[0], insecure=security.insecure)
+    metrics_address = parse_address(operation.metrics) if operation.metrics is not None else None
+    if metrics_address is not None:
+        check_metrics_address(metrics_address[0], insecure=security.insecure)
     budget = parse_bytes(capacity.kv_budget)
-    return Serving(host, port, limits, tokens, tls, budget, capacity.max_context, metrics_at, operation.grace)
+    return ServerConfig(host, port, limits, tokens, tls, budget, capacity.max_context, metrics_address, operation.grace)
 
 
 def _server_tls(security: Security) -> ServerTls | None:
-    from outrider.wire.tls import ServerTls
+    from outrider.transport.tls import ServerTls
 
     given = (security.tls_cert, security.tls_key)
     if given == (None, None):

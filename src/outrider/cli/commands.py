@@ -15,9 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from outrider.api import SpeculativeDecoder
-from outrider.cli import interrupts, view
-from outrider.cli.escape import one_line, visible
-from outrider.cli.loading import Loading, named
+from outrider.cli import interrupts, rendering
+from outrider.cli.escape import escape_controls, one_line
+from outrider.cli.loading import Loading, describe_models
 from outrider.cli.options import (
     Decoding,
     Models,
@@ -27,16 +27,16 @@ from outrider.cli.options import (
     build_decoder,
     build_options,
     check,
-    check_takes_text,
+    check_accepts_text,
     closed_on_failure,
-    collect_from_now_on,
+    enable_gc,
     load_drafter,
 )
 from outrider.cli.terminal import STDERR, LogHandler, print_json, print_message, stdout
 from outrider.config import GenerationSettings
-from outrider.core.benefit import Alone, Gain
-from outrider.core.outcome import Result
-from outrider.core.text import Transcript
+from outrider.decoding.gain import CloudBaseline, Gain
+from outrider.decoding.incremental_text import IncrementalDetokenizer
+from outrider.decoding.result import Result
 from outrider.engines.load import BUNDLED
 from outrider.errors import AudioError, OutriderError, PromptError, SettingsError
 from outrider.files import decode_text, read_json
@@ -65,9 +65,9 @@ def run_demo(
     ]
     titles = [f"{clip['file']}  “{clip['text']}”" for clip in clips]
     check(Models(cloud="grpc://127.0.0.1:1"), speculation, network)
-    secured = [name for name in ("token_file", "tls", "ca", "cert", "key") if getattr(network, name)]
-    if secured:
-        raise SettingsError(f"--{secured[0].replace('_', '-')}: the demo's own cloud has no TLS and no tokens")
+    given = [name for name in ("token_file", "tls", "ca", "cert", "key") if getattr(network, name)]
+    if given:
+        raise SettingsError(f"--{given[0].replace('_', '-')}: the demo's own cloud has no TLS and no tokens")
 
     def build() -> SpeculativeDecoder:
         draft = load_drafter(Models())  # before it waits for the cloud, which is loading too
@@ -75,14 +75,14 @@ def run_demo(
             options = build_options(speculation, network)
             return SpeculativeDecoder(draft, verifier, **options.keywords(), watch=output.verbose)
 
-    loading = named(Models(cloud="local:demo"))
-    against = partial(_against_the_cloud_alone, jobs, decoding) if network.net and not output.json else None
-    return _caption_all(jobs, titles, Loading(build, loading), decoding, output, against)
+    loading = describe_models(Models(cloud="local:demo"))
+    compare = partial(_compare_with_cloud, jobs, decoding) if network.net and not output.json else None
+    return _caption_all(jobs, titles, Loading(build, loading), decoding, output, compare)
 
 
-def _against_the_cloud_alone(
+def _compare_with_cloud(
     jobs: Sequence[Audio], decoding: Decoding, decoder: SpeculativeDecoder, done: list[tuple[str, Result]]
-) -> Alone | None:
+) -> CloudBaseline | None:
     """Decode the same prompts by the cloud alone, over the same connection."""
     if decoder.verifier is None or len(done) != len(jobs):
         return None
@@ -93,7 +93,7 @@ def _against_the_cloud_alone(
             results.append(alone.generate(job, **decoding.settings()))
             advance()
     same = sum(one.token_ids == other.token_ids for one, (_, other) in zip(results, done, strict=True))
-    return Alone(len(results), same, sum(one.stats.total_s for one in results))
+    return CloudBaseline(len(results), same, sum(one.stats.total_s for one in results))
 
 
 def run_caption(
@@ -120,7 +120,9 @@ def run_caption(
         check_text(instruction)
     check(models, speculation, network)
     jobs = [Audio(Path(name), task=task, lang=lang, instruction=instruction) for name in files]
-    loading = Loading(partial(build_decoder, models, speculation, network, watch=output.verbose), named(models))
+    loading = Loading(
+        partial(build_decoder, models, speculation, network, watch=output.verbose), describe_models(models)
+    )
     return _caption_all(jobs, list(files), loading, decoding, output, split=split)
 
 
@@ -135,42 +137,44 @@ def run_generate(
     output: Output,
 ) -> int:
     """`outrider generate`."""
-    given = _prompt(prompt, prompt_ids, chat)
+    model_input = _prompt(prompt, prompt_ids, chat)
     GenerationSettings.build(decoding.settings())
     if prompt_ids is None:
-        check_takes_text(models)
-    loading = Loading(partial(build_decoder, models, speculation, network, watch=output.verbose), named(models))
+        check_accepts_text(models)
+    loading = Loading(
+        partial(build_decoder, models, speculation, network, watch=output.verbose), describe_models(models)
+    )
     with _loaded(loading, output) as decoder:
         if prompt_ids is None:  # of a hub id only the loaded model shows it
-            decoder.check_takes_text()
-        if not _watched(output):
-            _report(decoder.generate(given, **decoding.settings()), output, decoder)
+            decoder.check_accepts_text()
+        if not _is_interactive(output):
+            _report(decoder.generate(model_input, **decoding.settings()), output, decoder)
         else:
-            result = _watch(decoder, given, decoding)
-            view.show_warnings(STDERR, result)
+            result = _stream_to_terminal(decoder, model_input, decoding)
+            rendering.show_warnings(STDERR, result)
             _print_summary([("", result)])
     return 0
 
 
-def _watch(decoder: SpeculativeDecoder, given: Any, decoding: Decoding) -> Result:
+def _stream_to_terminal(decoder: SpeculativeDecoder, model_input: Any, decoding: Decoding) -> Result:
     """Generate on a terminal: tokens appear when they are drafted and take their colour when they are decided."""
-    strip = view.Strip()
-    stream = decoder.stream(given, **decoding.settings())
+    strip = rendering.Strip()
+    stream = decoder.stream(model_input, **decoding.settings())
     with Live(console=stdout(), vertical_overflow="visible", refresh_per_second=10) as live:
         shown: Any = ""
         while True:
             try:
-                strip.take(next(stream))
+                strip.update(next(stream))
             except StopIteration as end:
                 result: Result = end.value
-                live.update(view.coloured(pieces(decoder, result), result.sources))
+                live.update(rendering.coloured(pieces(decoder, result), result.sources))
                 return result
             text = strip.text
             live.update(text, refresh=not shown)  # the first one at once, others ten times a second
             shown = text
 
 
-def _watched(output: Output) -> bool:
+def _is_interactive(output: Output) -> bool:
     """Whether someone looks at stdout, who can be shown tokens as they come."""
     return not output.json and stdout().is_terminal
 
@@ -206,7 +210,7 @@ def _parse_ids(text: str) -> list[int]:
 # Captions ---------------------------------------------------------------------------------------------------
 
 
-Against = Callable[[SpeculativeDecoder, list[tuple[str, Result]]], Alone | None]
+Comparison = Callable[[SpeculativeDecoder, list[tuple[str, Result]]], CloudBaseline | None]
 
 
 def _caption_all(
@@ -215,23 +219,23 @@ def _caption_all(
     loading: Loading,
     decoding: Decoding,
     output: Output,
-    against: Against | None = None,
+    compare: Comparison | None = None,
     *,
     split: bool = False,
 ) -> int:
-    """Caption every recording. against: compares the results with those of the cloud alone."""
+    """Caption every recording. compare: compares the results with those of the cloud alone."""
     settings = GenerationSettings.build(decoding.settings())
-    failures = {n: error for n, job in enumerate(jobs) if (error := _unusable(job)) is not None}
+    failures = {n: error for n, job in enumerate(jobs) if (error := _recording_error(job)) is not None}
     with ExitStack() as closing:
         decoder = alone = None
         if len(failures) < len(jobs):
             decoder = closing.enter_context(_loaded(loading, output))
-            decoder.check_hears()
-            if against is not None:
+            decoder.check_audio_support()
+            if compare is not None:
                 _warm_up(decoder, jobs[0], decoding, settings)
         done = _caption_each(jobs, titles, failures, decoder, decoding, output, split=split)
-        if against is not None and decoder is not None:
-            alone = against(decoder, done)
+        if compare is not None and decoder is not None:
+            alone = compare(decoder, done)
     if done and not output.json:
         _print_summary(done, alone)
     return 1 if failures else 0
@@ -239,12 +243,12 @@ def _caption_all(
 
 def _warm_up(decoder: SpeculativeDecoder, job: Audio, decoding: Decoding, settings: GenerationSettings) -> None:
     """Decode a few tokens both ways: the first ones of a process take longer."""
-    few = decoding.settings() | {
+    short_settings = decoding.settings() | {
         "max_new_tokens": min(WARM_UP, settings.max_new_tokens),
         "min_new_tokens": min(WARM_UP, settings.min_new_tokens),
     }
     for one in (decoder, SpeculativeDecoder(None, decoder.verifier, reader=decoder.draft)):
-        one.generate(job, **few)
+        one.generate(job, **short_settings)
 
 
 def _caption_each(
@@ -259,14 +263,14 @@ def _caption_each(
 ) -> list[tuple[str, Result]]:
     """Caption and print what can be captioned; failures gains the rest."""
     done: list[tuple[str, Result]] = []
-    alone = len(jobs) < 2 or _watched(output)  # beside tokens that appear a bar would flicker
+    alone = len(jobs) < 2 or _is_interactive(output)  # beside tokens that appear a bar would flicker
     with progress("captions", 0 if alone else len(jobs)) as advance:
         for n, (job, title) in enumerate(zip(jobs, titles, strict=True)):
             if n not in failures and decoder is not None:
                 try:
                     for piece in audio.split(job, decoder.audio_seconds) if split else (None,):
-                        named = one_line(title) if len(jobs) > 1 or piece is not None else ""
-                        result = _caption(job, named, decoder, decoding, output, piece)
+                        describe_models = one_line(title) if len(jobs) > 1 or piece is not None else ""
+                        result = _caption(job, describe_models, decoder, decoding, output, piece)
                         done.append((one_line(Path(str(job.source)).name) + _times(piece), result))
                 except OutriderError as error:
                     failures[n] = error
@@ -276,7 +280,7 @@ def _caption_each(
     return done
 
 
-def _unusable(job: Audio) -> OutriderError | None:
+def _recording_error(job: Audio) -> OutriderError | None:
     """What is wrong with a recording, found before any model is loaded."""
     try:
         audio.read(job)
@@ -303,9 +307,9 @@ def _caption(
 ) -> Result:
     """Caption a recording, or a piece of it, and print its text: on a terminal each token as it arrives."""
     prompt, title = job if piece is None else piece.audio, title + _times(piece)
-    if _watched(output):
-        view.show_title(stdout(), title)
-        result = _watch(decoder, prompt, decoding)
+    if _is_interactive(output):
+        rendering.show_title(stdout(), title)
+        result = _stream_to_terminal(decoder, prompt, decoding)
         stdout().print()
     else:
         result = decoder.generate(prompt, **decoding.settings())
@@ -314,7 +318,7 @@ def _caption(
             print_json({"file": str(job.source), **where, "lang": job.lang, "task": job.task, **result.to_json()})
             return result
         _print_text(title, decoder, result)
-    view.show_warnings(STDERR, result, one_line(str(job.source)) + _times(piece))
+    rendering.show_warnings(STDERR, result, one_line(str(job.source)) + _times(piece))
     return result
 
 
@@ -332,7 +336,7 @@ def _report(result: Result, output: Output, decoder: SpeculativeDecoder) -> None
         print_json(result.to_json())
         return
     _print_text("", decoder, result)
-    view.show_warnings(STDERR, result)
+    rendering.show_warnings(STDERR, result)
     _print_summary([("", result)])
 
 
@@ -340,26 +344,26 @@ def _print_text(title: str, decoder: SpeculativeDecoder, result: Result) -> None
     """Print a text to a pipe or a file: nothing but the text, under its title if there are several."""
     lines = [title] if title else []
     text = "".join(pieces(decoder, result)) if result.text is None else result.text
-    print("\n".join([*lines, visible(text), *[""] * bool(title)]), flush=True)  # noqa: T201
+    print("\n".join([*lines, escape_controls(text), *[""] * bool(title)]), flush=True)  # noqa: T201
 
 
-def _print_summary(done: list[tuple[str, Result]], alone: Alone | None = None) -> None:
+def _print_summary(done: list[tuple[str, Result]], alone: CloudBaseline | None = None) -> None:
     """Print the tokens' sources and the gain: below the text on a terminal, else to stderr."""
     console = stdout() if stdout().is_terminal else STDERR
     if console.is_terminal:
-        console.print(view.legend(source for _, result in done for source in result.sources))
-    console.print(view.table(done, console.width))
-    if gained := Gain.of(result for _, result in done).sentence(alone):
-        console.print(gained, style="bold", soft_wrap=True)
+        console.print(rendering.legend(source for _, result in done for source in result.sources))
+    console.print(rendering.table(done, console.width))
+    if gain_text := Gain.of(result for _, result in done).describe(alone):
+        console.print(gain_text, style="bold", soft_wrap=True)
 
 
 def pieces(decoder: SpeculativeDecoder, result: Result) -> list[str]:
     """The text of each token of a result; without a tokenizer, its id."""
     if decoder.tokenizer is None:
         return [f"{token} " for token in result.token_ids]
-    transcript = Transcript(decoder.decode)
+    transcript = IncrementalDetokenizer(decoder.decode)
     for token in result.token_ids:
-        transcript.push(token)
+        transcript.append(token)
     return transcript.pieces
 
 
@@ -369,12 +373,12 @@ def pieces(decoder: SpeculativeDecoder, result: Result) -> list[str]:
 @contextmanager
 def _loaded(loading: Loading, output: Output) -> Iterator[SpeculativeDecoder]:
     """Yield the decoder, and close the session with a cloud across a network at the end."""
-    quieten(output)
-    what = f"loading {loading.what}" if loading.what else "connecting"
-    with STDERR.status(Text(what)) if STDERR.is_terminal else nullcontext():
+    configure_logging(output)
+    message = f"loading {loading.description}" if loading.description else "connecting"
+    with STDERR.status(Text(message)) if STDERR.is_terminal else nullcontext():
         decoder = loading.build()
     interrupts.check()
-    collect_from_now_on()
+    enable_gc()
     print_message(decoder.summary(), "dim")
     try:
         yield decoder
@@ -382,7 +386,7 @@ def _loaded(loading: Loading, output: Output) -> Iterator[SpeculativeDecoder]:
         disconnect(decoder.verifier)
 
 
-def quieten(output: Output) -> None:
+def configure_logging(output: Output) -> None:
     """Log to stderr: warnings; with --verbose also details, and the model library's messages and progress bars."""
     from transformers.utils import logging as transformers_logging
 

@@ -25,28 +25,28 @@ from outrider.cli.options import (
     Whole,
     build_options,
     check,
-    collect_from_now_on,
+    enable_gc,
     load_drafter,
 )
 from outrider.errors import SettingsError
-from outrider.hints import install
+from outrider.hints import install_command
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from outrider.cli.child import SupervisedCloud
+    from outrider.cli.subprocess_cloud import SupervisedCloud
     from outrider.engines.base import Engine
     from outrider.gateway.access import Access
     from outrider.gateway.connections import Listener
-    from outrider.gateway.desk import Desk
-    from outrider.gateway.pool import Pool, RequestOptions
+    from outrider.gateway.decoder_pool import DecoderPool, RequestOptions
+    from outrider.gateway.request_scheduler import RequestScheduler
     from outrider.verifiers.base import Verifier
 
-    Reach = Callable[[str], Verifier]
+    VerifierFactory = Callable[[str], Verifier]
 
 SERVING = Group("Serving", sort_key=6)
-NEEDED = ("fastapi", "httptools", "uvicorn")
-MEETING_S = 30.0  # that the first answer of the cloud is waited for, before clients are served without it
+REQUIRED_PACKAGES = ("fastapi", "httptools", "uvicorn")
+CLOUD_TIMEOUT_S = 30.0  # that the first answer of the cloud is waited for, before clients are served without it
 log = logging.getLogger("outrider.gateway")
 
 
@@ -92,7 +92,7 @@ class Serving:
 
 
 @dataclass(frozen=True)
-class Asked:
+class EdgeOptions:
     """All that the command line said."""
 
     models: Models
@@ -102,22 +102,22 @@ class Asked:
     serving: Serving
 
 
-def run_edge(listen: str, asked: Asked) -> int:
+def run_edge(listen: str, options: EdgeOptions) -> int:
     """Load the edge's model, start or reach the cloud, and serve until SIGTERM or SIGINT."""
     _check_installed()
     signals = _StartSignals()
-    _check(asked)
-    on, access = _door(listen, asked.serving)
-    with on:
-        _log_to_stderr(asked.serving)
-        with _cloud(asked.models, asked.network) as cloud:
-            return _serve(on, access, cloud, asked, signals)
+    _check(options)
+    listener, access = _bind_listener(listen, options.serving)
+    with listener:
+        _log_to_stderr(options.serving)
+        with _cloud(options.models, options.network) as cloud:
+            return _serve(listener, access, cloud, options, signals)
 
 
 def _check_installed() -> None:
-    missing = [name for name in NEEDED if find_spec(name) is None]
+    missing = [name for name in REQUIRED_PACKAGES if find_spec(name) is None]
     if missing:
-        raise SettingsError(f"outrider edge needs {', '.join(missing)}: {install('gateway')}")
+        raise SettingsError(f"outrider edge needs {', '.join(missing)}: {install_command('gateway')}")
 
 
 class _StartSignals:
@@ -135,7 +135,7 @@ class _StartSignals:
             sys.exit(128 + self.first)
 
     def defer(self) -> None:
-        """Only note signals from now on: an exception within asyncio would leave a half-made event loop."""
+        """Only note signals from now listener: an exception within asyncio would leave a half-made event loop."""
         self._deferred = True
         self.check()
 
@@ -148,42 +148,45 @@ class _StartSignals:
             self.check()
 
 
-def _door(listen: str, serving: Serving) -> tuple[Listener, Access]:
+def _bind_listener(listen: str, serving: Serving) -> tuple[Listener, Access]:
     """The address, taken but not listening, and who may come in."""
-    from outrider.cloud.limits import parse_bytes
-    from outrider.cloud.security import Tokens, parse_address
-    from outrider.gateway.access import Access, check_listen, known_hosts
+    from outrider.gateway.access import Access, allowed_hosts, check_listen
     from outrider.gateway.server import bound
+    from outrider.serving.addresses import parse_address
+    from outrider.serving.sizes import parse_bytes
+    from outrider.serving.tokens import Tokens
 
     host, port = parse_address(listen)
     keys = Tokens.load(Path(serving.api_keys)) if serving.api_keys is not None else None
     check_listen(host, keys=keys is not None, insecure=serving.insecure)
-    hosts = known_hosts(host, keys=keys is not None)
+    hosts = allowed_hosts(host, keys=keys is not None)
     if (max_body := parse_bytes(serving.max_body)) < 1:
         raise SettingsError(f"--max-body {serving.max_body}: 1 byte or more")
     access = Access(keys, max_body, hosts)
     return bound(host, port), access
 
 
-def _check(asked: Asked) -> None:
+def _check(options: EdgeOptions) -> None:
     """Raise InputError for what is wrong with the options, before a model is loaded."""
     from outrider.config import GenerationSettings
-    from outrider.engines.load import locate
-    from outrider.verifiers.connect import parse_target
+    from outrider.engines.load import resolve_path
+    from outrider.verifiers.connect import parse_cloud_address
 
-    models, network, serving = asked.models, asked.network, asked.serving
+    models, network, serving = options.models, options.network, options.serving
     _check_serving(serving)
-    GenerationSettings.build(asked.decoding.settings())
+    GenerationSettings.build(options.decoding.settings())
     if models.edge == "none":
         raise SettingsError("--edge none: the gateway writes prompts and texts with the edge's model; give one")
-    target = parse_target(models.cloud)
+    target = parse_cloud_address(models.cloud)
     if target.kind == "local":
-        locate(target.model)
-        _check_own_cloud(network)
-        check(Models(models.edge, "grpc://127.0.0.1:1"), asked.speculation, network)  # it will be a process of its own
+        resolve_path(target.model)
+        _check_local_cloud(network)
+        check(
+            Models(models.edge, "grpc://127.0.0.1:1"), options.speculation, network
+        )  # it will be a process of its own
     else:
-        check(models, asked.speculation, network)
-    locate(models.edge)
+        check(models, options.speculation, network)
+    resolve_path(models.edge)
 
 
 def _check_serving(serving: Serving) -> None:
@@ -197,53 +200,53 @@ def _check_serving(serving: Serving) -> None:
             raise SettingsError(f"--allow-origin {origin!r}: write SCHEME://HOST, as in https://example.org")
 
 
-def _check_own_cloud(network: Network) -> None:
-    secured = [name for name in ("token_file", "tls", "ca", "cert", "key") if getattr(network, name)]
-    if secured:
-        raise SettingsError(f"--{secured[0].replace('_', '-')}: the gateway's own cloud has no TLS and no tokens")
+def _check_local_cloud(network: Network) -> None:
+    given = [name for name in ("token_file", "tls", "ca", "cert", "key") if getattr(network, name)]
+    if given:
+        raise SettingsError(f"--{given[0].replace('_', '-')}: the gateway's own cloud has no TLS and no tokens")
 
 
-class _Cloud:
+class _CloudConnection:
     """The connection to the cloud, and the reason if it is unreachable. hosts: its addresses, once they are known."""
 
     def __init__(self, models: Models, network: Network) -> None:
-        from outrider.verifiers.connect import parse_target
+        from outrider.verifiers.connect import parse_cloud_address
 
-        self._place, self._options = models.cloud, network.connection()
+        self._address, self._options = models.cloud, network.connection()
         self._options.pop("net", None)
-        self.target = parse_target(models.cloud)
+        self.target = parse_cloud_address(models.cloud)
         self.own: SupervisedCloud | None = None
 
     @property
     def hosts(self) -> Sequence[tuple[str, int]]:
-        from outrider.verifiers.connect import parse_target
+        from outrider.verifiers.connect import parse_cloud_address
 
-        return () if self.target.kind == "none" else parse_target(self._place).hosts
+        return () if self.target.kind == "none" else parse_cloud_address(self._address).hosts
 
-    def reach(self) -> Reach | None:
+    def reach(self) -> VerifierFactory | None:
         """Return a function from an emulated network to a verifier, or None. Wait for the gateway's own cloud."""
         if self.target.kind == "none":
             return None
         if self.own is not None:
-            self._place = f"grpc://{self.own.address()}"
+            self._address = f"grpc://{self.own.address()}"
         return self._connect
 
     def _connect(self, net: str) -> Verifier:
         from outrider.verifiers.connect import connect
 
-        verifier = connect(self._place, **self._options, net=net)
+        verifier = connect(self._address, **self._options, net=net)
         assert verifier is not None  # a cloud is named
         return verifier
 
 
 @contextmanager
-def _cloud(models: Models, network: Network) -> Iterator[_Cloud]:
+def _cloud(models: Models, network: Network) -> Iterator[_CloudConnection]:
     """Yield the cloud. A local one is started in a process of its own, and is awaited at the first connection."""
-    cloud = _Cloud(models, network)
+    cloud = _CloudConnection(models, network)
     if cloud.target.kind != "local":
         yield cloud
         return
-    from outrider.cli.child import share_cores, supervised_cloud
+    from outrider.cli.subprocess_cloud import share_cores, supervised_cloud
 
     share_cores()
     with supervised_cloud(cloud.target.model, "--dtype", models.dtype, "--device", models.device) as own:
@@ -251,80 +254,84 @@ def _cloud(models: Models, network: Network) -> Iterator[_Cloud]:
         yield cloud
 
 
-def _serve(on: Listener, access: Access, cloud: _Cloud, asked: Asked, signals: _StartSignals) -> int:
+def _serve(
+    listener: Listener, access: Access, cloud: _CloudConnection, options: EdgeOptions, signals: _StartSignals
+) -> int:
     import asyncio  # here, as parsing needs none of it
 
     from outrider.cli.progress import progress
-    from outrider.gateway.pool import Pool
+    from outrider.gateway.decoder_pool import DecoderPool
 
-    quiet = asked.serving.log_format == "json"
+    quiet = options.serving.log_format == "json"
     with progress(quiet=quiet) as step:
-        step(f"loading the edge's model {asked.models.edge}")
-        engine = load_drafter(asked.models)
+        step(f"loading the edge's model {options.models.edge}")
+        engine = load_drafter(options.models)
         assert engine is not None  # --edge none was refused
         if cloud.target.kind != "none":
-            step(f"waiting for the cloud {asked.models.cloud}")
+            step(f"waiting for the cloud {options.models.cloud}")
         reach = cloud.reach()
-        with _met(engine, reach, cloud) as met, closing(Pool(engine, reach)) as pool:
+        with _wait_for_cloud(engine, reach, cloud) as cloud_state, closing(DecoderPool(engine, reach)) as pool:
             step("starting to serve")
-            collect_from_now_on()
+            enable_gc()
             signals.defer()
-            code = asyncio.run(_run(on, access, pool, met, asked, step, signals))
+            code = asyncio.run(_run(listener, access, pool, cloud_state, options, step, signals))
             interrupts.ignore_signals()
             return code
 
 
 async def _run(
-    on: Listener,
+    listener: Listener,
     access: Access,
-    pool: Pool,
-    met: _Met,
-    asked: Asked,
+    pool: DecoderPool,
+    cloud_state: _CloudState,
+    options: EdgeOptions,
     step: Callable[[str | None], None],
     signals: _StartSignals,
 ) -> int:
     from outrider.gateway.server import StopSignal, serve
 
     stop = StopSignal(lambda: signals.first)
-    desk, app = _application(access, pool, met, asked)
-    summary = f"edge {pool.engine.name} · cloud {met.name()}"
+    scheduler, app = _application(access, pool, cloud_state, options)
+    summary = f"edge {pool.engine.name} · cloud {cloud_state.name()}"
 
     def listening(url: str) -> None:
         step(None)
-        _say(url, summary, asked.serving)
+        _announce(url, summary, options.serving)
 
-    return await serve(app, on, desk, stop, listening)
+    return await serve(app, listener, scheduler, stop, listening)
 
 
-def _application(access: Access, pool: Pool, met: _Met, asked: Asked) -> tuple[Desk, FastAPI]:
-    from outrider.gateway.app import Shown, create_app, overview
-    from outrider.gateway.asking import Defaults
-    from outrider.gateway.desk import Desk
-    from outrider.gateway.exchange import Gateway
+def _application(
+    access: Access, pool: DecoderPool, cloud_state: _CloudState, options: EdgeOptions
+) -> tuple[RequestScheduler, FastAPI]:
+    from outrider.gateway.app import GatewayInfo, build_overview, create_app
+    from outrider.gateway.handlers import Gateway
     from outrider.gateway.metrics import Metrics
+    from outrider.gateway.request_parsing import Defaults
+    from outrider.gateway.request_scheduler import RequestScheduler
 
-    engine, serving = pool.engine, asked.serving
-    desk = Desk(pool, slots=serving.slots, queue=serving.queue, seconds=serving.time_limit)
-    choice = _choice(asked.speculation, asked.network, has_cloud=met.name() != "none")
-    pool.keep(choice)
+    engine, serving = pool.engine, options.serving
+    scheduler = RequestScheduler(pool, slots=serving.slots, queue=serving.queue, seconds=serving.time_limit)
+    decoding_options = _decoding_options(options.speculation, options.network, has_cloud=cloud_state.name() != "none")
+    pool.pin(decoding_options)
     audio = getattr(engine, "audio", None)
     seconds, text = 0.0 if audio is None else audio.max_seconds, not getattr(engine, "captions_only", False)
-    defaults = Defaults(choice, asked.decoding.settings(), seconds, text, engine.name)
-    metrics = Metrics(lambda: desk.active, lambda: desk.waiting, serving.slots)
-    shown = overview(defaults, met.name(), serving.slots, cut=pool.cuttable)
-    about = Shown(shown, serving.allow_origin, met.name, met.trouble)
-    return desk, create_app(Gateway(desk, access, defaults, metrics), about)
+    defaults = Defaults(decoding_options, options.decoding.settings(), seconds, text, engine.name)
+    metrics = Metrics(lambda: scheduler.active, lambda: scheduler.waiting, serving.slots)
+    overview = build_overview(defaults, cloud_state.name(), serving.slots, cut=pool.cuttable)
+    info = GatewayInfo(overview, serving.allow_origin, cloud_state.name, cloud_state.trouble)
+    return scheduler, create_app(Gateway(scheduler, access, defaults, metrics), info)
 
 
-def _choice(speculation: Speculation, network: Network, *, has_cloud: bool) -> RequestOptions:
-    from outrider.gateway.pool import RequestOptions
+def _decoding_options(speculation: Speculation, network: Network, *, has_cloud: bool) -> RequestOptions:
+    from outrider.gateway.decoder_pool import RequestOptions
 
     chosen = asdict(build_options(speculation, network))
     return RequestOptions("speculative" if has_cloud else "edge-only", net=network.net or "none", **chosen)
 
 
 @dataclass(frozen=True)
-class _Met:
+class _CloudState:
     """The present state of the cloud. trouble: the reason if it is unreachable, else None."""
 
     name: Callable[[], str]
@@ -332,30 +339,30 @@ class _Met:
 
 
 @contextmanager
-def _met(engine: Engine, reach: Reach | None, cloud: _Cloud) -> Iterator[_Met]:
+def _wait_for_cloud(engine: Engine, reach: VerifierFactory | None, cloud: _CloudConnection) -> Iterator[_CloudState]:
     """Connect to the cloud if it is reachable now. An incompatible cloud ends the gateway here.
 
     An unreachable cloud does not: requests fail with 503 until it can be reached.
     """
-    from outrider.gateway.meeting import Meeting
+    from outrider.gateway.cloud_monitor import CloudMonitor
 
     if reach is None:
-        yield _Met(lambda: "none")
+        yield _CloudState(lambda: "none")
         return
-    with closing(Meeting(engine, reach("none"), cloud.hosts)) as meeting:
-        if not meeting.wait(MEETING_S):
+    with closing(CloudMonitor(engine, reach("none"), cloud.hosts)) as monitor:
+        if not monitor.wait(CLOUD_TIMEOUT_S):
             log.warning("the cloud cannot be reached yet")
         own = cloud.own
-        yield _Met(lambda: meeting.name, lambda: (own.trouble if own is not None else None) or meeting.trouble)
+        yield _CloudState(lambda: monitor.name, lambda: (own.trouble if own is not None else None) or monitor.trouble)
 
 
 def _log_to_stderr(serving: Serving) -> None:
     """The gateway's log, and the server's; never with a user's text."""
-    from outrider.cloud.logs import EventFormatter, PlainFormatter, SafeFields
+    from outrider.serving.logs import JsonEventFormatter, RedactingFilter, TextFormatter
 
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(EventFormatter() if serving.log_format == "json" else PlainFormatter())
-    handler.addFilter(SafeFields())
+    handler.setFormatter(JsonEventFormatter() if serving.log_format == "json" else TextFormatter())
+    handler.addFilter(RedactingFilter())
     level = logging.INFO if serving.verbose else logging.WARNING
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("outrider").setLevel(logging.ERROR)  # the rest's warnings are for people with a terminal
@@ -367,7 +374,7 @@ def _log_to_stderr(serving: Serving) -> None:
         transformers_logging.disable_progress_bar()
 
 
-def _say(url: str, summary: str, serving: Serving) -> None:
+def _announce(url: str, summary: str, serving: Serving) -> None:
     if serving.log_format == "text":
         print(one_line(f"serving {url}/ · {summary}"), file=sys.stderr, flush=True)  # noqa: T201
     if serving.json:

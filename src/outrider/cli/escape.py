@@ -8,14 +8,14 @@ import sys
 from typing import Any
 
 from outrider.errors import CONTROLS
-from outrider.errors import visible as visible
+from outrider.errors import escape_controls as escape_controls
 
 _UNSAFE_IN_JSON = re.compile(f"[{CONTROLS}\ud800-\udfff]")  # json.dumps escapes those below a space
 
 
 def one_line(text: str) -> str:
     """Escape control characters, newlines and tabs included: a name cannot forge a second line."""
-    return visible(text).replace("\n", "\\n").replace("\t", "\\t")
+    return escape_controls(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def to_json(value: Any) -> str:
@@ -27,7 +27,7 @@ def _json_escape(found: re.Match[str]) -> str:
     return json.dumps(found[0])[1:-1]
 
 
-def complain(message: str) -> None:
+def print_error(message: str) -> None:
     """Print an error to stderr, without rich: this also works while the program ends."""
-    text = visible(f"outrider: {message}").replace("\n", "\n  ")
+    text = escape_controls(f"outrider: {message}").replace("\n", "\n  ")
     print(text.encode(sys.stderr.encoding or "utf-8", "backslashreplace").decode(errors="replace"), file=sys.stderr)  # noqa: T201

@@ -15,7 +15,7 @@ from outrider.errors import SettingsError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from outrider.evals.bench import Bench
+    from outrider.evals.context import EvalContext
     from outrider.evals.manifest import Item
     from outrider.evals.metrics import Scoring
     from outrider.evals.store import Row, Store
@@ -59,7 +59,7 @@ class Evaluation:
     edge_memory: str | None = None
 
     @property
-    def asked(self) -> list[str]:
+    def requested(self) -> list[str]:
         """The modes by name; none for all."""
         return [name.strip() for name in self.modes.split(",") if name.strip()]
 
@@ -110,37 +110,37 @@ def run_eval(
     output: Output,
 ) -> int:
     """`outrider eval`: 1 if anything failed."""
-    from outrider.cli.commands import quieten
-    from outrider.cli.options import check_takes_text, collect_from_now_on
+    from outrider.cli.commands import configure_logging
+    from outrider.cli.options import check_accepts_text, enable_gc
     from outrider.evals.manifest import load_set
     from outrider.evals.store import Store
 
-    options = _checked(evaluation, assistant, models, speculation, network, decoding)
+    options = _check_options(evaluation, assistant, models, speculation, network, decoding)
     items = load_set(data)[: evaluation.limit]
     if any(item.audio is None for item in items):
-        check_takes_text(models)
+        check_accepts_text(models)
     scoring = _scoring(evaluation)
-    quieten(output)
+    configure_logging(output)
     with ExitStack() as stack:
         limits = _limit_memory(options, stack)
-        bench = _loaded(options, stack, limits)
-        collect_from_now_on()
-        modes, left_out = bench.modes(options.modes, evaluation.asked)
+        context = _loaded(options, stack, limits)
+        enable_gc()
+        modes, left_out = context.modes(options.modes, evaluation.requested)
         left_out = options.left_out | left_out
         store = stack.enter_context(
-            Store(Path(evaluation.out), _about(bench, data, items, modes, left_out, options, limits))
+            Store(Path(evaluation.out), _about(context, data, items, modes, left_out, options, limits))
         )
-        _run(bench, items, modes, store, options)
+        _run(context, items, modes, store, options)
         names = [mode.name for mode in modes]
         unscored = _summarise(items, names, store, scoring)
-        unasked = {} if evaluation.asked else left_out  # who chose the modes knows which were not chosen
-        return _report(store, names, unasked | unscored, output)
+        excluded = {} if evaluation.requested else left_out  # who chose the modes knows which were not chosen
+        return _report(store, names, excluded | unscored, output)
 
 
 # Checking ---------------------------------------------------------------------------------------------------
 
 
-def _checked(
+def _check_options(
     evaluation: Evaluation,
     assistant: Assistant,
     models: Models,
@@ -151,19 +151,19 @@ def _checked(
     """Every option, before a model is loaded."""
     from outrider.cli.options import check
     from outrider.config import GenerationSettings
-    from outrider.engines.load import locate
-    from outrider.evals.modes import choose, obstacle
-    from outrider.verifiers.connect import parse_target
+    from outrider.engines.load import resolve_path
+    from outrider.evals.modes import select_modes, unsupported_reason
+    from outrider.verifiers.connect import parse_cloud_address
 
     _check_out(evaluation.out)
     options = check(models, speculation, network)
     GenerationSettings.build(decoding.settings())
     _assistance(assistant)
     if models.edge != "none":
-        locate(models.edge)
-    edge, cloud = models.edge != "none", parse_target(models.cloud).kind
+        resolve_path(models.edge)
+    edge, cloud = models.edge != "none", parse_cloud_address(models.cloud).kind
     sides: dict[str, Any] = {"edge": edge, "cloud": cloud, "limited": evaluation.edge_threads is not None}
-    modes, left_out = choose(evaluation.asked, lambda name: obstacle(name, options, **sides))
+    modes, left_out = select_modes(evaluation.requested, lambda name: unsupported_reason(name, options, **sides))
     if evaluation.limit is not None and evaluation.limit < 1:
         raise SettingsError(f"--limit is 1 or more, not {evaluation.limit}")
     if evaluation.trace and not (edge and cloud != "none"):
@@ -183,8 +183,8 @@ def _check_out(out: str) -> None:
 
 def _check_limits(evaluation: Evaluation, models: Models, cloud: str) -> int | None:
     """Bytes of --edge-memory, or None."""
-    from outrider.cloud.limits import parse_bytes
-    from outrider.evals.limits import check_memory, check_threads
+    from outrider.evals.resource_limits import check_memory, check_threads
+    from outrider.serving.sizes import parse_bytes
 
     for name in ("edge_threads", "edge_memory"):
         if getattr(evaluation, name) is not None and models.edge == "none":
@@ -198,7 +198,7 @@ def _check_limits(evaluation: Evaluation, models: Models, cloud: str) -> int | N
 
 
 def _assistance(assistant: Assistant) -> Any:
-    from outrider.evals.peers import Assistance
+    from outrider.evals.baselines import Assistance
 
     return Assistance(assistant.assistant_tokens, assistant.assistant_schedule, assistant.assistant_confidence)
 
@@ -208,16 +208,16 @@ def _assistance(assistant: Assistant) -> Any:
 
 def _limit_memory(options: _Options, stack: ExitStack) -> dict[str, Any]:
     """The limits that hold, as they were read back."""
-    from outrider.evals.limits import address_space
+    from outrider.evals.resource_limits import address_space
 
-    held = None if options.memory is None else stack.enter_context(address_space(options.memory))
-    return {"edge_threads": None, "edge_memory_bytes": held}
+    memory_limit = None if options.memory is None else stack.enter_context(address_space(options.memory))
+    return {"edge_threads": None, "edge_memory_bytes": memory_limit}
 
 
-def _loaded(options: _Options, stack: ExitStack, limits: dict[str, Any]) -> Bench:
+def _loaded(options: _Options, stack: ExitStack, limits: dict[str, Any]) -> EvalContext:
     """The models; limits gains what holds the drafter's threads."""
     from outrider.cli.options import build_options
-    from outrider.evals.bench import Bench
+    from outrider.evals.context import EvalContext
     from outrider.evals.modes import Setup
 
     try:
@@ -225,28 +225,28 @@ def _loaded(options: _Options, stack: ExitStack, limits: dict[str, Any]) -> Benc
     except MemoryError as error:
         raise SettingsError(f"--edge-memory {options.evaluation.edge_memory}: the models do not fit") from error
     if options.evaluation.edge_threads is not None:
-        limits["edge_threads"] = draft.found
+        limits["edge_threads"] = draft.affinity
     setup = Setup(options.decoding.settings(), build_options(options.speculation, options.network))
-    return Bench(draft, verifier, setup, _assistance(options.assistant))
+    return EvalContext(draft, verifier, setup, _assistance(options.assistant))
 
 
 def _models(options: _Options, stack: ExitStack) -> tuple[Any, Any]:
     """The edge's engine and the verifier; a cloud that cannot be reached is known before a model is loaded."""
-    from outrider.cli.options import load_drafter, reach
-    from outrider.evals.limits import Held
-    from outrider.verifiers.base import Distant, disconnect
+    from outrider.cli.options import connect_verifier, load_drafter
+    from outrider.evals.resource_limits import PinnedEngine
+    from outrider.verifiers.base import Connectable, disconnect
 
     models, threads = options.models, options.evaluation.edge_threads
-    verifier = reach(models, options.network)
+    verifier = connect_verifier(models, options.network)
     stack.callback(disconnect, verifier)
-    if isinstance(verifier, Distant):
+    if isinstance(verifier, Connectable):
         verifier.probe()
-    draft: Any = load_drafter(models) if threads is None else Held(lambda: load_drafter(models), threads)
+    draft: Any = load_drafter(models) if threads is None else PinnedEngine(lambda: load_drafter(models), threads)
     return draft, verifier
 
 
 def _about(
-    bench: Bench,
+    context: EvalContext,
     data: str,
     items: list[Item],
     modes: list[Any],
@@ -254,25 +254,25 @@ def _about(
     options: _Options,
     limits: dict[str, Any],
 ) -> Row:
-    from outrider.evals.bench import about
+    from outrider.evals.context import describe_run
 
     secrets = ("token_file", "ca", "cert", "key")
     network = {name: value for name, value in asdict(options.network).items() if name not in secrets}
     more = {"asked": asdict(options.models), "network": network, "limits": limits, "trace": options.evaluation.trace}
-    return about(bench, data, items, modes, left_out, **more)
+    return describe_run(context, data, items, modes, left_out, **more)
 
 
 # Running ----------------------------------------------------------------------------------------------------
 
 
-def _run(bench: Bench, items: list[Item], modes: list[Any], store: Store, options: _Options) -> None:
+def _run(context: EvalContext, items: list[Item], modes: list[Any], store: Store, options: _Options) -> None:
     from outrider.cli.commands import progress
-    from outrider.evals.runner import run, steps
+    from outrider.evals.runner import count_steps, run
 
     if options.evaluation.retry_failed:
         store.forget_failures()
-    tracer = bench.tracer() if options.evaluation.trace else None
-    with progress("eval", steps(items, modes, tracer)) as advance:
+    tracer = context.tracer() if options.evaluation.trace else None
+    with progress("eval", count_steps(items, modes, tracer)) as advance:
         run(items, modes, store, tracer, advance)
 
 
@@ -315,11 +315,11 @@ def _report(store: Store, modes: list[str], left_out: dict[str, str], output: Ou
             print_message(f"left out: {name}: {reason}", "dim")
     for row in store.results.rows.values():
         if "error" in row:
-            _complain(row)
+            _print_error(row)
     return 1 if failed else 0
 
 
-def _complain(row: Row) -> None:
+def _print_error(row: Row) -> None:
     from outrider.cli.escape import one_line
     from outrider.cli.terminal import print_message
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-from outrider.cli.escape import complain
+from outrider.cli.escape import print_error
 
 INTERRUPTED = 130  # the exit code, as shells have it
 _state = {"happened": False}
@@ -47,21 +47,21 @@ def ignore_signals() -> None:
 
 def end(code: int) -> NoReturn:
     """Exit with this code, or at once with 130 if Ctrl-C was pressed, as threads that it interrupted may never end."""
-    if happened():
+    if is_interrupted():
         if code != INTERRUPTED:  # a library swallowed it
-            complain("interrupted")
+            print_error("interrupted")
         _leave()
     sys.exit(code)
 
 
-def happened() -> bool:
+def is_interrupted() -> bool:
     """Return whether Ctrl-C was pressed."""
     return _state["happened"]
 
 
 def check() -> None:
     """Raise KeyboardInterrupt if Ctrl-C was pressed: a library that was loading a model may have swallowed it."""
-    if happened():
+    if is_interrupted():
         raise KeyboardInterrupt
 
 
@@ -74,7 +74,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:
-    complain("interrupted")
+    print_error("interrupted")
     _leave()
 
 
@@ -89,5 +89,5 @@ def _unraisable(found: sys.UnraisableHookArgs) -> None:
     """End the process where Python would swallow the interrupt: in a finaliser or a callback of the import system."""
     if isinstance(found.exc_value, KeyboardInterrupt):
         _exit(signal.SIGINT, None)
-    if not happened():
+    if not is_interrupted():
         sys.__unraisablehook__(found)

@@ -15,12 +15,12 @@ from cyclopts import App, Parameter
 from outrider import __version__
 from outrider.cli import interrupts
 from outrider.cli.cloud import Capacity, Operation, Security
-from outrider.cli.edge import Asked, Serving
+from outrider.cli.edge import EdgeOptions, Serving
 from outrider.cli.evaluate import Assistant, Evaluation
-from outrider.cli.guard import guarded
+from outrider.cli.exit_codes import run_guarded
 from outrider.cli.options import Connection, Decoding, DemoNetwork, Models, Network, Output, Speculation, Whole
 from outrider.cli.plan import Drivers, Measured
-from outrider.cli.shell import add_completion, shown_default
+from outrider.cli.shell import add_completion, format_default
 from outrider.config import DEFAULT_K
 
 app = App(
@@ -29,7 +29,7 @@ app = App(
     version=__version__,
     help_format="markdown",
     help_epilogue="Results go to stdout, everything else to stderr. `outrider COMMAND --help` shows examples.",
-    default_parameter=Parameter(show_default=shown_default),
+    default_parameter=Parameter(show_default=format_default),
     suppress_keyboard_interrupt=False,
 )
 add_completion(app)
@@ -52,7 +52,7 @@ def demo(
     outrider demo --net rtt=80ms
     ```
     """
-    from outrider.cli.child import share_cores, starting_cloud
+    from outrider.cli.subprocess_cloud import share_cores, starting_cloud
 
     share_cores()
     with starting_cloud("demo") as address:  # it loads while this process, from the next line on, does
@@ -200,7 +200,7 @@ def edge(
     """
     from outrider.cli.edge import run_edge
 
-    return run_edge(listen, Asked(models, speculation, network, decoding, serving))
+    return run_edge(listen, EdgeOptions(models, speculation, network, decoding, serving))
 
 
 @app.command(name="eval")
@@ -275,13 +275,13 @@ def calibrate(
         The seed that the traces were decoded with; it also divides them between choosing the signal and setting its
         threshold.
     """
-    from outrider.cli.calibrate import identify, run_calibrate
+    from outrider.cli.calibrate import model_ids, run_calibrate
     from outrider.config import GenerationSettings
-    from outrider.files import check_place
+    from outrider.files import check_writable
 
-    check_place(out)
+    check_writable(out)
     settings = GenerationSettings.build(decoding.settings() | {"seed": seed})
-    edge, cloud = identify(models, connection)
+    edge, cloud = model_ids(models, connection)
     return run_calibrate(
         traces,
         out,
@@ -397,10 +397,10 @@ def main() -> None:
     words, code = sys.argv[1:], interrupts.INTERRUPTED
     try:
         try:
-            code = guarded(partial(_run, words), words)
+            code = run_guarded(partial(_run, words), words)
         finally:
             interrupts.exit_at_once()
-    except KeyboardInterrupt:  # outside of `guarded`'s own try; there is no second one
+    except KeyboardInterrupt:  # outside of `run_guarded`'s own try; there is no second one
         pass
     interrupts.end(code)
 

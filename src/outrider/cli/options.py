@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Group, Parameter, Token
 
 from outrider.config import DEFAULT_K, DriverName, OnCloudLoss, OnLoop, Privacy, Scope
-from outrider.core.loops import DEFAULT_LOOP_RULE
+from outrider.decoding.loop_detection import DEFAULT_LOOP_RULE
 from outrider.errors import PromptError, SettingsError
 
 if TYPE_CHECKING:
     from outrider.api import SpeculativeDecoder
-    from outrider.core.options import DecodingOptions, ResolvedOptions
+    from outrider.decoding.options import DecodingOptions, ResolvedOptions
     from outrider.engines.base import Engine
     from outrider.verifiers.base import Verifier
-    from outrider.verifiers.connect import Target
+    from outrider.verifiers.connect import CloudAddress
 
 MODELS = Group("Models", sort_key=1)
 SPECULATION = Group("Speculation", sort_key=2)
@@ -263,13 +263,13 @@ def build_decoder(
     """Load what the options name. Settings are checked before any model is, and the cloud is asked first."""
     loss = check(models, speculation, network).on_cloud_loss
     from outrider.api import SpeculativeDecoder
-    from outrider.engines.load import locate
-    from outrider.verifiers.base import Distant
+    from outrider.engines.load import resolve_path
+    from outrider.verifiers.base import Connectable
 
     if models.edge != "none":
-        locate(models.edge)
-    with closed_on_failure(reach(models, network)) as verifier:
-        if isinstance(verifier, Distant) and loss == "fail":
+        resolve_path(models.edge)
+    with closed_on_failure(connect_verifier(models, network)) as verifier:
+        if isinstance(verifier, Connectable) and loss == "fail":
             verifier.probe()  # who cannot be reached is known before a model is loaded
         options = build_options(speculation, network)
         return SpeculativeDecoder(load_drafter(models), verifier, **options.keywords(), watch=watch)
@@ -287,13 +287,13 @@ def closed_on_failure(verifier: Verifier | None) -> Iterator[Verifier | None]:
         raise
 
 
-def reach(models: Models, network: Connection = Connection()) -> Verifier | None:
+def connect_verifier(models: Models, network: Connection = Connection()) -> Verifier | None:
     """The verifier that --cloud names: loaded where it is local, else not asked yet; None without one."""
-    from outrider.verifiers.connect import connect, parse_target
+    from outrider.verifiers.connect import connect, parse_cloud_address
 
-    local = parse_target(models.cloud).kind == "local"
-    placed = {"dtype": models.dtype, "device": models.device}
-    return connect(models.cloud, **(placed if local else network.connection()))
+    local = parse_cloud_address(models.cloud).kind == "local"
+    load_options = {"dtype": models.dtype, "device": models.device}
+    return connect(models.cloud, **(load_options if local else network.connection()))
 
 
 def load_drafter(models: Models) -> Engine | None:
@@ -305,25 +305,25 @@ def load_drafter(models: Models) -> Engine | None:
 
 def build_options(speculation: Speculation, network: Network) -> DecodingOptions:
     """Return the decoding options of both groups together."""
-    from outrider.core.options import DecodingOptions
+    from outrider.decoding.options import DecodingOptions
 
-    together = {name: getattr(network, name) for name in ("driver", "on_cloud_loss", "privacy")}
-    return DecodingOptions(**asdict(speculation), **together)
+    network_options = {name: getattr(network, name) for name in ("driver", "on_cloud_loss", "privacy")}
+    return DecodingOptions(**asdict(speculation), **network_options)
 
 
-def collect_from_now_on() -> None:
+def enable_gc() -> None:
     """End what `main` began: look for garbage again, but never in what is there now, most of which stays anyway."""
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # some libraries complain of what is left over
 
 
-def check_connection(models: Models, network: Connection) -> Target:
+def check_connection(models: Models, network: Connection) -> CloudAddress:
     """Raise SettingsError for network options with a cloud that is not across a network."""
-    from outrider.verifiers.connect import parse_target
+    from outrider.verifiers.connect import parse_cloud_address
 
-    target = parse_target(models.cloud)
-    if not target.remote and network.connection():
+    target = parse_cloud_address(models.cloud)
+    if not target.is_remote and network.connection():
         used = ", ".join(f"--{name.replace('_', '-')}" for name in network.connection())
         raise SettingsError(f"{used}: only for a cloud across a network (grpc, vllm, sglang), not {models.cloud}")
     return target
@@ -331,22 +331,22 @@ def check_connection(models: Models, network: Connection) -> Target:
 
 def check(models: Models, speculation: Speculation, network: Network) -> ResolvedOptions:
     """Validate the options and resolve their defaults. Raise InputError where they contradict each other."""
-    from outrider.engines.load import locate
+    from outrider.engines.load import resolve_path
 
     target = check_connection(models, network)
     if target.kind == "local":
-        locate(target.model)
+        resolve_path(target.model)
     sides = {"has_drafter": models.edge != "none", "has_verifier": target.kind != "none"}
-    return build_options(speculation, network).resolve(**sides, remote=target.remote)
+    return build_options(speculation, network).resolve(**sides, remote=target.is_remote)
 
 
-def check_takes_text(models: Models) -> None:
+def check_accepts_text(models: Models) -> None:
     """Raise PromptError if the model that reads the prompts is known, without loading it, to take recordings alone."""
     from outrider.api import NO_TEXTS
     from outrider.engines.load import captions_only, full_name
-    from outrider.verifiers.connect import parse_target
+    from outrider.verifiers.connect import parse_cloud_address
 
-    target = parse_target(models.cloud)
+    target = parse_cloud_address(models.cloud)
     reader = models.edge if models.edge != "none" else target.model if target.kind == "local" else None
     if reader is not None and captions_only(reader):
         raise PromptError(NO_TEXTS.format(full_name(reader)))

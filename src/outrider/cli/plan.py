@@ -17,7 +17,7 @@ from cyclopts import Group, Parameter
 from outrider.cli.options import Connection, Decoding, Models, Output, Whole
 from outrider.config import DEFAULT_K, GenerationSettings
 from outrider.errors import SettingsError
-from outrider.files import check_place, write_file
+from outrider.files import check_writable, write_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,12 +74,12 @@ def run_plan(
 ) -> int:
     """`outrider plan`: rank the ways of decoding, and say which wins and by how much."""
     from outrider.cli.terminal import print_json
-    from outrider.netem.conditions import conditions
+    from outrider.netem.conditions import parse_conditions
     from outrider.planning.planner import Goal, Planner
     from outrider.planning.simulator import Setup
 
     goal = Goal(aim, budget)
-    base = Setup(net=conditions(net), utilisation=utilisation)
+    base = Setup(net=parse_conditions(net), utilisation=utilisation)
     for gate in gates:
         Setup(gate=gate)  # refused before a model is loaded
     traces, costs = _measure(measured, models, connection, decoding, output)
@@ -105,23 +105,23 @@ def run_sweep(
 ) -> int:
     """`outrider sweep`: thresholds × k × drivers × networks, simulated over the pair's traces."""
     from outrider.cli.terminal import print_json
-    from outrider.netem.conditions import conditions
-    from outrider.planning.gates import thresholds
+    from outrider.netem.conditions import parse_conditions
+    from outrider.planning.gate_candidates import thresholds
     from outrider.planning.simulator import Setup
     from outrider.planning.sweep import pareto, sweep
 
-    places = [conditions(net) for net in nets]
+    networks = [parse_conditions(net) for net in nets]
     lengths = [_length(k) for k in ks]
-    for gate, k, driver, net in product(gates or ["always"], lengths, drivers, places):
+    for gate, k, driver, net in product(gates or ["always"], lengths, drivers, networks):
         Setup(gate=gate, k=k, driver=driver, net=net)  # refused before a model is loaded
     if out is not None:
-        check_place(out)
+        check_writable(out)
     traces, costs = _measure(measured, models, connection, decoding, output)
     longest = max((k for k in lengths if isinstance(k, int)), default=DEFAULT_K)
-    tried: list[Any] = list(gates) or ["always", *thresholds(traces, longest), "never"]
+    candidates: list[Any] = list(gates) or ["always", *thresholds(traces, longest), "never"]
     rows = [
-        *_cloud_alone(traces, costs, places),
-        *sweep(traces, costs, gates=tried, ks=lengths, drivers=drivers, nets=places),
+        *_cloud_alone(traces, costs, networks),
+        *sweep(traces, costs, gates=candidates, ks=lengths, drivers=drivers, nets=networks),
     ]
     if out is not None:
         write_file(out, "".join(json.dumps(row.to_json()) + "\n" for row in rows))
@@ -145,14 +145,14 @@ def _measure(
     measured: Measured, models: Models, connection: Connection, decoding: Decoding, output: Output
 ) -> tuple[list[Trace], Costs]:
     """The pair's traces and times."""
-    from outrider.cli.commands import quieten
-    from outrider.cli.options import check_connection, collect_from_now_on, load_drafter, reach
+    from outrider.cli.commands import configure_logging
+    from outrider.cli.options import check_connection, connect_verifier, enable_gc, load_drafter
     from outrider.evals.manifest import load_set
-    from outrider.evals.modes import given
-    from outrider.planning.record import record
+    from outrider.evals.modes import item_prompt
     from outrider.planning.timing import measure_costs
+    from outrider.planning.trace_recorder import record
     from outrider.planning.traces import read_traces
-    from outrider.verifiers.base import Distant, disconnect
+    from outrider.verifiers.base import Connectable, disconnect
 
     if "none" in (models.edge, models.cloud):
         raise SettingsError("a plan is made for a pair: give --edge and --cloud")
@@ -160,27 +160,27 @@ def _measure(
     settings = GenerationSettings.build(decoding.settings())
     items = load_set(measured.data)[: measured.limit]
     known = read_traces(Path(measured.traces)) if measured.traces is not None else None
-    quieten(output)
+    configure_logging(output)
     with ExitStack() as closing:
-        verifier = reach(models, connection)
+        verifier = connect_verifier(models, connection)
         closing.callback(disconnect, verifier)
-        if isinstance(verifier, Distant):
+        if isinstance(verifier, Connectable):
             verifier.probe()  # a cloud that cannot be reached is known before a model is loaded
         draft = load_drafter(models)
-        collect_from_now_on()
-        prompts = [given(item) for item in items]
+        enable_gc()
+        prompts = [item_prompt(item) for item in items]
         costs = measure_costs(draft, verifier, prompts[:3], settings)  # type: ignore[arg-type]
         names = [item.id for item in items]
         found = known or list(record(draft, verifier, prompts, settings, names))  # type: ignore[arg-type]
     return found, costs
 
 
-def _gates(asked: Sequence[str], budget: float, traces: Sequence[Trace]) -> list[Any]:
+def _gates(requested: Sequence[str], budget: float, traces: Sequence[Trace]) -> list[Any]:
     """Return the given gates, or, if a budget allows skipping, those with the smallest cloud share."""
-    from outrider.planning.gates import frontier
-    from outrider.planning.planner import KS
+    from outrider.planning.gate_candidates import frontier
+    from outrider.planning.planner import BLOCK_LENGTHS
 
-    return list(asked) or (frontier(traces, KS, budget) if budget > 0 else [])
+    return list(requested) or (frontier(traces, BLOCK_LENGTHS, budget) if budget > 0 else [])
 
 
 def _length(text: str) -> int | str:
@@ -198,7 +198,7 @@ def _options(ranking: Ranking) -> list[dict[str, Any]]:
             "allowed": option.allowed,
             "behind": None if math.isinf(option.behind) else option.behind,
             "breakeven_rtt_s": None if option.breakeven_rtt_s == math.inf else option.breakeven_rtt_s,
-            "pays_up_to_rtt": _pays(option.breakeven_rtt_s),
+            "pays_up_to_rtt": _breakeven_text(option.breakeven_rtt_s),
             **asdict(option.summary),
         }
         for option in ranking.options
@@ -253,18 +253,18 @@ def _plan_cells(option: Option, goal: Goal) -> dict[str, str]:
         cells["bytes up per output"] = f"{found.bytes_up:,.0f}"
     excluded = "over budget" if goal.limit else "not exact"
     cells["against the best"] = behind if option.allowed else excluded
-    return cells | {"pays up to RTT": _pays(option.breakeven_rtt_s)}
+    return cells | {"pays up to RTT": _breakeven_text(option.breakeven_rtt_s)}
 
 
-def _pays(rtt_s: float | None) -> str:
+def _breakeven_text(rtt_s: float | None) -> str:
     """Up to which round trip it is faster than the cloud alone."""
-    from outrider.planning.planner import FARTHEST
+    from outrider.planning.planner import MAX_RTT_S
 
     if rtt_s is None:
         return "–"
     if rtt_s == 0:
         return "never"
-    return f"over {1000 * FARTHEST:.0f} ms" if math.isinf(rtt_s) else f"{1000 * rtt_s:.0f} ms"
+    return f"over {1000 * MAX_RTT_S:.0f} ms" if math.isinf(rtt_s) else f"{1000 * rtt_s:.0f} ms"
 
 
 def _verdict(ranking: Ranking) -> str:
@@ -276,7 +276,7 @@ def _verdict(ranking: Ranking) -> str:
     )
     if not best.allowed:
         return f"Nothing keeps within the budget; the nearest is {best.name}."
-    advice += _as_options(best)
+    advice += _to_command_options(best)
     others = [option for option in ranking.options[1:] if option.allowed]
     if not others:
         kept = "keeps within the budget" if ranking.goal.limit else "is exact"
@@ -304,7 +304,7 @@ def _changed_outputs(found: Summary) -> str:
     return f"{round(found.changed_outputs * found.outputs)} of {found.outputs}"
 
 
-def _as_options(best: Option) -> str:
+def _to_command_options(best: Option) -> str:
     """Return the option as other commands take it, in brackets."""
     setup = best.setup
     if setup.mode != "speculative":

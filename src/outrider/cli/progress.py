@@ -16,19 +16,19 @@ def progress(*, quiet: bool = False) -> Iterator[Callable[[str | None], None]]:
     if quiet:
         yield lambda _: None
     elif sys.stderr.isatty():
-        with _spinning() as step:
+        with _spinner() as step:
             yield step
     else:
-        yield _say
+        yield _print_step
 
 
-def _say(words: str | None) -> None:
+def _print_step(words: str | None) -> None:
     if words is not None:
         print(one_line(f"outrider: {words}"), file=sys.stderr, flush=True)  # noqa: T201
 
 
 @contextmanager
-def _spinning() -> Iterator[Callable[[str | None], None]]:
+def _spinner() -> Iterator[Callable[[str | None], None]]:
     """Show the current step in a spinner; a finished step leaves a line with its seconds."""
     from rich.text import Text
 

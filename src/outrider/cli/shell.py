@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 from cyclopts import App, Group
 
-from outrider.cli.escape import complain
+from outrider.cli.escape import print_error
 from outrider.errors import SettingsError
 
 Shell = Literal["bash", "zsh", "fish"]
 
 
-def shown_default(value: Any) -> str | None:
+def format_default(value: Any) -> str | None:
     """Return a default as it is typed, or None for a flag that is off and an empty list."""
     if value is None or value is False or value == ():
         return None
@@ -37,7 +37,7 @@ def add_completion(app: App) -> None:
         except (ShellDetectionError, OSError) as error:
             message = f"--install-completion: {error}; name the shell, as in --install-completion bash"
             raise SettingsError(message) from error
-        complain(f"wrote {path}; start a new shell to use it")
+        print_error(f"wrote {path}; start a new shell to use it")
         return 0
 
     app.command(install_completion, name="--install-completion", group=Group("Shell", sort_key=9))

@@ -10,9 +10,9 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from outrider.cli.escape import to_json, visible
+from outrider.cli.escape import escape_controls, to_json
 
-UNCUT = 10_000  # columns: lines of piped output are never cut or folded
+UNLIMITED_WIDTH = 10_000  # columns: lines of piped output are never cut or folded
 
 
 class Terminal(Console):
@@ -21,14 +21,14 @@ class Terminal(Console):
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, markup=False, highlight=False, emoji=False)
         if not self.is_terminal:  # COLUMNS is ignored: a parent with readline exports it
-            self.width = UNCUT
+            self.width = UNLIMITED_WIDTH
 
     def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(visible(text), **options)  # before it is measured: escapes are wider
+        return super().render_str(escape_controls(text), **options)  # before it is measured: escapes are wider
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=visible(segment.text))
+            yield segment if segment.control else segment._replace(text=escape_controls(segment.text))
 
 
 STDERR = Terminal(stderr=True)

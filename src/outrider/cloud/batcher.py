@@ -7,7 +7,7 @@ One thread owns the engine. Each step
     judge     the blocks that are read to the end
 
 so a long prefill delays other verdicts by one chunk at most. Requests of one identity are served in order of arrival.
-Between identities, slots and engine time are shared (shares.py).
+Between identities, slots and engine time are shared (fair_share.py).
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import ParamSpec
 
+from outrider.cloud.fair_share import FairShare, limit_to_share, round_robin
 from outrider.cloud.metrics import Metrics
-from outrider.cloud.seats import Seats
-from outrider.cloud.sessions import Record
-from outrider.cloud.shares import Shares, round_robin, within_share
-from outrider.core.acceptance import Verdict
-from outrider.core.actions import Verify
-from outrider.core.policy import Rows
-from outrider.engines.base import Engine, Feed, Reader, read_many
+from outrider.cloud.sessions import SessionEntry
+from outrider.cloud.slot_pool import SlotPool
+from outrider.decoding.actions import Verify
+from outrider.engines.base import CachedSequence, Engine, SequenceInput, forward_or_sample
 from outrider.errors import OutriderError
-from outrider.verifiers.session import Reading
-from outrider.wire.messages import Code, Refusal
+from outrider.protocol.messages import ErrorCode, FrameError
+from outrider.sampling.acceptance import Verdict
+from outrider.sampling.policy import ForwardOutput
+from outrider.verifiers.session import ForwardPlan
 
 P = ParamSpec("P")
 log = logging.getLogger(__name__)
 
-SHORT = 96  # tokens; a block is read at once, anything longer in chunks
-NARROW = 16  # tokens; padding up to here costs less than a second forward
+SHORT_BLOCK_TOKENS = 96  # tokens; a block is read at once, anything longer in chunks
+FREE_PADDING_TOKENS = 16  # tokens; padding up to here costs less than a second forward
 
 
 @dataclass(eq=False)
 class Job:
-    """One request on its way. reading: what it must read, once it was looked at. admitted: when it got its slot."""
+    """One request on its way. plan: what it must read, once it was looked at. admitted: when it got its slot."""
 
-    record: Record
+    entry: SessionEntry
     request: Verify
     future: Future[Verdict] = field(default_factory=Future)
     arrived: float = field(default_factory=time.perf_counter)
-    reading: Reading | None = None
+    plan: ForwardPlan | None = None
     admitted: float | None = None
 
     @property
     def identity(self) -> str:
-        return self.record.identity
+        return self.entry.identity
 
 
 class Batcher:
@@ -65,15 +65,17 @@ class Batcher:
 
     def __init__(self, engine: Engine, slots: int, metrics: Metrics, *, chunk: int = 256, max_batch: int = 64) -> None:
         self._engine, self._metrics = engine, metrics
-        self.seats = Seats(engine, slots, metrics)
+        self.slot_pool = SlotPool(engine, slots, metrics)
         self._chunk, self._max_batch = chunk, max_batch
         self._wake = threading.Condition()
-        self._inbox: list[Job] = []
-        self._leavers: list[Record] = []
-        self._running = self._ended = False
+        self._submitted: list[Job] = []
+        self._closed: list[SessionEntry] = []
+        self._running = self._stopped = False
         self._jobs: list[Job] = []
-        self._shares = Shares()
-        self._used: defaultdict[str, float] = defaultdict(float)  # engine seconds of the present step, by identity
+        self._fair_share = FairShare()
+        self._engine_seconds: defaultdict[str, float] = defaultdict(
+            float
+        )  # engine seconds of the present step, by identity
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
 
     def start(self) -> None:
@@ -83,104 +85,106 @@ class Batcher:
     def stop(self) -> None:
         """Finish the step at hand, end the thread and give the slots back; what is left unanswered is refused."""
         with self._wake:
-            self._running, self._ended = False, True
+            self._running, self._stopped = False, True
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join()
         for job in self._jobs:
-            job.future.set_exception(_ended())
-        for job in self._inbox:
+            job.future.set_exception(_draining_error())
+        for job in self._submitted:
             _refuse(job)
-        self._jobs, self._inbox = [], []
-        self.seats.clear()
+        self._jobs, self._submitted = [], []
+        self.slot_pool.clear()
 
-    def submit(self, record: Record, request: Verify) -> Future[Verdict]:
+    def submit(self, entry: SessionEntry, request: Verify) -> Future[Verdict]:
         """Ask for a verdict; at most one at a time of each session."""
-        job = Job(record, request)
+        job = Job(entry, request)
         with self._wake:
-            if self._ended:
+            if self._stopped:
                 _refuse(job)
             else:
-                self._inbox.append(job)
+                self._submitted.append(job)
                 self._wake.notify()
         return job.future
 
-    def leave(self, record: Record) -> None:
+    def release(self, entry: SessionEntry) -> None:
         """The session is over: its slot is free from the next step on."""
         with self._wake:
-            self._leavers.append(record)
+            self._closed.append(entry)
             self._wake.notify()
 
     @property
     def queued(self) -> int:
-        return len(self._inbox) + sum(job.admitted is None for job in self._jobs)
+        return len(self._submitted) + sum(job.admitted is None for job in self._jobs)
 
     def _run(self) -> None:
         while True:
             with self._wake:
-                while self._running and not (self._inbox or self._leavers or self._jobs):
+                while self._running and not (self._submitted or self._closed or self._jobs):
                     self._wake.wait()
                 if not self._running:
                     return
-                arrived, self._inbox = self._inbox, []
-                leavers, self._leavers = self._leavers, []
+                arrived, self._submitted = self._submitted, []
+                closed, self._closed = self._closed, []
             self._jobs += [job for job in arrived if job.future.set_running_or_notify_cancel()]
-            self._attempt(list(self._jobs), self._turn, leavers)  # without the thread, nobody is answered again
+            self._attempt(list(self._jobs), self._tick, closed)  # without the thread, nobody is answered again
 
-    def _turn(self, leavers: Seq[Record]) -> None:
-        self._part(leavers)
-        self._step()
+    def _tick(self, closed: Seq[SessionEntry]) -> None:
+        self._release_closed(closed)
+        self._run_step()
 
-    def _part(self, leavers: Seq[Record]) -> None:
-        for record in leavers:
-            for job in [job for job in self._jobs if job.record is record]:
-                self._finish(job, Refusal(Code.UNKNOWN_SESSION, "this session has ended"))
-            self.seats.leave(record)
+    def _release_closed(self, closed: Seq[SessionEntry]) -> None:
+        for entry in closed:
+            for job in [job for job in self._jobs if job.entry is entry]:
+                self._finish(job, FrameError(ErrorCode.UNKNOWN_SESSION, "this session has ended"))
+            self.slot_pool.release(entry)
 
     # One step -----------------------------------------------------------------------------------------------
 
-    def _step(self) -> None:
-        self._used.clear()
+    def _run_step(self) -> None:
+        self._engine_seconds.clear()
         for job in list(self._jobs):
-            if job.reading is None:
+            if job.plan is None:
                 self._attempt([job], self._plan, job)
         self._admit_waiting()
-        reading = [job for job in self._jobs if job.admitted is not None]
-        short = [job for job in reading if self._left(job) <= SHORT]
-        long = [job for job in reading if job not in short]
-        for group in groups(within_share(short, _identity, self._left, SHORT), self._left, self._max_batch):
-            self._attempt(group, self._read, group, [self._left(job) for job in group])
-        permitted = self._shares.permitted(_identities(long), _identities(short))
+        admitted = [job for job in self._jobs if job.admitted is not None]
+        short = [job for job in admitted if self._remaining(job) <= SHORT_BLOCK_TOKENS]
+        long = [job for job in admitted if job not in short]
+        for group in group_by_width(
+            limit_to_share(short, _identity, self._remaining, SHORT_BLOCK_TOKENS), self._remaining, self._max_batch
+        ):
+            self._attempt(group, self._read, group, [self._remaining(job) for job in group])
+        permitted = self._fair_share.permitted(_identities(long), _identities(short))
         long = [job for job in long if job.identity in permitted]
         if long:
-            long = round_robin(long, _identity, {})[: max(1, self._chunk // SHORT)]
+            long = round_robin(long, _identity, {})[: max(1, self._chunk // SHORT_BLOCK_TOKENS)]
             self._attempt(long, self._prefill, long)
-        self._shares.repay(self._used)
+        self._fair_share.repay(self._engine_seconds)
 
     def _plan(self, job: Job) -> None:
         """What must be read for a request; a repeat is answered at once."""
-        asked = job.record.session.ask(job.request)
-        if isinstance(asked, Verdict):
-            self._finish(job, asked)
+        planned = job.entry.session.prepare(job.request)
+        if isinstance(planned, Verdict):
+            self._finish(job, planned)
         else:
-            job.reading = asked
+            job.plan = planned
 
     def _admit_waiting(self) -> None:
         """Select as many jobs as there are slots, round-robin over identities; a session keeps its slot."""
         admitted = [job for job in self._jobs if job.admitted is not None]
         waiting = [job for job in self._jobs if job.admitted is None]
-        seated = [job for job in waiting if job.record in self.seats]
-        permitted = self._shares.permitted(
-            _identities(job for job in waiting if job not in seated), _identities([*admitted, *seated])
+        with_slot = [job for job in waiting if job.entry in self.slot_pool]
+        permitted = self._fair_share.permitted(
+            _identities(job for job in waiting if job not in with_slot), _identities([*admitted, *with_slot])
         )
-        waiting = [job for job in waiting if job in seated or job.identity in permitted]
+        waiting = [job for job in waiting if job in with_slot or job.identity in permitted]
         waiting = round_robin(waiting, _identity, Counter(job.identity for job in admitted))
-        room = max(0, self.seats.total - len(admitted))
-        chosen, rest = waiting[:room], waiting[room:]
-        if rest and not chosen:
-            chosen = self._preempt(rest[0], admitted)
-        busy = {job.record for job in self._jobs if job.admitted is not None} | {job.record for job in chosen}
-        for job in chosen:
+        room = max(0, self.slot_pool.total - len(admitted))
+        selected, rest = waiting[:room], waiting[room:]
+        if rest and not selected:
+            selected = self._preempt(rest[0], admitted)
+        busy = {job.entry for job in self._jobs if job.admitted is not None} | {job.entry for job in selected}
+        for job in selected:
             self._attempt([job], self._admit, job, busy)
 
     def _preempt(self, job: Job, admitted: Seq[Job]) -> list[Job]:
@@ -190,63 +194,65 @@ class Batcher:
         Short requests release their slots within a step.
         """
         using = Counter(other.identity for other in admitted)
-        name, most = using.most_common(1)[0]
-        victims = [other for other in admitted if other.identity == name and self._left(other) > SHORT]
-        if most < using[job.identity] + 2 or not victims:
+        name, limit = using.most_common(1)[0]
+        victims = [
+            other for other in admitted if other.identity == name and self._remaining(other) > SHORT_BLOCK_TOKENS
+        ]
+        if limit < using[job.identity] + 2 or not victims:
             return []
         victim = max(victims, key=lambda other: other.admitted or 0.0)
         victim.admitted = None
-        self.seats.vacate(victim.record)
+        self.slot_pool.evict(victim.entry)
         return [job]
 
-    def _admit(self, job: Job, busy: set[Record]) -> None:
+    def _admit(self, job: Job, busy: set[SessionEntry]) -> None:
         """Give a request a slot, if there is one whose session is not `busy`."""
-        started, fresh = time.perf_counter(), job.record not in self.seats
-        if self.seats.take(job.record, busy):
-            self._reader(job).settle(self._reading(job).start)
+        started, is_new = time.perf_counter(), job.entry not in self.slot_pool
+        if self.slot_pool.acquire(job.entry, busy):
+            self._sequence(job).rollback_to(self._plan_of(job).start)
             job.admitted = time.perf_counter()
-            self._metrics.queued(job.admitted - job.arrived)
-        if fresh:
-            self._spend(job.identity, time.perf_counter() - started, heavy=True)
+            self._metrics.observe_queue_wait(job.admitted - job.arrived)
+        if is_new:
+            self._account(job.identity, time.perf_counter() - started, heavy=True)
 
-    def _spend(self, identity: str, seconds: float, *, heavy: bool) -> None:
-        self._used[identity] += seconds
+    def _account(self, identity: str, seconds: float, *, heavy: bool) -> None:
+        self._engine_seconds[identity] += seconds
         if heavy:
-            self._shares.charge(identity, seconds)
+            self._fair_share.charge(identity, seconds)
 
     def _prefill(self, jobs: Seq[Job]) -> None:
-        self._read(jobs, self._parts(jobs), heavy=True)
+        self._read(jobs, self._chunk_sizes(jobs), heavy=True)
 
-    def _parts(self, jobs: Seq[Job]) -> list[int]:
+    def _chunk_sizes(self, jobs: Seq[Job]) -> list[int]:
         """How many tokens of each long prefill to read now; the last part must hold all the rows that are wanted."""
         share = max(1, self._chunk // len(jobs))
-        lefts = [(self._left(job), self._reading(job).rows) for job in jobs]
-        return [left if left <= max(share, rows) else min(share, left - rows) for left, rows in lefts]
+        remaining = [(self._remaining(job), self._plan_of(job).rows) for job in jobs]
+        return [left if left <= max(share, rows) else min(share, left - rows) for left, rows in remaining]
 
     def _read(self, jobs: Seq[Job], counts: Seq[int], *, heavy: bool = False) -> None:
         started = time.perf_counter()
-        feeds = [self._feed(job, count) for job, count in zip(jobs, counts, strict=True)]
-        rows = read_many(self._engine, feeds, [job.record.session.picks_by for job in jobs])
+        inputs = [self._feed(job, count) for job, count in zip(jobs, counts, strict=True)]
+        rows = forward_or_sample(self._engine, inputs, [job.entry.session.sampling_policy for job in jobs])
         seconds = time.perf_counter() - started
-        self._metrics.batch(len(jobs), sum(counts), seconds)
+        self._metrics.observe_batch(len(jobs), sum(counts), seconds)
         for job, count in zip(jobs, counts, strict=True):
-            self._spend(job.identity, seconds * count / sum(counts), heavy=heavy)
-        for job, its in zip(jobs, rows, strict=True):
-            if not self._left(job):
-                self._attempt([job], self._judge, job, its)
+            self._account(job.identity, seconds * count / sum(counts), heavy=heavy)
+        for job, job_rows in zip(jobs, rows, strict=True):
+            if not self._remaining(job):
+                self._attempt([job], self._judge, job, job_rows)
 
-    def _feed(self, job: Job, count: int) -> Feed:
-        reading, known = self._reading(job), self._reader(job).known
-        rows = reading.rows if count == self._left(job) else 1
-        return Feed(self._reader(job).slot, reading.ids[known : known + count], rows)
+    def _feed(self, job: Job, count: int) -> SequenceInput:
+        plan, known = self._plan_of(job), self._sequence(job).cached_len
+        rows = plan.rows if count == self._remaining(job) else 1
+        return SequenceInput(self._sequence(job).slot, plan.ids[known : known + count], rows)
 
-    def _judge(self, job: Job, rows: Rows) -> None:
-        reading, session = self._reading(job), job.record.session
-        verdict = session.judge(reading, rows)
-        self._reader(job).settle(len(session.ids))
+    def _judge(self, job: Job, rows: ForwardOutput) -> None:
+        plan, session = self._plan_of(job), job.entry.session
+        verdict = session.judge(plan, rows)
+        self._sequence(job).rollback_to(len(session.ids))
         now, admitted = time.perf_counter(), job.admitted or 0.0
         verdict = replace(verdict, queue_s=admitted - job.arrived, compute_s=now - admitted)
-        self._metrics.verdict(len(job.request.draft_ids), verdict.accepted, now - job.arrived)
+        self._metrics.observe_verdict(len(job.request.draft_ids), verdict.accepted, now - job.arrived)
         self._finish(job, verdict)
 
     def _finish(self, job: Job, outcome: Verdict | BaseException) -> None:
@@ -271,20 +277,20 @@ class Batcher:
         for job in failed:
             self._finish(job, error)
         for job in failed:
-            if job.reading is not None:
-                self.seats.vacate(job.record)  # its cache may hold anything
+            if job.plan is not None:
+                self.slot_pool.evict(job.entry)  # its cache may hold anything
 
-    def _left(self, job: Job) -> int:
+    def _remaining(self, job: Job) -> int:
         """Tokens that the job's cache lacks."""
-        return len(self._reading(job).ids) - self._reader(job).known
+        return len(self._plan_of(job).ids) - self._sequence(job).cached_len
 
-    def _reader(self, job: Job) -> Reader:
-        return self.seats.reader(job.record)
+    def _sequence(self, job: Job) -> CachedSequence:
+        return self.slot_pool.sequence(job.entry)
 
     @staticmethod
-    def _reading(job: Job) -> Reading:
-        assert job.reading is not None  # planned
-        return job.reading
+    def _plan_of(job: Job) -> ForwardPlan:
+        assert job.plan is not None  # planned
+        return job.plan
 
 
 def _identity(job: Job) -> str:
@@ -298,19 +304,19 @@ def _identities(jobs: Iterable[Job]) -> set[str]:
 def _refuse(job: Job) -> None:
     """End a job that nobody has looked at."""
     if job.future.set_running_or_notify_cancel():
-        job.future.set_exception(_ended())
+        job.future.set_exception(_draining_error())
 
 
-def _ended() -> Refusal:
-    return Refusal(Code.DRAINING, "this service is going down: connect again")
+def _draining_error() -> FrameError:
+    return FrameError(ErrorCode.DRAINING, "this service is going down: connect again")
 
 
-def groups(jobs: Seq[Job], width: Callable[[Job], int], most: int) -> list[list[Job]]:
+def group_by_width(jobs: Seq[Job], width: Callable[[Job], int], limit: int) -> list[list[Job]]:
     """Jobs to read in one forward each: none is padded to more than twice its width, or NARROW tokens."""
     out: list[list[Job]] = []
     for job in sorted(jobs, key=width):
         first = width(out[-1][0]) if out else 0
-        if out and len(out[-1]) < most and width(job) <= max(NARROW, 2 * first):
+        if out and len(out[-1]) < limit and width(job) <= max(FREE_PADDING_TOKENS, 2 * first):
             out[-1].append(job)
         else:
             out.append([job])

@@ -10,18 +10,20 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2
 
 SERVICE = "grpc.health.v1.Health"
-AT_ONCE = 16  # requests that are being received
-WATCHING = 64  # streams of Watch
-RECEIVE = 5.0  # s
+MAX_CONCURRENT_REQUESTS = 16  # requests that are being received
+MAX_WATCHERS = 64  # streams of Watch
+RECEIVE_TIMEOUT_S = 5.0  # s
 
 
 def health_handlers(servicer: health.aio.HealthServicer) -> grpc.GenericRpcHandler:
     """Check and Watch of `servicer`, as streams: gRPC would receive the whole request of a unary call first."""
-    receiving, watching = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(WATCHING)
+    receiving, watching = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS), asyncio.Semaphore(MAX_WATCHERS)
 
-    async def asked(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> health_pb2.HealthCheckRequest:
+    async def read_request(
+        requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> health_pb2.HealthCheckRequest:
         try:
-            async with receiving, asyncio.timeout(RECEIVE):
+            async with receiving, asyncio.timeout(RECEIVE_TIMEOUT_S):
                 return health_pb2.HealthCheckRequest.FromString(await anext(aiter(requests)))
         except (DecodeError, StopAsyncIteration, TimeoutError):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "expected one HealthCheckRequest")
@@ -30,22 +32,22 @@ def health_handlers(servicer: health.aio.HealthServicer) -> grpc.GenericRpcHandl
     async def check(
         requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> health_pb2.HealthCheckResponse:
-        return await servicer.Check(await asked(requests, context), context)
+        return await servicer.Check(await read_request(requests, context), context)
 
     async def watch(
         requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         if watching.locked():
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{WATCHING} callers watch already: use Check")
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} callers watch already: use Check")
         async with watching:
-            request = await asked(requests, context)
+            request = await read_request(requests, context)
             await servicer.Watch(request, context)
         return
         yield
 
-    answer = health_pb2.HealthCheckResponse.SerializeToString
+    serialize = health_pb2.HealthCheckResponse.SerializeToString
     methods = {
-        "Check": grpc.stream_unary_rpc_method_handler(check, response_serializer=answer),
-        "Watch": grpc.stream_stream_rpc_method_handler(watch, response_serializer=answer),
+        "Check": grpc.stream_unary_rpc_method_handler(check, response_serializer=serialize),
+        "Watch": grpc.stream_stream_rpc_method_handler(watch, response_serializer=serialize),
     }
     return grpc.method_handlers_generic_handler(SERVICE, methods)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -10,16 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.errors import SettingsError
+from outrider.serving.sizes import MIB
 
-MIB = 2**20
-LEAST_MESSAGE = 64 * 2**10  # bytes: a prompt and its settings
-LARGEST_MESSAGE = 2**31 - 1  # bytes: gRPC's own limit is an int32
+MIN_MESSAGE_BYTES = 64 * 2**10  # bytes: a prompt and its settings
+MAX_MESSAGE_BYTES = 2**31 - 1  # bytes: gRPC's own limit is an int32
 BYTES_PER_ID = 12  # on the wire: a token and a count, and some room
-SPARE_STREAMS = 16
-_UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KiB": 2**10, "MiB": MIB, "GiB": 2**30, "TiB": 2**40}
-_BYTES = re.compile(r"([0-9]{1,15}) ?([A-Za-z]*)")
-_ROUNDING = 1e-6  # seconds: less than this is arithmetic, not haste
+EXTRA_STREAMS = 16
+_TIME_TOLERANCE_S = 1e-6  # seconds: less than this is arithmetic, not haste
 
 
 @dataclass(frozen=True)
@@ -47,29 +43,30 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("max_sessions", "max_sessions_per_identity", "max_message_bytes", "burst"):
-            _check_whole(name, getattr(self, name))
+            _check_int(name, getattr(self, name))
         _check_positive("idle_seconds", self.idle_seconds)
         if self.max_prompt_tokens is not None:
-            _check_whole("max_prompt_tokens", self.max_prompt_tokens)
+            _check_int("max_prompt_tokens", self.max_prompt_tokens)
         if self.max_rate is not None:
             _check_positive("max_rate", self.max_rate)
         self._check_sizes()
 
     def _check_sizes(self) -> None:
-        _check_whole("max_media_bytes", self.max_media_bytes, least=0)
-        _check_whole("max_media_total", self.max_media_total, least=self.max_media_bytes)
-        _need(
-            self.max_message_bytes <= LARGEST_MESSAGE, f"max_message_bytes is at most {LARGEST_MESSAGE}, gRPC's limit"
+        _check_int("max_media_bytes", self.max_media_bytes, minimum=0)
+        _check_int("max_media_total", self.max_media_total, minimum=self.max_media_bytes)
+        _require(
+            self.max_message_bytes <= MAX_MESSAGE_BYTES,
+            f"max_message_bytes is at most {MAX_MESSAGE_BYTES}, gRPC's limit",
         )
-        _need(
-            self.max_message_bytes >= LEAST_MESSAGE,
-            f"max_message_bytes {self.max_message_bytes} cannot hold a prompt: it is at least {LEAST_MESSAGE}",
+        _require(
+            self.max_message_bytes >= MIN_MESSAGE_BYTES,
+            f"max_message_bytes {self.max_message_bytes} cannot hold a prompt: it is at least {MIN_MESSAGE_BYTES}",
         )
 
     @property
     def max_streams_per_identity(self) -> int:
         """Return the stream limit of one identity: two for each session (one may replace the other), and a few."""
-        return 2 * self.max_sessions_per_identity + SPARE_STREAMS
+        return 2 * self.max_sessions_per_identity + EXTRA_STREAMS
 
     def media_share(self, *, named: bool) -> int:
         """Return the bytes of media that one identity may upload at once. named: there may be other identities."""
@@ -80,7 +77,8 @@ class RateLimiter:
     """A token bucket for each identity: `burst` requests at once, `rate` per second from then on. Not thread-safe.
 
     Of a bucket only the time at which it is full again is kept. Entries stand in the order of their last request, and
-    full ones leave from the front, so that what is kept is bounded by the requests of the last burst/rate seconds.
+    full ones leave from the audio_encoder, so that what is kept is bounded by the requests of the last burst/rate
+    seconds.
     """
 
     def __init__(self, rate: float | None, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -89,7 +87,7 @@ class RateLimiter:
         Raises:
             SettingsError: a rate that is not above 0, a burst below 1.
         """
-        _check_whole("burst", burst)
+        _check_int("burst", burst)
         if rate is not None:
             _check_positive("max_rate", rate)
         self._interval = 0.0 if rate is None else 1 / rate
@@ -100,47 +98,35 @@ class RateLimiter:
         """How many identities are remembered."""
         return len(self._full_at)
 
-    def take(self, identity: str) -> float:
+    def acquire(self, identity: str) -> float:
         """0 where the request may go, which uses it up; else the seconds to wait, which uses nothing up."""
         if not self._interval:
             return 0.0
         now = self._clock()
-        self._forget(now)
+        self._truncate(now)
         full_at = max(self._full_at.get(identity, now), now) + self._interval
         wait = full_at - now - self._burst * self._interval
-        if wait > _ROUNDING:
+        if wait > _TIME_TOLERANCE_S:
             return wait
         self._full_at.pop(identity, None)  # the newest goes to the end
         self._full_at[identity] = full_at
         return 0.0
 
-    def _forget(self, now: float) -> None:
+    def _truncate(self, now: float) -> None:
         while self._full_at and self._full_at[oldest := next(iter(self._full_at))] <= now:
             del self._full_at[oldest]
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes of "1000", "800kB" (10³) or "512MiB" (2²⁰).
-
-    Raises:
-        SettingsError: anything else, a unit such as "M" that is either 10⁶ or 2²⁰ included.
-    """
-    found = _BYTES.fullmatch(text.strip())
-    if not found or found[2] not in _UNITS:
-        raise SettingsError(f"{text!r} is no size: write a whole number and a unit, such as 512MiB, 2GiB or 800kB")
-    return int(found[1]) * _UNITS[found[2]]
-
-
-def _check_whole(name: str, value: Any, least: int = 1) -> None:
-    _need(isinstance(value, int) and not isinstance(value, bool), f"{name} is a whole number, not {value!r}")
-    _need(value >= least, f"{name} is {least} or more, not {value}")
+def _check_int(name: str, value: Any, minimum: int = 1) -> None:
+    _require(isinstance(value, int) and not isinstance(value, bool), f"{name} is a whole number, not {value!r}")
+    _require(value >= minimum, f"{name} is {minimum} or more, not {value}")
 
 
 def _check_positive(name: str, value: Any) -> None:
-    _need(isinstance(value, (int, float)) and not isinstance(value, bool), f"{name} is a number, not {value!r}")
-    _need(0 < value <= sys.float_info.max, f"{name} is a finite number above 0, not {value}")
+    _require(isinstance(value, (int, float)) and not isinstance(value, bool), f"{name} is a number, not {value!r}")
+    _require(0 < value <= sys.float_info.max, f"{name} is a finite number above 0, not {value}")
 
 
-def _need(condition: bool, message: str) -> None:
+def _require(condition: bool, message: str) -> None:
     if not condition:
         raise SettingsError(message)

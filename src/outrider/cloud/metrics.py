@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from outrider.cloud.figures import FiguresServer
+from outrider.cloud.metrics_server import MetricsServer
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -21,7 +21,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._server: FiguresServer | None = None
+        self._server: MetricsServer | None = None
         self._make_gauges()
         self._make_histograms()
         self._make_counters()
@@ -52,56 +52,56 @@ class Metrics:
         self._errors = self._counter("outrider_errors", "requests that failed", "kind")
         self._bytes = self._counter("outrider_bytes", "bytes of messages", "direction")
 
-    def occupancy(self, sessions: int, slots_used: int, slots_total: int, cache_bytes: int) -> None:
+    def set_occupancy(self, sessions: int, slots_used: int, slots_total: int, cache_bytes: int) -> None:
         self._sessions.set(sessions)
         self._slots_used.set(slots_used)
         self._slots_total.set(slots_total)
         self._cache_bytes.set(cache_bytes)
 
-    def queue_length(self, requests: int) -> None:
+    def set_queue_length(self, requests: int) -> None:
         """So many requests wait now."""
         self._queue_length.set(requests)
 
-    def queued(self, seconds: float) -> None:
+    def observe_queue_wait(self, seconds: float) -> None:
         """A request left the queue, having waited this long."""
         self._queue_seconds.observe(seconds)
 
-    def batch(self, size: int, tokens: int, seconds: float) -> None:
+    def observe_batch(self, size: int, tokens: int, seconds: float) -> None:
         """A forward of `size` requests and `tokens` tokens in all is done."""
         self._batch_size.observe(size)
         self._batch_tokens.observe(tokens)
         self._forward_seconds.observe(seconds)
 
-    def verdict(self, drafts: int, accepted: int, seconds: float) -> None:
+    def observe_verdict(self, drafts: int, accepted: int, seconds: float) -> None:
         """A verdict was given, this long after its request arrived."""
         self._verdicts.inc()
         self._drafts.inc(drafts)
         self._accepted.inc(accepted)
         self._verify_seconds.observe(seconds)
 
-    def generated(self, tokens: int = 1) -> None:
+    def count_generated(self, tokens: int = 1) -> None:
         self._generated.inc(tokens)
 
-    def opened(self) -> None:
+    def count_opened(self) -> None:
         self._opened.inc()
 
-    def rebuilt(self) -> None:
+    def count_rebuilt(self) -> None:
         self._rebuilt.inc()
 
-    def expired(self, sessions: int = 1) -> None:
+    def count_expired(self, sessions: int = 1) -> None:
         self._expired.inc(sessions)
 
-    def evicted(self) -> None:
+    def count_evicted(self) -> None:
         self._evictions.inc()
 
-    def error(self, kind: str) -> None:
+    def count_error(self, kind: str) -> None:
         """A request failed. `kind` is one of our own few words: every new one is a new series."""
         self._errors.labels(kind).inc()
 
-    def received(self, size: int) -> None:
+    def count_received(self, size: int) -> None:
         self._bytes.labels("in").inc(size)
 
-    def sent(self, size: int) -> None:
+    def count_sent(self, size: int) -> None:
         self._bytes.labels("out").inc(size)
 
     def text(self) -> str:
@@ -118,7 +118,7 @@ class Metrics:
         """
         if self._server is not None:
             raise RuntimeError("these metrics are served already: close them first")
-        self._server = FiguresServer(host, port, self.text, healthy)
+        self._server = MetricsServer(host, port, self.text, healthy)
         return self._server.port
 
     def close(self) -> None:
@@ -127,12 +127,12 @@ class Metrics:
         if server is not None:
             server.close()
 
-    def _gauge(self, name: str, about: str) -> Gauge:
-        return Gauge(name, about, registry=self.registry)
+    def _gauge(self, name: str, documentation: str) -> Gauge:
+        return Gauge(name, documentation, registry=self.registry)
 
-    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, about, buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, documentation, buckets=buckets, registry=self.registry)
 
-    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+    def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
         """prometheus_client adds the `_total`."""
-        return Counter(name, about, labels, registry=self.registry)
+        return Counter(name, documentation, labels, registry=self.registry)

@@ -13,28 +13,28 @@ import grpc
 from grpc_health.v1 import health, health_pb2
 
 from outrider.cloud.batcher import Batcher
-from outrider.cloud.figures import listen
+from outrider.cloud.channel_options import server_options
 from outrider.cloud.health import health_handlers
 from outrider.cloud.limits import Limits
 from outrider.cloud.metrics import Metrics
-from outrider.cloud.security import Tokens
+from outrider.cloud.metrics_server import listen
 from outrider.cloud.service import Service
-from outrider.cloud.transport import options
-from outrider.engines.base import Hosted
+from outrider.engines.base import ServableEngine
 from outrider.errors import SettingsError
-from outrider.wire import schema
-from outrider.wire.hosts import ascii_host, bracketed
-from outrider.wire.tls import ServerTls
+from outrider.protocol import schema
+from outrider.serving.tokens import Tokens
+from outrider.transport.hosts import ascii_host, bracket_host
+from outrider.transport.tls import ServerTls
 
 log = logging.getLogger(__name__)
 
-EVERYWHERE = "::"
-ACTIVE = 5.0  # s; a session that asked for nothing for so long is not waited for
-LAST_WORDS = 0.2  # s between not-serving and the first check of whether everyone has left
+ANY_ADDRESS = "::"
+ACTIVE_WINDOW_S = 5.0  # s; a session that asked for nothing for so long is not waited for
+DRAIN_DELAY_S = 0.2  # s between not-serving and the first check of whether everyone has left
 
 
 @dataclass(frozen=True)
-class Serving:
+class ServerConfig:
     """How a service runs. budget: bytes for KV slots. max_length: positions of a session. grace: s to drain."""
 
     host: str
@@ -44,30 +44,30 @@ class Serving:
     tls: ServerTls | None = None
     budget: int = 2**30
     max_length: int = 4096
-    metrics_at: tuple[str, int] | None = None
+    metrics_address: tuple[str, int] | None = None
     grace: float = 30.0
 
 
 class Server:
     """One service on one address. `port` is known once it is started."""
 
-    def __init__(self, engine: Hosted, serving: Serving) -> None:
-        self._serving = serving
+    def __init__(self, engine: ServableEngine, config: ServerConfig) -> None:
+        self._config = config
         self.metrics = Metrics()
-        slots = engine.reserve(serving.budget, serving.max_length)
-        max_length = min(serving.max_length, engine.max_length or serving.max_length)
-        log.info("slots reserved", extra={"slots": slots, "tokens": max_length, "bytes": serving.budget})
+        slots = engine.reserve(config.budget, config.max_length)
+        max_length = min(config.max_length, engine.max_length or config.max_length)
+        log.info("slots reserved", extra={"slots": slots, "tokens": max_length, "bytes": config.budget})
         self._batcher = Batcher(engine, slots, self.metrics)
         self.service = Service(
             engine,
             self._batcher,
-            limits=serving.limits,
+            limits=config.limits,
             metrics=self.metrics,
-            tokens=serving.tokens,
+            tokens=config.tokens,
             max_length=max_length,
         )
         self._health = health.aio.HealthServicer()
-        self._upkeep: asyncio.Task[None] | None = None
+        self._housekeeping: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
         self.port = 0
 
@@ -77,30 +77,30 @@ class Server:
         Raises:
             SettingsError: the address cannot be bound.
         """
-        serving = self._serving
-        self._grpc = grpc.aio.server(options=options(serving.limits))
+        config = self._config
+        self._grpc = grpc.aio.server(options=server_options(config.limits))
         self._grpc.add_generic_rpc_handlers((self.service.handlers(), health_handlers(self._health)))
         try:
-            self.port = self._bind(_address(serving.host, serving.port))
-            if serving.metrics_at is not None:
-                self.metrics.serve(*serving.metrics_at, healthy=lambda: not self.service.draining)
+            self.port = self._bind(_grpc_address(config.host, config.port))
+            if config.metrics_address is not None:
+                self.metrics.serve(*config.metrics_address, healthy=lambda: not self.service.draining)
         except SettingsError:
             await self.stop()
             raise
         self._batcher.start()
         await self._grpc.start()
         await self._serve_health(health_pb2.HealthCheckResponse.SERVING)
-        self._upkeep = asyncio.create_task(self.service.upkeep())
-        self._upkeep.add_done_callback(_report)
+        self._housekeeping = asyncio.create_task(self.service.housekeeping())
+        self._housekeeping.add_done_callback(_log_failure)
 
     async def drain(self) -> None:
         """Take no new sessions, let those at work finish for up to `grace` seconds, then end."""
         await self._serve_health(health_pb2.HealthCheckResponse.NOT_SERVING)  # first: balancers look elsewhere
         self.service.draining = True
         log.info("draining", extra={"sessions": len(self.service.sessions)})
-        deadline = asyncio.get_running_loop().time() + self._serving.grace
-        await asyncio.sleep(min(LAST_WORDS, self._serving.grace))
-        while self.service.sessions.active(ACTIVE) and asyncio.get_running_loop().time() < deadline:
+        deadline = asyncio.get_running_loop().time() + self._config.grace
+        await asyncio.sleep(min(DRAIN_DELAY_S, self._config.grace))
+        while self.service.sessions.active(ACTIVE_WINDOW_S) and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.05)
         await self.stop()
 
@@ -112,15 +112,15 @@ class Server:
 
     async def _stop(self) -> None:
         await self._grpc.stop(0.1)
-        if self._upkeep is not None:
-            self._upkeep.cancel()
-            await asyncio.gather(self._upkeep, return_exceptions=True)
+        if self._housekeeping is not None:
+            self._housekeeping.cancel()
+            await asyncio.gather(self._housekeeping, return_exceptions=True)
         await asyncio.to_thread(self._batcher.stop)
         self.metrics.close()
         log.info("stopped")
 
     def _bind(self, address: str) -> int:
-        tls = self._serving.tls
+        tls = self._config.tls
         try:
             if tls is None:
                 return self._grpc.add_insecure_port(address)
@@ -133,44 +133,44 @@ class Server:
             await self._health.set(name, status)
 
 
-async def run(engine: Hosted, serving: Serving, listening: Callable[[Server], None]) -> int:
+async def run(engine: ServableEngine, config: ServerConfig, on_listening: Callable[[Server], None]) -> int:
     """Serve until SIGTERM or SIGINT, then drain; a second signal ends it at once.
 
     Returns 0, or 128 + the signal's number if it came before this listened.
     """
-    stop, hurry, early = asyncio.Event(), asyncio.Event(), 0
+    stop, force_stop, exit_code = asyncio.Event(), asyncio.Event(), 0
     loop = asyncio.get_running_loop()
 
-    def asked(number: int) -> None:
-        nonlocal early
-        early = 0 if listens else early or 128 + number
-        (hurry if stop.is_set() else stop).set()
+    def on_signal(number: int) -> None:
+        nonlocal exit_code
+        exit_code = 0 if is_listening else exit_code or 128 + number
+        (force_stop if stop.is_set() else stop).set()
 
-    listens = False
+    is_listening = False
     for number in (signal.SIGTERM, signal.SIGINT):  # first: an exception from a handler would be lost in a task
-        loop.add_signal_handler(number, asked, number)
-    server = Server(engine, serving)
+        loop.add_signal_handler(number, on_signal, number)
+    server = Server(engine, config)
     await server.start()
     if stop.is_set():
         await server.stop()
-        return early
-    listens = True
-    listening(server)
+        return exit_code
+    is_listening = True
+    on_listening(server)
     await stop.wait()
     draining = asyncio.create_task(server.drain())
-    hurrying = asyncio.create_task(hurry.wait())
-    await asyncio.wait({draining, hurrying}, return_when=asyncio.FIRST_COMPLETED)
+    forced = asyncio.create_task(force_stop.wait())
+    await asyncio.wait({draining, forced}, return_when=asyncio.FIRST_COMPLETED)
     if not draining.done():
         draining.cancel()
         await asyncio.gather(draining, return_exceptions=True)
         await server.stop()
     else:
         draining.result()
-    hurrying.cancel()
+    forced.cancel()
     return 0
 
 
-def check_free(host: str, port: int) -> None:
+def check_bindable(host: str, port: int) -> None:
     """Check that an address can be bound, without listening.
 
     Raises:
@@ -179,17 +179,17 @@ def check_free(host: str, port: int) -> None:
     try:
         listen(host, port).close()
     except (OSError, UnicodeError) as error:
-        where = f"{bracketed(host) or 'every interface'}, port {port}"
+        where = f"{bracket_host(host) or 'every interface'}, port {port}"
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         raise SettingsError(f"cannot listen on {where}: {reason}") from error
 
 
-def _address(host: str, port: int) -> str:
+def _grpc_address(host: str, port: int) -> str:
     """As gRPC wants it. "" is every interface: gRPC takes [::] for both kinds of addresses, and cannot bind ""."""
-    return f"{bracketed(ascii_host(host) or EVERYWHERE)}:{port}"
+    return f"{bracket_host(ascii_host(host) or ANY_ADDRESS)}:{port}"
 
 
-def _report(upkeep: asyncio.Task[None]) -> None:
+def _log_failure(housekeeping: asyncio.Task[None]) -> None:
     """A service that no longer expires sessions must not look well."""
-    if not upkeep.cancelled() and upkeep.exception() is not None:
-        log.error("upkeep has ended", exc_info=upkeep.exception())
+    if not housekeeping.cancelled() and housekeeping.exception() is not None:
+        log.error("upkeep has ended", exc_info=housekeeping.exception())

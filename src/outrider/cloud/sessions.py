@@ -1,7 +1,7 @@
 """Who is being served: the sessions of a service, each with its tokens, its owner, and what it was conditioned on.
 
 A session outlives the stream that opened it and the KV slot that it sits in. Slots are the engine's and belong to the
-batcher's thread (seats.py); everything here belongs to the service's event loop.
+batcher's thread (slot_pool.py); everything here belongs to the service's event loop.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Protocol
 
 from outrider.cloud.limits import Limits
 from outrider.config import GenerationSettings
-from outrider.core.acceptance import Verdict
 from outrider.engines.base import Prompt
+from outrider.protocol.messages import ErrorCode, FrameError
+from outrider.sampling.acceptance import Verdict
 from outrider.verifiers.session import Session
-from outrider.wire.messages import Code, Refusal
 
-SESSION_BYTES = 16
-RETRY_FULL = 1.0  # s; when a full service may be asked again
+SESSION_ID_BYTES = 16
+RETRY_WHEN_FULL_S = 1.0  # s; when a full service may be asked again
 
 
 class Stream(Protocol):
     """What uses a session."""
 
-    def lose(self) -> None:
+    def on_detached(self) -> None:
         """The session has ended, or another stream has it: nothing more is to be expected here."""
         ...
 
 
 @dataclass(eq=False)
-class Record:
+class SessionEntry:
     """One session. load_prompt: unpacks its media anew, for a slot that has to be filled again."""
 
     identity: str
@@ -42,15 +42,15 @@ class Record:
     settings: GenerationSettings
     load_prompt: Callable[[], Prompt]
     media_bytes: int = 0
-    id: bytes = field(default_factory=lambda: secrets.token_bytes(SESSION_BYTES))
-    touched: float = 0.0
+    id: bytes = field(default_factory=lambda: secrets.token_bytes(SESSION_ID_BYTES))
+    last_used: float = 0.0
     stream: Stream | None = None  # the one that may use it: the last to open or resume it; None once it has ended
     pending: Future[Verdict] | None = None  # the verdict being computed, which nothing may overtake
 
-    def give_to(self, stream: Stream | None) -> None:
+    def attach(self, stream: Stream | None) -> None:
         """From here on another stream has the session, or none; the one that had it is out."""
         if self.stream is not None and self.stream is not stream:
-            self.stream.lose()
+            self.stream.on_detached()
         self.stream = stream
 
     @property
@@ -70,126 +70,135 @@ class Record:
 
 
 class Sessions:
-    """All sessions of one service. on_gone is told of each that ends, however it ends."""
+    """All sessions of one service. on_ended is told of each that ends, however it ends."""
 
     def __init__(
-        self, limits: Limits, on_gone: Callable[[Record], None], clock: Callable[[], float] = time.monotonic
+        self, limits: Limits, on_ended: Callable[[SessionEntry], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._limits, self._on_gone, self._clock = limits, on_gone, clock
-        self._records: dict[bytes, Record] = {}  # least recently used first
+        self._limits, self._on_ended, self._clock = limits, on_ended, clock
+        self._entries: dict[bytes, SessionEntry] = {}  # least recently used first
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._entries)
 
-    def __contains__(self, record: Record) -> bool:
-        return record.id in self._records
+    def __contains__(self, entry: SessionEntry) -> bool:
+        return entry.id in self._entries
 
-    def __iter__(self) -> Iterator[Record]:
-        return iter(list(self._records.values()))
+    def __iter__(self) -> Iterator[SessionEntry]:
+        return iter(list(self._entries.values()))
 
-    def add(self, record: Record) -> None:
+    def add(self, entry: SessionEntry) -> None:
         """Take a new session in.
 
         Raises:
-            Refusal: as many as the service, or this identity, may have; or no room for its media.
+            FrameError: as many as the service, or this identity, may have; or no room for its media.
         """
-        going = [*self._in_the_way(record.identity), *self._to_free(record.identity, record.media_bytes)]
-        for other in going:
+        evicted = [
+            *self._evictions_for_session(entry.identity),
+            *self._evictions_for_media(entry.identity, entry.media_bytes),
+        ]
+        for other in evicted:
             self.drop(other)
-        self._records[record.id] = record
-        record.touched = self._clock()
+        self._entries[entry.id] = entry
+        entry.last_used = self._clock()
 
-    def find(self, id_: bytes, identity: str) -> Record:
+    def find(self, id_: bytes, identity: str) -> SessionEntry:
         """The session, if it is this identity's. Another's is as unknown as one that never was."""
-        record = self._records.get(id_)
-        if record is None or record.identity != identity:
-            raise Refusal(Code.UNKNOWN_SESSION, "this session is not known here: it expired, or was never opened")
-        return record
+        entry = self._entries.get(id_)
+        if entry is None or entry.identity != identity:
+            raise FrameError(
+                ErrorCode.UNKNOWN_SESSION, "this session is not known here: it expired, or was never opened"
+            )
+        return entry
 
-    def touch(self, record: Record) -> None:
+    def touch(self, entry: SessionEntry) -> None:
         """It was used now. One that has ended stays so."""
-        if self._records.pop(record.id, None) is not None:
-            record.touched = self._clock()
-            self._records[record.id] = record
+        if self._entries.pop(entry.id, None) is not None:
+            entry.last_used = self._clock()
+            self._entries[entry.id] = entry
 
-    def drop(self, record: Record) -> None:
+    def drop(self, entry: SessionEntry) -> None:
         """End a session: its stream loses it, too. Again does nothing."""
-        record.give_to(None)
-        if self._records.pop(record.id, None) is not None:
-            self._on_gone(record)
+        entry.attach(None)
+        if self._entries.pop(entry.id, None) is not None:
+            self._on_ended(entry)
 
     def active(self, seconds: float) -> int:
         """How many have a stream and are at work, or were within so many seconds."""
         since = self._clock() - seconds
-        return sum(record.stream is not None and (record.busy or record.touched >= since) for record in self)
+        return sum(entry.stream is not None and (entry.busy or entry.last_used >= since) for entry in self)
 
     def expire(self) -> int:
         """End sessions that were idle for too long; how many."""
         oldest = self._clock() - self._limits.idle_seconds
-        gone = [record for record in self if record.touched < oldest and not record.busy]
-        for record in gone:
-            self.drop(record)
-        return len(gone)
+        expired = [entry for entry in self if entry.last_used < oldest and not entry.busy]
+        for entry in expired:
+            self.drop(entry)
+        return len(expired)
 
-    def check_room(self, identity: str) -> None:
-        """Raise Refusal where this identity could not add a session now. Nothing is changed."""
-        self._in_the_way(identity)
+    def check_capacity(self, identity: str) -> None:
+        """Raise FrameError where this identity could not add a session now. Nothing is changed."""
+        self._evictions_for_session(identity)
 
-    def _in_the_way(self, identity: str) -> list[Record]:
+    def _evictions_for_session(self, identity: str) -> list[SessionEntry]:
         """Who must go for a session more: the longest idle that no stream uses; its edge can open it again."""
         limits = self._limits
         own = [other for other in self if other.identity == identity]
         if len(own) >= limits.max_sessions_per_identity:
-            return [_orphan(own, f"{identity} has {len(own)} sessions in use, as many as it may")]
+            return [_unused_session(own, f"{identity} has {len(own)} sessions in use, as many as it may")]
         if len(self) >= limits.max_sessions:
-            return [self._in_excess(identity, len(own))]
+            return [self._excess_session(identity, len(own))]
         return []
 
-    def _in_excess(self, identity: str, own: int) -> Record:
+    def _excess_session(self, identity: str, own: int) -> SessionEntry:
         """Return the session to evict from a full service, of an identity that has as many as the newcomer or more.
 
         First choice: one that no stream uses, of the identity that has the most. Else one in use, if the newcomer would
         still have fewer than that identity.
         """
-        count = Counter(record.identity for record in self)
-        by_count = sorted(self, key=lambda record: -count[record.identity])
-        unused = [record for record in by_count if record.unused and count[record.identity] >= own]
+        count = Counter(entry.identity for entry in self)
+        by_count = sorted(self, key=lambda entry: -count[entry.identity])
+        unused = [entry for entry in by_count if entry.unused and count[entry.identity] >= own]
         if unused:
             return unused[0]
-        first = min(by_count, key=lambda record: (-count[record.identity], record.busy))
+        first = min(by_count, key=lambda entry: (-count[entry.identity], entry.busy))
         if count[first.identity] >= own + 2:
             return first
-        raise Refusal(Code.LIMIT, f"all {self._limits.max_sessions} sessions of this service are in use", RETRY_FULL)
+        raise FrameError(
+            ErrorCode.LIMIT, f"all {self._limits.max_sessions} sessions of this service are in use", RETRY_WHEN_FULL_S
+        )
 
-    def _to_free(self, identity: str, wanted: int) -> list[Record]:
+    def _evictions_for_media(self, identity: str, media_bytes: int) -> list[SessionEntry]:
         """Return the sessions to evict for this much media, of the identity that holds the most, longest idle first.
 
         Their edges can send it again. A session of an identity that holds less than the newcomer would is never ended.
         """
-        excess = sum(record.media_bytes for record in self) + wanted - self._limits.max_media_total
-        held = Counter({identity: wanted})
-        for record in self:
-            held[record.identity] += record.media_bytes
-        left = [record for record in self if record.media_bytes]
-        going: list[Record] = []
-        while wanted and excess > 0:
-            own = held[identity]
+        excess = sum(entry.media_bytes for entry in self) + media_bytes - self._limits.max_media_total
+        held_bytes = Counter({identity: media_bytes})
+        for entry in self:
+            held_bytes[entry.identity] += entry.media_bytes
+        left = [entry for entry in self if entry.media_bytes]
+        evicted: list[SessionEntry] = []
+        while media_bytes and excess > 0:
+            own = held_bytes[identity]
             candidates = [
-                record
-                for record in left
-                if (record.identity == identity and not record.busy) or held[record.identity] > own
+                entry
+                for entry in left
+                if (entry.identity == identity and not entry.busy) or held_bytes[entry.identity] > own
             ]
             if not candidates:
-                raise Refusal(Code.LIMIT, "no room for more media: too many recordings are in use", RETRY_FULL)
-            going.append(min(candidates, key=lambda record: (-held[record.identity], record.busy)))
-            left.remove(going[-1])
-            held[going[-1].identity] -= going[-1].media_bytes
-            excess -= going[-1].media_bytes
-        return going
+                raise FrameError(
+                    ErrorCode.LIMIT, "no room for more media: too many recordings are in use", RETRY_WHEN_FULL_S
+                )
+            evicted.append(min(candidates, key=lambda entry: (-held_bytes[entry.identity], entry.busy)))
+            left.remove(evicted[-1])
+            held_bytes[evicted[-1].identity] -= evicted[-1].media_bytes
+            excess -= evicted[-1].media_bytes
+        return evicted
 
 
-def _orphan(records: list[Record], otherwise: str) -> Record:
-    for record in records:
-        if record.unused:
-            return record
-    raise Refusal(Code.LIMIT, otherwise, RETRY_FULL)
+def _unused_session(entries: list[SessionEntry], message: str) -> SessionEntry:
+    for entry in entries:
+        if entry.unused:
+            return entry
+    raise FrameError(ErrorCode.LIMIT, message, RETRY_WHEN_FULL_S)

@@ -1,1 +1,1 @@
-"""The side that drafts."""
+"""The edge side: drafting, drivers and the session with the verifier."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from outrider.errors import CloudLost
 
 T = TypeVar("T")
-AGAIN_S = 0.1  # s between two attempts of a disconnected generation
+RETRY_INTERVAL_S = 0.1  # s between two attempts of a disconnected generation
 
 
 class Cancellation:
@@ -21,24 +21,24 @@ class Cancellation:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._cancelled = threading.Event()
-        self._cut: CloudLost | None = None
-        self._awaited: Future[Any] | None = None
+        self._cloud_lost: CloudLost | None = None
+        self._pending: Future[Any] | None = None
 
     def cancel(self) -> None:
         """From any thread; twice is once."""
         with self._lock:
             self._cancelled.set()
-            awaited = self._awaited
-        if awaited is not None:
-            awaited.cancel()
+            pending = self._pending
+        if pending is not None:
+            pending.cancel()
 
-    def cut(self, reason: str) -> None:
+    def mark_cloud_lost(self, reason: str) -> None:
         """Cut this generation off from its verifier, from any thread: every wait now raises CloudLost."""
         with self._lock:
-            self._cut = CloudLost(reason)
-            awaited = self._awaited
-        if awaited is not None:
-            awaited.cancel()
+            self._cloud_lost = CloudLost(reason)
+            pending = self._pending
+        if pending is not None:
+            pending.cancel()
 
     def check(self) -> None:
         """Raise CancelledError if it is cancelled."""
@@ -52,38 +52,38 @@ class Cancellation:
             CancelledError: it was.
             CloudLost: it was cut off.
         """
-        if self._cut is not None:
-            self._cancelled.wait(AGAIN_S)  # keep a caller that retries from busy waiting
+        if self._cloud_lost is not None:
+            self._cancelled.wait(RETRY_INTERVAL_S)  # keep a caller that retries from busy waiting
         with self._lock:
             self.check()
-            if self._cut is None:
-                self._awaited = future
-        if self._cut is not None:
+            if self._cloud_lost is None:
+                self._pending = future
+        if self._cloud_lost is not None:
             future.cancel()
-            raise self._cut
+            raise self._cloud_lost
         try:
             return future.result()
         except CancelledError:
             self.check()
-            if self._cut is not None:
-                raise self._cut from None
+            if self._cloud_lost is not None:
+                raise self._cloud_lost from None
             raise
         finally:
-            self._awaited = None
+            self._pending = None
 
 
-def follow(leader: Future[T]) -> Future[T]:
-    """A future that ends as `leader` does, and can be cancelled without it."""
-    follower: Future[T] = Future()
+def chain_future(source: Future[T]) -> Future[T]:
+    """A future that ends as `source` does, and can be cancelled without it."""
+    chained: Future[T] = Future()
 
-    def pass_on(done: Future[T]) -> None:
-        if not follower.set_running_or_notify_cancel():
+    def copy_result(done: Future[T]) -> None:
+        if not chained.set_running_or_notify_cancel():
             return
         error = done.exception()
         if error is None:
-            follower.set_result(done.result())
+            chained.set_result(done.result())
         else:
-            follower.set_exception(error)
+            chained.set_exception(error)
 
-    leader.add_done_callback(pass_on)
-    return follower
+    source.add_done_callback(copy_result)
+    return chained

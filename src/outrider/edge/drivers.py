@@ -5,66 +5,68 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 
-from outrider.core.acceptance import Verdict
-from outrider.core.actions import Done, Draft, Verify
-from outrider.core.decoder import Decoder, Event
+from outrider.decoding.actions import Done, Draft, Verify
+from outrider.decoding.decoder import Decoder, Event
 from outrider.edge.drafter import Drafter
-from outrider.edge.lessons import Lessons
-from outrider.edge.link import Link
+from outrider.edge.round_observer import RoundObserver
+from outrider.edge.verifier_session import VerifierSession
 from outrider.errors import StateError
+from outrider.sampling.acceptance import Verdict
 
 log = logging.getLogger(__name__)
 
-Judge = Callable[[Verify], Verdict | None]  # None: the cloud is lost, and the edge is to go on alone
+VerifyFunction = Callable[[Verify], Verdict | None]  # None: the cloud is lost, and the edge is to go on alone
 
 
 def sequential(
-    decoder: Decoder, drafter: Drafter | None, judge: Judge | None, lessons: Lessons | None = None
+    decoder: Decoder, drafter: Drafter | None, verify: VerifyFunction | None, observer: RoundObserver | None = None
 ) -> Iterator[Event]:
-    """Draft, wait for the verdict, draft on. Edge-only without `judge`, cloud-only without `drafter`."""
+    """Draft, wait for the verdict, draft on. Edge-only without `verify`, cloud-only without `drafter`."""
     while True:
         action = decoder.next()
         if drafter is not None:
-            drafter.settle(decoder.context_length)
+            drafter.rollback_to(decoder.context_length)
         yield from decoder.events()
         match action:
             case Done():
                 return
             case Draft() if drafter is not None:
-                _draft(decoder, drafter, action, lessons)
-            case Verify() if judge is not None:
-                _verify(decoder, judge, action, lessons)
+                _draft(decoder, drafter, action, observer)
+            case Verify() if verify is not None:
+                _verify(decoder, verify, action, observer)
             case _:
                 raise StateError(f"{action} was asked of nobody")
 
 
-def pipelined(decoder: Decoder, drafter: Drafter, link: Link, lessons: Lessons | None = None) -> Iterator[Event]:
+def pipelined(
+    decoder: Decoder, drafter: Drafter, session: VerifierSession, observer: RoundObserver | None = None
+) -> Iterator[Event]:
     """The same, but draft on while the verdict is in flight: a right guess costs no round trip."""
 
-    def judge(request: Verify) -> Verdict | None:
-        pending = link.submit(request)
+    def verify(request: Verify) -> Verdict | None:
+        pending = session.submit(request)
         while not pending.done() and (action := decoder.ahead()) is not None:
             decoder.drafted_ahead(drafter.draft(decoder.context, action))
         return pending.result()
 
-    return sequential(decoder, drafter, judge, lessons)
+    return sequential(decoder, drafter, verify, observer)
 
 
-def _draft(decoder: Decoder, drafter: Drafter, action: Draft, lessons: Lessons | None) -> None:
-    started = lessons.clock() if lessons is not None else 0.0
+def _draft(decoder: Decoder, drafter: Drafter, action: Draft, observer: RoundObserver | None) -> None:
+    started = observer.clock() if observer is not None else 0.0
     proposals = drafter.draft(decoder.context, action)
-    if lessons is not None:
-        lessons.drafted(len(proposals), started)
+    if observer is not None:
+        observer.record_draft(len(proposals), started)
     decoder.drafted(proposals)
 
 
-def _verify(decoder: Decoder, judge: Judge, request: Verify, lessons: Lessons | None) -> None:
-    started = lessons.clock() if lessons is not None else 0.0
-    verdict = judge(request)
+def _verify(decoder: Decoder, verify: VerifyFunction, request: Verify, observer: RoundObserver | None) -> None:
+    started = observer.clock() if observer is not None else 0.0
+    verdict = verify(request)
     if verdict is None:
-        decoder.lose_verifier()
+        decoder.on_verifier_lost()
         return
     log.debug("verdict %d: %d of %d accepted", verdict.round, verdict.accepted, len(request.draft_ids))
-    if lessons is not None:
-        lessons.decided(verdict, started)
+    if observer is not None:
+        observer.record_verdict(verdict, started)
     decoder.decided(verdict)

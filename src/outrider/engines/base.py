@@ -10,13 +10,15 @@ from typing import Any, Protocol, cast
 import numpy as np
 from torch import Tensor
 
-from outrider.core.actions import Proposal
-from outrider.core.policy import Policy, Rows
-from outrider.core.sampling import Pick
-from outrider.core.sequence import check_cache
+from outrider.decoding.actions import Proposal
+from outrider.decoding.sequence import check_cache
 from outrider.errors import ModelError, PromptError, StateError
+from outrider.sampling.policy import ForwardOutput, Policy
+from outrider.sampling.sampler import SampledToken
 
-CHUNK = 256  # tokens of a long prompt that are read at once, where others wait for the engine or it may be cancelled
+PREFILL_CHUNK = (
+    256  # tokens of a long prompt that are read at once, where others wait for the engine or it may be cancelled
+)
 
 
 @dataclass(frozen=True)
@@ -41,44 +43,46 @@ class Prompt:
             raise PromptError("a prompt has a recording or its features, not both")
 
     @property
-    def heard(self) -> bool:
+    def has_audio(self) -> bool:
         """True where a recording comes with it, as a waveform or as features."""
         return self.audio is not None or self.features is not None
 
 
 @dataclass(frozen=True)
-class Feed:
+class SequenceInput:
     """One slot's part of a batched forward: `ids` to append, and for how many of the last ones rows are wanted."""
 
     slot: int
     ids: Seq[int]
-    rows: int
+    logits_to_keep: int
 
 
-def doubled(size: int, wanted: int, limit: int | None = None) -> int:
+def grow_to_fit(size: int, wanted: int, limit: int | None = None) -> int:
     """`size`, doubled until it holds what is wanted, but never past the limit."""
     while size < wanted:
         size *= 2
     return size if limit is None else min(size, limit)
 
 
-def check_truncation(slot: int, length: int, held: int) -> None:
-    """Raise StateError unless a slot that holds `held` positions can keep the first `length`."""
-    if not 0 <= length <= held:
-        raise StateError(f"cannot truncate slot {slot} to {length}: it holds {held} positions")
+def check_truncation(slot: int, length: int, cached_len: int) -> None:
+    """Raise StateError unless a slot that holds `cached_len` positions can keep the first `length`."""
+    if not 0 <= length <= cached_len:
+        raise StateError(f"cannot truncate slot {slot} to {length}: it holds {cached_len} positions")
 
 
-def check_feeds(feeds: Seq[Feed]) -> None:
+def check_inputs(inputs: Seq[SequenceInput]) -> None:
     """Raise StateError unless each slot stands once in a batch, and is fed what rows are wanted of."""
-    slots = [feed.slot for feed in feeds]
+    slots = [seq_input.slot for seq_input in inputs]
     if len(set(slots)) < len(slots):
         raise StateError(f"one slot stands twice in a batch: {slots}")
-    for feed in feeds:
-        if not 0 < feed.rows <= len(feed.ids):
-            raise StateError(f"slot {feed.slot}: {feed.rows} rows wanted of {len(feed.ids)} fed tokens")
+    for seq_input in inputs:
+        if not 0 < seq_input.logits_to_keep <= len(seq_input.ids):
+            raise StateError(
+                f"slot {seq_input.slot}: {seq_input.logits_to_keep} rows wanted of {len(seq_input.ids)} fed tokens"
+            )
 
 
-def afford(
+def plan_kv_budget(
     name: str, in_use: int, budget: int, max_length: int, limit: int | None, size: Callable[[int], int]
 ) -> tuple[int, int]:
     """How many sequences a budget in bytes holds, and the length of each. size: bytes of one, by its length.
@@ -123,14 +127,14 @@ class Engine(Protocol):
         """A free slot for a sequence that will begin with `prompt`. Nothing is computed yet."""
         ...
 
-    def forward(self, slot: int, ids: Seq[int], rows: int | None = None) -> Tensor:
-        """Append `ids` to the slot; the logits that follow each of the last `rows` (default: all) of them.
+    def forward(self, slot: int, ids: Seq[int], logits_to_keep: int | None = None) -> Tensor:
+        """Append `ids` to the slot; the logits that follow each of the last `logits_to_keep` (default: all) of them.
 
         Returns float32 [rows, V ≥ vocab_size].
         """
         ...
 
-    def forward_many(self, feeds: Seq[Feed]) -> list[Tensor]:
+    def forward_many(self, inputs: Seq[SequenceInput]) -> list[Tensor]:
         """`forward` for several slots at once."""
         ...
 
@@ -147,7 +151,7 @@ class Engine(Protocol):
         ...
 
 
-class Hosted(Engine, Protocol):
+class ServableEngine(Engine, Protocol):
     """An engine as a service needs it: with its memory bounded, and told apart from others."""
 
     @property
@@ -170,44 +174,44 @@ class Hosted(Engine, Protocol):
         ...
 
 
-class Chooser(Engine, Protocol):
+class DeviceSampler(Engine, Protocol):
     """An engine that can choose tokens where it computed the logits, on a device that is slow to be read back from."""
 
-    chooses: bool  # whether this one can
+    samples_on_device: bool  # whether this one can
 
-    def choose_many(self, feeds: Seq[Feed], policies: Seq[Policy]) -> list[list[Pick]]:
+    def sample_many(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> list[list[SampledToken]]:
         """`forward_many`, and what each feed's policy chooses from each of its rows."""
         ...
 
-    def draft(self, slot: int, ids: Seq[int], count: int, policy: Policy, *, sure: bool) -> list[Proposal]:
+    def draft(self, slot: int, ids: Seq[int], count: int, policy: Policy, *, with_signals: bool) -> list[Proposal]:
         """Append `ids`, then choose a token and append it, `count` times (the last one is not appended).
 
         Returns the tokens up to an EOS; the cache may hold what came behind it.
-        sure: with each one's signals.
+        with_signals: with each one's signals.
         """
         ...
 
 
-def chooser(engine: Engine) -> Chooser | None:
+def as_device_sampler(engine: Engine) -> DeviceSampler | None:
     """The engine, if it can choose."""
-    return cast(Chooser, engine) if getattr(engine, "chooses", False) else None
+    return cast(DeviceSampler, engine) if getattr(engine, "samples_on_device", False) else None
 
 
-def read_many(engine: Engine, feeds: Seq[Feed], policies: Seq[Policy | None]) -> list[Rows]:
+def forward_or_sample(engine: Engine, inputs: Seq[SequenceInput], policies: Seq[Policy | None]) -> list[ForwardOutput]:
     """`forward_many`; where a policy is given and the engine can choose, the feed's picks in place of its rows."""
-    able = chooser(engine)
-    picked = [n for n, policy in enumerate(policies) if able is not None and policy is not None]
-    others = [n for n in range(len(feeds)) if n not in picked]
-    found: dict[int, Rows] = {}
+    sampler = as_device_sampler(engine)
+    sampled = [n for n, policy in enumerate(policies) if sampler is not None and policy is not None]
+    others = [n for n in range(len(inputs)) if n not in sampled]
+    found: dict[int, ForwardOutput] = {}
     if others:
-        found |= zip(others, engine.forward_many([feeds[n] for n in others]), strict=True)
-    if picked and able is not None:
+        found |= zip(others, engine.forward_many([inputs[n] for n in others]), strict=True)
+    if sampled and sampler is not None:
         chosen = [policy for policy in policies if policy is not None]
-        found |= zip(picked, able.choose_many([feeds[n] for n in picked], chosen), strict=True)
-    return [found[n] for n in range(len(feeds))]
+        found |= zip(sampled, sampler.sample_many([inputs[n] for n in sampled], chosen), strict=True)
+    return [found[n] for n in range(len(inputs))]
 
 
-class Reader:
+class CachedSequence:
     """One sequence's place in an engine: it feeds what the cache lacks, and nothing twice."""
 
     def __init__(self, engine: Engine, prompt: Prompt, owner: str) -> None:
@@ -215,29 +219,29 @@ class Reader:
         self.slot = engine.open(prompt)
 
     @property
-    def known(self) -> int:
+    def cached_len(self) -> int:
         """How many tokens the cache holds."""
         return self.engine.kv_len(self.slot)
 
-    def read(self, ids: Seq[int], rows: int) -> Tensor:
-        """Bring the cache up to `ids` and return the logits after each of the last `rows`: float32 [rows, V]."""
-        feed = self.feed(ids, rows)
-        return self.engine.forward(feed.slot, feed.ids, rows)
+    def extend(self, ids: Seq[int], logits_to_keep: int) -> Tensor:
+        """Bring the cache up to `ids`. Return the logits of the last `logits_to_keep`: float32 [rows, V]."""
+        seq_input = self.next_input(ids, logits_to_keep)
+        return self.engine.forward(seq_input.slot, seq_input.ids, logits_to_keep)
 
-    def feed(self, ids: Seq[int], rows: int) -> Feed:
-        """What the cache lacks of `ids`, with the last `rows` wanted."""
-        known = self.known
-        if rows > len(ids) - known:
+    def next_input(self, ids: Seq[int], logits_to_keep: int) -> SequenceInput:
+        """What the cache lacks of `ids`, with the last `logits_to_keep` wanted."""
+        cached_len = self.cached_len
+        if logits_to_keep > len(ids) - cached_len:
             raise StateError(
-                f"{self.owner}: {rows} rows wanted but only {len(ids) - known} tokens are new to the cache"
+                f"{self.owner}: {logits_to_keep} logits requested, but {len(ids) - cached_len} tokens are new"
             )
-        return Feed(self.slot, ids[known:], rows)
+        return SequenceInput(self.slot, ids[cached_len:], logits_to_keep)
 
-    def settle(self, length: int) -> None:
+    def rollback_to(self, length: int) -> None:
         """Roll back to a proper prefix of the first `length` tokens: those after them were void."""
-        if self.known >= length:
+        if self.cached_len >= length:
             self.engine.truncate(self.slot, length - 1)
-        check_cache(length, self.known, self.owner)
+        check_cache(length, self.cached_len, self.owner)
 
     def close(self) -> None:
         self.engine.close(self.slot)

@@ -16,16 +16,16 @@ from typing import Any
 
 from outrider.errors import ModelError
 
-SAFE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS_FILE, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 TASKS = "outrider_tasks"  # of config.json: the tasks that the checkpoint was trained for; without it, any
 # In every call of a `from_pretrained`: None, the default of some, asks on standard output and runs code on a "y".
-NO_CODE = {"trust_remote_code": False}
+NO_REMOTE_CODE = {"trust_remote_code": False}
 _LARGEST_HEADER = 100 * 2**20  # bytes, as in the safetensors library
 _LARGEST_JSON = 64 * 2**20  # bytes; the largest known index has 6 MB
-_POSITIVE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-_LAYERS = re.compile(r"(^|_)(n_)?layers?$")
-_SIZES = re.compile(r"(^|_)(size|dim|heads|d_model|n_embd|n_head|n_inner|channels|experts|bins)$")
-_KERNELS = re.compile(r"(attn|experts)_implementation$")
+_POSITIVE_FIELDS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+_LAYER_FIELDS = re.compile(r"(^|_)(n_)?layers?$")
+_SIZE_FIELDS = re.compile(r"(^|_)(size|dim|heads|d_model|n_embd|n_head|n_inner|channels|experts|bins)$")
+_KERNEL_FIELDS = re.compile(r"(attn|experts)_implementation$")
 
 
 def check_checkpoint(path: str, name: str) -> None:
@@ -35,14 +35,14 @@ def check_checkpoint(path: str, name: str) -> None:
         ModelError: it is an adapter, holds pickles only, names code elsewhere, lacks shards, or its
             configuration contradicts its weights; the message names the file.
     """
-    if find(path, "adapter_config.json") is not None:
+    if find_file(path, "adapter_config.json") is not None:
         raise ModelError(
             f"{name} is an adapter (adapter_config.json) for another model: merge it into that model, save the result "
             "as safetensors, and give that directory"
         )
-    config = read_json(find(path, "config.json"), name)
+    config = read_json(find_file(path, "config.json"), name)
     check_config(config, name)
-    _check_sizes(config, list(_headers(path, name)), name)
+    _check_sizes(config, list(_tensor_shapes(path, name)), name)
 
 
 def check_config(config: dict[str, Any], name: str) -> None:
@@ -51,13 +51,15 @@ def check_config(config: dict[str, Any], name: str) -> None:
     Raises:
         ModelError: naming the field.
     """
-    for key, value in _fields(config):
+    for key, value in _walk_fields(config):
         kernels = [each for each in (value.values() if isinstance(value, dict) else [value]) if isinstance(each, str)]
-        if _KERNELS.search(key) and any("/" in each or ":" in each for each in kernels):
+        if _KERNEL_FIELDS.search(key) and any("/" in each or ":" in each for each in kernels):
             raise ModelError(f"{name}: config.json: {key} names code in another repository, which is never run")
     weights = config.get("transformers_weights")
     if weights is not None:
-        raise ModelError(f"{name}: config.json: transformers_weights: weights are read from {SAFE} or {INDEX} only")
+        raise ModelError(
+            f"{name}: config.json: transformers_weights: weights are read from {WEIGHTS_FILE} or {WEIGHTS_INDEX} only"
+        )
 
 
 def is_captions_only(tasks: Any) -> bool:
@@ -65,7 +67,7 @@ def is_captions_only(tasks: Any) -> bool:
     return bool(tasks == ["caption"])
 
 
-def find(path: str, file: str) -> Path | None:
+def find_file(path: str, file: str) -> Path | None:
     """Return a checkpoint's file, downloaded if the path is a hub id, or None if there is none."""
     folder = Path(path)
     if folder.is_dir():
@@ -119,25 +121,27 @@ def check_gguf(path: str, name: str) -> None:
 # Weights ----------------------------------------------------------------------------------------------------
 
 
-def _headers(path: str, name: str) -> Iterator[tuple[int, ...]]:
+def _tensor_shapes(path: str, name: str) -> Iterator[tuple[int, ...]]:
     """Return the shapes of all stored tensors."""
     for file in _weight_files(path, name):
-        for key, entry in _header(file, name).items():
+        for key, entry in _read_header(file, name).items():
             if key != "__metadata__":
-                yield _shape(entry, f"{name}: {file.name}: {key}")
+                yield _read_shape(entry, f"{name}: {file.name}: {key}")
 
 
 def _weight_files(path: str, name: str) -> list[Path]:
-    whole = find(path, SAFE)
-    if whole is not None:
-        return [whole]
-    index = find(path, INDEX)
+    single_file = find_file(path, WEIGHTS_FILE)
+    if single_file is not None:
+        return [single_file]
+    index = find_file(path, WEIGHTS_INDEX)
     if index is None:
-        raise ModelError(f"{name}: {_no_weights(path)}")
+        raise ModelError(f"{name}: {_describe_missing_weights(path)}")
     shards = read_json(index, name).get("weight_map")
     if not isinstance(shards, dict) or not shards or not all(_is_shard(shard) for shard in shards.values()):
-        raise ModelError(f"{name}: {INDEX}: weight_map: expected the name of a .safetensors file beside it per tensor")
-    files = {shard: find(path, shard) for shard in sorted(set(shards.values()))}
+        raise ModelError(
+            f"{name}: {WEIGHTS_INDEX}: weight_map: expected the name of a .safetensors file beside it per tensor"
+        )
+    files = {shard: find_file(path, shard) for shard in sorted(set(shards.values()))}
     missing = [shard for shard, file in files.items() if file is None]
     if missing:
         raise ModelError(f"{name} lacks {len(missing)} of {len(files)} weight files, the first {missing[0]}")
@@ -148,15 +152,15 @@ def _is_shard(shard: Any) -> bool:
     return isinstance(shard, str) and shard.endswith(".safetensors") and Path(shard).name == shard
 
 
-def _no_weights(path: str) -> str:
+def _describe_missing_weights(path: str) -> str:
     folder = Path(path)
     found = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
     pickles = [file for file in found if file.endswith((".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack"))]
     beside = f"; {pickles[0]} is not opened, as a pickle can run code: convert it to safetensors" if pickles else ""
-    return f"no {SAFE} and no {INDEX}{beside}"
+    return f"no {WEIGHTS_FILE} and no {WEIGHTS_INDEX}{beside}"
 
 
-def _header(file: Path, name: str) -> dict[str, Any]:
+def _read_header(file: Path, name: str) -> dict[str, Any]:
     """Return the header of a safetensors file. The library checks its offsets when it loads."""
     size = file.stat().st_size
     with file.open("rb") as source:
@@ -173,34 +177,34 @@ def _header(file: Path, name: str) -> dict[str, Any]:
     return header
 
 
-def _shape(entry: Any, place: str) -> tuple[int, ...]:
+def _read_shape(entry: Any, where: str) -> tuple[int, ...]:
     shape = entry.get("shape") if isinstance(entry, dict) else None
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-        raise ModelError(f"{place}: damaged: its shape is {shape!r}")
+        raise ModelError(f"{where}: damaged: its shape is {shape!r}")
     return tuple(shape)
 
 
 # Sizes ------------------------------------------------------------------------------------------------------
 
 
-def _fields(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _walk_fields(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield all fields of a configuration, nested ones included."""
     for key, value in config.items():
         yield key, value
         if isinstance(value, dict):
-            yield from _fields(value)
+            yield from _walk_fields(value)
 
 
 def _check_sizes(config: dict[str, Any], shapes: list[tuple[int, ...]], name: str) -> None:
     """Refuse more layers than stored tensors, and widths beyond the count of stored numbers."""
     numbers = sum(math.prod(shape) for shape in shapes)
-    for key, value in _fields(config):
-        if key in _POSITIVE and value is not None and (type(value) is not int or value < 1):
+    for key, value in _walk_fields(config):
+        if key in _POSITIVE_FIELDS and value is not None and (type(value) is not int or value < 1):
             raise ModelError(f"{name}: config.json: {key} is {value!r}: expected a whole number from 1")
         if type(value) is not int:
             continue
-        most = len(shapes) if _LAYERS.search(key) else numbers if _SIZES.search(key) else 2**63
-        if abs(value) > most:
+        limit = len(shapes) if _LAYER_FIELDS.search(key) else numbers if _SIZE_FIELDS.search(key) else 2**63
+        if abs(value) > limit:
             raise ModelError(
                 f"{name}: config.json: {key} is {value}, but {len(shapes)} tensors of {numbers} numbers are stored"
             )

@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.engines.checkpoint import (
-    NO_CODE,
+    NO_REMOTE_CODE,
     TASKS,
     check_checkpoint,
     check_gguf,
-    find,
+    find_file,
     is_captions_only,
     read_json,
 )
-from outrider.engines.locking import LOADING, check_process
+from outrider.engines.locking import LOAD_LOCK, check_process
 from outrider.errors import ModelError, OutriderError, SettingsError
 from outrider.files import out_of_space
-from outrider.hints import install
+from outrider.hints import install_command
 
 if TYPE_CHECKING:
-    from outrider.engines.gguf import GgufEngine
-    from outrider.engines.torch import TorchEngine
+    from outrider.engines.llama_cpp.engine import GgufEngine
+    from outrider.engines.torch.engine import TorchEngine
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +61,10 @@ def load_engine(
         OutriderError: the disk is full, or no temporary directory is writable.
     """
     if not isinstance(model, (str, Path)):
-        return _wrap(model, tokenizer, extractor, dtype, device)
-    path = locate(str(model))
+        return _wrap_model(model, tokenizer, extractor, dtype, device)
+    path = resolve_path(str(model))
     check_process()
-    with LOADING:
+    with LOAD_LOCK:
         return _load(path, full_name(str(model)), tokenizer, extractor, dtype, device)
 
 
@@ -72,19 +72,21 @@ def _load(path: str, name: str, tokenizer: Any, extractor: Any, dtype: str, devi
     if path.endswith(".gguf"):
         check_gguf(path, name)
         if dtype == "auto" and device in ("auto", "cpu"):
-            return _in_llama(path, tokenizer, extractor, name)
-    target = _device(device)
-    options = {"dtype": _dtype(dtype, target), "use_safetensors": True, **NO_CODE}
+            return _load_llama_cpp(path, tokenizer, extractor, name)
+    target = _resolve_device(device)
+    options = {"dtype": _resolve_dtype(dtype, target), "use_safetensors": True, **NO_REMOTE_CODE}
     log.info("loading %s as %s on %s", name, options["dtype"], target)
-    with warnings.catch_warnings(), named(name):
+    with warnings.catch_warnings(), map_load_errors(name):
         warnings.simplefilter("ignore")  # remarks of the loading library about checkpoints are not ours to fix
-        parts = _load_gguf(path, options) if path.endswith(".gguf") else _load_transformers(path, name, options)
-        loaded = parts[0].to(target)
-        return _engine(loaded, tokenizer or parts[1], extractor or parts[2], name=name)
+        loaded_parts = (
+            _load_dequantised(path, options) if path.endswith(".gguf") else _load_transformers(path, name, options)
+        )
+        loaded = loaded_parts[0].to(target)
+        return _make_engine(loaded, tokenizer or loaded_parts[1], extractor or loaded_parts[2], name=name)
 
 
 @contextmanager
-def named(name: str, doing: str = "cannot load") -> Iterator[None]:
+def map_load_errors(name: str, action: str = "cannot load") -> Iterator[None]:
     """Map the exceptions of model libraries to a `ModelError` that names the model; a full disk is an `OutriderError`.
 
     The libraries promise no set of exceptions: tokenizers raises bare `Exception`, and Rust's panics are none at all.
@@ -98,38 +100,40 @@ def named(name: str, doing: str = "cannot load") -> Iterator[None]:
             raise
         full = out_of_space(error)
         if full is not None:  # no fault of the model
-            raise OutriderError(f"{doing} {name}: {full}") from error
-        raise ModelError(f"{doing} {name}: {_reason(error)}") from error
+            raise OutriderError(f"{action} {name}: {full}") from error
+        raise ModelError(f"{action} {name}: {_describe_error(error)}") from error
 
 
-def _wrap(model: Any, tokenizer: Any, extractor: Any, dtype: str, device: str) -> TorchEngine:
+def _wrap_model(model: Any, tokenizer: Any, extractor: Any, dtype: str, device: str) -> TorchEngine:
     if not hasattr(model, "config") or not hasattr(model, "forward"):
         raise ModelError(f"a model is a name or a transformers model, not {type(model).__name__}")
     if (dtype, device) != ("auto", "auto"):
         raise SettingsError("dtype and device are for models given by name; move a loaded model with its own .to()")
-    with named(type(model).__name__, "cannot decode with"):
-        return _engine(model, tokenizer, extractor)
+    with map_load_errors(type(model).__name__, "cannot decode with"):
+        return _make_engine(model, tokenizer, extractor)
 
 
-def _engine(model: Any, tokenizer: Any, extractor: Any, name: str | None = None) -> TorchEngine:
-    from outrider.engines.torch import TorchEngine  # seconds of model library, which checking a name does not need
+def _make_engine(model: Any, tokenizer: Any, extractor: Any, name: str | None = None) -> TorchEngine:
+    from outrider.engines.torch.engine import (
+        TorchEngine,  # seconds of model library, which checking a name does not need
+    )
 
     return TorchEngine(model, tokenizer, extractor, name)
 
 
-def _in_llama(path: str, tokenizer: Any, extractor: Any, name: str) -> GgufEngine:
-    from outrider.engines.gguf import GgufEngine
-    from outrider.engines.llama import installed
+def _load_llama_cpp(path: str, tokenizer: Any, extractor: Any, name: str) -> GgufEngine:
+    from outrider.engines.llama_cpp.context import is_installed
+    from outrider.engines.llama_cpp.engine import GgufEngine
 
-    if not installed():
+    if not is_installed():
         raise ModelError(
-            f"{name}: llama.cpp is not installed. As it is, compiling llama.cpp: {install('gguf')}. "
-            f"Or dense in transformers, with a dtype such as float32: {install('gguf-dense')}"
+            f"{name}: llama.cpp is not installed. As it is, compiling llama.cpp: {install_command('gguf')}. "
+            f"Or dense in transformers, with a dtype such as float32: {install_command('gguf-dense')}"
         )
     if extractor is not None:
         raise SettingsError(f"{name}: llama.cpp gets no recordings here: an extractor has no use")
     log.info("loading %s into llama.cpp", name)
-    with named(name):
+    with map_load_errors(name):
         return GgufEngine(path, tokenizer, name)
 
 
@@ -138,7 +142,7 @@ def full_name(name: str) -> str:
     return _SHORT_NAMES.get(name, name)
 
 
-def locate(name: str) -> str:
+def resolve_path(name: str) -> str:
     """The path of a local checkpoint, or a hub id as it is.
 
     Raises:
@@ -169,7 +173,7 @@ def captions_only(name: str) -> bool:
     Raises:
         ModelError: no such model, or its config.json is not valid.
     """
-    config = Path(locate(name)) / "config.json"  # of a hub id it need not be on this machine
+    config = Path(resolve_path(name)) / "config.json"  # of a hub id it need not be on this machine
     return config.is_file() and is_captions_only(read_json(config, name).get(TASKS))
 
 
@@ -180,23 +184,23 @@ def _load_transformers(path: str, name: str, options: dict[str, Any]) -> tuple[A
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     if config.is_encoder_decoder:
         raise ModelError(f"{name}: {config.model_type} is an encoder-decoder; outrider takes decoder-only models")
-    auto = _class_for(config)
-    model = _complete(name, *auto.from_pretrained(path, output_loading_info=True, **options))
-    return model, _tokenizer(path), _extractor(path) if config.model_type in _AUDIO_TYPES else None
+    auto = _model_class(config)
+    model = _require_weights(name, *auto.from_pretrained(path, output_loading_info=True, **options))
+    return model, _load_tokenizer(path), _load_extractor(path) if config.model_type in _AUDIO_TYPES else None
 
 
-def _complete(name: str, model: Any, report: dict[str, Any]) -> Any:
+def _require_weights(name: str, model: Any, report: dict[str, Any]) -> Any:
     """The model, unless the loading library had to invent weights that the checkpoint lacks."""
-    lacking = sorted(map(str, report.get("missing_keys", ())))
-    if lacking:
-        raise ModelError(f"{name} lacks {len(lacking)} of the model's weights, the first {lacking[0]}")
+    missing = sorted(map(str, report.get("missing_keys", ())))
+    if missing:
+        raise ModelError(f"{name} lacks {len(missing)} of the model's weights, the first {missing[0]}")
     return model
 
 
 _AUDIO_TYPES = ("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen2_audio")
 
 
-def _class_for(config: Any) -> Any:
+def _model_class(config: Any) -> Any:
     import transformers
 
     if config.model_type.startswith("qwen2_5_omni"):
@@ -208,10 +212,10 @@ def _class_for(config: Any) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def _load_gguf(path: str, options: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _load_dequantised(path: str, options: dict[str, Any]) -> tuple[Any, Any, Any]:
     for package in ("gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
-            raise ModelError(f"{path}: reading GGUF files needs the package {package}: {install('gguf-dense')}")
+            raise ModelError(f"{path}: reading GGUF files needs the package {package}: {install_command('gguf-dense')}")
     import transformers
 
     file = Path(path)
@@ -219,11 +223,11 @@ def _load_gguf(path: str, options: dict[str, Any]) -> tuple[Any, Any, Any]:
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     auto, tokenizers = transformers.AutoModelForCausalLM, transformers.AutoTokenizer
     loaded = auto.from_pretrained(str(file.parent), gguf_file=file.name, output_loading_info=True, **options)
-    model = _complete(path, *loaded)
-    return model, tokenizers.from_pretrained(str(file.parent), gguf_file=file.name, **NO_CODE), None
+    model = _require_weights(path, *loaded)
+    return model, tokenizers.from_pretrained(str(file.parent), gguf_file=file.name, **NO_REMOTE_CODE), None
 
 
-def _tokenizer(path: str) -> Any:
+def _load_tokenizer(path: str) -> Any:
     """The checkpoint's tokenizer with its chat template, or None where it has none."""
     from transformers import AutoTokenizer
 
@@ -232,12 +236,12 @@ def _tokenizer(path: str) -> Any:
         return None
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if not tokenizer.chat_template:  # Qwen2.5-Omni and Qwen2-Audio keep it with the processor
-        tokenizer.chat_template = _processor_template(path)
+        tokenizer.chat_template = _load_processor_template(path)
     return tokenizer
 
 
-def _processor_template(path: str) -> str | None:
-    file = find(path, "chat_template.json")
+def _load_processor_template(path: str) -> str | None:
+    file = find_file(path, "chat_template.json")
     template = None if file is None else read_json(file, path).get("chat_template")
     return template if isinstance(template, str) else None
 
@@ -245,7 +249,7 @@ def _processor_template(path: str) -> str | None:
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-def _extractor(path: str) -> Any:
+def _load_extractor(path: str) -> Any:
     from transformers import WhisperFeatureExtractor
 
     folder = Path(path)
@@ -254,7 +258,7 @@ def _extractor(path: str) -> Any:
     return WhisperFeatureExtractor.from_pretrained(path, trust_remote_code=False)
 
 
-def _dtype(name: str, device: Any) -> Any:
+def _resolve_dtype(name: str, device: Any) -> Any:
     import torch
 
     if name not in DTYPES:
@@ -264,7 +268,7 @@ def _dtype(name: str, device: Any) -> Any:
     return getattr(torch, name)
 
 
-def _device(name: str) -> Any:
+def _resolve_device(name: str) -> Any:
     import torch
 
     if name == "auto":
@@ -280,7 +284,7 @@ def _device(name: str) -> Any:
     return device
 
 
-def _reason(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Return the error as one line."""
     text = str(error).strip()
     if "trust_remote_code" in text or "requires you to execute" in text:
@@ -290,5 +294,5 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "one of its files is nested too deeply"
     first = text.splitlines()[0] if text else ""
-    plain = isinstance(error, (OSError, ValueError, ImportError, RuntimeError)) and first
-    return first if plain else f"{type(error).__name__}: {first}".rstrip(": ")
+    is_plain = isinstance(error, (OSError, ValueError, ImportError, RuntimeError)) and first
+    return first if is_plain else f"{type(error).__name__}: {first}".rstrip(": ")

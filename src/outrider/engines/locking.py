@@ -16,9 +16,9 @@ R = TypeVar("R")
 S = TypeVar("S", bound="Locked")
 
 # Loading changes state of the whole process: torch's default dtype, and the initialisers that transformers replaces.
-LOADING = threading.RLock()
-_guard = threading.Lock()
-_processes: list[int] = []  # the id of the one that loads models
+LOAD_LOCK = threading.RLock()
+_locks_guard = threading.Lock()
+_loaders: list[int] = []  # the id of the one that loads models
 _locks: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
 
 
@@ -50,17 +50,17 @@ def check_process() -> None:
     for ever, and so would anything for a lock that was held at the fork.
     """
     process = os.getpid()
-    if not _processes:
-        _processes.append(process)
-    elif _processes[0] != process:
+    if not _loaders:
+        _loaders.append(process)
+    elif _loaders[0] != process:
         raise StateError(
-            f"process {_processes[0]} loaded a model before it forked this one, in which models would hang: start "
+            f"process {_loaders[0]} loaded a model before it forked this one, in which models would hang: start "
             'processes by multiprocessing.get_context("spawn"), or load models only in the child'
         )
 
 
-def lock_of(shared: Any) -> threading.RLock:
+def get_lock(shared: Any) -> threading.RLock:
     """Return the lock of a loaded model (its engines share it, as a forward may keep state) or of a tokenizer."""
     check_process()
-    with _guard:
+    with _locks_guard:
         return _locks.setdefault(shared, threading.RLock())

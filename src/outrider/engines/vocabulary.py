@@ -7,8 +7,8 @@ import logging
 from functools import cached_property, lru_cache
 from typing import Any
 
-from outrider.config import is_whole
-from outrider.engines.locking import lock_of
+from outrider.config import is_integer
+from outrider.engines.locking import get_lock
 from outrider.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ def tokenize(tokenizer: Any, text: str, **options: Any) -> list[int]:
 
     The tokenizer stores some options during the call, so one thread calls it at a time.
     """
-    with lock_of(tokenizer):
+    with get_lock(tokenizer):
         return list(tokenizer(text, **options)["input_ids"])
 
 
@@ -49,31 +49,33 @@ class Vocabulary:
         return [str(token) for token in self.tokenizer.convert_ids_to_tokens(list(range(self.vocab_size)))]
 
 
-def end_ids(name: str, ids: tuple[Any, ...], row_count: int, source: str) -> tuple[int, ...]:
+def check_eos_ids(name: str, ids: tuple[Any, ...], row_count: int, source: str) -> tuple[int, ...]:
     """Return the end tokens that the model can emit; those beyond its vocabulary never end an output.
 
     Raises:
         ModelError: one is no token id. source: the origin of the end tokens.
     """
     for token in ids:
-        if not is_whole(token) or token < 0:
+        if not is_integer(token) or token < 0:
             raise ModelError(f"{name}: eos_token_id {token!r} of its {source} is no token id: expected 0 or more")
     return tuple(token for token in ids if token < row_count)
 
 
-def check_ends(name: str, used: tuple[int, ...], tokenizer: Any, source: str) -> None:
+def warn_if_eos_differs(name: str, used: tuple[int, ...], tokenizer: Any, source: str) -> None:
     """Warn if the tokenizer's end token does not end an output. source: the origin of the end tokens."""
     end = getattr(tokenizer, "eos_token_id", None)
     if end is not None and end not in used:
-        _warn(name, tuple(_written(tokenizer, token) for token in used), _written(tokenizer, end), source)
+        _warn_once(
+            name, tuple(_describe_token(tokenizer, token) for token in used), _describe_token(tokenizer, end), source
+        )
 
 
 @lru_cache(256)
-def _warn(name: str, used: tuple[str, ...], end: str, source: str) -> None:
+def _warn_once(name: str, used: tuple[str, ...], end: str, source: str) -> None:
     """Log equal warnings once."""
     ends = f"ends outputs with {', '.join(used)}" if used else "names no end token, so that only lengths end an output"
     log.warning("%s: its tokenizer's end token is %s, but its %s %s. The latter is used", name, end, source, ends)
 
 
-def _written(tokenizer: Any, token: int) -> str:
+def _describe_token(tokenizer: Any, token: int) -> str:
     return f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})"

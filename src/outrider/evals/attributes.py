@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Final
 
+from outrider.evals.bootstrap import Measure, Resampling, measure
 from outrider.evals.manifest import Item
-from outrider.evals.scores import Measure, Resampling, measure
 from outrider.evals.voice_quality import QUALITIES, TENSION_NOUN_ZH, qualities
-from outrider.evals.words import primary
+from outrider.evals.word_segmentation import primary_language
 
 Parse = Callable[[str, str], dict[str, str]]  # text, language -> what it states
 
@@ -197,12 +197,12 @@ def parse(text: str, lang: str) -> dict[str, str]:
     found: dict[str, str] = {}
     taken: list[tuple[int, int]] = []
     plain = re.sub(TENSION_NOUN_ZH, lambda match: "\0" * len(match[0]), text)  # 紧张 is an emotion, 紧张度 is none
-    for name, phrases in _lexicon(primary(lang)).items():
+    for name, phrases in _lexicon(primary_language(lang)).items():
         hits = [(phrase, value) for phrase, value in phrases if phrase in plain]
         if hits:
             found[name] = max((len(phrase), value) for phrase, value in hits)[1]
             taken += [match.span() for phrase, _ in hits for match in re.finditer(re.escape(phrase), plain)]
-    return found | qualities(text, primary(lang), taken)
+    return found | qualities(text, primary_language(lang), taken)
 
 
 @lru_cache
@@ -230,10 +230,10 @@ def accuracy(
     for name in names:
         rows = [(float(said.get(name) == truth[name]), lang) for truth, said, lang in judged if name in truth]
         scores[f"attribute_{name}"] = measure([row for row, _ in rows], [lang for _, lang in rows], how)
-    exact = [float(_only(said, names) == truth) for truth, said, _ in judged]
+    exact = [float(_restrict(said, names) == truth) for truth, said, _ in judged]
     scores["attribute_all"] = measure(exact, [lang for *_, lang in judged], how)
     return scores
 
 
-def _only(said: dict[str, str], names: Sequence[str]) -> dict[str, str]:
+def _restrict(said: dict[str, str], names: Sequence[str]) -> dict[str, str]:
     return {name: said[name] for name in names if name in said}

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ModelError
+from outrider.evals.bootstrap import Measure, Resampling, measure
 from outrider.evals.overlap import Pair, referenced
-from outrider.evals.scores import Measure, Resampling, measure
 
 
 class Encoder:

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from outrider.core.outcome import wilson
-from outrider.core.sequence import Source
+from outrider.decoding.result import wilson_interval
+from outrider.decoding.sequence import Source
 from outrider.evals.charts import Axis, Bars, Point, Series, bars, plot
-from outrider.evals.digest import (
+from outrider.evals.latency import split_total
+from outrider.evals.report_sections import (
     Cell,
     Section,
     Table,
@@ -25,7 +26,6 @@ from outrider.evals.digest import (
     size,
     tick_percent,
 )
-from outrider.evals.latency import divided
 from outrider.evals.results import Answer, EvalRun, Timing
 
 FEW = 20  # drafts, below which a rate is drawn hollow
@@ -42,9 +42,9 @@ Tally = dict[int, tuple[int, int]]  # position: (accepted, judged)
 
 def acceptance(runs: Sequence[EvalRun]) -> Section:
     title = "Acceptance by position in the block"
-    shown = [(name, run, mode) for name, run, mode in labels(runs) if not repairs(run)]
+    shown = [(name, run, mode) for name, run, mode in labels(runs) if not uses_repair(run)]
     tallies = [(name, by_position(of_mode(run.answers, mode))) for name, run, mode in shown]
-    tallies += [(label(run, "traces", runs), _traced(run)) for run in runs if run.traces]
+    tallies += [(label(run, "traces", runs), _tally_traces(run)) for run in runs if run.traces]
     tallies = [(name, tally) for name, tally in tallies if tally]
     if not tallies:
         missing = (
@@ -76,7 +76,7 @@ def acceptance(runs: Sequence[EvalRun]) -> Section:
     return Section("acceptance", title, lead, table, "accepted", drawing, legend=legend(series))
 
 
-def repairs(run: EvalRun) -> bool:
+def uses_repair(run: EvalRun) -> bool:
     """Whether verdicts may have covered tokens of earlier blocks."""
     return run.configured("speculation", "scope") == "repair"
 
@@ -116,16 +116,16 @@ def _tally(runs: Iterable[tuple[int, bool]]) -> Tally:
     return {position: (accepted[position], judged[position]) for position in judged}
 
 
-def _traced(run: EvalRun) -> Tally:
+def _tally_traces(run: EvalRun) -> Tally:
     """Blocks of the run's own k (5 where it has none) along the traces."""
     configuration = run.about.get("configuration", {})
     places = (configuration, configuration.get("speculation"))
     given = [place["k"] for place in places if isinstance(place, dict) and isinstance(place.get("k"), int)]
     length = next((k for k in given if k > 0), 5)
-    return _tally(block for trace in run.traces for block in replayed(trace.agrees, length))
+    return _tally(block for trace in run.traces for block in replay_blocks(trace.agrees, length))
 
 
-def replayed(agrees: Sequence[bool], k: int) -> Iterator[tuple[int, bool]]:
+def replay_blocks(agrees: Sequence[bool], k: int) -> Iterator[tuple[int, bool]]:
     """The verdicts on blocks of k along a trace, each with a token of the target's own behind it."""
     at = 0
     while at < len(agrees):
@@ -143,7 +143,7 @@ def _position(tick: float) -> str:
 def _acceptance_points(name: str, tally: Tally, shift: float) -> Iterator[Point]:
     for position, (accepted, judged) in sorted(tally.items()):
         tip = f"{name}, position {position}\n{accepted} of {judged}: {percent(accepted / judged).text}"
-        low, high = wilson(accepted / judged, judged, TWO_SIDED)
+        low, high = wilson_interval(accepted / judged, judged, TWO_SIDED)
         yield Point(position + shift, accepted / judged, tip, low, high, faint=judged < FEW)
 
 
@@ -232,4 +232,4 @@ def _mean_stages(timings: Sequence[Timing]) -> dict[str, float]:
 
 def stages_of(timing: Timing) -> dict[str, float]:
     """The total, by what it was spent on."""
-    return divided(timing.total_s, timing.stages)
+    return split_total(timing.total_s, timing.stages)

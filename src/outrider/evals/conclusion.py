@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from outrider.core.benefit import Alone, Gain, speed
-from outrider.evals.digest import Section, label, of_mode
-from outrider.evals.results import Answer, EvalRun, Swept
+from outrider.decoding.gain import CloudBaseline, Gain, describe_speedup
+from outrider.evals.report_sections import Section, label, of_mode
+from outrider.evals.results import Answer, EvalRun, SweepPoint
 from outrider.evals.summary import REFERENCE
 
 FOREIGN = ("plain", "assisted")  # transformers' own decoding, which has no verdicts to count
@@ -36,10 +36,10 @@ def _sentence(run: EvalRun, mode: str) -> str:
     reference = {answer.id: answer for answer in of_mode(run.answers, REFERENCE)}
     common = [name for name in own if name in reference]
     if not common:
-        return _gain(list(own.values()), _seconds(run, mode, list(own))).sentence()
+        return _gain(list(own.values()), _seconds(run, mode, list(own))).describe()
     same = sum(own[name].token_ids == reference[name].token_ids for name in common)
-    alone = Alone(len(common), same, _seconds(run, REFERENCE, common))
-    return _gain([own[name] for name in common], _seconds(run, mode, common)).sentence(alone)
+    alone = CloudBaseline(len(common), same, _seconds(run, REFERENCE, common))
+    return _gain([own[name] for name in common], _seconds(run, mode, common)).describe(alone)
 
 
 def _gain(answers: Sequence[Answer], seconds: float) -> Gain:
@@ -74,14 +74,14 @@ def _modelled(runs: Sequence[EvalRun]) -> Iterator[str]:
                 yield label(run, _compared(min(exact, key=_total), alone[0], rtt), runs)
 
 
-def _compared(best: Swept, alone: Swept, rtt: float) -> str:
-    fast = speed(_total(alone) / _total(best), "modelled")
+def _compared(best: SweepPoint, alone: SweepPoint, rtt: float) -> str:
+    fast = describe_speedup(_total(alone) / _total(best), "modelled")
     return f"Round trip of {1000 * rtt:g} ms: {best.driver}, gate {best.gate}, k {best.k}: same text; {fast}."
 
 
-def _is_exact(row: Swept) -> bool:
+def _is_exact(row: SweepPoint) -> bool:
     return row.gate == "always" or row.gate.startswith("trigger:")
 
 
-def _total(row: Swept) -> float:
+def _total(row: SweepPoint) -> float:
     return row.total_s.value if row.total_s is not None else float("inf")

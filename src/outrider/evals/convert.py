@@ -27,7 +27,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from outrider.errors import DataError, SettingsError
-from outrider.evals.manifest import Faults, Item
+from outrider.evals.manifest import ErrorCollector, Item
 from outrider.files import read_text
 from outrider.prompts.captions import LANGUAGES
 
@@ -54,16 +54,16 @@ MER_COLUMNS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 class _Rows:
     """Values by id with the line each stands on, faults collected."""
 
-    faults: Faults
+    errors: ErrorCollector
     values: dict[str, Any] = field(default_factory=dict)
     lines: dict[str, str] = field(default_factory=dict)
     fields: frozenset[str] = frozenset()
 
     def put(self, where: str, key: str, value: Any) -> None:
         if key in self.values:
-            self.faults.add(where, f"{key} is on {self.lines[key]} already")
+            self.errors.add(where, f"{key} is on {self.lines[key]} already")
         elif not value:
-            self.faults.add(where, f"{key} has nothing behind it")
+            self.errors.add(where, f"{key} has nothing behind it")
         else:
             self.values[key], self.lines[key] = value, where
 
@@ -87,10 +87,10 @@ def from_secap(captions: Path, audio: Path, transcripts: Path | None = None, *, 
     for key, caption in found.values.items():
         path = _listed(audio, listed.values.get(key)) if listed else _recording(audio, key)
         if path is None:
-            found.faults.add(found.lines[key], f"{key}: there is no recording of it in {audio}")
+            found.errors.add(found.lines[key], f"{key}: there is no recording of it in {audio}")
         else:
             items.append(Item(key, path, lang=lang, references=(caption,), transcript=said.get(key)))
-    found.faults.check()
+    found.errors.check()
     return items
 
 
@@ -130,10 +130,10 @@ def from_mer(
             continue
         path = _recording(audio, key)
         if path is None:
-            read[0].faults.add(read[0].lines[key], f"{key}: there is no recording of it in {audio}")
+            read[0].errors.add(read[0].lines[key], f"{key}: there is no recording of it in {audio}")
         else:
             items.append(_mer_item(key, path, lang, caption, merged))
-    read[0].faults.check()
+    read[0].errors.check()
     if not items:
         raise DataError(f"{', '.join(map(str, tables))}: no caption in {lang} for any name of the first table")
     return items
@@ -160,10 +160,10 @@ def _columns(given: Mapping[str, str | Sequence[str]]) -> dict[str, tuple[str, .
 
 def _table(path: Path) -> _Rows:
     """A JSON object of texts, or lines "id value", where the first white space divides."""
-    rows = _Rows(Faults(path))
+    rows = _Rows(ErrorCollector(path))
     for where, key, value in _entries(path, read_text(path)):
         rows.put(where, key, value)
-    rows.faults.check()
+    rows.errors.check()
     if not rows.values:
         raise DataError(f"{path} holds no line")
     return rows
@@ -188,8 +188,8 @@ def _entries(path: Path, text: str) -> Iterator[tuple[str, str, str]]:
 
 def _csv(path: Path, wanted: Mapping[str, tuple[str, ...]]) -> _Rows:
     """The fields of each row by its name; empty cells are left out."""
-    rows = _Rows(Faults(path))
-    table = _csv_rows(csv.reader(io.StringIO(read_text(path), newline=""), strict=True), rows.faults)
+    rows = _Rows(ErrorCollector(path))
+    table = _csv_rows(csv.reader(io.StringIO(read_text(path), newline=""), strict=True), rows.errors)
     header = [column.strip() for column in next(table, ("", []))[1]]
     has = {name: next((header.index(c) for c in columns if c in header), None) for name, columns in wanted.items()}
     places = {name: place for name, place in has.items() if place is not None}
@@ -201,23 +201,23 @@ def _csv(path: Path, wanted: Mapping[str, tuple[str, ...]]) -> _Rows:
         if len(row) == len(header):
             _add(rows, where, {name: row[place].strip() for name, place in places.items()})
         else:
-            rows.faults.add(where, f"{len(row)} cells under {len(header)} columns")
-    rows.faults.check()
+            rows.errors.add(where, f"{len(row)} cells under {len(header)} columns")
+    rows.errors.check()
     return rows
 
 
 def _add(rows: _Rows, where: str, cells: dict[str, str]) -> None:
     key = cells.pop("name")
     if not key:
-        rows.faults.add(where, "no name")
+        rows.errors.add(where, "no name")
     elif key in rows.values:
-        rows.faults.add(where, f"{key} is on {rows.lines[key]} already")
+        rows.errors.add(where, f"{key} is on {rows.lines[key]} already")
     else:
         rows.values[key] = {name: text for name, text in cells.items() if text.lower() not in _EMPTY}
         rows.lines[key] = where
 
 
-def _csv_rows(reader: Any, faults: Faults) -> Iterator[tuple[str, list[str]]]:
+def _csv_rows(reader: Any, errors: ErrorCollector) -> Iterator[tuple[str, list[str]]]:
     """Rows that are not blank, each with the line it starts on (a cell may span several)."""
     while True:
         start = f"line {reader.line_num + 1}"
@@ -226,7 +226,7 @@ def _csv_rows(reader: Any, faults: Faults) -> Iterator[tuple[str, list[str]]]:
         except StopIteration:
             return
         except csv.Error as error:
-            faults.add(start, f"no CSV: {error}")
+            errors.add(start, f"no CSV: {error}")
             return
         if row:
             yield start, row

@@ -8,8 +8,8 @@ from typing import Final
 
 import numpy as np
 
-from outrider.core.outcome import Result, Stats
-from outrider.evals.scores import Array, Resampling, Score, interval
+from outrider.decoding.result import Result, Stats
+from outrider.evals.bootstrap import Array, Resampling, Score, interval
 
 QUANTILES: Final = (50, 95, 99)
 SHARES: Final = ("prefill", "draft", "network", "queue", "verify", "rest")
@@ -56,14 +56,14 @@ def latency(timings: Sequence[Timing], how: Resampling) -> dict[str, Score]:
 
 
 def spent(stats: Stats) -> dict[str, float]:
-    """Seconds by what they were spent on: `divided`, with both prefills as one."""
+    """Seconds by what they were spent on: `split_total`, with both prefills as one."""
     names = ("prefill", "draft", "wait", "verify_prefill", "verify", "queue")
-    parts = divided(stats.total_s, {name: getattr(stats, f"{name}_s") for name in names})
+    parts = split_total(stats.total_s, {name: getattr(stats, f"{name}_s") for name in names})
     prefill = parts["edge prefill"] + parts["cloud prefill"]
     return {"prefill": prefill, **{name: parts[name] for name in SHARES[1:]}}
 
 
-def divided(total_s: float, seconds: Mapping[str, float]) -> dict[str, float]:
+def split_total(total_s: float, seconds: Mapping[str, float]) -> dict[str, float]:
     """A total, divided into what is known of it, and the rest.
 
     edge prefill: until the drafter had its first token; cloud prefill: what the verifier's first verdict took: both

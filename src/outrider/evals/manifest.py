@@ -54,7 +54,7 @@ KEYS: Final = tuple(f.name for f in fields(Item))
 
 
 @dataclass
-class Faults:
+class ErrorCollector:
     """What is wrong with a file, collected; raised together."""
 
     path: Path
@@ -95,7 +95,7 @@ def read_manifest(path: str | Path) -> list[Item]:
     """The items of a manifest; audio paths in it are relative to it.
 
     Raises:
-        DataError: it cannot be read, is empty, or has faults: all of them, each with the number and id of its item.
+        DataError: it cannot be read, is empty, or has errors: all of them, each with the number and id of its item.
     """
     return _build(Path(path), read_records(Path(path)), _item, "id")
 
@@ -130,15 +130,15 @@ def _list(path: Path, text: str) -> list[tuple[str, Any]]:
 
 
 def _lines(path: Path, text: str) -> list[tuple[str, Any]]:
-    faults = Faults(path)
+    errors = ErrorCollector(path)
     records: list[tuple[str, Any]] = []
     for n, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 records.append((f"item {len(records) + 1} (line {n})", json.loads(line, object_pairs_hook=_unique)))
             except (ValueError, RecursionError) as error:
-                faults.add(f"line {n}", f"no JSON: {error}")
-    faults.check()
+                errors.add(f"line {n}", f"no JSON: {error}")
+    errors.check()
     return records
 
 
@@ -151,32 +151,32 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-Made = Item | list[str]  # or what is wrong with it
+ItemOrErrors = Item | list[str]  # or what is wrong with it
 
 
 def _build(
-    path: Path, records: list[tuple[str, Any]], make: Callable[[dict[str, Any], Path], Made], key: str
+    path: Path, records: list[tuple[str, Any]], make: Callable[[dict[str, Any], Path], ItemOrErrors], key: str
 ) -> list[Item]:
     """The items that `make` makes of the records, whose `key` names them."""
-    faults, items, seen = Faults(path), [], set()
+    errors, items, seen = ErrorCollector(path), [], set()
     for where, value in records:
         made = make(value, path.parent) if isinstance(value, dict) else ["no object"]
         name = value.get(key) if isinstance(value, dict) else None
         where = where if name is None else f"{where}, id {name!r}"
         if name is not None and str(name) in seen:
-            faults.add(where, "an earlier item has this id")
+            errors.add(where, "an earlier item has this id")
         seen.add(str(name))
         if isinstance(made, Item):
             items.append(made)
         else:
             for what in made:
-                faults.add(where, what)
-    faults.check()
+                errors.add(where, what)
+    errors.check()
     return items
 
 
-def _item(value: dict[str, Any], folder: Path) -> Made:
-    wrong = list(_wrong(value, folder))
+def _item(value: dict[str, Any], folder: Path) -> ItemOrErrors:
+    wrong = list(_find_errors(value, folder))
     if wrong:
         return wrong
     known = {key: given for key, given in value.items() if given is not None}
@@ -188,7 +188,7 @@ def _item(value: dict[str, Any], folder: Path) -> Made:
     return Item(**known)
 
 
-def _wrong(value: dict[str, Any], folder: Path) -> Iterator[str]:
+def _find_errors(value: dict[str, Any], folder: Path) -> Iterator[str]:
     unknown = sorted(set(value) - set(KEYS))
     if unknown:
         yield f"unknown key {', '.join(unknown)}: expected any of {', '.join(KEYS)}"
@@ -199,14 +199,14 @@ def _wrong(value: dict[str, Any], folder: Path) -> Iterator[str]:
     for key in ("id", "lang", "audio", "prompt", "transcript", "task"):
         if value.get(key) is not None and not is_text(value[key]):
             yield f"{key} is a text that is not blank, not {value[key]!r}"
-    yield from _wrong_parts(value)
+    yield from _find_field_errors(value)
     sources = [key for key in SOURCES if value.get(key) is not None]
     if len(sources) != 1:
         yield f"one of {', '.join(SOURCES)} is needed, found {' and '.join(sources) or 'none'}"
-    yield from _wrong_recording(value, folder) if sources == ["audio"] else _wrong_text(value)
+    yield from _find_recording_errors(value, folder) if sources == ["audio"] else _find_text_errors(value)
 
 
-def _wrong_parts(value: dict[str, Any]) -> Iterator[str]:
+def _find_field_errors(value: dict[str, Any]) -> Iterator[str]:
     references, labels, messages = value.get("references"), value.get("labels"), value.get("messages")
     if references is not None and not (isinstance(references, list) and all(map(is_text, references))):
         yield f"references is a list of texts that are not blank, not {references!r}"
@@ -220,7 +220,7 @@ def _wrong_parts(value: dict[str, Any]) -> Iterator[str]:
         yield "messages is a list of objects, each with a role"
 
 
-def _wrong_recording(value: dict[str, Any], folder: Path) -> Iterator[str]:
+def _find_recording_errors(value: dict[str, Any], folder: Path) -> Iterator[str]:
     if is_text(value["audio"]) and not os.path.isfile(folder / value["audio"]):  # false also for impossible names
         yield f"there is no file {folder / value['audio']}"
     if is_text(value.get("lang")) and value["lang"] not in LANGUAGES:
@@ -229,7 +229,7 @@ def _wrong_recording(value: dict[str, Any], folder: Path) -> Iterator[str]:
         yield f"task is one of {', '.join(TASKS)}, not {value['task']!r}"
 
 
-def _wrong_text(value: dict[str, Any]) -> Iterator[str]:
+def _find_text_errors(value: dict[str, Any]) -> Iterator[str]:
     if is_text(value.get("task")) and value["task"] != "default":
         yield "task is for a recording: a prompt says itself what to do"
 
@@ -252,7 +252,7 @@ def _relative(audio: Path, folder: Path) -> str:
     return str(audio.relative_to(folder) if audio.is_relative_to(folder) else audio)
 
 
-def _question(value: dict[str, Any], _folder: Path) -> Made:
+def _question(value: dict[str, Any], _folder: Path) -> ItemOrErrors:
     """A question of Spec-Bench. Its "reference" is not taken: what it refers to differs from category to category."""
     number, category, turns = value.get("question_id"), value.get("category"), value.get("turns")
     wrong = [f"unknown key {key}" for key in sorted(set(value) - {*_QUESTION, "reference"})]

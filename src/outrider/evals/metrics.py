@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from outrider.evals.attributes import NAMES, Parse, accuracy, parse
 from outrider.evals.bertscore import Encoder, bertscore
-from outrider.evals.form import Format, compliance, language_match, repetition
+from outrider.evals.bootstrap import Measure, Resampling, Score, measure
+from outrider.evals.format_metrics import FormatRules, compliance, language_match, repetition
 from outrider.evals.latency import Timing, latency
 from outrider.evals.manifest import Item
 from outrider.evals.overlap import Pair, bleu, chrf, cider_d, rouge_l
-from outrider.evals.scores import Measure, Resampling, Score, measure
 
 __all__ = ["Measure", "Resampling", "Score", "Scoring", "Timing", "agreement", "latency", "score"]
 
@@ -21,7 +21,7 @@ class Scoring:
     """How to score. parse, names: what reads attributes from a text, and which labels are such attributes."""
 
     resampling: Resampling = field(default_factory=Resampling)
-    form: Format = field(default_factory=Format)
+    rules: FormatRules = field(default_factory=FormatRules)
     parse: Parse = parse
     names: tuple[str, ...] = NAMES
     encoder: Encoder | None = None
@@ -51,7 +51,7 @@ def score(
         "bertscore": bertscore(pairs, how.encoder, draws) if how.encoder else None,
         "language_match": language_match(texts, langs, draws),
         **repetition(texts, langs, draws),
-        **compliance(texts, langs, draws, how.form),
+        **compliance(texts, langs, draws, how.rules),
         **accuracy(items, texts, draws, how.parse, how.names),
         **(agreement(texts, cloud_texts, langs, draws) if cloud_texts is not None else {}),
     }

@@ -17,19 +17,19 @@ from itertools import pairwise
 from typing import Any, Final, Protocol
 
 from outrider.api import SpeculativeDecoder
-from outrider.core.options import DecodingOptions
-from outrider.core.outcome import SECONDS, Oversight, Result
-from outrider.core.text import Transcript
+from outrider.decoding.incremental_text import IncrementalDetokenizer
+from outrider.decoding.options import DecodingOptions
+from outrider.decoding.result import TIME_FIELDS, GuaranteeTracker, Result
 from outrider.engines.base import Prompt
 from outrider.errors import OutriderError, SettingsError
 from outrider.evals.manifest import Item
 from outrider.prompts.audio import Audio
 from outrider.prompts.chat import encode
-from outrider.verifiers.base import Description
+from outrider.verifiers.base import ModelInfo
 
 NAMES: Final = ("edge-only", "cloud-only", "exact", "gated", "plain", "assisted")
 OURS: Final = NAMES[:4]
-_NO_COUNTERS: Final = (*SECONDS, "bytes_up", "bytes_down", "media_bytes_up")
+_NO_COUNTERS: Final = (*TIME_FIELDS, "bytes_up", "bytes_down", "media_bytes_up")
 
 
 class Inapplicable(OutriderError):
@@ -37,7 +37,7 @@ class Inapplicable(OutriderError):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ItemResult:
     """What came of one item. result: the same on every run. timing: how long it took, and bytes on the network."""
 
     result: dict[str, Any]
@@ -49,7 +49,7 @@ class Mode(Protocol):
 
     name: str
 
-    def run(self, item: Item) -> Outcome:
+    def run(self, item: Item) -> ItemResult:
         """Raises Inapplicable where it cannot, another OutriderError where it failed."""
         ...
 
@@ -70,7 +70,9 @@ class Setup:
 # Which modes ------------------------------------------------------------------------------------------------
 
 
-def obstacle(mode: str, options: DecodingOptions, *, edge: bool, cloud: str, limited: bool = False) -> str | None:
+def unsupported_reason(
+    mode: str, options: DecodingOptions, *, edge: bool, cloud: str, limited: bool = False
+) -> str | None:
     """Why a mode cannot be had at all with these options; None where it can. cloud: none, local, or a kind of remote.
 
     limited: the edge is held to threads of its own.
@@ -88,20 +90,20 @@ def obstacle(mode: str, options: DecodingOptions, *, edge: bool, cloud: str, lim
     return None
 
 
-def choose(asked: Sequence[str], why_not: Callable[[str], str | None]) -> tuple[list[str], dict[str, str]]:
+def select_modes(requested: Sequence[str], reason_for: Callable[[str], str | None]) -> tuple[list[str], dict[str, str]]:
     """The modes to run, in canonical order, and those that cannot be had, with the reason. None asked for: all.
 
     Raises:
         SettingsError: an unknown mode, or one that was asked for and cannot be had.
     """
-    for name in asked:
+    for name in requested:
         if name not in NAMES:
             raise SettingsError(f"mode {name!r}: expected any of {', '.join(NAMES)}")
-    reasons = {name: reason for name in NAMES if (reason := why_not(name)) is not None}
-    for name in asked:
+    reasons = {name: reason for name in NAMES if (reason := reason_for(name)) is not None}
+    for name in requested:
         if name in reasons:
             raise SettingsError(f"mode {name}: {reasons[name]}")
-    return [name for name in NAMES if name not in reasons and (name in asked or not asked)], reasons
+    return [name for name in NAMES if name not in reasons and (name in requested or not requested)], reasons
 
 
 # Items ------------------------------------------------------------------------------------------------------
@@ -125,10 +127,10 @@ class Encoder:
             InputError: a recording that cannot be used, or a prompt that no model here can read.
         """
         able = [engine for engine in self._engines if item.audio is None or getattr(engine, "audio", None) is not None]
-        return encode((able or self._engines)[0], given(item))
+        return encode((able or self._engines)[0], item_prompt(item))
 
 
-def given(item: Item) -> Any:
+def item_prompt(item: Item) -> Any:
     """What an item asks, as a prompt that can be encoded."""
     if item.audio is not None:
         return Audio(item.audio, task=item.task, lang=item.lang)
@@ -138,7 +140,7 @@ def given(item: Item) -> Any:
 # Our modes --------------------------------------------------------------------------------------------------
 
 
-class Ready(SpeculativeDecoder):
+class EncodedDecoder(SpeculativeDecoder):
     """A decoder whose prompts are encoded already."""
 
     def encode(self, prompt: Any) -> Prompt:
@@ -146,14 +148,14 @@ class Ready(SpeculativeDecoder):
         return prompt
 
     @property
-    def target(self) -> Description:
+    def target(self) -> ModelInfo:
         """Whose output it is to be."""
         return self._target
 
-    def timed(self, prompt: Prompt, settings: dict[str, Any]) -> tuple[Result, list[float]]:
+    def generate_timed(self, prompt: Prompt, settings: dict[str, Any]) -> tuple[Result, list[float]]:
         """Generate; with the seconds after which each token stood."""
         # The audits of this result alone: a resumed run does not have those of earlier results.
-        self._oversight = Oversight(self.options.gate)
+        self._guarantees = GuaranteeTracker(self.options.gate)
         started = time.perf_counter()
         arrivals: list[float] = []
         run = self._start(prompt, settings)  # type: ignore[arg-type]
@@ -165,16 +167,16 @@ class Ready(SpeculativeDecoder):
         return result, arrivals[: len(result.token_ids)]
 
 
-class Decoded:
+class DecoderMode:
     """One of our own modes."""
 
-    def __init__(self, name: str, decoder: Ready, encoder: Encoder, settings: dict[str, Any]) -> None:
+    def __init__(self, name: str, decoder: EncodedDecoder, encoder: Encoder, settings: dict[str, Any]) -> None:
         self.name, self.decoder = name, decoder
         self._encoder, self._settings = encoder, settings
 
-    def run(self, item: Item) -> Outcome:
-        result, arrivals = self.decoder.timed(self._encoder(item), self._settings)
-        return Outcome(self._result(result), _timing(result, arrivals))
+    def run(self, item: Item) -> ItemResult:
+        result, arrivals = self.decoder.generate_timed(self._encoder(item), self._settings)
+        return ItemResult(self._result(result), _timing(result, arrivals))
 
     def _result(self, result: Result) -> dict[str, Any]:
         stats = {name: value for name, value in asdict(result.stats).items() if name not in _NO_COUNTERS}
@@ -195,13 +197,13 @@ class Decoded:
         """Each token's text; none without a tokenizer."""
         if self.decoder.tokenizer is None or not ids:
             return []
-        transcript = Transcript(self.decoder.decode)
+        transcript = IncrementalDetokenizer(self.decoder.decode)
         for token in ids:
-            transcript.push(token)
+            transcript.append(token)
         return transcript.pieces
 
 
-def build(name: str, draft: Any, verifier: Any, setup: Setup, encoder: Encoder) -> Decoded:
+def build(name: str, draft: Any, verifier: Any, setup: Setup, encoder: Encoder) -> DecoderMode:
     """Build one of our modes on loaded models."""
     options, sides = setup.options, (draft, verifier)
     if name == "edge-only":
@@ -210,13 +212,13 @@ def build(name: str, draft: Any, verifier: Any, setup: Setup, encoder: Encoder) 
         options, sides = options.for_mode("cloud-only"), (None, verifier)
     elif name == "exact":
         options = replace(options, gate="always", accept="exact", scope="block")
-    decoder = Ready(*sides, reader=encoder.reader, **options.keywords())
-    return Decoded(name, decoder, encoder, setup.generation)
+    decoder = EncodedDecoder(*sides, reader=encoder.reader, **options.keywords())
+    return DecoderMode(name, decoder, encoder, setup.generation)
 
 
 def _timing(result: Result, arrivals: list[float]) -> dict[str, Any]:
     stats = result.stats
-    seconds = {name: round(getattr(stats, name), 6) for name in SECONDS}
+    seconds = {name: round(getattr(stats, name), 6) for name in TIME_FIELDS}
     return {**seconds, "itl_s": gaps(arrivals), "bytes": result.ledger or {"up": {}, "down": {}}}
 
 

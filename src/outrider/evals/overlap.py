@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from outrider.evals.bootstrap import Array, Finish, Measure, Resampling, mean, measure, pool
 from outrider.evals.cider import cider_d as cider_scores
-from outrider.evals.scores import Array, Finish, Measure, Resampling, mean, measure, pool
-from outrider.evals.words import need, primary, words
+from outrider.evals.word_segmentation import import_extra, primary_language, words
 
 _BLEU_TOKENS: Final = {"zh": "zh", **dict.fromkeys(("ja", "th", "lo", "km", "my"), "char")}
 
@@ -70,7 +70,7 @@ def referenced(pairs: Sequence[Pair]) -> list[Pair]:
 def _by_lang(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
     groups: dict[str, list[Pair]] = defaultdict(list)
     for pair in referenced(pairs):
-        groups[primary(pair.lang)].append(pair)
+        groups[primary_language(pair.lang)].append(pair)
     return dict(sorted(groups.items()))
 
 
@@ -98,12 +98,12 @@ def _finisher(scorer: Any) -> Finish:
 
 @lru_cache
 def _bleu(tokens: str) -> Any:
-    return need("sacrebleu.metrics").BLEU(tokenize=tokens)
+    return import_extra("sacrebleu.metrics").BLEU(tokenize=tokens)
 
 
 @lru_cache
 def _chrf() -> Any:
-    return need("sacrebleu.metrics").CHRF()
+    return import_extra("sacrebleu.metrics").CHRF()
 
 
 class _Words:
@@ -115,4 +115,4 @@ class _Words:
 
 @lru_cache
 def _rouge() -> Any:
-    return need("rouge_score.rouge_scorer").RougeScorer(["rougeL"], tokenizer=_Words())
+    return import_extra("rouge_score.rouge_scorer").RougeScorer(["rougeL"], tokenizer=_Words())

@@ -15,15 +15,15 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from outrider import __version__
-from outrider.core.gate import NAMES as SIGNALS
-from outrider.core.sequence import Source
+from outrider.decoding.gate import SIGNAL_NAMES as SIGNALS
+from outrider.decoding.sequence import Source
 from outrider.errors import DataError
-from outrider.evals import breakdown, digest, tradeoffs
+from outrider.evals import breakdown, report_sections, tradeoffs
 from outrider.evals.charts import stack
 from outrider.evals.conclusion import conclusion
-from outrider.evals.digest import Section, label
+from outrider.evals.report_sections import Section, label
 from outrider.evals.results import Answer, EvalRun, read_run
-from outrider.files import check_place, write_file
+from outrider.files import check_writable, write_file
 
 ITEMS = 12  # whose tokens are shown
 TOKENS = 2_000  # of one answer
@@ -89,9 +89,9 @@ def render(runs: Sequence[EvalRun]) -> str:
         breakdown.acceptance(runs),
         breakdown.stages(runs),
         breakdown.ledger(runs),
-        digest.overview(runs),
-        digest.metrics(runs),
-        digest.durations(runs),
+        report_sections.overview(runs),
+        report_sections.metrics(runs),
+        report_sections.durations(runs),
     ]
     present = {source for run in runs for answer in run.answers for source in answer.sources}
     sources = [(KINDS[source], NAMES[source]) for source in Source if source in present]
@@ -122,7 +122,7 @@ def _wide(sections: Sequence[Section]) -> set[str]:
 def _template() -> Any:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters.update(csp_hash=_csp_hash, stack=stack, flat=lambda values: list(_flat(values)))
-    environment.filters.update(extent=digest.extent, unfinished=digest.unfinished)
+    environment.filters.update(extent=report_sections.extent, unfinished=report_sections.unfinished)
     text = files("outrider.evals").joinpath("report.html.jinja").read_text(encoding="utf-8")
     return environment.from_string(text)
 
@@ -195,7 +195,7 @@ def write_report(folders: Sequence[Path], out: Path) -> list[EvalRun]:
         DataError: a folder is not an evaluation, or the page cannot be written.
         OutriderError: the file system refuses.
     """
-    check_place(out)
+    check_writable(out)
     runs = read_runs(folders)
     write_file(out, render(runs))
     return runs

@@ -24,24 +24,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from outrider.config import is_whole
-from outrider.core.sequence import Source
+from outrider.config import is_integer
+from outrider.decoding.sequence import Source
 from outrider.errors import DataError
-from outrider.evals.reading import (
+from outrider.evals.json_validation import (
     Row,
     entries,
+    error_prefix,
     mapping,
-    naming,
     number,
     numbers,
     read_object,
     rows,
     seconds,
     share,
-    short,
+    shorten,
     string,
     text,
-    whole,
+    whole_number,
 )
 from outrider.planning.traces import Trace, read_traces
 
@@ -100,7 +100,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Swept:
+class SweepPoint:
     """One setting of a sweep. rtt_s, total_s, cloud_share, disagreement: None where that was not swept."""
 
     gate: str
@@ -123,7 +123,7 @@ class EvalRun:
     failures: tuple[Failure, ...] = ()
     timings: tuple[Timing, ...] = ()
     traces: tuple[Trace, ...] = ()
-    sweep: tuple[Swept, ...] = ()
+    sweep: tuple[SweepPoint, ...] = ()
     metrics: dict[str, dict[str, Figure]] = field(default_factory=dict)
     latency: dict[str, dict[str, Figure]] = field(default_factory=dict)
 
@@ -142,7 +142,7 @@ class EvalRun:
         """Lines of results.jsonl when all is done, by run.json; 0 where it does not say."""
         data = self._configuration.get("data")
         items: Any = data.get("items") if isinstance(data, dict) else None
-        return int(items) * len(self._wanted) if is_whole(items) else 0
+        return int(items) * len(self._wanted) if is_integer(items) else 0
 
     @property
     def missing(self) -> int:
@@ -201,11 +201,11 @@ def _line(row: Row) -> Answer | Failure:
 def _reason(value: Any) -> str:
     if isinstance(value, dict) and "message" in value:
         return string(f"{value.get('type', 'error')}: {value['message']}", "error")
-    return string(value, "error") if isinstance(value, str) else short(value)
+    return string(value, "error") if isinstance(value, str) else shorten(value)
 
 
 def _answer(row: Row) -> Answer:
-    ids = tuple(whole(token, "token_ids") for token in entries(row, "token_ids"))
+    ids = tuple(whole_number(token, "token_ids") for token in entries(row, "token_ids"))
     answer = Answer(
         id=text(row, "id"),
         mode=text(row, "mode"),
@@ -228,7 +228,7 @@ def _answer(row: Row) -> Answer:
 def _timing(row: Row) -> Timing:
     known = ("prefill_s", "draft_s", "wait_s", "queue_s", "verify_s", "verify_prefill_s")
     spent = mapping(row, "bytes") if row.get("bytes") is not None else {"up": {}, "down": {}}
-    up, down = ({kind: whole(n, "bytes") for kind, n in mapping(spent, way).items()} for way in ("up", "down"))
+    up, down = ({kind: whole_number(n, "bytes") for kind, n in mapping(spent, way).items()} for way in ("up", "down"))
     return Timing(
         id=text(row, "id"),
         mode=text(row, "mode"),
@@ -240,8 +240,8 @@ def _timing(row: Row) -> Timing:
     )
 
 
-def _swept(row: Row) -> Swept:
-    return Swept(
+def _swept(row: Row) -> SweepPoint:
+    return SweepPoint(
         gate=text(row, "gate"),
         k=str(row.get("k", "–")),
         driver=str(row.get("driver", "sequential")),
@@ -256,7 +256,7 @@ def _swept(row: Row) -> Swept:
 def _summary(path: Path) -> dict[str, dict[str, dict[str, Figure]]]:
     """summary.json, by the names that an `EvalRun` has for its groups."""
     whole_file = read_object(path)
-    with naming(str(path)):
+    with error_prefix(str(path)):
         return {"metrics": _metrics(whole_file, "modes"), "latency": _metrics(whole_file, "latency")}
 
 
@@ -270,12 +270,12 @@ def _metrics(whole_file: Row, group: str) -> dict[str, dict[str, Figure]]:
 def _figure_of(row: Row, name: str) -> Figure | None:
     figure = _figure(row.get(name), name)
     if figure is None and row.get(name) is not None:
-        raise DataError(f"{name}: expected a number, not {short(row[name])}")
+        raise DataError(f"{name}: expected a number, not {shorten(row[name])}")
     ends = row.get(f"{name}_ci")
     if figure is None or ends is None:
         return figure
     if not (isinstance(ends, list) and len(ends) == 2):
-        raise DataError(f"{name}_ci: expected [low, high], not {short(ends)}")
+        raise DataError(f"{name}_ci: expected [low, high], not {shorten(ends)}")
     return Figure(figure.value, *(number(end, f"{name}_ci") for end in ends))
 
 
@@ -288,7 +288,7 @@ def _figure(value: Any, name: str) -> Figure | None:
 
 def _source(value: Any) -> Source:
     if not isinstance(value, str) or value not in SOURCES:
-        raise DataError(f"sources: expected one of {', '.join(SOURCES)}, not {short(value)}")
+        raise DataError(f"sources: expected one of {', '.join(SOURCES)}, not {shorten(value)}")
     return SOURCES[value]
 
 
@@ -296,7 +296,7 @@ def _signals(value: Any) -> tuple[dict[str, float], ...]:
     if isinstance(value, dict):  # as traces have them
         value = _transposed(value)
     if not isinstance(value, list) and value is not None:
-        raise DataError(f"signals: expected a list, not {short(value)}")
+        raise DataError(f"signals: expected a list, not {shorten(value)}")
     return tuple(_signal(entry) for entry in value or [])
 
 
@@ -312,12 +312,12 @@ def _signal(value: Any) -> dict[str, float]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise DataError(f"signals: expected an object or null for each token, not {short(value)}")
+        raise DataError(f"signals: expected an object or null for each token, not {shorten(value)}")
     return numbers(value)
 
 
 def _about(about: Row, key: str, path: Path) -> Row:
-    with naming(str(path)):
+    with error_prefix(str(path)):
         return mapping(about, key) if about.get(key) is not None else {}
 
 

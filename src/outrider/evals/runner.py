@@ -24,11 +24,11 @@ def run(
 ) -> None:
     """Answer what the store lacks, and put it in order. A failure is an answer; whatever else is raised ends the run.
 
-    tracer: takes an item's trace. advance: called when a step, one of `steps`, is done.
+    tracer: takes an item's trace. advance: called when a step, one of `count_steps`, is done.
     """
     warm_up(items, [mode for mode in modes if not all(store.is_done(item.id, mode.name) for item in items)])
     for n, item in enumerate(items):
-        for mode in rotated(modes, n):
+        for mode in rotate_modes(modes, n):
             if not store.is_done(item.id, mode.name):
                 store.add(*answer(mode, item))
             advance()
@@ -39,11 +39,11 @@ def run(
     store.finish([item.id for item in items], [mode.name for mode in modes])
 
 
-def steps(items: Sequence[Item], modes: Sequence[Mode], tracer: Tracer | None) -> int:
+def count_steps(items: Sequence[Item], modes: Sequence[Mode], tracer: Tracer | None) -> int:
     return len(items) * (len(modes) + (tracer is not None))
 
 
-def rotated(modes: Sequence[Mode], n: int) -> list[Mode]:
+def rotate_modes(modes: Sequence[Mode], n: int) -> list[Mode]:
     """The order for item n: each mode comes first as often as any other."""
     at = n % len(modes) if modes else 0
     return [*modes[at:], *modes[:at]]

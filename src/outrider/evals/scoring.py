@@ -7,7 +7,7 @@ from dataclasses import asdict
 from itertools import accumulate
 from typing import Any
 
-from outrider.core.outcome import SECONDS, Stats
+from outrider.decoding.result import TIME_FIELDS, Stats
 from outrider.evals.latency import Timing, latency
 from outrider.evals.manifest import Item
 from outrider.evals.metrics import Scoring, score
@@ -60,7 +60,7 @@ def _quality(items: Sequence[Item], texts: dict[str, str], cloud: dict[str, str]
 
 
 def _timing(row: Row, tokens: int) -> Timing:
-    spent: dict[str, Any] = {name: row[name] for name in SECONDS if name in row}
+    spent: dict[str, Any] = {name: row[name] for name in TIME_FIELDS if name in row}
     stats = Stats(**spent)
     gaps = row.get("itl_s")
     arrivals = tuple(accumulate([stats.ttft_s, *gaps])) if gaps else ()

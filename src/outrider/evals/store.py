@@ -38,7 +38,7 @@ def item_key(row: Row) -> Key:
     return (str(row["id"]),)
 
 
-class Journal:
+class JsonLinesFile:
     """A file of JSON lines, one per key, to which lines are added for good.
 
     Raises:
@@ -78,7 +78,7 @@ class Journal:
             os.fsync(file.fileno())
         self.rows[self._key(row)] = row
 
-    def keep(self, keys: Iterable[Key]) -> None:
+    def retain(self, keys: Iterable[Key]) -> None:
         """Keep only the lines of these keys, in this order; all of the file or nothing of it changes."""
         rows = {key: self.rows[key] for key in keys if key in self.rows}
         if list(rows) != list(self.rows):
@@ -99,20 +99,20 @@ class Store:
         self.folder = folder
         self._lock = _lock(folder)
         try:
-            _settle(folder, about)
-            self.results = Journal(folder / "results.jsonl", pair_key)
-            self.timings = Journal(folder / "timings.jsonl", pair_key)
-            self.traces = Journal(folder / "traces.jsonl", item_key)
-            self._drop_halves()
+            _check_run_file(folder, about)
+            self.results = JsonLinesFile(folder / "results.jsonl", pair_key)
+            self.timings = JsonLinesFile(folder / "timings.jsonl", pair_key)
+            self.traces = JsonLinesFile(folder / "traces.jsonl", item_key)
+            self._drop_incomplete()
         except BaseException:
             self.close()
             raise
 
-    def _drop_halves(self) -> None:
+    def _drop_incomplete(self) -> None:
         """Forget timings whose answer was not written any more, and answers whose timing is not there."""
-        whole = {key for key, row in self.results.rows.items() if "token_ids" not in row or key in self.timings.rows}
-        self.results.keep([key for key in self.results.rows if key in whole])
-        self.timings.keep([key for key in self.timings.rows if key in whole])
+        complete = {key for key, row in self.results.rows.items() if "token_ids" not in row or key in self.timings.rows}
+        self.results.retain([key for key in self.results.rows if key in complete])
+        self.timings.retain([key for key in self.timings.rows if key in complete])
 
     def __enter__(self) -> Store:
         return self
@@ -141,14 +141,14 @@ class Store:
 
     def forget_failures(self) -> None:
         """So that they are tried again."""
-        self.results.keep([key for key, row in self.results.rows.items() if "error" not in row])
+        self.results.retain([key for key, row in self.results.rows.items() if "error" not in row])
 
     def finish(self, items: Sequence[str], modes: Sequence[str]) -> None:
         """Put the lines in the order of the items and, for each, of the modes."""
         pairs = [(item, mode) for item in items for mode in (*modes, TRACE)]
-        self.results.keep(pairs)
-        self.timings.keep(pairs)
-        self.traces.keep([(item,) for item in items])
+        self.results.retain(pairs)
+        self.timings.retain(pairs)
+        self.traces.retain([(item,) for item in items])
 
     def summarise(self, figures: Row) -> None:
         """Write summary.json."""
@@ -157,14 +157,14 @@ class Store:
 
 def difference(old: Row, new: Row) -> tuple[str, Any, Any] | None:
     """The first field that differs, by its path, with both values; None where nothing does."""
-    before, now = _flat(old), _flat(new)
+    before, now = _flatten(old), _flatten(new)
     for name in [*now, *before]:
         if name not in NOT_COMPARED and before.get(name, _MISSING) != now.get(name, _MISSING):
             return name, before.get(name), now.get(name)
     return None
 
 
-def _settle(folder: Path, about: Row) -> None:
+def _check_run_file(folder: Path, about: Row) -> None:
     """Write run.json, or compare with the one that is there."""
     path = folder / "run.json"
     if not path.exists():
@@ -172,8 +172,8 @@ def _settle(folder: Path, about: Row) -> None:
             raise DataError(f"{folder} holds results but no run.json that says what they are of")
         write_file(path, _document(about))
         return
-    there = read_json(path)
-    found = difference(there, json.loads(json.dumps(about)))
+    recorded = read_json(path)
+    found = difference(recorded, json.loads(json.dumps(about)))
     if found is not None:
         name, old, new = found
         raise SettingsError(
@@ -181,10 +181,12 @@ def _settle(folder: Path, about: Row) -> None:
         )
 
 
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
+def _flatten(value: Any, path: str = "") -> dict[str, Any]:
     if not isinstance(value, dict) or not value:
         return {path: value}
-    return {key: leaf for name, part in value.items() for key, leaf in _flat(part, f"{path}.{name}".strip(".")).items()}
+    return {
+        key: leaf for name, part in value.items() for key, leaf in _flatten(part, f"{path}.{name}".strip(".")).items()
+    }
 
 
 def _lock(folder: Path) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from outrider.evals.charts import Axis, Point, Series, plot
-from outrider.evals.digest import (
+from outrider.evals.report_sections import (
     OUT_OF_100,
     Cell,
     Section,
@@ -22,7 +22,7 @@ from outrider.evals.digest import (
     plain,
     tick_percent,
 )
-from outrider.evals.results import Answer, EvalRun, Figure, Swept
+from outrider.evals.results import Answer, EvalRun, Figure, SweepPoint
 from outrider.evals.summary import REFERENCE
 
 LINES = 8  # that one chart can tell apart
@@ -193,7 +193,7 @@ def latency(runs: Sequence[EvalRun]) -> Section:
     rows = [(run, row) for run in runs for row in run.sweep if row.rtt_s is not None and row.total_s is not None]
     if not rows:
         return Section("latency", title, "", missing="There is no sweep.jsonl with rtt_s and total_s.")
-    grouped: dict[str, list[Swept]] = {}
+    grouped: dict[str, list[SweepPoint]] = {}
     for run, row in rows:
         name = row.gate if row.gate == REFERENCE else f"{row.driver}, {row.gate}"
         grouped.setdefault(label(run, name, runs), []).append(row)
@@ -215,7 +215,7 @@ def latency(runs: Sequence[EvalRun]) -> Section:
     return Section("latency", title, lead, table, "seconds per answer", drawing, legend=legend(series))
 
 
-def _latency_points(name: str, rows: Sequence[Swept]) -> Iterator[Point]:
+def _latency_points(name: str, rows: Sequence[SweepPoint]) -> Iterator[Point]:
     ordered = sorted(rows, key=lambda row: row.rtt_s or 0.0)
     for rtt, same in groupby(ordered, key=lambda row: round(1000 * (row.rtt_s or 0.0), 6)):
         row, total = min(((r, r.total_s) for r in same if r.total_s is not None), key=lambda pair: pair[1].value)

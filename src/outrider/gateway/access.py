@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from outrider.cloud.security import Tokens, is_local
 from outrider.errors import SettingsError
-from outrider.gateway.refusing import Refused
+from outrider.gateway.errors import RequestError
+from outrider.serving.addresses import is_local
+from outrider.serving.tokens import Tokens
 
 MEDIA_TYPE = "application/json"
-HERE = frozenset({"localhost", "127.0.0.1", "[::1]"})
+LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 @dataclass(frozen=True)
@@ -30,18 +31,18 @@ class Access:
     hosts: frozenset[str] | None = None
     body_s: float = 60.0
 
-    def client(self, request: Request) -> str:
+    def authenticate(self, request: Request) -> str:
         """Whose turn a request takes: the key's name, else the peer's address.
 
         Raises:
-            Refused: the wrong host, or no key that is known.
+            RequestError: the wrong host, or no key that is known.
         """
         self.check_host(request)
         if self.keys is None:
-            return _address(request)
+            return _peer_address(request)
         name = self.keys.identity(_bearer(request.headers.getlist("authorization")))
         if name is None:
-            raise _unknown("the API key is not known to this gateway")
+            raise _unauthorized("the API key is not known to this gateway")
         return name
 
     def check_host(self, request: Request) -> None:
@@ -53,24 +54,26 @@ class Access:
         if self.hosts is None or not named:
             return
         if len(named) > 1 or _without_port(named[0]) not in self.hosts:
-            raise Refused("this gateway is not known by the name in the Host header", code="unknown_host", status=403)
+            raise RequestError(
+                "this gateway is not known by the name in the Host header", code="unknown_host", status=403
+            )
 
-    async def body(self, request: Request, hold: Callable[[int], None]) -> bytes:
-        """Return the request's body. hold: called with the size of each part before it is kept; it may refuse.
+    async def read_body(self, request: Request, reserve: Callable[[int], None]) -> bytes:
+        """Return the request's body. reserve: called with the size of each part before it is kept; it may refuse.
 
         Raises:
-            Refused: the content type is not JSON, or the body is too long or too slow. The rest is not awaited.
+            RequestError: the content type is not JSON, or the body is too long or too slow. The rest is not awaited.
             ClientDisconnect: the client went away.
         """
-        _check_head(request, self.max_body)
+        _check_headers(request, self.max_body)
         try:
             async with asyncio.timeout(self.body_s):
-                return await _read(request, self.max_body, hold)
+                return await _read_parts(request, self.max_body, reserve)
         except TimeoutError:
-            raise Refused(f"the body took over {self.body_s:g} s", code="too_slow", status=408) from None
+            raise RequestError(f"the body took over {self.body_s:g} s", code="too_slow", status=408) from None
 
 
-def _address(request: Request) -> str:
+def _peer_address(request: Request) -> str:
     """Return the peer's address. A socket of both families gives IPv4 addresses a prefix, which is removed."""
     return request.client.host.removeprefix("::ffff:") if request.client is not None else "local"
 
@@ -88,50 +91,52 @@ def check_listen(host: str, *, keys: bool, insecure: bool) -> None:
         )
 
 
-def known_hosts(host: str, *, keys: bool) -> frozenset[str] | None:
+def allowed_hosts(host: str, *, keys: bool) -> frozenset[str] | None:
     """The names that `Access.hosts` takes: where a key is asked for, or others may come, any."""
     if keys or not is_local(host):
         return None
-    return HERE | {f"[{host}]" if ":" in host else host.lower()}
+    return LOCAL_HOSTS | {f"[{host}]" if ":" in host else host.lower()}
 
 
-def _check_head(request: Request, most: int) -> None:
+def _check_headers(request: Request, limit: int) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise Refused("send the request as it is, without Content-Encoding", code="unsupported_media_type", status=415)
+        raise RequestError(
+            "send the request as it is, without Content-Encoding", code="unsupported_media_type", status=415
+        )
     if kind != MEDIA_TYPE:  # another site's page could send other types without asking the browser first
-        raise Refused(f"send the request as {MEDIA_TYPE}", code="unsupported_media_type", status=415)
-    said = request.headers.get("content-length", "")
-    if said.isdecimal() and int(said) > most:
-        raise _too_large(most)
+        raise RequestError(f"send the request as {MEDIA_TYPE}", code="unsupported_media_type", status=415)
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise _too_large(limit)
 
 
-async def _read(request: Request, most: int, hold: Callable[[int], None]) -> bytes:
+async def _read_parts(request: Request, limit: int, reserve: Callable[[int], None]) -> bytes:
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
         size += len(part)
-        if size > most:
-            raise _too_large(most)
-        hold(len(part))
+        if size > limit:
+            raise _too_large(limit)
+        reserve(len(part))
         parts.append(part)
     return b"".join(parts)
 
 
-def _too_large(most: int) -> Refused:
-    return Refused(f"the body is larger than {most} bytes, the most that is read", code="too_large", status=413)
+def _too_large(limit: int) -> RequestError:
+    return RequestError(f"the body is larger than {limit} bytes, the most that is read", code="too_large", status=413)
 
 
 def _bearer(values: Iterable[str]) -> str:
-    given = list(values)
-    scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+    values_list = list(values)
+    scheme, _, key = values_list[0].partition(" ") if len(values_list) == 1 else ("", "", "")
     if scheme.lower() != "bearer" or not key.strip():
-        raise _unknown("an API key is required: send one `Authorization: Bearer KEY`")
+        raise _unauthorized("an API key is required: send one `Authorization: Bearer KEY`")
     return key.strip()
 
 
-def _unknown(message: str) -> Refused:
-    return Refused(message, code="invalid_api_key", status=401)
+def _unauthorized(message: str) -> RequestError:
+    return RequestError(message, code="invalid_api_key", status=401)
 
 
 def _without_port(host: str) -> str:

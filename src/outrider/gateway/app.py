@@ -17,20 +17,20 @@ from fastapi.security import HTTPBearer
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request as Asking
+from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 from outrider import __version__
-from outrider.core.gate import NAMES
+from outrider.decoding.gate import SIGNAL_NAMES
 from outrider.engines.load import BUNDLED
 from outrider.errors import OutriderError
-from outrider.gateway import replies
-from outrider.gateway.asking import Defaults
-from outrider.gateway.exchange import Gateway, exchange
-from outrider.gateway.refusing import SERVER, Refusal, Refused, plain, refusal
-from outrider.gateway.schemas import MODEL, ChatRequest, CompletionRequest, Read, Request
+from outrider.gateway import response_schema
+from outrider.gateway.errors import SERVER, ErrorResponse, RequestError, http_error, to_error_response
+from outrider.gateway.handlers import Gateway, handle_completion
+from outrider.gateway.request_parsing import Defaults
+from outrider.gateway.request_schema import MODEL, ChatRequest, CompletionRequest, Request, StrictModel
 
 log = logging.getLogger("outrider.gateway")
 
@@ -44,7 +44,7 @@ PAGE_HEADERS: Final = {  # the page asks no other host for anything, and stands 
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-REASONS: Final = {
+STATUS_DESCRIPTIONS: Final = {
     400: "The request cannot be used; `param` names the field.",
     401: "No API key, or one that is not known.",
     403: "The Host header names another host.",
@@ -57,11 +57,11 @@ REASONS: Final = {
     503: "The cloud cannot be reached, or refused (`type` is cloud_error); or the gateway is going down.",
     504: "The generation took longer than this gateway allows.",
 }
-GENERATING: Final = (400, 403, 404, 408, 413, 415, 429, 500, 503, 504)
+COMPLETION_STATUSES: Final = (400, 403, 404, 408, 413, 415, 429, 500, 503, 504)
 
 
 @dataclass(frozen=True)
-class Shown:
+class GatewayInfo:
     """The gateway's description at `/v1/outrider`: the fields of `replies.Overview`.
 
     cloud: returns the cloud's name, which may be known later than the rest. trouble: the reason while the cloud is
@@ -73,41 +73,41 @@ class Shown:
     cloud: Callable[[], str] | None = None
     trouble: Callable[[], str | None] = lambda: None
 
-    def now(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return self.overview if self.cloud is None else {**self.overview, "cloud": self.cloud()}
 
 
-def overview(defaults: Defaults, cloud: str, slots: int, *, cut: bool = False) -> dict[str, Any]:
+def build_overview(defaults: Defaults, cloud: str, slots: int, *, cut: bool = False) -> dict[str, Any]:
     """What is shown of a gateway. cloud: the model's name, or none. cut: whether it can be cut off."""
     return {
         "edge": defaults.edge,
         "cloud": cloud,
-        "defaults": asdict(defaults.choice),
+        "defaults": asdict(defaults.options),
         "settings": dict(defaults.settings),
         "audio": bool(defaults.audio_seconds),
         "text": defaults.text,
         "networks": cloud != "none",
         "cut": cut,
         "slots": slots,
-        "signals": list(NAMES),
+        "signals": list(SIGNAL_NAMES),
         "version": __version__,
     }
 
 
-def create_app(gateway: Gateway, shown: Shown) -> FastAPI:
+def create_app(gateway: Gateway, info: GatewayInfo) -> FastAPI:
     """The gateway as an ASGI application."""
     app = FastAPI(title="outrider edge", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.router.redirect_slashes = False  # its answer would name whatever host the request did
-    keyed = [Depends(HTTPBearer(auto_error=False, description="an API key"))] if gateway.access.keys else []
-    _add_completions(app, gateway, keyed)
-    _add_facts(app, gateway, shown, keyed)
-    _add_heads(app)
+    auth_dependencies = [Depends(HTTPBearer(auto_error=False, description="an API key"))] if gateway.access.keys else []
+    _add_completions(app, gateway, auth_dependencies)
+    _add_info_routes(app, gateway, info, auth_dependencies)
+    _add_head_routes(app)
     _add_page(app, gateway)
     _add_errors(app, gateway)
-    if shown.origins:
+    if info.origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=list(shown.origins),
+            allow_origins=list(info.origins),
             allow_methods=["GET", "HEAD", "POST"],
             allow_headers=["*"],
             allow_private_network=True,  # public sites may call a gateway on a private network
@@ -118,64 +118,71 @@ def create_app(gateway: Gateway, shown: Shown) -> FastAPI:
 # Paths ------------------------------------------------------------------------------------------------------
 
 
-def _add_completions(app: FastAPI, gateway: Gateway, keyed: Sequence[Any]) -> None:
-    kinds: tuple[tuple[str, type[Request], type[replies.Reply], str], ...] = (
-        ("/v1/chat/completions", ChatRequest, replies.ChatCompletion, "Answer a conversation, or a recording."),
-        ("/v1/completions", CompletionRequest, replies.Completion, "Continue a text."),
+def _add_completions(app: FastAPI, gateway: Gateway, auth_dependencies: Sequence[Any]) -> None:
+    kinds: tuple[tuple[str, type[Request], type[response_schema.Reply], str], ...] = (
+        ("/v1/chat/completions", ChatRequest, response_schema.ChatCompletion, "Answer a conversation, or a recording."),
+        ("/v1/completions", CompletionRequest, response_schema.Completion, "Continue a text."),
     )
-    for path, kind, reply, about in kinds:
+    for path, kind, reply, summary in kinds:
         app.add_api_route(
             path,
-            _completing(gateway, kind),
+            _completion_endpoint(gateway, kind),
             methods=["POST"],
-            summary=about,
+            summary=summary,
             operation_id=kind.__name__,
-            dependencies=keyed,
-            responses={200: {"model": reply, **_streams()}, **_errors(keyed, *GENERATING)},
+            dependencies=auth_dependencies,
+            responses={200: {"model": reply, **_streams()}, **_errors(auth_dependencies, *COMPLETION_STATUSES)},
             openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": _ref(kind)}}}},
             response_class=JSONResponse,
         )
 
 
-def _completing(gateway: Gateway, kind: type[Request]) -> Callable[[Asking], Any]:
-    async def complete(request: Asking) -> Response:
-        response = await exchange(request, kind, gateway)
-        gateway.metrics.answered(request.url.path, response.status_code)
+def _completion_endpoint(gateway: Gateway, kind: type[Request]) -> Callable[[HttpRequest], Any]:
+    async def complete(request: HttpRequest) -> Response:
+        response = await handle_completion(request, kind, gateway)
+        gateway.metrics.count_response(request.url.path, response.status_code)
         return response
 
     return complete
 
 
-def _add_facts(app: FastAPI, gateway: Gateway, shown: Shown, keyed: Sequence[Any]) -> None:
+def _add_info_routes(app: FastAPI, gateway: Gateway, info: GatewayInfo, auth_dependencies: Sequence[Any]) -> None:
     """What can be read; with API keys all but /health and the page's own files needs one."""
 
-    def fact(path: str, reply: type[replies.Reply], about: str, found: Callable[[Asking], Any]) -> None:
-        async def answer(request: Asking) -> Response:
-            gateway.access.client(request)
-            return JSONResponse(found(request))
+    def add_get(
+        path: str, reply: type[response_schema.Reply], summary: str, content: Callable[[HttpRequest], Any]
+    ) -> None:
+        async def answer(request: HttpRequest) -> Response:
+            gateway.access.authenticate(request)
+            return JSONResponse(content(request))
 
-        errors = _errors(keyed, 403, *([404] if "{" in path else []))
+        errors = _errors(auth_dependencies, 403, *([404] if "{" in path else []))
         extra = {"parameters": [_path_parameter("model")]} if "{" in path else None
         app.add_api_route(
             path,
             answer,
-            summary=about,
+            summary=summary,
             operation_id=reply.__name__,
-            dependencies=keyed,
+            dependencies=auth_dependencies,
             responses={200: {"model": reply}, **errors},
             openapi_extra=extra,
         )
 
-    fact("/v1/models", replies.Models, "The models.", lambda _: {"object": "list", "data": [MODEL_ENTRY]})
-    fact("/v1/models/{model:path}", replies.Model, "One model.", lambda request: _model(request.path_params["model"]))
-    fact("/v1/outrider", replies.Overview, "What runs, and what requests take on.", lambda _: shown.now())
+    add_get("/v1/models", response_schema.Models, "The models.", lambda _: {"object": "list", "data": [MODEL_ENTRY]})
+    add_get(
+        "/v1/models/{model:path}",
+        response_schema.Model,
+        "One model.",
+        lambda request: _model(request.path_params["model"]),
+    )
+    add_get("/v1/outrider", response_schema.Overview, "What runs, and what requests take on.", lambda _: info.to_json())
 
-    async def metrics(request: Asking) -> Response:
-        gateway.access.client(request)
+    async def metrics(request: HttpRequest) -> Response:
+        gateway.access.authenticate(request)
         return Response(gateway.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def cut(request: Asking) -> Response:
-        gateway.cut(gateway.access.client(request), request.path_params["id"])
+    async def cut(request: HttpRequest) -> Response:
+        gateway.cut(gateway.access.authenticate(request), request.path_params["id"])
         return JSONResponse({"cut": True})
 
     app.add_api_route(
@@ -184,8 +191,8 @@ def _add_facts(app: FastAPI, gateway: Gateway, shown: Shown, keyed: Sequence[Any
         methods=["POST"],
         summary="Disconnect a running request from its cloud.",
         operation_id="Cut",
-        dependencies=keyed,
-        responses={200: {"model": replies.Cut}, **_errors(keyed, 403, 404)},
+        dependencies=auth_dependencies,
+        responses={200: {"model": response_schema.Cut}, **_errors(auth_dependencies, 403, 404)},
         openapi_extra={"parameters": [_path_parameter("id")]},
     )
 
@@ -197,23 +204,23 @@ def _add_facts(app: FastAPI, gateway: Gateway, shown: Shown, keyed: Sequence[Any
         metrics,
         summary="Figures for Prometheus.",
         operation_id="Metrics",
-        dependencies=keyed,
-        responses={**text, **_errors(keyed, 403)},
+        dependencies=auth_dependencies,
+        responses={**text, **_errors(auth_dependencies, 403)},
         response_class=Response,
     )
 
-    async def health(request: Asking) -> Response:
+    async def health(request: HttpRequest) -> Response:
         gateway.access.check_host(request)
-        desk, reason = gateway.desk, shown.trouble()
+        scheduler, reason = gateway.scheduler, info.trouble()
         status = {"status": "ok" if reason is None else "degraded", "reason": reason}
-        load = {"active": desk.active, "waiting": desk.waiting}
-        return JSONResponse({**status, **load, "cloud": str(shown.now()["cloud"])})
+        load = {"active": scheduler.active, "waiting": scheduler.waiting}
+        return JSONResponse({**status, **load, "cloud": str(info.to_json()["cloud"])})
 
-    responses: dict[int | str, dict[str, Any]] = {200: {"model": replies.Health}, **_errors([], 403)}
+    responses: dict[int | str, dict[str, Any]] = {200: {"model": response_schema.Health}, **_errors([], 403)}
     app.add_api_route("/health", health, summary="Whether it serves.", operation_id="Health", responses=responses)
 
 
-def _add_heads(app: FastAPI) -> None:
+def _add_head_routes(app: FastAPI) -> None:
     """Answer HEAD wherever GET is answered; the document names GET alone."""
     for route in [each for each in app.routes if isinstance(each, APIRoute) and each.methods == {"GET"}]:
         app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
@@ -222,22 +229,22 @@ def _add_heads(app: FastAPI) -> None:
 def _add_page(app: FastAPI, gateway: Gateway) -> None:
     """The page, its files, the bundled clips and the document itself: open to whoever reaches the gateway."""
 
-    async def page(request: Asking) -> Response:
+    async def page(request: HttpRequest) -> Response:
         gateway.access.check_host(request)
         return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)
 
-    async def clips(request: Asking) -> Response:
+    async def clips(request: HttpRequest) -> Response:
         gateway.access.check_host(request)
         return JSONResponse(await asyncio.to_thread(bundled_clips))
 
-    async def clip(request: Asking) -> Response:
+    async def clip(request: HttpRequest) -> Response:
         gateway.access.check_host(request)
         name = request.path_params["name"]
         if name not in {each["name"] for each in await asyncio.to_thread(bundled_clips)}:
-            raise Refused("there is no such clip", code="not_found", status=404)
+            raise RequestError("there is no such clip", code="not_found", status=404)
         return FileResponse(CLIPS / name, media_type="audio/ogg")
 
-    async def document(request: Asking) -> Response:
+    async def document(request: HttpRequest) -> Response:
         gateway.access.check_host(request)
         return JSONResponse(_document(app))
 
@@ -259,7 +266,7 @@ class _PageFiles(StaticFiles):
         self._access = gateway.access
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        self._access.check_host(Asking(scope))
+        self._access.check_host(HttpRequest(scope))
         response = await super().get_response(path, scope)
         response.headers.update(PAGE_HEADERS)
         return response
@@ -267,7 +274,7 @@ class _PageFiles(StaticFiles):
 
 def _model(name: str) -> dict[str, Any]:
     if name != MODEL:
-        raise Refused(f"there is one model, {MODEL!r}", param="model", code="model_not_found", status=404)
+        raise RequestError(f"there is one model, {MODEL!r}", param="model", code="model_not_found", status=404)
     return MODEL_ENTRY
 
 
@@ -293,48 +300,50 @@ def bundled_clips() -> list[dict[str, Any]]:
 
 
 def _add_errors(app: FastAPI, gateway: Gateway) -> None:
-    def count(request: Asking, status: int) -> None:
+    def count(request: HttpRequest, status: int) -> None:
         if request.url.path.startswith("/v1/"):
-            gateway.metrics.answered(_endpoint(request), status)
+            gateway.metrics.count_response(_endpoint(request), status)
 
-    def ours(request: Asking, error: Exception) -> Response:
+    def on_outrider_error(request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, OutriderError)  # as registered
-        said = refusal(error)
-        if said.status >= 500:
-            log.warning("a request has failed", extra={"kind": type(error).__name__, "status": str(said.status)})
-        count(request, said.status)
-        return _answer(said)
+        response = to_error_response(error)
+        if response.status >= 500:
+            log.warning("a request has failed", extra={"kind": type(error).__name__, "status": str(response.status)})
+        count(request, response.status)
+        return _to_response(response)
 
-    def https(_: Asking, error: Exception) -> Response:
+    def on_http_error(_: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)  # as registered
-        return _answer(plain(error.status_code, str(error.detail)), error.headers)
+        return _to_response(http_error(error.status_code, str(error.detail)), error.headers)
 
-    def bug(request: Asking, error: Exception) -> Response:
+    def on_unexpected_error(request: HttpRequest, error: Exception) -> Response:
         count(request, 500)
-        return _answer(Refusal(500, f"unexpected {type(error).__name__}", type=SERVER, code="internal"))
+        return _to_response(ErrorResponse(500, f"unexpected {type(error).__name__}", type=SERVER, code="internal"))
 
-    app.add_exception_handler(OutriderError, ours)
-    app.add_exception_handler(HTTPException, https)
-    app.add_exception_handler(Exception, bug)  # it is raised on, into the server's log
+    app.add_exception_handler(OutriderError, on_outrider_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(Exception, on_unexpected_error)  # it is raised on, into the server's log
 
 
-def _endpoint(request: Asking) -> str:
+def _endpoint(request: HttpRequest) -> str:
     """The path as it was declared, so that what clients write makes no new series."""
     route = request.scope.get("route")
     return str(getattr(route, "path", "other"))
 
 
-def _answer(said: Refusal, headers: Any = None) -> Response:
-    more = {**said.headers, **(headers or {})}
-    return Response(said.encoded(), said.status, more, media_type="application/json")
+def _to_response(response: ErrorResponse, headers: Any = None) -> Response:
+    more = {**response.headers, **(headers or {})}
+    return Response(response.encode(), response.status, more, media_type="application/json")
 
 
 # The document -----------------------------------------------------------------------------------------------
 
 
-def _errors(keyed: Sequence[Any], *statuses: int) -> dict[int | str, dict[str, Any]]:
-    listed = sorted({*statuses, *((401,) if keyed else ())})
-    return {status: {"model": replies.ErrorReply, "description": REASONS[status]} for status in listed}
+def _errors(auth_dependencies: Sequence[Any], *statuses: int) -> dict[int | str, dict[str, Any]]:
+    listed = sorted({*statuses, *((401,) if auth_dependencies else ())})
+    return {
+        status: {"model": response_schema.ErrorReply, "description": STATUS_DESCRIPTIONS[status]} for status in listed
+    }
 
 
 def _streams() -> dict[str, Any]:
@@ -348,15 +357,15 @@ def _path_parameter(name: str) -> dict[str, Any]:
     return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
 
-def _ref(kind: type[Read]) -> dict[str, str]:
+def _ref(kind: type[StrictModel]) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{kind.__name__}"}
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
     """FastAPI's document, with the requests, which it does not know: they are read as bytes."""
     document = app.openapi()
-    asked = models_json_schema(
+    schemas = models_json_schema(
         [(ChatRequest, "validation"), (CompletionRequest, "validation")], ref_template="#/components/schemas/{model}"
     )[1]
-    document["components"]["schemas"].update(asked["$defs"])
+    document["components"]["schemas"].update(schemas["$defs"])
     return document

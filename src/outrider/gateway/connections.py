@@ -17,29 +17,29 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-HEAD_S = 20  # s until a request's head is complete, also the first one of a new connection
-KEPT = 75  # s that an idle connection is kept: longer than clients do, so that none sends into a closed one
-LINGER_S = 5  # s for which the rest of a refused body is read and dropped, so that its client gets the answer
-STALL_S = 60  # s that a client may leave an answer unread
+HEAD_TIMEOUT_S = 20  # s until a request's head is complete, also the first one of a new connection
+KEEP_ALIVE_S = 75  # s that an idle connection is kept: longer than clients do, so that none sends into a closed one
+LINGER_TIMEOUT_S = 5  # s for which the rest of a refused body is read and dropped, so that its client gets the answer
+STALL_TIMEOUT_S = 60  # s that a client may leave an answer unread
 HEAD_BYTES: Final = 2**15  # bytes of a request's line and headers, and of other parts outside the body
 URL_BYTES: Final = 2**13
-MOST_HEADERS: Final = 100
-MOST_PIPELINED: Final = 8  # pipelined requests of one connection
+MAX_HEADERS: Final = 100
+MAX_PIPELINED: Final = 8  # pipelined requests of one connection
 READ_BYTES: Final = 2**15  # of one connection at a time
-MOST_CONNECTIONS: Final = 1024
-ACCEPTED_AT_ONCE: Final = 8  # in one turn of the loop; fewer than SPARE_FILES
+MAX_CONNECTIONS: Final = 1024
+ACCEPTS_PER_TICK: Final = 8  # in one turn of the loop; fewer than SPARE_FILES
 SPARE_FILES: Final = 16  # file descriptors for the cloud's connections, models' files and the like
-LEAST_CONNECTIONS: Final = 8
-QUEUED: Final = 1024  # connections that the system may hold until they are accepted
+MIN_CONNECTIONS: Final = 8
+ACCEPT_BACKLOG: Final = 1024  # connections that the system may hold until they are accepted
 
 
-class _Unknown(int):
+class _UnknownLength(int):
     """The length of a body that ends with its connection (HTTP/1.0). uvicorn counts lengths down to 0."""
 
     def __lt__(self, other: int) -> bool:
         return False
 
-    def __sub__(self, other: int) -> _Unknown:
+    def __sub__(self, other: int) -> _UnknownLength:
         return self
 
     def __ne__(self, other: object) -> bool:
@@ -91,8 +91,8 @@ class LimitedProtocol(HttpToolsProtocol):
         return self._linger_timer is not None
 
     def on_message_begin(self) -> None:
-        if len(self.pipeline) >= MOST_PIPELINED:
-            self._reject(429, f"over {MOST_PIPELINED} requests are pipelined on this connection", "too_many_pipelined")
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._reject(429, f"over {MAX_PIPELINED} requests are pipelined on this connection", "too_many_pipelined")
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -103,8 +103,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Check a header. Trailers, which follow a body, are counted as well."""
         super().on_header(name, value)
-        if len(self.headers) > MOST_HEADERS:
-            self._reject(431, f"a request has more than {MOST_HEADERS} headers", "head_too_large")
+        if len(self.headers) > MAX_HEADERS:
+            self._reject(431, f"a request has more than {MAX_HEADERS} headers", "head_too_large")
 
     def on_headers_complete(self) -> None:
         self._bytes_without_body = 0
@@ -112,7 +112,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.connections.mark_busy(self)
         if self.cycle is not None and self.scope["http_version"] == "1.0":  # chunks came with HTTP/1.1
-            self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _Unknown()
+            self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _UnknownLength()
 
     def on_body(self, body: bytes) -> None:
         self._bytes_without_body = 0
@@ -131,14 +131,14 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self.pipeline:  # else `cycle` belongs to a later request: the answered one was read to its end
             self.cycle.body = bytearray()  # the unread rest
             if self.cycle.more_body:
-                self._linger_timer = self.loop.call_later(LINGER_S, self.transport.close)
+                self._linger_timer = self.loop.call_later(LINGER_TIMEOUT_S, self.transport.close)
             self.connections.mark_idle(self)
         super().on_response_complete()
 
     # Timers -------------------------------------------------------------------------------------------------
 
     def _expect_head(self) -> None:
-        self._head_timer = self.loop.call_later(HEAD_S, self.transport.close)
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
 
     def _cancel_head_timer(self) -> None:
         if self._head_timer is not None:
@@ -146,7 +146,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._head_timer = None
 
     def pause_writing(self) -> None:
-        self._stall_timer = self.loop.call_later(STALL_S, self.transport.abort)
+        self._stall_timer = self.loop.call_later(STALL_TIMEOUT_S, self.transport.abort)
         super().pause_writing()
 
     def resume_writing(self) -> None:
@@ -184,23 +184,23 @@ def error_response(status: int, message: str, code: str, *headers: bytes) -> byt
     return STATUS_LINE[status] + b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 
-FULL: Final = error_response(
+TOO_MANY_CONNECTIONS: Final = error_response(
     503, "the gateway has no room for another connection: try again later", "too_many_connections", b"retry-after: 1"
 )
 
 
-def most_connections() -> int:
-    """Return `MOST_CONNECTIONS`, or fewer if this process may open fewer files."""
+def max_connections() -> int:
+    """Return `MAX_CONNECTIONS`, or fewer if this process may open fewer files."""
     try:
         import resource
 
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         used = len(os.listdir("/dev/fd"))
     except (ImportError, OSError):
-        return MOST_CONNECTIONS
+        return MAX_CONNECTIONS
     if allowed == resource.RLIM_INFINITY:
-        return MOST_CONNECTIONS
-    return max(LEAST_CONNECTIONS, min(MOST_CONNECTIONS, allowed - used - SPARE_FILES))
+        return MAX_CONNECTIONS
+    return max(MIN_CONNECTIONS, min(MAX_CONNECTIONS, allowed - used - SPARE_FILES))
 
 
 class OpenConnections(set[Any]):
@@ -266,14 +266,14 @@ class Listener(socket.socket):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.most = MOST_CONNECTIONS
+        self.max_connections = MAX_CONNECTIONS
         self.connections = OpenConnections()
         self._open: weakref.WeakSet[_Accepted] = weakref.WeakSet()
         self._spare = os.open(os.devnull, os.O_RDONLY)
 
     def listen(self, backlog: int = 0) -> None:
         """Listen. asyncio takes its `backlog` for the number to accept in one turn as well, which is small here."""
-        super().listen(max(backlog, QUEUED))
+        super().listen(max(backlog, ACCEPT_BACKLOG))
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Accept a connection.
@@ -281,15 +281,15 @@ class Listener(socket.socket):
         Raises:
             BlockingIOError: none waits, or enough were refused for one turn of the loop.
         """
-        for _ in range(ACCEPTED_AT_ONCE):
+        for _ in range(ACCEPTS_PER_TICK):
             try:
                 connection, address = super().accept()
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
                     raise
-                self._drop_one()
+                self._refuse_with_spare()
                 continue
-            if len(self._open) < self.most or self._evict_idle():
+            if len(self._open) < self.max_connections or self._evict_idle():
                 return _Accepted(connection, self._open), address
             _refuse(connection)
         raise BlockingIOError
@@ -308,7 +308,7 @@ class Listener(socket.socket):
                 return True
         return False
 
-    def _drop_one(self) -> None:
+    def _refuse_with_spare(self) -> None:
         """Refuse one connection with the spare descriptor. Raises BlockingIOError if none waits."""
         self._evict_idle()
         os.close(self._spare)
@@ -325,4 +325,4 @@ def _host(protocol: LimitedProtocol) -> str:
 def _refuse(connection: socket.socket) -> None:
     with connection, suppress(OSError):  # the client may be gone
         connection.setblocking(False)
-        connection.send(FULL)
+        connection.send(TOO_MANY_CONNECTIONS)

@@ -8,30 +8,34 @@ from dataclasses import fields, replace
 from typing import Any, Final
 
 from outrider.config import GenerationSettings
-from outrider.core.acceptance import rule
-from outrider.core.gate import gate
+from outrider.decoding.gate import gate
 from outrider.errors import SettingsError
-from outrider.gateway.pool import RequestOptions
-from outrider.gateway.refusing import Refused
-from outrider.gateway.schemas import UNUSED, OutriderOptions, Request
-from outrider.netem.conditions import Conditions, conditions
+from outrider.gateway.decoder_pool import RequestOptions
+from outrider.gateway.errors import RequestError
+from outrider.gateway.request_schema import IGNORED, OutriderOptions, Request
+from outrider.netem.conditions import Conditions, parse_conditions
+from outrider.sampling.acceptance import parse_acceptance_rule
 
-MOST_DELAY_S: Final = 10.0  # of a network that a request emulates
-LEAST_RATE: Final = 1000.0  # bit/s, likewise
-FILTERS: Final = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # each at the value that keeps everything
-CHOICE: Final = tuple(each.name for each in fields(RequestOptions) if each.name in OutriderOptions.model_fields)
-SETTINGS: Final = tuple(each.name for each in fields(GenerationSettings) if each.name in OutriderOptions.model_fields)
+MAX_DELAY_S: Final = 10.0  # of a network that a request emulates
+MIN_RATE: Final = 1000.0  # bit/s, likewise
+NEUTRAL_FILTERS: Final = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # each at the value that keeps everything
+OPTION_FIELDS: Final = tuple(each.name for each in fields(RequestOptions) if each.name in OutriderOptions.model_fields)
+SETTINGS_FIELDS: Final = tuple(
+    each.name for each in fields(GenerationSettings) if each.name in OutriderOptions.model_fields
+)
 
 
-def settings_of(request: Request, options: OutriderOptions, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def build_settings(request: Request, requested: OutriderOptions, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return every field of GenerationSettings. defaults: those of the command line.
 
     Raises:
-        Refused: a value out of range, or one that contradicts another; the field is named.
+        RequestError: a value out of range, or one that contradicts another; the field is named.
     """
-    given = {name: value for name in SETTINGS if (value := getattr(options, name)) is not None}
+    given = {name: value for name in SETTINGS_FIELDS if (value := getattr(requested, name)) is not None}
     names = {"temperature": "temperature", "top_p": "top_p", "seed": "seed"}
-    given |= {ours: value for theirs, ours in names.items() if (value := getattr(request, theirs)) is not None}
+    given |= {
+        own: value for request_names, own in names.items() if (value := getattr(request, request_names)) is not None
+    }
     length = _length(request)
     if length is not None:
         given["max_new_tokens"] = length
@@ -40,24 +44,26 @@ def settings_of(request: Request, options: OutriderOptions, defaults: Mapping[st
         given["stop"] = tuple(text for text in stop if text)  # an empty one has no effect
     if request.logit_bias:
         given["suppress_tokens"] = tuple(int(key) for key in request.logit_bias)
-    settings = {**_giving_way(defaults, given), **given}
+    settings = {**_compatible_defaults(defaults, given), **given}
     if not settings.get("temperature"):
-        settings |= FILTERS  # clients send top_p beside the default temperature
-    return _checked(settings, length_field_of(request))
+        settings |= NEUTRAL_FILTERS  # clients send top_p beside the default temperature
+    return _validate(settings, find_length_field(request))
 
 
-def notes_of(request: Request, settings: Mapping[str, Any]) -> tuple[str, ...]:
+def build_notes(request: Request, settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Return notes on fields without effect, for the answer's warnings."""
-    unused = [f"{name} was not used: {why}" for name, why in UNUSED.items() if getattr(request, name, None) is not None]
-    options = request.outrider or OutriderOptions()
-    filters = {"top_p": request.top_p, "outrider.top_k": options.top_k, "outrider.min_p": options.min_p}
+    unused = [
+        f"{name} was not used: {why}" for name, why in IGNORED.items() if getattr(request, name, None) is not None
+    ]
+    requested = request.outrider or OutriderOptions()
+    filters = {"top_p": request.top_p, "outrider.top_k": requested.top_k, "outrider.min_p": requested.min_p}
     for name, value in filters.items():
-        if value is not None and not settings["temperature"] and value != FILTERS[name.rpartition(".")[2]]:
+        if value is not None and not settings["temperature"] and value != NEUTRAL_FILTERS[name.rpartition(".")[2]]:
             unused.append(f"{name} was not used: decoding at temperature 0 is greedy")
     return tuple(unused)
 
 
-def length_field_of(request: Request) -> str | None:
+def find_length_field(request: Request) -> str | None:
     """Return the field that limits the output."""
     names = ("max_completion_tokens", "max_tokens")
     return next((name for name in names if getattr(request, name, None) is not None), None)
@@ -66,44 +72,44 @@ def length_field_of(request: Request) -> str | None:
 def _length(request: Request) -> int | None:
     newer = getattr(request, "max_completion_tokens", None)
     if newer is not None and request.max_tokens is not None and newer != request.max_tokens:
-        raise Refused(
+        raise RequestError(
             f"max_completion_tokens {newer} and max_tokens {request.max_tokens} name the same limit: give one",
             param="max_tokens",
         )
     return newer if newer is not None else request.max_tokens
 
 
-def _giving_way(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _compatible_defaults(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the command line's settings, without those that contradict the request's."""
     kept = {"stop": (), **values}
     if given.get("temperature") == 0:
-        kept |= FILTERS
+        kept |= NEUTRAL_FILTERS
     if "max_new_tokens" in given:
         kept["min_new_tokens"] = min(kept.get("min_new_tokens", 0), given["max_new_tokens"])
     return kept
 
 
-def in_request_words(message: str, length_field: str | None) -> str:
+def use_request_names(message: str, length_field: str | None) -> str:
     """Return a message of the decoder with the request's names of settings."""
     words = {"max_new_tokens": length_field or "max_tokens", "suppress_tokens": "logit_bias"}
     return re.sub(r"\b(max_new_tokens|suppress_tokens)\b", lambda found: words[found[0]], message)
 
 
-def _checked(settings: dict[str, Any], length_field: str | None) -> dict[str, Any]:
+def _validate(settings: dict[str, Any], length_field: str | None) -> dict[str, Any]:
     try:
         built = GenerationSettings.build(settings)
     except SettingsError as error:
-        message, param = in_request_words(str(error), length_field), field_named_in(str(error), length_field)
-        raise Refused(message, param=param, code="invalid_value") from error
+        message, param = use_request_names(str(error), length_field), find_field(str(error), length_field)
+        raise RequestError(message, param=param, code="invalid_value") from error
     return {each.name: getattr(built, each.name) for each in fields(built)}
 
 
-def field_named_in(message: str, length_field: str | None) -> str | None:
+def find_field(message: str, length_field: str | None) -> str | None:
     """Return the first field of a request that a message names."""
-    theirs = {"max_new_tokens": length_field or "max_tokens", "suppress_tokens": "logit_bias"}
+    request_names = {"max_new_tokens": length_field or "max_tokens", "suppress_tokens": "logit_bias"}
     for word in re.findall(r"\w+", message):
-        if word in theirs:
-            return theirs[word]
+        if word in request_names:
+            return request_names[word]
         if word in OutriderOptions.model_fields:
             return f"outrider.{word}"
         if word in Request.model_fields:
@@ -111,30 +117,34 @@ def field_named_in(message: str, length_field: str | None) -> str | None:
     return None
 
 
-def choice_of(options: OutriderOptions, default: RequestOptions) -> RequestOptions:
-    """Return the decoding options: the command line's, changed by the request.
+def build_options(requested: OutriderOptions, default: RequestOptions) -> RequestOptions:
+    """Return the decoding requested: the command line's, changed by the request.
 
     Raises:
-        Refused: an option that is unknown, out of range, or not used by the way; the field is named.
+        RequestError: an option that is unknown, out of range, or not used by the way; the field is named.
     """
-    given = {name: value for name in CHOICE if (value := getattr(options, name)) is not None}
+    given = {name: value for name in OPTION_FIELDS if (value := getattr(requested, name)) is not None}
     if "calibrated:" in given.get("gate", "") and given["gate"] != default.gate:
-        raise Refused(
+        raise RequestError(
             "a gate file is named on the gateway's command line (--gate calibrated:FILE), not in a request",
             param="outrider.gate",
         )
-    readers = {"gate": gate, "accept": rule, "net": lambda text: None if text == "cut" else conditions(text)}
-    for name, reader in readers.items():
+    validators = {
+        "gate": gate,
+        "accept": parse_acceptance_rule,
+        "net": lambda text: None if text == "cut" else parse_conditions(text),
+    }
+    for name, validator in validators.items():
         if name in given and given[name] != getattr(default, name):
-            _checked_by(reader, given[name], f"outrider.{name}")
+            _validate_with(validator, given[name], f"outrider.{name}")
     if "net" in given and given["net"] != "cut":
-        net = conditions(given["net"])
+        net = parse_conditions(given["net"])
         if given["net"] != default.net:
             _check_net(net)
         given["net"] = str(net)  # one verifier for one network, however it is written
-    choice = replace(default, **given, watch=bool(options.tokens))
-    _check_used(choice, given)
-    return choice
+    options = replace(default, **given, watch=bool(requested.tokens))
+    _check_used(options, given)
+    return options
 
 
 def _check_net(net: Conditions) -> None:
@@ -142,26 +152,28 @@ def _check_net(net: Conditions) -> None:
     delays = {"rtt": net.rtt, "jitter": net.jitter, "stall": net.stall_for or 0.0}
     rates = {"up": net.up, "down": net.down}
     for name, seconds in delays.items():
-        if seconds > MOST_DELAY_S:
-            message = f"outrider.net: {name} is at most {MOST_DELAY_S:g} s in a request, not {seconds:g} s"
-            raise Refused(message, param="outrider.net", code="invalid_value")
+        if seconds > MAX_DELAY_S:
+            message = f"outrider.net: {name} is at most {MAX_DELAY_S:g} s in a request, not {seconds:g} s"
+            raise RequestError(message, param="outrider.net", code="invalid_value")
     for name, rate in rates.items():
-        if rate is not None and rate < LEAST_RATE:
-            message = f"outrider.net: {name} is at least {LEAST_RATE:g} bit/s in a request, not {rate:g} bit/s"
-            raise Refused(message, param="outrider.net", code="invalid_value")
+        if rate is not None and rate < MIN_RATE:
+            message = f"outrider.net: {name} is at least {MIN_RATE:g} bit/s in a request, not {rate:g} bit/s"
+            raise RequestError(message, param="outrider.net", code="invalid_value")
 
 
-def _check_used(choice: RequestOptions, given: Mapping[str, Any]) -> None:
+def _check_used(options: RequestOptions, given: Mapping[str, Any]) -> None:
     """Refuse options of the request that its way does not use. Values without effect are accepted."""
-    used, nothing = choice.settled(), RequestOptions()
+    used, defaults = options.normalized(), RequestOptions()
     for name, value in given.items():
-        if value != getattr(used, name) and value != getattr(nothing, name):
-            way = f"decoding {choice.way}" + ("" if "way" in given else ", this gateway's default,")
-            raise Refused(f"outrider.{name}: {way} does not use this option: leave it out", param=f"outrider.{name}")
+        if value != getattr(used, name) and value != getattr(defaults, name):
+            mode = f"decoding {options.way}" + ("" if "way" in given else ", this gateway's default,")
+            raise RequestError(
+                f"outrider.{name}: {mode} does not use this option: leave it out", param=f"outrider.{name}"
+            )
 
 
-def _checked_by(reader: Any, value: str, param: str) -> None:
+def _validate_with(validator: Any, value: str, param: str) -> None:
     try:
-        reader(value)
+        validator(value)
     except SettingsError as error:
-        raise Refused(str(error), param=param, code="invalid_value") from error
+        raise RequestError(str(error), param=param, code="invalid_value") from error

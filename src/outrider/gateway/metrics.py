@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from outrider.core.outcome import Result
+from outrider.decoding.result import Result
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -21,8 +21,8 @@ class Metrics:
             "outrider_edge_waiting": ("requests that wait for a slot", waiting),
             "outrider_edge_slots": ("generations that may run at once", lambda: slots),
         }
-        for name, (about, value) in gauges.items():
-            Gauge(name, about, registry=self.registry).set_function(value)
+        for name, (documentation, value) in gauges.items():
+            Gauge(name, documentation, registry=self.registry).set_function(value)
         self._requests = self._counter("outrider_edge_requests", "answers by endpoint and status", "path", "status")
         self._gone = self._counter("outrider_edge_disconnects", "clients that left before their answer's end")
         self._prompt = self._counter("outrider_edge_prompt_tokens", "tokens of prompts")
@@ -37,18 +37,18 @@ class Metrics:
         self._total = self._histogram("outrider_edge_seconds", "of a generation")
         self._queue = self._histogram("outrider_edge_queue_seconds", "wait for a slot")
 
-    def answered(self, path: str, status: int) -> None:
+    def count_response(self, path: str, status: int) -> None:
         """An answer has begun. `path` is one of ours: every new one is a new series."""
         self._requests.labels(path, str(status)).inc()
 
-    def left(self) -> None:
+    def count_disconnect(self) -> None:
         self._gone.inc()
 
-    def queued(self, seconds: float) -> None:
+    def observe_queue_wait(self, seconds: float) -> None:
         """A request got its slot after this long."""
         self._queue.observe(seconds)
 
-    def generated(self, result: Result) -> None:
+    def observe_result(self, result: Result) -> None:
         """A generation came to its end."""
         stats = result.stats
         self._prompt.inc(result.prompt_tokens)
@@ -69,9 +69,9 @@ class Metrics:
         """The figures in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def _histogram(self, name: str, about: str) -> Histogram:
-        return Histogram(name, about, buckets=SECONDS, registry=self.registry)
+    def _histogram(self, name: str, documentation: str) -> Histogram:
+        return Histogram(name, documentation, buckets=SECONDS, registry=self.registry)
 
-    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+    def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
         """prometheus_client adds the `_total`."""
-        return Counter(name, about, labels, registry=self.registry)
+        return Counter(name, documentation, labels, registry=self.registry)

@@ -7,11 +7,11 @@ import binascii
 import string
 from typing import Final
 
-from outrider.gateway.refusing import Refused
+from outrider.gateway.errors import RequestError
 from outrider.prompts.audio import Recording, prepare
 from outrider.prompts.recordings import Limits, decode_bytes
 
-MOST_SAMPLES: Final = 2**25  # samples of a recording in a request, counted over all channels
+MAX_SAMPLES: Final = 2**25  # samples of a recording in a request, counted over all channels
 NAME: Final = "the recording"
 WHERE: Final = "messages.0.content.input_audio"
 ADVICE: Final = "send it in pieces, one request for each (ffmpeg -i IN -f segment -segment_time {} piece%d.wav)"
@@ -33,23 +33,23 @@ CONTAINERS: Final = {  # the decoders' names of the formats
 _NO_SPACE: Final = dict.fromkeys(map(ord, string.whitespace))  # MIME breaks base64 into lines
 
 
-def decoded(data: str, kind: str, most_seconds: float, where: str = WHERE) -> Recording:
+def decode_recording(data: str, kind: str, most_seconds: float, where: str = WHERE) -> Recording:
     """Decode a file in base64. where: the request's field that holds it, for errors.
 
     Raises:
-        Refused: it is not base64, or another format than `kind`.
+        RequestError: it is not base64, or another format than `kind`.
         AudioError: it is not audio that can be decoded, or longer than `most_seconds`.
     """
     try:
         raw = base64.b64decode(data.translate(_NO_SPACE), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise Refused(f"input_audio.data is not base64: {error}", param=f"{where}.data") from error
+        raise RequestError(f"input_audio.data is not base64: {error}", param=f"{where}.data") from error
     if not raw:
-        raise Refused("input_audio.data is empty", param=f"{where}.data")
-    found = decode_bytes(raw, NAME, Limits(most_seconds, MOST_SAMPLES, ADVICE.format(_piece_seconds(most_seconds))))
+        raise RequestError("input_audio.data is empty", param=f"{where}.data")
+    found = decode_bytes(raw, NAME, Limits(most_seconds, MAX_SAMPLES, ADVICE.format(_piece_seconds(most_seconds))))
     if found.kind not in CONTAINERS[kind]:
         names = [name for name, kinds in CONTAINERS.items() if found.kind in kinds]
-        raise Refused(
+        raise RequestError(
             f"input_audio.format is {kind}, the data is {' or '.join(names) or found.kind}", param=f"{where}.format"
         )
     return prepare(NAME, found)

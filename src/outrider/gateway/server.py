@@ -15,11 +15,11 @@ from fastapi import FastAPI
 
 from outrider.errors import SettingsError
 from outrider.gateway import connections
-from outrider.gateway.connections import ACCEPTED_AT_ONCE, LimitedProtocol, Listener, most_connections
-from outrider.gateway.desk import Desk
-from outrider.wire.hosts import bracketed
+from outrider.gateway.connections import ACCEPTS_PER_TICK, LimitedProtocol, Listener, max_connections
+from outrider.gateway.request_scheduler import RequestScheduler
+from outrider.transport.hosts import bracket_host
 
-LAST_WORDS = 5  # s that answers which are cut short get to say so
+SHUTDOWN_GRACE_S = 5  # s that answers which are cut short get to say so
 
 
 class _Server(uvicorn.Server):
@@ -38,24 +38,24 @@ def bound(host: str, port: int) -> Listener:
     Raises:
         SettingsError: the address is in use, or not this machine's.
     """
-    where = f"{bracketed(host)}:{port}"
+    where = f"{bracket_host(host)}:{port}"
     if not host:
-        return _bound_to_all(port, where)
+        return _bind_all_interfaces(port, where)
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError) as error:
         raise SettingsError(f"cannot listen on {where}: no address of this machine") from error
-    return _bound_to(family, address, where)
+    return _bind(family, address, where)
 
 
-def _bound_to_all(port: int, where: str) -> Listener:
+def _bind_all_interfaces(port: int, where: str) -> Listener:
     """Return one socket for both families, or for IPv4 alone on a machine without IPv6."""
     if socket.has_dualstack_ipv6():
-        return _bound_to(socket.AF_INET6, ("::", port), where, both=True)
-    return _bound_to(socket.AF_INET, ("0.0.0.0", port), where)
+        return _bind(socket.AF_INET6, ("::", port), where, both=True)
+    return _bind(socket.AF_INET, ("0.0.0.0", port), where)
 
 
-def _bound_to(family: int, address: Any, where: str, *, both: bool = False) -> Listener:
+def _bind(family: int, address: Any, where: str, *, both: bool = False) -> Listener:
     found = None
     try:
         found = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named as TCP: else Nagle stays on
@@ -70,14 +70,14 @@ def _bound_to(family: int, address: Any, where: str, *, both: bool = False) -> L
     return found
 
 
-def http_server(app: FastAPI, on: Listener) -> uvicorn.Server:
+def http_server(app: FastAPI, listener: Listener) -> uvicorn.Server:
     """A server of the application, with limits on connections."""
-    server = _Server(config(app))
-    on.most, server.server_state.connections = most_connections(), on.connections
+    server = _Server(build_config(app))
+    listener.max_connections, server.server_state.connections = max_connections(), listener.connections
     return server
 
 
-def config(app: FastAPI) -> uvicorn.Config:
+def build_config(app: FastAPI) -> uvicorn.Config:
     """How the application is served. What a client says of itself in X-Forwarded-For is not believed.
 
     httptools gives the first token half a millisecond sooner than h11.
@@ -92,9 +92,9 @@ def config(app: FastAPI) -> uvicorn.Config:
         lifespan="off",
         proxy_headers=False,
         server_header=False,
-        timeout_keep_alive=connections.KEPT,
-        backlog=ACCEPTED_AT_ONCE,
-        timeout_graceful_shutdown=LAST_WORDS,
+        timeout_keep_alive=connections.KEEP_ALIVE_S,
+        backlog=ACCEPTS_PER_TICK,
+        timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
     )
 
 
@@ -106,42 +106,44 @@ class StopSignal:
 
     def __init__(self, received: Callable[[], int] = lambda: 0) -> None:
         self.number = 0  # of the first one that came
-        self._came = asyncio.Event()
+        self._received = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._note, number)
+            loop.add_signal_handler(number, self._on_signal, number)
         if received():
-            self._note(received())
+            self._on_signal(received())
 
-    def _note(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         self.number = self.number or number
-        self._came.set()
+        self._received.set()
 
     async def wait(self) -> None:
-        await self._came.wait()
+        await self._received.wait()
 
 
-async def serve(app: FastAPI, on: Listener, desk: Desk, stop: StopSignal, listening: Callable[[str], None]) -> int:
+async def serve(
+    app: FastAPI, listener: Listener, scheduler: RequestScheduler, stop: StopSignal, on_listening: Callable[[str], None]
+) -> int:
     """Serve until SIGTERM or SIGINT. Returns 0, or 128 + the signal's number if it came before this listened.
 
-    listening: called with the URL once clients can connect.
+    on_on_listening: called with the URL once clients can connect.
     """
-    server = http_server(app, on)
-    serving = asyncio.create_task(server.serve(sockets=[on]))
+    server = http_server(app, listener)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)
-    early = stop.number
-    if not early:
-        listening(_url(on))
+    early_signal = stop.number
+    if not early_signal:
+        on_listening(_url(listener))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
-    await desk.close()  # first: streams end, and with them what the server waits for
+    await scheduler.close()  # first: streams end, and with them what the server waits for
     stopping.cancel()
     await serving
-    return 128 + early if early else 0
+    return 128 + early_signal if early_signal else 0
 
 
-def _url(on: socket.socket) -> str:
-    host, port = on.getsockname()[:2]
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

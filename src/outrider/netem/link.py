@@ -6,12 +6,12 @@ import asyncio
 import socket
 
 from outrider.errors import SettingsError
-from outrider.netem.conditions import LONGEST, Conditions
-from outrider.netem.connection import Connection, End
-from outrider.netem.medium import Medium
+from outrider.netem.conditions import MAX_SECONDS, Conditions
+from outrider.netem.connection import RelayConnection, RelayProtocol
+from outrider.netem.link_state import LinkState
 
-UNCONDITIONED = Conditions()
-ACCEPT_TURNS = 3  # turns of the event loop that asyncio takes from accepting a socket to connection_made
+NO_CONDITIONS = Conditions()
+ACCEPT_ITERATIONS = 3  # turns of the event loop that asyncio takes from accepting a socket to connection_made
 
 
 class Link:
@@ -26,40 +26,40 @@ class Link:
         SettingsError: a port that is none.
     """
 
-    def __init__(self, host: str, port: int, conditions: Conditions = UNCONDITIONED, *, seed: int = 0) -> None:
+    def __init__(self, host: str, port: int, conditions: Conditions = NO_CONDITIONS, *, seed: int = 0) -> None:
         if not 0 < port < 65536:
             raise SettingsError(f"a port is between 1 and 65535, not {port}")
         self.connections = 0  # accepted so far
         self.port: int | None = None  # where it listens, after start
         self._address = (host, port)
-        self._medium = Medium(conditions, seed)
+        self._state = LinkState(conditions, seed)
         self._servers: list[asyncio.Server] = []
-        self._present: set[Connection] = set()
+        self._open_connections: set[RelayConnection] = set()
         self._blocked = self._closed = False
 
     @property
     def up(self) -> int:
         """Bytes forwarded from clients to the target."""
-        return self._medium.up.bytes
+        return self._state.up.byte_count
 
     @property
     def down(self) -> int:
         """Bytes forwarded from the target to clients."""
-        return self._medium.down.bytes
+        return self._state.down.byte_count
 
     @property
-    def held(self) -> int:
-        """Bytes in the delay lines of all present connections; bounded, see Line."""
-        return sum(connection.held for connection in self._present)
+    def buffered_bytes(self) -> int:
+        """Bytes in the delay lines of all present connections; bounded, see DelayLine."""
+        return sum(connection.buffered_bytes for connection in self._open_connections)
 
     @property
     def conditions(self) -> Conditions:
         """Assignable at any time: bytes that have not passed the bottleneck yet obey the new ones."""
-        return self._medium.conditions
+        return self._state.conditions
 
     @conditions.setter
     def conditions(self, conditions: Conditions) -> None:
-        self._medium.impose(conditions)
+        self._state.set_conditions(conditions)
         self._reschedule()
 
     async def start(self, listen: str = "127.0.0.1", port: int = 0) -> None:
@@ -70,7 +70,7 @@ class Link:
         """
         server = await asyncio.get_running_loop().create_server(self._accept, listen, port)
         self.port = server.sockets[0].getsockname()[1]
-        self._begin(server)
+        self._add_server(server)
 
     async def connect(self) -> socket.socket:
         """Return a non-blocking socket that is connected to the target through this link.
@@ -91,18 +91,18 @@ class Link:
         return near
 
     async def close(self) -> None:
-        """End listener and connections, and wait until their sockets are closed; twice is once."""
+        """RelayProtocol listener and connections, and wait until their sockets are closed; twice is once."""
         self._closed = True
         await self._stop_accepting()
-        leaving = [connection.closed for connection in self._present]
+        closing = [connection.closed for connection in self._open_connections]
         self.cut()
-        await asyncio.gather(*leaving)
+        await asyncio.gather(*closing)
         for server in self._servers:
             await server.wait_closed()
 
     def cut(self) -> None:
         """Abort all present connections (RST); new ones are accepted."""
-        for connection in list(self._present):
+        for connection in list(self._open_connections):
             connection.cut()
 
     def stall(self, seconds: float) -> None:
@@ -111,9 +111,9 @@ class Link:
         Raises:
             SettingsError: a time that is negative, not finite, or longer than a day.
         """
-        if not 0 <= seconds <= LONGEST:
-            raise SettingsError(f"a stall takes between 0 s and a day ({LONGEST:g} s), not {seconds:g} s")
-        self._medium.stall(seconds)
+        if not 0 <= seconds <= MAX_SECONDS:
+            raise SettingsError(f"a stall takes between 0 s and a day ({MAX_SECONDS:g} s), not {seconds:g} s")
+        self._state.stall(seconds)
         self._reschedule()
 
     def block(self, blocked: bool) -> None:
@@ -127,27 +127,27 @@ class Link:
         loop = asyncio.get_running_loop()
         for listener in [listener for server in self._servers for listener in server.sockets]:
             loop.remove_reader(listener.fileno())
-        for _ in range(ACCEPT_TURNS):
+        for _ in range(ACCEPT_ITERATIONS):
             await asyncio.sleep(0)
         for server in self._servers:
             server.close()
 
-    def _begin(self, server: asyncio.Server) -> None:
+    def _add_server(self, server: asyncio.Server) -> None:
         self._servers.append(server)
-        self._medium.impose(self.conditions)  # the time between stalls counts from the start
+        self._state.set_conditions(self.conditions)  # the time between stalls counts from the start
 
     def _reschedule(self) -> None:
-        for connection in self._present:
+        for connection in self._open_connections:
             connection.reschedule()
 
-    def _accept(self) -> End:
+    def _accept(self) -> RelayProtocol:
         return self._connection().client
 
-    def _connection(self) -> Connection:
-        return Connection(self._medium, self._address, self._admit, self._present.discard)
+    def _connection(self) -> RelayConnection:
+        return RelayConnection(self._state, self._address, self._register, self._open_connections.discard)
 
-    def _admit(self, connection: Connection) -> bool:
+    def _register(self, connection: RelayConnection) -> bool:
         """Whether a new client may stay."""
         self.connections += 1
-        self._present.add(connection)
+        self._open_connections.add(connection)
         return not (self._blocked or self._closed)

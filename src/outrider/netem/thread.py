@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from outrider.netem.conditions import Conditions
-from outrider.netem.link import UNCONDITIONED, Link
+from outrider.netem.link import NO_CONDITIONS, Link
 
 T = TypeVar("T")
 
@@ -25,18 +25,18 @@ class LinkThread:
         OSError: on entering, if it cannot listen.
     """
 
-    def __init__(self, host: str, port: int, conditions: Conditions = UNCONDITIONED, *, seed: int = 0) -> None:
+    def __init__(self, host: str, port: int, conditions: Conditions = NO_CONDITIONS, *, seed: int = 0) -> None:
         self._link = Link(host, port, conditions, seed=seed)
         self._started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
         self._thread = Thread(target=lambda: asyncio.run(self._run()), name="outrider-link", daemon=True)
 
     def __enter__(self) -> LinkThread:
         self._thread.start()
-        self._loop, self._stop = self._started.result()
+        self._loop, self._stop_event = self._started.result()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
+        self._loop.call_soon_threadsafe(self._stop_event.set)
         self._thread.join()
 
     @property

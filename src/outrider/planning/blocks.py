@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.core.gate import Signals, Threshold, audited
-from outrider.core.loops import DEFAULT
+from outrider.decoding.gate import Signals, Threshold, draw_audits
+from outrider.decoding.loop_detection import DEFAULT_RULE
 from outrider.planning.traces import Trace
 
 NEVER = np.iinfo(np.int64).max  # the place of a loop where there is none
@@ -31,12 +31,12 @@ SIGNAL_GRID = 1e-6  # digits of the signals in traces
 
 
 @dataclass(frozen=True)
-class Board:
+class BlockTable:
     """A block for every place of every trace, with the traces concatenated; the last place is the end.
 
     first: int64 [traces], where each begins. skipped_to, verified_to: int64 [places], where the next block begins.
     wrong: float64 [places], if the block holds a token other than the target's, the share of the target's output from
-    that token on, else 0. taken: float64 [places], the share of the trace that it takes. audits: bool [places].
+    that token on, else 0. share: float64 [places], the share of the trace that it takes. audits: bool [places].
     loops: int64 [places], where a loop is found by a detector that watches from this place on. prefixes, blocks: the
     drafts' signals, up to the first disagreement and of the whole block.
     """
@@ -45,13 +45,13 @@ class Board:
     skipped_to: np.ndarray
     verified_to: np.ndarray
     wrong: np.ndarray
-    taken: np.ndarray
+    share: np.ndarray
     audits: np.ndarray
     loops: np.ndarray
     prefixes: list[tuple[Signals, ...]]
     blocks: list[tuple[Signals, ...]]
 
-    def unsure(self, threshold: Threshold, *, whole: bool = False) -> np.ndarray:
+    def uncertainty(self, threshold: Threshold, *, whole: bool = False) -> np.ndarray:
         """float64 [places]: the drafter's uncertainty per block, infinite at the end. Above a limit: verified."""
         sign = direction(threshold)
         values = self.blocks if whole else self.prefixes
@@ -82,20 +82,20 @@ def end_tokens(trace: Trace) -> tuple[int, ...]:
     return () if last in trace.target[:-1] else (last,)
 
 
-def lay_out(traces: Seq[Trace], k: int, audit: float = 0.0, seed: int = 0) -> Board:
+def build_blocks(traces: Seq[Trace], k: int, audit: float = 0.0, seed: int = 0) -> BlockTable:
     """Form the blocks of k of some traces. audit, seed: select the audited blocks."""
     first = np.cumsum([0, *(len(trace.target) for trace in traces)])
     last = int(first[-1])
     rows = [row for trace, at in zip(traces, first, strict=False) for row in _blocks(trace, int(at), last, k)]
-    skipped, verified, wrong, taken, prefixes, blocks = zip(*rows, strict=True)
-    draws = [audited(seed + n, np.arange(len(trace.target)), audit) for n, trace in enumerate(traces)]
+    skipped, verified, wrong, share, prefixes, blocks = zip(*rows, strict=True)
+    draws = [draw_audits(seed + n, np.arange(len(trace.target)), audit) for n, trace in enumerate(traces)]
     loops = [_loops(trace.target, int(at)) for trace, at in zip(traces, first, strict=False)]
-    return Board(
+    return BlockTable(
         first[:-1],
         np.array([*skipped, last]),
         np.array([*verified, last]),
         np.array([*wrong, 0.0]),
-        np.array([*taken, 0.0]),
+        np.array([*share, 0.0]),
         np.array([*np.concatenate(draws), True]),
         np.array([*np.concatenate(loops), NEVER]),
         list(prefixes),
@@ -103,45 +103,45 @@ def lay_out(traces: Seq[Trace], k: int, audit: float = 0.0, seed: int = 0) -> Bo
     )
 
 
-def replay(board: Board, unsure: np.ndarray, limits: np.ndarray, *, loops: bool = True) -> Replay:
-    """Replay all traces under all limits at once. unsure: from the board. limits: float64 [limits], of its sign.
+def replay(table: BlockTable, uncertainty: np.ndarray, limits: np.ndarray, *, loops: bool = True) -> Replay:
+    """Replay all traces under all limits at once. uncertainty: from the board. limits: float64 [limits], of its sign.
 
     loops: a loop sends the next block to the verifier, as `--on-loop escalate` does.
     """
-    end = len(board.wrong) - 1
-    unsure = np.where(board.audits, np.inf, unsure)
-    found = board.loops if loops else np.full_like(board.loops, NEVER)
-    at = np.repeat(board.first[:, None], len(limits), axis=1)
-    watched = at.copy()  # where loop detection started
+    end = len(table.wrong) - 1
+    uncertainty = np.where(table.audits, np.inf, uncertainty)
+    found = table.loops if loops else np.full_like(table.loops, NEVER)
+    at = np.repeat(table.first[:, None], len(limits), axis=1)
+    loop_start = at.copy()  # where loop detection started
     losses, edge_shares = np.zeros(at.shape), np.zeros(at.shape)
     blocks, escalated = np.zeros(len(limits)), np.zeros(len(limits))
     while (live := at < end).any():
-        looped = found[watched] <= at
-        skip = (unsure[at] <= limits) & ~looped
-        losses = np.maximum(losses, np.where(skip, board.wrong[at], 0.0))  # the first one's is the largest
-        edge_shares += np.where(skip, board.taken[at], 0.0)
+        in_loop = found[loop_start] <= at
+        skip = (uncertainty[at] <= limits) & ~in_loop
+        losses = np.maximum(losses, np.where(skip, table.wrong[at], 0.0))  # the first one's is the largest
+        edge_shares += np.where(skip, table.share[at], 0.0)
         blocks += live.sum(axis=0)
         escalated += (live & ~skip).sum(axis=0)
-        watched = np.where(looped, at, watched)
-        at = np.where(skip, board.skipped_to[at], board.verified_to[at])
+        loop_start = np.where(in_loop, at, loop_start)
+        at = np.where(skip, table.skipped_to[at], table.verified_to[at])
     return Replay(losses, edge_shares, escalated / blocks)
 
 
 def replay_gate(traces: Seq[Trace], gate: Threshold, k: int, audit: float = 0.0, seed: int = 0) -> Replay:
     """Replay one gate, by prefixes."""
-    board = lay_out(traces, k, audit, seed)
-    return replay(board, board.unsure(gate), np.array([direction(gate) * gate.limit]))
+    table = build_blocks(traces, k, audit, seed)
+    return replay(table, table.uncertainty(gate), np.array([direction(gate) * gate.limit]))
 
 
-def worst_losses(board: Board, unsure: np.ndarray, limits: np.ndarray) -> np.ndarray:
+def worst_losses(table: BlockTable, uncertainty: np.ndarray, limits: np.ndarray) -> np.ndarray:
     """float64 [traces, limits]: each loss, the larger of a replay with and one without loop-triggered verification.
 
     So it bounds that of a run under `--on-loop escalate` and `ignore`, whose blocks begin elsewhere behind a loop.
     """
-    losses = replay(board, unsure, limits).losses
-    if (board.loops == NEVER).all():
+    losses = replay(table, uncertainty, limits).losses
+    if (table.loops == NEVER).all():
         return losses
-    return np.maximum(losses, replay(board, unsure, limits, loops=False).losses)
+    return np.maximum(losses, replay(table, uncertainty, limits, loops=False).losses)
 
 
 def _blocks(
@@ -153,13 +153,13 @@ def _blocks(
     for start in range(size):
         full = min(start + k, size)
         stop = next((n + 1 for n in range(start, full) if trace.draft[n] in ends), full)
-        stands = next((n for n in range(start, stop) if not agrees[n]), stop)
+        agreed_end = next((n for n in range(start, stop) if not agrees[n]), stop)
         skipped = size if trace.draft[stop - 1] in ends else stop
-        wrong = (size - stands) / size if stands < stop else 0.0
-        skipped_to, verified_to = (last if n >= size else at + n for n in (skipped, stands + 1))
-        prefix = trace.signals[start : min(stands + 1, stop)]
-        taken = (skipped - start) / size
-        rows.append((skipped_to, verified_to, wrong, taken, prefix, trace.signals[start:stop]))
+        wrong = (size - agreed_end) / size if agreed_end < stop else 0.0
+        skipped_to, verified_to = (last if n >= size else at + n for n in (skipped, agreed_end + 1))
+        prefix = trace.signals[start : min(agreed_end + 1, stop)]
+        share = (skipped - start) / size
+        rows.append((skipped_to, verified_to, wrong, share, prefix, trace.signals[start:stop]))
     return rows
 
 
@@ -167,7 +167,7 @@ def _loops(target: Seq[int], at: int) -> np.ndarray:
     """int64 [tokens]: the place at which `Decoder` finds a loop in what follows each token; NEVER if there is none."""
     found = np.full(len(target), NEVER)
     for length in range(len(target), 0, -1):  # in reverse: of several loops, the first one stays
-        period = DEFAULT.find(target[:length])
+        period = DEFAULT_RULE.find_period(target[:length])
         if period is not None:
-            found[: length - DEFAULT.tail_needed(period) + 1] = at + length
+            found[: length - DEFAULT_RULE.tail_needed(period) + 1] = at + length
     return found

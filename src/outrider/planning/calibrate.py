@@ -41,20 +41,20 @@ from pathlib import Path
 import numpy as np
 
 from outrider.config import GateFile, GenerationSettings, Loss, ModelId, SignalFit, check_choice
-from outrider.core.gate import NAMES, NO_MEAN, Name, Threshold
-from outrider.core.lookahead import lookahead
+from outrider.decoding.draft_length import parse_draft_length
+from outrider.decoding.gate import NO_MEAN_GATE, SIGNAL_NAMES, SignalName, Threshold
 from outrider.errors import DataError, SettingsError
 from outrider.files import write_file
-from outrider.planning.blocks import SIGNAL_GRID, Board, lay_out, replay, worst_losses
-from outrider.planning.checks import count, share
+from outrider.planning.blocks import SIGNAL_GRID, BlockTable, build_blocks, replay, worst_losses
 from outrider.planning.traces import Trace
+from outrider.planning.validation import count, share
 
 Calibration = GateFile  # what is found is what the file says
 
 AUDIT = 0.05  # of the blocks that would be skipped
-LEVELS = 256  # candidate thresholds of a signal, at most
-CHOOSING = 4  # one trace in so many chooses the signal
-ROUNDING = 1e-9
+MAX_CANDIDATES = 256  # candidate thresholds of a signal, at most
+SELECTION_FRACTION = 4  # one trace in so many chooses the signal
+TOLERANCE = 1e-9
 
 
 def calibrate(
@@ -68,7 +68,7 @@ def calibrate(
     loss: Loss = "outputs",
     audit: float = AUDIT,
     seed: int = 0,
-    signals: Seq[str] = NAMES,
+    signals: Seq[str] = SIGNAL_NAMES,
 ) -> Calibration:
     """Return the gate that keeps the expected loss at `epsilon` or below and escalates least.
 
@@ -83,20 +83,20 @@ def calibrate(
     _check(epsilon, k, audit, seed)
     check_choice("loss", loss, Loss)
     names = [_calibratable(name) for name in signals]
-    choosing, setting = split(len(traces), epsilon, seed)
-    first, rest = (lay_out([traces[n] for n in part], k, audit, seed) for part in (choosing, setting))
-    allowed = _allowed(epsilon, len(setting))
-    tried = [_try(first, first, name, loss, allowed) for name in names]
-    best = min(tried, key=lambda row: row.escalation)
+    selection, calibration = split(len(traces), epsilon, seed)
+    first, rest = (build_blocks([traces[n] for n in part], k, audit, seed) for part in (selection, calibration))
+    allowed = _allowed_loss(epsilon, len(calibration))
+    fits = [_fit_signal(first, first, name, loss, allowed) for name in names]
+    best = min(fits, key=lambda row: row.escalation)
     if best.threshold is None:
         raise DataError(f"no threshold of any signal keeps the risk at {epsilon:g} of {loss}: {_ADVICE[loss]}")
-    found = _try(first, rest, _calibratable(best.signal), loss, allowed)
+    found = _fit_signal(first, rest, _calibratable(best.signal), loss, allowed)
     if found.threshold is None:
         raise DataError(f"no threshold of {found.signal} keeps the risk at {epsilon:g} of {loss}: {_ADVICE[loss]}")
     gate = str(Threshold(_calibratable(found.signal), found.threshold))
     risk, escalation = round(found.risk, 9), round(found.escalation, 9)
     return Calibration(
-        gate, epsilon, loss, k, len(setting), risk, escalation, audit, edge, cloud, settings, tuple(tried)
+        gate, epsilon, loss, k, len(calibration), risk, escalation, audit, edge, cloud, settings, tuple(fits)
     )
 
 
@@ -116,10 +116,10 @@ def write_gate_file(path: str | Path, calibration: Calibration) -> None:
     write_file(path, json.dumps(calibration.to_json(), indent=2, ensure_ascii=False) + "\n")
 
 
-def needed(epsilon: float) -> int:
+def min_traces(epsilon: float) -> int:
     """The fewest traces, of which those that set the threshold are at least 1/ε − 1."""
-    total = max(int((1 / epsilon - 1) * CHOOSING / (CHOOSING - 1)) - CHOOSING, 2)
-    while _allowed(epsilon, total - _choosing(total)) < 0:
+    total = max(int((1 / epsilon - 1) * SELECTION_FRACTION / (SELECTION_FRACTION - 1)) - SELECTION_FRACTION, 2)
+    while _allowed_loss(epsilon, total - _selection_size(total)) < 0:
         total += 1
     return total
 
@@ -130,38 +130,40 @@ def split(total: int, epsilon: float, seed: int) -> tuple[list[int], list[int]]:
     Raises:
         DataError: there are too few.
     """
-    if total < needed(epsilon):
-        raise DataError(f"{total} traces are too few for a budget of {epsilon:g}: it takes {needed(epsilon)} or more")
+    if total < min_traces(epsilon):
+        raise DataError(
+            f"{total} traces are too few for a budget of {epsilon:g}: it takes {min_traces(epsilon)} or more"
+        )
     order: list[int] = np.random.default_rng(seed).permutation(total).tolist()
-    return order[: _choosing(total)], order[_choosing(total) :]
+    return order[: _selection_size(total)], order[_selection_size(total) :]
 
 
-def _choosing(total: int) -> int:
-    return max(total // CHOOSING, 1)
+def _selection_size(total: int) -> int:
+    return max(total // SELECTION_FRACTION, 1)
 
 
-def _allowed(epsilon: float, n: int) -> float:
+def _allowed_loss(epsilon: float, n: int) -> float:
     """The mean loss of n traces that (n·R̂ + 1)/(n + 1) ≤ ε allows; below 0, none does."""
-    return (epsilon * (n + 1) - 1 + ROUNDING) / n
+    return (epsilon * (n + 1) - 1 + TOLERANCE) / n
 
 
 # Choosing -------------------------------------------------------------------------------------------------------
 
 
-def _try(first: Board, board: Board, signal: Name, loss: Loss, allowed: float) -> SignalFit:
-    """Return the loosest of a signal's candidates (from `first`) that keeps the mean loss on `board` at `allowed`.
+def _fit_signal(first: BlockTable, table: BlockTable, signal: SignalName, loss: Loss, allowed: float) -> SignalFit:
+    """Return the loosest of a signal's candidates (from `first`) that keeps the mean loss on `table` at `allowed`.
 
     Its escalation rate is an estimate from whole blocks of the traces, not a bound.
     """
     threshold = Threshold(signal, 0.0)
-    limits = candidates(first.unsure(threshold), threshold)
-    losses = worst_losses(board, board.unsure(threshold), limits)
-    risks = counted(monotone(losses), loss).mean(axis=0)
-    fits = int((risks <= allowed).sum())  # the risks never fall: those that fit come first
-    if not fits:
+    limits = candidates(first.uncertainty(threshold), threshold)
+    losses = worst_losses(table, table.uncertainty(threshold), limits)
+    risks = apply_loss(monotone(losses), loss).mean(axis=0)
+    num_fitting = int((risks <= allowed).sum())  # the risks never fall: those that fit come first
+    if not num_fitting:
         return SignalFit(signal, None, 0.0, 1.0)
-    n = fits - 1
-    escalation = replay(board, board.unsure(threshold, whole=True), limits[n : n + 1]).escalation[0]
+    n = num_fitting - 1
+    escalation = replay(table, table.uncertainty(threshold, whole=True), limits[n : n + 1]).escalation[0]
     return SignalFit(signal, float(abs(limits[n])), float(risks[n]), float(escalation))
 
 
@@ -170,29 +172,33 @@ def monotone(losses: np.ndarray) -> np.ndarray:
     return np.maximum.accumulate(losses, axis=1)
 
 
-def counted(losses: np.ndarray, loss: Loss) -> np.ndarray:
+def apply_loss(losses: np.ndarray, loss: Loss) -> np.ndarray:
     """Shares of tokens, as the loss counts them."""
     return (losses > 0).astype(np.float64) if loss == "outputs" else losses
 
 
-def candidates(unsure: np.ndarray, threshold: Threshold) -> np.ndarray:
+def candidates(uncertainty: np.ndarray, threshold: Threshold) -> np.ndarray:
     """Return candidate limits, the strictest first, each between two neighbouring quantiles of the observed values."""
-    met = np.unique(unsure[np.isfinite(unsure)])
-    if len(met) > LEVELS:
-        met = np.unique(np.quantile(unsure[np.isfinite(unsure)], np.linspace(0, 1, LEVELS), method="inverted_cdf"))
-    following = np.append(met[1:], met[-1])
-    between = (np.floor((met + following) / 2 / SIGNAL_GRID) + 0.5) * SIGNAL_GRID
+    observed = np.unique(uncertainty[np.isfinite(uncertainty)])
+    if len(observed) > MAX_CANDIDATES:
+        observed = np.unique(
+            np.quantile(uncertainty[np.isfinite(uncertainty)], np.linspace(0, 1, MAX_CANDIDATES), method="inverted_cdf")
+        )
+    following = np.append(observed[1:], observed[-1])
+    between = (np.floor((observed + following) / 2 / SIGNAL_GRID) + 0.5) * SIGNAL_GRID
     limits = np.unique(np.round(between, 7))
     if threshold.signal == "margin":
         return np.unique(np.minimum(limits, 0.0))
     return np.unique(np.maximum([SIGNAL_GRID / 2, *limits], SIGNAL_GRID / 2))
 
 
-def _calibratable(signal: str) -> Name:
+def _calibratable(signal: str) -> SignalName:
     """Raise SettingsError for an unknown signal or one without a bound."""
-    name = next((name for name in NAMES if name == signal), None)
+    name = next((name for name in SIGNAL_NAMES if name == signal), None)
     if name is None:
-        raise SettingsError(f"signal {signal!r}: {NO_MEAN if signal.endswith('.mean') else f'expected one of {NAMES}'}")
+        raise SettingsError(
+            f"signal {signal!r}: {NO_MEAN_GATE if signal.endswith('.mean') else f'expected one of {SIGNAL_NAMES}'}"
+        )
     return name
 
 
@@ -203,4 +209,4 @@ def _check(epsilon: float, k: int | str, audit: float, seed: int) -> None:
         raise SettingsError(f"epsilon is above 0 and below 1, not {epsilon!r}")
     if k == "auto":
         raise SettingsError("a gate is calibrated for blocks of a fixed k, not 'auto'")
-    lookahead(k)
+    parse_draft_length(k)

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from outrider.errors import SettingsError
-from outrider.planning.checks import at_least_zero, count, positive, share
 from outrider.planning.roofline import Server
+from outrider.planning.validation import at_least_zero, count, positive, share
 
-LONGEST = 64  # block length up to which the best is sought
+MAX_BLOCK = 64  # block length up to which the best is sought
 ID_BYTES = 3  # one id of a vocabulary below 2^21, on the wire (MATHS, "Bytes")
 
 
@@ -101,7 +101,7 @@ class Speculation:
         """
         return self.draft_s + (1.0 - self.acceptance) * (self.network.rtt_s + self.answer_s(k))
 
-    def best_k(self, longest: int = LONGEST) -> int:
+    def best_k(self, longest: int = MAX_BLOCK) -> int:
         """The k from 1 to `longest` with the least `sequential_s` (MATHS has the closed form, by Lambert's W)."""
         count(1, longest=longest)
         return min(range(1, longest + 1), key=self.sequential_s)
@@ -182,10 +182,11 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Station:
-    """A server and the sessions that come to it, think, and come again. k = 0 and away_s = 0: cloud-only.
+class ServerLoadModel:
+    """A server and the sessions that come to it, think, and come again. k = 0 and think_s = 0: cloud-only.
 
-    away_s: seconds between a verdict and the next request (k·t_d + RTT + bytes). A step reads all that wait, and of new
+    think_s: seconds between a verdict and the next request (k·t_d + RTT + bytes). A step reads all that wait, and of
+    new
     prompts as much as there are new replies: a session's rounds share out its prefill evenly.
     """
 
@@ -193,10 +194,10 @@ class Station:
     work: Work
     acceptance: float
     k: int
-    away_s: float
+    think_s: float
 
     def __post_init__(self) -> None:
-        at_least_zero(away_s=self.away_s)
+        at_least_zero(think_s=self.think_s)
         if expected_tokens(self.acceptance, self.k) > self.work.tokens:
             raise SettingsError(f"a round of k = {self.k} is longer than a reply of {self.work.tokens} tokens")
 
@@ -219,13 +220,15 @@ class Station:
         server works, with chance u, waits for half a step. Cloud-only sessions are never away, and wait for nobody.
         """
         count(1, sessions=sessions)
-        arrivals = float(sessions) if self.away_s == 0 else _root(lambda x: self._arrivals(sessions, x) - x, sessions)
+        arrivals = (
+            float(sessions) if self.think_s == 0 else _find_root(lambda x: self._arrivals(sessions, x) - x, sessions)
+        )
         batch, busy = max(1.0, arrivals), min(1.0, arrivals)
         step = self.step_s(batch)
         token_s = self._cycle_s(step, busy) / self.round_tokens
         return Load(sessions, batch, busy, token_s, batch * self.round_prefill_s / step)
 
-    def able(self, limit_s: float) -> int:
+    def max_sessions(self, limit_s: float) -> int:
         """The most sessions with at most `limit_s` per token on average, and memory for each; 0 if there are none."""
         positive(limit_s=limit_s)
         low, high = 0, self.server.slots(self.work.context)
@@ -239,25 +242,25 @@ class Station:
         return sessions * step / self._cycle_s(step, min(1.0, guess))
 
     def _cycle_s(self, step_s: float, busy: float) -> float:
-        waiting = busy * step_s / 2 if self.away_s > 0 else 0.0
-        return self.away_s + waiting + step_s
+        waiting = busy * step_s / 2 if self.think_s > 0 else 0.0
+        return self.think_s + waiting + step_s
 
 
-def servers_for(edges: int, active: float, able: int, spare: float = 0.0) -> int:
+def servers_for(edges: int, active: float, max_sessions: int, spare: float = 0.0) -> int:
     """Servers for `edges` edges of which a share `active` is generating, with a share `spare` of each kept free.
 
     Raises:
-        SettingsError: no session meets the limit (`able` is 0), or a share outside 0 to 1.
+        SettingsError: no session meets the limit (`max_sessions` is 0), or a share outside 0 to 1.
     """
     count(1, edges=edges)
     share(active=active, spare=spare)
-    if able < 1 or spare == 1:
+    if max_sessions < 1 or spare == 1:
         raise SettingsError("no number of servers is enough: not one session is within the limit on any")
-    return math.ceil(round(edges * active / (able * (1.0 - spare)), 9))  # not one more for the last bit
+    return math.ceil(round(edges * active / (max_sessions * (1.0 - spare)), 9))  # not one more for the last bit
 
 
 def traffic_bytes_per_s(
-    station: Station, size: RoundBytes, token_s: float, opening: float = 0.0
+    model: ServerLoadModel, size: RoundBytes, token_s: float, opening: float = 0.0
 ) -> tuple[float, float]:
     """Up and down, of one session that generates all the time: its rounds, and up its prompts' ids and `opening` bytes.
 
@@ -265,9 +268,9 @@ def traffic_bytes_per_s(
     """
     positive(token_s=token_s)
     at_least_zero(opening=opening)
-    round_s, reply_s = station.round_tokens * token_s, station.work.tokens * token_s
-    first = opening + ID_BYTES * station.work.prompt
-    return size.up(station.k) / round_s + first / reply_s, size.down / round_s
+    round_s, reply_s = model.round_tokens * token_s, model.work.tokens * token_s
+    first = opening + ID_BYTES * model.work.prompt
+    return size.up(model.k) / round_s + first / reply_s, size.down / round_s
 
 
 def dollars_per_million(gpu_hour: float, gpus: float, tokens_per_s: float) -> float:
@@ -277,10 +280,10 @@ def dollars_per_million(gpu_hour: float, gpus: float, tokens_per_s: float) -> fl
     return gpu_hour / 3600 * gpus / tokens_per_s * 1e6
 
 
-def _root(of: Callable[[float], float], high: float) -> float:
+def _find_root(function: Callable[[float], float], high: float) -> float:
     """Where a function that is positive at 0 and crosses 0 once up to `high` does so."""
     low = 0.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if of(middle) > 0 else (low, middle)
+        low, high = (middle, high) if function(middle) > 0 else (low, middle)
     return high

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from outrider.errors import SettingsError
-from outrider.planning.checks import at_least_zero, positive
+from outrider.planning.validation import at_least_zero, positive
 
 ID_BYTES = 3  # one id of a vocabulary below 2^21, on the wire (MATHS, "Bytes")
 OPEN_BYTES = 300  # of the opening frame and its headers (docs/protocol.md; 289 to 302 for the bundled clips)
@@ -39,9 +39,9 @@ class Costs:
         at_least_zero(**{name: value for name, value in asdict(self).items() if value is not None})
         positive(draft_s=self.draft_s, verify_s=self.verify_s)
 
-    def drafting_s(self, count: int, *, first: bool, sure: bool) -> float:
-        """Of `count` tokens. first: nothing was drafted before; sure: with signals."""
-        each = self.draft_s + (self.signals_s if sure else 0.0)
+    def drafting_s(self, count: int, *, first: bool, with_signals: bool) -> float:
+        """Of `count` tokens. first: nothing was drafted before; with_signals: with signals."""
+        each = self.draft_s + (self.signals_s if with_signals else 0.0)
         return count * each + (self.draft_prefill_s if first else 0.0)
 
     def computing_s(self, count: int, *, first: bool) -> float:

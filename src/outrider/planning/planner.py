@@ -14,21 +14,21 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from outrider.config import DriverName
-from outrider.core.audits import MISS, upper_bound
-from outrider.core.gate import Always, Gate, Signals
+from outrider.decoding.gate import Always, Gate, Signals
+from outrider.decoding.risk_estimate import MISS_PROBABILITY, upper_bound
 from outrider.errors import SettingsError
-from outrider.planning.checks import count, share
 from outrider.planning.costs import Costs
 from outrider.planning.simulator import Setup, Summary, end_tokens, replay, summarise
 from outrider.planning.traces import Trace
+from outrider.planning.validation import count, share
 
 Aim = Literal["latency", "cloud", "quality", "privacy"]
-KS: tuple[int, ...] = (1, 2, 3, 5, 8, 12)
+BLOCK_LENGTHS: tuple[int, ...] = (1, 2, 3, 5, 8, 12)
 DRIVERS: tuple[DriverName, ...] = ("sequential", "pipelined")
-FARTHEST = 2.0  # s: up to this round trip a break-even is sought
+MAX_RTT_S = 2.0  # s: up to this round trip a break-even is sought
 PRECISION = 1e-3  # s, of a break-even
 
-WORTH: dict[Aim, Callable[[Summary], tuple[float, ...]]] = {
+OBJECTIVES: dict[Aim, Callable[[Summary], tuple[float, ...]]] = {
     "latency": lambda found: (found.total_s, found.cloud_s),
     "cloud": lambda found: (found.cloud_s, found.total_s),
     "quality": lambda found: (found.cloud_share, found.cloud_s, found.total_s),
@@ -48,8 +48,8 @@ class Goal:
     budget: float | None = None
 
     def __post_init__(self) -> None:
-        if self.aim not in WORTH:
-            raise SettingsError(f"a goal is {', '.join(WORTH)}, not {self.aim!r}")
+        if self.aim not in OBJECTIVES:
+            raise SettingsError(f"a goal is {', '.join(OBJECTIVES)}, not {self.aim!r}")
         share(budget=self.limit)
 
     @property
@@ -60,7 +60,7 @@ class Goal:
 
     def worth(self, found: Summary) -> tuple[float, ...]:
         """The smaller the better."""
-        return WORTH[self.aim](found)
+        return OBJECTIVES[self.aim](found)
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,11 @@ class Planner:
         costs: Costs,
         base: Setup | None = None,
         gates: Seq[str | Gate] = (),
-        ks: Seq[int | str] = KS,
+        ks: Seq[int | str] = BLOCK_LENGTHS,
     ) -> None:
         self._traces, self._costs, self._base = tuple(traces), costs, base or Setup()
         self._gates, self._ks, self._ends = gates, ks, end_tokens(traces)
-        self._known: dict[Setup, Summary] = {}
+        self._cache: dict[Setup, Summary] = {}
         self._setups = list(self._modes())
 
     def rank(self, goal: Goal) -> Ranking:
@@ -128,7 +128,7 @@ class Planner:
         options = (
             replace(
                 option,
-                behind=_ratio(goal.worth(option.summary)[0], lead),
+                behind=_cost_ratio(goal.worth(option.summary)[0], lead),
                 breakeven_rtt_s=self.breakeven_rtt_s(option.setup),
             )
             for option in found
@@ -137,25 +137,25 @@ class Planner:
 
     def simulate(self, setup: Setup) -> Summary:
         """Over all traces."""
-        if setup not in self._known:
-            self._known[setup] = summarise(replay(self._traces, setup, self._costs, ends=self._ends))
-        return self._known[setup]
+        if setup not in self._cache:
+            self._cache[setup] = summarise(replay(self._traces, setup, self._costs, ends=self._ends))
+        return self._cache[setup]
 
     def breakeven_rtt_s(self, setup: Setup) -> float | None:
         """The round trip up to which a setup is faster than cloud-only; see `Option`."""
         if setup.mode == "cloud-only":
             return None
-        if self._lag(setup, 0.0) >= 0.0:
+        if self._delay_vs_cloud(setup, 0.0) >= 0.0:
             return 0.0
-        if self._lag(setup, FARTHEST) < 0.0:
+        if self._delay_vs_cloud(setup, MAX_RTT_S) < 0.0:
             return math.inf
-        return root(lambda rtt_s: self._lag(setup, rtt_s), 0.0, FARTHEST)
+        return find_root(lambda rtt_s: self._delay_vs_cloud(setup, rtt_s), 0.0, MAX_RTT_S)
 
-    def _lag(self, setup: Setup, rtt_s: float) -> float:
+    def _delay_vs_cloud(self, setup: Setup, rtt_s: float) -> float:
         """Seconds per output behind cloud-only."""
         net = replace(setup.net, rtt=rtt_s)
-        alone = replace(self._base, mode="cloud-only", net=net)
-        return self.simulate(replace(setup, net=net)).total_s - self.simulate(alone).total_s
+        cloud_only = replace(self._base, mode="cloud-only", net=net)
+        return self.simulate(replace(setup, net=net)).total_s - self.simulate(cloud_only).total_s
 
     def _modes(self) -> Iterator[tuple[str, list[Setup]]]:
         base = self._base
@@ -188,27 +188,28 @@ def _allowed(setup: Setup, found: Summary, limit: float) -> bool:
     if exact or limit == 0.0:
         return exact
     if found.at_home == 1.0:
-        return upper_bound(found.disagreement, found.outputs, MISS / 2) <= limit
+        return upper_bound(found.disagreement, found.outputs, MISS_PROBABILITY / 2) <= limit
     return found.disagreement == 0.0 or found.disagreement_high <= limit
 
 
-def root(of: Callable[[float], float], low: float, high: float) -> float:
-    """Where `of`, below 0 at `low` and not at `high`, crosses 0: bisection that first tries the chord's crossing.
+def find_root(function: Callable[[float], float], low: float, high: float) -> float:
+    """Where `function`, below 0 at `low` and not at `high`, crosses 0: bisection that first tries the chord's crossing.
 
-    Two steps that bring the crossing near are enough where `of` is nearly a line, and never more than bisection twice.
+    Two steps that bring the crossing near are enough where `function` is nearly a line, and never more than bisection
+    twice.
     """
-    under, over, chord = of(low), of(high), True
+    under, over, chord = function(low), function(high), True
     while high - low > PRECISION:
         middle = (low + high) / 2
         if chord:
             middle = low + (high - low) * under / (under - over)
             middle = min(max(middle, low + PRECISION / 2), high - PRECISION / 2)
-        value, chord = of(middle), not chord
+        value, chord = function(middle), not chord
         low, under, high, over = (middle, value, high, over) if value < 0.0 else (low, under, middle, value)
     return low
 
 
-def made_up(acceptance: float, length: int, outputs: int = 8, seed: int = 0) -> list[Trace]:
+def synthetic_traces(acceptance: float, length: int, outputs: int = 8, seed: int = 0) -> list[Trace]:
     """Traces of nothing but an acceptance rate and a length, where none were recorded.
 
     Each token is accepted with a chance of its own, Beta(2α, 2(1 − α)), whose mean is α; tokens are independent of each
@@ -216,18 +217,20 @@ def made_up(acceptance: float, length: int, outputs: int = 8, seed: int = 0) -> 
     """
     share(acceptance=acceptance)
     count(1, length=length, outputs=outputs)
-    return [_made_up(f"made up {n + 1}", acceptance, length, random.Random(f"{seed} {n}")) for n in range(outputs)]
+    return [
+        _synthetic_trace(f"made up {n + 1}", acceptance, length, random.Random(f"{seed} {n}")) for n in range(outputs)
+    ]
 
 
-def _made_up(name: str, acceptance: float, length: int, rng: random.Random) -> Trace:
+def _synthetic_trace(name: str, acceptance: float, length: int, rng: random.Random) -> Trace:
     sure = 0.0 < acceptance < 1.0
     chances = [rng.betavariate(2 * acceptance, 2 * (1 - acceptance)) if sure else acceptance for _ in range(length)]
     target = tuple(range(2, length + 2))
     draft = tuple(token if rng.random() < chance else 1 for token, chance in zip(target, chances, strict=True))
-    return Trace(name, 1, target, draft, tuple(map(_knowing, chances)))
+    return Trace(name, 1, target, draft, tuple(map(_signals_for, chances)))
 
 
-def _knowing(chance: float) -> Signals:
+def _signals_for(chance: float) -> Signals:
     """Of a drafter whose token has that probability, and one other token the rest."""
     chance = min(max(chance, 1e-6), 1.0 - 1e-6)
     rest = 1.0 - chance
@@ -235,7 +238,7 @@ def _knowing(chance: float) -> Signals:
     return Signals(entropy, max(chance, rest) - min(chance, rest), min(chance, rest), -math.log(chance))
 
 
-def _ratio(value: float, lead: float) -> float:
+def _cost_ratio(value: float, lead: float) -> float:
     if lead == 0.0:
         return 1.0 if value == 0.0 else math.inf
     return value / lead

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-from outrider.planning.checks import at_least_zero, count, positive, share
+from outrider.planning.validation import at_least_zero, count, positive, share
 
 
 @dataclass(frozen=True)

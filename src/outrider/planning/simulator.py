@@ -4,7 +4,8 @@ A trace says what the drafter proposes along the target's own output. What a sim
 
 - With an exact gate and a fixed k, what is committed, by whom and in how many rounds is what a live run does. What is
   drafted behind a wrong token comes from the trace as well. It is never accepted, but a live drafter, which sees that
-  token, may be less sure behind it, or end its block there: counts of drafted tokens, and triggers, differ by as much.
+  token, may be less sure behind it, or end its block arrival: counts of drafted tokens, and triggers, differ by as
+  much.
 - Where a gate skips a token that the target would have said differently, the text has left the trace. It goes on
   by position: at each place the drafter proposes, and the target says, what the trace has there. An end that the edge
   skips is caught up with one token later, and an end that it invents ends the output.
@@ -20,22 +21,29 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
 
 from outrider.config import DecodingMode, check_choice
-from outrider.core.acceptance import Exact
-from outrider.core.actions import Plan
-from outrider.core.audits import MISS, upper_bound
-from outrider.core.decoder import MAX_PROVISIONAL, Decoder
-from outrider.core.gate import Always, Gate
-from outrider.core.lookahead import MAX_K, Lookahead, lookahead
-from outrider.core.options import DecodingOptions
-from outrider.core.stopping import StopRules
+from outrider.decoding.actions import Plan
+from outrider.decoding.decoder import MAX_PROVISIONAL, Decoder
+from outrider.decoding.draft_length import MAX_K, DraftLength, parse_draft_length
+from outrider.decoding.gate import Always, Gate
+from outrider.decoding.options import DecodingOptions
+from outrider.decoding.risk_estimate import MISS_PROBABILITY, upper_bound
+from outrider.decoding.stopping import StopRules
 from outrider.errors import DataError, SettingsError
 from outrider.netem.conditions import Conditions
-from outrider.planning.checks import at_least_zero, count
 from outrider.planning.costs import Costs, md1_wait_s
 from outrider.planning.traces import Trace
-from outrider.planning.virtual import NO_TOKEN, Clock, ScriptedCloud, ScriptedDrafter, check_steady, drive
+from outrider.planning.validation import at_least_zero, count
+from outrider.planning.virtual_time import (
+    UNKNOWN_TOKEN,
+    Clock,
+    SimulatedCloud,
+    SimulatedDrafter,
+    check_constant,
+    run_driver,
+)
+from outrider.sampling.acceptance import Exact
 
-ROOM = MAX_K + MAX_PROVISIONAL  # so far behind its end may be drafted
+MAX_OVERRUN = MAX_K + MAX_PROVISIONAL  # so far behind its end may be drafted
 NOT_SIMULATED = ("accept", "on_loop", "loop_rule", "on_cloud_loss", "privacy")
 
 
@@ -59,7 +67,7 @@ class Setup(DecodingOptions):
         for name in NOT_SIMULATED:
             if getattr(self, name) != getattr(DecodingOptions, name):
                 raise SettingsError(f"{name} {getattr(self, name)!r}: only the default is simulated")
-        check_steady(self.net)
+        check_constant(self.net)
         at_least_zero(queue_s=self.queue_s)
         md1_wait_s(self.utilisation, 0.0)
         if self.max_new_tokens is not None:
@@ -142,10 +150,16 @@ def end_tokens(traces: Seq[Trace]) -> frozenset[int]:
 
 
 def simulate(
-    trace: Trace, setup: Setup, costs: Costs, *, ends: frozenset[int] = frozenset(), ahead: Lookahead | None = None
+    trace: Trace,
+    setup: Setup,
+    costs: Costs,
+    *,
+    ends: frozenset[int] = frozenset(),
+    draft_length: DraftLength | None = None,
 ) -> Outcome:
-    """One trace. ends: the tokens that end an output; ahead: a lookahead that has learnt, in place of a new one."""
-    run = _Run(trace, setup, costs, ends, ahead or lookahead(setup.k))
+    """One trace. ends: the tokens that end an output; draft_length: a lookahead that has learnt, in place of a new
+    one."""
+    run = _Simulation(trace, setup, costs, ends, draft_length or parse_draft_length(setup.k))
     return run.outcome()
 
 
@@ -160,8 +174,8 @@ def replay(traces: Seq[Trace], setup: Setup, costs: Costs, *, ends: frozenset[in
     if not traces:
         raise DataError("there are no traces to replay")
     ends = end_tokens(traces) if ends is None else ends
-    ahead = lookahead(setup.k)
-    return [simulate(trace, setup, costs, ends=ends, ahead=ahead) for trace in traces]
+    draft_length = parse_draft_length(setup.k)
+    return [simulate(trace, setup, costs, ends=ends, draft_length=draft_length) for trace in traces]
 
 
 def summarise(outcomes: Seq[Outcome]) -> Summary:
@@ -186,10 +200,10 @@ def summarise(outcomes: Seq[Outcome]) -> Summary:
         escalation=total["escalated"] / total["blocks"] if total["blocks"] else 0.0,
         cloud_share=total["cloud_tokens"] / total["tokens"],
         disagreement=total["disagreements"] / total["tokens"],
-        disagreement_high=_high(outcomes, total["disagreements"] / total["tokens"]),
+        disagreement_high=_upper_bound(outcomes, total["disagreements"] / total["tokens"]),
         worst_disagreement=max(outcome.disagreements / outcome.tokens for outcome in outcomes),
         changed_outputs=changed,
-        changed_outputs_high=upper_bound(changed, len(outcomes), MISS / 2),
+        changed_outputs_high=upper_bound(changed, len(outcomes), MISS_PROBABILITY / 2),
         at_home=sum(outcome.rounds == 0 for outcome in outcomes) / len(outcomes),
         bytes_up=mean["bytes_up"],
         bytes_down=mean["bytes_down"],
@@ -197,7 +211,7 @@ def summarise(outcomes: Seq[Outcome]) -> Summary:
     )
 
 
-def _high(outcomes: Seq[Outcome], share: float) -> float:
+def _upper_bound(outcomes: Seq[Outcome], share: float) -> float:
     """Return the share of wrong tokens plus two standard errors over outputs (whose errors are correlated)."""
     if len(outcomes) < 2:
         return 1.0
@@ -206,24 +220,28 @@ def _high(outcomes: Seq[Outcome], share: float) -> float:
     return min(share + 2 * math.sqrt(squares * len(outcomes) / (len(outcomes) - 1)) / tokens, 1.0)
 
 
-class _Run:
+class _Simulation:
     """One replay."""
 
-    def __init__(self, trace: Trace, setup: Setup, costs: Costs, ends: frozenset[int], ahead: Lookahead) -> None:
+    def __init__(
+        self, trace: Trace, setup: Setup, costs: Costs, ends: frozenset[int], draft_length: DraftLength
+    ) -> None:
         gate = setup.parsed_gate if setup.mode == "speculative" else Always()
-        drafts, asks = setup.mode != "cloud-only", setup.mode != "edge-only"
+        drafts, has_verifier = setup.mode != "cloud-only", setup.mode != "edge-only"
         self._trace, self._clock = trace, Clock()
-        self._decoder = Decoder([0], _plan(trace, setup, ends, gate, ahead if drafts else None))
-        end = trace.target[-1] if trace.target[-1] in ends else NO_TOKEN
-        self._cloud = ScriptedCloud(trace, costs, self._clock, setup.net, setup.wait_s(costs), end) if asks else None
-        lossy = not (asks and gate.exact)
-        sure = asks and (gate.needs_signals or ahead.needs_signals)
-        beyond = end if lossy else NO_TOKEN
-        self._drafter = ScriptedDrafter(trace, costs, self._clock, ends=ends, beyond=beyond, sure=sure)
+        self._decoder = Decoder([0], _plan(trace, setup, ends, gate, draft_length if drafts else None))
+        end = trace.target[-1] if trace.target[-1] in ends else UNKNOWN_TOKEN
+        self._cloud = (
+            SimulatedCloud(trace, costs, self._clock, setup.net, setup.wait_s(costs), end) if has_verifier else None
+        )
+        lossy = not (has_verifier and gate.exact)
+        with_signals = has_verifier and (gate.needs_signals or draft_length.needs_signals)
+        filler = end if lossy else UNKNOWN_TOKEN
+        self._drafter = SimulatedDrafter(trace, costs, self._clock, ends=ends, filler=filler, with_signals=with_signals)
         self._drafts, self._driver = drafts, setup.driver
 
     def outcome(self) -> Outcome:
-        ttft = self._play()
+        ttft = self._run()
         decoder, cloud, stats = self._decoder, self._cloud, self._decoder.stats
         stats.count_sources(decoder.sequence.sources)
         return Outcome(
@@ -246,13 +264,13 @@ class _Run:
             draft_s=self._drafter.seconds,
         )
 
-    def _play(self) -> float:
+    def _run(self) -> float:
         """To the end; when the first token was settled."""
         cloud, first = self._cloud, None
         if self._drafts:
-            events = drive(self._decoder, self._drafter, cloud, self._clock, self._driver)
+            events = run_driver(self._decoder, self._drafter, cloud, self._clock, self._driver)
         else:
-            events = drive(self._decoder, None, None, self._clock, stream=cloud.stream if cloud else None)
+            events = run_driver(self._decoder, None, None, self._clock, stream=cloud.stream if cloud else None)
         for event in events:
             if first is None and event.kind != "provisional":
                 first = self._clock.now
@@ -260,17 +278,17 @@ class _Run:
 
     def _disagreements(self) -> int:
         sequence, target = self._decoder.sequence, self._trace.target
-        placed = zip(sequence.generated, sequence.sources, target, strict=False)
-        return sum(token != said for token, source, said in placed if not source.by_cloud)
+        pairs = zip(sequence.generated, sequence.sources, target, strict=False)
+        return sum(token != expected for token, source, expected in pairs if not source.by_cloud)
 
 
-def _plan(trace: Trace, setup: Setup, ends: frozenset[int], gate: Gate, ahead: Lookahead | None) -> Plan:
+def _plan(trace: Trace, setup: Setup, ends: frozenset[int], gate: Gate, draft_length: DraftLength | None) -> Plan:
     """Stops where a live run would: at an end token, or at the number of tokens that the trace has."""
     length, limit = len(trace.target), setup.max_new_tokens
     if limit is not None and length > limit:
         raise SettingsError(f"trace {trace.id!r} has {length} tokens, more than max_new_tokens {limit}")
     if trace.target[-1] in ends:
-        length = limit or length + ROOM
-    asks = setup.mode != "edge-only"
+        length = limit or length + MAX_OVERRUN
+    has_verifier = setup.mode != "edge-only"
     rules = StopRules(length, tuple(ends))
-    return Plan(rules, gate, Exact(), ahead, asks, "escalate" if asks else "ignore", setup.scope)
+    return Plan(rules, gate, Exact(), draft_length, has_verifier, "escalate" if has_verifier else "ignore", setup.scope)

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from outrider.config import DEFAULT_K, DriverName
-from outrider.core.gate import Gate
+from outrider.decoding.gate import Gate
 from outrider.netem.conditions import Conditions
 from outrider.planning.costs import Costs
 from outrider.planning.simulator import Setup, Summary, end_tokens, replay, summarise

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.config import is_number, is_whole
-from outrider.core.gate import NAMES, Signals
+from outrider.config import is_integer, is_number
+from outrider.decoding.gate import SIGNAL_NAMES, Signals
 from outrider.errors import DataError
 from outrider.files import parse_json, read_text, write_file
 
@@ -54,7 +54,7 @@ class Trace:
         return tuple(t == d for t, d in zip(self.target, self.draft, strict=True))
 
     def to_json(self) -> dict[str, Any]:
-        signals = {str(name): [round(getattr(s, name), 6) for s in self.signals] for name in NAMES}
+        signals = {str(name): [round(getattr(s, name), 6) for s in self.signals] for name in SIGNAL_NAMES}
         return {
             "id": self.id,
             "prompt_tokens": self.prompt_tokens,
@@ -68,7 +68,7 @@ class Trace:
     def from_json(cls, value: dict[str, Any]) -> Trace:
         """Raises DataError for an object that is no trace, or says what no model can."""
         try:
-            columns = [[_signal(entry, name) for entry in value[name]] for name in NAMES]
+            columns = [[_signal(entry, name) for entry in value[name]] for name in SIGNAL_NAMES]
             signals = tuple(Signals(*row) for row in zip(*columns, strict=True))
             target, draft = (tuple(_whole(token, f"{n} token") for token in value[n]) for n in ("target", "draft"))
             sizes = [_whole(value[name], name) for name in ("prompt_tokens", "media_bytes")]
@@ -86,7 +86,7 @@ def _signal(value: Any, name: str) -> float:
 
 
 def _whole(value: Any, name: str) -> int:
-    if not is_whole(value) or value < 0:
+    if not is_integer(value) or value < 0:
         raise DataError(f"{name} {value!r} is no whole number, 0 or more")
     return int(value)
 

@@ -1,1 +1,1 @@
-"""What goes in: chat templates, recordings, caption tasks."""
+"""Prompts: chat templates, recordings and caption tasks."""

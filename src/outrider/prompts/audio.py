@@ -53,7 +53,7 @@ class Audio:
 class Recording:
     """A recording in the models' input format.
 
-    waveform: float32 [samples], 16 kHz mono, on a 16-bit grid (`on_grid`), so that it can be sent unchanged. warnings:
+    waveform: float32 [samples], 16 kHz mono, on a 16-bit grid (`quantize`), so that it can be sent unchanged. warnings:
     about missing parts of the file. holes: their places in seconds, where they are not at the end.
     """
 
@@ -109,7 +109,7 @@ def prepare(name: str, decoded: Decoded) -> Recording:
         AudioError: resampling overshot by more than the grid holds.
     """
     check_samples(name, decoded.waveform, (FULL_SCALE - 1) * 2**MAX_EXPONENT / FULL_SCALE)
-    return Recording(on_grid(decoded.waveform), decoded.warnings, decoded.holes)
+    return Recording(quantize(decoded.waveform), decoded.warnings, decoded.holes)
 
 
 def split(audio: Audio, max_seconds: float) -> list[Piece]:
@@ -129,42 +129,42 @@ def split(audio: Audio, max_seconds: float) -> list[Piece]:
     return pieces
 
 
-def exponent(waveform: np.ndarray) -> int:
+def grid_exponent(waveform: np.ndarray) -> int:
     """The e of the grid that a waveform is put on: the smallest for which nothing clips.
 
     A recording with a peak of 1 stays at 0, though +1 is one step more than 16 bits hold: it is set to the last step,
-    as sound cards do. That the limit for this is one step higher makes `on_grid` idempotent: what is rounded on the
+    as sound cards do. That the limit for this is one step higher makes `quantize` idempotent: what is rounded on the
     next, coarser grid never comes back to 0.
     """
     peak, low, high = np.abs(waveform).max(), waveform.min(), waveform.max()
     if peak * FULL_SCALE <= FULL_SCALE + 1:
         return 0
-    held = (
+    exponents = (
         e
         for e in range(1, MAX_EXPONENT + 1)
         if np.rint(high * FULL_SCALE / 2**e) < FULL_SCALE and np.rint(low * FULL_SCALE / 2**e) >= -FULL_SCALE
     )
-    return next(held, MAX_EXPONENT)
+    return next(exponents, MAX_EXPONENT)
 
 
-def steps(waveform: np.ndarray, e: int) -> np.ndarray:
+def to_int16(waveform: np.ndarray, e: int) -> np.ndarray:
     """The integers n of a waveform n · 2^(e−15): int16 [samples]."""
     scaled = np.rint(waveform * np.float32(FULL_SCALE / 2**e))
     return np.clip(scaled, -FULL_SCALE, FULL_SCALE - 1).astype(np.int16)
 
 
-def from_steps(integers: np.ndarray, e: int) -> np.ndarray:
+def from_int16(integers: np.ndarray, e: int) -> np.ndarray:
     """The waveform n · 2^(e−15) of int16 [samples]: float32, exactly."""
     return integers.astype(np.float32) * np.float32(2**e / FULL_SCALE)
 
 
-def on_grid(waveform: np.ndarray) -> np.ndarray:
-    """A waveform rounded to n · 2^(e−15), with n a 16-bit integer and the `exponent` e: what FLAC carries unchanged.
+def quantize(waveform: np.ndarray) -> np.ndarray:
+    """A waveform rounded to n · 2^(e−15), with n a 16-bit integer and the grid_exponent e: what FLAC carries unchanged.
 
     float32 [samples] → float32 [samples]; one that is on the grid already is returned as it is, bit for bit.
     """
-    e = exponent(waveform)
-    return from_steps(steps(waveform, e), e)
+    e = grid_exponent(waveform)
+    return from_int16(to_int16(waveform, e), e)
 
 
 def is_silent(waveform: np.ndarray) -> bool:
@@ -183,7 +183,7 @@ def check_length(
 
 def _from_array(wave: np.ndarray, rate: Any) -> np.ndarray:
     """float32 [samples], 16 kHz mono, of floats [samples] or [samples, channels]."""
-    name, rate = "the waveform", _checked_rate(rate)
+    name, rate = "the waveform", _check_rate(rate)
     if wave.ndim not in (1, 2) or not np.issubdtype(wave.dtype, np.floating):
         advice = "integers of 16 bits become floats in [−1, 1] with wave / 32768.0"
         raise AudioError(
@@ -203,10 +203,10 @@ def _from_array(wave: np.ndarray, rate: Any) -> np.ndarray:
     return downmix.finish()
 
 
-def _checked_rate(rate: Any) -> int:
-    is_whole = (
+def _check_rate(rate: Any) -> int:
+    is_integer = (
         isinstance(rate, Real) and not isinstance(rate, bool) and math.isfinite(rate) and float(rate).is_integer()
     )
-    if not is_whole or not MIN_RATE <= rate <= MAX_RATE:
+    if not is_integer or not MIN_RATE <= rate <= MAX_RATE:
         raise AudioError(f"sampling_rate: a whole number of Hz, {MIN_RATE} to {MAX_RATE}, not {rate!r}")
     return int(rate)

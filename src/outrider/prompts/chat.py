@@ -12,9 +12,9 @@ from outrider.engines.base import Prompt
 from outrider.engines.vocabulary import tokenize
 from outrider.errors import ContextError, PromptError
 from outrider.prompts import audio as recordings
-from outrider.prompts import captions, template
+from outrider.prompts import captions, chat_template
 from outrider.prompts.audio import Audio
-from outrider.prompts.template import Messages
+from outrider.prompts.chat_template import Messages
 
 Ids = TypeVar("Ids", list[int], tuple[int, ...])
 PromptLike = str | Seq[int] | Messages | Audio
@@ -38,12 +38,12 @@ def encode(engine: Any, prompt: PromptLike) -> Prompt:
         return _encode_audio(engine, prompt)
     if isinstance(prompt, str):
         check_text(prompt)
-        return Prompt(_checked(engine, _without_audio(engine, _read(engine, prompt))))
+        return Prompt(_check_ids(engine, _check_no_placeholder(engine, _read(engine, prompt))))
     if not isinstance(prompt, Seq) or isinstance(prompt, bytes):
         raise PromptError(f"a prompt is text, token ids, chat messages or Audio, not {type(prompt).__name__}")
     if len(prompt) and isinstance(prompt[0], dict):
-        return Prompt(_checked(engine, _without_audio(engine, _from_messages(engine, prompt))))  # type: ignore[arg-type]
-    return Prompt(_without_audio(engine, _checked(engine, prompt)))  # type: ignore[arg-type]
+        return Prompt(_check_ids(engine, _check_no_placeholder(engine, _from_messages(engine, prompt))))  # type: ignore[arg-type]
+    return Prompt(_check_no_placeholder(engine, _check_ids(engine, prompt)))  # type: ignore[arg-type]
 
 
 def _encode_audio(engine: Any, prompt: Audio) -> Prompt:
@@ -52,14 +52,14 @@ def _encode_audio(engine: Any, prompt: Audio) -> Prompt:
         messages[0]["content"][1]["text"] = prompt.instruction
     recording = recordings.read(prompt)
     waveform = recording.waveform
-    front = getattr(engine, "audio", None)
-    if front is None:
+    encoder = getattr(engine, "audio", None)
+    if encoder is None:
         raise PromptError(f"{engine.name} takes no audio: give an audio-language model")
     name = "the recording" if hasattr(prompt.source, "dtype") else str(prompt.source)
-    recordings.check_length(waveform, front.max_seconds, engine.name, name)
+    recordings.check_length(waveform, encoder.max_seconds, engine.name, name)
     ids = _from_messages(engine, messages, recording=True)
-    expanded = _expand(ids, front.placeholder, front.token_count(len(waveform)))
-    return Prompt(_checked(engine, expanded), waveform, warnings=recording.warnings)
+    expanded = _expand(ids, encoder.placeholder, encoder.token_count(len(waveform)))
+    return Prompt(_check_ids(engine, expanded), waveform, warnings=recording.warnings)
 
 
 def _expand(ids: Seq[int], placeholder: int, count: int) -> list[int]:
@@ -73,7 +73,7 @@ def _expand(ids: Seq[int], placeholder: int, count: int) -> list[int]:
 def _from_messages(engine: Any, messages: Messages, *, recording: bool = False) -> list[int]:
     tokenizer = _tokenizer(engine)
     _check_fits(engine, sum(len(text) for text in _contents(messages)))
-    text = template.render(engine.name, tokenizer, messages, recording=recording)
+    text = chat_template.render(engine.name, tokenizer, messages, recording=recording)
     return _read(engine, text, add_special_tokens=False)
 
 
@@ -99,23 +99,24 @@ def _check_fits(engine: Any, characters: int) -> None:
     """
     most = engine.max_length
     # First without the vocabulary, whose list takes a while: few texts have more characters than that many tokens.
-    if most is not None and characters > most and characters > most * _longest(_tokenizer(engine)):
+    if most is not None and characters > most and characters > most * _longest_token(_tokenizer(engine)):
         raise ContextError(f"a prompt of {characters} characters: {engine.name} holds {most} tokens")
 
 
 @lru_cache(16)
-def _longest(tokenizer: Any) -> int:
+def _longest_token(tokenizer: Any) -> int:
     """Characters of the longest token. In the vocabulary a byte of a character is a character of its own, or more."""
     return max(len(token) for token in tokenizer.get_vocab())
 
 
-def _without_audio(engine: Any, ids: Ids) -> Ids:
+def _check_no_placeholder(engine: Any, ids: Ids) -> Ids:
     """Refuse a recording's placeholder without a recording: the model would answer as if it had heard one."""
-    front = getattr(engine, "audio", None)
-    if front is not None and front.placeholder in ids:
-        mark = engine.tokenizer.convert_ids_to_tokens(front.placeholder) if engine.tokenizer is not None else ""
+    encoder = getattr(engine, "audio", None)
+    if encoder is not None and encoder.placeholder in ids:
+        mark = engine.tokenizer.convert_ids_to_tokens(encoder.placeholder) if engine.tokenizer is not None else ""
         raise PromptError(
-            f"the prompt holds a recording's placeholder (token {front.placeholder}{f', {mark}' * bool(mark)}), but no "
+            f"the prompt has a recording's placeholder "
+            f"(token {encoder.placeholder}{f', {mark}' * bool(mark)}), but no "
             "recording comes with it: leave it out, or give the recording as well"
         )
     return ids
@@ -127,7 +128,7 @@ def _tokenizer(engine: Any) -> Any:
     return engine.tokenizer
 
 
-def _checked(engine: Any, ids: Seq[int]) -> tuple[int, ...]:
+def _check_ids(engine: Any, ids: Seq[int]) -> tuple[int, ...]:
     if not len(ids):
         raise PromptError("the prompt is empty: it has no tokens")
     if engine.max_length is not None and len(ids) > engine.max_length:

@@ -70,7 +70,7 @@ def is_adts(head: bytes) -> bool:
     return len(head) > 1 and head[0] == 0xFF and head[1] & 0xF6 == 0xF0
 
 
-def mpeg_start(head: bytes) -> int | None:
+def find_mpeg_start(head: bytes) -> int | None:
     """Return where MPEG audio begins, after an ID3v2 tag if there is one, or None for other data."""
     if head.startswith(b"ID3") and len(head) >= 10:
         size = int.from_bytes(head[6:10], "big") & LENGTH_MASK
@@ -80,7 +80,7 @@ def mpeg_start(head: bytes) -> int | None:
     return 0 if is_mpeg else None
 
 
-def mpeg_end(file: BinaryIO, size: int) -> int:
+def find_mpeg_end(file: BinaryIO, size: int) -> int:
     """Return where MPEG audio ends, before ID3v1 and APEv2 tags."""
     end = size - 128 if _read(file, max(0, size - 128), 3) == b"TAG" else size
     footer = _read(file, max(0, end - 32), 32)
@@ -90,24 +90,24 @@ def mpeg_end(file: BinaryIO, size: int) -> int:
     return max(0, end - length - (32 if flags & 0x80000000 else 0))
 
 
-def vbr_tag(frame: bytes) -> int | None:
+def find_vbr_tag(frame: bytes) -> int | None:
     """Return where the Xing or Info tag stands in the first frame of MPEG audio, which counts the frames."""
     found = re.search(rb"Xing|Info", frame[:64])
     return None if found is None else found.start()
 
 
-def audio_data(file: BinaryIO, size: int) -> Data | None:
+def find_audio_data(file: BinaryIO, size: int) -> Data | None:
     """Find the audio data of a WAV, AIFF, CAF, W64 or AU file and of their relatives; None for other formats."""
     head = _read(file, 0, 40)
     magic, kind = head[:4], head[8:12]
     if magic in (b"RIFF", b"RF64", b"RIFX") and kind == b"WAVE":
-        return _find(file, size, 12, ">I" if magic == b"RIFX" else "<I", b"data", pad=2)
+        return _find_chunk(file, size, 12, ">I" if magic == b"RIFX" else "<I", b"data", pad=2)
     if magic == b"FORM" and kind in (b"AIFF", b"AIFC"):
-        return _find(file, size, 12, ">I", b"SSND", pad=2)
+        return _find_chunk(file, size, 12, ">I", b"SSND", pad=2)
     if magic == b"caff":
-        return _find(file, size, 8, ">q", b"data", pad=1)
+        return _find_chunk(file, size, 8, ">q", b"data", pad=1)
     if magic == b"riff" and head[24:28] == b"wave":
-        return _find(file, size, 40, "<q", b"data", pad=8, name=16, counts_header=True)
+        return _find_chunk(file, size, 40, "<q", b"data", pad=8, name=16, counts_header=True)
     if magic in (b".snd", b"dns."):
         order = ">" if magic == b".snd" else "<"
         start, claimed = struct.unpack_from(order + "II", head.ljust(12, b"\0"), 4)
@@ -146,7 +146,7 @@ def has_index(file: BinaryIO, size: int) -> bool:
     return False
 
 
-def lies_about_samples(file: BinaryIO, start: int, end: int, size: int, depth: int = 0) -> bool:
+def has_inflated_sample_count(file: BinaryIO, start: int, end: int, size: int, depth: int = 0) -> bool:
     """Return whether a table of an MP4 file claims more samples than the file has bytes: FFmpeg would index them all.
 
     start, end: of the boxes to check. depth: their nesting.
@@ -162,13 +162,13 @@ def lies_about_samples(file: BinaryIO, start: int, end: int, size: int, depth: i
         if int.from_bytes(count, "big") > size:
             return True
         is_nested = kind in BOXES and depth < len(BOXES)
-        if is_nested and lies_about_samples(file, start + skip, min(end, start + length), size, depth + 1):
+        if is_nested and has_inflated_sample_count(file, start + skip, min(end, start + length), size, depth + 1):
             return True
         start += max(skip, length)
     return True
 
 
-def _find(
+def _find_chunk(
     file: BinaryIO,
     size: int,
     at: int,
@@ -185,7 +185,7 @@ def _find(
             wide = int.from_bytes(_read(file, body + 8, 8), "little")
         if tag == wanted:
             known = wide if wide is not None and claimed == 0xFFFFFFFF else claimed
-            goes_on = known > 0 and _goes_on(file, body + known + -known % pad, size)
+            goes_on = known > 0 and _continues(file, body + known + -known % pad, size)
             extra = name + struct.calcsize(length) if counts_header else 0
             return _data(0 if goes_on else known, max(0, size - body), start + name, length, extra)
     return None
@@ -216,7 +216,7 @@ def _data(claimed: int, rest: int, at: int, length: str, extra: int = 0) -> Data
     return Data(claimed if is_known else None, present, at, true_size)
 
 
-def _goes_on(file: BinaryIO, end: int, size: int) -> bool:
+def _continues(file: BinaryIO, end: int, size: int) -> bool:
     """Return whether the data continues beyond the length in the header: no chunk follows."""
     return size - end > TRAILING and re.match(rb"[ -~]{4}", _read(file, end, 4)) is None
 

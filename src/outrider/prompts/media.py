@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from outrider.errors import AudioError
-from outrider.prompts.audio import MAX_EXPONENT, exponent, from_steps, steps
+from outrider.prompts.audio import MAX_EXPONENT, from_int16, grid_exponent, to_int16
 from outrider.prompts.recordings import MIN_SECONDS, SAMPLE_RATE
-from outrider.prompts.sound_file import FOREIGN, Source, Unreadable, open_sound
+from outrider.prompts.sound_file import LIBRARY_ERRORS, Source, Unreadable, open_sound
 
 _SIZES = struct.Struct("<II")
 _MD5 = slice(26, 42)  # of the samples: after the magic (4), a block's head (4) and the sizes (18)
@@ -37,9 +37,9 @@ def pack_audio(waveform: np.ndarray) -> bytes:
     """
     import soundfile
 
-    e = exponent(waveform)
-    integers = steps(waveform, e)
-    if not np.array_equal(from_steps(integers, e), waveform):
+    e = grid_exponent(waveform)
+    integers = to_int16(waveform, e)
+    if not np.array_equal(from_int16(integers, e), waveform):
         raise AudioError("the waveform is not on a 16-bit grid: take it from outrider.prompts.audio.load")
     file = io.BytesIO()
     soundfile.write(file, integers, SAMPLE_RATE, format="FLAC", subtype="PCM_16", compression_level=1.0)
@@ -61,7 +61,7 @@ def unpack_audio(data: bytes, max_seconds: float) -> np.ndarray:
     # All zeros: the encoder did not compute it.
     if any(file[_MD5]) and hashlib.md5(integers.astype("<i2").tobytes(), usedforsecurity=False).digest() != file[_MD5]:
         raise AudioError("the recording is damaged: its samples do not have the checksum in its header")
-    return from_steps(integers, e[0])
+    return from_int16(integers, e[0])
 
 
 def _decode(file: bytes, max_seconds: float) -> np.ndarray:
@@ -71,7 +71,7 @@ def _decode(file: bytes, max_seconds: float) -> np.ndarray:
             claimed = sound.frames
             integers = np.zeros(claimed, np.int16)
             count = len(sound.read(claimed, dtype="int16", out=integers))
-    except (Unreadable, *FOREIGN) as error:
+    except (Unreadable, *LIBRARY_ERRORS) as error:
         raise AudioError(f"the recording is not FLAC that can be read ({error})") from error
     if count != claimed:
         raise AudioError(f"the recording is damaged: {count} of its {claimed} samples can be read")

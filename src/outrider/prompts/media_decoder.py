@@ -72,7 +72,7 @@ def blocks(
 
     try:
         container = av.open(file, format=kind, options={"protocol_whitelist": "none"}, metadata_errors="replace")
-    except (av.FFmpegError, *FOREIGN) as error:
+    except (av.FFmpegError, *LIBRARY_ERRORS) as error:
         names = ", ".join(MEDIA[kind])
         raise AudioError(f"{name}: no recording ({names}) that can be read ({_reason(error)})") from error
     with container:
@@ -94,7 +94,16 @@ def blocks(
             yield _samples(frame), frame.sample_rate
 
 
-FOREIGN: Final = (OSError, ValueError, TypeError, RuntimeError, NotImplementedError, MemoryError, LookupError, EOFError)
+LIBRARY_ERRORS: Final = (
+    OSError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+    NotImplementedError,
+    MemoryError,
+    LookupError,
+    EOFError,
+)
 
 
 def _frames(container: Any, stream: Any, state: State) -> Iterator[Any]:
@@ -105,14 +114,14 @@ def _frames(container: Any, stream: Any, state: State) -> Iterator[Any]:
     while errors < MAX_ERRORS:
         try:
             packet = next(packets, None)
-        except (av.FFmpegError, *FOREIGN):
+        except (av.FFmpegError, *LIBRARY_ERRORS):
             state.is_broken = True
             return
         if packet is None:
             return
         try:
             decoded = packet.decode()
-        except (av.FFmpegError, *FOREIGN):
+        except (av.FFmpegError, *LIBRARY_ERRORS):
             state.is_broken, errors = True, errors + 1
             state.holes.append(state.seconds)
             continue

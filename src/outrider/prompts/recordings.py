@@ -16,9 +16,9 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 
 from outrider.errors import AudioError
-from outrider.hints import install
+from outrider.hints import install_command
 from outrider.prompts import containers, media_decoder, ogg
-from outrider.prompts.sound_file import FOREIGN, Source, Unreadable, open_sound
+from outrider.prompts.sound_file import LIBRARY_ERRORS, Source, Unreadable, open_sound
 
 SAMPLE_RATE: Final = 16_000
 MIN_SECONDS: Final = 0.1
@@ -29,7 +29,7 @@ MAX_SAMPLES: Final = 2**32  # of all channels: an hour of one at 768 kHz, of two
 MAX_PEAK: Final = 100.0  # larger samples are no waveform in [−1, 1], even a clipped one
 BLOCK: Final = 2**14  # frames
 STEP: Final = 2**9  # frames, where an error discards the whole call's frames
-PRETENDED: Final = 2**30  # bytes; with a smaller size libsndfile stops at an estimate of the length
+ASSUMED_SIZE: Final = 2**30  # bytes; with a smaller size libsndfile stops at an estimate of the length
 UNKNOWN: Final = 2**40  # frames from here on stand for an unknown length
 FORMATS: Final = "wav, flac, ogg, opus, mp3, aiff, au, caf and w64"
 
@@ -100,7 +100,7 @@ def decode(file: BinaryIO, name: str, limits: Limits = Limits()) -> Decoded:
 
 def _decode_tagged(file: BinaryIO, size: int, head: bytes, name: str, limits: Limits) -> Decoded:
     """Decode AAC behind an ID3 tag."""
-    start = containers.mpeg_start(head) or size
+    start = containers.find_mpeg_start(head) or size
     file.seek(min(start, size))
     if containers.is_adts(file.read(2)):
         return _decode_media(file, name, limits, "aac")
@@ -200,61 +200,61 @@ def _resampler(rate: int) -> Any:
 
 
 def _decode_sound(file: BinaryIO, size: int, head: bytes, name: str, limits: Limits) -> Decoded:
-    start = containers.mpeg_start(head)
+    start = containers.find_mpeg_start(head)
     if start is not None and start < size:
         return _decode_mpeg(file, size, start, name, limits)
-    data, source = containers.audio_data(file, size), Source(file, size)
+    data, source = containers.find_audio_data(file, size), Source(file, size)
     is_strict = head[:4] in (b"caff", b"riff")  # libsndfile accepts these two only with the true size
     if data is not None and (data.claimed is None or is_strict) and data.true_size:
         source.patches[data.at] = data.true_size
     claimed = containers.flac_length(head)
     if claimed:
         source.patches[21] = bytes([head[21] & 0xF0]) + bytes(4)  # unknown: the header may be wrong
-    run = _Run(source, name, limits)
+    run = _Decoding(source, name, limits)
     wave = run.decode()
     if claimed and run.is_broken:  # by damage, or only by a tag behind the header's length
-        counted = _Run(source.again({}), name, limits)
+        counted = _Decoding(source.reopen({}), name, limits)
         again = counted.decode()
         run, wave = (counted, again) if counted.frames >= run.frames else (run, wave)
     run.check_length()
     holes = ogg.survey(file, size).holes(run.seconds) if run.kind == "OGG" else {}
-    return Decoded(wave, run.kind, tuple(_missing(run, claimed, data, file, size)), holes)
+    return Decoded(wave, run.kind, tuple(_missing_audio_warnings(run, claimed, data, file, size)), holes)
 
 
-def _longer(
-    run: _Run, wave: np.ndarray, patches: dict[int, bytes], name: str, limits: Limits
-) -> tuple[_Run, np.ndarray]:
+def _decode_longer(
+    run: _Decoding, wave: np.ndarray, patches: dict[int, bytes], name: str, limits: Limits
+) -> tuple[_Decoding, np.ndarray]:
     """Decode again without the header's length, and return the run that got further."""
-    whole = _Run(run.source.again(patches), name, limits)
+    whole = _Decoding(run.source.reopen(patches), name, limits)
     longer = whole.decode()
     return (whole, longer) if len(longer) > len(wave) + SAMPLE_RATE // 4 else (run, wave)
 
 
 def _decode_mpeg(file: BinaryIO, size: int, start: int, name: str, limits: Limits) -> Decoded:
     """Decode MPEG audio, which libsndfile would end at an estimate of the length."""
-    size = max(containers.mpeg_end(file, size), start)
+    size = max(containers.find_mpeg_end(file, size), start)
     file.seek(start)
-    tag = containers.vbr_tag(file.read(64))
+    tag = containers.find_vbr_tag(file.read(64))
     run = _mpeg_run(file, size, start, tag, name, limits)
     wave = run.decode()
-    if tag is not None and run.source.left > containers.TRAILING:  # more than the tag counts
-        run, wave = _longer(run, wave, {start + tag: bytes(4)}, name, limits)
+    if tag is not None and run.source.unread > containers.TRAILING:  # more than the tag counts
+        run, wave = _decode_longer(run, wave, {start + tag: bytes(4)}, name, limits)
     run.check_length()
-    claimed = run.claimed if tag is not None and run.claimed < PRETENDED else None
-    return Decoded(wave, run.kind, tuple(_cut(run, claimed, slack=2 * 1152)))
+    claimed = run.claimed if tag is not None and run.claimed < ASSUMED_SIZE else None
+    return Decoded(wave, run.kind, tuple(_truncation_warnings(run, claimed, slack=2 * 1152)))
 
 
-def _mpeg_run(file: BinaryIO, size: int, start: int, tag: int | None, name: str, limits: Limits) -> _Run:
-    source = Source(file, size, max(PRETENDED, 2 * size))
+def _mpeg_run(file: BinaryIO, size: int, start: int, tag: int | None, name: str, limits: Limits) -> _Decoding:
+    source = Source(file, size, max(ASSUMED_SIZE, 2 * size))
     if tag is not None:
         file.seek(start + tag)
         head = file.read(16)
         if len(head) == 16 and head[7] & 2:  # the stream's size in the tag: mpg123 prints a line if it is wrong
             source.patches[start + tag + (12 if head[7] & 1 else 8)] = (source.size - start).to_bytes(8, "big")[-4:]
-    return _Run(source, name, limits)
+    return _Decoding(source, name, limits)
 
 
-class _Run:
+class _Decoding:
     """One pass of libsndfile over a file."""
 
     def __init__(self, source: Source, name: str, limits: Limits) -> None:
@@ -278,7 +278,7 @@ class _Run:
         """
         with open_sound(self.source) as sound:
             self.kind, self.rate, self.claimed = sound.format, sound.samplerate, sound.frames
-            if self.kind not in READ:
+            if self.kind not in SUPPORTED:
                 raise Unreadable(f"{self.kind} files are not read: nothing shows whether one is truncated")
             self._downmix.check(sound.samplerate, sound.channels)
             for block in self._blocks(sound):
@@ -287,7 +287,7 @@ class _Run:
 
     def _blocks(self, sound: Any) -> Iterator[np.ndarray]:
         step, buffer = _step(sound), np.zeros((BLOCK, sound.channels), np.float32)
-        self.source.ran_out, filled, read = False, 0, -1
+        self.source.is_exhausted, filled, read = False, 0, -1
         while read:
             read = self._read(sound, buffer[filled : filled + step])
             self.frames += read
@@ -306,42 +306,44 @@ class _Run:
             return 0
         try:
             read = len(sound.read(len(target), dtype="float32", always_2d=True, out=target))
-        except (soundfile.SoundFileError, *FOREIGN):
+        except (soundfile.SoundFileError, *LIBRARY_ERRORS):
             self.is_broken = True
             return 0
-        if self.source.ran_out and read == len(target) and not _reads_ahead(sound):
+        if self.source.is_exhausted and read == len(target) and not _reads_ahead(sound):
             self.is_broken = True  # the decoder fills missing input from an earlier block
             return 0
         return read
 
 
-READ: Final = ("WAV", "WAVEX", "RF64", "W64", "AIFF", "AU", "CAF", "NIST", "FLAC", "OGG", "MP3", "MPEG")
-STREAMS: Final = ("FLAC", "OGG", "MP3", "MPEG")  # decoders that read ahead
+SUPPORTED: Final = ("WAV", "WAVEX", "RF64", "W64", "AIFF", "AU", "CAF", "NIST", "FLAC", "OGG", "MP3", "MPEG")
+READ_AHEAD: Final = ("FLAC", "OGG", "MP3", "MPEG")  # decoders that read ahead
 
 
 def _reads_ahead(sound: Any) -> bool:
-    return sound.format in STREAMS or sound.subtype.startswith("DWVW")
+    return sound.format in READ_AHEAD or sound.subtype.startswith("DWVW")
 
 
 def _step(sound: Any) -> int:
-    is_plain = sound.subtype.startswith(("PCM", "FLOAT", "DOUBLE")) and sound.format not in STREAMS
+    is_plain = sound.subtype.startswith(("PCM", "FLOAT", "DOUBLE")) and sound.format not in READ_AHEAD
     return BLOCK if is_plain else STEP
 
 
-def _missing(run: _Run, flac_length: int, data: containers.Data | None, file: BinaryIO, size: int) -> Iterator[str]:
+def _missing_audio_warnings(
+    run: _Decoding, flac_length: int, data: containers.Data | None, file: BinaryIO, size: int
+) -> Iterator[str]:
     """Return warnings about audio that could not be decoded. flac_length: in the header, 0 if unknown."""
     if data is not None and data.claimed is not None and data.present < data.claimed:
         whole = run.frames * data.claimed // max(1, data.present)
-        yield from _cut(run, max(whole, run.frames + 1))
+        yield from _truncation_warnings(run, max(whole, run.frames + 1))
     elif run.kind == "OGG":
         yield from ogg.survey(file, size).warnings(run.seconds)
     elif run.kind == "FLAC":
-        yield from _cut(run, flac_length or None)
+        yield from _truncation_warnings(run, flac_length or None)
     else:
-        yield from _cut(run, None)
+        yield from _truncation_warnings(run, None)
 
 
-def _cut(run: _Run, claimed: int | None, slack: int = 0) -> Iterator[str]:
+def _truncation_warnings(run: _Decoding, claimed: int | None, slack: int = 0) -> Iterator[str]:
     if claimed is not None and run.frames < claimed - slack:
         lost, whole = (claimed - run.frames) / run.rate, claimed / run.rate
         if claimed > containers.IMPLAUSIBLE * run.frames or (run.kind == "FLAC" and not run.is_broken):
@@ -350,8 +352,8 @@ def _cut(run: _Run, claimed: int | None, slack: int = 0) -> Iterator[str]:
         yield f"the recording is damaged or breaks off: {lost:.2f} s of its {whole:.2f} s are missing"
     elif run.is_broken:
         yield f"the recording is damaged or breaks off after {run.seconds:.2f} s: what follows is missing"
-    elif run.kind in ("FLAC", "MP3", "MPEG") and run.source.left > containers.TRAILING:
-        yield f"the recording ends after {run.seconds:.2f} s; {run.source.left} bytes behind its end were not read"
+    elif run.kind in ("FLAC", "MP3", "MPEG") and run.source.unread > containers.TRAILING:
+        yield f"the recording ends after {run.seconds:.2f} s; {run.source.unread} bytes behind its end were not read"
 
 
 # PyAV -------------------------------------------------------------------------------------------------------
@@ -362,11 +364,11 @@ def _decode_media(file: BinaryIO, name: str, limits: Limits, kind: str) -> Decod
         names = ", ".join(containers.MEDIA[kind])
         raise AudioError(
             f"{name}: recordings of this kind ({names}) are read with PyAV, which is not installed: "
-            f"{install('media')}, or convert it: ffmpeg -i in.{containers.MEDIA[kind][0]} out.wav. "
+            f"{install_command('media')}, or convert it: ffmpeg -i in.{containers.MEDIA[kind][0]} out.wav. "
             f"Without PyAV {FORMATS} are read"
         )
     size = file.seek(0, os.SEEK_END)
-    if kind == "mov" and containers.lies_about_samples(file, 0, size, size):
+    if kind == "mov" and containers.has_inflated_sample_count(file, 0, size, size):
         raise AudioError(f"{name}: damaged: its index has more samples than the file has bytes")
     downmix, state = Downmix(name, limits), media_decoder.State()
     file.seek(0)

@@ -5,7 +5,16 @@ from __future__ import annotations
 import os
 from typing import Any, BinaryIO, Final
 
-FOREIGN: Final = (RuntimeError, TypeError, ValueError, OverflowError, AssertionError, KeyError, OSError, MemoryError)
+LIBRARY_ERRORS: Final = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    OverflowError,
+    AssertionError,
+    KeyError,
+    OSError,
+    MemoryError,
+)
 
 
 class Unreadable(Exception):
@@ -22,9 +31,9 @@ class Source:
         self._file, self._real, self._at = file, real, 0
         self.size = real if size is None else size
         self.patches: dict[int, bytes] = {}
-        self.ran_out = False  # libsndfile asked for more than there is
+        self.is_exhausted = False  # libsndfile asked for more than there is
 
-    def again(self, patches: dict[int, bytes]) -> Source:
+    def reopen(self, patches: dict[int, bytes]) -> Source:
         """Return the same file from its beginning, with other patches."""
         source = Source(self._file, self._real, self.size)
         source.patches = patches
@@ -39,7 +48,7 @@ class Source:
         return self._at
 
     @property
-    def left(self) -> int:
+    def unread(self) -> int:
         """The number of unread bytes."""
         return self._real - self._at
 
@@ -48,7 +57,7 @@ class Source:
             found = bytes(min(len(buffer), max(0, self.size - self._at)))
         else:
             found = self._patched(self._read(len(buffer)))
-            self.ran_out |= len(found) < len(buffer)
+            self.is_exhausted |= len(found) < len(buffer)
         buffer[: len(found)] = found
         self._at += len(found)
         return len(found)
@@ -87,5 +96,5 @@ def open_sound(source: Source) -> Any:
 
     try:
         return Forwards(source)
-    except (soundfile.SoundFileError, *FOREIGN) as error:
+    except (soundfile.SoundFileError, *LIBRARY_ERRORS) as error:
         raise Unreadable(getattr(error, "error_string", str(error))) from error

@@ -1,1 +1,1 @@
-"""What can give a verdict."""
+"""Verifiers: in this process, in a cloud, or on an LLM server."""

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from outrider.config import GenerationSettings
-from outrider.core.acceptance import Verdict
-from outrider.core.actions import Verify
+from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.errors import VocabularyMismatch
+from outrider.sampling.acceptance import Verdict
 
 MAX_EXTRA_TOKENS = 128  # as in llama.cpp: vocabularies may differ in size by this much, beyond equal strings
 
 
 @dataclass(frozen=True)
-class Description:
+class ModelInfo:
     """What the edge must know of a verifier before it drafts for it.
 
     vocab_size: tokens that have a name. row_count: ids that can be read, padding included. max_length: positions that
@@ -45,24 +45,24 @@ class Description:
 
 
 @dataclass(frozen=True)
-class Conditions:
-    """How a session decodes. vocab_size: the ids that the target may emit. withheld: there is a recording, and the
+class SessionParams:
+    """How a session decodes. vocab_size: the ids that the target may emit. hides_audio: there is a recording, and the
     verifier does not get it (`--privacy tokens`)."""
 
     settings: GenerationSettings
     accept: str
     vocab_size: int
-    withheld: bool = False
+    hides_audio: bool = False
 
 
 class Verifier(Protocol):
     """Judges blocks of drafts. Sessions are independent; a repeated request is answered again, never applied twice."""
 
-    def describe(self, edge: Description | None = None) -> Description:
+    def describe(self, edge: ModelInfo | None = None) -> ModelInfo:
         """Who it is. edge: who asks, if it drafts; some verifiers can only say what they are compared with it."""
         ...
 
-    def open(self, prompt: Prompt, conditions: Conditions) -> int:
+    def open(self, prompt: Prompt, params: SessionParams) -> int:
         """A session for one sequence. Nothing is computed before its first request."""
         ...
 
@@ -78,7 +78,7 @@ class Verifier(Protocol):
 
 
 @runtime_checkable
-class Distant(Protocol):
+class Connectable(Protocol):
     """A verifier that may not be there."""
 
     def probe(self) -> None:
@@ -96,11 +96,11 @@ class Distant(Protocol):
 
 def disconnect(verifier: Verifier | None) -> None:
     """Close the connection, where the verifier has one."""
-    if isinstance(verifier, Distant):
+    if isinstance(verifier, Connectable):
         verifier.disconnect()
 
 
-def shared_vocabulary(edge: Description, cloud: Description) -> tuple[int, int]:
+def match_vocabularies(edge: ModelInfo, cloud: ModelInfo) -> tuple[int, int]:
     """How many ids the drafter may draft, and how many the target may emit.
 
     The target keeps every token that its tokenizer names, or its output would not be its own; the drafter must be able
@@ -124,30 +124,31 @@ def shared_vocabulary(edge: Description, cloud: Description) -> tuple[int, int]:
     return min(edge.vocab_size, cloud.vocab_size), cloud.vocab_size
 
 
-def _check_names(edge: Description, cloud: Description) -> list[str]:
+def _check_names(edge: ModelInfo, cloud: ModelInfo) -> list[str]:
     """The target's token strings, which are the drafter's as far as both go. None have names without tokenizers."""
     ours, theirs = edge.vocabulary, cloud.vocabulary
     for which, side, names, other in (("drafter", edge, ours, theirs), ("target", cloud, theirs, ours)):
         if len(names) != side.vocab_size and (names or other):
             raise VocabularyMismatch(
-                f"{sides(edge.name, cloud.name)} cannot be compared: the {which} names {len(names)} of its "
+                f"{format_pair(edge.name, cloud.name)} cannot be compared: the {which} names {len(names)} of its "
                 f"{side.vocab_size} tokens"
             )
     for token, (first, second) in enumerate(zip(ours, theirs, strict=False)):
         if first != second:
             raise VocabularyMismatch(
-                f"{sides(edge.name, cloud.name)} do not share a vocabulary: token {token} is {first!r} in the first "
+                f"{format_pair(edge.name, cloud.name)} do not share a vocabulary: "
+                f"token {token} is {first!r} in the first "
                 f"and {second!r} in the second"
             )
     return theirs
 
 
-def sides(edge: str, cloud: str) -> str:
+def format_pair(edge: str, cloud: str) -> str:
     """Both by name, and which is which: models of one class have one name."""
     return f"the drafter {edge} and the target {cloud}"
 
 
-def _check_extra(edge: Description, cloud: Description) -> None:
+def _check_extra(edge: ModelInfo, cloud: ModelInfo) -> None:
     extra = abs(edge.vocab_size - cloud.vocab_size)
     if extra > MAX_EXTRA_TOKENS:
         named = [f"the drafter {edge.name}", f"the target {cloud.name}"]

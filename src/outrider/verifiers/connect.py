@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from outrider.engines.load import load_engine
 from outrider.errors import DataError, SettingsError
 from outrider.files import decode_text
+from outrider.transport.endpoint import TCP, Network
+from outrider.transport.hosts import ascii_host
 from outrider.verifiers.base import Verifier
 from outrider.verifiers.local import LocalVerifier
-from outrider.wire.endpoint import TCP, Network
-from outrider.wire.hosts import ascii_host
 
 if TYPE_CHECKING:
     from outrider.netem.conditions import Conditions
 
-EXPECTED = (
+EXPECTED_FORMS = (
     "expected grpc://HOST:PORT, vllm://HOST:PORT[,HOST:PORT...], sglang://HOST:PORT[,HOST:PORT...], local:MODEL or none"
 )
 Kind = Literal["none", "local", "grpc", "vllm", "sglang"]
@@ -28,7 +28,7 @@ _ADDRESS = re.compile(r"(\[(?P<v6>[^\s/@,\[\]]+)\]|(?P<name>[^\s:/@,\[\]]+)):(?P
 
 
 @dataclass(frozen=True)
-class Target:
+class CloudAddress:
     """What a `--cloud` text names. hosts: (host, port) of each replica."""
 
     kind: Kind
@@ -36,12 +36,12 @@ class Target:
     hosts: tuple[tuple[str, int], ...] = ()
 
     @property
-    def remote(self) -> bool:
+    def is_remote(self) -> bool:
         """Whether it is asked across a network."""
         return self.kind in REMOTE
 
 
-def parse_target(text: str) -> Target:
+def parse_cloud_address(text: str) -> CloudAddress:
     """Take "grpc://host:port", "vllm://a:8000,b:8000", "sglang://host:port", "local:MODEL" or "none" apart.
 
     Raises:
@@ -50,26 +50,26 @@ def parse_target(text: str) -> Target:
     if not isinstance(text, str):
         raise SettingsError(f"a cloud is a text such as grpc://host:7070 or local:MODEL, not {text!r}")
     if text == "none":
-        return Target("none")
+        return CloudAddress("none")
     kind, _, rest = text.partition(":")
     if kind == "local":
         if not rest.strip():
             raise SettingsError("cloud local: needs a model after the colon")
-        return Target("local", "demo:cloud" if rest == "demo" else rest)
+        return CloudAddress("local", "demo:cloud" if rest == "demo" else rest)
     if kind not in REMOTE or not rest.startswith("//"):
-        raise SettingsError(f"cloud {text!r}: {EXPECTED}")
-    hosts = tuple(_host(part, text) for part in rest.removeprefix("//").removesuffix("/").split(","))
+        raise SettingsError(f"cloud {text!r}: {EXPECTED_FORMS}")
+    hosts = tuple(_parse_host(part, text) for part in rest.removeprefix("//").removesuffix("/").split(","))
     if kind == "grpc" and len(hosts) > 1:
         raise SettingsError(f"cloud {text!r}: several replicas are for vllm and sglang; grpc takes one")
     if len(set(hosts)) < len(hosts):
         raise SettingsError(f"cloud {text!r}: a replica is named twice")
-    return Target(cast(Kind, kind), hosts=hosts)
+    return CloudAddress(cast(Kind, kind), hosts=hosts)
 
 
-def _host(text: str, whole: str) -> tuple[str, int]:
+def _parse_host(text: str, address_text: str) -> tuple[str, int]:
     address = _ADDRESS.fullmatch(text)
     if address is None or not 0 < int(address["port"]) < 65536:
-        raise SettingsError(f"cloud {whole!r}: {EXPECTED}")
+        raise SettingsError(f"cloud {address_text!r}: {EXPECTED_FORMS}")
     host = address["v6"] or address["name"]
     try:
         if address["v6"]:
@@ -77,7 +77,7 @@ def _host(text: str, whole: str) -> tuple[str, int]:
         else:
             ascii_host(host)
     except ValueError as error:
-        raise SettingsError(f"cloud {whole!r}: {host!r} is not a valid host: {error}") from error
+        raise SettingsError(f"cloud {address_text!r}: {host!r} is not a valid host: {error}") from error
     return host, int(address["port"])
 
 
@@ -93,28 +93,28 @@ def connect(target: str, **options: Any) -> Verifier | None:
         SettingsError: a target of another form, or an option that it does not take.
         ModelError: the local model cannot be loaded.
     """
-    parsed = parse_target(target)
+    parsed = parse_cloud_address(target)
     if parsed.kind == "none":
-        _refuse(options, "cloud none")
+        _reject_options(options, "cloud none")
         return None
     if parsed.kind == "local":
         return LocalVerifier(load_engine(parsed.model, **options))
-    return _remote(parsed, **_known(options, parsed.kind))
+    return _connect_remote(parsed, **_check_options(options, parsed.kind))
 
 
-def _known(options: dict[str, Any], kind: str) -> dict[str, Any]:
+def _check_options(options: dict[str, Any], kind: str) -> dict[str, Any]:
     names = {"token", "token_file", "tls", "ca", "cert", "key", "net", "deadline", "patience"}
-    _refuse({name: value for name, value in options.items() if name not in names}, f"cloud {kind}://…")
+    _reject_options({name: value for name, value in options.items() if name not in names}, f"cloud {kind}://…")
     return options
 
 
-def _refuse(options: dict[str, Any], what: str) -> None:
+def _reject_options(options: dict[str, Any], what: str) -> None:
     if options:
         raise SettingsError(f"{what} takes no {', '.join(sorted(options))}")
 
 
-def _remote(
-    target: Target,
+def _connect_remote(
+    target: CloudAddress,
     *,
     token: str | None = None,
     token_file: str | None = None,
@@ -126,7 +126,7 @@ def _remote(
     deadline: float = 30.0,
     patience: float = 10.0,
 ) -> Verifier:
-    from outrider.wire.tls import CLIENT_KINDS, ClientTls, check_kind
+    from outrider.transport.tls import CLIENT_KEY_TYPES, ClientTls, check_key_type
 
     for name, seconds in (("deadline", deadline), ("patience", patience)):
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
@@ -148,22 +148,22 @@ def _remote(
     network = TCP if net is None else _emulate(net)
     secured = ClientTls(*paths) if encrypted else None
     if target.kind == "grpc" and paths[1] is not None:
-        check_kind(paths[1], CLIENT_KINDS)
-    common: dict[str, Any] = {"tls": secured, "token": token, "deadline": deadline, "patience": patience}
+        check_key_type(paths[1], CLIENT_KEY_TYPES)
+    common: dict[str, Any] = {"tls": secured, "token": token, "deadline": deadline, "retry_timeout": patience}
     if target.kind == "grpc":
-        from outrider.verifiers.remote import RemoteVerifier
+        from outrider.verifiers.remote.verifier import RemoteVerifier
 
         return RemoteVerifier(*target.hosts[0], network=network, **common)
-    from outrider.verifiers.served import ServedVerifier
+    from outrider.verifiers.llm_server.verifier import LlmServerVerifier
 
-    return ServedVerifier(_dialect(target.kind), target.hosts, network=network, **common)
+    return LlmServerVerifier(_make_backend(target.kind), target.hosts, network=network, **common)
 
 
 def _emulate(net: str | Conditions) -> Network:
     """Return the network of the given conditions. Without any it is the machine's own, with nothing in between."""
-    from outrider.netem.conditions import Conditions, conditions
+    from outrider.netem.conditions import Conditions, parse_conditions
 
-    found = net if isinstance(net, Conditions) else conditions(net)
+    found = net if isinstance(net, Conditions) else parse_conditions(net)
     if found == Conditions():
         return TCP
     from outrider.netem.emulator import EmulatedNetwork
@@ -171,14 +171,14 @@ def _emulate(net: str | Conditions) -> Network:
     return EmulatedNetwork(found)
 
 
-def _dialect(kind: str) -> Any:
+def _make_backend(kind: str) -> Any:
     if kind == "vllm":
-        from outrider.verifiers.vllm import Vllm
+        from outrider.verifiers.llm_server.vllm import VllmBackend
 
-        return Vllm()
-    from outrider.verifiers.sglang import Sglang
+        return VllmBackend()
+    from outrider.verifiers.llm_server.sglang import SglangBackend
 
-    return Sglang()
+    return SglangBackend()
 
 
 def _is_loopback(host: str) -> bool:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 
-from outrider.core.acceptance import Verdict, rule
-from outrider.core.actions import Verify
-from outrider.core.policy import Policy
-from outrider.engines.base import Engine, Prompt, Reader, read_many
+from outrider.decoding.actions import Verify
+from outrider.engines.base import CachedSequence, Engine, Prompt, forward_or_sample
 from outrider.errors import PromptError, StateError
-from outrider.verifiers.base import Conditions, Description
+from outrider.sampling.acceptance import Verdict, parse_acceptance_rule
+from outrider.sampling.policy import Policy
+from outrider.verifiers.base import ModelInfo, SessionParams
 from outrider.verifiers.session import Session
 
 
@@ -21,46 +21,46 @@ class LocalVerifier:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._sessions: dict[int, tuple[Session, Reader]] = {}
-        self._numbers = count(1)
+        self._sessions: dict[int, tuple[Session, CachedSequence]] = {}
+        self._session_ids = count(1)
 
-    def describe(self, edge: Description | None = None) -> Description:
+    def describe(self, edge: ModelInfo | None = None) -> ModelInfo:
         return describe(self.engine)
 
-    def open(self, prompt: Prompt, conditions: Conditions) -> int:
-        session = open_session(self.engine, prompt, conditions)
-        number = next(self._numbers)
-        self._sessions[number] = session, Reader(self.engine, prompt, "verifier")
-        return number
+    def open(self, prompt: Prompt, params: SessionParams) -> int:
+        session = open_session(self.engine, prompt, params)
+        session_id = next(self._session_ids)
+        self._sessions[session_id] = session, CachedSequence(self.engine, prompt, "verifier")
+        return session_id
 
     def verify(self, session: int, request: Verify) -> Verdict:
-        found, reader = self._find(session)
-        reading = found.ask(request)
-        if isinstance(reading, Verdict):
-            return reading
+        entry, reader = self._get(session)
+        plan = entry.prepare(request)
+        if isinstance(plan, Verdict):
+            return plan
         started = time.perf_counter()
-        reader.settle(reading.start)
-        (rows,) = read_many(self.engine, [reader.feed(reading.ids, reading.rows)], [found.picks_by])
-        verdict = found.judge(reading, rows)
-        reader.settle(len(found.ids))
+        reader.rollback_to(plan.start)
+        (rows,) = forward_or_sample(self.engine, [reader.next_input(plan.ids, plan.rows)], [entry.sampling_policy])
+        verdict = entry.judge(plan, rows)
+        reader.rollback_to(len(entry.ids))
         return replace(verdict, compute_s=time.perf_counter() - started)
 
     def generate(self, session: int) -> Iterator[Verdict]:
-        found, _ = self._find(session)
+        entry, _ = self._get(session)
         while True:
-            yield self.verify(session, Verify(found.rounds + 1, len(found.ids), (), ()))
+            yield self.verify(session, Verify(entry.rounds + 1, len(entry.ids), (), ()))
 
     def close(self, session: int) -> None:
-        self._find(session)[1].close()
+        self._get(session)[1].close()
         del self._sessions[session]
 
-    def _find(self, session: int) -> tuple[Session, Reader]:
+    def _get(self, session: int) -> tuple[Session, CachedSequence]:
         if session not in self._sessions:
             raise StateError(f"session {session} is not open")
         return self._sessions[session]
 
 
-def open_session(engine: Engine, prompt: Prompt, conditions: Conditions, committed: tuple[int, ...] = ()) -> Session:
+def open_session(engine: Engine, prompt: Prompt, params: SessionParams, committed: tuple[int, ...] = ()) -> Session:
     """The verifier's half of a sequence that begins with `prompt`, and has `committed` after it already.
 
     Raises:
@@ -68,22 +68,22 @@ def open_session(engine: Engine, prompt: Prompt, conditions: Conditions, committ
     """
     check_conditioning(engine, prompt)
     prompt_length = len(prompt.ids)
-    policy = Policy.build(conditions.settings, engine.eos_ids, conditions.vocab_size, prompt_length)
-    return Session((*prompt.ids, *committed), prompt_length, policy, rule(conditions.accept), engine.noise)
+    policy = Policy.build(params.settings, engine.eos_ids, params.vocab_size, prompt_length)
+    return Session((*prompt.ids, *committed), prompt_length, policy, parse_acceptance_rule(params.accept), engine.noise)
 
 
-def describe(engine: Engine) -> Description:
+def describe(engine: Engine) -> ModelInfo:
     """An engine as the other side sees it."""
-    front = getattr(engine, "audio", None)
-    return Description(
+    audio_encoder = getattr(engine, "audio", None)
+    return ModelInfo(
         engine.name,
         engine.vocab_size,
         engine.row_count,
         engine.eos_ids,
         engine.fingerprint,
         engine.max_length,
-        front.max_seconds if front is not None else 0.0,
-        front.placeholder if front is not None else None,
+        audio_encoder.max_seconds if audio_encoder is not None else 0.0,
+        audio_encoder.placeholder if audio_encoder is not None else None,
         lambda: list(getattr(engine, "vocabulary", [])),
         None if engine.tokenizer is None else lambda ids: str(engine.tokenizer.decode(list(ids))),
         tuple(getattr(engine.tokenizer, "all_special_ids", ())),
@@ -94,13 +94,13 @@ def check_conditioning(engine: Engine, prompt: Prompt) -> None:
     """Refuse a prompt that would mean something else to this engine than to the one that encoded it.
 
     Raises:
-        PromptError: audio for a text model, or another number of audio tokens for the same recording.
+        PromptError: audio for a text model, or another session_id of audio tokens for the same recording.
     """
-    if not prompt.heard:
+    if not prompt.has_audio:
         return
-    front = getattr(engine, "audio", None)
-    if front is None:
+    audio_encoder = getattr(engine, "audio", None)
+    if audio_encoder is None:
         raise PromptError(f"{engine.name} takes no audio, so it cannot verify what was heard")
-    here, there = front.prompt_tokens(prompt), prompt.ids.count(front.placeholder)
-    if here != there:
-        raise PromptError(f"{engine.name} makes {here} audio tokens of the recording, the drafter {there}")
+    expected, actual = audio_encoder.prompt_tokens(prompt), prompt.ids.count(audio_encoder.placeholder)
+    if expected != actual:
+        raise PromptError(f"{engine.name} makes {expected} audio tokens of the recording, the drafter {actual}")

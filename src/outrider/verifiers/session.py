@@ -1,23 +1,23 @@
 """The verifier's half of a sequence: its tokens, and the arithmetic of a verdict. It holds no cache and does no I/O.
 
-session.ask(request)  →  Reading(ids, rows)      what the engine must read, and of how many tokens rows are wanted
-session.judge(reading, rows)  →  Verdict         and the session has moved on
+session.prepare(request)  →  ForwardPlan(ids, rows)      what the engine must read, and of how many tokens rows are
+wanted session.judge(plan, rows)  →  Verdict         and the session has moved on
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.core.acceptance import Rule, Verdict, audit, judge
-from outrider.core.actions import Verify
-from outrider.core.policy import Policy, Rows
-from outrider.errors import OutOfStep
+from outrider.decoding.actions import Verify
+from outrider.errors import OutOfSync
+from outrider.sampling.acceptance import AcceptanceRule, Verdict, count_disagreements, verify_block
+from outrider.sampling.policy import ForwardOutput, Policy
 
-AUDITED = 128  # skipped tokens that one verdict compares at most: a row of logits for each is held in memory
+MAX_AUDITED = 128  # skipped tokens that one verdict compares at most: a row of logits for each is held in memory
 
 
 @dataclass(frozen=True)
-class Reading:
+class ForwardPlan:
     """What a verdict needs: the logits after each of the last `rows` of `ids`. start: tokens known before."""
 
     request: Verify
@@ -27,7 +27,7 @@ class Reading:
     @property
     def audit_from(self) -> int:
         """The first of the skipped tokens that are compared in passing; base_length where none were skipped."""
-        return max(self.start, self.request.base_length - AUDITED)
+        return max(self.start, self.request.base_length - MAX_AUDITED)
 
     @property
     def rows(self) -> int:
@@ -40,7 +40,9 @@ class Session:
     prompt_length: what comes after it may be forgotten by `rewind`. noise: in logits, of whoever reads for it.
     """
 
-    def __init__(self, ids: tuple[int, ...], prompt_length: int, policy: Policy, rule: Rule, noise: float) -> None:
+    def __init__(
+        self, ids: tuple[int, ...], prompt_length: int, policy: Policy, rule: AcceptanceRule, noise: float
+    ) -> None:
         self.ids: list[int] = list(ids)
         self.prompt_length = prompt_length
         self._policy, self._rule, self.noise = policy, rule, noise
@@ -56,36 +58,38 @@ class Session:
     def rounds(self) -> int:
         return self._last[0].round if self._last else 0
 
-    def ask(self, request: Verify) -> Reading | Verdict:
+    def prepare(self, request: Verify) -> ForwardPlan | Verdict:
         """What must be read to judge a block; for the same request again, the same verdict.
 
         Raises:
-            OutOfStep: the edge's base length is not ours (both are named), or the round was answered for others.
+            OutOfSync: the edge's base length is not ours (both are named), or the round was answered for others.
         """
         if self._resumed_at is not None:
-            self._settle_resumption(request)
+            self._finish_resume(request)
         if self._last is not None and request.round == self._last[0].round:
-            return self._again(request)
+            return self._repeat_verdict(request)
         start = len(self.ids)
         if start + len(request.new_ids) != request.base_length:
-            raise OutOfStep(
+            raise OutOfSync(
                 f"round {request.round}: the edge's base length is {request.base_length}, but this session has "
                 f"{start} tokens and was sent {len(request.new_ids)} new ones"
             )
-        return Reading(request, [*self.ids, *request.new_ids, *request.draft_ids], start)
+        return ForwardPlan(request, [*self.ids, *request.new_ids, *request.draft_ids], start)
 
     @property
-    def picks_by(self) -> Policy | None:
-        """By what to choose from the rows, if all that `judge` needs of them is the choices."""
-        return None if self._rule.needs_rows else self._policy
+    def sampling_policy(self) -> Policy | None:
+        """By what to choose from the rows, if all that `verify_block` needs of them is the choices."""
+        return None if self._rule.needs_logits else self._policy
 
-    def judge(self, reading: Reading, rows: Rows) -> Verdict:
-        """The verdict. rows [reading.rows, …]: first the audit's (skipped tokens), then the drafts'."""
-        request, ids, start = reading.request, reading.ids, reading.audit_from
+    def judge(self, plan: ForwardPlan, rows: ForwardOutput) -> Verdict:
+        """The verdict. rows [plan.rows, …]: first the audit's (skipped tokens), then the drafts'."""
+        request, ids, start = plan.request, plan.ids, plan.audit_from
         base = request.base_length
-        verdict = judge(request.round, ids, base, rows[base - start :], self._policy, self._rule, request.q, self.noise)
+        verdict = verify_block(
+            request.round, ids, base, rows[base - start :], self._policy, self._rule, request.q, self.noise
+        )
         if base > start:
-            disagreed = audit(ids, start, base, rows, self._policy)
+            disagreed = count_disagreements(ids, start, base, rows, self._policy)
             verdict = Verdict(
                 verdict.round, verdict.accepted, verdict.next_token, verdict.near_ties, base - start, disagreed
             )
@@ -100,10 +104,10 @@ class Session:
         that was answered costs nothing then, however often the answer got lost.
 
         Raises:
-            OutOfStep: there are fewer, or the prompt itself would be cut.
+            OutOfSync: there are fewer, or the prompt itself would be cut.
         """
         if not self.prompt_length <= length <= len(self.ids):
-            raise OutOfStep(
+            raise OutOfSync(
                 f"the edge resumes at {length} tokens, but this session has {len(self.ids)}, "
                 f"{self.prompt_length} of them the prompt"
             )
@@ -112,25 +116,25 @@ class Session:
         if last is not None and length == last.base_length - len(last.new_ids):
             self._resumed_at = length
         elif length < len(self.ids):
-            self._forget(length)
+            self._truncate(length)
 
-    def _settle_resumption(self, request: Verify) -> None:
+    def _finish_resume(self, request: Verify) -> None:
         """The first request after a rewind: a repeat is answered from memory, for any other that is forgotten."""
         assert self._last is not None
         assert self._resumed_at is not None
         if not _same(request, self._last[0]):
-            self._forget(self._resumed_at)
+            self._truncate(self._resumed_at)
         self._resumed_at = None
 
-    def _forget(self, length: int) -> None:
+    def _truncate(self, length: int) -> None:
         del self.ids[length:]
         self._last = self._resumed_at = None
 
-    def _again(self, request: Verify) -> Verdict:
+    def _repeat_verdict(self, request: Verify) -> Verdict:
         assert self._last is not None
-        asked, verdict = self._last
-        if not _same(request, asked):
-            raise OutOfStep(f"round {request.round} was answered already, for other tokens")
+        answered, verdict = self._last
+        if not _same(request, answered):
+            raise OutOfSync(f"round {request.round} was answered already, for other tokens")
         return verdict
 
 

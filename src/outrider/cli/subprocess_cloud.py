@@ -1,0 +1,180 @@
+"""A cloud in a second process, for `outrider demo` and `outrider edge`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from outrider.errors import OutriderError
+from outrider.files import temporary_text
+
+STOP_TIMEOUT_S = 5.0  # s that it gets to end by itself
+BACKOFF_S = 0.5  # before a restart; doubled with each start that does not last
+MAX_BACKOFF_S = 30.0
+STABLE_S = 60.0  # a cloud that served for this long restarts with the first pause
+log = logging.getLogger("outrider.gateway")
+
+
+def share_cores() -> None:
+    """Half of the cores for each, unless told otherwise; with all for each, edge and cloud stall."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
+
+
+@contextmanager
+def cloud_process(model: str, *options: str) -> Iterator[str]:
+    """`outrider cloud MODEL` on a free port of this machine; yields its HOST:PORT.
+
+    Raises:
+        OutriderError: it ended before it listened; its own message stands on stderr.
+    """
+    with starting_cloud(model, *options) as address:
+        yield address()
+
+
+@contextmanager
+def starting_cloud(model: str, *options: str) -> Iterator[Callable[[], str]]:
+    """The same, without waiting: what it yields waits, and raises, when it is called."""
+    process = _CloudProcess(model, "127.0.0.1:0", options)
+    try:
+        yield process.address
+    finally:
+        process.end()
+
+
+@contextmanager
+def supervised_cloud(model: str, *options: str) -> Iterator[SupervisedCloud]:
+    """Yield a cloud process that is restarted whenever it ends."""
+    cloud = SupervisedCloud(model, options)
+    try:
+        yield cloud
+    finally:
+        cloud.close()
+
+
+class _CloudProcess:
+    """A cloud process, which ends with its parent, even a killed one, and gets no signals from the terminal."""
+
+    def __init__(self, model: str, listen: str, options: tuple[str, ...]) -> None:
+        command = [sys.executable, "-m", "outrider", "cloud", model, "--listen", listen, "--json", "--grace", "0"]
+        command += ["--until-stdin-ends", "--log-format", "json", *options]
+        pipe = subprocess.PIPE
+        self._stderr = temporary_text()  # a pipe would fill up and block it
+        self.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=self._stderr, text=True, start_new_session=True
+        )
+
+    def address(self) -> str:
+        """Wait until it listens.
+
+        Raises:
+            OutriderError: it ended before.
+        """
+        assert self.process.stdout is not None  # a pipe, as asked
+        line = self.process.stdout.readline()
+        if not line:
+            self.process.wait()
+            raise OutriderError(f"the cloud process ended before it listened: {self.read_stderr()}")
+        listening: str = json.loads(line)["listening"]
+        return listening
+
+    def read_stderr(self) -> str:
+        """Return the process's output on stderr."""
+        self._stderr.seek(0)
+        return self._stderr.read().strip()
+
+    def end(self) -> None:
+        """End the process, and wait for it."""
+        self.process.terminate()
+        try:
+            self.process.wait(timeout=STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout, self._stderr):
+            assert pipe is not None
+            with suppress(OSError):
+                pipe.close()
+
+
+class SupervisedCloud:
+    """A cloud process that is restarted whenever it ends, on the same port and with backoff.
+
+    trouble: the reason while it does not serve, else None.
+    """
+
+    def __init__(self, model: str, options: tuple[str, ...]) -> None:
+        self._model, self._options = model, options
+        self.trouble: str | None = "the cloud process is starting"
+        self._closing = threading.Event()
+        self._process = _CloudProcess(model, "127.0.0.1:0", options)
+        self._thread: threading.Thread | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.process.pid
+
+    def address(self) -> str:
+        """Wait until the process listens for the first time, and monitor it from then on.
+
+        Raises:
+            OutriderError: it ended before.
+        """
+        address = self._process.address()
+        self.trouble = None
+        self._thread = threading.Thread(target=self._watch, args=(address,), name="outrider-own-cloud", daemon=True)
+        self._thread.start()
+        return address
+
+    def close(self) -> None:
+        """End the process and stop restarting it."""
+        self._closing.set()
+        self._process.end()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self, address: str) -> None:
+        pause, began = BACKOFF_S, time.monotonic()
+        while True:
+            code = self._process.process.wait()
+            if self._closing.is_set():
+                return
+            pause = BACKOFF_S if time.monotonic() - began > STABLE_S else pause
+            self.trouble = f"the cloud process ended ({_describe_exit(code)}), and is started again"
+            log.warning(
+                "the cloud process ended and is started again", extra={"reason": _describe_exit(code), "seconds": pause}
+            )
+            if self._closing.wait(pause):
+                return
+            pause, began = min(2 * pause, MAX_BACKOFF_S), time.monotonic()
+            self._restart(address)
+
+    def _restart(self, address: str) -> None:
+        self._process.end()  # closes what is left of it
+        self._process = _CloudProcess(self._model, address, self._options)
+        if self._closing.is_set():  # `close` may have ended the one before
+            self._process.end()
+            return
+        try:
+            self._process.address()
+        except (OutriderError, ValueError) as error:  # ValueError: closed while it is read
+            self.trouble = f"{error}, and is started again"
+        else:
+            self.trouble = None
+            log.warning("the cloud process serves again")
+
+
+def _describe_exit(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"

@@ -1,0 +1,75 @@
+"""The decoder's actions for a driver, the driver's replies, and the plan of one generation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.config import OnLoop, Scope
+from outrider.decoding.draft_length import DraftLength
+from outrider.decoding.gate import Gate, Signals
+from outrider.decoding.loop_detection import DEFAULT_RULE, LoopRule
+from outrider.decoding.stopping import FinishReason, StopRules
+from outrider.sampling.acceptance import AcceptanceRule, Exact
+from outrider.sampling.sampler import Support
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One drafted token. signals: for a gate or lookahead. q: the distribution that it was drawn from (residual)."""
+
+    token: int
+    signals: Signals | None = None
+    q: Support | None = None
+    left_loop: bool = False
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Draft up to `count` tokens; with `leave_loop`, draw the first one at random from the best few."""
+
+    count: int
+    leave_loop: bool = False
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Judge draft_ids, which follow the committed tokens.
+
+    base_length: committed tokens, prompt included. new_ids: the committed tokens that the verifier has not seen.
+    """
+
+    round: int
+    base_length: int
+    new_ids: tuple[int, ...]
+    draft_ids: tuple[int, ...]
+    q: tuple[Support, ...] = ()
+
+
+@dataclass(frozen=True)
+class Done:
+    reason: FinishReason
+
+
+Action = Draft | Verify | Done
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of one generation: stop rules, gate, acceptance rule, loop policy and scope.
+
+    lookahead is None without a drafter (cloud-only); has_verifier is False without a verifier (edge-only).
+    """
+
+    stop_rules: StopRules
+    gate: Gate
+    accept: AcceptanceRule
+    draft_length: DraftLength | None
+    has_verifier: bool
+    on_loop: OnLoop
+    scope: Scope = "block"
+    loop_rule: LoopRule = DEFAULT_RULE
+
+    @property
+    def is_block_invariant(self) -> bool:
+        """True if the output does not depend on how it is divided into blocks."""
+        return self.gate.exact and isinstance(self.accept, Exact)

@@ -1,0 +1,125 @@
+"""Detokenisation, shared by results, streams and stop strings.
+
+The text of some ids is their tokenizer's decoding, except that
+
+- the bytes of an incomplete character at the end are not shown,
+- a byte that belongs to no character becomes U+FFFD on its own, and takes no other character with it (the byte fallback
+  of `tokenizers` replaces a whole run of byte tokens by U+FFFD as soon as one byte of it fits nowhere).
+
+So while tokens are appended the text only grows at its end, wherever decoding begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from functools import cached_property, lru_cache
+from itertools import groupby
+from typing import Any, Final
+
+REPLACEMENT_CHARACTER: Final = "\ufffd"  # what decoders write for bytes that make no character
+MAX_UTF8_BYTES: Final = 4  # bytes of a character in UTF-8, at most
+
+
+class Detokenizer:
+    """The text of ids. tokenizer: one of transformers, or an object with its `decode`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._bytes = _byte_tokens(tokenizer)
+        self._ids = {byte: token for token, byte in self._bytes.items()}
+        self._byte_level = _token_to_string(tokenizer, "ç¤¾") == "社"
+
+    def __call__(self, ids: Seq[int], *, skip_special: bool = False) -> str:
+        """Return the text of `ids`. skip_special: without special tokens."""
+        text = self._decode(ids, skip_special)
+        if REPLACEMENT_CHARACTER not in text:
+            return text
+        if self._bytes:
+            return self._decode(self._merge_byte_runs(self._without_special(ids, skip_special)), skip_special)
+        if not text.endswith(REPLACEMENT_CHARACTER):
+            return text
+        if self._byte_level:
+            return text[:-1] if _ends_incomplete(self._last_bytes(self._without_special(ids, skip_special))) else text
+        return text if hasattr(self._tokenizer, "backend_tokenizer") else text.rstrip(REPLACEMENT_CHARACTER)
+
+    def _decode(self, ids: Seq[int], skip_special: bool) -> str:
+        options = {"skip_special_tokens": skip_special, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(list(ids), **options))
+
+    def _without_special(self, ids: Seq[int], skip_special: bool) -> list[int]:
+        return [token for token in ids if token not in self._special_ids] if skip_special else list(ids)
+
+    @cached_property
+    def _special_ids(self) -> set[int]:
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return {token for token, each in added.items() if each.special}
+
+    def _merge_byte_runs(self, ids: list[int]) -> list[int]:
+        """Return the ids with runs of byte tokens merged to characters, without an incomplete one at the end."""
+        repaired: list[int] = []
+        for is_byte, run in groupby(ids, self._bytes.__contains__):
+            if not is_byte:
+                repaired += run
+                continue
+            raw = bytes(self._bytes[token] for token in run)
+            repaired += (self._ids[byte] for byte in raw.decode(errors="replace").encode())
+        if ids and ids[-1] in self._bytes and _ends_incomplete(raw):
+            del repaired[-len(REPLACEMENT_CHARACTER.encode()) :]
+        return repaired
+
+    def _last_bytes(self, ids: list[int]) -> bytes:
+        """Return the last bytes of a byte-level tokenizer's ids, as many as one character may have or more."""
+        tail = b""
+        for token in reversed(ids):
+            tail = _token_bytes(str(self._tokenizer.convert_ids_to_tokens(token))) + tail
+            if len(tail) >= MAX_UTF8_BYTES:
+                break
+        return tail
+
+
+@lru_cache(16)
+def get_detokenizer(tokenizer: Any) -> Detokenizer:
+    """Return the tokenizer's detokenizer, made once."""
+    return Detokenizer(tokenizer)
+
+
+def _byte_tokens(tokenizer: Any) -> dict[int, int]:
+    """Return the byte of each byte token, `<0x00>` to `<0xFF>`; empty where the tokenizer has no byte fallback."""
+    if _token_to_string(tokenizer, "<0x41>") != "A":
+        return {}
+    vocabulary = tokenizer.get_vocab()
+    found = {vocabulary[name]: byte for byte in range(256) if (name := f"<0x{byte:02X}>") in vocabulary}
+    return found if len(found) == 256 else {}
+
+
+def _token_to_string(tokenizer: Any, token: str) -> str | None:
+    """Return how the tokenizer's decoder writes a token, None where it has no such method."""
+    to_string = getattr(tokenizer, "convert_tokens_to_string", None)
+    return None if to_string is None else str(to_string([token]))
+
+
+def _ends_incomplete(raw: bytes) -> bool:
+    """Return whether the bytes end inside a character."""
+    for length in range(1, min(MAX_UTF8_BYTES, len(raw) + 1)):
+        try:
+            raw[-length:].decode()
+        except UnicodeDecodeError as error:
+            if error.start == 0 and error.reason == "unexpected end of data":
+                return True
+    return False
+
+
+def _token_bytes(token: str) -> bytes:
+    """Return the bytes that a token of a byte-level vocabulary stands for; an added token is written as it is."""
+    try:
+        return bytes(_byte_alphabet()[letter] for letter in token)
+    except KeyError:
+        return token.encode()
+
+
+@lru_cache(1)
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte of each letter by which byte-level vocabularies write bytes (GPT-2's)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

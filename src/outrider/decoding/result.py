@@ -1,0 +1,225 @@
+"""What a generation came to: its tokens, who decided them, and the guarantee that they carry."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, field, fields
+from html import escape
+from typing import Any, Literal
+
+from outrider.config import GenerationSettings
+from outrider.decoding.gate import Calibrated, CalibrationFit, Gate, ModelIdentity
+from outrider.decoding.options import DecodingOptions
+from outrider.decoding.risk_estimate import AuditTrail, RiskEstimator
+from outrider.decoding.risk_estimate import Risk as Risk
+from outrider.decoding.sequence import Source
+from outrider.decoding.stopping import FinishReason
+
+Guarantee = Literal["exact", "bounded", "best-effort", "edge-only"]
+
+REPR_TOKENS = 20  # tokens in a result's repr
+
+
+@dataclass
+class Stats:
+    """Counters of one generation (DESIGN's vocabulary). Token counters never count past the end of the output.
+
+    verified: drafted tokens that a verdict decided. audited / disagreed: skipped tokens that the verifier saw in
+    passing, and how many it would have changed. near_ties: positions of the output whose choice lay within the
+    numeric noise of the verifier's number format (always 0 in float32). forced_by_audit: blocks that a calibrated gate
+    would have skipped and that were drawn to be verified. drafted: also what was drafted ahead in vain.
+    cloud_lost: the verifier could not be reached any more, and the edge went on alone. prefill_s: of draft_s, until the
+    first token was drafted; verify_prefill_s: of verify_s, what the first verdict took; either read the prompt.
+    """
+
+    rounds: int = 0
+    blocks: int = 0
+    escalated: int = 0
+    forced_by_loop: int = 0
+    forced_by_audit: int = 0
+    loop_sampled: int = 0
+    drafted: int = 0
+    verified: int = 0
+    accepted: int = 0
+    corrected: int = 0
+    bonus: int = 0
+    cloud_tokens: int = 0
+    edge_tokens: int = 0
+    audited: int = 0
+    disagreed: int = 0
+    near_ties: int = 0
+    cloud_lost: bool = False
+    bytes_up: int = 0
+    bytes_down: int = 0
+    media_bytes_up: int = 0
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+    draft_s: float = 0.0
+    prefill_s: float = 0.0
+    wait_s: float = 0.0
+    queue_s: float = 0.0
+    verify_s: float = 0.0
+    verify_prefill_s: float = 0.0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """accepted ÷ verified draft tokens; None where nothing was verified."""
+        return self.accepted / self.verified if self.verified else None
+
+    @property
+    def escalation_rate(self) -> float | None:
+        """verified blocks ÷ blocks."""
+        return self.escalated / self.blocks if self.blocks else None
+
+    @property
+    def cloud_share(self) -> float | None:
+        """cloud tokens ÷ tokens."""
+        tokens = self.cloud_tokens + self.edge_tokens
+        return self.cloud_tokens / tokens if tokens else None
+
+    def count_sources(self, sources: list[Source]) -> None:
+        """Set the token counters from who decided each token of the output."""
+        self.accepted = sources.count(Source.ACCEPTED)
+        self.corrected = sources.count(Source.CORRECTION)
+        self.bonus = sources.count(Source.BONUS)
+        self.loop_sampled = sources.count(Source.SAMPLED)
+        self.cloud_tokens = sum(source.by_cloud for source in sources)
+        self.edge_tokens = len(sources) - self.cloud_tokens
+
+
+TIME_FIELDS = tuple(each.name for each in fields(Stats) if each.name.endswith("_s"))
+
+
+def derive_guarantee(stats: Stats, *, lossless: bool, bounded: bool = False) -> Guarantee:
+    """What the output is worth, judged by what was done and not by what was planned.
+
+    exact: every token was decided by a lossless verdict. bounded: those that were not, the gate skipped within the
+    budget of a calibration that fits this run; that also covers an output which the gate left to the edge as a whole.
+    edge-only: else, where the verifier decided none, and wherever it was lost on the way. Else best-effort.
+    """
+    if stats.cloud_lost:
+        return "edge-only"
+    if stats.edge_tokens and lossless and bounded:
+        return "bounded"
+    if stats.cloud_tokens == 0:
+        return "edge-only"
+    if stats.edge_tokens == 0 and lossless:
+        return "exact"
+    return "best-effort"
+
+
+def wilson_interval(share: float, count: int, z: float) -> tuple[float, float]:
+    """The score interval of a share of `count` trials, z standard deviations to each side (Wilson 1927)."""
+    z2 = z * z / count
+    middle, half = (share + z2 / 2) / (1 + z2), math.sqrt(z2 * (share * (1 - share) + z2 / 4)) / (1 + z2)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+@dataclass(frozen=True)
+class GuaranteeReport:
+    """What a result may say of itself."""
+
+    guarantee: Guarantee
+    risk: Risk | None = None
+    warnings: tuple[str, ...] = ()
+
+
+class GuaranteeTracker:
+    """Judges the results of one decoder, and keeps count of the audits where its gate is calibrated."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate if isinstance(gate, Calibrated) else None
+        self._risk = RiskEstimator(gate.budget, gate.file.loss) if isinstance(gate, Calibrated) else None
+
+    def report(
+        self,
+        stats: Stats,
+        lossy: Seq[str],
+        options: DecodingOptions,
+        sides: Seq[ModelIdentity],
+        settings: GenerationSettings,
+        trail: AuditTrail,
+    ) -> GuaranteeReport:
+        """lossy: why verdicts are not lossless; empty where they are.
+
+        sides: drafter and verifier, as they describe themselves. stats: with its sources counted. trail: closed.
+
+        A result that lost the cloud does not count for the gate's risk.
+        """
+        if self._gate is None or self._risk is None:
+            return GuaranteeReport(derive_guarantee(stats, lossless=not lossy))
+        fit = CalibrationFit()
+        if not stats.cloud_lost:
+            scope, loop_rule = options.scope, options.parsed_loop_rule
+            fit = self._gate.check_fit(options.k, sides[0], sides[-1], settings, scope, loop_rule, lossy)
+            self._risk.add(trail, stats.audited, stats.disagreed)
+        level = derive_guarantee(stats, lossless=not lossy, bounded=fit.bounded)
+        return GuaranteeReport(level, self._risk.risk, (*fit.warnings, *self._risk.warnings()))
+
+
+def truncate_text(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def _format_percent(rate: float | None) -> str:
+    return "–" if rate is None else f"{100 * rate:.0f} %"
+
+
+@dataclass(frozen=True)
+class Result:
+    """The answer to one prompt.
+
+    token_ids holds generated tokens only, the EOS or the stop string included. text is their decoding without special
+    tokens and without a character whose last bytes are missing (`decoding/detokenizer.py`), None where the model came
+    without a tokenizer. sources has the side that decided each token. near_ties lists the indices (into token_ids) that
+    `stats.near_ties` counts. ledger: bytes on the network by kind of frame, "up" and "down"; their sums are
+    stats.bytes_up and bytes_down. risk: for a calibrated gate, else None.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    finish_reason: FinishReason
+    guarantee: Guarantee
+    prompt_tokens: int
+    stats: Stats
+    sources: list[Source] = field(repr=False)
+    near_ties: list[int] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    risk: Risk | None = None
+    ledger: dict[str, dict[str, int]] = field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        """Return one line: the guarantee, the end, the counts, and the beginning of the text."""
+        preview = (
+            f"{self.token_ids[:REPR_TOKENS]}" if self.text is None else repr(truncate_text(self.text, 4 * REPR_TOKENS))
+        )
+        notes = f", {len(self.warnings)} warnings" if self.warnings else ""
+        end = f"{len(self.token_ids)} tokens, {self.finish_reason}, {self.stats.total_s:.2f} s"
+        return f"Result({self.guarantee}, {end}{notes}: {preview})"
+
+    def _repr_html_(self) -> str:
+        """Return the text with its figures for a notebook; everything from the model is escaped."""
+        stats = self.stats
+        rows = {
+            "guarantee": self.guarantee,
+            "ended by": self.finish_reason,
+            "tokens": f"{len(self.token_ids):,}",
+            "by the cloud": _format_percent(stats.cloud_share),
+            "accepted drafts": _format_percent(stats.acceptance_rate),
+            "blocks to the cloud": f"{stats.escalated} of {stats.blocks}",
+            "seconds": f"{stats.total_s:.2f}",
+        }
+        body = escape(" ".join(map(str, self.token_ids)) if self.text is None else self.text)
+        cells = "".join(
+            f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>" for name, value in rows.items()
+        )
+        notes = "".join(f"<p>warning: {escape(warning)}</p>" for warning in self.warnings)
+        return f'<div><pre style="white-space:pre-wrap">{body}</pre>{notes}<table>{cells}</table></div>'
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dictionary with DESIGN's keys."""
+        out = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("stats", "sources")}
+        stats = {name: round(v, 6) if isinstance(v, float) else v for name, v in asdict(self.stats).items()}
+        risk = asdict(self.risk) if self.risk is not None else None
+        return {**out, "risk": risk, "stats": stats, "sources": [source.value for source in self.sources]}

@@ -1,0 +1,163 @@
+"""Who decodes with whom: both sides as they describe themselves, and a cloud that is not there yet."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from outrider.config import GenerationSettings, OnCloudLoss
+from outrider.edge.cancellation import Cancellation, chain_future
+from outrider.engines.base import Engine, Prompt
+from outrider.errors import CloudLost, ContextError, OutriderError, PromptError, SettingsError, StateError
+from outrider.prompts.audio import check_length
+from outrider.verifiers.base import Connectable, ModelInfo, Verifier, match_vocabularies
+from outrider.verifiers.local import describe
+
+log = logging.getLogger(__name__)
+
+BRIEF_OUTAGE_S = 0.5  # s that every generation may wait for a cloud that is away
+OUTAGE_FACTOR = 3  # after a longer wait in vain, for so many times as long nobody waits again
+
+
+@dataclass(frozen=True)
+class Handshake:
+    """Who is there. A generation goes by what was there when it began, whatever comes later.
+
+    models: drafter, then verifier, as far as they are there. draft_vocabulary, target_vocabulary: how many ids the one
+    may draft and the other emit. is_complete: nobody is missing.
+    """
+
+    models: tuple[ModelInfo, ...]
+    draft_vocabulary: int
+    target_vocabulary: int
+    is_complete: bool
+
+    @property
+    def target(self) -> ModelInfo:
+        """Whose output it is to be."""
+        return self.models[-1]
+
+    def check(self, prompt: Prompt, settings: GenerationSettings) -> None:
+        """All must be able to read the prompt, and to hold what follows.
+
+        Raises:
+            PromptError, AudioError: they are not. ContextError: what follows does not fit.
+            SettingsError: an id that the target does not have.
+        """
+        highest = max(prompt.ids)
+        for side in reversed(self.models):
+            if highest >= side.row_count:
+                raise PromptError(f"{side.name} cannot read token {highest}: it has {side.row_count} rows")
+        if any(token >= self.target_vocabulary for token in settings.suppress_tokens):
+            raise SettingsError(f"suppress_tokens: ids go up to {self.target_vocabulary - 1}")
+        if prompt.audio is not None:
+            if not self.target.audio_seconds:
+                raise PromptError(f"{self.target.name} takes no audio, so it cannot verify what was heard")
+            check_length(prompt.audio, self.target.audio_seconds, self.target.name)
+        total = len(prompt.ids) + settings.max_new_tokens
+        for side in self.models:
+            if side.max_length is not None and total > side.max_length:
+                raise ContextError(
+                    f"a prompt of {len(prompt.ids)} tokens and max_new_tokens {settings.max_new_tokens} make {total}: "
+                    f"{side.name} holds {side.max_length}"
+                )
+
+
+class ModelPair:
+    """Drafter and verifier, at least one of them. Each is described once: a description lists the whole vocabulary.
+
+    state: who is there. on_loss: where the verifier cannot be reached, "fail" raises, "wait" asks on, and "edge-only"
+    leaves the drafter on its own until `connect` succeeds, and for a while after each loss: not every generation waits
+    for a cloud that is away. reader: who writes the verifier's prompts where there is no
+    drafter. lazy: nobody is asked before the first `connect`.
+
+    Raises: as `connect`, unless it is lazy.
+    """
+
+    def __init__(
+        self,
+        draft: Engine | None,
+        verifier: Verifier | None,
+        on_loss: OnCloudLoss,
+        *,
+        reader: Engine | None = None,
+        lazy: bool = False,
+    ) -> None:
+        self._verifier, self._on_loss = verifier, on_loss
+        sides = () if draft is None else (describe(draft),)
+        self._edge = describe(reader) if reader is not None and draft is None else next(iter(sides), None)
+        size = sides[0].vocab_size if sides else 0
+        self.state = self._edge_only = Handshake(sides, size, size, is_complete=verifier is None)
+        self._retry_at = 0.0  # by time.monotonic
+        self._lock = threading.Lock()
+        self._connecting: Future[None] | None = None
+        if not lazy:
+            self.connect()
+
+    def connect(self, cancellation: Cancellation | None = None) -> Handshake:
+        """Who is there; asks a verifier that was not. Who asks meanwhile waits for the same answer.
+
+        Raises:
+            CloudLost: on "fail".
+            VocabularyMismatch: they do not share a vocabulary.
+            CancelledError: it was cancelled.
+        """
+        warned, started = False, time.monotonic()
+        if started < self._retry_at:
+            return self._edge_only
+        while not (state := self.state).is_complete:
+            try:
+                self._attempt(cancellation or Cancellation())
+            except CloudLost as lost:
+                if self._on_loss == "fail":
+                    raise
+                if not warned:
+                    log.warning("%s; %s", lost, "asking on" if self._on_loss == "wait" else "the edge begins alone")
+                warned = True
+                if self._on_loss == "edge-only":
+                    self.record_outage(time.monotonic() - started)
+                    return state
+        return state
+
+    def record_outage(self, seconds: float) -> None:
+        """The verifier was waited for in vain, for so long: on "edge-only" the next generations begin without it."""
+        if self._on_loss == "edge-only" and seconds > BRIEF_OUTAGE_S:
+            self._retry_at = time.monotonic() + OUTAGE_FACTOR * seconds
+
+    def _attempt(self, cancellation: Cancellation) -> None:
+        """One attempt, in a thread of its own if it may take its time: who waits for it must be free to leave."""
+        with self._lock:
+            if self.state.is_complete:
+                return
+            is_first = self._connecting is None
+            connecting = self._connecting = self._connecting or Future()
+        if is_first and isinstance(self._verifier, Connectable):
+            threading.Thread(
+                target=self._run_handshake, args=(connecting,), name="outrider-handshake", daemon=True
+            ).start()
+        elif is_first:
+            self._run_handshake(connecting)
+        cancellation.wait(chain_future(connecting))
+
+    def _run_handshake(self, connecting: Future[None]) -> None:
+        failure: OutriderError = StateError("the verifier could not be asked who it is: a bug, told where it happened")
+        try:
+            self._handshake()
+        except OutriderError as error:
+            failure = error
+        finally:
+            with self._lock:
+                self._connecting = None
+            if self.state.is_complete:
+                connecting.set_result(None)
+            else:
+                connecting.set_exception(failure)
+
+    def _handshake(self) -> None:
+        assert self._verifier is not None  # else it was met
+        cloud, edge = self._verifier.describe(self._edge), self._edge
+        vocabularies = match_vocabularies(edge, cloud) if edge is not None else (cloud.vocab_size, cloud.vocab_size)
+        self.state = Handshake((*self.state.models, cloud), *vocabularies, is_complete=True)

@@ -1,0 +1,1 @@
+"""The engine on llama.cpp, for GGUF files on CPUs."""

@@ -1,0 +1,103 @@
+"""Proof, on a few tokens at load, that an engine's slots do what they promise; it also measures the numeric noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.engines.base import Engine, Prompt, SequenceInput
+from outrider.errors import ModelError
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """head, tail, step: tokens read before a roll-back, after it, and in one block.
+
+    tolerance: by how much readings may differ, as a share of the spread of the logits.
+    """
+
+    head: int
+    tail: int
+    step: int
+    tolerance: float
+
+    def ids(self, engine: Engine) -> list[int]:
+        """Any tokens, head and tail, as far as the model holds them.
+
+        Raises:
+            ModelError: it holds fewer than are needed.
+        """
+        head = min(self.head, (engine.max_length or self.head + self.tail) - self.tail)
+        if head < self.step:
+            raise ModelError(f"{engine.name} holds {engine.max_length} positions: too few to work with")
+        return [7 * i % max(engine.vocab_size - 1, 1) for i in range(1, head + self.tail + 1)]
+
+    def max_difference(self, engine: Engine, ids: Seq[int], reference: Tensor, kind: str) -> float:
+        """The largest difference in logits between readings of the same tokens.
+
+        They are read in blocks after a roll-back, one by one after another, and beside a second sequence; all must
+        agree with each other and with `reference` (float32 [len(ids), V]: read at once by what has seen nothing else).
+
+        Raises:
+            ModelError: they do not; the message names the model, and its kind.
+        """
+        head = len(ids) - self.tail
+        slot = engine.open(Prompt(tuple(ids)))
+        engine.forward(slot, [*ids[:head], *reversed(ids[head:])], 1)
+        blocks = _forward_in_steps(engine, slot, ids, head, self.step)
+        engine.truncate(slot, 0)
+        for part in (ids[: head // 3], ids[head // 3 : head]):
+            engine.forward(slot, part, 1)
+        single = _forward_in_steps(engine, slot, ids, head, 1)
+        batched = self._forward_beside_another(engine, slot, ids, head)
+        engine.close(slot)
+        tail = reference[head:]
+        batched_reference = torch.cat([tail, reference[self.step : self.step + 1]])
+        pairs = ((blocks, tail), (single, tail), (batched, batched_reference), (blocks, single))
+        max_difference = float(torch.stack([(a - b).abs().max() for a, b in pairs]).max())
+        if not max_difference <= self.tolerance * (float(tail.std()) + 1e-6):
+            raise ModelError(
+                f"{engine.name} ({kind}): its cache cannot be truncated: after a roll-back, or beside another slot, "
+                f"its logits differ by {max_difference:.3g} from a plain forward's"
+            )
+        return max_difference
+
+    def _forward_beside_another(self, engine: Engine, slot: int, ids: Seq[int], head: int) -> Tensor:
+        """Roll back to the head and read the rest in one batch with a shorter sequence; rows of both."""
+        engine.truncate(slot, head)
+        second_slot = engine.open(Prompt(tuple(ids)))
+        engine.forward(second_slot, ids[:2], 1)
+        tail = ids[head:]
+        rows = engine.forward_many(
+            [SequenceInput(slot, tail, len(tail)), SequenceInput(second_slot, ids[2 : self.step + 1], 1)]
+        )
+        engine.close(second_slot)
+        return torch.cat(rows)
+
+
+def _forward_in_steps(engine: Engine, slot: int, ids: Seq[int], head: int, step: int) -> Tensor:
+    """Roll back to the first `head` tokens and read the rest, `step` at a time."""
+    engine.truncate(slot, head)
+    return torch.cat([engine.forward(slot, ids[i : i + step]) for i in range(head, len(ids), step)])
+
+
+def check_weights(model: Any, name: str, dtypes: Seq[torch.dtype]) -> None:
+    """Raise ModelError for an unsupported dtype, or weights that are not loaded."""
+    if model.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ModelError(f"{name}: its weights are {str(model.dtype).removeprefix('torch.')}: expected {names}")
+    if any(weight.is_meta for weight in model.parameters()):
+        raise ModelError(f"{name}: its weights are not loaded (they are on the meta device)")
+
+
+def explain_non_finite(model: Any) -> str:
+    """Return the reason for NaN or infinity in the logits of a plain forward."""
+    for name, weight in model.named_parameters():
+        if not bool(weight.isfinite().all()):
+            return f"its weights hold NaN or infinity, the first in {name}"
+    dtype = str(model.dtype).removeprefix("torch.")
+    return f"its logits hold NaN or infinity, though its weights do not: they overflow in {dtype}; try another dtype"

@@ -1,0 +1,1 @@
+"""The engine on transformers and torch, with a fused path for CUDA."""

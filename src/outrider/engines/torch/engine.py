@@ -1,0 +1,409 @@
+"""The transformers engine: any decoder-only causal LM, Qwen2.5-Omni Thinker, Qwen2-Audio; CPU or CUDA."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.decoding.actions import Proposal
+from outrider.engines.base import Prompt, SequenceInput, check_inputs, plan_kv_budget
+from outrider.engines.checkpoint import TASKS, is_captions_only
+from outrider.engines.locking import Locked, exclusive, get_lock
+from outrider.engines.model_changes import capture_state, find_change
+from outrider.engines.self_test import SelfTest, check_weights, explain_non_finite
+from outrider.engines.torch import attention
+from outrider.engines.torch.fused_model import FusedModel, missing_requirement, unsupported_reason
+from outrider.engines.torch.kv_cache import SlotKVCache
+from outrider.engines.torch.model_families import AudioModel, MaskLike, TextModel
+from outrider.engines.torch.model_runner import ModelRunner
+from outrider.engines.vocabulary import Vocabulary, check_eos_ids, warn_if_eos_differs
+from outrider.errors import ModelError, PromptError, StateError
+from outrider.sampling.policy import Policy
+from outrider.sampling.sampler import SampledToken
+
+SELF_TESTS = {
+    torch.float64: SelfTest(9, 3, 3, 1e-3),
+    torch.float32: SelfTest(9, 3, 3, 1e-3),
+    torch.bfloat16: SelfTest(64, 12, 3, 0.5),
+    torch.float16: SelfTest(64, 12, 3, 0.2),
+}
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Media:
+    """The audio of one slot: encoded once, at the first forward that reaches a placeholder."""
+
+    prompt: Prompt
+    embeds: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _AudioEmbeddings:
+    """Where in a batch audio embeddings go: at bool [B, T], embeds [at.sum(), hidden]."""
+
+    mask: Tensor
+    embeds: Tensor
+
+
+class TorchEngine(Vocabulary, Locked):
+    """A loaded transformers model with KV slots (`Engine` in base.py says what the methods promise).
+
+    Calls from several threads take turns. On a GPU, weights of a model that can be fused become views of merged ones
+    (fused_model.py).
+
+    Raises:
+        ModelError: the model's cache cannot be truncated, proved by a short probe, or its logits are not finite, or its
+            number format is not supported; the message names the model.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, extractor: Any = None, name: str | None = None) -> None:
+        self.name, self._is_loaded_model = name or type(model).__name__, name is None
+        self.lock = get_lock(model)
+        with self.lock:
+            self._prepare_model(model, tokenizer, extractor)
+
+    def _prepare_model(self, model: Any, tokenizer: Any, extractor: Any) -> None:
+        check_weights(model, self.name, tuple(SELF_TESTS))
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self._family = AudioModel(model, extractor) if _is_audio_model(model) else TextModel(model)
+        self._text_config = model.config.get_text_config()
+        self._attention_windows = _attention_windows(self._text_config, self.name)
+        self._additive_mask = _configure_attention(model, self._family.language, self._text_config)
+        self._cache = SlotKVCache(self._text_config.num_hidden_layers)
+        self._media: dict[int, _Media] = {}
+        self.device, self.dtype = model.device, model.dtype
+        self.row_count = int(self._text_config.vocab_size)
+        self.eos_ids = check_eos_ids(self.name, _read_eos_ids(model), self.row_count, "generation config")
+        warn_if_eos_differs(self.name, self.eos_ids, tokenizer, "generation config")
+        self.captions_only = is_captions_only(getattr(model.config, TASKS, None))
+        self.max_length = _read_max_length(self._text_config)
+        self._runner = self._make_runner()
+        self._state = capture_state(model)
+        self.noise = self._run_self_test()
+        self.position_bytes = sum(b.nbytes // (b.shape[0] * b.shape[2]) for b in self._cache.buffers)
+
+    def changed_part(self) -> str | None:
+        """Return the name of a part of the model that changed since the engine was made, or None."""
+        return find_change(self._state, capture_state(self.model))
+
+    @property
+    def audio(self) -> Any:
+        """How recordings enter (`AudioInput`), or None for a text model."""
+        return self._family.audio
+
+    @cached_property
+    def identity(self) -> str:
+        """A hash that tells checkpoints apart: the class, the parameters' names and shapes, some values of each.
+
+        Equal wherever the same checkpoint is loaded in the same dtype by the same release of transformers.
+        """
+        digest = hashlib.sha256(type(self.model).__name__.encode())
+        for name, weight in sorted(self.model.named_parameters()):
+            digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+            digest.update(_sample_weight(weight).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    # Memory -------------------------------------------------------------------------------------------------
+
+    @property
+    def cache_bytes(self) -> int:
+        """What the buffers of keys and values hold now."""
+        return sum(buffer.nbytes for buffer in self._cache.buffers)
+
+    @exclusive
+    def reserve(self, budget: int, max_length: int) -> int:
+        """Never hold more than `budget` bytes of keys and values, for sequences of up to `max_length` positions.
+
+        Returns how many slots that allows. While one buffer grows, its old copy comes on top: it is freed before the
+        next one grows.
+
+        Raises:
+            ModelError: not one sequence fits.
+            StateError: slots are open.
+        """
+        limit = _read_max_length(self._text_config) or None
+        each = self.position_bytes
+        slots, length = plan_kv_budget(self.name, self._cache.in_use, budget, max_length, limit, lambda n: n * each)
+        self._cache = SlotKVCache(len(self._cache.layers), slots, length)
+        if self._runner is not None:
+            self._runner.release_cache()
+        self.max_length = length
+        return slots
+
+    # Slots --------------------------------------------------------------------------------------------------
+
+    @exclusive
+    def open(self, prompt: Prompt) -> int:
+        if self._is_loaded_model and (changed := self.changed_part()):
+            raise StateError(
+                f"{self.name}: the model's {changed} changed after its engine was made: make another with load_engine"
+            )
+        if prompt.has_audio:
+            self._check_media(prompt)
+        slot = self._cache.allocate()
+        if prompt.has_audio:
+            self._media[slot] = _Media(prompt)
+        return slot
+
+    def _check_media(self, prompt: Prompt) -> None:
+        if self.audio is None:
+            raise PromptError(f"{self.name} takes no audio")
+        placed, made = prompt.ids.count(self.audio.placeholder), self.audio.prompt_tokens(prompt)
+        if placed != made:
+            raise PromptError(f"{placed} audio placeholders for {made} audio embeddings")
+
+    @exclusive
+    def close(self, slot: int) -> None:
+        self._cache.release(slot)
+        self._media.pop(slot, None)
+
+    def kv_len(self, slot: int) -> int:
+        self._cache.check(slot)
+        return self._cache.lengths[slot]
+
+    @exclusive
+    def truncate(self, slot: int, length: int) -> None:
+        self._cache.truncate(slot, length)
+
+    # Forward ------------------------------------------------------------------------------------------------
+
+    def forward(self, slot: int, ids: Seq[int], logits_to_keep: int | None = None) -> Tensor:
+        return self.forward_many([SequenceInput(slot, ids, len(ids) if logits_to_keep is None else logits_to_keep)])[0]
+
+    @exclusive
+    @torch.inference_mode()
+    def forward_many(self, inputs: Seq[SequenceInput]) -> list[Tensor]:
+        wanted = [seq_input.logits_to_keep for seq_input in inputs]
+        return [rows.float() for rows in torch.split(self._logits(inputs)[: sum(wanted)], wanted)]
+
+    @property
+    def samples_on_device(self) -> bool:
+        """Whether `sample_many` and `draft` are there: on a GPU, for models that can be fused."""
+        return self._runner is not None
+
+    @exclusive
+    @torch.inference_mode()
+    def sample_many(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> list[list[SampledToken]]:
+        assert self._runner is not None
+        starts = [self.kv_len(seq_input.slot) for seq_input in inputs]
+        with self._on_this_device():
+            return self._runner.sample(self._logits(inputs), inputs, starts, policies, self._cache)
+
+    @exclusive
+    @torch.inference_mode()
+    def draft(self, slot: int, ids: Seq[int], count: int, policy: Policy, *, with_signals: bool) -> list[Proposal]:
+        assert self._runner is not None
+        start = self.kv_len(slot)
+        inputs = [SequenceInput(slot, ids, 1)]
+        if not self._runner.fits(inputs) or self._has_audio(inputs, [start]):
+            if self._has_audio([SequenceInput(slot, ids[-1:], 1)], [start + len(ids) - 1]):
+                raise PromptError(f"{self.name}: a prompt that ends within a recording cannot be drafted from")
+            self.forward(slot, ids[:-1], 1)
+            start, ids = self.kv_len(slot), ids[-1:]
+        self._cache.reserve([slot], [len(ids) + count - 1])
+        with self._on_this_device():
+            drafted = self._runner.draft(slot, ids, count, policy, self._cache, start, with_signals=with_signals)
+        self._cache.commit_append()
+        return drafted
+
+    def _logits(self, inputs: Seq[SequenceInput]) -> Tensor:
+        """The wanted rows of all feeds, one after another, [≥ rows, V] in the model's dtype.
+
+        Valid until the next forward.
+        """
+        check_inputs(inputs)
+        starts = [self.kv_len(seq_input.slot) for seq_input in inputs]
+        if self._runner is None or not self._runner.fits(inputs) or self._has_audio(inputs, starts):
+            return torch.cat(self._forward_transformers(inputs))
+        self._cache.reserve([seq_input.slot for seq_input in inputs], [len(seq_input.ids) for seq_input in inputs])
+        with self._on_this_device():
+            logits = self._runner.logits(inputs, starts, self._cache, self._cache.span)
+        self._cache.commit_append()
+        return logits
+
+    def _has_audio(self, inputs: Seq[SequenceInput], starts: Seq[int]) -> bool:
+        """Whether audio is among what is fed."""
+        return any(
+            seq_input.slot in self._media
+            and self.audio.placeholder in self._media[seq_input.slot].prompt.ids[start : start + len(seq_input.ids)]
+            for seq_input, start in zip(inputs, starts, strict=True)
+        )
+
+    def _forward_transformers(self, inputs: Seq[SequenceInput]) -> list[Tensor]:
+        """Through transformers' own forward."""
+        starts = {seq_input.slot: self.kv_len(seq_input.slot) for seq_input in inputs}
+        ordered = sorted(inputs, key=lambda seq_input: seq_input.slot)  # neighbouring slots are read without a copy
+        positions = self._cache.prepare_append(
+            [seq_input.slot for seq_input in ordered], [len(seq_input.ids) for seq_input in ordered], self.device
+        )
+        width = positions.shape[1]
+        ids = torch.tensor(
+            [[*seq_input.ids, *[0] * (width - len(seq_input.ids))] for seq_input in ordered], device=self.device
+        )
+        if self._runner is not None:
+            self._runner.prepare(self._cache)
+            self._cache.store_token_ids(ids)
+        media = self._place_media(ordered, [starts[seq_input.slot] for seq_input in ordered], width)
+        columns = _columns_to_keep(inputs)
+        wanted = torch.tensor(columns, device=self.device)
+        logits = self._family.logits(ids, positions, self._mask(positions), self._cache, wanted, media)
+        self._cache.commit_append()
+        logits_to_keep = {
+            seq_input.slot: _select_rows(seq_input, logits[i], columns) for i, seq_input in enumerate(ordered)
+        }
+        return [logits_to_keep[seq_input.slot] for seq_input in inputs]
+
+    def _make_runner(self) -> ModelRunner | None:
+        """The fast path of a GPU; None on a CPU, or, which is said, for a model that it cannot run."""
+        if self.device.type != "cuda":
+            return None
+        decoder, head = self._family.decoder, self.model.get_output_embeddings()
+        reason = missing_requirement(self.device) or unsupported_reason(self.model, decoder, head, self._text_config)
+        if reason is not None:
+            log.warning("%s runs without CUDA graphs, which is slower: %s", self.name, reason)
+            return None
+        with self._on_this_device():
+            return ModelRunner(FusedModel(decoder, head, self._text_config), self.device)
+
+    def _on_this_device(self) -> AbstractContextManager[object]:
+        """Kernels and graphs go to the device that is current, in each thread."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def _mask(self, positions: Tensor) -> MaskLike:
+        """Which keys each query may see: [B, 1, T, span] per kind of attention layer."""
+        keys = torch.arange(self._cache.span, device=self.device)
+        queries = positions[:, None, :, None]
+        masks = {}
+        for kind, window in self._attention_windows.items():
+            visible = keys <= queries
+            if window is not None:
+                visible = visible & (keys > queries - window)
+            masks[kind] = self._as_additive(visible) if self._additive_mask else visible
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _as_additive(self, visible: Tensor) -> Tensor:
+        zeros = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
+        return zeros.masked_fill(~visible, torch.finfo(self.dtype).min)
+
+    def _place_media(self, inputs: Seq[SequenceInput], starts: Seq[int], width: int) -> _AudioEmbeddings | None:
+        """Audio embeddings for the placeholders among the fed tokens; None where there are none."""
+        mask = torch.zeros(len(inputs), width, dtype=torch.bool, device=self.device)
+        embeds = []
+        for row, (seq_input, start) in enumerate(zip(inputs, starts, strict=True)):
+            media = self._media.get(seq_input.slot)
+            if media is None or start >= len(media.prompt.ids):
+                continue
+            holders = [i for i, token in enumerate(media.prompt.ids) if token == self.audio.placeholder]
+            fed = [n for n, i in enumerate(holders) if start <= i < start + len(seq_input.ids)]
+            mask[row, [holders[n] - start for n in fed]] = True
+            if fed:
+                embeds.append(self._embeds(media)[fed[0] : fed[-1] + 1])
+        return _AudioEmbeddings(mask, torch.cat(embeds)) if embeds else None
+
+    def _embeds(self, media: _Media) -> Tensor:
+        if media.embeds is None:
+            prompt = media.prompt
+            features = prompt.features if prompt.audio is None else self.audio.features(prompt.audio)
+            media.embeds = self.audio.embed_features(features)
+            assert len(media.embeds) == self.audio.prompt_tokens(prompt)  # which open() compared with the prompt
+        return media.embeds
+
+    # Proof --------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _run_self_test(self) -> float:
+        """Prove that truncating works, and measure the noise: 0 in float32.
+
+        In short formats the reading is longer, since each forward's rounding lives on in the cache.
+        """
+        self_test = SELF_TESTS[self.dtype]
+        ids = self_test.ids(self)
+        plain = self._family.forward_uncached(torch.tensor([ids], device=self.device))[0].float()
+        if not bool(plain.isfinite().all()):
+            raise ModelError(f"{self.name}: {explain_non_finite(self.model)}")
+        max_difference = self_test.max_difference(self, ids, plain, type(self.model).__name__)
+        rounding = torch.finfo(self.dtype).eps * float(plain[-self_test.tail :].abs().max())
+        return 0.0 if self.dtype in (torch.float32, torch.float64) else 2 * max(max_difference, rounding)
+
+
+def _read_max_length(config: Any) -> int | None:
+    """Positions that the model was made for.
+
+    LongRoPE changes its factors past the original length, for what is cached already and for every slot in a batch:
+    such a model is used up to there.
+    """
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", limit
+        )
+    return limit
+
+
+def _columns_to_keep(inputs: Seq[SequenceInput]) -> list[int]:
+    """Columns of a batch from which any feed wants a row, in order: a long prefill wants but its last."""
+    return sorted(
+        {
+            column
+            for seq_input in inputs
+            for column in range(len(seq_input.ids) - seq_input.logits_to_keep, len(seq_input.ids))
+        }
+    )
+
+
+def _select_rows(seq_input: SequenceInput, logits: Tensor, columns: Seq[int]) -> Tensor:
+    """A feed's rows [rows, V] among the wanted columns' logits [columns, V]."""
+    first = columns.index(len(seq_input.ids) - seq_input.logits_to_keep)
+    return logits[first : first + seq_input.logits_to_keep]
+
+
+def _is_audio_model(model: Any) -> bool:
+    return type(model).__name__ in ("Qwen2_5OmniThinkerForConditionalGeneration", "Qwen2AudioForConditionalGeneration")
+
+
+def _attention_windows(config: Any, name: str) -> dict[str, int | None]:
+    """Attention kinds of the layers, with their sliding windows. Any other kind keeps a state that has no length."""
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+    kinds |= set(getattr(config, "attention_layers", ())) & {"local"}  # GPT-Neo masks by buffer offset, not by slot
+    unsupported = kinds - {"full_attention", "sliding_attention"}
+    if unsupported:
+        raise ModelError(f"{name}: layers of kind {', '.join(sorted(unsupported))} cannot be rolled back slot by slot")
+    return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
+
+
+def _configure_attention(model: Any, language: Any, config: Any) -> bool:
+    """Make the model read our 4-D masks, and grouped heads without a copy; True if it wants masks additive."""
+    current = getattr(model.config, "_attn_implementation", "eager")
+    if current == "eager":
+        return True
+    if current != "sdpa":
+        model.set_attn_implementation("sdpa")
+    grouped = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) < config.num_attention_heads
+    if grouped:
+        language.set_attn_implementation(attention.ATTENTION_NAME)
+    return grouped
+
+
+def _sample_weight(weight: Tensor) -> Tensor:
+    """Up to 64 values, spread over a parameter: float32, on the CPU."""
+    flat = weight.detach().flatten()
+    return flat[:: -(-flat.numel() // 64) or 1].float().cpu()
+
+
+def _read_eos_ids(model: Any) -> tuple[int, ...]:
+    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if isinstance(eos, Tensor):
+        eos = eos.tolist()
+    return () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)

@@ -1,0 +1,387 @@
+"""The decoder layers of a Llama-shaped model (Llama, Mistral, Qwen2, Qwen3, Qwen2.5-Omni's Thinker), fused for a GPU.
+
+transformers' own forward launches some 15 kernels a layer and pays for the launches; this one launches 7 (for one or
+two tokens) or 10, on flat batches without padding, and reads of the cache no more than what is there. It computes what
+the model computes, which the engine's probe proves at load:
+
+    x  →  norm · qkv  →  rotate, store  →  attend, combine  →  + out  →  norm · gate, up  →  + down  →  x
+
+The projections of queries, keys and values, and of gate and up, become one weight each; the model's parameters turn
+into views of those, so that memory is held once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.engines.base import SequenceInput
+from outrider.engines.torch.kv_cache import SlotKVCache
+
+MODEL_TYPES = ("qwen2", "llama", "mistral", "qwen3", "qwen2_5_omni_text")
+STATIC_ROPES = ("default", "linear", "llama3", "yarn")
+MAX_TOKENS = 512  # of a batch; longer prefills are left to transformers' own attention kernels
+TARGET_PROGRAMS = 132  # that keep a large GPU busy: one on each of its multiprocessors
+HEADS_PER_PROGRAM = 4  # that one program rotates
+MIN_SPAN, MIN_CHUNK = 256, 64
+LOG2E = 1.4426950408889634
+
+
+def unsupported_reason(model: Any, language: Any, head: Any, config: Any) -> str | None:
+    """Why a model cannot be run by `FusedModel`; None if it can."""
+    if config.model_type not in MODEL_TYPES:
+        return f"it is a {config.model_type}"
+    checks = {
+        f"its weights are {model.dtype}, not bfloat16": model.dtype == torch.bfloat16,
+        "it has sliding windows": set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+        and not (config.model_type == "mistral" and config.sliding_window),
+        "its layers are not on one device": len({p.device for p in model.parameters()}) == 1,
+        "its projections are not plain": all(type(part) is nn.Linear for part in _linear_layers(language)),
+        "its output or MLP projections have biases": all(
+            part.bias is None
+            for layer in language.layers
+            for part in (layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)
+        ),
+        f"its activation is {config.hidden_act}": config.hidden_act == "silu",
+        "it has forward hooks": not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules()),
+        "its output layer is not plain": type(head) is nn.Linear and head.bias is None,
+        "its rotary embedding changes with length": getattr(language.rotary_emb, "rope_type", "") in STATIC_ROPES,
+        "its rotary embedding is partial, or its heads are no power of two": _rotary_width(language)
+        == _head_dim(config)
+        and _head_dim(config) in (32, 64, 128, 256),
+    }
+    return next((reason for reason, holds in checks.items() if not holds), None)
+
+
+def missing_requirement(device: torch.device) -> str | None:
+    """What a machine lacks for `FusedModel`; None if nothing."""
+    if torch.version.hip is not None:
+        return "its kernels were written for CUDA"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPU is older than Ampere"
+    return None
+
+
+def _linear_layers(language: Any) -> list[Any]:
+    return [
+        part
+        for layer in language.layers
+        for owner, names in ((layer.self_attn, "qkvo"), (layer.mlp, ("gate", "up", "down")))
+        for part in (getattr(owner, f"{name}_proj") for name in names)
+    ]
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _rotary_width(language: Any) -> int:
+    return 2 * len(language.rotary_emb.inv_freq)
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """What a captured graph is made for, each rounded up: tokens of the batch, sequences, new tokens of the longest of
+    them, rows of logits, positions that the longest cache holds afterwards."""
+
+    tokens: int
+    sequences: int
+    longest: int
+    rows: int
+    span: int
+
+    @classmethod
+    def of(cls, counts: Seq[int], rows: int, span: int) -> BatchShape:
+        return cls(
+            _round_size(sum(counts)),
+            _next_power_of_two(len(counts)),
+            _next_power_of_two(max(counts)),
+            _round_size(rows),
+            _round_span(span),
+        )
+
+    @property
+    def num_entries(self) -> int:
+        """int32 entries that describe a batch of this shape (`Batch`)."""
+        return 3 * self.tokens + 4 * self.sequences + self.rows
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch as the kernels read it: views of one int32 tensor, so that one copy brings it to the device.
+
+    ids, positions, token_slots [tokens]; firsts, counts, starts, slots [sequences]; wanted [rows], indices of tokens.
+    """
+
+    shape: BatchShape
+    all: Tensor
+    ids: Tensor
+    positions: Tensor
+    token_slots: Tensor
+    firsts: Tensor
+    counts: Tensor
+    starts: Tensor
+    slots: Tensor
+    wanted: Tensor
+
+    @classmethod
+    def allocate(cls, device: torch.device, shape: BatchShape) -> Batch:
+        num_entries = torch.zeros(shape.num_entries, dtype=torch.int32, device=device)
+        sizes = [shape.tokens] * 3 + [shape.sequences] * 4 + [shape.rows]
+        return cls(shape, num_entries, *torch.split(num_entries, sizes))
+
+
+def pack_batch(shape: BatchShape, inputs: Seq[SequenceInput], starts: Seq[int]) -> Tensor:
+    """The numbers of `Batch`: int32 [shape.numbers], on the host. Padding has slot −1 and no tokens."""
+    counts = [len(seq_input.ids) for seq_input in inputs]
+    ends = list(accumulate(counts))
+    parts = (
+        (shape.tokens, 0, [token for seq_input in inputs for token in seq_input.ids]),
+        (
+            shape.tokens,
+            0,
+            [n for start, count in zip(starts, counts, strict=True) for n in range(start, start + count)],
+        ),
+        (shape.tokens, -1, [seq_input.slot for seq_input in inputs for _ in seq_input.ids]),
+        (shape.sequences, 0, [end - count for end, count in zip(ends, counts, strict=True)]),
+        (shape.sequences, 0, counts),
+        (shape.sequences, 0, list(starts)),
+        (shape.sequences, 0, [seq_input.slot for seq_input in inputs]),
+        (
+            shape.rows,
+            0,
+            [
+                n
+                for seq_input, end in zip(inputs, ends, strict=True)
+                for n in range(end - seq_input.logits_to_keep, end)
+            ],
+        ),
+    )
+    padded = [number for size, padding, part in parts for number in (*part, *[padding] * (size - len(part)))]
+    return torch.tensor(padded, dtype=torch.int32)
+
+
+def _next_power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def _round_size(size: int) -> int:
+    """Few sizes, so that graphs are found again: powers of two, then multiples of 16, then of 64."""
+    if size <= 16:
+        return _next_power_of_two(size)
+    step = 16 if size <= 256 else 64
+    return -(-size // step) * step
+
+
+def _round_span(length: int) -> int:
+    return max(MIN_SPAN, _next_power_of_two(length))
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Weights: qkv [heads + 2 shared, dim, hidden] flattened, out, both [2 inner, hidden], down; biases where used."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    bias: Tensor | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    out: Tensor
+    post_attention_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+    @classmethod
+    def of(cls, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        qkv = _merge_projections([attention.q_proj, attention.k_proj, attention.v_proj])
+        biases = [getattr(attention, name).bias for name in ("q_proj", "k_proj", "v_proj")]
+        return cls(
+            layer.input_layernorm.weight,
+            qkv,
+            None if biases[0] is None else _merge_weights(biases),
+            _optional_weight(attention, "q_norm"),
+            _optional_weight(attention, "k_norm"),
+            attention.o_proj.weight.data,
+            layer.post_attention_layernorm.weight,
+            _merge_projections([mlp.gate_proj, mlp.up_proj]),
+            mlp.down_proj.weight.data,
+        )
+
+
+def _optional_weight(module: Any, name: str) -> Tensor | None:
+    return getattr(module, name).weight if hasattr(module, name) else None
+
+
+def _merge_projections(parts: list[Any]) -> Tensor:
+    """One weight of several projections, whose own weights become views of it."""
+    return _merge_weights([part.weight for part in parts])
+
+
+def _merge_weights(weights: list[Any]) -> Tensor:
+    """Merge several parameters into one tensor, of which they become views: changes to them change it."""
+    merged = torch.cat([weight.data for weight in weights])
+    for weight, view in zip(weights, torch.split(merged, [len(weight) for weight in weights]), strict=True):
+        weight.data = view
+    return merged
+
+
+class FusedModel:
+    """The layers, from token ids to logits. Writes keys and values into `cache`; moves no lengths."""
+
+    def __init__(self, language: Any, head: Any, config: Any) -> None:
+        from outrider.engines.torch import kernels  # Triton: not there without a GPU
+
+        self._kernels = kernels
+        self.row_count = int(config.vocab_size)
+        device = head.weight.device
+        early_launch = (
+            kernels.HAS_EARLY_LAUNCH and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        )
+        self._launch_options = {"EARLY": early_launch, "launch_pdl": True} if early_launch else {"EARLY": False}
+        self._config, self._rotary = config, language.rotary_emb
+        self.heads, self.dim = int(config.num_attention_heads), _head_dim(config)
+        self.kv_heads = int(getattr(config, "num_key_value_heads", None) or self.heads)
+        self._eps = float(config.rms_norm_eps)
+        self._embedding, self._head = language.embed_tokens.weight, head.weight
+        self._layers = [_Layer.of(layer) for layer in language.layers]
+        self._norm = language.norm.weight
+        self._hidden, self._inner = int(config.hidden_size), int(config.intermediate_size)
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    @torch.no_grad()
+    def prepare(self, cache: SlotKVCache) -> None:
+        """Allocate what a forward may not: buffers as large as the cache says, and the tables of rotations."""
+        cache.ensure_capacity(self.kv_heads, self.dim, self._embedding)
+        if self._tables is None or len(self._tables[0]) < cache.capacity:
+            device = self._embedding.device
+            positions = torch.arange(cache.capacity, device=device)[None]
+            three = positions.expand(3, 1, -1) if "omni" in self._config.model_type else positions
+            cosines, sines = self._rotary(torch.zeros(1, dtype=torch.float32, device=device), three)
+            half = self.dim // 2
+            self._tables = tuple(
+                table.reshape(-1, cache.capacity, self.dim)[0, :, :half].float().contiguous()
+                for table in (cosines, sines)
+            )
+
+    def forward(self, batch: Batch, cache: SlotKVCache) -> Tensor:
+        """Logits [shape.rows, V] in the model's dtype, behind the wanted tokens."""
+        kernels, n = self._kernels, batch.shape.tokens
+        x = torch.empty(n, self._hidden, dtype=self._embedding.dtype, device=self._embedding.device)
+        assert cache.tokens is not None
+        kernels.embed[(n,)](
+            batch.ids, self._embedding, x, batch.positions, batch.token_slots, cache.tokens, cache.capacity,
+            self._hidden, _next_power_of_two(self._hidden), **self._launch_options,
+        )  # fmt: skip
+        for layer, (keys, values) in zip(self._layers, cache.layer_buffers, strict=True):
+            attended = self._attention(layer, x, keys, values, batch, cache.capacity)
+            self._add_projection(x, attended, layer.out)
+            self._add_projection(x, self._gated_mlp(layer, x), layer.down)
+        wanted = x if n == batch.shape.rows == 1 else x.index_select(0, batch.wanted)
+        return self._norm_linear(wanted, self._norm, self._head, None)
+
+    # Attention ----------------------------------------------------------------------------------------------
+
+    def _attention(self, layer: _Layer, x: Tensor, keys: Tensor, values: Tensor, batch: Batch, capacity: int) -> Tensor:
+        """[N, heads · dim], before the output projection."""
+        kernels, n = self._kernels, batch.shape.tokens
+        assert self._tables is not None
+        qkv = self._norm_linear(x, layer.input_norm, layer.qkv, layer.bias)
+        kernels.rotate_and_store[(n, -(-(self.heads + 2 * self.kv_heads) // HEADS_PER_PROGRAM))](
+            qkv, *self._tables, layer.query_norm, layer.key_norm, keys, values, batch.positions, batch.token_slots,
+            capacity, self._eps, self.heads, self.kv_heads, self.dim, layer.query_norm is not None,
+            HEADS_PER_PROGRAM, num_warps=2, **self._launch_options,
+        )  # fmt: skip
+        tile, splits = self._tiling(batch.shape)
+        out = x.new_empty(n, self.heads * self.dim)
+        partial = x.new_empty(n, self.heads, splits if splits > 1 else 0, self.dim, dtype=torch.float32)
+        maxima, sums = x.new_empty(2, n, self.heads, splits, dtype=torch.float32)
+        blocks = -(-batch.shape.longest * (self.heads // self.kv_heads) // tile)
+        kernels.attend[(batch.shape.sequences * self.kv_heads, splits, blocks)](
+            qkv, keys, values, out, partial, maxima, sums, batch.firsts, batch.counts, batch.starts, batch.slots,
+            capacity, LOG2E * self.dim**-0.5, self.heads, self.kv_heads, self.dim, batch.shape.span // splits, splits,
+            tile, MIN_CHUNK, **self._launch_options,
+        )  # fmt: skip
+        if splits > 1:
+            kernels.combine[(n * self.heads,)](
+                partial, maxima, sums, batch.token_slots, out, self.heads, self.dim, splits, **self._launch_options
+            )
+        return out
+
+    def _tiling(self, shape: BatchShape) -> tuple[int, int]:
+        """Query rows of a program, and into how many chunks keys are split: as many as keep the GPU busy."""
+        rows = shape.longest * (self.heads // self.kv_heads)
+        tile = min(64, max(16, _next_power_of_two(rows)))
+        programs = shape.sequences * self.kv_heads * -(-rows // tile)
+        return tile, min(_next_power_of_two(max(1, TARGET_PROGRAMS // programs) + 1) // 2, shape.span // MIN_CHUNK)
+
+    def top2(self, rows: Tensor) -> Tensor:
+        """float64 [R, 3] for rows [R, V]: the index of the largest entry, the entry, and its lead over the next."""
+        count, width = rows.shape
+        splits = max(1, min(128, _next_power_of_two(8 * TARGET_PROGRAMS // count)))
+        parts = torch.empty(count, 3, splits, dtype=torch.float32, device=rows.device)
+        out = torch.empty(count, 3, dtype=torch.float64, device=rows.device)
+        self._kernels.partial_top2[(count, splits)](
+            rows, parts, width, rows.stride(0), -(-width // splits), splits, 2048
+        )
+        self._kernels.merge_top2[(count,)](parts, out, splits, num_warps=1)
+        return out
+
+    # Matrix products ----------------------------------------------------------------------------------------
+
+    def _norm_linear(self, x: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if len(x) <= self._kernels.SKINNY_TOKENS:
+            return self._skinny_linear(x, weight, bias=bias, norm=norm)
+        return nn.functional.linear(self._rms_norm(x, norm), weight, bias)
+
+    def _gated_mlp(self, layer: _Layer, x: Tensor) -> Tensor:
+        """silu(gate) × up, [N, inner]."""
+        if len(x) <= self._kernels.SKINNY_TOKENS:
+            return self._skinny_linear(x, layer.gate_up, norm=layer.post_attention_norm, gated=True)
+        gate_up = nn.functional.linear(self._rms_norm(x, layer.post_attention_norm), layer.gate_up)
+        out = x.new_empty(len(x), self._inner)
+        self._kernels.silu_and_mul[(len(x), -(-self._inner // 1024))](
+            gate_up, out, self._inner, 1024, **self._launch_options
+        )
+        return out
+
+    def _add_projection(self, x: Tensor, part: Tensor, weight: Tensor) -> None:
+        """x += part @ weightᵀ, in place."""
+        if len(x) <= self._kernels.SKINNY_TOKENS:
+            self._skinny_linear(part, weight, add_to=x)
+        else:
+            torch.addmm(x, part, weight.t(), out=x)
+
+    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        self._kernels.rms_norm[(len(x),)](
+            x, weight, out, self._eps, self._hidden, _next_power_of_two(self._hidden), **self._launch_options
+        )
+        return out
+
+    def _skinny_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        bias: Tensor | None = None,
+        norm: Tensor | None = None,
+        gated: bool = False,
+        add_to: Tensor | None = None,
+    ) -> Tensor:
+        size, width = weight.shape[1], len(weight) // (2 if gated else 1)
+        out = x.new_empty(len(x), width) if add_to is None else add_to
+        stripe, depth, warps, stages = self._kernels.skinny_tiling(len(x), width, size, gated)
+        self._kernels.skinny_linear[(-(-width // stripe),)](
+            x, weight, bias, norm, out, size, width, self._eps, bias is not None, norm is not None, gated,
+            add_to is not None, len(x), stripe, depth, stages, num_warps=warps, **self._launch_options,
+        )  # fmt: skip
+        return out

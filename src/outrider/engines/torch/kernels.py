@@ -1,0 +1,357 @@
+"""Triton kernels of the fused model: all but its matrix products, and for few tokens these as well.
+
+Tokens are flat: those of all sequences of a batch stand one after another, [N, …]. `slot` < 0 marks padding. Sizes that
+are constexpr shape the code; lengths are read from device memory, so that one captured graph serves all lengths.
+
+EARLY: the kernel is launched while the one before it still runs, and waits for its end before it reads what that wrote
+(programmatic dependent launch); weights may be read before.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+    HAS_EARLY_LAUNCH = True
+except ImportError:  # before Triton 3.4
+    HAS_EARLY_LAUNCH = False
+
+SKINNY_TOKENS = 2  # tokens up to which `skinny_linear` beats a library's matrix product
+
+
+def skinny_tiling(tokens: int, width: int, size: int, gated: bool) -> tuple[int, int, int, int]:
+    """Stripe, depth, warps and stages of `skinny_linear`, the best of those measured by benchmarks/gpu_linear.py."""
+    if size <= 1024:
+        wide = (4, 512, 2, 3) if gated and tokens > 1 else (2, 1024, 2, 1)
+        return wide if gated or 1024 < width <= 8192 else (4 * tokens if width > 8192 else 4, 1024, 2 * tokens, 1)
+    if gated:
+        return (2, 2048, 4, 3) if tokens == 1 else (4, 512, 2, 3)
+    if width > 8192 or (size < 8192 and width < 1024):
+        return 4, 1024, 4, 3
+    return (8 if width == size else 4), 512, 4, 3
+
+
+@triton.jit
+def embed(
+    ids,
+    table,
+    x,
+    positions,
+    slots,
+    history,
+    capacity,
+    size: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """One token per program: its embedding into x [N, size], and its id into history [slots, capacity]."""
+    token, k = tl.program_id(0), tl.arange(0, BLOCK)
+    identifier, slot = tl.load(ids + token), tl.load(slots + token)
+    row = tl.load(table + identifier.to(tl.int64) * size + k, k < size, 0.0)
+    tl.store(x + token * size + k, row, k < size)
+    if slot >= 0:
+        tl.store(history + slot.to(tl.int64) * capacity + tl.load(positions + token), identifier)
+
+
+@triton.jit
+def skinny_linear(
+    x,
+    weight,
+    bias,
+    norm,
+    out,
+    size: tl.constexpr,
+    width: tl.constexpr,
+    eps,
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    TOKENS: tl.constexpr,  # a power of two
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """out[TOKENS, width] (+)= f(rms_norm(x)[TOKENS, size] @ weight[width, size]ᵀ + bias), a stripe per program.
+
+    HAS_NORM: x is normalised, its scale put in at the end. GATED: weight is [2 width, size], f = silu(first) × second.
+    ADD: add to what `out` holds (the residual stream). Each token is summed in the same order, however many there are.
+    """
+    rows = tl.arange(0, TOKENS)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = columns < width
+    first = tl.zeros([TOKENS, BLOCK_N, BLOCK_K], tl.float32)
+    second = tl.zeros([TOKENS, BLOCK_N, BLOCK_K], tl.float32)
+    squares = tl.zeros([TOKENS, BLOCK_K], tl.float32)
+    if EARLY:
+        gdc_launch_dependents()
+        if STAGES > 1:  # loads are moved ahead: none may be before this
+            gdc_wait()
+    for start in tl.range(0, size, BLOCK_K, num_stages=STAGES):
+        k = start + tl.arange(0, BLOCK_K)
+        mask = k < size
+        at = weight + columns[:, None] * size + k[None, :]
+        part = tl.load(at, inside[:, None] & mask[None, :], 0.0)
+        if GATED:
+            other = tl.load(at + width * size, inside[:, None] & mask[None, :], 0.0)
+        if EARLY and STAGES == 1:
+            gdc_wait()
+        a = tl.load(x + rows[:, None] * size + k[None, :], mask[None, :], 0.0).to(tl.float32)
+        if HAS_NORM:
+            squares += a * a
+            a *= tl.load(norm + k, mask, 0.0).to(tl.float32)[None, :]
+        first += part.to(tl.float32)[None, :, :] * a[:, None, :]
+        if GATED:
+            second += other.to(tl.float32)[None, :, :] * a[:, None, :]
+    total = tl.sum(first, 2)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(squares, 1) / size + eps)[:, None]
+        total *= scale
+    if HAS_BIAS:
+        total += tl.load(bias + columns, inside, 0.0).to(tl.float32)[None, :]
+    if GATED:
+        total = total * tl.sigmoid(total) * tl.sum(second, 2) * scale
+    target = out + rows[:, None] * width + columns[None, :]
+    if ADD:
+        total += tl.load(target, inside[None, :], 0.0).to(tl.float32)
+    tl.store(target, total.to(out.dtype.element_ty), inside[None, :])
+
+
+@triton.jit
+def rms_norm(x, weight, out, eps, size: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr) -> None:
+    """One token per program: out = x ÷ √(mean x² + eps) × weight."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    k = tl.arange(0, BLOCK)
+    mask = k < size
+    row = tl.load(x + tl.program_id(0) * size + k, mask, 0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(row * row) / size + eps)
+    scaled = row * scale * tl.load(weight + k, mask, 0.0).to(tl.float32)
+    tl.store(out + tl.program_id(0) * size + k, scaled.to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def silu_and_mul(gate_up, out, width: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr) -> None:
+    """out [N, width] = silu(first half) × second half of both [N, 2 width]."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    token, k = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = k < width
+    first = tl.load(gate_up + token * 2 * width + k, mask, 0.0).to(tl.float32)
+    second = tl.load(gate_up + token * 2 * width + width + k, mask, 0.0).to(tl.float32)
+    tl.store(out + token * width + k, (first * tl.sigmoid(first) * second).to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def rotate_and_store(
+    qkv,
+    cosines,
+    sines,
+    query_norm,
+    key_norm,
+    keys,
+    values,
+    positions,
+    slots,
+    capacity,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HEAD_NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Rotate a few heads of one token: queries in place, keys into the cache; values go there as they are.
+
+    qkv [N, HEADS + 2 SHARED, DIM]; cosines, sines float32 [positions, DIM / 2]; keys, values [slots, SHARED, capacity,
+    DIM]. HEAD_NORM: queries and keys are RMS-normalised first (Qwen3).
+    """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    half = tl.arange(0, DIM // 2)[None, :]
+    slot, position = tl.load(slots + token), tl.load(positions + token)
+    is_query, is_key, is_value = head < HEADS, (head >= HEADS) & (head < HEADS + KV_HEADS), head >= HEADS + KV_HEADS
+    is_valid = head < tl.where(slot >= 0, HEADS + 2 * KV_HEADS, 0)
+    at = qkv + (token * (HEADS + 2 * KV_HEADS) + head) * DIM + half
+    a, b = tl.load(at, is_valid, 0.0).to(tl.float32), tl.load(at + DIM // 2, is_valid, 0.0).to(tl.float32)
+    cosine, sine = tl.load(cosines + position * (DIM // 2) + half), tl.load(sines + position * (DIM // 2) + half)
+    x, y = a, b
+    if HEAD_NORM:
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
+        x *= scale * tl.where(is_query, tl.load(query_norm + half), tl.load(key_norm + half)).to(tl.float32)
+        y *= scale * tl.where(is_query, tl.load(query_norm + DIM // 2 + half), tl.load(key_norm + DIM // 2 + half)).to(
+            tl.float32
+        )
+    a = tl.where(is_value, a, x * cosine - y * sine).to(qkv.dtype.element_ty)
+    b = tl.where(is_value, b, y * cosine + x * sine).to(qkv.dtype.element_ty)
+    tl.store(at, a, is_valid & is_query)
+    tl.store(at + DIM // 2, b, is_valid & is_query)
+    row = (slot.to(tl.int64) * KV_HEADS * capacity + position) * DIM + half
+    key = keys + row + (head - HEADS) * capacity.to(tl.int64) * DIM
+    tl.store(key, a, is_valid & is_key)
+    tl.store(key + DIM // 2, b, is_valid & is_key)
+    value = values + row + (head - HEADS - KV_HEADS) * capacity.to(tl.int64) * DIM
+    tl.store(value, a, is_valid & is_value)
+    tl.store(value + DIM // 2, b, is_valid & is_value)
+
+
+@triton.jit
+def attend(
+    qkv,
+    keys,
+    values,
+    result,
+    partial,
+    maxima,
+    sums,
+    firsts,
+    counts,
+    starts,
+    slots,
+    capacity,
+    scale,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Attention of one sequence's new tokens to one chunk of its keys, for one group of query heads (flash decoding).
+
+    The query heads that share a key head are further query rows. Of sequence b the new tokens are counts[b] of the
+    batch, from firsts[b], at positions from starts[b]. Writes result [N, HEADS, DIM] where there is one chunk, else per
+    token and head its unnormalised output (partial float32 [N, HEADS, SPLITS, DIM]), largest score, and sum of
+    exponentials (base 2).
+    """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    group: tl.constexpr = HEADS // KV_HEADS
+    row, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    split = tl.program_id(1)
+    count, start = tl.load(counts + row), tl.load(starts + row)
+    query = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    step, head = query // group, kv_head * group + query % group
+    is_valid = step < count
+    token = tl.load(firsts + row) + step
+    d = tl.arange(0, DIM)
+    if tl.program_id(2) * BLOCK_M < count * group:
+        q = tl.load(
+            qkv + (token[:, None] * (HEADS + 2 * KV_HEADS) + head[:, None]) * DIM + d[None, :], is_valid[:, None], 0.0
+        )
+        base = (tl.load(slots + row).to(tl.int64) * KV_HEADS + kv_head) * capacity * DIM
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        out = tl.zeros([BLOCK_M, DIM], tl.float32)
+        end = tl.minimum((split + 1) * CHUNK, start + count)
+        for n in range(split * CHUNK, end, BLOCK_N):
+            at = n + tl.arange(0, BLOCK_N)
+            k = tl.load(keys + base + at[:, None] * DIM + d[None, :], at[:, None] < end, 0.0)
+            scores = tl.dot(q, tl.trans(k)) * scale
+            visible = (at[None, :] < end) & (at[None, :] <= start + step[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+            new = tl.maximum(row_max, tl.max(scores, 1))
+            finite = tl.where(new == float("-inf"), 0.0, new)
+            weights = tl.exp2(scores - finite[:, None])
+            rescale = tl.exp2(row_max - finite)
+            v = tl.load(values + base + at[:, None] * DIM + d[None, :], at[:, None] < end, 0.0)
+            out = tl.dot(weights.to(v.dtype), v, out * rescale[:, None])
+            total = total * rescale + tl.sum(weights, 1)
+            row_max = new
+        if SPLITS == 1:
+            whole = (out / total[:, None]).to(qkv.dtype.element_ty)
+            tl.store(result + (token[:, None] * HEADS + head[:, None]) * DIM + d[None, :], whole, is_valid[:, None])
+            return
+        at_split = (token * HEADS + head) * SPLITS + split
+        tl.store(maxima + at_split, row_max, is_valid)
+        tl.store(sums + at_split, total, is_valid)
+        tl.store(partial + at_split[:, None] * DIM + d[None, :], out, is_valid[:, None])
+
+
+@triton.jit
+def combine(
+    partial,
+    maxima,
+    sums,
+    slots,
+    out,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Bring the chunks (a power of two) of one token and head together: out [N, HEADS, DIM]."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0) // HEADS
+    d = tl.arange(0, DIM)
+    if tl.load(slots + token) >= 0:
+        s = tl.arange(0, SPLITS)
+        row_max = tl.load(maxima + tl.program_id(0) * SPLITS + s)
+        weights = tl.exp2(row_max - tl.max(row_max))
+        total = tl.sum(weights * tl.load(sums + tl.program_id(0) * SPLITS + s))
+        held = partial + (tl.program_id(0) * SPLITS + s[:, None]) * DIM + d[None, :]
+        chunks = tl.load(held, (row_max > float("-inf"))[:, None], 0.0)
+        whole = tl.sum(chunks * weights[:, None], 0) / total
+        tl.store(out + tl.program_id(0) * DIM + d, whole.to(out.dtype.element_ty))
+    else:
+        tl.store(out + tl.program_id(0) * DIM + d, tl.zeros([DIM], out.dtype.element_ty))
+
+
+@triton.jit
+def partial_top2(rows, parts, width, stride, piece, PARTS: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """The largest entry of one piece of one row, its index (the first of equals), and the next largest.
+
+    rows [R, ≥ width], any float; parts float32 and its index as int32 bits, [R, 3, PARTS]. NaN counts as +inf.
+    """
+    row, part = tl.program_id(0), tl.program_id(1)
+    lane = tl.arange(0, BLOCK)
+    row_max = tl.full([BLOCK], float("-inf"), tl.float32)
+    next_most = tl.full([BLOCK], float("-inf"), tl.float32)
+    where = tl.full([BLOCK], 2147483647, tl.int32)
+    end = tl.minimum((part + 1) * piece, width)
+    for start in range(part * piece, end, BLOCK):
+        at = start + lane
+        x = tl.load(rows + row.to(tl.int64) * stride + at, at < end, float("-inf")).to(tl.float32)
+        x = tl.where(x == x, x, float("inf"))
+        more = (x > row_max) | ((x == row_max) & (at < where) & (at < end))
+        next_most = tl.where(more, row_max, tl.maximum(next_most, x))
+        where = tl.where(more, at, where)
+        row_max = tl.where(more, x, row_max)
+    best = tl.max(row_max)
+    first = tl.min(tl.where(row_max == best, where, 2147483647))
+    second = tl.max(tl.where(where == first, next_most, row_max))
+    base = parts + row * 3 * PARTS + part
+    tl.store(base, best)
+    tl.store(base + PARTS, first.to(tl.float32, bitcast=True))
+    tl.store(base + 2 * PARTS, second)
+
+
+@triton.jit
+def merge_top2(parts, out, PARTS: tl.constexpr) -> None:
+    """Of one row's pieces: out float64 [R, 3]: index of the largest entry, the entry, its lead over the next."""
+    row, p = tl.program_id(0), tl.arange(0, PARTS)
+    row_max = tl.load(parts + row * 3 * PARTS + p)
+    where = tl.load(parts + row * 3 * PARTS + PARTS + p).to(tl.int32, bitcast=True)
+    second = tl.load(parts + row * 3 * PARTS + 2 * PARTS + p)
+    best = tl.max(row_max)
+    first = tl.min(tl.where(row_max == best, where, 2147483647))
+    runner_up = tl.max(tl.where(where == first, second, row_max))
+    tl.store(out + row * 3, first.to(tl.float64))
+    tl.store(out + row * 3 + 1, best.to(tl.float64))
+    tl.store(out + row * 3 + 2, (best - runner_up).to(tl.float64))

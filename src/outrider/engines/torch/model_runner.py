@@ -1,0 +1,265 @@
+"""Forwards of a fused stack as captured CUDA graphs, and the choosing of tokens beside them.
+
+What is computed stays on the device: a verdict's choices are read back once for the whole batch, a drafted block's once
+for the whole block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.decoding.actions import Proposal
+from outrider.engines.base import SequenceInput
+from outrider.engines.torch.cuda_graphs import CudaGraphCache, Run
+from outrider.engines.torch.fused_model import MAX_TOKENS, Batch, BatchShape, FusedModel, pack_batch
+from outrider.engines.torch.kv_cache import SlotKVCache
+from outrider.sampling.batched_sampler import (
+    RowContext,
+    batched_signals,
+    row_context,
+    sample_batch,
+    tensors_to_keep,
+    to_sampled_tokens,
+    to_signals,
+)
+from outrider.sampling.policy import BatchKey, Policy
+from outrider.sampling.sampler import SampledToken
+
+MAX_ROWS = 64  # constrained or sampled at once: each row takes several copies of itself
+
+
+@dataclass(frozen=True)
+class _DecodeStep:
+    """A forward that ends with a choice from its only row; with_signals: with its signals."""
+
+    shape: BatchShape
+    batch_key: BatchKey
+    with_signals: bool
+
+
+class ModelRunner:
+    """Runs `stack` over a cache whose lengths are the caller's to move."""
+
+    def __init__(self, stack: FusedModel, device: torch.device, graphs: CudaGraphCache | None = None) -> None:
+        self._model, self._device = stack, device
+        self._graphs = graphs or CudaGraphCache(device)
+        self._batches: dict[BatchShape, Batch] = {}
+        self._row_context = torch.zeros(1, 3, dtype=torch.int64, device=device)  # of the row that a step chooses from
+        self._buffers: tuple[object, ...] = ()  # what the graphs point to
+
+    @staticmethod
+    def fits(inputs: Seq[SequenceInput]) -> bool:
+        """Whether a batch is short enough."""
+        return sum(len(seq_input.ids) for seq_input in inputs) <= MAX_TOKENS
+
+    def prepare(self, cache: SlotKVCache) -> None:
+        """Follow the cache to its present size."""
+        buffers = (cache, cache.slots, cache.capacity)
+        if buffers != self._buffers:
+            self._model.prepare(cache)
+            self._graphs.clear()
+            self._buffers = buffers
+
+    def release_cache(self) -> None:
+        """Let go of a cache that is there no more."""
+        self._graphs.clear()
+        self._batches.clear()
+        self._buffers = ()
+
+    def logits(self, inputs: Seq[SequenceInput], starts: Seq[int], cache: SlotKVCache, span: int) -> Tensor:
+        """[rows ≥ wanted, V] in the model's dtype; valid until the next call."""
+        self.prepare(cache)
+        shape = BatchShape.of(
+            [len(seq_input.ids) for seq_input in inputs], sum(seq_input.logits_to_keep for seq_input in inputs), span
+        )
+        batch = self._batch(shape)
+
+        def forward() -> Run:
+            self._pad(batch)
+            return lambda: self._model.forward(batch, cache)
+
+        run = self._graphs.get_or_capture(shape, forward)
+        _copy_into(batch.all, pack_batch(shape, inputs, starts))
+        return run()
+
+    # Drafting -----------------------------------------------------------------------------------------------
+
+    def draft(
+        self,
+        slot: int,
+        ids: Seq[int],
+        count: int,
+        policy: Policy,
+        cache: SlotKVCache,
+        start: int,
+        *,
+        with_signals: bool,
+    ) -> list[Proposal]:
+        """Feed `ids` from position `start`, then choose and feed, `count` times, and read back together.
+
+        Returns the tokens up to an EOS. with_signals: with the signals of each.
+        """
+        self.prepare(cache)
+        first, span = start + len(ids), start + len(ids) + count - 1
+        head, step = (_DecodeStep(BatchShape.of([n], 1, span), policy.batch_key, with_signals) for n in (len(ids), 1))
+        run, run_step = self._get_step(head, cache), self._get_step(step, cache)
+        _copy_into(self._batch(head.shape).all, pack_batch(head.shape, [SequenceInput(slot, ids, 1)], [start]))
+        _copy_into(self._row_context, torch.tensor([row_context(policy, first)]))
+        found = [run().clone()]
+        if count > 1:  # prepared while the device is busy
+            self._prepare_next_token(head, step, slot, first)
+        for n in range(1, count):
+            if not policy.sampling.greedy:
+                _copy_into(self._row_context, torch.tensor([row_context(policy, first + n)]))
+            found.append(run_step().clone())
+        return _proposals(torch.cat(found).tolist(), first, policy.processors.eos_ids, with_signals=with_signals)
+
+    def _prepare_next_token(self, head: _DecodeStep, step: _DecodeStep, slot: int, first: int) -> None:
+        """Have the batch of single tokens continue the head's, which has its own where it is longer."""
+        if head.shape != step.shape:
+            batch = self._batch(step.shape)
+            sampled = self._batch(head.shape).ids[:1].clone()
+            _copy_into(batch.all, pack_batch(step.shape, [SequenceInput(slot, [0], 1)], [first]))
+            batch.ids[:1].copy_(sampled)
+
+    def _get_step(self, step: _DecodeStep, cache: SlotKVCache) -> Run:
+        batch = self._batch(step.shape)
+
+        def forward() -> Run:
+            self._pad(batch)
+            self._row_context.fill_(1)
+            kept = tensors_to_keep(step.batch_key, self._model.row_count, self._device)
+            return lambda: (self._sample_step(step, batch, cache), kept)[0]
+
+        return self._graphs.get_or_capture(step, forward)
+
+    def _sample_step(self, step: _DecodeStep, batch: Batch, cache: SlotKVCache) -> Tensor:
+        """float64 [1, 3 or 7]: a row of `sample_batch`, and of `batched_signals`."""
+        rows, batch_key = self._model.forward(batch, cache)[:1], step.batch_key
+        history = None
+        if batch_key.needs_history:
+            assert cache.tokens is not None
+            history = cache.tokens.index_select(0, batch.slots[:1])[:, : step.shape.span]
+        context = RowContext(self._row_context[:, 0], self._row_context[:, 1], self._row_context[:, 2], history)
+        sampled = sample_batch(rows, batch_key, context, self._model.top2)
+        if step.with_signals:
+            cut = rows[:, : batch_key.vocab_size]
+            sampled = torch.cat(
+                [sampled, batched_signals(cut, sampled[:, :1].long(), batch_key.sampling.temperature)], -1
+            )
+        self._advance_batch(batch, sampled)
+        return sampled
+
+    def _advance_batch(self, batch: Batch, sampled: Tensor) -> None:
+        """Let the batch be about the token that was chosen, one position further."""
+        batch.ids[:1].copy_(sampled[0, :1])
+        batch.positions[:1].add_(1)
+        batch.starts.add_(1)
+        self._row_context[:, :2].add_(1)
+
+    # Verdicts -----------------------------------------------------------------------------------------------
+
+    def sample(
+        self, logits: Tensor, inputs: Seq[SequenceInput], starts: Seq[int], policies: Seq[Policy], cache: SlotKVCache
+    ) -> list[list[SampledToken]]:
+        """The picks of every feed's rows, which stand in `logits` one feed after another. One read-back."""
+        sampled_inputs = [
+            _SampledInput(*parts) for parts in zip(inputs, starts, policies, _first_rows(inputs), strict=True)
+        ]
+        order = sorted(range(len(inputs)), key=lambda i: hash(sampled_inputs[i].policy.batch_key))
+        groups = [list(group) for _, group in groupby(order, key=lambda i: sampled_inputs[i].policy.batch_key)]
+        sampled = [self._sample_group(logits, [sampled_inputs[i] for i in group], cache) for group in groups]
+        flat = torch.cat(sampled).tolist()
+        found: dict[int, list[SampledToken]] = {}
+        for i in (i for group in groups for i in group):
+            lengths = sampled_inputs[i].lengths
+            found[i] = to_sampled_tokens(flat[: len(lengths)])
+            del flat[: len(lengths)]
+        return [found[i] for i in range(len(inputs))]
+
+    def _sample_group(self, logits: Tensor, sampled_inputs: Seq[_SampledInput], cache: SlotKVCache) -> Tensor:
+        """`sample_batch` for members of one kind: float64 [their rows, 3]."""
+        batch_key, rows = sampled_inputs[0].policy.batch_key, [row for member in sampled_inputs for row in member.rows]
+        entries = self._upload(
+            [row_context(member.policy, length) for member in sampled_inputs for length in member.lengths]
+        )
+        history = None
+        if batch_key.needs_history:
+            assert cache.tokens is not None
+            slots = self._upload([member.seq_input.slot for member in sampled_inputs for _ in member.lengths])
+            history = cache.tokens[slots, : max(member.lengths[-1] for member in sampled_inputs)]
+        whole = rows == list(range(len(rows)))
+        part = logits[: len(rows)] if whole else logits[self._upload(rows)]
+        most = len(rows) if batch_key.sampling.greedy and not batch_key.has_processors else MAX_ROWS
+        sampled = []
+        for cut in (slice(n, n + most) for n in range(0, len(rows), most)):
+            at = entries[cut]
+            context = RowContext(at[:, 0], at[:, 1], at[:, 2], None if history is None else history[cut])
+            sampled.append(sample_batch(part[cut], batch_key, context, self._model.top2))
+        return torch.cat(sampled)
+
+    def _upload(self, numbers: Seq[Any]) -> Tensor:
+        """int64 numbers on the device."""
+        return _pin_if_cuda(torch.tensor(numbers), self._device).to(self._device, non_blocking=True)
+
+    def _batch(self, shape: BatchShape) -> Batch:
+        if shape not in self._batches:
+            self._batches[shape] = Batch.allocate(self._device, shape)
+        return self._batches[shape]
+
+    @staticmethod
+    def _pad(batch: Batch) -> None:
+        """Nothing but padding: a forward over it writes nothing."""
+        _copy_into(batch.all, pack_batch(batch.shape, [], []))
+
+
+@dataclass(frozen=True)
+class _SampledInput:
+    """One feed among those that are chosen from together. first: of its rows among all."""
+
+    seq_input: SequenceInput
+    start: int
+    policy: Policy
+    first: int
+
+    @property
+    def rows(self) -> range:
+        return range(self.first, self.first + self.seq_input.logits_to_keep)
+
+    @property
+    def lengths(self) -> range:
+        """The prefix that each row follows."""
+        end = self.start + len(self.seq_input.ids) + 1
+        return range(end - self.seq_input.logits_to_keep, end)
+
+
+def _copy_into(target: Tensor, numbers: Tensor) -> None:
+    target.copy_(_pin_if_cuda(numbers, target.device), non_blocking=True)
+
+
+def _pin_if_cuda(numbers: Tensor, device: torch.device) -> Tensor:
+    """In memory from which a GPU copies without first waiting for what it is at."""
+    return numbers.pin_memory() if device.type == "cuda" else numbers
+
+
+def _first_rows(inputs: Seq[SequenceInput]) -> list[int]:
+    return [
+        end - seq_input.logits_to_keep
+        for seq_input, end in zip(inputs, accumulate(seq_input.logits_to_keep for seq_input in inputs), strict=True)
+    ]
+
+
+def _proposals(found: list[list[float]], first: int, eos_ids: tuple[int, ...], *, with_signals: bool) -> list[Proposal]:
+    """Up to an EOS; what came behind it is nobody's."""
+    out: list[Proposal] = []
+    for n, (pick, row) in enumerate(zip(to_sampled_tokens([row[:3] for row in found]), found, strict=True)):
+        out.append(Proposal(pick.validated(first + n).token, to_signals(row[3:]) if with_signals else None))
+        if pick.token in eos_ids:
+            break
+    return out

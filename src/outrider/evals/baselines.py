@@ -1,0 +1,274 @@
+"""transformers' own `generate` on the same weights, plain and assisted, under the same decode policy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from outrider.config import GenerationSettings
+from outrider.decoding.detokenizer import get_detokenizer
+from outrider.decoding.stopping import FinishReason, StopRules, find_finish_reason
+from outrider.engines.base import Prompt
+from outrider.engines.torch.engine import TorchEngine
+from outrider.errors import ContextError, DecodingError, PromptError, SettingsError
+from outrider.evals.manifest import Item
+from outrider.evals.modes import Encoder, Inapplicable, ItemResult, gaps
+
+FRAMES_PER_SECOND = 100
+GUARANTEE = "reference"  # it is what ours is held against, and promises nothing itself
+_SCHEDULES = ("constant", "heuristic", "heuristic_transient")
+_TRANSFORMERS_ERRORS = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError)
+
+
+@dataclass(frozen=True)
+class Assistance:
+    """How transformers drafts: its own names and defaults.
+
+    Raises:
+        SettingsError: a value that it would not take.
+    """
+
+    tokens: int = 20
+    schedule: str = "constant"
+    confidence: float = 0.4
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise SettingsError(f"assistant tokens are 1 or more, not {self.tokens}")
+        if self.schedule not in _SCHEDULES:
+            raise SettingsError(f"assistant schedule {self.schedule!r}: expected one of {', '.join(_SCHEDULES)}")
+        if not 0 <= self.confidence < 1:
+            raise SettingsError(f"assistant confidence is 0 (off) or more and below 1, not {self.confidence}")
+
+    def config(self) -> GenerationConfig:
+        return GenerationConfig(
+            num_assistant_tokens=self.tokens,
+            num_assistant_tokens_schedule=self.schedule,
+            assistant_confidence_threshold=self.confidence,
+        )
+
+
+def unsupported_reason(mode: str, draft: Any, target: Any) -> str | None:
+    """Why transformers cannot run with these engines; None where it can."""
+    sides = {"plain": [target], "assisted": [target, draft]}[mode]
+    for engine in sides:
+        if not isinstance(engine, TorchEngine):
+            return f"{engine.name} is not a transformers model here"
+    if mode == "assisted" and draft.fingerprint != target.fingerprint:
+        return f"{draft.name} and {target.name} differ in vocabulary"
+    if mode == "assisted" and target.audio is not None and draft.audio is None:
+        return f"transformers hands the target's inputs on to its assistant, and {draft.name} takes no audio"
+    return None
+
+
+class TransformersBaseline:
+    """transformers' generate on an engine's weights. assistant: the drafter, for assisted generation."""
+
+    def __init__(
+        self,
+        target: TorchEngine,
+        encoder: Encoder,
+        settings: GenerationSettings,
+        assistant: TorchEngine | None = None,
+        assistance: Assistance | None = None,
+    ) -> None:
+        self.name = "plain" if assistant is None else "assisted"
+        self._target, self._encoder, self._settings = target, encoder, settings
+        self._assistant, self._assistance = assistant, assistance or Assistance()
+        eos = () if settings.ignore_eos else target.eos_ids
+        self._rules = StopRules(
+            settings.max_new_tokens, eos, settings.stop, settings.sentences, settings.min_new_tokens
+        )
+        self._config = _config(settings, eos)
+
+    def run(self, item: Item) -> ItemResult:
+        prompt = self._encoder(item)
+        self._check(prompt)
+        try:
+            with self._isolated():
+                return self._generate(prompt)
+        except _TRANSFORMERS_ERRORS as error:
+            raise DecodingError(f"transformers {transformers.__version__}: {type(error).__name__}: {error}") from error
+
+    def _check(self, prompt: Prompt) -> None:
+        """Raises ContextError for what does not fit, Inapplicable for what transformers' assistant cannot be given."""
+        total, limit = len(prompt.ids) + self._settings.max_new_tokens, self._target.max_length
+        if limit is not None and total > limit:
+            raise ContextError(f"prompt and max_new_tokens make {total} tokens: {self._target.name} holds {limit}")
+        if not prompt.has_audio:
+            return
+        if self._target.audio is None:
+            raise PromptError(f"{self._target.name} takes no audio")
+        if self._assistant is not None and not _shares_audio_encoding(self._assistant, self._target, prompt):
+            raise Inapplicable(
+                f"transformers hands the recording on to the assistant, and {self._assistant.name} cannot take it"
+            )
+
+    def _generate(self, prompt: Prompt) -> ItemResult:
+        torch.manual_seed(self._settings.seed)
+        more = {} if self._assistant is None else {"assistant_model": self._assistant.model}
+        criteria = _StopCriteria(self._rules, len(prompt.ids), self._decode if self._rules.needs_text else None)
+        arrival_times = _ArrivalTimes()
+        arrival_times.started = started = time.perf_counter()
+        out = self._target.model.generate(
+            **self._inputs(prompt),
+            generation_config=self._config,
+            stopping_criteria=StoppingCriteriaList([criteria]),
+            streamer=arrival_times,
+            **more,
+        )
+        total = time.perf_counter() - started
+        ids, reason = criteria.end(out[0, len(prompt.ids) :].tolist())
+        return ItemResult(self._result(prompt, ids, reason), _timing(arrival_times.arrivals[: len(ids)], total))
+
+    def _inputs(self, prompt: Prompt) -> dict[str, Tensor]:
+        model, audio_encoder = self._target.model, self._target.audio
+        ids = torch.tensor([prompt.ids], device=model.device)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if prompt.audio is None:
+            return inputs
+        features = torch.from_numpy(audio_encoder.features(prompt.audio))
+        padding = _padding_frames(audio_encoder)
+        valid = features.shape[1] - padding
+        if padding:  # an encoder with a window: what follows is masked
+            window = audio_encoder.max_frames - padding
+            rest = features[:, -1:].expand(-1, max(0, window - features.shape[1]))
+            features = torch.cat([features, rest], dim=1)[:, :window]
+        mask = (torch.arange(features.shape[1]) < valid).long()
+        inputs["input_features"] = features[None].to(model.device, model.dtype)
+        inputs["feature_attention_mask"] = mask[None].to(model.device)
+        return inputs
+
+    def _result(self, prompt: Prompt, ids: list[int], reason: FinishReason) -> dict[str, Any]:
+        tokenizer = self._target.tokenizer
+        text = None
+        if tokenizer is not None:
+            text = get_detokenizer(tokenizer)(ids, skip_special=True)
+        return {
+            "text": text,
+            "token_ids": ids,
+            "guarantee": GUARANTEE,
+            "finish_reason": reason,
+            "prompt_tokens": len(prompt.ids),
+            "stats": {},
+        }
+
+    def _decode(self, ids: list[int]) -> str:
+        return get_detokenizer(self._target.tokenizer)(ids)
+
+    @contextmanager
+    def _isolated(self) -> Iterator[None]:
+        """Without the checkpoints' own generation settings, and without a trace in torch's generator."""
+        device = self._target.model.device
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+            stack.enter_context(_with_config(self._target.model, GenerationConfig()))
+            if self._assistant is not None:  # a new one each time: a schedule writes what it learns into it
+                stack.enter_context(_with_config(self._assistant.model, self._assistance.config()))
+            yield
+
+
+def _config(settings: GenerationSettings, eos: tuple[int, ...]) -> GenerationConfig:
+    """Our settings in transformers' words."""
+    if settings.repetition_window:
+        raise SettingsError("repetition_window: transformers' generate has none, so there is nothing to compare with")
+    drawn = settings.temperature > 0
+    warped = {
+        "temperature": settings.temperature,
+        "top_k": settings.top_k,
+        "top_p": settings.top_p,
+        "min_p": settings.min_p or None,
+    }
+    return GenerationConfig(
+        do_sample=drawn,
+        max_new_tokens=settings.max_new_tokens,
+        min_new_tokens=settings.min_new_tokens or None,
+        repetition_penalty=settings.repetition_penalty,
+        no_repeat_ngram_size=settings.no_repeat_ngram_size,
+        suppress_tokens=list(settings.suppress_tokens) or None,
+        eos_token_id=list(eos) or None,
+        pad_token_id=eos[0] if eos else 0,
+        **(warped if drawn else {}),
+    )
+
+
+@contextmanager
+def _with_config(model: Any, config: GenerationConfig) -> Iterator[None]:
+    kept, model.generation_config = model.generation_config, config
+    try:
+        yield
+    finally:
+        model.generation_config = kept
+
+
+class _StopCriteria(StoppingCriteria):
+    """Our stop rules, token by token: assisted generation adds several at once, and asks after the last of them."""
+
+    def __init__(self, rules: StopRules, prompt_length: int, decode: Any) -> None:
+        self._rules, self._start, self._decode = rules, prompt_length, decode
+        self._seen = 0
+        self._reason: FinishReason | None = None
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        self._check_stop(input_ids[0, self._start :].tolist())
+        return torch.full((input_ids.shape[0],), self._reason is not None, device=input_ids.device)
+
+    def _check_stop(self, ids: list[int]) -> None:
+        while self._reason is None and self._seen < len(ids):
+            self._seen += 1
+            self._reason = find_finish_reason(self._rules, ids[: self._seen], self._decode)
+
+    def end(self, ids: list[int]) -> tuple[list[int], FinishReason]:
+        """The output up to where the rules ended it, and which did."""
+        self._check_stop(ids)
+        if self._reason is None:
+            raise DecodingError(f"transformers stopped after {len(ids)} tokens, where no rule ends the output")
+        return ids[: self._seen], self._reason
+
+
+class _ArrivalTimes(BaseStreamer):
+    """When each token came, in seconds from `started`. What is put first is the prompt."""
+
+    def __init__(self) -> None:
+        self.started = 0.0
+        self.arrivals: list[float] = []
+        self._prompt_came = False
+
+    def put(self, value: Tensor) -> None:
+        if self._prompt_came:
+            self.arrivals += [time.perf_counter() - self.started] * value.numel()
+        self._prompt_came = True
+
+    def end(self) -> None:
+        pass
+
+
+def _timing(arrivals: list[float], total: float) -> dict[str, Any]:
+    first = arrivals[0] if arrivals else total
+    return {"ttft_s": round(first, 6), "total_s": round(total, 6), "itl_s": gaps(arrivals)}
+
+
+def _padding_frames(audio_encoder: Any) -> int:
+    """Frames of padding that the model's encoder looks at behind the valid ones."""
+    return int(audio_encoder.max_frames) - round(audio_encoder.max_seconds * FRAMES_PER_SECOND)
+
+
+def _shares_audio_encoding(assistant: TorchEngine, target: TorchEngine, prompt: Prompt) -> bool:
+    """Whether the assistant takes the target's features, and makes as many tokens of them."""
+    own, audio_encoder = assistant.audio, target.audio
+    if own is None or (own.placeholder, own.mels, _padding_frames(own)) != (
+        audio_encoder.placeholder,
+        audio_encoder.mels,
+        _padding_frames(audio_encoder),
+    ):
+        return False
+    return bool(own.prompt_tokens(prompt) == prompt.ids.count(own.placeholder))

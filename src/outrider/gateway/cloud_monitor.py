@@ -1,0 +1,106 @@
+"""Monitoring of the cloud in a thread: its name, and whether it is reachable."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+
+from outrider.edge.cancellation import Cancellation
+from outrider.edge.model_pair import ModelPair
+from outrider.engines.base import Engine
+from outrider.errors import CloudError, CloudLost, OutriderError
+from outrider.verifiers.base import Verifier, disconnect
+
+UNKNOWN_NAME = "not there yet"
+CHECK_INTERVAL_S = 3.0  # s between two checks of the cloud
+CONNECT_TIMEOUT_S = 3.0
+RETRY_DELAY_S = 1.0  # between two attempts, each as patient as the verifier is
+
+
+class CloudMonitor:
+    """The handshake with a cloud, and checks of whether it stays reachable.
+
+    verifier: used for the handshake alone, disconnected after its answer and by `close`. hosts: addresses, of which one
+    must accept connections for the cloud to count as reachable.
+    """
+
+    def __init__(self, engine: Engine, verifier: Verifier, hosts: Sequence[tuple[str, int]] = ()) -> None:
+        self._hosts = hosts
+        self._unreachable_reason: str | None = None
+        self._pair, self._verifier = ModelPair(engine, verifier, "fail", lazy=True), verifier
+        self._cancellation, self._closed = Cancellation(), threading.Event()
+        self._attempted = threading.Event()  # the first attempt has ended
+        self._outcome: Future[str] = Future()
+        self._thread = threading.Thread(target=self._monitor, name="outrider-meeting", daemon=True)
+        self._thread.start()
+
+    @property
+    def name(self) -> str:
+        """The cloud's model, as soon as it is known."""
+        if not self._outcome.done() or self._outcome.exception() is not None:
+            return UNKNOWN_NAME
+        return self._outcome.result()
+
+    @property
+    def trouble(self) -> str | None:
+        """The reason if the cloud is unreachable or incompatible, else None."""
+        if not self._outcome.done():
+            return "the cloud has not been reached yet"
+        error = self._outcome.exception()
+        return self._unreachable_reason if error is None else str(error)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end of the first attempt: whether the cloud is known then.
+
+        Raises:
+            OutriderError: it has answered, and cannot be this edge's.
+        """
+        self._attempted.wait(seconds)
+        if not self._outcome.done():
+            return False
+        self._outcome.result()
+        return True
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._closed.set()
+        self._cancellation.cancel()
+        self._thread.join()
+
+    def _monitor(self) -> None:
+        try:
+            while (name := self._attempt()) is None:
+                self._attempted.set()
+                if self._closed.wait(RETRY_DELAY_S):
+                    raise CancelledError
+            self._outcome.set_result(name)
+        except (OutriderError, CancelledError) as error:
+            self._outcome.set_exception(error)
+        finally:
+            self._attempted.set()
+            with suppress(CloudError):  # it may be gone already
+                disconnect(self._verifier)
+        while self._hosts and not self._closed.wait(CHECK_INTERVAL_S):
+            self._unreachable_reason = check_reachable(self._hosts)
+
+    def _attempt(self) -> str | None:
+        try:
+            return self._pair.connect(self._cancellation).target.name
+        except CloudLost:
+            return None
+
+
+def check_reachable(hosts: Sequence[tuple[str, int]]) -> str | None:
+    """Return why no address accepts a connection (the last one's error), or None if one does."""
+    reason = None
+    for host, port in hosts:
+        try:
+            socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
+        except (OSError, UnicodeError) as error:
+            reason = f"the cloud at {host}:{port} cannot be reached: {getattr(error, 'strerror', None) or error}"
+        else:
+            return None
+    return reason

@@ -1,0 +1,91 @@
+"""What is said to a client whose request cannot be answered: OpenAI's error shape, and the status that goes with it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.errors import CloudLost, CloudRefused, ContextError, DecodingError, InputError, OutriderError
+from outrider.gateway.request_scheduler import GenerationTimeout, QueueFull, ShuttingDown
+
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+CLOUD = "cloud_error"
+
+
+class RequestError(InputError):
+    """A request that is refused before anything is computed.
+
+    status: HTTP's. param: the field that is to blame, as in "messages.0.content". code: OpenAI's word for the reason.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param, self.code, self.status = param, code, status
+
+
+@dataclass(frozen=True)
+class ErrorResponse:
+    """An answer that is an error."""
+
+    status: int
+    message: str
+    type: str = INVALID
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def encode(self) -> bytes:
+        """The body; text that is none (half a surrogate pair) is shown escaped."""
+        return json.dumps(self.body(), ensure_ascii=False).encode("utf-8", "backslashreplace")
+
+
+def with_param(error: InputError, param: str | None) -> RequestError:
+    """The same, with the field that is to blame; of a text that is too long, in OpenAI's word."""
+    code = "context_length_exceeded" if isinstance(error, ContextError) else "unusable"
+    return RequestError(str(error), param=param, code=code)
+
+
+def to_error_response(error: OutriderError) -> ErrorResponse:
+    """What a client is told of an error of ours."""
+    text = str(error)
+    if isinstance(error, RequestError):
+        kind = INVALID if error.status < 500 else SERVER
+        return ErrorResponse(
+            error.status, text, kind, param=error.param, code=error.code, headers=_response_headers(error.status)
+        )
+    if isinstance(error, QueueFull):
+        wait = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+        return ErrorResponse(429, text, type="rate_limit_error", code="rate_limit_exceeded", headers=wait)
+    if isinstance(error, ShuttingDown):
+        return ErrorResponse(503, text, type=SERVER, code="going_down")
+    if isinstance(error, GenerationTimeout):
+        return ErrorResponse(504, text, type=SERVER, code="time_limit")
+    if isinstance(error, InputError):
+        return ErrorResponse(400, text, code="unusable")
+    if isinstance(error, DecodingError):  # every token banned: by the request's own settings
+        return ErrorResponse(400, text, code="nothing_to_choose")
+    if isinstance(error, CloudLost):
+        return ErrorResponse(503, text, type=CLOUD, code="cloud_lost", headers={"Retry-After": "1"})
+    if isinstance(error, CloudRefused):
+        return ErrorResponse(503, text, type=CLOUD, code="cloud_refused")
+    return ErrorResponse(500, f"{type(error).__name__}: {text}", type=SERVER, code="internal")
+
+
+def http_error(status: int, message: str) -> ErrorResponse:
+    """A refusal of HTTP's own: an unknown path, another method."""
+    codes = {404: "not_found", 405: "method_not_allowed"}
+    return ErrorResponse(status, message, type=INVALID if status < 500 else SERVER, code=codes.get(status))
+
+
+def _response_headers(status: int) -> dict[str, str]:
+    """The headers of a refusal; where the body was not read to its end, no other request can follow it."""
+    if status == 401:
+        return {"WWW-Authenticate": "Bearer"}
+    return {"Connection": "close"} if status in (408, 413, 415) else {}

@@ -1,0 +1,365 @@
+"""One request from its body to its answer, given up at once when the client is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from outrider.decoding.result import Result
+from outrider.edge.cancellation import Cancellation
+from outrider.errors import AudioError, OutriderError, PromptError, SettingsError, StateError
+from outrider.gateway.access import Access
+from outrider.gateway.errors import RequestError, to_error_response
+from outrider.gateway.metrics import Metrics
+from outrider.gateway.request_parsing import Defaults, ParsedRequest, attach_param, parse_request, validate_body
+from outrider.gateway.request_scheduler import GenerationTask, QueueFull, RequestScheduler, ShuttingDown
+from outrider.gateway.request_schema import ChatRequest, Request
+from outrider.gateway.response_building import Answer, error_event
+from outrider.prompts.audio import Audio
+
+T = TypeVar("T")
+
+log = logging.getLogger("outrider.gateway")
+FIRST_CHUNK_TIMEOUT_S = 1.0  # s in which an error of a stream that has a slot still gets its own status
+PING_S = 5.0  # s of silence after which a stream gets a comment
+PING_COMMENT = b": waiting\n\n"
+INLINE_PARSE_BYTES = 2**14  # bytes of a request that is understood at once
+PROMPT_BYTES = 2**21  # of a waiting prompt, on average
+MIN_BODIES_PER_CLIENT = 4  # of the largest that are taken, at least, from one client
+INT_BYTES = 36  # of an int in a list
+CLIENT_CLOSED_REQUEST = 499  # what proxies log for a client that left; nobody reads it
+
+
+class ClientDisconnected(Exception):
+    """Whoever asked is not there any more."""
+
+
+class UploadLimiter:
+    """Limits on requests before their generation begins: the number of uploads, and the bytes held.
+
+    One client may have as many uploads at once as there are slots and places in the queue, and `budget` bytes of bodies
+    and waiting prompts. All clients together may have twice that.
+    """
+
+    def __init__(self) -> None:
+        self._by_client: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+
+    @contextmanager
+    def upload(self, client: str, room: int) -> Iterator[None]:
+        """Count an upload of this client.
+
+        Raises:
+            QueueFull: there are too many.
+        """
+        if self._by_client[client] >= room or self._by_client.total() >= 2 * room:
+            raise QueueFull(f"{self._by_client.total()} requests are being read: try again later", 1.0)
+        self._by_client[client] += 1
+        try:
+            yield
+        finally:
+            _subtract(self._by_client, client, 1)
+
+    @contextmanager
+    def reserving(self, client: str, budget: int) -> Iterator[Callable[[int], None]]:
+        """Yield a function that adds bytes to this client's count, until the end of the block.
+
+        Raises (the function):
+            QueueFull: there are too many.
+        """
+        reserved = 0
+
+        def reserve(size: int) -> None:
+            nonlocal reserved
+            if self._bytes[client] + size > budget or self._bytes.total() + size > 2 * budget:
+                raise QueueFull(f"requests of {self._bytes.total()} bytes are held already: try again later", 1.0)
+            self._bytes[client] += size
+            reserved += size
+
+        try:
+            yield reserve
+        finally:
+            _subtract(self._bytes, client, reserved)
+
+
+def _subtract(counts: Counter[str], client: str, count: int) -> None:
+    counts[client] -= count
+    if not counts[client]:
+        del counts[client]
+
+
+@dataclass(frozen=True)
+class ActiveRequest:
+    """A waiting or running request."""
+
+    client: str
+    cancellation: Cancellation = field(default_factory=Cancellation)
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """What the endpoints share."""
+
+    scheduler: RequestScheduler
+    access: Access
+    defaults: Defaults
+    metrics: Metrics
+    uploads: UploadLimiter = field(default_factory=UploadLimiter)
+    active_requests: dict[str, ActiveRequest] = field(default_factory=dict)  # by the answer's id
+
+    def cut(self, client: str, request_id: str) -> None:
+        """Disconnect this client's run from its cloud.
+
+        Raises:
+            RequestError: there is no such run.
+        """
+        run = self.active_requests.get(request_id)
+        if run is None or run.client != client:
+            raise RequestError("no request with this id is being answered", param="id", code="not_found", status=404)
+        run.cancellation.mark_cloud_lost("the network is cut")
+
+    @property
+    def budget(self) -> int:
+        """Return the bytes of bodies and waiting prompts that one client may hold."""
+        return max(PROMPT_BYTES * self.scheduler.room, MIN_BODIES_PER_CLIENT * self.access.max_body)
+
+
+async def handle_completion(http_request: HttpRequest, kind: type[Request], gateway: Gateway) -> Response:
+    """The answer to one request for a completion.
+
+    Raises:
+        OutriderError: it cannot be answered, and nothing was sent yet.
+    """
+    client = gateway.access.authenticate(http_request)
+    try:
+        with gateway.uploads.upload(client, gateway.scheduler.room):
+            request = await _parse(http_request, client, kind, gateway)
+        answer = Answer(request, chat=issubclass(kind, ChatRequest))
+        if request.stream:
+            return await _respond_streaming(http_request, client, request, answer, gateway)
+        return await _until_disconnect(http_request.receive, _respond_whole(client, request, answer, gateway))
+    except (ClientDisconnected, ClientDisconnect):
+        gateway.metrics.count_disconnect()
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def _parse(http_request: HttpRequest, client: str, kind: type[Request], gateway: Gateway) -> ParsedRequest:
+    """What is asked for. Neither the body nor the request outlives this: with a recording they are large."""
+    with gateway.uploads.reserving(client, gateway.budget) as reserve:
+        sent = await gateway.access.read_body(http_request, reserve)
+        body = validate_body(kind, sent)
+        if len(sent) <= INLINE_PARSE_BYTES:
+            return parse_request(body, gateway.defaults)
+        # Unpacking a recording takes long. In a thread it does not delay other streams.
+        return await _until_disconnect(http_request.receive, asyncio.to_thread(parse_request, body, gateway.defaults))
+
+
+async def _respond_whole(client: str, request: ParsedRequest, answer: Answer, gateway: Gateway) -> Response:
+    async with _run_generation(client, request, answer, gateway) as task:
+        async for events in task:
+            answer.note(events)
+    result = _result(task, gateway)
+    return Response(answer.body(result), media_type="application/json")
+
+
+def _result(task: GenerationTask, gateway: Gateway) -> Result:
+    """What came of a generation that was read to its end; we were told to stop where that is nothing."""
+    try:
+        result = task.result
+    except StateError:
+        raise ShuttingDown from None
+    gateway.metrics.observe_result(result)
+    if result.stats.cloud_lost:
+        log.warning("an answer went on without the cloud")
+    return result
+
+
+@asynccontextmanager
+async def _run_generation(
+    client: str, request: ParsedRequest, answer: Answer, gateway: Gateway, queued: Callable[[], None] = lambda: None
+) -> AsyncIterator[GenerationTask]:
+    """Yield a generation with a slot, and cancel it at the end of the block."""
+    queued_at, run = time.perf_counter(), ActiveRequest(client)
+    how = (request.prompt, request.settings, request.options)
+    options: dict[str, Any] = {"provisional": request.provisional, "queued": queued, "cancellation": run.cancellation}
+    gateway.active_requests[answer.id] = run
+    try:
+        with gateway.uploads.reserving(client, gateway.budget) as reserve:
+            reserve(_prompt_bytes(request.prompt))
+            task = await gateway.scheduler.start(client, *how, **options)
+        gateway.metrics.observe_queue_wait(time.perf_counter() - queued_at)
+        try:
+            yield task
+        finally:
+            task.cancel()
+    except (PromptError, AudioError, SettingsError) as error:
+        raise attach_param(error, request) from error
+    finally:
+        del gateway.active_requests[answer.id]
+
+
+def _prompt_bytes(prompt: Any) -> int:
+    """Return the approximate memory of a waiting prompt, in bytes."""
+    if isinstance(prompt, Audio):
+        return int(getattr(prompt.source, "nbytes", 0))
+    if isinstance(prompt, str):
+        return sys.getsizeof(prompt)
+    return sum(INT_BYTES if isinstance(each, int) else sys.getsizeof(each.get("content", "")) for each in prompt)
+
+
+async def _respond_streaming(
+    http_request: HttpRequest, client: str, request: ParsedRequest, answer: Answer, gateway: Gateway
+) -> Response:
+    """Stream an answer. An error before its first byte has its own status.
+
+    The stream begins at once if the request has to wait for a slot. Otherwise it begins with the first chunk, or after
+    `FIRST_CHUNK_TIMEOUT_S`.
+    """
+    queued: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    chunks = _chunks(client, request, answer, gateway, lambda: queued.set_result(None))
+    disconnected = asyncio.create_task(_wait_disconnect(http_request.receive))
+    stream = _EventStream(chunks, disconnected, gateway.metrics, answer.id)
+    try:
+        events: set[asyncio.Future[Any]] = {stream.first, disconnected, queued}
+        await asyncio.wait(events, timeout=FIRST_CHUNK_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        if stream.first.done():
+            stream.first.result()
+        elif disconnected.done():
+            raise ClientDisconnected
+    except BaseException:
+        await stream.close()
+        raise
+    return stream
+
+
+async def _chunks(
+    client: str, request: ParsedRequest, answer: Answer, gateway: Gateway, queued: Callable[[], None]
+) -> AsyncGenerator[bytes]:
+    """Yield the stream's parts."""
+    async with _run_generation(client, request, answer, gateway, queued) as task:
+        async for events in task:
+            if chunk := answer.chunk(events):
+                yield chunk
+        yield answer.last(_result(task, gateway))
+
+
+class _EventStream(Response):
+    """Yield server-sent events. A disconnect of the client ends the generator, and with it the generation.
+
+    During silence a comment goes out every `PING_S`, which clients skip: it prevents timeouts of proxies and clients.
+    An error becomes the stream's last event.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, chunks: AsyncGenerator[bytes], disconnected: asyncio.Future[None], metrics: Metrics, request_id: str
+    ) -> None:
+        self.status_code, self.background, self.body = 200, None, b""
+        self.first = asyncio.ensure_future(anext(chunks))
+        self._chunks, self._disconnected, self._metrics = chunks, disconnected, metrics
+        self._sent_at = 0.0  # by the loop's clock
+        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Request-Id": request_id})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            # Each turn of the loop may wait for a generation's thread: the first chunk goes out in this one.
+            first_sent = await self._begin(send)
+            await _race_disconnect(self._disconnected, self._continue(send, first_sent))
+        except ClientDisconnected:
+            self._metrics.count_disconnect()
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """End the generation, if it still runs."""
+        for each in (self.first, self._disconnected):
+            each.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await each
+        await self._chunks.aclose()
+
+    async def _begin(self, send: Send) -> bool:
+        """Send the headers, and the first chunk if there is one; return whether there was."""
+        headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        ready = self.first.done()
+        await send(_body_message(self.first.result() if ready else PING_COMMENT))
+        self._sent_at = asyncio.get_running_loop().time()
+        return ready
+
+    async def _continue(self, send: Send, first_sent: bool) -> None:
+        pings = asyncio.create_task(self._ping(send))
+        try:
+            if not first_sent:
+                await self._send_chunk(send, await self.first)
+            async for chunk in self._chunks:
+                await self._send_chunk(send, chunk)
+        except OutriderError as error:
+            log.warning("a stream has failed", extra={"kind": type(error).__name__})
+            await send(_body_message(error_event(to_error_response(error))))
+        finally:
+            pings.cancel()
+        await send(_body_message(b"", more=False))
+
+    async def _send_chunk(self, send: Send, chunk: bytes) -> None:
+        await send(_body_message(chunk))
+        self._sent_at = asyncio.get_running_loop().time()
+
+    async def _ping(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(max(self._sent_at + PING_S - clock(), PING_S / 10))
+            if clock() - self._sent_at >= PING_S:
+                await send(_body_message(PING_COMMENT))
+                self._sent_at = clock()
+
+
+def _body_message(content: bytes, *, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": content, "more_body": more}
+
+
+async def _until_disconnect(receive: Receive, request: Awaitable[T]) -> T:
+    """What `request` comes to; it is cancelled where the client goes away first.
+
+    Raises:
+        ClientDisconnected: it did.
+    """
+    disconnected = asyncio.create_task(_wait_disconnect(receive))
+    try:
+        return await _race_disconnect(disconnected, request)
+    finally:
+        disconnected.cancel()
+        with suppress(asyncio.CancelledError):
+            await disconnected
+
+
+async def _race_disconnect(disconnected: asyncio.Future[None], request: Awaitable[T]) -> T:
+    task = asyncio.ensure_future(request)
+    events: set[asyncio.Future[Any]] = {task, disconnected}
+    try:
+        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnected
+        return task.result()
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError, OutriderError):
+            await task
+
+
+async def _wait_disconnect(receive: Callable[[], Coroutine[Any, Any, Message]] | Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,331 @@
+"""From a request's body to what is generated and how: prompt, settings, choice; or a refusal that names the field."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+
+from outrider.errors import AudioError, ContextError, InputError, PromptError
+from outrider.gateway.base64_data import extract_base64
+from outrider.gateway.decoder_pool import RequestOptions
+from outrider.gateway.errors import RequestError, with_param
+from outrider.gateway.generation_options import (
+    build_notes,
+    build_options,
+    build_settings,
+    find_field,
+    find_length_field,
+    use_request_names,
+)
+from outrider.gateway.recordings import decode_recording
+from outrider.gateway.request_schema import (
+    MODEL,
+    PARTS_MESSAGE,
+    ROLES_MESSAGE,
+    UNSUPPORTED,
+    AudioPart,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    OutriderOptions,
+    Request,
+    TextPart,
+)
+from outrider.prompts.audio import Audio
+from outrider.prompts.chat import PromptLike, check_text
+
+R = TypeVar("R", bound=Request)
+
+MAX_BYTES_BESIDE_RECORDING: Final = 2**21  # bytes of a body beside its recording: texts, ids and options
+RECORDING: Final = re.compile(rb'"data"\s*:\s*"[ !#-~]{1000,}')  # whatever it is, it stays one string of ASCII
+SIZE_ERRORS: Final = ("too_long", "too_short", "string_too_long", "string_too_short")
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """The command line's defaults.
+
+    settings: fields of GenerationSettings. audio_seconds: 0 without recordings. text: False for a model that only takes
+    recordings.
+    """
+
+    options: RequestOptions = field(default_factory=RequestOptions)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    audio_seconds: float = 0.0
+    text: bool = True
+    edge: str = "the edge model"
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A valid request.
+
+    notes: its fields without effect, for the answer's warnings. field: the prompt's field. length_field: the field that
+    limits the output, if it was given.
+    """
+
+    prompt: PromptLike
+    settings: dict[str, Any]
+    options: RequestOptions
+    stream: bool = False
+    include_usage: bool = False
+    provisional: bool = False
+    tokens: bool = False
+    stop: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    field: str = "prompt"
+    length_field: str | None = None
+
+
+def validate_body(kind: type[R], body: bytes) -> R:
+    """The request that a body holds.
+
+    Raises:
+        RequestError: it is no JSON, or a field is unknown, missing, out of range, or asks for what is not done.
+    """
+    data = _parse_json(body)
+    try:
+        request = kind.model_validate(data)
+    except ValidationError as error:
+        raise _to_request_error(error, kind, data) from None
+    if request.model != MODEL:
+        raise RequestError(
+            f"the model {request.model!r} is not here: the pair is {MODEL!r}",
+            param="model",
+            code="model_not_found",
+            status=404,
+        )
+    return request
+
+
+def _parse_json(body: bytes) -> Any:
+    """The body's values. What is small in JSON can be large in memory: only a recording may be long."""
+    recording = RECORDING.search(body)
+    if len(body) - (len(recording[0]) if recording is not None else 0) > MAX_BYTES_BESIDE_RECORDING:
+        raise RequestError(
+            f"the body holds more than {MAX_BYTES_BESIDE_RECORDING} bytes beside a recording",
+            code="too_large",
+            status=413,
+        )
+    try:
+        data = from_json(body)
+    except ValueError as error:
+        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(data, dict):
+        raise RequestError("the body is not a JSON object", code="invalid_value")
+    return data
+
+
+def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
+    """What to generate for a request; decodes its recording, which takes a while.
+
+    Raises:
+        RequestError: fields that contradict each other or the model, or a recording that cannot be used; the field is
+        named.
+    """
+    options = request.outrider or OutriderOptions()
+    if options.provisional and not (request.stream and options.tokens):
+        raise RequestError(
+            "provisional tokens are reported in the chunks of a stream: set stream and outrider.tokens to true",
+            param="outrider.provisional",
+        )
+    settings = build_settings(request, options, defaults.settings)
+    length = find_length_field(request)
+    return ParsedRequest(
+        prompt=_prompt(request, options, defaults),
+        settings=settings,
+        options=build_options(options, defaults.options),
+        stream=bool(request.stream),
+        include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        provisional=bool(options.provisional),
+        tokens=bool(options.tokens),
+        stop=settings["stop"],
+        notes=build_notes(request, settings),
+        field="messages" if isinstance(request, ChatRequest) else "prompt",
+        length_field=length,
+    )
+
+
+# Checks that need the model -----------------------------------------------------------------------
+
+
+def attach_param(error: InputError, request: ParsedRequest) -> RequestError:
+    """What was found out only where the prompt was validate_body: the refusal, with the field that is to blame."""
+    about_prompt = isinstance(error, (PromptError, AudioError))
+    param = request.field if about_prompt else find_field(str(error), request.length_field)
+    if isinstance(error, ContextError) and request.length_field and "max_new_tokens" in str(error):
+        param = request.length_field  # the prompt alone fits, but not with the output
+    request_error = with_param(error, param)
+    request_error.args = (use_request_names(str(error), request.length_field),)
+    return request_error
+
+
+# Prompts ----------------------------------------------------------------------------------------------------
+
+
+def _prompt(request: Request, options: OutriderOptions, defaults: Defaults) -> PromptLike:
+    if isinstance(request, ChatRequest):
+        if any(_audio_parts(message) for message in request.messages):
+            return _decode_recording(request, options, defaults)
+        _check_no_task(options)
+        return [_to_message(at, message) for at, message in enumerate(request.messages)]
+    _check_no_task(options)
+    assert isinstance(request, CompletionRequest)  # there are two kinds of requests
+    prompt = request.prompt
+    if isinstance(prompt, list) and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        _check_text(prompt, "prompt")
+        if not prompt:
+            raise RequestError("the prompt is empty: it has no tokens", param="prompt")
+    return prompt
+
+
+def _check_no_task(options: OutriderOptions) -> None:
+    for name in ("task", "lang"):
+        if getattr(options, name) is not None:
+            raise RequestError(f"outrider.{name} is for a recording, and there is none", param=f"outrider.{name}")
+
+
+def _audio_parts(message: Message) -> list[AudioPart]:
+    return [part for part in message.content if isinstance(part, AudioPart)]
+
+
+def _texts(message: Message) -> str:
+    """A message's text; parts become lines."""
+    if isinstance(message.content, str):
+        return message.content
+    return "\n".join(part.text for part in message.content if isinstance(part, TextPart))
+
+
+def _to_message(at: int, message: Message) -> dict[str, str]:
+    _check_texts(at, message)
+    text = _texts(message)
+    return {"role": "system" if message.role == "developer" else message.role, "content": text}
+
+
+def _check_texts(at: int, message: Message) -> None:
+    """Refuse a message whose text holds half a surrogate pair."""
+    if isinstance(message.content, str):
+        _check_text(message.content, f"messages.{at}.content")
+        return
+    for n, part in enumerate(message.content):
+        if isinstance(part, TextPart):
+            _check_text(part.text, f"messages.{at}.content.{n}.text")
+
+
+def _check_text(text: str, param: str) -> None:
+    """Refuse half a surrogate pair."""
+    try:
+        check_text(text)
+    except PromptError as error:
+        raise RequestError(str(error), param=param) from error
+
+
+def _decode_recording(request: ChatRequest, options: OutriderOptions, defaults: Defaults) -> Audio:
+    if not defaults.audio_seconds:
+        raise RequestError(f"{defaults.edge} takes no audio: give an audio-language model as --edge", param="messages")
+    if len(request.messages) > 1 or request.messages[0].role != "user":
+        raise RequestError(
+            "a recording comes in a conversation of one message, the user's: its prompt has no room for others",
+            param="messages",
+        )
+    message = request.messages[0]
+    found = _audio_parts(message)
+    if len(found) > 1:
+        at = next(n for n, part in enumerate(message.content) if part is found[1])
+        raise RequestError("one recording per request", param=f"messages.0.content.{at}")
+    question = _texts(message).strip() or None
+    if question is not None:
+        _check_texts(0, message)
+        if options.task is not None or options.lang is not None:
+            raise RequestError(
+                "the text beside a recording says what to write, and so do outrider.task and lang: give one",
+                param="outrider.task" if options.task is not None else "outrider.lang",
+            )
+    at = next(n for n, part in enumerate(message.content) if part is found[0])
+    where = f"messages.0.content.{at}.input_audio"
+    try:
+        data = extract_base64(found[0].input_audio.data, f"{where}.data")
+        recording = decode_recording(data, found[0].input_audio.format, defaults.audio_seconds, where)
+    except AudioError as error:
+        raise with_param(error, f"{where}.data") from error
+    task, lang = options.task or "default", options.lang or "en"
+    return Audio(recording.waveform, task, lang, instruction=question, warnings=recording.warnings)
+
+
+# Refusals ---------------------------------------------------------------------------------------------------
+
+
+def _to_request_error(error: ValidationError, kind: type[Request], data: Any) -> RequestError:
+    """What is wrong, in our words: an unknown field first, else whatever lies deepest. No value is repeated."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    paths = [_error_path(each["loc"], data, missing=each["type"] == "missing") for each in errors]
+    order = range(len(errors))
+
+    def weight(n: int) -> tuple[bool, bool, int, int]:
+        """Of the branches of a union, the one whose type is right says what is wrong."""
+        kind = errors[n]["type"]
+        return kind == "extra_forbidden", kind in SIZE_ERRORS, len(paths[n]), -n
+
+    at = max(order, key=weight)
+    return _describe_error(errors[at]["type"], errors[at]["msg"], paths[at], kind)
+
+
+def _describe_error(type_: str, message: str, path_steps: list[str], kind: type[Request]) -> RequestError:
+    name, path = (path_steps[-1] if path_steps else ""), ".".join(path_steps)
+    if type_ == "too_many":
+        return RequestError(f"{path or 'the body'}: {message}", param=path or None, code="invalid_value")
+    if type_ == "missing":
+        return RequestError(f"{path} is missing", param=path, code="missing")
+    if unsupported := next((step for step in path_steps if step in UNSUPPORTED), None):
+        return RequestError(f"{path}: not done: {UNSUPPORTED[unsupported]}", param=path, code="unsupported")
+    if type_ == "extra_forbidden":
+        return RequestError(
+            f"{path}: no such field{_list_known_fields(path_steps, kind)}", param=path, code="unknown_parameter"
+        )
+    if name == "role":
+        message = ROLES_MESSAGE
+    elif path == "outrider.k":
+        message = "1 to 64, or auto"
+    elif type_.startswith("union_tag"):
+        message = PARTS_MESSAGE
+    elif type_ in ("model_type", "model_attributes_type", "dict_type"):
+        message = "an object is due here"
+    return RequestError(f"{path or 'the body'}: {message}", param=path or None, code="invalid_value")
+
+
+def _error_path(loc: Sequence[int | str], data: Any, *, missing: bool) -> list[str]:
+    """Where in the request an error is; the steps that are branches of our own types are left out."""
+    path_steps: list[str] = []
+    for number, step in enumerate(loc, start=1):
+        child = _step_into(data, step)
+        tag = number > 1 and isinstance(loc[number - 2], int) and isinstance(data, dict) and data.get("type") == step
+        if tag and number < len(loc):
+            continue  # a part's kind, which may be the name of a field as well
+        if child is not None:
+            data = child[0]
+        elif number < len(loc) or not missing:
+            continue
+        path_steps.append(str(step))
+    return path_steps
+
+
+def _step_into(data: Any, step: int | str) -> tuple[Any] | None:
+    if isinstance(data, dict):
+        return (data[step],) if step in data else None
+    return (data[step],) if isinstance(data, list) and isinstance(step, int) and step < len(data) else None
+
+
+def _list_known_fields(path_steps: list[str], kind: type[Request]) -> str:
+    if len(path_steps) == 1 and path_steps[0] in OutriderOptions.model_fields:
+        return f"; it is outrider.{path_steps[0]} here"
+    if len(path_steps) == 1:
+        return f"; there are {', '.join(sorted(kind.model_fields))}"
+    names = OutriderOptions.model_fields if path_steps[0] == "outrider" and len(path_steps) == 2 else ()
+    return f"; there are {', '.join(sorted(names))}" if names else ""

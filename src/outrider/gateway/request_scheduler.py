@@ -1,0 +1,406 @@
+"""Where requests come in: who is next, what becomes of a generation, and what becomes of it when its client leaves.
+
+Everything here belongs to the event loop, but for `GenerationTask.run`: that runs in a thread of a bounded pool, one
+for each
+generation. Events cross over in batches: those of one block come together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.api import StreamEvent
+from outrider.decoding.result import Result
+from outrider.edge.cancellation import Cancellation
+from outrider.errors import OutriderError, StateError
+from outrider.gateway.decoder_pool import DecoderPool, RequestOptions
+from outrider.prompts.chat import PromptLike
+
+log = logging.getLogger(__name__)
+
+DURATION_WINDOW = 32  # generations by which it is judged how long one takes
+BATCH_DELAY_S = 0.001  # what comes within it is told together
+DEFAULT_DURATION_S = 1.0  # what one is taken to last before any has ended
+MAX_TASKS_PER_SLOT = 2  # generations for each slot, paused ones included
+
+
+class QueueFull(OutriderError):
+    """Too much is waiting already. retry_after_s: when a place in the queue is likely to be free."""
+
+    def __init__(self, reason: str, retry_after_s: float) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+
+
+class ShuttingDown(OutriderError):
+    """This desk is being closed."""
+
+    def __init__(self) -> None:
+        super().__init__("the gateway is going down")
+
+
+class GenerationTimeout(OutriderError):
+    """A generation took longer than a gateway allows."""
+
+
+class GenerationTask:
+    """One generation. Iterating gives batches of events: whatever has come since the last one.
+
+    `cancel` ends it: its engine slot and its cloud session are given back within moments, and iterating ends. Whoever
+    takes a ticket either reads it to its end or cancels it. A task that is cancelled while it reads cancels the ticket.
+    provisional: whether drafted tokens are told at once; else they come with the next ones that are confirmed.
+
+    Raises (iterating): what the generation raised.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        provisional: bool = False,
+        cancellation: Cancellation | None = None,
+    ) -> None:
+        self.started = loop.create_future()  # its prompt and settings can be used
+        self._loop, self._provisional = loop, provisional
+        self._cancellation = cancellation or Cancellation()
+        self._events: deque[StreamEvent] = deque()
+        self._wakeup = asyncio.Event()
+        self._notified = False  # the loop was told of events, and has not looked yet
+        self._flushed_once = False  # it has looked at some
+        self._outcome: Future[Result] | None = None
+        self._may_run = threading.Event()
+        self._may_run.set()
+        self._expired: GenerationTimeout | None = None
+        self._cancelled = False
+        self.paused = False  # another generation has its slot
+
+    # In a thread of its own ---------------------------------------------------------------------------------
+
+    def run(self, pool: DecoderPool, prompt: PromptLike, settings: dict[str, Any], options: RequestOptions) -> Result:
+        """Generate."""
+        self._cancellation.check()
+        with pool.checkout(options) as decoder:
+            stream = decoder.stream(prompt, cancellation=self._cancellation, **settings)
+            self._call(self._set_started)
+            try:
+                while True:
+                    self._emit(next(stream))
+                    self._may_run.wait()
+                    self._cancellation.check()
+            except StopIteration as end:
+                result: Result = end.value
+                return result
+            finally:
+                stream.close()
+
+    def _emit(self, event: StreamEvent) -> None:
+        self._events.append(event)
+        if not self._notified and (self._provisional or event.kind != "provisional"):
+            self._notified = True
+            self._call(self._notify)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        self._loop.call_soon_threadsafe(function)
+
+    @property
+    def result(self) -> Result:
+        """Once iterating has ended.
+
+        Raises:
+            StateError: it has not, or was cancelled.
+        """
+        if self._outcome is None or self._outcome.cancelled() or self._outcome.exception() is not None:
+            raise StateError("this generation has no result: it still runs, failed, or was cancelled")
+        return self._outcome.result()
+
+    def cancel(self) -> None:
+        """At any time; after the end it changes nothing."""
+        self._cancelled = True
+        self._cancellation.cancel()
+        self._may_run.set()
+
+    def expire(self, seconds: float) -> None:
+        """End the generation at its time limit; iterating then raises GenerationTimeout."""
+        self._expired = GenerationTimeout(
+            f"the generation was ended after {seconds:g} s, the most that this gateway allows"
+        )
+        self.cancel()
+
+    def pause(self) -> None:
+        """Stop before the next token, until `resume` or `cancel`."""
+        self.paused = True
+        if not self._cancelled:
+            self._may_run.clear()
+
+    def resume(self) -> None:
+        self.paused = False
+        self._may_run.set()
+
+    def end(self, outcome: Future[Result]) -> None:
+        """It has ended, one way or another."""
+        self._outcome = outcome
+        self._wakeup.set()
+        error = self._error()
+        if error is not None and not isinstance(error, (OutriderError, CancelledError)):
+            log.error("a generation failed", exc_info=error)
+        if error is not None and not self.started.done():
+            self.started.set_exception(error)
+
+    def __aiter__(self) -> GenerationTask:
+        return self
+
+    async def __anext__(self) -> list[StreamEvent]:
+        await self._wait()
+        while not self._events and self._outcome is None:
+            await self._wait()
+        if self._events:
+            return [self._events.popleft() for _ in range(len(self._events))]
+        error = self._error()
+        if error is None or isinstance(error, CancelledError):
+            raise StopAsyncIteration
+        raise error
+
+    def _error(self) -> BaseException | None:
+        """The generation's error, once it has ended."""
+        assert self._outcome is not None
+        error = self._outcome.exception()
+        return self._expired if isinstance(error, CancelledError) and self._expired is not None else error
+
+    async def _wait(self) -> None:
+        """Wait until there is something to tell, which drafts may not be, or all has been told."""
+        if self._outcome is None:
+            try:
+                await self._wakeup.wait()
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+            self._wakeup.clear()
+
+    def _set_started(self) -> None:
+        if not self.started.done():
+            self.started.set_result(None)
+
+    def _notify(self) -> None:
+        """Let a burst come to its end: woken by its first event, the loop would keep the others from coming.
+
+        The very first events are waited for, and shown at once.
+        """
+        if self._flushed_once:
+            self._loop.call_later(BATCH_DELAY_S, self._flush)
+        else:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._notified, self._flushed_once = False, True
+        self._wakeup.set()
+
+
+@dataclass
+class _ClientQueue:
+    """A client's waiting work: places in the queue, and generations paused for other clients."""
+
+    places: deque[asyncio.Future[None]] = field(default_factory=deque)
+    paused: deque[GenerationTask] = field(default_factory=deque)
+
+    def __bool__(self) -> bool:
+        return bool(self.places or self.paused)
+
+
+class RequestScheduler:
+    """Schedules generations: at most `slots` run, and at most `queue` requests wait.
+
+    Slots go round-robin to the clients that wait; a client's own requests keep their order. When all slots are taken,
+    and a client has at least two more of them than the client of a new request, the newest generation of the client
+    with the most is paused before its next token, and the new request gets its slot at once. Paused generations go on
+    in their client's turn. So a lone client has all slots, and no client waits for another's long generations. When the
+    queue is full, the newest request of the client with the longest queue is evicted, unless the newcomer's would then
+    be the longer one.
+
+    seconds: the time limit of a generation, from getting its slot to its end.
+    """
+
+    def __init__(self, pool: DecoderPool, *, slots: int = 8, queue: int = 64, seconds: float = math.inf) -> None:
+        self._pool, self._slots, self._queue, self._seconds = pool, slots, queue, seconds
+        self._threads = ThreadPoolExecutor(MAX_TASKS_PER_SLOT * slots, "outrider-generation")
+        self._free = slots
+        self._queues: OrderedDict[str, _ClientQueue] = OrderedDict()  # in order of turns
+        self._running: dict[GenerationTask, str] = {}  # the client of each, paused ones included; the oldest first
+        self._durations: deque[float] = deque(maxlen=DURATION_WINDOW)  # s
+        self._closed = False
+        self._ended = asyncio.Event()
+
+    @property
+    def active(self) -> int:
+        """Generations that run."""
+        return sum(not task.paused for task in self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no slot yet."""
+        return sum(len(client_queue.places) for client_queue in self._queues.values())
+
+    @property
+    def room(self) -> int:
+        """Requests that may be here at once, running or waiting."""
+        return self._slots + self._queue
+
+    async def start(
+        self,
+        client: str,
+        prompt: PromptLike,
+        settings: dict[str, Any],
+        options: RequestOptions,
+        *,
+        provisional: bool = False,
+        queued: Callable[[], None] = lambda: None,
+        cancellation: Cancellation | None = None,
+    ) -> GenerationTask:
+        """Wait for a slot, and begin. Cancellation leaves the queue, or ends the generation.
+
+        queued: called if there is no slot at once. cancellation: the generation's, for a caller that may disconnect it.
+
+        Raises:
+            QueueFull: the queue is full, or this request was evicted from it for a client with fewer requests.
+            ShuttingDown: the gateway is shutting down.
+            InputError: the prompt, a setting or the choice cannot be used; nothing was computed.
+            CloudError: the cloud is unreachable and on_cloud_loss is "fail", or it refuses.
+            GenerationTimeout: the time limit passed before the first token.
+        """
+        await self._admit(client, queued)
+        task = GenerationTask(asyncio.get_running_loop(), provisional=provisional, cancellation=cancellation)
+        self._run(task, client, prompt, settings, options)
+        try:
+            await task.started
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        except CancelledError:
+            raise ShuttingDown from None
+        return task
+
+    async def close(self) -> None:
+        """End all, and wait until they have ended."""
+        self._closed = True
+        queues, self._queues = self._queues, OrderedDict()
+        for place in [place for client_queue in queues.values() for place in client_queue.places if not place.done()]:
+            place.set_exception(ShuttingDown())
+        for task in self._running:
+            task.cancel()
+        while self._running:
+            self._ended.clear()
+            await self._ended.wait()
+        await asyncio.to_thread(self._threads.shutdown)
+
+    async def _admit(self, client: str, queued: Callable[[], None] = lambda: None) -> None:
+        """Take a slot, at once or when it is this client's turn."""
+        if not self._free and not self._closed:
+            if not self._preempt(client):
+                await self._enqueue(client, queued)
+        else:
+            self._free -= 1
+        if self._closed:
+            self._release()
+            raise ShuttingDown
+
+    def _preempt(self, client: str) -> bool:
+        """Preempt the client with the most slots, unless it would then have fewer than this client."""
+        if self._queues.get(client) or len(self._running) >= MAX_TASKS_PER_SLOT * self._slots:
+            return False
+        active = Counter(name for task, name in self._running.items() if not task.paused)
+        busiest = max(active, key=lambda name: active[name], default=client)
+        if active[busiest] < active[client] + 2:
+            return False
+        newest = [task for task, name in self._running.items() if name == busiest and not task.paused][-1]
+        newest.pause()
+        self._queues.setdefault(busiest, _ClientQueue()).paused.appendleft(newest)
+        return True
+
+    async def _enqueue(self, client: str, queued: Callable[[], None]) -> None:
+        if self.waiting >= self._queue and not self._evict_longest(client):
+            raise self._queue_full_error()
+        place = asyncio.get_running_loop().create_future()
+        self._queues.setdefault(client, _ClientQueue()).places.append(place)
+        queued()
+        try:
+            await place
+        except asyncio.CancelledError:
+            if not place.cancelled() and place.exception() is None:  # it was called a moment ago
+                self._release()
+            self._remove(client, place)
+            raise
+
+    def _evict_longest(self, client: str) -> bool:
+        """Evict the newest request of the longest queue, unless that queue would then be shorter than this client's."""
+        lengths = {name: len(client_queue.places) for name, client_queue in self._queues.items()}
+        longest = max(lengths, key=lambda name: lengths[name], default=client)
+        if lengths.get(longest, 0) < lengths.get(client, 0) + 2:
+            return False
+        place = self._queues[longest].places.pop()
+        if not place.done():
+            place.set_exception(self._queue_full_error())
+        return True
+
+    def _remove(self, client: str, place: asyncio.Future[None]) -> None:
+        client_queue = self._queues.get(client)
+        if client_queue is not None and place in client_queue.places:
+            client_queue.places.remove(place)
+            if not client_queue:
+                del self._queues[client]
+
+    def _release(self) -> None:
+        """Give a free slot to the next client's next generation."""
+        self._free += 1
+        while self._free and self._queues:
+            client, client_queue = self._queues.popitem(last=False)
+            if client_queue.paused:
+                self._free -= 1
+                client_queue.paused.popleft().resume()
+            elif client_queue.places and not (place := client_queue.places.popleft()).done():
+                self._free -= 1
+                place.set_result(None)
+            if client_queue:
+                self._queues[client] = client_queue
+
+    def _queue_full_error(self) -> QueueFull:
+        return self._busy_error(f"{self.active} requests are being answered, and {self.waiting} wait: try again later")
+
+    def _busy_error(self, reason: str) -> QueueFull:
+        mean = sum(self._durations) / len(self._durations) if self._durations else DEFAULT_DURATION_S
+        return QueueFull(reason, mean / self._slots)
+
+    def _run(
+        self, task: GenerationTask, client: str, prompt: PromptLike, settings: dict[str, Any], options: RequestOptions
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        started_at = loop.time()
+        try:
+            outcome = self._threads.submit(task.run, self._pool, prompt, settings, options)
+        except RuntimeError as error:  # there is no further thread to be had; what stands in the pool's queue may stay
+            task.cancel()
+            self._release()
+            raise self._busy_error("this machine has no thread for another request: try again later") from error
+        self._running[task] = client
+        timer = loop.call_later(self._seconds, task.expire, self._seconds) if self._seconds < math.inf else None
+        outcome.add_done_callback(lambda done: loop.call_soon_threadsafe(self._end, task, done, started_at, timer))
+
+    def _end(
+        self, task: GenerationTask, outcome: Future[Result], started_at: float, timer: asyncio.TimerHandle | None
+    ) -> None:
+        if timer is not None:
+            timer.cancel()
+        self._durations.append(asyncio.get_running_loop().time() - started_at)
+        client_queue = self._queues.get(self._running.pop(task))
+        task.end(outcome)
+        if client_queue is not None and task in client_queue.paused:  # another generation has its slot
+            client_queue.paused.remove(task)
+        else:
+            self._release()
+        self._ended.set()

@@ -1,0 +1,259 @@
+"""What is read: requests of the OpenAI API, field by field, and what becomes of the fields that we do not do.
+
+Nothing is ignored: a field that is not here is refused by name, and one that is here only for the value that asks for
+nothing (`n` 1, `tools` empty) is refused at any other, with `UNSUPPORTED` saying what it would need.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from outrider.config import SEED_LIMIT, DecodingMode, DriverName, OnCloudLoss, OnLoop, Privacy, Scope
+
+MODEL: Final = "outrider"  # the pair, under the one name that requests give it
+MAX_WORD_CHARS = 256  # characters of a gate, an acceptance rule, a network
+MAX_STOPS = 16
+MAX_KEYS = 256  # of one object: each that is wrong would have an error of its own
+MAX_MESSAGES = 4096
+MAX_PARTS = 256
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+AudioFormat = Literal["wav", "mp3", "flac", "ogg", "opus", "aiff", "m4a", "mp4", "3gp", "webm", "aac", "amr", "wma"]
+
+_TOOLS = "function calls need a model and a chat template made for them, and a reader of what the model then writes"
+_PENALTY = (
+    "a penalty that counts occurrences must be applied on both sides and by every verifier, which ours cannot yet: "
+    "only 0 is taken; outrider.repetition_penalty and outrider.no_repeat_ngram_size are there against repetition"
+)
+UNSUPPORTED: Final[dict[str, str]] = {
+    "n": "one answer to a request: send it again, with another seed",
+    "best_of": "one answer to a request: send it again, with another seed",
+    "frequency_penalty": _PENALTY,
+    "presence_penalty": _PENALTY,
+    "logprobs": "the target's log-probabilities do not travel with verdicts; outrider.tokens reports the drafter's",
+    "top_logprobs": "the target's log-probabilities do not travel with verdicts; outrider.tokens reports the drafter's",
+    "logit_bias": "only -100, which bans a token, is done on both sides: a bias is no constraint of the decoder",
+    "tools": _TOOLS,
+    "tool_choice": _TOOLS,
+    "functions": _TOOLS,
+    "function_call": _TOOLS,
+    "tool_calls": _TOOLS,
+    "response_format": "only text: JSON would need a grammar that constrains drafter and verifier alike",
+    "modalities": "only text: the models write, and do not speak",
+    "audio": "the models write, and do not speak",
+    "prediction": "the drafter predicts: there is no second source of drafts",
+    "verbosity": "say it in the prompt; for captions outrider.task is default, detailed or concise",
+    "web_search_options": "nothing is looked up",
+    "moderation": "nothing is judged but tokens",
+    "service_tier": "there is one tier: auto or default",
+    "echo": "the answer holds generated text only: put the prompt before it",
+    "suffix": "the models continue a text, and do not fill it in",
+    "name": "chat templates know roles, not names: say it in the content",
+    "prompt_cache_options": "prompts are not cached between requests",
+    "prompt_cache_retention": "prompts are not cached between requests",
+}
+IGNORED: Final[dict[str, str]] = {  # fields without effect on the answer: accepted, and named in its warnings
+    "user": "nothing is kept about users",
+    "safety_identifier": "nothing is kept about users",
+    "metadata": "nothing is kept",
+    "store": "nothing is kept",
+    "prompt_cache_key": "prompts are not cached between requests",
+    "reasoning_effort": "the models do not reason apart from their answer",
+    "parallel_tool_calls": "there are no tools",
+}
+ROLES_MESSAGE = (
+    "a role is system, developer, user or assistant: a tool's answers need function calls, which are not done"
+)
+PARTS_MESSAGE = "a part is text or input_audio: the models read text and recordings"
+
+
+def _limit_keys(value: Any) -> Any:
+    """Refuse an object with many keys before they are looked at one by one."""
+    if isinstance(value, dict) and len(value) > MAX_KEYS:
+        raise PydanticCustomError("too_many", "an object of over {most} keys", {"most": MAX_KEYS})
+    return value
+
+
+class StrictModel(BaseModel):
+    """What every object of a request keeps to: no other fields, no conversions, no infinities."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def limit_keys(cls, value: Any) -> Any:
+        return _limit_keys(value)
+
+
+def _ignored(name: str) -> Any:
+    """Return the note on a field that is accepted and not used."""
+    return Field(default=None, description=f"not used: {IGNORED[name]}")
+
+
+def _unsupported(name: str) -> Any:
+    """What to say of a field that is there for the value that asks for nothing."""
+    return Field(description=UNSUPPORTED[name])
+
+
+def _check_bool(value: Any) -> Any:
+    """A literal would take 0 for false."""
+    if not isinstance(value, bool):
+        raise PydanticCustomError("bool_type", "expected false")
+    return value
+
+
+LIMITED_KEYS: Final = BeforeValidator(_limit_keys)
+False_ = Annotated[Literal[False], BeforeValidator(_check_bool)]
+ZeroFloat = Annotated[float, Field(ge=0, le=0)]
+OneInt = Annotated[int, Field(ge=1, le=1)]
+TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+TokenBan = Annotated[float, Field(ge=-100, le=-100)]
+Word = Annotated[str, Field(max_length=MAX_WORD_CHARS)]
+Count = Annotated[int, Field(ge=0, le=2**31)]
+Positive = Annotated[int, Field(ge=1, le=2**31)]
+BlockLength = Annotated[int, Field(ge=1, le=64)] | Literal["auto"]
+Stop = Annotated[str, Field(max_length=1000)]
+
+
+class OutriderOptions(StrictModel):
+    """What OpenAI's API has no field for. What is left out is as the command line said."""
+
+    way: DecodingMode | None = Field(default=None, description="speculative, edge-only, or cloud-only")
+    gate: Word | None = Field(
+        default=None, description="which blocks are verified: always, never, entropy:1.5, trigger:…"
+    )
+    k: BlockLength | None = Field(default=None, description="tokens per block, or auto")
+    accept: Word | None = Field(default=None, description="exact, residual, rank:N, margin:D or typical:E")
+    scope: Scope | None = None
+    on_loop: OnLoop | None = None
+    driver: DriverName | None = None
+    on_cloud_loss: OnCloudLoss | None = None
+    privacy: Privacy | None = Field(default=None, description="the most that leaves the edge")
+    net: Word | None = Field(default=None, description="an emulated network: none, rtt=50ms,bw=2Mbit, or cut")
+    provisional: bool | None = Field(default=None, description="report drafted tokens too, before their verdict")
+    tokens: bool | None = Field(default=None, description="report each token, and who decided it")
+    task: Literal["default", "detailed", "concise"] | None = Field(
+        default=None, description="the caption task of a recording"
+    )
+    lang: Literal["en", "zh"] | None = Field(default=None, description="the caption's language")
+    top_k: Count | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    repetition_window: Count | None = Field(default=None, description="last tokens that the penalty covers; 0: all")
+    no_repeat_ngram_size: Count | None = None
+    sentences: Positive | None = Field(default=None, description="end after so many complete sentences")
+    min_new_tokens: Count | None = None
+    ignore_eos: bool | None = None
+
+
+class StreamOptions(StrictModel):
+    include_usage: bool | None = Field(default=None, description="a last chunk with the usage")
+    include_obfuscation: bool | None = Field(default=None, description="not used: chunks are not padded")
+
+
+class ResponseFormat(StrictModel):
+    type: Literal["text"]
+
+
+class Request(StrictModel):
+    """The fields that both kinds of completion have."""
+
+    # Another name is 404, as OpenAI's clients expect, and no invalid value: hence no Literal.
+    model: str = Field(description="the one of GET /v1/models", json_schema_extra={"enum": [MODEL]})
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Positive | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = Field(default=None, description="0, greedy, unless said")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=SEED_LIMIT)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    n: Annotated[OneInt | None, _unsupported("n")] = None
+    frequency_penalty: Annotated[ZeroFloat | None, _unsupported("frequency_penalty")] = None
+    presence_penalty: Annotated[ZeroFloat | None, _unsupported("presence_penalty")] = None
+    logit_bias: Annotated[Annotated[dict[TokenKey, TokenBan], LIMITED_KEYS] | None, _unsupported("logit_bias")] = None
+    user: Word | None = _ignored("user")
+    outrider: OutriderOptions | None = None
+
+
+class TextPart(StrictModel):
+    type: Literal["text"]
+    text: str
+
+
+class InputAudio(StrictModel):
+    data: str = Field(description="the file, in base64")
+    format: AudioFormat
+
+
+class AudioPart(StrictModel):
+    type: Literal["input_audio"]
+    input_audio: InputAudio
+
+
+Part = Annotated[TextPart | AudioPart, Field(discriminator="type")]
+
+
+class Message(StrictModel):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+    name: Annotated[None, _unsupported("name")] = None
+    refusal: None = None
+    audio: Annotated[None, _unsupported("audio")] = None
+    tool_calls: Annotated[
+        Annotated[list[None], Field(max_length=0, fail_fast=True)] | None, _unsupported("tool_calls")
+    ] = None
+    function_call: Annotated[None, _unsupported("function_call")] = None
+    annotations: Annotated[list[None], Field(max_length=0, fail_fast=True)] | None = None
+
+
+class ChatRequest(Request):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_completion_tokens: Positive | None = None
+    logprobs: Annotated[False_ | None, _unsupported("logprobs")] = None
+    top_logprobs: Annotated[Annotated[int, Field(ge=0, le=0)] | None, _unsupported("top_logprobs")] = None
+    tools: Annotated[Annotated[list[None], Field(max_length=0, fail_fast=True)] | None, _unsupported("tools")] = None
+    tool_choice: Annotated[Literal["none", "auto"] | None, _unsupported("tool_choice")] = None
+    parallel_tool_calls: bool | None = _ignored("parallel_tool_calls")
+    functions: Annotated[
+        Annotated[list[None], Field(max_length=0, fail_fast=True)] | None, _unsupported("functions")
+    ] = None
+    function_call: Annotated[Literal["none", "auto"] | None, _unsupported("function_call")] = None
+    response_format: Annotated[ResponseFormat | None, _unsupported("response_format")] = None
+    modalities: Annotated[
+        Annotated[list[Literal["text"]], Field(max_length=1, fail_fast=True)] | None, _unsupported("modalities")
+    ] = None
+    audio: Annotated[None, _unsupported("audio")] = None
+    prediction: Annotated[None, _unsupported("prediction")] = None
+    reasoning_effort: Effort | None = _ignored("reasoning_effort")
+    verbosity: Annotated[Literal["medium"] | None, _unsupported("verbosity")] = None
+    web_search_options: Annotated[None, _unsupported("web_search_options")] = None
+    moderation: Annotated[None, _unsupported("moderation")] = None
+    store: bool | None = _ignored("store")
+    service_tier: Annotated[Literal["auto", "default"] | None, _unsupported("service_tier")] = None
+    prompt_cache_options: Annotated[None, _unsupported("prompt_cache_options")] = None
+    prompt_cache_retention: Annotated[None, _unsupported("prompt_cache_retention")] = None
+    safety_identifier: Word | None = _ignored("safety_identifier")
+    prompt_cache_key: Word | None = _ignored("prompt_cache_key")
+    metadata: Annotated[dict[Word, str], LIMITED_KEYS] | None = _ignored("metadata")
+
+
+Ids = Annotated[list[Annotated[int, Field(ge=0, le=2**31)]], Field(min_length=1, fail_fast=True)]
+
+
+class CompletionRequest(Request):
+    """`POST /v1/completions`. prompt: a text, or token ids; a list of one of either is taken too."""
+
+    prompt: (
+        str
+        | Ids
+        | Annotated[list[str], Field(min_length=1, max_length=1, fail_fast=True)]
+        | Annotated[list[Ids], Field(min_length=1, max_length=1, fail_fast=True)]
+    )
+    best_of: Annotated[OneInt | None, _unsupported("best_of")] = None
+    echo: Annotated[False_ | None, _unsupported("echo")] = None
+    logprobs: Annotated[None, _unsupported("logprobs")] = None
+    suffix: Annotated[Literal[""] | None, _unsupported("suffix")] = None

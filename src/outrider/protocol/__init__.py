@@ -1,0 +1,1 @@
+"""The messages between edge and cloud: protobuf schema, conversion and validation."""

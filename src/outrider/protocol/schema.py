@@ -1,0 +1,68 @@
+"""The messages of outrider.proto as classes, built from its compiled form (`make proto` compiles it).
+
+Built at import with protobuf's public interface and not from generated Python code, which runs only with the protobuf
+release that generated it and one after. The types are generated: outrider_pb2.pyi.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+if TYPE_CHECKING:
+    from outrider.protocol.outrider_pb2 import (
+        Answer,
+        Close,
+        DescribeAnswer,
+        DescribeRequest,
+        Error,
+        Generate,
+        Ids,
+        Media,
+        Open,
+        Opened,
+        Request,
+        Resume,
+        Settings,
+        Shortlist,
+        Verdict,
+        Verify,
+        VocabularyPart,
+        VocabularyRequest,
+    )
+else:
+    _FILES = descriptor_pb2.FileDescriptorSet.FromString((Path(__file__).parent / "outrider.binpb").read_bytes())
+    _POOL = descriptor_pool.DescriptorPool()
+    for _file in _FILES.file:
+        _POOL.AddSerializedFile(_file.SerializeToString())
+        for _message in _file.message_type:
+            _name = f"{_file.package}.{_message.name}"
+            globals()[_message.name] = message_factory.GetMessageClass(_POOL.FindMessageTypeByName(_name))
+
+__all__ = [
+    "Answer",
+    "Close",
+    "DescribeAnswer",
+    "DescribeRequest",
+    "Error",
+    "Generate",
+    "Ids",
+    "Media",
+    "Open",
+    "Opened",
+    "Request",
+    "Resume",
+    "Settings",
+    "Shortlist",
+    "Verdict",
+    "Verify",
+    "VocabularyPart",
+    "VocabularyRequest",
+]
+
+NONE, AUDIO, FEATURES, WITHHELD = range(4)  # MediaKind
+VERSION = 2
+SERVICE = "outrider.v1.Verifier"
+MAX_DRAFTS = 256

@@ -1,0 +1,197 @@
+"""From many rows of logits to their tokens at once, on whatever device the rows are: nothing is read back in between.
+
+The same choices as `Policy.distribution(…).token`, row by row. Constraints need no state of their own here: what a
+row's prefix holds is `history`, the ids that the KV slot has cached, cut at the row's length; a token that was seen
+twice is penalised twice from the *raw* score, which gives the same score twice. So a roll-back is the slot's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.sampling.logits_processors import LogitsProcessors
+from outrider.sampling.policy import BatchKey, Policy
+from outrider.sampling.sampler import GOLDEN_GAMMA, MIN_TEMPERATURE, SampledToken, SamplingParams, Signals, position_key
+
+
+@dataclass(frozen=True)
+class RowContext:
+    """Where rows stand. int64 [R] each: tokens of the prefix, those of them generated, the noise's key.
+
+    history: integers [R, ≥ lengths], the prefix's ids; None where the kind does not read it.
+    """
+
+    lengths: Tensor
+    generated: Tensor
+    keys: Tensor
+    history: Tensor | None
+
+
+def row_context(policy: Policy, length: int) -> tuple[int, int, int]:
+    """The entries of `RowContext` for the row that follows a prefix of `length` tokens."""
+    sampling = policy.sampling
+    key = 0 if sampling.greedy else int(np.uint64(position_key(sampling.seed, length)).astype(np.int64))
+    return length, length - policy.processors.prompt_length, key
+
+
+Top2 = Callable[[Tensor], Tensor]
+
+
+def torch_top2(logits: Tensor) -> Tensor:
+    """float64 [R, 3] for rows [R, V]: the first of the largest entries, the entry, and its lead over the next.
+
+    NaN counts as the largest, and is the entry then.
+    """
+    best = logits.argmax(-1, keepdim=True)
+    top, others = logits.gather(-1, best), logits.scatter(-1, best, -torch.inf).amax(-1, keepdim=True)
+    return torch.cat([best.double(), top.double(), top.double() - others.double()], -1)
+
+
+def sample_batch(logits: Tensor, batch_key: BatchKey, context: RowContext, top2: Top2 = torch_top2) -> Tensor:
+    """float64 [R, 3]: token, its score (not finite: none can be chosen), lead over the runner-up in logits.
+
+    logits: logits [R, ≥ vocab_size] in any floating format. top2: `torch_top2`, or what does the same faster.
+    """
+    scores = process_logits(logits, batch_key, context)
+    if batch_key.sampling.greedy:
+        return top2(scores)
+    drawn = torch_top2(_add_gumbel_noise(filter_logprobs(scores.float(), batch_key.sampling), context.keys))
+    best = scores.amax(-1, keepdim=True).double()  # NaN wherever one is
+    return torch.cat([drawn[:, :1], best, batch_key.sampling.temperature * drawn[:, 2:]], -1)
+
+
+def to_sampled_tokens(sampled: Seq[Seq[float]]) -> list[SampledToken]:
+    """Rows of `sample_batch`, read back. Whoever uses one checks it: it may be a row that nobody asks about."""
+    return [SampledToken(int(token), top2, score) for token, score, top2 in sampled]
+
+
+def process_logits(logits: Tensor, batch_key: BatchKey, context: RowContext) -> Tensor:
+    """[R, vocab_size]: float32, −inf where banned, or a part of `logits` [R, ≥ vocab_size], which stay as they were."""
+    processors = batch_key.processors
+    if not batch_key.has_processors:
+        return logits[:, : batch_key.vocab_size]
+    out = logits = logits.float()
+    if batch_key.needs_history:
+        assert context.history is not None
+        out = logits.clone()
+        history, lengths = context.history.long(), context.lengths[:, None]
+        if processors.repetition_penalty != 1.0:
+            _apply_repetition_penalty(out, logits, history, lengths, processors)
+        if processors.no_repeat_ngram:
+            _ban_repeated_ngrams(out, history, lengths, processors.no_repeat_ngram)
+    if processors.eos_ids and processors.min_new_tokens:
+        early = torch.where(context.generated < processors.min_new_tokens, -torch.inf, 0.0).to(logits.dtype)[:, None]
+        out = _add_to_columns(out, processors.eos_ids, early)
+    if processors.banned_ids:
+        out = _add_to_columns(out, processors.banned_ids, torch.full_like(out[:, :1], -torch.inf))
+    return out[:, : batch_key.vocab_size]
+
+
+def _apply_repetition_penalty(
+    out: Tensor, logits: Tensor, history: Tensor, lengths: Tensor, processors: LogitsProcessors
+) -> None:
+    """Negative scores × penalty, others ÷ penalty, for all ids of the prefix, or of the window at its end."""
+    penalty, index = processors.repetition_penalty, torch.arange(history.shape[1], device=logits.device)
+    if processors.repetition_window:  # what lies before repeats its first one
+        index = torch.maximum(index, lengths - processors.repetition_window)
+    seen = history.gather(1, torch.minimum(index, lengths - 1))  # what lies beyond repeats the last one
+    scores = logits.gather(1, seen)
+    out.scatter_(1, seen, torch.where(scores < 0, scores * penalty, scores / penalty))
+
+
+def _ban_repeated_ngrams(out: Tensor, history: Tensor, lengths: Tensor, ngram: int) -> None:
+    """−inf for every token that followed an earlier occurrence of the prefix's last ngram − 1 tokens."""
+    starts = history.shape[1] - ngram + 1
+    if starts < 1:
+        return
+    repeats = torch.arange(starts, device=out.device) <= lengths - ngram
+    for n in range(ngram - 1):
+        tail = history.gather(1, torch.clamp(lengths - ngram + 1 + n, min=0))
+        repeats = repeats & (history[:, n : n + starts] == tail)
+    bans = torch.where(repeats, -torch.inf, torch.inf).to(out.dtype)
+    out.scatter_reduce_(1, history[:, ngram - 1 :], bans, "amin")
+
+
+def _add_to_columns(logits: Tensor, ids: tuple[int, ...], offset: Tensor) -> Tensor:
+    """A copy with `offset` [R, 1], 0 or −inf, added to the columns `ids`."""
+    index = _column_index(ids, logits.shape[1], logits.device)
+    return logits.index_copy(1, index, logits.index_select(1, index) + offset)
+
+
+def tensors_to_keep(batch_key: BatchKey, width: int, device: torch.device) -> list[Tensor]:
+    """What `sample_batch` reads for rows [R, width] of a kind, and a captured graph must keep."""
+    return [
+        _column_index(ids, width, device) for ids in (batch_key.processors.eos_ids, batch_key.processors.banned_ids)
+    ]
+
+
+@lru_cache(maxsize=64)  # a copy from the host cannot be captured in a CUDA graph
+def _column_index(ids: tuple[int, ...], width: int, device: torch.device) -> Tensor:
+    return torch.tensor([token for token in ids if token < width], dtype=torch.long, device=device)
+
+
+def filter_logprobs(scores: Tensor, sampling: SamplingParams) -> Tensor:
+    """Log-probabilities float32 [R, V] after temperature, top-k, top-p and min-p; −inf for what is left out."""
+    scores = apply_temperature(scores, sampling.temperature)
+    if 0 < sampling.top_k < scores.shape[-1]:
+        kth = torch.topk(scores, sampling.top_k).values[:, -1:]
+        scores = scores.masked_fill(scores < kth, -torch.inf)
+    if sampling.top_p < 1.0:
+        best = scores.sort(-1, descending=True)
+        mass = torch.softmax(best.values, -1)
+        left_out = mass.cumsum(-1) - mass >= sampling.top_p
+        left_out[:, 0] = False
+        scores = scores.masked_fill(torch.zeros_like(left_out).scatter(1, best.indices, left_out), -torch.inf)
+    if sampling.min_p > 0.0:
+        mass = torch.softmax(scores, -1)
+        scores = scores.masked_fill(mass < sampling.min_p * mass.amax(-1, keepdim=True), -torch.inf)
+    return torch.log_softmax(scores, -1)
+
+
+def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
+    """As sampling.tempered, row by row."""
+    divisor = max(temperature, MIN_TEMPERATURE) if temperature else 1.0
+    scores, best = logits / divisor, logits.amax(-1, keepdim=True)
+    return torch.where(torch.isfinite(scores.amax(-1, keepdim=True)), scores, (logits - best) / divisor)
+
+
+def batched_signals(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """float64 [R, 4]: the fields of `Signals` for `tokens` int64 [R, 1], from raw rows (gate.measure)."""
+    logq = torch.log_softmax(apply_temperature(logits.float(), temperature), -1)
+    best = torch.topk(logq, 2).values.exp()
+    entropy = torch.special.entr(logq.exp()).sum(-1, keepdim=True)
+    columns = [entropy, best[:, :1] - best[:, 1:], 1.0 - best[:, :1], -logq.gather(-1, tokens)]
+    return torch.cat(columns, -1).double()
+
+
+def to_signals(row: Seq[float]) -> Signals:
+    """A row of `batched_signals`, read back."""
+    entropy, margin, maxprob, logprob = row
+    return Signals(entropy, margin, maxprob, logprob)
+
+
+def _add_gumbel_noise(logp: Tensor, keys: Tensor) -> Tensor:
+    """float64 [R, V]: log-probabilities and the Gumbel noise of each row's key (sampling.uniforms says how)."""
+    tokens = torch.arange(1, logp.shape[-1] + 1, device=logp.device)
+    x = keys[:, None] + tokens * _as_int64(int(GOLDEN_GAMMA))
+    x = (x ^ _shift_right(x, 30)) * _as_int64(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * _as_int64(0x94D049BB133111EB)
+    u = _shift_right(x ^ _shift_right(x, 31), 11).double() * 2.0**-53 + 2.0**-54
+    return logp.double() - torch.log(-torch.log(torch.clamp(u, max=1.0 - 2.0**-53)))
+
+
+def _shift_right(x: Tensor, offset: int) -> Tensor:
+    """To the right, zeros coming in: int64 has the bits of uint64."""
+    return (x >> offset) & ((1 << (64 - offset)) - 1)
+
+
+def _as_int64(bits: int) -> int:
+    """A 64-bit pattern as the int64 that has it."""
+    return bits - (1 << 64) if bits >= 1 << 63 else bits

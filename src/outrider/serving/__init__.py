@@ -1,0 +1,1 @@
+"""Code that the gateway and the cloud share: tokens, addresses, sizes, logs."""

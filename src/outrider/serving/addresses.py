@@ -1,0 +1,77 @@
+"""Addresses to listen on: their syntax, and a refusal of public ones without protection."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+
+from outrider.errors import SettingsError
+
+_ADDRESS = re.compile(r"(?:\[(?P<v6>[^\[\]]+)\]|(?P<name>[^\s:/\[\]]*)):(?P<port>[0-9]{1,5})")
+
+
+def check_listen(host: str, *, tls: bool, tokens: bool, insecure: bool) -> None:
+    """Refuse to listen beyond this machine without TLS and tokens, unless `insecure` accepts it.
+
+    `host` is a name, an address, "" (every interface) or "unix:PATH".
+
+    Raises:
+        SettingsError: what is missing, and the options that give it; or a name that does not resolve.
+    """
+    measures = (("TLS (--tls-cert/--tls-key)", tls), ("a token (--tokens FILE)", tokens))
+    missing = " and ".join(name for name, given in measures if not given)
+    if missing and not insecure and not is_local(host):
+        raise SettingsError(
+            f"{host or 'every interface'} can be reached from other machines, without {missing}: "
+            "give that, listen on 127.0.0.1, or accept it with --insecure"
+        )
+
+
+def check_metrics_address(host: str, *, insecure: bool) -> None:
+    """Refuse to serve metrics, which have no login, beyond this machine, unless `insecure` accepts it.
+
+    Raises:
+        SettingsError: it would; or a name that does not resolve.
+    """
+    if not insecure and not is_local(host):
+        raise SettingsError(
+            f"metrics at {host or 'every interface'} could be read from other machines: listen on 127.0.0.1, or accept "
+            "it with --insecure"
+        )
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of "host:7070", "[::1]:7070" (the host without brackets) or ":7070" (host "", every interface).
+
+    Raises:
+        SettingsError: anything else, with examples; a port above 65535. Port 0 lets the system choose.
+    """
+    found = _ADDRESS.fullmatch(text)
+    if not found or not _is_ipv6(found["v6"]):
+        raise SettingsError(f"{text!r} is no address: write HOST:PORT, such as 127.0.0.1:7070, [::1]:7070 or :7070")
+    port = int(found["port"])
+    if port > 65535:
+        raise SettingsError(f"{text!r}: a port is between 0 and 65535, as in 127.0.0.1:7070")
+    return found["v6"] or found["name"], port
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine can reach it: a unix socket, or a name all of whose addresses are loopback."""
+    if host.startswith("unix:"):
+        return True
+    if not host:
+        return False
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise SettingsError(f"{host} is no address of this machine: it does not resolve") from error
+    return all(ipaddress.ip_address(str(address[0])).is_loopback for *_, address in found)
+
+
+def _is_ipv6(text: str | None) -> bool:
+    """True without brackets: then there is nothing to check."""
+    try:
+        return text is None or bool(ipaddress.IPv6Address(text))
+    except ValueError:
+        return False

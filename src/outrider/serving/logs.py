@@ -1,0 +1,125 @@
+"""The service's log: one event a line, with fields. What people say to the model is never in it.
+
+The rule: an event is a constant text, `log.info("session opened", extra={"tokens": 7})`, and a field is one of
+`NUMERIC_FIELDS`, a single number, or one of `TEXT_FIELDS`, a name or word of ours. Prompts, outputs, token ids, media
+and bearer
+tokens are none of these. `RedactingFilter` enforces it on every record: what is not allowed is left out, and named
+under
+`withheld`. Whoever fills a word (a reason, a kind) sees to it that it quotes nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from datetime import UTC, datetime
+from json import dumps
+from typing import Any, TextIO
+
+from pythonjsonlogger.json import JsonFormatter
+
+from outrider.errors import SettingsError
+
+_COUNT_FIELDS = {
+    "accepted",
+    "base_length",
+    "batch",
+    "drafts",
+    "limit",
+    "port",
+    "prompt_tokens",
+    "round",
+    "sessions",
+    "slot",
+}
+NUMERIC_FIELDS = frozenset(_COUNT_FIELDS | {"bytes", "cache_bytes", "queue_seconds", "seconds", "slots", "tokens"})
+_PEER_FIELDS = {"address", "host", "identity", "peer", "session"}
+TEXT_FIELDS = frozenset(_PEER_FIELDS | {"kind", "method", "model", "reason", "status", "version", "withheld"})
+log = logging.getLogger("outrider.cloud")
+
+_RECORD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class RedactingFilter(logging.Filter):
+    """Lets every record pass, without what could be a user's text; says under `withheld` what it left out.
+
+    A traceback keeps its files and lines and the exceptions' types, but not their messages, which may quote input.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        withheld = sorted(name for name in _extra_fields(record) if not _is_safe(name, getattr(record, name)))
+        for name in withheld:
+            delattr(record, name)
+        if record.args:  # they would be formatted into the event
+            record.args = None
+            withheld.append("args")
+        if not isinstance(record.msg, str):
+            record.msg = "event withheld"
+            withheld.append("event")
+        if record.exc_info and record.exc_info[1]:
+            record.exc_text = _format_traceback(record.exc_info[1])
+        record.exc_info = None
+        if withheld:
+            record.withheld = " ".join(withheld)
+        return True
+
+
+class TextFormatter(logging.Formatter):
+    """For people: `2026-01-31T12:00:00.000+00:00 INFO session opened session=7 identity=lab`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = [f"{name}={_quote(value)}" for name, value in _extra_fields(record).items()]
+        line = " ".join([_format_time(record.created), record.levelname, record.getMessage(), *fields])
+        return f"{line}\n{record.exc_text}" if record.exc_text else line
+
+
+class JsonEventFormatter(JsonFormatter):
+    """For machines: one JSON object a line: timestamp (ISO, UTC), level, event, and the fields."""
+
+    def __init__(self) -> None:
+        names = {"levelname": "level", "message": "event", "exc_info": "traceback"}
+        super().__init__("{levelname}{message}", style="{", rename_fields=names, timestamp=True)
+
+
+def configure(level: str, *, json: bool, stream: TextIO) -> None:
+    """Write the service's log to `stream`, from `level` ("info", "WARNING", …) on; replaces an earlier call.
+
+    Raises:
+        SettingsError: an unknown level, with those there are.
+    """
+    levels = logging.getLevelNamesMapping()
+    if level.upper() not in levels:
+        raise SettingsError(f"log level {level!r}: expected one of debug, info, warning, error, critical")
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonEventFormatter() if json else TextFormatter())
+    handler.addFilter(RedactingFilter())  # on the handler: a logger's own filters do not see its children's records
+    log.handlers[:] = [handler]
+    log.setLevel(levels[level.upper()])
+    log.propagate = False  # the root's handlers have no such filter
+
+
+def _extra_fields(record: logging.LogRecord) -> dict[str, Any]:
+    return {name: value for name, value in vars(record).items() if name not in _RECORD_ATTRIBUTES}
+
+
+def _is_safe(name: str, value: Any) -> bool:
+    """By kind as well as by name: `tokens` is a count, never the text or the list."""
+    return (name in NUMERIC_FIELDS and isinstance(value, (int, float))) or (
+        name in TEXT_FIELDS and isinstance(value, (str, int))
+    )
+
+
+def _format_traceback(error: BaseException) -> str:
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    after = f"{_format_traceback(cause)}\nthen\n" if cause is not None else ""
+    return f"{after}{''.join(traceback.format_tb(error.__traceback__))}{type(error).__name__}"
+
+
+def _format_time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+def _quote(value: Any) -> str:
+    """As it is if it is one visible word; else quoted, so that a peer's name cannot forge a line or a field."""
+    text = str(value)
+    return text if text.isprintable() and text and not set(text) & set(' ="\\') else dumps(text)

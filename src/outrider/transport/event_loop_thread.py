@@ -1,0 +1,103 @@
+"""A thread with an event loop, in which all connections to a cloud live."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from outrider.errors import CloudError, StateError
+from outrider.transport.endpoint import TCP, Endpoint, Network
+
+T = TypeVar("T")
+
+CLOSE_TIMEOUT = 1.0  # s that closing frames may take to leave
+CLOSING_TASK_NAME = "outrider-goodbye"  # tasks of this name may finish while the connection is closed
+
+
+class EventLoopThread:
+    """Run coroutines in a thread of their own. name: as in error messages. endpoints: one for each host, in order."""
+
+    def __init__(self, name: str, hosts: Sequence[tuple[str, int]], network: Network = TCP) -> None:
+        self.name = name
+        self._process = os.getpid()
+        self.endpoints = [Endpoint(host, port, network) for host, port in hosts]
+        self._network = network
+        self._lock = threading.Lock()
+        self._closed = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._loop = asyncio.SelectorEventLoop()  # others do not call the methods of a socket, where bytes are counted
+        self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-connection", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine in the worker's loop.
+
+        Raises:
+            CloudError: the connection is closed; if it closes before the work is done, the future raises it.
+            StateError: the connection was made before a fork, in another process.
+        """
+        if self.is_forked:
+            work.close()
+            raise StateError(
+                f"the connection to {self.name} was made in process {self._process}, before a fork, and this process "
+                f"({os.getpid()}) has no thread that serves it: connect again here"
+            )
+        with self._lock:
+            if self._closed:
+                work.close()
+                raise self._disconnected()
+            return asyncio.run_coroutine_threadsafe(self._until_closed(work), self._loop)
+
+    @property
+    def is_forked(self) -> bool:
+        """Return whether this process is a fork of the one that made the connection. Threads do not survive a fork."""
+        return os.getpid() != self._process
+
+    def close(self) -> None:
+        """End running calls, all connections and the thread. Inherited ones belong to the parent and stay open."""
+        if self.is_forked:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            stopped = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
+        stopped.result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def close_clients(self) -> None:
+        """Close the clients of the endpoints, in the loop. `close` calls it once."""
+
+    async def _until_closed(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if not self._closed:
+                raise
+            raise self._disconnected() from None
+        finally:
+            self._tasks.discard(task)
+
+    def _disconnected(self) -> CloudError:
+        return CloudError(f"{self.name} was disconnected")
+
+    async def _stop(self) -> None:
+        """Goodbyes may leave; who waits for an answer is told that none comes."""
+        closing = {task for task in self._tasks if task.get_name() == CLOSING_TASK_NAME}
+        for task in self._tasks - closing:
+            task.cancel()
+        if closing:
+            await asyncio.wait(closing, timeout=CLOSE_TIMEOUT)
+        await self.close_clients()
+        await self._network.close()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT)

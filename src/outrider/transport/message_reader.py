@@ -1,0 +1,66 @@
+"""gRPC's messages, as they lie in the bytes of a stream: a flag, four bytes of length, and the message."""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+
+from outrider.transport.status import CallFailed, Status
+
+MAX_MESSAGE_SIZE = 64 * 2**20  # bytes of one message that is accepted
+
+_PREFIX = struct.Struct(">BI")
+
+
+def frame_message(message: bytes) -> bytes:
+    """The message behind its prefix. Never compressed: ours are small, or compressed already."""
+    return _PREFIX.pack(0, len(message)) + message
+
+
+class MessageReader:
+    """Collects a stream's bytes into messages."""
+
+    def __init__(self) -> None:
+        self.buffered_bytes = 0  # bytes of complete messages that nobody took yet
+        self._messages: deque[bytes] = deque()
+        self._buffer = bytearray()
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the last message is not complete."""
+        return bool(self._buffer)
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes in.
+
+        Raises:
+            CallFailed: a message that is compressed, too large, or none.
+        """
+        self._buffer += data
+        while len(self._buffer) >= _PREFIX.size:
+            flag, size = _PREFIX.unpack_from(self._buffer)
+            _check(flag, size)
+            end = _PREFIX.size + size
+            if len(self._buffer) < end:
+                return
+            self._messages.append(bytes(self._buffer[_PREFIX.size : end]))
+            self.buffered_bytes += end
+            del self._buffer[:end]
+
+    def pop(self) -> bytes:
+        """The oldest message; there must be one."""
+        message = self._messages.popleft()
+        self.buffered_bytes -= _PREFIX.size + len(message)
+        return message
+
+
+def _check(flag: int, size: int) -> None:
+    if flag == 1:
+        raise CallFailed(Status.UNIMPLEMENTED, "the server sent a compressed message, and was not told that it may")
+    if flag:
+        raise CallFailed(Status.INTERNAL, f"a message that begins with {flag:#04x} is none of gRPC's")
+    if size > MAX_MESSAGE_SIZE:
+        raise CallFailed(Status.RESOURCE_EXHAUSTED, f"a message of {size} bytes; {MAX_MESSAGE_SIZE} are accepted")

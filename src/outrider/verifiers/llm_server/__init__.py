@@ -1,0 +1,1 @@
+"""The verifier for vLLM and SGLang servers."""

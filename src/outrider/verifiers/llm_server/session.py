@@ -1,0 +1,257 @@
+"""One sequence on a serving engine: which rows are asked for, and the verdict that they give.
+
+The server keeps no session: every request has the whole sequence in it, and its prefix cache makes that cheap. What
+this side keeps are the tokens (`Session`), and what each replica has seen of them.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import uuid
+from collections.abc import Sequence
+
+from outrider.config import GenerationSettings
+from outrider.decoding.actions import Verify
+from outrider.engines.base import Prompt
+from outrider.errors import CloudRefused, PromptError, SettingsError
+from outrider.prompts.audio import from_int16, grid_exponent, to_int16
+from outrider.prompts.recordings import SAMPLE_RATE
+from outrider.sampling.acceptance import Exact, RejectionSampling, Verdict, parse_acceptance_rule
+from outrider.sampling.policy import Policy
+from outrider.sampling.top_logprobs import NeedMoreLogprobs, TopLogprobs
+from outrider.transport.byte_counts import ByteCounts
+from outrider.transport.http_client import encode_json
+from outrider.verifiers.base import ModelInfo, SessionParams
+from outrider.verifiers.llm_server.backend import (
+    ALL_LOGPROBS,
+    Backend,
+    CachedLogprobsMissing,
+    Capabilities,
+    LogprobsRequest,
+    Media,
+    MediaMissing,
+)
+from outrider.verifiers.llm_server.replicas import Replica, use_first_ready
+from outrider.verifiers.retry import MIN_UPLOAD_RATE
+from outrider.verifiers.session import ForwardPlan, Session
+
+TOP_CONSTRAINED, TOP_NUCLEUS = (
+    8,
+    64,
+)  # entries of a row that are asked for first; more where these do not settle a token
+TOP_GROWTH, MAX_TOP = 4, 4096  # beyond the largest, all entries are asked for
+
+
+class LlmServerSession:
+    """`verify` is one attempt, in the worker's loop:
+
+    Raises:
+        Retryable: no replica answered.
+        CloudRefused and other OutriderErrors: a server says no, or cannot say what is asked.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        replicas: Sequence[Replica],
+        prompt: Prompt,
+        params: SessionParams,
+        target: ModelInfo,
+        noise: float,
+    ) -> None:
+        _check_prompt(prompt, params, target)
+        settings = params.settings
+        policy = Policy.build(settings, target.eos_ids, params.vocab_size, len(prompt.ids))
+        self.session = Session(prompt.ids, len(prompt.ids), policy, parse_acceptance_rule(params.accept), noise)
+        self.byte_counts = ByteCounts()
+        self._backend, self._replicas, self._settings = backend, replicas, settings
+        self._key = uuid.uuid4().hex  # nobody else's: what is cached under it can only be what we sent
+        self._eos_ids = None if settings.ignore_eos else target.eos_ids
+        self._top = _initial_top(settings)
+        self._media = _media(prompt, target)
+        self._has_recording: set[Replica] = set()  # those that have the recording
+        self._maybe_cached: set[Replica] = set()  # those that may have read, and cached, what has no verdict yet
+
+    async def verify(self, request: Verify) -> Verdict:
+        plan = self.session.prepare(request)
+        if isinstance(plan, Verdict):
+            return plan
+        verdicts: list[Verdict] = []
+
+        async def use(replica: Replica) -> None:
+            verdicts.append(await self._verify_on(replica, plan))
+
+        await use_first_ready(self._replicas, self._key, use)
+        return verdicts[0]
+
+    async def count_bytes(self) -> ByteCounts:
+        """Return the byte counts, with all transport that no session has claimed."""
+        for replica in self._replicas:
+            endpoint = replica.client.endpoint
+            endpoint.accounting.assign_transport(self.byte_counts, endpoint.up, endpoint.down)
+        return self.byte_counts
+
+    async def _verify_on(self, replica: Replica, plan: ForwardPlan) -> Verdict:
+        capabilities = await replica.ensure_ready(
+            next((other.capabilities for other in self._replicas if other.capabilities is not None), None)
+        )
+        check_settings(self._settings, capabilities, replica.name, self._backend)
+        replica.warn_once(
+            sampling_warning(self._settings, capabilities, self.session.vocab_size, replica.name, self._backend)
+        )
+        self.session.noise = max(self.session.noise, capabilities.noise)
+        while True:
+            rows = await self._fetch_logprobs(replica, capabilities, plan)
+            try:
+                verdict = self.session.judge(plan, rows)
+            except NeedMoreLogprobs as shortage:
+                self._increase_top(capabilities, shortage, replica.name)
+                continue
+            self._maybe_cached.discard(replica)
+            return verdict
+
+    async def _fetch_logprobs(
+        self, replica: Replica, capabilities: Capabilities, plan: ForwardPlan
+    ) -> list[TopLogprobs]:
+        """The rows, however often the server has to be told what it lacks: twice at most."""
+        for _ in range(3):
+            request = self._build_request(replica, capabilities, plan)
+            self._maybe_cached.add(replica)
+            try:
+                rows = await self._post(replica, capabilities, request)
+            except CachedLogprobsMissing:
+                continue
+            except MediaMissing:
+                self._has_recording.discard(replica)
+                continue
+            self._has_recording.add(replica)
+            return rows
+        raise CloudRefused(f"{replica.name} does not send the rows of what it has read")
+
+    def _build_request(self, replica: Replica, capabilities: Capabilities, plan: ForwardPlan) -> LogprobsRequest:
+        top = self._top if capabilities.top == ALL_LOGPROBS else min(self._top, capabilities.top)
+        if capabilities.top == ALL_LOGPROBS and top >= self.session.vocab_size:
+            top = ALL_LOGPROBS
+        fresh = replica in self._maybe_cached
+        return LogprobsRequest(plan.ids, plan.rows, top, self._key, fresh, self._media_for(replica), self._eos_ids)
+
+    def _media_for(self, replica: Replica) -> Media | None:
+        media = self._media
+        if media is None or replica not in self._has_recording:
+            return media
+        return Media(media.uuid, None, media.placeholder, media.prompt_length)
+
+    async def _post(self, replica: Replica, capabilities: Capabilities, request: LogprobsRequest) -> list[TopLogprobs]:
+        path, body = self._backend.build_request(request, capabilities)
+        replica.warn_once(capabilities.warning)
+        data, accounting = encode_json(body), replica.client.endpoint.accounting
+        media = len(request.media.url) if request.media is not None and request.media.url is not None else 0
+        cost = accounting.add_pending(len(data))  # nobody else's, while it is under way
+        try:
+            reply = await replica.post(path, data, self._key, replica.deadline + media / MIN_UPLOAD_RATE)
+        finally:
+            accounting.remove_pending(cost)
+        accounting.record(self.byte_counts, "media", media, up=True)
+        accounting.record(self.byte_counts, "request", reply.up - media, up=True)
+        accounting.record(self.byte_counts, "answer", reply.down, up=False)
+        if reply.status == 200:
+            return self._backend.parse_logprobs(reply.content, request, capabilities)
+        error = self._backend.map_error(replica.name, reply)
+        if reply.status >= 500:
+            replica.mark_failed()
+        raise error
+
+    def _increase_top(self, capabilities: Capabilities, shortage: NeedMoreLogprobs, name: str) -> None:
+        """LogprobsRequest for more entries from now on: what was missing once will be again."""
+        if self._top == ALL_LOGPROBS or (capabilities.top != ALL_LOGPROBS and self._top >= capabilities.top):
+            raise CloudRefused(
+                f"{name} sends {capabilities.top} entries of a row, which "
+                f"do not settle the token at position {shortage.position}: "
+                f"{self._backend.more_hint.format(TOP_GROWTH * capabilities.top)}, "
+                f"or restrict sampling further (top_k, top_p)"
+            )
+        self._top *= TOP_GROWTH
+        if self._top > MAX_TOP and capabilities.top == ALL_LOGPROBS:
+            self._top = ALL_LOGPROBS
+
+
+def check_settings(settings: GenerationSettings, capabilities: Capabilities, name: str, backend: Backend) -> None:
+    """Refuse what rows of this kind can never settle, with what to change.
+
+    Raises:
+        SettingsError: the draw may fall on any token of the vocabulary, or a penalty needs logits.
+    """
+    if settings.repetition_penalty != 1.0 and capabilities.normalised:
+        raise SettingsError(
+            f"repetition_penalty needs logits, and {name} sends log-probabilities: {backend.logits_hint}"
+        )
+    if settings.temperature == 0 or capabilities.top == ALL_LOGPROBS:
+        return
+    if settings.top_k >= capabilities.top:
+        raise SettingsError(
+            f"top_k {settings.top_k}: {name} sends {capabilities.top} entries of a row, which "
+            f"covers top_k up to "
+            f"{capabilities.top - 1}; {backend.more_hint.format(settings.top_k + 1)}"
+        )
+    if not settings.top_k and settings.top_p == 1.0 and settings.min_p == 0.0:
+        raise SettingsError(
+            f"sampling from the whole vocabulary: {name} sends {capabilities.top} entries of a row; set top_k (up to "
+            f"{capabilities.top - 1}), top_p or min_p, or {backend.more_hint.format(-1)}"
+        )
+
+
+def sampling_warning(
+    settings: GenerationSettings, capabilities: Capabilities, vocab_size: int, name: str, backend: Backend
+) -> str:
+    """What may turn out only in the middle of an output; empty where nothing may."""
+    if (
+        settings.temperature == 0
+        or settings.top_k
+        or capabilities.top == ALL_LOGPROBS
+        or capabilities.top >= vocab_size
+    ):
+        return ""
+    which = "top_p" if settings.top_p < 1.0 else "min_p"
+    return (
+        f"{which} may not be settled by the {capabilities.top} entries of a row that {name} sends, "
+        f"and the output then ends "
+        f"with a refusal: add top_k (up to {capabilities.top - 1}), or {backend.more_hint.format(-1)}"
+    )
+
+
+def _check_prompt(prompt: Prompt, params: SessionParams, target: ModelInfo) -> None:
+    if not isinstance(parse_acceptance_rule(params.accept), (Exact, RejectionSampling)):
+        raise SettingsError(f"accept {params.accept}: {target.name} gives no whole rows; exact and residual work")
+    if params.hides_audio or prompt.features is not None:
+        raise SettingsError(f"privacy: {target.name} takes recordings only; our own cloud takes features or tokens")
+    if prompt.audio is not None and target.placeholder is None:
+        raise PromptError(f"{target.name}: the drafter does not say which token stands for a recording")
+
+
+def _initial_top(settings: GenerationSettings) -> int:
+    """How many entries of a row to begin with. Two tell by how much a choice leads."""
+    if settings.temperature == 0:
+        constrained = settings.repetition_penalty != 1.0 or settings.no_repeat_ngram_size or settings.suppress_tokens
+        return TOP_CONSTRAINED if constrained or settings.min_new_tokens or settings.ignore_eos else 2
+    if settings.top_k:
+        return max(settings.top_k + 2, TOP_CONSTRAINED)
+    return TOP_NUCLEUS if settings.top_p < 1.0 or settings.min_p else ALL_LOGPROBS
+
+
+def _media(prompt: Prompt, target: ModelInfo) -> Media | None:
+    """The recording as a data URI: FLAC with 16 bits, which is lossless; WAV with floats where it is louder than ±1."""
+    if prompt.audio is None or target.placeholder is None:
+        return None
+    import soundfile
+
+    file = io.BytesIO()
+    integers = to_int16(prompt.audio, 0)
+    if grid_exponent(prompt.audio) == 0 and (from_int16(integers, 0) == prompt.audio).all():
+        kind = "flac"
+        soundfile.write(file, integers, SAMPLE_RATE, format="FLAC", subtype="PCM_16")
+    else:
+        kind = "wav"
+        soundfile.write(file, prompt.audio, SAMPLE_RATE, format="WAV", subtype="FLOAT")
+    url = f"data:audio/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
+    return Media(uuid.uuid4().hex, url, target.placeholder, len(prompt.ids))

@@ -1,0 +1,294 @@
+"""vLLM's HTTP server as a verifier (vllm://host:port): two ways to ask it, found out at start-up.
+
+    prompt_logprobs   POST /inference/v1/generate (a server started with --enable-scale-out): one sequence, prompt and
+             drafts, with log-probabilities of its prompt; the prefix cache serves what was read before, and the rows of
+             the tokens behind it come back. Recordings go this way only.
+    per_prefix        POST /v1/completions (any server): k+1 prompts, each one draft longer, one token generated for
+             each. The prefix cache serves these too, up to the last whole block, so what is read anew is some k+1 times
+             as much.
+
+vLLM's own /v1/completions with prompt_logprobs is neither: it reads the whole prompt anew for every request.
+
+Rows are raw: no penalty is applied to them. They are logits where the server was started with `--logprobs-mode
+raw_logits`, else log-probabilities; `--max-logprobs` limits how many entries of each are sent.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from outrider.errors import CloudRefused, SettingsError
+from outrider.sampling.top_logprobs import TopLogprobs
+from outrider.transport.http_client import HttpClient, HttpResponse, Json
+from outrider.verifiers.llm_server import backend
+from outrider.verifiers.llm_server.backend import (
+    ALL_LOGPROBS,
+    PROBE_TIMEOUT,
+    CachedLogprobsMissing,
+    Capabilities,
+    LogprobsRequest,
+    MediaMissing,
+)
+from outrider.verifiers.llm_server.logit_noise import PROBE_PROMPT, PROBE_TOP
+
+PROMPT_LOGPROBS, PER_PREFIX = "prompt_logprobs", "per_prefix"
+HYBRID = "hybrid"  # per_prefix for texts; prompt_logprobs, without the cache where that fails, for recordings
+TOP_CANDIDATES = (
+    ALL_LOGPROBS,
+    4096,
+    1024,
+    256,
+    64,
+    20,
+    PROBE_TOP,
+)  # entries of a row that a server may let us have; its default is 20
+SCALE_OUT_FLAG = "--enable-scale-out"  # opens the way of the tail; the refusal of one that is not open names it
+DEFAULT_PARAMS = {  # what a server's own defaults would otherwise set
+    "temperature": 0.0,
+    "max_tokens": 1,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+}
+COST = "reads each block as k+1 prompts, at some k+1 times the work"
+CACHE_WARNING = (
+    "vllm://{} fails where the prefix cache is at work ({}): blocks are read as k+1 prompts, recordings anew each "
+    "time; start vllm with MALLOC_PERTURB_=255 in its environment, or with model runner V2"
+)
+
+
+class _EndpointClosed(CloudRefused):
+    """The endpoint is not there."""
+
+
+class VllmBackend:
+    """The backend; it keeps nothing."""
+
+    scheme, product = "vllm", "vLLM"
+    logits_hint = "start vllm with --logprobs-mode raw_logits"
+    more_hint = "start vllm with --max-logprobs {}"
+
+    async def probe(self, client: HttpClient) -> Capabilities:
+        """Find out what the server can do, and prove it on a known prompt.
+
+        Raises:
+            CloudRefused: it serves no model, or cannot be asked for rows in any way.
+            Retryable: it is not ready.
+        """
+        model, length = await self._model(client)
+        plain = Capabilities(model, length, PROMPT_LOGPROBS, PROBE_TOP, normalised=False, noise=0.0, sample=())
+        return await self._probe_prompt_logprobs(client, plain)
+
+    async def _model(self, client: HttpClient) -> tuple[str, int | None]:
+        content = await backend.get_info(self, client, "/v1/models")
+        with backend.parse_errors(client.name):
+            served = [card for card in content.get("data", ()) if not card.get("parent")]  # others are adapters
+            if not served:
+                raise CloudRefused(f"{client.name} serves no model, or is no vLLM server")
+            length = served[0].get("max_model_len")
+            return str(served[0]["id"]), int(length) - 1 if length else None  # one is generated behind what is judged
+
+    async def _probe_prompt_logprobs(self, client: HttpClient, capabilities: Capabilities) -> Capabilities:
+        """With the prefix cache at work, if rows come back right; in another way where they do not."""
+        probe = backend.probe_request()
+        try:
+            read = await backend.fetch_logprobs(self, client, replace(probe, skip_cache=True), capabilities)
+            await backend.fetch_logprobs(self, client, replace(probe, ids=PROBE_PROMPT, rows=1), capabilities)
+            reused = await backend.fetch_logprobs(self, client, probe, capabilities)
+        except CachedLogprobsMissing as error:
+            per_prefix = await self._probe_per_prefix(client, capabilities)
+            return replace(per_prefix, mode=HYBRID, warning=CACHE_WARNING.format(client.name, error))
+        except CloudRefused as error:
+            return replace(await self._probe_per_prefix(client, capabilities), warning=_warning(client.name, error))
+        return backend.with_noise(
+            client.name, replace(capabilities, top=await self._find_max_top(client, capabilities)), read, reused
+        )
+
+    async def _probe_per_prefix(self, client: HttpClient, capabilities: Capabilities) -> Capabilities:
+        capabilities = replace(capabilities, mode=PER_PREFIX)
+        probe = backend.probe_request()
+        read = await backend.fetch_logprobs(self, client, probe, capabilities)
+        again = await backend.fetch_logprobs(self, client, probe, capabilities)
+        return backend.with_noise(
+            client.name, replace(capabilities, top=await self._find_max_top(client, capabilities)), read, again
+        )
+
+    async def _find_max_top(self, client: HttpClient, capabilities: Capabilities) -> int:
+        """How many entries of a row the server sends: asked with a prompt of one token, which has no rows itself."""
+        for top in TOP_CANDIDATES:
+            path, body = self.build_request(
+                LogprobsRequest(PROBE_PROMPT[:1], 1, capabilities.top, uuid.uuid4().hex), capabilities
+            )
+            (body if capabilities.mode == PER_PREFIX else body["sampling_params"])["prompt_logprobs"] = top
+            reply = await client.post(path, body, PROBE_TIMEOUT)
+            if reply.status == 200:
+                return top
+            if reply.status != 400:
+                raise self.map_error(client.name, reply)
+            limit = re.search(r"greater than max allowed: (\d+)", reply.error)
+            if limit is not None and int(limit[1]) >= TOP_CANDIDATES[-1]:
+                return int(limit[1])
+        raise CloudRefused(
+            f"{client.name} sends fewer than {PROBE_TOP} entries of a row: start vllm with --max-logprobs 20 or more"
+        )
+
+    # Asking and reading -------------------------------------------------------------------------------------
+
+    def build_request(self, request: LogprobsRequest, capabilities: Capabilities) -> tuple[str, Json]:
+        if _mode(request, capabilities) == PER_PREFIX:
+            if request.media is not None:
+                raise SettingsError("a recording needs vllm to be started with --enable-scale-out")
+            return "/v1/completions", _per_prefix_body(request, capabilities)
+        return "/inference/v1/generate", _prompt_logprobs_body(request, capabilities)
+
+    def parse_logprobs(self, content: Json, request: LogprobsRequest, capabilities: Capabilities) -> list[TopLogprobs]:
+        with backend.parse_errors("vllm"):
+            return (_parse_per_prefix if _mode(request, capabilities) == PER_PREFIX else _parse_prompt_logprobs)(
+                content, request, capabilities
+            )
+
+    def map_error(self, name: str, reply: HttpResponse) -> Exception:
+        if reply.status == 404 or SCALE_OUT_FLAG in reply.error:
+            return _EndpointClosed(f"{name}: {reply.reason}")
+        if "not JSON compliant" in reply.error:  # rows of cached tokens, which no one has filled in
+            return CachedLogprobsMissing(reply.error)
+        if "Cache miss" in reply.error:
+            return MediaMissing(reply.error)
+        return backend.map_error(name, reply)
+
+    async def detokenize(self, client: HttpClient, capabilities: Capabilities, ids: Sequence[int]) -> str:
+        content = await backend.post_json(
+            self, client, "/detokenize", {"model": capabilities.model, "tokens": list(ids)}
+        )
+        with backend.parse_errors(client.name):
+            return str(content["prompt"])
+
+    async def is_eos(self, client: HttpClient, capabilities: Capabilities, token: int) -> bool:
+        body = {
+            **DEFAULT_PARAMS,
+            "model": capabilities.model,
+            "prompt": list(PROBE_PROMPT[:4]),
+            "allowed_token_ids": [token],
+        }
+        content = await backend.post_json(self, client, "/v1/completions", body)
+        with backend.parse_errors(client.name):
+            return str(content["choices"][0]["finish_reason"]) == "stop"
+
+
+def _warning(name: str, error: CloudRefused) -> str:
+    if isinstance(error, _EndpointClosed):
+        return f"vllm://{name} {COST}: start it with {SCALE_OUT_FLAG}"
+    return f"vllm://{name} {COST}: as one sequence it could not be verified ({str(error).removeprefix(f'{name}: ')})"
+
+
+def _mode(request: LogprobsRequest, capabilities: Capabilities) -> str:
+    if capabilities.mode != HYBRID:
+        return capabilities.mode
+    return PER_PREFIX if request.media is None else PROMPT_LOGPROBS
+
+
+def _prompt_logprobs_body(request: LogprobsRequest, capabilities: Capabilities) -> Json:
+    params = {
+        **DEFAULT_PARAMS,
+        "prompt_logprobs": request.top,
+        "logprobs": request.top,
+        "skip_reading_prefix_cache": request.skip_cache,
+        "detokenize": False,
+    }
+    body: Json = {
+        "model": capabilities.model,
+        "token_ids": list(request.ids),
+        "cache_salt": request.session,
+        "sampling_params": params,
+    }
+    if request.media is not None:
+        media = request.media
+        prompt = [
+            token
+            for key, run in groupby(request.ids[: media.prompt_length])
+            for token in ([key] if key == media.placeholder else run)  # the server expands it
+        ]
+        body["token_ids"] = [*prompt, *request.ids[media.prompt_length :]]
+        body["content_parts"] = [{"type": "audio_url", "url": media.url, "uuid": media.uuid}]
+    return body
+
+
+def _per_prefix_body(request: LogprobsRequest, capabilities: Capabilities) -> Json:
+    ids, first = list(request.ids), len(request.ids) - request.rows + 1
+    return {
+        **DEFAULT_PARAMS,
+        "model": capabilities.model,
+        "prompt": [ids[:length] for length in range(first, len(ids) + 1)],
+        "logprobs": request.top,
+        "return_tokens_as_token_ids": True,
+        "cache_salt": request.session,
+    }
+
+
+def _parse_prompt_logprobs(content: Json, request: LogprobsRequest, capabilities: Capabilities) -> list[TopLogprobs]:
+    """From the prompt's log-probabilities, of which the last rows−1 count, and the generated token's.
+
+    What lies in the prefix cache has no rows: they are missing (runner V2), or hold whatever was in memory (V1).
+    """
+    prompt_tokens = content["usage"]["prompt_tokens"]
+    if prompt_tokens != len(request.ids):
+        raise CloudRefused(
+            f"vllm makes {prompt_tokens} tokens of the prompt, the drafter {len(request.ids)}: other audio tokens?"
+        )
+    drafts = list(request.ids[len(request.ids) - request.rows + 1 :])
+    entries_per_draft = (content["prompt_logprobs"] or [])[-len(drafts) :] if drafts else []
+    if len(entries_per_draft) < len(drafts) or not all(
+        _is_complete_row(row, d, request.top) for row, d in zip(entries_per_draft, drafts, strict=True)
+    ):
+        raise CachedLogprobsMissing("rows of cached tokens")
+    found = [
+        _row({int(token): entry["logprob"] for token, entry in row.items()}, request, capabilities)
+        for row in entries_per_draft
+    ]
+    (choice,) = content["choices"]
+    (last,) = choice["logprobs"]["content"]
+    backend.check_eos(request, last["token_id"], ended=choice["finish_reason"] == "stop")
+    bonus = {entry["token_id"]: entry["logprob"] for entry in last["top_logprobs"]}
+    return [*found, _row({last["token_id"]: last["logprob"], **bonus}, request, capabilities)]
+
+
+def _parse_per_prefix(content: Json, request: LogprobsRequest, capabilities: Capabilities) -> list[TopLogprobs]:
+    choices = sorted(content["choices"], key=lambda choice: choice["index"])
+    if len(choices) != request.rows:
+        raise CloudRefused(f"vllm answered {len(choices)} of {request.rows} prompts")
+    found = []
+    for choice in choices:
+        (best,) = choice["logprobs"]["top_logprobs"]
+        (token,) = choice["logprobs"]["tokens"]
+        found.append(_row({_parse_token_id(name): value for name, value in best.items()}, request, capabilities))
+    backend.check_eos(request, _parse_token_id(token), ended=choice["finish_reason"] == "stop")
+    return found
+
+
+def _is_complete_row(entries: Json | None, token: int, top: int) -> bool:
+    """Whether this is a row with `token` behind it: that token is in it, and the ranks 1 to top are."""
+    if not entries or str(token) not in entries:
+        return False
+    ranks = {entry["rank"] for entry in entries.values()}
+    return len(entries) > 1 if top == ALL_LOGPROBS else ranks.issuperset(range(1, top + 1))
+
+
+def _parse_token_id(name: str) -> int:
+    return int(name.removeprefix("token_id:"))
+
+
+def _row(entries: Mapping[int, Any], request: LogprobsRequest, capabilities: Capabilities) -> TopLogprobs:
+    """entries: the best request.top of a row, and perhaps one more, the token that stands there."""
+    values = np.array(list(entries.values()), dtype=np.float32)
+    floor = -np.inf if request.top == ALL_LOGPROBS else np.sort(values)[-min(request.top, len(values))]
+    return TopLogprobs(np.array(list(entries), dtype=np.int64), values, float(floor), capabilities.normalised)

@@ -1,0 +1,269 @@
+"""One session with the cloud: its stream, its tokens, and what it takes to go on after a loss."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from outrider.decoding.actions import Verify
+from outrider.engines.base import Prompt
+from outrider.errors import CloudRefused, StateError
+from outrider.protocol import schema
+from outrider.protocol.media_messages import pack_media
+from outrider.protocol.messages import (
+    ErrorCode,
+    digest,
+    pack_ids,
+    pack_settings,
+    pack_verify,
+    parse_answer,
+    unpack_verdict,
+)
+from outrider.sampling.acceptance import Verdict
+from outrider.transport.byte_counts import PREFIX_BYTES, ByteCounts
+from outrider.transport.connection import Connection
+from outrider.transport.event_loop_thread import CLOSING_TASK_NAME
+from outrider.transport.status import CallFailed, Disconnected
+from outrider.transport.stream import Stream
+from outrider.verifiers.base import SessionParams
+from outrider.verifiers.remote.errors import map_call_error, map_error_frame
+from outrider.verifiers.retry import MIN_UPLOAD_RATE, Retryable
+
+log = logging.getLogger(__name__)
+
+MEDIA_CHUNK = 256 * 1024  # bytes in one Media frame
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The cloud that a session is with. fingerprint, model: as it described itself. deadline: seconds per attempt."""
+
+    name: str
+    connection: Connection
+    fingerprint: str
+    model: bytes
+    deadline: float
+
+
+class RemoteSession:
+    """One session as the edge keeps it. `tokens`: those that the cloud has, as far as it told us.
+
+    Its coroutines run in the connection's loop. `verify` and `generate_next` are single attempts:
+
+    Raises:
+        Retryable: this one failed, and another may not.
+        CloudRefused and other OutriderErrors: the cloud says no.
+    """
+
+    def __init__(self, peer: Peer, prompt: Prompt, params: SessionParams) -> None:
+        self._peer, self._prompt, self._params = peer, prompt, params
+        self._accounting = peer.connection.endpoint.accounting
+        self.tokens = list(prompt.ids)
+        self.rounds = 0
+        self.byte_counts = ByteCounts()
+        self._id: bytes | None = None
+        self._just_opened = False  # opened by the attempt at hand: the cloud cannot have lost track of it
+        self._stream: Stream | None = None
+        self._detached: Stream | None = None  # whose answer nobody waits for any more
+        self._generating = self._closed = False
+        self._pending_frames: list[tuple[str, int]] = []  # frames by kind and cost, since the last answer
+        self._media = pack_media(prompt, hides_audio=params.hides_audio)
+
+    async def verify(self, request: Verify) -> Verdict:
+        """One attempt."""
+        frame = pack_verify(request)
+        verdict = await self._exchange(frame, request)
+        self.tokens += [*request.new_ids, *request.draft_ids[: verdict.accepted], verdict.next_token]
+        self.rounds, self._just_opened = request.round, False
+        return verdict
+
+    async def generate_next(self) -> Verdict:
+        """One attempt at the next token of cloud-only decoding."""
+        round_ = self.rounds + 1
+        start = schema.Request(generate=schema.Generate(round=round_, base_length=len(self.tokens)))
+        frame = None if self._generating and self._stream else start
+        verdict = await self._exchange(frame, Verify(round_, len(self.tokens), (), ()))
+        self.tokens.append(verdict.next_token)
+        self.rounds = round_
+        return verdict
+
+    async def count_bytes(self) -> ByteCounts:
+        endpoint = self._peer.connection.endpoint
+        self._accounting.assign_transport(self.byte_counts, endpoint.up, endpoint.down)
+        return self.byte_counts
+
+    async def close(self) -> None:
+        """Say goodbye, if there is somebody to say it to."""
+        task = asyncio.current_task()
+        if task is not None:
+            task.set_name(CLOSING_TASK_NAME)
+        self._closed = True
+        stream, self._stream = self._stream or self._detached, None
+        if stream is None:
+            return
+        try:
+            async with asyncio.timeout(self._peer.deadline):
+                if self._generating:
+                    stream = await self._interrupt(stream)
+                await stream.send(schema.Request(close=schema.Close()).SerializeToString(), last=True)
+                while await stream.receive() is not None:
+                    pass
+        except (CallFailed, Disconnected, TimeoutError) as error:
+            log.debug("the session could not be closed: %s", error)
+        finally:
+            stream.cancel()
+
+    async def _interrupt(self, stream: Stream) -> Stream:
+        """Stop the tokens that are still coming; a stream on which the session can be closed."""
+        if self._id is None:  # cancelled before it was opened
+            opened = await stream.receive()
+            self._id = None if opened is None else parse_answer(opened).opened.session or None
+        if self._id is None:
+            return stream
+        stream.cancel()
+        fresh = await self._peer.connection.open_stream()
+        try:
+            for frame in self._resume():
+                await fresh.send(frame.SerializeToString())
+        except BaseException:  # a time limit too: nobody else knows of this stream
+            fresh.cancel()
+            raise
+        return fresh
+
+    # One attempt --------------------------------------------------------------------------------------------
+
+    async def _exchange(self, frame: schema.Request | None, request: Verify) -> Verdict:
+        """Send a frame, on a new stream if need be, and wait for the verdict that answers `request`."""
+        before = self._peer.connection.endpoint.down
+        try:
+            async with asyncio.timeout(self._timeout):
+                is_new_stream = await self._ensure_stream()
+                if frame is not None:
+                    await self._send(frame)
+                if is_new_stream:
+                    self._id = (await self._receive("opened")).opened.session
+                verdict = unpack_verdict((await self._receive("verdict")).verdict)
+                self._check(verdict, request)
+                return verdict
+        except (CallFailed, Disconnected) as error:
+            self._cancel_stream()
+            raise map_call_error(self._peer.name, error, token=self._peer.connection.has_token) from error
+        except TimeoutError as error:
+            self._cancel_stream()
+            if self._peer.connection.endpoint.down == before:  # not slow: silent
+                self._peer.connection.reconnect()
+            raise Retryable(f"no answer within {self._timeout:g} s") from error
+        except asyncio.CancelledError:
+            self._detach_stream()
+            raise
+        except BaseException:
+            self._cancel_stream()
+            raise
+
+    @property
+    def _timeout(self) -> float:
+        """Seconds that an attempt may take: the deadline, and time for the recording where it has to be sent."""
+        return self._peer.deadline + (0.0 if self._id is not None else len(self._media[1]) / MIN_UPLOAD_RATE)
+
+    async def _ensure_stream(self) -> bool:
+        """Make sure that there is a stream; true if an Opened is to be expected on it."""
+        if self._stream is not None:
+            return False
+        stream = await self._peer.connection.open_stream()
+        if self._closed:  # nobody waits for the answer any more, nor would anybody close this stream
+            stream.cancel()
+            raise StateError("the session is closed")
+        self._stream = stream
+        self._generating = False
+        self._just_opened = self._id is None
+        for frame in self._open() if self._just_opened else self._resume():
+            await self._send(frame)
+        return True
+
+    def _resume(self) -> list[schema.Request]:
+        token_digest = digest(self.tokens)
+        return [schema.Request(resume=schema.Resume(session=self._id, length=len(self.tokens), digest=token_digest))]
+
+    def _open(self) -> list[schema.Request]:
+        """The opening, and the media that it announces. Tokens that are settled already come along."""
+        prompt, params, (kind, media) = self._prompt, self._params, self._media
+        opening = schema.Open(
+            protocol=schema.VERSION,
+            fingerprint=self._peer.fingerprint.encode(),
+            model=self._peer.model,
+            settings=pack_settings(params.settings),
+            accept="" if params.accept == "exact" else params.accept,
+            vocab_size=params.vocab_size,
+            prompt=pack_ids(prompt.ids),
+            committed=pack_ids(self.tokens[len(prompt.ids) :]),
+            media=kind,  # type: ignore[arg-type]
+            conditioning=digest(prompt.ids, media),
+        )
+        parts = [media[i : i + MEDIA_CHUNK] for i in range(0, len(media), MEDIA_CHUNK)]
+        frames = [schema.Media(data=part, more=n + 1 < len(parts)) for n, part in enumerate(parts)]
+        return [schema.Request(open=opening), *(schema.Request(media=frame) for frame in frames)]
+
+    async def _send(self, frame: schema.Request) -> None:
+        data = frame.SerializeToString()
+        kind = str(frame.WhichOneof("frame"))
+        self._generating = self._generating or kind == "generate"
+        self._pending_frames.append((kind, self._accounting.add_pending(len(data))))
+        await self._require_stream().send(data)
+
+    async def _receive(self, kind: str) -> schema.Answer:
+        data = await self._require_stream().receive()
+        if data is None:
+            raise Retryable("the cloud ended the stream")
+        answer = parse_answer(data)
+        got = str(answer.WhichOneof("frame"))
+        self._accounting.record(self.byte_counts, got, len(data) + PREFIX_BYTES, up=False)
+        if got == "error":
+            raise self._map_refusal(answer.error)
+        if got != kind:
+            raise CloudRefused(f"{self._peer.name} answered {got} where {kind} was due")
+        if got == "verdict":
+            self._release_pending(is_answered=True)
+        return answer
+
+    def _require_stream(self) -> Stream:
+        if self._stream is None:
+            raise Disconnected("the session was closed meanwhile")
+        return self._stream
+
+    def _release_pending(self, *, is_answered: bool) -> None:
+        """Close the books on what was sent. What nobody answered counts as transport."""
+        for kind, cost in self._pending_frames:
+            self._accounting.remove_pending(cost)
+            if is_answered:
+                self._accounting.record(self.byte_counts, kind, cost, up=True)
+        self._pending_frames.clear()
+
+    def _cancel_stream(self) -> None:
+        """Give the stream up."""
+        self._release_pending(is_answered=False)
+        if self._stream is not None:
+            self._stream.cancel()
+        self._stream = None
+
+    def _detach_stream(self) -> None:
+        """Wait no longer. The session can still be closed over this stream."""
+        self._release_pending(is_answered=False)
+        self._detached, self._stream = self._stream, None
+
+    def _map_refusal(self, error: schema.Error) -> Exception:
+        """What an Error frame means for this attempt."""
+        is_out_of_sync = error.code == ErrorCode.BASE_LENGTH and not self._just_opened
+        if error.code == ErrorCode.UNKNOWN_SESSION or is_out_of_sync:
+            self._id = None  # begin again with all tokens
+        if error.code == ErrorCode.DRAINING:
+            self._peer.connection.drain()  # whoever serves the next connection may take the session
+        return Retryable(error.message) if is_out_of_sync else map_error_frame(self._peer.name, error)
+
+    def _check(self, verdict: Verdict, request: Verify) -> None:
+        """Raise where the cloud's answer cannot be one to what was asked."""
+        fits = verdict.round == request.round and 0 <= verdict.accepted <= len(request.draft_ids)
+        fits = fits and 0 <= verdict.next_token < self._params.vocab_size
+        fits = fits and all(offset <= verdict.accepted for offset in verdict.near_ties)
+        if not (fits and verdict.disagreed <= verdict.audited <= len(request.new_ids)):
+            raise CloudRefused(f"{self._peer.name} sent a verdict that does not answer round {request.round}")

@@ -1,0 +1,221 @@
+"""Our cloud service as a verifier: sessions that survive the network.
+
+A request is sent until it is answered: over the session's stream; over a new stream that resumes the session, if the
+old one broke; in a new session with the same tokens, if the cloud has lost the old one. Whatever happened in between,
+the answer is the same, for every request says where it stands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from itertools import count
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError
+
+from outrider.decoding.actions import Verify
+from outrider.engines.base import Prompt
+from outrider.errors import CloudLost, CloudRefused, StateError
+from outrider.protocol import schema
+from outrider.sampling.acceptance import Verdict
+from outrider.transport.byte_counts import ByteCounts
+from outrider.transport.connection import Connection
+from outrider.transport.endpoint import TCP, Network
+from outrider.transport.hosts import bracket_host
+from outrider.transport.status import CallFailed, Disconnected
+from outrider.transport.tls import ClientTls
+from outrider.verifiers.base import ModelInfo, SessionParams
+from outrider.verifiers.remote.errors import map_call_error
+from outrider.verifiers.remote.session import Peer, RemoteSession
+from outrider.verifiers.retry import Retryable, retry
+
+T = TypeVar("T")
+
+MAX_VOCABULARY_SIZE = 2**24  # tokens; sixty times the largest there is
+MAX_NAME_LENGTH = 400  # characters of a model's name, and bytes of its hash or fingerprint
+CUT_RETRY_TIMEOUT = 0.3  # s
+
+
+class RemoteVerifier:
+    """Verdicts from `outrider cloud` at host:port.
+
+    deadline: seconds that one answer may take before the attempt is given up. retry_timeout: seconds, from the first
+    failed attempt, before `CloudLost`. network: what connections are made through.
+
+    Raises (every method that asks the cloud):
+        CloudLost: no answer through all attempts.
+        CloudRefused: the cloud knows us not, or says no in a way that trying again does not change.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        tls: ClientTls | None = None,
+        token: str | None = None,
+        network: Network = TCP,
+        deadline: float = 30.0,
+        retry_timeout: float = 10.0,
+    ) -> None:
+        self.name = f"grpc://{bracket_host(host)}:{port}"
+        self.deadline, self.retry_timeout = deadline, retry_timeout
+        self.connection = Connection(host, port, tls=tls, token=token, network=network)
+        self._model_info: ModelInfo | None = None
+        self._token_names: list[str] = []  # of its tokens, once they were asked for
+        self._model, self._vocab_size = b"", 0
+        self._sessions: dict[int, RemoteSession] = {}
+        self._session_ids = count(1)
+
+    def __enter__(self) -> RemoteVerifier:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        """Close what is open, and the connection."""
+        for session in list(self._sessions):
+            self.close(session)
+        self.connection.close()
+
+    def probe(self) -> None:
+        """Find out now whether anyone answers."""
+        self.describe()
+
+    def describe(self, edge: ModelInfo | None = None) -> ModelInfo:
+        """Asked once; a service that later turns out to be another is refused."""
+        if self._model_info is None:
+            self._model_info = self.connection.run(self._retry(self._describe)).result()
+        return self._model_info
+
+    def open(self, prompt: Prompt, params: SessionParams) -> int:
+        session_id = next(self._session_ids)
+        self._sessions[session_id] = RemoteSession(self._make_peer(), prompt, params)
+        return session_id
+
+    def submit(self, session: int, request: Verify) -> Future[Verdict]:
+        """`verify`, without waiting for the answer."""
+        entry = self._get(session)
+        return self.connection.run(self._retry(entry.verify, request))
+
+    def verify(self, session: int, request: Verify) -> Verdict:
+        return self.submit(session, request).result()
+
+    def generate(self, session: int) -> Iterator[Verdict]:
+        while True:
+            yield self.next_token(session).result()
+
+    def next_token(self, session: int) -> Future[Verdict]:
+        """The next verdict of `generate`, without waiting for it."""
+        return self.connection.run(self._retry(self._get(session).generate_next))
+
+    def byte_counts(self, session: int) -> ByteCounts:
+        """What the session has cost so far, transport that nobody else claimed included."""
+        return self.connection.run(self._get(session).count_bytes()).result()
+
+    def close(self, session: int) -> None:
+        """Tell the cloud, without waiting for it."""
+        entry = self._sessions.pop(session, None)
+        if entry is not None and not self.connection.is_forked:
+            self.connection.run(entry.close())
+
+    def cut(self) -> None:
+        """From now on nothing gets through, as if the cable were out, and nobody waits long for it."""
+        self.retry_timeout = CUT_RETRY_TIMEOUT
+        self.connection.run(self.connection.cut()).result()
+
+    def _read_vocabulary(self) -> list[str]:
+        """Asked once: every decoder with another model compares them."""
+        if not self._token_names:
+            self._token_names = self.connection.run(self._retry(self._vocabulary)).result()
+        return self._token_names
+
+    def _make_peer(self) -> Peer:
+        return Peer(self.name, self.connection, self.describe().fingerprint, self._model, self.deadline)
+
+    def _get(self, session: int) -> RemoteSession:
+        if session not in self._sessions:
+            raise StateError(f"session {session} is not open")
+        return self._sessions[session]
+
+    # In the connection's loop -------------------------------------------------------------------------------
+
+    async def _describe(self) -> ModelInfo:
+        answer = await self._call(self.connection.describe(self.deadline))
+        if answer.protocol != schema.VERSION:
+            raise CloudRefused(f"{self.name} speaks protocol {answer.protocol}, this edge {schema.VERSION}")
+        if answer.max_drafts < schema.MAX_DRAFTS:
+            raise CloudRefused(f"{self.name} takes {answer.max_drafts} drafts at once, not {schema.MAX_DRAFTS}")
+        problem = _find_inconsistency(answer)
+        if problem:
+            raise CloudRefused(f"{self.name} sent an invalid description of itself: {problem}")
+        self._model = answer.model
+        self._vocab_size = answer.vocab_size
+        return ModelInfo(
+            f"{answer.name} at {self.name}",
+            answer.vocab_size,
+            answer.row_count,
+            tuple(answer.eos_ids),
+            answer.fingerprint.decode(errors="replace"),
+            answer.max_length or None,
+            answer.audio_seconds,
+            read_vocabulary=self._read_vocabulary,
+        )
+
+    async def _vocabulary(self) -> list[str]:
+        names = await self._call(self.connection.vocabulary(self._vocab_size, self.deadline))
+        if len(names) > self._vocab_size:
+            raise CloudRefused(f"{self.name} sent more token names than its vocab_size of {self._vocab_size}")
+        return names
+
+    async def _call(self, call: Awaitable[T]) -> T:
+        """One attempt. A connection on which nothing at all came is not used again."""
+        before = self.connection.endpoint.down
+        try:
+            return await call
+        except DecodeError as error:
+            raise CloudRefused(f"{self.name} is no outrider cloud: its answer cannot be read") from error
+        except (CallFailed, Disconnected) as error:
+            if isinstance(error, CallFailed) and self.connection.endpoint.down == before:
+                self.connection.reconnect()
+            raise map_call_error(self.name, error, token=self.connection.has_token) from error
+
+    async def _retry(self, attempt: Callable[..., Awaitable[T]], *args: object) -> T:
+        """Attempts until one succeeds or retry_timeout ends."""
+        try:
+            return await retry(self.name, self.retry_timeout, attempt, *args)
+        except Retryable as last:
+            raise CloudLost(f"{self.name} cannot be reached: {self._failure_reason(last)}") from last
+
+    def _failure_reason(self, last: Retryable) -> str:
+        """Return the reason of the last failure. Where no connection could be made, that is the whole reason."""
+        connect_error = self.connection.endpoint.connect_error
+        if connect_error is not None:
+            return f"{connect_error} (tried for {self.retry_timeout:g} s)"
+        hints = {
+            "wrong version": "it seems not to speak TLS",
+            "lost at once": "if it speaks TLS, give --tls or --ca FILE (in Python tls=True or ca=FILE)",
+        }
+        return "; ".join([str(last), *(hint for sign, hint in hints.items() if sign in str(last))])
+
+
+def _find_inconsistency(answer: schema.DescribeAnswer) -> str | None:
+    """Return the part of a cloud's description that contradicts itself or the protocol, or None."""
+    vocabulary, rows, ends = answer.vocab_size, answer.row_count, answer.eos_ids
+    checks = {
+        f"vocab_size {vocabulary}": not 0 < vocabulary <= MAX_VOCABULARY_SIZE,
+        f"row_count {rows}, with a vocab_size of {vocabulary}": not vocabulary <= rows <= MAX_VOCABULARY_SIZE,
+        f"{len(ends)} eos_ids": len(ends) > vocabulary,
+        f"max_length {answer.max_length}": answer.max_length == 1,
+        f"audio_seconds {answer.audio_seconds}": not 0 <= answer.audio_seconds < math.inf,
+        f"a name of {len(answer.name)} characters": not 0 < len(answer.name) <= MAX_NAME_LENGTH,
+        "a name that cannot be printed": not answer.name.isprintable(),
+        "a missing or invalid fingerprint of its vocabulary": not 0 < len(answer.fingerprint) <= MAX_NAME_LENGTH,
+        "a missing or invalid model hash": not 0 < len(answer.model) <= MAX_NAME_LENGTH,
+    }
+    if len(ends) <= vocabulary:
+        checks[f"eos_ids beyond its {rows} rows"] = max(ends, default=0) >= max(1, rows)
+    return next((problem for problem, found in checks.items() if found), None)

@@ -1,1 +1,0 @@
-"""What edge and cloud say to each other, and how they know each other."""

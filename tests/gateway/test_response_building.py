@@ -1,0 +1,222 @@
+"""What goes out of an answer, and when."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from gateway.scripted import event, result_of
+from outrider.api import StreamEvent
+from outrider.decoding.detokenizer import REPLACEMENT_CHARACTER
+from outrider.decoding.incremental_text import IncrementalDetokenizer
+from outrider.decoding.sequence import Source
+from outrider.errors import StateError
+from outrider.gateway import response_schema
+from outrider.gateway.decoder_pool import RequestOptions
+from outrider.gateway.request_parsing import ParsedRequest
+from outrider.gateway.response_building import DONE, Answer, StableText, TokenReports, usage, visible_text
+from outrider.sampling.sampler import Signals
+
+LETTERS = st.text(alphabet="ab社区👩‍👩‍👧é\n ", max_size=24)
+
+
+def decode(pieces: list[bytes], ids: list[int]) -> str:
+    return codecs.getincrementaldecoder("utf-8")("replace").decode(b"".join(pieces[n] for n in ids))
+
+
+def split(text: str, cuts: list[int]) -> list[bytes]:
+    """The text's bytes as tokens, cut anywhere."""
+    raw = text.encode()
+    at = sorted({cut % (len(raw) + 1) for cut in cuts} | {0, len(raw)})
+    return [raw[a:b] for a, b in pairwise(at)]
+
+
+def told(tokens: list[bytes]) -> list[StreamEvent]:
+    """The events of these tokens, with the pieces that `SpeculativeDecoder.stream` gives them."""
+    transcript = IncrementalDetokenizer(lambda ids: decode(tokens, ids))
+    return [event(index, transcript.append(index)) for index in range(len(tokens))]
+
+
+def batches(events: list[StreamEvent], sizes: list[int]) -> list[list[StreamEvent]]:
+    taken: list[list[StreamEvent]] = []
+    for size in sizes:
+        taken.append(events[:size])
+        events = events[size:]
+    return [*taken, events]
+
+
+@given(LETTERS, st.lists(st.integers(0, 200)), st.lists(st.integers(0, 5)))
+def test_however_text_is_cut_into_tokens_deltas_make_it_up_and_break_no_character(
+    text: str, cuts: list[int], sizes: list[int]
+) -> None:
+    tokens = split(text, cuts)
+    stable = StableText()
+    deltas = [stable.add(batch) for batch in batches(told(tokens), sizes)]
+    deltas.append(stable.end(result_of(text, len(tokens))))
+    assert "".join(deltas) == text
+    assert not any(REPLACEMENT_CHARACTER in delta for delta in deltas)
+
+
+def test_half_a_character_at_the_end_of_the_output_is_not_shown() -> None:
+    tokens = [b"a", "社".encode()[:2]]
+    stable = StableText()
+    assert stable.add(told(tokens)) == "a"
+    assert stable.end(result_of("a", 2, "length")) == ""
+
+
+@given(LETTERS, st.lists(st.integers(0, 200)), st.lists(st.integers(0, 5)), st.lists(LETTERS, min_size=1, max_size=3))
+def test_a_stop_string_ends_the_text_and_no_part_of_it_goes_out(
+    text: str, cuts: list[int], sizes: list[int], stop: list[str]
+) -> None:
+    assume(all(stop))
+    tokens = split(text, cuts)
+    ends = [n for n in range(1, len(tokens) + 1) if any(s in decode(tokens, list(range(n))) for s in stop)]
+    tokens = tokens[: ends[0]] if ends else tokens
+    whole = decode(tokens, list(range(len(tokens))))
+    result = result_of(whole, len(tokens), "stop" if ends else "eos")
+    places = [whole.find(s) for s in stop if s in whole]
+    expected = whole[: min(places)] if ends else whole
+    stable = StableText(stop)
+    deltas = [stable.add(batch) for batch in batches(told(tokens), sizes)]
+    assert expected.startswith("".join(deltas))
+    assert "".join(deltas) + stable.end(result) == expected == visible_text(result, stop)
+
+
+def test_what_could_begin_a_stop_string_is_held_back_and_no_more() -> None:
+    stable = StableText(["END"])
+    assert stable.add([event(0, "a E")]) == "a "
+    assert stable.add([event(1, "N")]) == ""
+    assert stable.add([event(2, "T")]) == "ENT"
+
+
+def test_a_stop_string_that_a_special_token_divides_is_none() -> None:
+    stable = StableText(["END"])
+    assert stable.add([event(0, "EN")]) == ""
+    assert stable.add([event(1, "D")]) == ""  # looks like one
+    assert stable.add([]) == ""
+    assert stable.add([event(2, "x")]) == "ENDx"  # it went on, so it was none
+
+
+def test_a_stop_string_behind_one_that_was_none_ends_the_text() -> None:
+    stable = StableText(["END"])
+    said = [stable.add([event(n, piece)]) for n, piece in enumerate(["EN", "D", "x", "END"])]
+    assert "".join(said) + stable.end(result_of("ENDxEND", 4, "stop")) == "ENDx"
+
+
+def test_a_result_that_is_not_what_went_out_is_an_error() -> None:
+    stable = StableText()
+    stable.add([event(0, "a"), event(1, "b")])
+    with pytest.raises(StateError, match="not the result's"):
+        stable.end(result_of("ax", 2))
+
+
+def test_provisional_text_never_goes_out() -> None:
+    stable = StableText()
+    drafted = [event(0, "a", "provisional"), event(1, "b", "provisional")]
+    assert stable.add(drafted) == ""
+    assert stable.add([event(0, "a")]) == "a"
+    assert stable.add([event(1, "c", "revised", Source.CORRECTION)]) == "c"
+
+
+def test_text_waits_until_it_is_settled() -> None:
+    stable = StableText()
+    skipped = [replace(event(n, text, source=Source.EDGE), settled=0) for n, text in enumerate("ab")]
+    assert stable.add(skipped) == ""
+    verdict = [event(0, "a", source=Source.ACCEPTED), event(1, "x", "revised", Source.CORRECTION)]
+    assert stable.add(verdict) == "ax"
+    assert stable.add([replace(event(2, "y", source=Source.EDGE), settled=2)]) == ""
+    assert stable.add([event(3, "z", source=Source.EDGE)]) == "yz"  # no cloud is there any more
+
+
+# Tokens -----------------------------------------------------------------------------------------------------
+
+
+def signalled(index: int, token: int, kind: str) -> StreamEvent:
+    return StreamEvent(kind, index, token, "t", Source.ACCEPTED, Signals(1.0, 0.5, 0.2, 0.3))  # type: ignore[arg-type]
+
+
+def test_tokens_are_told_as_confirmed_with_the_signals_of_their_draft() -> None:
+    tokens = TokenReports()
+    assert tokens.add([signalled(0, 7, "provisional")]) == []
+    (report,) = tokens.add([event(0, "t", token=7)])
+    assert report["signals"] == {"entropy": 1.0, "margin": 0.5, "maxprob": 0.2, "logprob": 0.3}
+    assert response_schema.TokenReport.model_validate(report)
+
+
+def test_a_token_in_another_s_place_has_not_its_signals() -> None:
+    tokens = TokenReports()
+    tokens.add([signalled(0, 7, "provisional")])
+    (report,) = tokens.add([event(0, "x", "revised", Source.CORRECTION, token=8)])
+    assert report["signals"] is None
+
+
+def test_provisional_tokens_are_told_when_asked_for() -> None:
+    assert [r["kind"] for r in TokenReports(provisional=True).add([signalled(0, 7, "provisional")])] == ["provisional"]
+
+
+def test_the_final_tokens_are_those_that_were_not_voided() -> None:
+    tokens = TokenReports()
+    tokens.add([event(0, "a"), event(1, "b"), event(2, "c")])
+    tokens.add([event(1, "x", "revised", Source.CORRECTION)])
+    assert [report["text"] for report in tokens.final] == ["a", "x"]
+    tokens.add([event(0, "a"), event(1, "x")])  # a verdict confirms them again
+    assert [report["text"] for report in tokens.final] == ["a", "x"]
+
+
+# Bodies -----------------------------------------------------------------------------------------------------
+
+
+def asked(**more: Any) -> ParsedRequest:
+    return ParsedRequest("a prompt", {}, RequestOptions(), **more)
+
+
+def events_of(said: bytes) -> list[dict[str, Any]]:
+    parts = said.decode().split("\n\n")
+    assert parts[-1] == ""
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-1] if part != "data: [DONE]"]
+
+
+@pytest.mark.parametrize(
+    ("chat", "reply"), [(True, response_schema.ChatCompletion), (False, response_schema.Completion)]
+)
+@pytest.mark.parametrize("tokens", [False, True])
+def test_bodies_are_what_the_document_says(chat: bool, reply: type[response_schema.Reply], tokens: bool) -> None:
+    answer = Answer(asked(tokens=tokens, notes=("user was not used",)), chat=chat)
+    answer.note([event(0, "a"), event(1, " b")])
+    body = json.loads(answer.body(result_of("a b", 2)))
+    found = reply.model_validate(body)
+    assert found.outrider.warnings == ["user was not used"]  # type: ignore[attr-defined]
+    assert (found.outrider.tokens is not None) == tokens  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_stream_says_who_speaks_then_text_then_why_it_ended_then_usage(chat: bool) -> None:
+    answer = Answer(asked(stream=True, include_usage=True), chat=chat)
+    said = events_of(answer.chunk([event(0, "a")]) + answer.chunk([event(1, "")]) + answer.chunk([event(2, "b")]))
+    end = answer.last(result_of("ab", 3))
+    assert end.endswith(DONE)
+    said += events_of(end)
+    if chat:
+        assert said.pop(0)["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    texts = [(c["delta"].get("content", "") if chat else c["text"]) for e in said for c in e["choices"]]
+    assert texts == ["a", "b", ""]
+    assert [e["usage"] for e in said] == [None, None, None, usage(result_of("ab", 3))]
+    assert said[-2]["choices"][0]["finish_reason"] == "stop"
+    assert said[-2]["outrider"]["guarantee"] == "exact"
+    assert len({e["id"] for e in said}) == 1
+
+
+def test_without_a_word_said_a_stream_still_has_its_opening() -> None:
+    said = events_of(Answer(asked(stream=True), chat=True).last(result_of("", 1)))
+    assert said[0]["choices"][0]["delta"]["role"] == "assistant"
+
+
+def test_nothing_is_sent_while_there_is_nothing_to_say() -> None:
+    assert Answer(asked(stream=True), chat=True).chunk([event(0, "a", "provisional")]) == b""
