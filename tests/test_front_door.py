@@ -172,3 +172,17 @@ def test_the_recorder_wraps_long_lines() -> None:
     screen = Screen()
     screen.feed("x" * (COLUMNS + 3) + "\ny")
     assert ["".join(piece for piece, _ in line) for line in screen.view()] == ["x" * COLUMNS, "xxx", "y"]
+
+
+def test_names_in_the_guide_on_extending_exist() -> None:
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    named = set(re.findall(r"`([A-Z]\w+)`", text("docs/extending.md"))) - {"TEXT", "SLIDING", "AutoModelForCausalLM"}
+    assert named
+    assert {name for name in named if not re.search(rf"^(?:class {name}\b|{name}\b.*=)", source, re.M)} == set()
+
+
+def test_modules_that_documents_name_exist() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    named = {name for page in pages for name in re.findall(r"`(outrider\.[a-z_]+\.[a-z_.]+)`", page.read_text("utf-8"))}
+    paths = {name: ROOT / "src" / name.replace(".", "/") for name in named}
+    assert {name for name, path in paths.items() if not (path.is_dir() or path.with_suffix(".py").exists())} == set()
