@@ -138,6 +138,8 @@ def test_cited_design_pages_and_sections_exist() -> None:
 @pytest.mark.parametrize("name", ["CONTRIBUTING.md", "SECURITY.md", "docs/extending.md", "docs/design/failures.md"])
 def test_files_that_are_named_exist(name: str) -> None:
     named = re.findall(r"`((?:[\w.]+/)+[\w.]*)`", text(name))
+    commands = re.findall(r"^\.venv/bin/pytest (.*)", text(name), re.M)
+    named += [word for command in commands for word in command.split("#")[0].split() if not word.startswith("-")]
     roots = [ROOT, ROOT / "src" / "outrider"]
     missing = [path for path in named if not any((root / path).exists() for root in roots)]
     assert [path for path in missing if not path.startswith(".cache/")] == []
