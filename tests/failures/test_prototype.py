@@ -50,7 +50,7 @@ PROMPT = (3, 1, 4, 1, 5)
 LENGTH = 20
 TARGET = HashRows(1, V)
 OTHER = HashRows(2, V)
-EDGE_READER, CLOUD_READER = "outrider.api.Reader", "outrider.verifiers.local.Reader"
+EDGE_READER, CLOUD_READER = "outrider.api.CachedSequence", "outrider.verifiers.local.CachedSequence"
 Patch = pytest.MonkeyPatch
 
 

@@ -412,7 +412,7 @@ def test_generations_that_run_at_once_tell_what_they_learnt_one_by_one(
     assert decoder.draft_length is not None
     pace = decoder.draft_length.controller
     assert pace is not None
-    for owner, name in ((pace, "drafted"), (pace, "decided"), (decoder._guarantees, "judge")):
+    for owner, name in ((pace, "drafted"), (pace, "decided"), (decoder._guarantees, "report")):
         monkeypatch.setattr(owner, name, alone(getattr(owner, name)))
     with ThreadPoolExecutor(6) as threads:
         list(threads.map(lambda prompt: decoder.generate(prompt, max_new_tokens=12), PROMPTS[:6]))

@@ -89,7 +89,7 @@ def test_signals_are_those_of_the_drafters_own_rows(temperature: float) -> None:
 
 def test_a_long_output_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = recorded()
-    monkeypatch.setattr(recording, "PIECE", 7)
+    monkeypatch.setattr(recording, "CHUNK", 7)
     assert recorded() == whole
 
 
