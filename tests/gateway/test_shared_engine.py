@@ -229,7 +229,7 @@ def test_the_contract_is_the_engines() -> None:
 class Choosing(Held):
     """One that chooses where the logits are."""
 
-    chooses = True
+    samples_on_device = True
 
     def sample_many(self, feeds: Seq[SequenceInput], policies: Seq[Policy]) -> list[list[SampledToken]]:
         return [[SampledToken(int(row.argmax()), 1.0) for row in rows] for rows in self.forward_many(feeds)]
