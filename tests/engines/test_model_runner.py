@@ -14,8 +14,7 @@ from outrider.api import SpeculativeDecoder, local
 from outrider.config import GenerationSettings
 from outrider.engines.base import Prompt, SequenceInput
 from outrider.engines.torch import fused_model as stack
-from outrider.engines.torch import kernels
-from outrider.engines.torch import model_runner
+from outrider.engines.torch import kernels, model_runner
 from outrider.engines.torch.engine import TorchEngine
 from outrider.engines.torch.fused_model import BatchShape, pack_batch, unsupported_reason
 from outrider.engines.torch.model_runner import ModelRunner
