@@ -99,6 +99,7 @@ LIBRARY_ERRORS: Final = (
     ValueError,
     TypeError,
     RuntimeError,
+    OverflowError,
     NotImplementedError,
     MemoryError,
     LookupError,
