@@ -23,7 +23,8 @@ from outrider.gateway.errors import RequestError
 from outrider.gateway.recordings import decode_recording
 from outrider.prompts import audio, media_decoder
 from outrider.prompts.audio import SAMPLE_RATE, Audio, quantize
-from outrider.prompts.recordings import SUPPORTED, Downmix, Limits, decode_bytes, decode_path
+from outrider.prompts.recordings import Downmix, Limits, decode_bytes, decode_path
+from outrider.prompts.sound_file import SUPPORTED
 from tests.fuzz import recordings as fuzzing
 
 RATE = 48_000
