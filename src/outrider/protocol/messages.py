@@ -147,7 +147,7 @@ def unpack_settings(packed: schema.Settings, vocab_size: int) -> GenerationSetti
     """
     if len(packed.suppress_tokens) > vocab_size:  # each costs time at every position
         raise FrameError(
-            ErrorCode.SETTINGS, f"{len(packed.suppress_tokens)} suppress_tokens, of {vocab_size} there are"
+            ErrorCode.SETTINGS, f"{len(packed.suppress_tokens)} suppress_tokens, but the target has {vocab_size} tokens"
         )
     check_ids(packed.suppress_tokens, vocab_size, "suppress_tokens", ErrorCode.SETTINGS)
     values: dict[str, Any] = {name: getattr(packed, name) for name in _SENT_FIELDS}
