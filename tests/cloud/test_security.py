@@ -94,7 +94,7 @@ class TestTokens:
     def test_a_file_that_is_no_text_is_named_and_not_quoted(self, tmp_path: Path) -> None:
         path = write(tmp_path / "tokens", "")
         path.write_bytes(b"lab " + LAB.encode() + b"\xff\n")
-        with pytest.raises(SettingsError, match="is no UTF-8 text") as caught:
+        with pytest.raises(SettingsError, match="is not UTF-8 text") as caught:
             Tokens.load(path)
         assert caught.value.__cause__ is None
 

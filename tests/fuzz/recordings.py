@@ -134,7 +134,7 @@ def readers(data: bytes) -> dict[str, Callable[[], np.ndarray]]:
     text = base64.b64encode(data).decode()
     found: dict[str, Callable[[], np.ndarray]] = {
         "command line": lambda: decode_bytes(data, "the file", Limits(30.0, 2**25)).waveform,
-        "gateway": lambda: decode_recording(text, random.Random(len(data)).options(list(CONTAINERS)), 30.0).waveform,
+        "gateway": lambda: decode_recording(text, random.Random(len(data)).choice(list(CONTAINERS)), 30.0).waveform,
     }
     if b"fLaC" in data[:8]:
         found["cloud"] = lambda: unpack_audio(data if data[:1] == b"\0" else b"\0" + data, 30.0)

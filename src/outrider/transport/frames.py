@@ -93,7 +93,7 @@ def describe_loss(error: Exception | None, *, had_settings: bool, is_tls: bool) 
     """Return why an established connection broke."""
     if isinstance(error, ssl.SSLError):
         return describe_tls_error(error)
-    detail = f": {error}" if error is not None else ""
+    detail = "" if error is None else f": {getattr(error, 'strerror', None) or error}"
     if had_settings:
         return f"the connection was lost{detail}"
     if is_tls:  # in TLS 1.3 the handshake succeeds on the client before the server checks the client's certificate
