@@ -96,7 +96,7 @@ class AdvancesOnCommit(CachedSequence):
 
     def next_input(self, ids: Any, rows: int) -> SequenceInput:
         self._fed = list(ids)[self.engine.kv_len(self.slot) :]
-        return super().feed(ids, rows)
+        return super().next_input(ids, rows)
 
     def rollback_to(self, length: int) -> None:
         if self._fed:
@@ -173,7 +173,7 @@ class PrefillsTwice(CachedSequence):
     def next_input(self, ids: Any, rows: int) -> SequenceInput:
         if self.engine.kv_len(self.slot) == 0:
             return SequenceInput(self.slot, [*ids, ids[-1]], rows)
-        return super().feed(ids, rows)
+        return super().next_input(ids, rows)
 
 
 def test_the_last_prompt_token_is_seen_twice(monkeypatch: Patch) -> None:
