@@ -16,10 +16,6 @@ from outrider.errors import ModelError, PromptError, StateError
 from outrider.sampling.policy import ForwardOutput, Policy
 from outrider.sampling.sampler import SampledToken
 
-PREFILL_CHUNK = (
-    256  # tokens of a long prompt that are read at once, where others wait for the engine or it may be cancelled
-)
-
 
 @dataclass(frozen=True)
 class Prompt:
