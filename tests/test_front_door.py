@@ -138,6 +138,8 @@ def test_cited_design_pages_and_sections_exist() -> None:
 @pytest.mark.parametrize("name", ["CONTRIBUTING.md", "SECURITY.md", "docs/extending.md", "docs/design/failures.md"])
 def test_files_that_are_named_exist(name: str) -> None:
     named = re.findall(r"`((?:[\w.]+/)+[\w.]*)`", text(name))
+    commands = re.findall(r"^\.venv/bin/pytest (.*)", text(name), re.M)
+    named += [word for command in commands for word in command.split("#")[0].split() if not word.startswith("-")]
     roots = [ROOT, ROOT / "src" / "outrider"]
     missing = [path for path in named if not any((root / path).exists() for root in roots)]
     assert [path for path in missing if not path.startswith(".cache/")] == []
@@ -172,3 +174,17 @@ def test_the_recorder_wraps_long_lines() -> None:
     screen = Screen()
     screen.feed("x" * (COLUMNS + 3) + "\ny")
     assert ["".join(piece for piece, _ in line) for line in screen.view()] == ["x" * COLUMNS, "xxx", "y"]
+
+
+def test_names_in_the_guide_on_extending_exist() -> None:
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    named = set(re.findall(r"`([A-Z]\w+)`", text("docs/extending.md"))) - {"TEXT", "SLIDING", "AutoModelForCausalLM"}
+    assert named
+    assert {name for name in named if not re.search(rf"^(?:class {name}\b|{name}\b.*=)", source, re.M)} == set()
+
+
+def test_modules_that_documents_name_exist() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    named = {name for page in pages for name in re.findall(r"`(outrider\.[a-z_]+\.[a-z_.]+)`", page.read_text("utf-8"))}
+    paths = {name: ROOT / "src" / name.replace(".", "/") for name in named}
+    assert {name for name, path in paths.items() if not (path.is_dir() or path.with_suffix(".py").exists())} == set()

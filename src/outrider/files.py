@@ -11,8 +11,6 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -187,16 +185,9 @@ def temporary_text() -> IO[str]:
     Raises:
         OutriderError: no temporary directory is writable.
     """
-    with _temporary():
-        return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
-
-
-@contextmanager
-def _temporary() -> Iterator[None]:
-    """Map the errors of a temporary file's creation: the directory may have become full since tempfile chose it."""
     try:
-        yield
-    except OSError as error:
+        return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+    except OSError as error:  # the directory may have become full since tempfile chose it
         if out_of_space(error) is not None:
             raise OutriderError(NO_TEMPORARY) from error
         where = f"in {tempfile.gettempdir()} (TMPDIR names another directory)"

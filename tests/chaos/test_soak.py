@@ -50,7 +50,7 @@ class Service:
             lines = answer.read().decode().splitlines()
         return next(float(line.split()[1]) for line in lines if line.split()[0] == name)
 
-    def rollback_to(self) -> None:
+    def settle(self) -> None:
         """Until nobody is served any more; goodbyes are not waited for, and gauges are set every second."""
         limit = time.monotonic() + 30
         while used := self.metric("outrider_sessions") + self.metric("outrider_slots_used"):
@@ -117,7 +117,7 @@ def test_64_sessions_at_once_are_each_as_if_alone(service: Service, edge: Guarde
     assert rebuilt > 0
     assert peak[0] > SLOTS
     assert edge.open_slots == 0
-    service.rollback_to()
+    service.settle()
 
 
 # In turn --------------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_2000_sessions_leave_nothing_behind(service: Service, edge: Guarded, tar
         for verifier in connections.values():
             verifier.disconnect()
         connections.clear()
-        service.rollback_to()
+        service.settle()
 
     run(WARM_UP)
     sides = {"server": service.process, "edge": psutil.Process()}

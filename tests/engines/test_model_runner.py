@@ -14,8 +14,7 @@ from outrider.api import SpeculativeDecoder, local
 from outrider.config import GenerationSettings
 from outrider.engines.base import Prompt, SequenceInput
 from outrider.engines.torch import fused_model as stack
-from outrider.engines.torch import kernels
-from outrider.engines.torch import model_runner as ondevice
+from outrider.engines.torch import kernels, model_runner
 from outrider.engines.torch.engine import TorchEngine
 from outrider.engines.torch.fused_model import BatchShape, pack_batch, unsupported_reason
 from outrider.engines.torch.model_runner import ModelRunner
@@ -135,7 +134,7 @@ def test_what_is_drafted_behind_an_eos_is_dropped(monkeypatch: pytest.MonkeyPatc
 def test_long_prefills_are_left_to_the_library_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Constraints on the device read what the other path has fed."""
     monkeypatch.setattr(kernels, "SKINNY_TOKENS", 0)
-    monkeypatch.setattr(ondevice, "MOST_TOKENS", 8)
+    monkeypatch.setattr(model_runner, "MAX_TOKENS", 8)
     engine, plain = fused(model(), monkeypatch), TorchEngine(model())
     tokens, own = ids(20), policy(**SETTINGS["constrained"])
     slot, other = engine.open(Prompt((1,))), plain.open(Prompt((1,)))

@@ -50,7 +50,7 @@ PROMPT = (3, 1, 4, 1, 5)
 LENGTH = 20
 TARGET = HashRows(1, V)
 OTHER = HashRows(2, V)
-EDGE_READER, CLOUD_READER = "outrider.api.Reader", "outrider.verifiers.local.Reader"
+EDGE_READER, CLOUD_READER = "outrider.api.CachedSequence", "outrider.verifiers.local.CachedSequence"
 Patch = pytest.MonkeyPatch
 
 
@@ -96,7 +96,7 @@ class AdvancesOnCommit(CachedSequence):
 
     def next_input(self, ids: Any, rows: int) -> SequenceInput:
         self._fed = list(ids)[self.engine.kv_len(self.slot) :]
-        return super().feed(ids, rows)
+        return super().next_input(ids, rows)
 
     def rollback_to(self, length: int) -> None:
         if self._fed:
@@ -173,7 +173,7 @@ class PrefillsTwice(CachedSequence):
     def next_input(self, ids: Any, rows: int) -> SequenceInput:
         if self.engine.kv_len(self.slot) == 0:
             return SequenceInput(self.slot, [*ids, ids[-1]], rows)
-        return super().feed(ids, rows)
+        return super().next_input(ids, rows)
 
 
 def test_the_last_prompt_token_is_seen_twice(monkeypatch: Patch) -> None:

@@ -406,4 +406,4 @@ def test_all_clients_together_have_twice_as_much() -> None:
 
 def test_a_client_is_the_same_through_both_families() -> None:
     scope = {"type": "http", "client": ("::ffff:10.0.0.1", 1), "headers": []}
-    assert Access().client(Request(scope)) == "10.0.0.1"
+    assert Access().authenticate(Request(scope)) == "10.0.0.1"

@@ -82,7 +82,7 @@ class Held6:
         """One more that waits."""
         before = len(self.shared._waiting)
         future = self._threads.submit(self.shared.forward, self.slots[n], ids, rows)
-        eventually(lambda: len(self.shared._waiting) > before or future.done() or not self.shared._busy_error or n == 0)
+        eventually(lambda: len(self.shared._waiting) > before or future.done() or not self.shared._busy or n == 0)
         return future
 
 
@@ -174,7 +174,7 @@ def test_a_feed_that_fails_fails_nobody_else(threads: ThreadPoolExecutor) -> Non
         assert torch.equal(future.result(SOON)[0], row(1, n))
     assert [held.shared.kv_len(slot) for slot in held.slots] == [1, 2, 2, 0, 2, 2]
     assert torch.equal(held.ask(3, [1, 3]).result(SOON)[0], row(1, 3)), "its slot is as it was"
-    assert not held.shared._busy_error
+    assert not held.shared._busy
 
 
 def test_a_long_feed_that_fails_on_its_way_leaves_the_slot_as_it_was() -> None:
@@ -230,7 +230,7 @@ def test_the_contract_is_the_engines() -> None:
 class Choosing(Held):
     """One that chooses where the logits are."""
 
-    chooses = True
+    samples_on_device = True
 
     def sample_many(self, feeds: Seq[SequenceInput], policies: Seq[Policy]) -> list[list[SampledToken]]:
         return [[SampledToken(int(row.argmax()), 1.0) for row in rows] for rows in self.forward_many(feeds)]
@@ -312,7 +312,7 @@ def test_any_schedule_reads_what_it_would_read_alone(plans: Any, seed: int) -> N
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
             assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
     assert not SHARED._lengths
-    assert not SHARED._busy_error
+    assert not SHARED._busy
 
 
 def test_many_threads_at_once_are_all_answered() -> None:
@@ -352,4 +352,4 @@ def test_a_model_error_keeps_its_type() -> None:
     slot = shared.open(Prompt((1,)))
     with pytest.raises(ModelError, match="broken"):
         shared.forward(slot, [1])
-    assert not shared._busy_error
+    assert not shared._busy

@@ -129,7 +129,7 @@ class SimulatedDrafter:
         self._clock.spend(seconds)
         return proposals
 
-    def settle(self, length: int) -> None:
+    def rollback_to(self, length: int) -> None:
         """No cache to roll back."""
 
     def _propose(self, at: int) -> Proposal:

@@ -93,7 +93,7 @@ def describe_loss(error: Exception | None, *, had_settings: bool, is_tls: bool) 
     """Return why a connection broke that had been made."""
     if isinstance(error, ssl.SSLError):
         return describe_tls_error(error)
-    detail = f": {error}" if error is not None else ""
+    detail = "" if error is None else f": {getattr(error, 'strerror', None) or error}"
     if had_settings:
         return f"the connection was lost{detail}"
     if is_tls:  # TLS 1.3: the client is done before the server has looked at the client's certificate

@@ -6,7 +6,8 @@ import asyncio
 import json
 import selectors
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,20 +186,16 @@ class _Stream(httpcore2.AsyncNetworkStream):
         self._socket, self._stream = connected, stream
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        try:
-            return await self._stream.receive(max_bytes)
-        except anyio.EndOfStream:
-            return b""
-        except _BROKEN as error:
-            raise httpcore2.ReadError(_broken(error)) from error
+        with _as_error(httpcore2.ReadError):
+            try:
+                return await self._stream.receive(max_bytes)
+            except anyio.EndOfStream:
+                return b""
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        if not buffer:
-            return
-        try:
-            await self._stream.send(buffer)
-        except _BROKEN as error:
-            raise httpcore2.WriteError(_broken(error)) from error
+        if buffer:
+            with _as_error(httpcore2.WriteError):
+                await self._stream.send(buffer)
 
     async def aclose(self) -> None:
         await self._stream.aclose()
@@ -207,13 +204,12 @@ class _Stream(httpcore2.AsyncNetworkStream):
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
     ) -> _Stream:
         try:
-            secured = await TLSStream.wrap(
-                self._stream, hostname=server_hostname, ssl_context=ssl_context, standard_compatible=False
-            )
-        except BaseException as error:
+            with _as_error(httpcore2.ConnectError):
+                secured = await TLSStream.wrap(
+                    self._stream, hostname=server_hostname, ssl_context=ssl_context, standard_compatible=False
+                )
+        except BaseException:
             await self.aclose()
-            if isinstance(error, (*_BROKEN, ssl.SSLError)):
-                raise httpcore2.ConnectError(_broken(error)) from error
             raise
         return _Stream(self._socket, secured)
 
@@ -226,13 +222,14 @@ class _Stream(httpcore2.AsyncNetworkStream):
             return bool(selector.select(0))
 
 
-_BROKEN = (anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream)
-
-
-def _broken(error: Exception) -> str:
-    """Return why a stream broke. An error of anyio has the reason as its cause."""
-    cause = error.__cause__ or error
-    return getattr(cause, "strerror", None) or str(cause) or "the connection was lost"
+@contextmanager
+def _as_error(kind: type[Exception]) -> Iterator[None]:
+    """Raise the errors of a stream as one of the pool's. Those of anyio have the reason as their cause."""
+    try:
+        yield
+    except (anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream, ssl.SSLError) as error:
+        cause = error.__cause__ or error
+        raise kind(getattr(cause, "strerror", None) or str(cause) or "the connection was lost") from error
 
 
 def encode_json(body: Json) -> bytes:
