@@ -50,7 +50,7 @@ def batch_with_first(items: Seq[T], width: Callable[[T], int], *, limit: int, ma
 def next_chunk_size(remaining: int, chunk: int, logits_to_keep: int) -> int:
     """Return how many of the remaining tokens to prefill next.
 
-    The last chunk holds all positions whose logits are kept, even if they are more than `chunk`.
+    The last chunk holds every position with logits to keep, even if they are more than `chunk`.
     """
     if remaining <= max(chunk, logits_to_keep):
         return remaining
