@@ -169,7 +169,7 @@ class ServableEngine(Engine, Protocol):
         ...
 
     def reserve(self, budget: int, max_length: int) -> int:
-        """Limit the KV caches to `budget` bytes, for sequences of `max_length` positions. Return the number of slots."""
+        """Limit the KV caches to `budget` bytes, for sequences of `max_length` positions. Return the slots."""
         ...
 
 
@@ -197,7 +197,7 @@ def as_device_sampler(engine: Engine) -> DeviceSampler | None:
 
 
 def forward_or_sample(engine: Engine, inputs: Seq[SequenceInput], policies: Seq[Policy | None]) -> list[ForwardOutput]:
-    """Return the logits of each input, or its sampled tokens if it has a policy and the engine samples on its device."""
+    """Return the logits of each input, or its sampled tokens if it has a policy and the engine can sample."""
     sampler = as_device_sampler(engine)
     sampled = [n for n, policy in enumerate(policies) if sampler is not None and policy is not None]
     others = [n for n in range(len(inputs)) if n not in sampled]
