@@ -28,6 +28,7 @@ from outrider.cloud.sessions import SessionEntry
 from outrider.cloud.slot_pool import SlotPool
 from outrider.decoding.actions import Verify
 from outrider.engines.base import CachedSequence, Engine, SequenceInput, forward_or_sample
+from outrider.engines.batching import group_by_width, next_chunk_size
 from outrider.errors import OutriderError
 from outrider.protocol.messages import ErrorCode, FrameError
 from outrider.sampling.acceptance import Verdict
@@ -38,7 +39,6 @@ P = ParamSpec("P")
 log = logging.getLogger(__name__)
 
 SHORT_BLOCK_TOKENS = 96  # tokens; a block is read at once, anything longer in chunks
-FREE_PADDING_TOKENS = 16  # tokens; padding up to here costs less than a second forward
 
 
 @dataclass(eq=False)
@@ -224,10 +224,9 @@ class Batcher:
         self._read(jobs, self._chunk_sizes(jobs), heavy=True)
 
     def _chunk_sizes(self, jobs: Seq[Job]) -> list[int]:
-        """How many tokens of each long prefill to read now; the last part must hold all the rows that are wanted."""
+        """Return how many tokens of each long prefill to read now."""
         share = max(1, self._chunk // len(jobs))
-        remaining = [(self._remaining(job), self._plan_of(job).rows) for job in jobs]
-        return [left if left <= max(share, rows) else min(share, left - rows) for left, rows in remaining]
+        return [next_chunk_size(self._remaining(job), share, self._plan_of(job).rows) for job in jobs]
 
     def _read(self, jobs: Seq[Job], counts: Seq[int], *, heavy: bool = False) -> None:
         started = time.perf_counter()
@@ -309,15 +308,3 @@ def _refuse(job: Job) -> None:
 
 def _draining_error() -> FrameError:
     return FrameError(ErrorCode.DRAINING, "this service is going down: connect again")
-
-
-def group_by_width(jobs: Seq[Job], width: Callable[[Job], int], limit: int) -> list[list[Job]]:
-    """Jobs to read in one forward each: none is padded to more than twice its width, or NARROW tokens."""
-    out: list[list[Job]] = []
-    for job in sorted(jobs, key=width):
-        first = width(out[-1][0]) if out else 0
-        if out and len(out[-1]) < limit and width(job) <= max(FREE_PADDING_TOKENS, 2 * first):
-            out[-1].append(job)
-        else:
-            out.append([job])
-    return out

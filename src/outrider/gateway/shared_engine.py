@@ -19,7 +19,6 @@ from torch import Tensor
 
 from outrider.decoding.actions import Proposal
 from outrider.engines.base import (
-    PREFILL_CHUNK,
     DeviceSampler,
     Engine,
     Prompt,
@@ -28,13 +27,13 @@ from outrider.engines.base import (
     check_truncation,
     forward_or_sample,
 )
+from outrider.engines.batching import PREFILL_CHUNK, batch_with_first, next_chunk_size
 from outrider.errors import StateError
 from outrider.sampling.policy import Policy
 from outrider.sampling.sampler import SampledToken
 
 T = TypeVar("T")
 
-FREE_PADDING_TOKENS = 16  # tokens; padding up to here costs less than a second forward
 MAX_BATCH = 64  # feeds in one forward
 
 
@@ -158,8 +157,7 @@ class SharedEngine:
     def _read_chunks(self, seq_input: SequenceInput) -> SequenceInput:
         """Read a long feed up to its last part, which has all the rows that are wanted; that is returned."""
         ids = seq_input.ids
-        while (excess := len(ids) - max(PREFILL_CHUNK, seq_input.logits_to_keep)) > 0:
-            part = min(PREFILL_CHUNK, excess)
+        while (part := next_chunk_size(len(ids), PREFILL_CHUNK, seq_input.logits_to_keep)) < len(ids):
             self._submit(self._forward_call(SequenceInput(seq_input.slot, ids[:part], 1), None))
             ids = ids[part:]
         return SequenceInput(seq_input.slot, ids, seq_input.logits_to_keep)
@@ -226,20 +224,11 @@ class SharedEngine:
                 call.complete(result)
 
     def _take_group(self) -> list[Any]:
-        """Taken from the list. No feed is padded to more than twice its width, or NARROW tokens."""
+        """Remove the oldest call from the queue, with the later ones that fit in its forward, and return them."""
         with self._lock:
             first, rest = self._waiting[0], self._waiting[1:]
-            group, total, low, high = [first], first.width, first.width, first.width
-            for call in rest if not first.alone else ():
-                lower, higher = min(low, call.width), max(high, call.width)
-                fits = (
-                    higher <= max(FREE_PADDING_TOKENS, 2 * lower)
-                    and total + call.width <= PREFILL_CHUNK
-                    and len(group) < MAX_BATCH
-                )
-                if fits and not call.alone:
-                    group.append(call)
-                    total, low, high = total + call.width, lower, higher
+            candidates = [first] if first.alone else [first, *(call for call in rest if not call.alone)]
+            group = batch_with_first(candidates, lambda call: call.width, limit=MAX_BATCH, max_tokens=PREFILL_CHUNK)
             selected = set(group)
             self._waiting = [call for call in rest if call not in selected]
         return group
