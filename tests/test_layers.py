@@ -24,7 +24,7 @@ ORDER = [
     "transport",
 ]
 ORDER += ["verifiers", "edge", "serving", "cloud", "planning", "api", "evals", "integrations", "gateway", "cli"]
-BESIDE = [{"edge", "cloud"}, {"wire", "netem"}]  # neither knows the other
+BESIDE = [{"edge", "cloud"}, {"gateway", "cloud"}, {"transport", "netem"}]  # neither knows the other
 MODULES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py") if path.stem not in ("__init__", "__main__"))
 
 
