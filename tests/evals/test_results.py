@@ -11,7 +11,7 @@ import pytest
 from outrider.decoding.sequence import Source
 from outrider.errors import DataError
 from outrider.evals.results import Figure, read_run
-from outrider.planning.traces import Trace, write_traces
+from outrider.planning.traces import Trace
 from outrider.sampling.sampler import Signals
 
 ANSWER = {
@@ -60,7 +60,8 @@ def test_all_files_are_read(folder: Path) -> None:
     write(folder, "results.jsonl", {**ANSWER, **per_token, "warnings": []})
     spent = {"draft_s": 0.2, "queue_s": 0.0, "bytes": {"up": {"open": 3}, "down": {}}}
     write(folder, "timings.jsonl", {**TIMING, **spent, "itl_s": [0.1]})
-    write_traces(folder / "traces.jsonl", [Trace("a1", 4, (5, 6), (5, 7), (Signals(0.1, 0.9, 0.1, 0.1),) * 2)])
+    trace = Trace("a1", 4, (5, 6), (5, 7), (Signals(0.1, 0.9, 0.1, 0.1),) * 2)
+    write(folder, "traces.jsonl", trace.to_json())
     write(folder, "sweep.jsonl", {**SWEPT, "disagreement": 0.25, "disagreement_ci": [0.2, 0.3]})
     modes = {"exact": {"chrf": {"value": 60.0, "low": 55.0, "high": 65.0, "n": 9}, "items": 1, "bleu": None}}
     write(folder, "summary.json", {"modes": modes})

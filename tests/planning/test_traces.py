@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.errors import DataError
-from outrider.planning.traces import Trace, read_traces, write_traces
+from outrider.planning.traces import Trace, read_traces
 from outrider.sampling.sampler import Signals
 
 GOOD = Trace("a", 4, (5, 6), (5, 7), (Signals(0.0, 1.0, 0.0, 0.0), Signals(2.5, 0.1, 0.7, 3.5)), 9)
@@ -21,8 +21,7 @@ def write(path: Path, *rows: dict[str, Any]) -> Path:
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    write_traces(tmp_path / "traces.jsonl", [GOOD])
-    assert read_traces(tmp_path / "traces.jsonl") == [GOOD]
+    assert read_traces(write(tmp_path / "traces.jsonl", GOOD.to_json())) == [GOOD]
 
 
 def test_a_line_separator_inside_an_id_ends_no_line(tmp_path: Path) -> None:

@@ -7,20 +7,19 @@ trip in all, speculation one in each round (MATHS, "How long to draft"). What it
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from outrider.config import DriverName
-from outrider.decoding.gate import Always, Gate, Signals
+from outrider.decoding.gate import Always, Gate
 from outrider.decoding.risk_estimate import MISS_PROBABILITY, upper_bound
 from outrider.errors import SettingsError
 from outrider.planning.costs import Costs
 from outrider.planning.simulator import Setup, Summary, end_tokens, replay, summarise
 from outrider.planning.traces import Trace
-from outrider.planning.validation import count, share
+from outrider.planning.validation import share
 
 Aim = Literal["latency", "cloud", "quality", "privacy"]
 BLOCK_LENGTHS: tuple[int, ...] = (1, 2, 3, 5, 8, 12)
@@ -207,35 +206,6 @@ def find_root(function: Callable[[float], float], low: float, high: float) -> fl
         value, chord = function(middle), not chord
         low, under, high, over = (middle, value, high, over) if value < 0.0 else (low, under, middle, value)
     return low
-
-
-def synthetic_traces(acceptance: float, length: int, outputs: int = 8, seed: int = 0) -> list[Trace]:
-    """Traces of nothing but an acceptance rate and a length, where none were recorded.
-
-    Each token is accepted with a chance of its own, Beta(2α, 2(1 − α)), whose mean is α; tokens are independent of each
-    other, and the drafter knows the chance. Real drafters know less: thresholds want recorded traces.
-    """
-    share(acceptance=acceptance)
-    count(1, length=length, outputs=outputs)
-    return [
-        _synthetic_trace(f"made up {n + 1}", acceptance, length, random.Random(f"{seed} {n}")) for n in range(outputs)
-    ]
-
-
-def _synthetic_trace(name: str, acceptance: float, length: int, rng: random.Random) -> Trace:
-    sure = 0.0 < acceptance < 1.0
-    chances = [rng.betavariate(2 * acceptance, 2 * (1 - acceptance)) if sure else acceptance for _ in range(length)]
-    target = tuple(range(2, length + 2))
-    draft = tuple(token if rng.random() < chance else 1 for token, chance in zip(target, chances, strict=True))
-    return Trace(name, 1, target, draft, tuple(map(_signals_for, chances)))
-
-
-def _signals_for(chance: float) -> Signals:
-    """Of a drafter whose token has that probability, and one other token the rest."""
-    chance = min(max(chance, 1e-6), 1.0 - 1e-6)
-    rest = 1.0 - chance
-    entropy = -chance * math.log(chance) - rest * math.log(rest)
-    return Signals(entropy, max(chance, rest) - min(chance, rest), min(chance, rest), -math.log(chance))
 
 
 def _cost_ratio(value: float, lead: float) -> float:

@@ -9,8 +9,6 @@ drafter's proposal given the same prefix, and how sure the drafter was of it. On
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from typing import Any
 from outrider.config import is_integer, is_number
 from outrider.decoding.gate import SIGNAL_NAMES, Signals
 from outrider.errors import DataError
-from outrider.files import parse_json, read_text, write_file
+from outrider.files import parse_json, read_text
 
 LARGEST = {"margin": 1.0, "maxprob": 1.0}  # the other signals have no upper end; none is below 0
 ROUNDED = 1e-6  # that a signal may be past its end
@@ -108,10 +106,6 @@ def read_traces(path: Path) -> list[Trace]:
     if not found:
         raise DataError(f"{path} holds no trace")
     return [trace for _, trace in found.values()]
-
-
-def write_traces(path: Path, traces: Iterable[Trace]) -> None:
-    write_file(path, "".join(json.dumps(trace.to_json()) + "\n" for trace in traces))
 
 
 def _parse(line: str, where: str) -> Trace:
