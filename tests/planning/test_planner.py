@@ -13,7 +13,7 @@ from test_simulator import COSTS, TRACES
 
 from outrider.errors import DataError, SettingsError
 from outrider.netem.conditions import parse_conditions
-from outrider.planning.costs import Costs
+from outrider.planning.costs import StepCosts
 from outrider.planning.planner import DRIVERS, MAX_RTT_S, Goal, Planner, find_root
 from outrider.planning.simulator import Setup
 from outrider.planning.traces import Trace
@@ -21,7 +21,7 @@ from outrider.sampling.sampler import Signals
 
 GATES = ("entropy:0.4", "entropy:0.9")
 NEAR = Planner(TRACES[:4], COSTS, Setup(net=parse_conditions("rtt=20ms")), GATES, (1, 4))
-FAST = Costs(draft_s=0.001, verify_s=0.03)
+FAST = StepCosts(draft_s=0.001, verify_s=0.03)
 
 
 def test_every_mode_is_ranked() -> None:
@@ -72,7 +72,7 @@ def test_far_away_cloud_only_is_faster_and_the_break_even_says_from_where() -> N
 
 
 def test_break_evens_at_either_end() -> None:
-    slow = Planner(TRACES[:2], Costs(draft_s=0.1, verify_s=0.01), ks=(3,))
+    slow = Planner(TRACES[:2], StepCosts(draft_s=0.1, verify_s=0.01), ks=(3,))
     assert slow.breakeven_rtt_s(Setup(k=3)) == 0.0
     assert NEAR.breakeven_rtt_s(Setup("edge-only")) == math.inf
 

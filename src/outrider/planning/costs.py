@@ -16,7 +16,7 @@ TRANSPORT_DOWN = 26  # bytes: the two window updates that a gRPC server sends wi
 
 
 @dataclass(frozen=True)
-class Costs:
+class StepCosts:
     """Seconds. A token that is drafted; a verdict on n tokens (what the verifier reads of drafts and skipped ones).
 
     draft_s, signals_s: of one drafted token, and of saying how sure the drafter was, where gate or k ask for it.
@@ -54,7 +54,7 @@ class Costs:
         return each + (self.verify_prefill_s if first else 0.0)
 
 
-def median_costs(several: list[Costs]) -> Costs:
+def median_costs(several: list[StepCosts]) -> StepCosts:
     """Field by field.
 
     Raises:
@@ -63,9 +63,9 @@ def median_costs(several: list[Costs]) -> Costs:
     if not several:
         raise SettingsError("no costs were measured")
     found: dict[str, Any] = {
-        field.name: _median([getattr(one, field.name) for one in several]) for field in fields(Costs)
+        field.name: _median([getattr(one, field.name) for one in several]) for field in fields(StepCosts)
     }
-    return Costs(**found)
+    return StepCosts(**found)
 
 
 def _median(values: list[float | None]) -> float | None:

@@ -16,7 +16,7 @@ from outrider.config import DriverName
 from outrider.decoding.gate import Always, Gate
 from outrider.decoding.risk_estimate import MISS_PROBABILITY, upper_bound
 from outrider.errors import SettingsError
-from outrider.planning.costs import Costs
+from outrider.planning.costs import StepCosts
 from outrider.planning.simulator import Setup, Summary, end_tokens, replay, summarise
 from outrider.planning.traces import Trace
 from outrider.planning.validation import share
@@ -109,7 +109,7 @@ class Planner:
     def __init__(
         self,
         traces: Seq[Trace],
-        costs: Costs,
+        costs: StepCosts,
         base: Setup | None = None,
         gates: Seq[str | Gate] = (),
         ks: Seq[int | str] = BLOCK_LENGTHS,

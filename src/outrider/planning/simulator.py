@@ -30,7 +30,7 @@ from outrider.decoding.risk_estimate import MISS_PROBABILITY, upper_bound
 from outrider.decoding.stopping import StopRules
 from outrider.errors import DataError, SettingsError
 from outrider.netem.conditions import Conditions
-from outrider.planning.costs import Costs, md1_wait_s
+from outrider.planning.costs import StepCosts, md1_wait_s
 from outrider.planning.traces import Trace
 from outrider.planning.validation import at_least_zero, count
 from outrider.planning.virtual_time import (
@@ -73,7 +73,7 @@ class Setup(DecodingOptions):
         if self.max_new_tokens is not None:
             count(1, max_new_tokens=self.max_new_tokens)
 
-    def wait_s(self, costs: Costs) -> float:
+    def wait_s(self, costs: StepCosts) -> float:
         """Before each verdict."""
         return self.queue_s + md1_wait_s(self.utilisation, costs.verify_s)
 
@@ -152,7 +152,7 @@ def end_tokens(traces: Seq[Trace]) -> frozenset[int]:
 def simulate(
     trace: Trace,
     setup: Setup,
-    costs: Costs,
+    costs: StepCosts,
     *,
     ends: frozenset[int] = frozenset(),
     draft_length: DraftLength | None = None,
@@ -163,7 +163,7 @@ def simulate(
     return run.outcome()
 
 
-def replay(traces: Seq[Trace], setup: Setup, costs: Costs, *, ends: frozenset[int] | None = None) -> list[Outcome]:
+def replay(traces: Seq[Trace], setup: Setup, costs: StepCosts, *, ends: frozenset[int] | None = None) -> list[Outcome]:
     """Several traces, one after another, as one SpeculativeDecoder would: k "auto" learns on the way.
 
     ends: by default, what `end_tokens` finds.
@@ -224,7 +224,7 @@ class _Simulation:
     """One replay."""
 
     def __init__(
-        self, trace: Trace, setup: Setup, costs: Costs, ends: frozenset[int], draft_length: DraftLength
+        self, trace: Trace, setup: Setup, costs: StepCosts, ends: frozenset[int], draft_length: DraftLength
     ) -> None:
         gate = setup.parsed_gate if setup.mode == "speculative" else Always()
         drafts, has_verifier = setup.mode != "cloud-only", setup.mode != "edge-only"

@@ -11,7 +11,7 @@ from typing import Any
 from outrider.config import DEFAULT_K, DriverName
 from outrider.decoding.gate import Gate
 from outrider.netem.conditions import Conditions
-from outrider.planning.costs import Costs
+from outrider.planning.costs import StepCosts
 from outrider.planning.simulator import Setup, Summary, end_tokens, replay, summarise
 from outrider.planning.traces import Trace
 
@@ -35,7 +35,7 @@ class Row:
 
 def sweep(
     traces: Seq[Trace],
-    costs: Costs,
+    costs: StepCosts,
     *,
     gates: Seq[str | Gate],
     ks: Seq[int | str] = (DEFAULT_K,),

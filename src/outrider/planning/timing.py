@@ -12,7 +12,7 @@ from outrider.config import GenerationSettings
 from outrider.decoding.actions import Draft, Verify
 from outrider.edge.drafter import Drafter
 from outrider.engines.base import CachedSequence, Engine, Prompt
-from outrider.planning.costs import Costs, median_costs
+from outrider.planning.costs import StepCosts, median_costs
 from outrider.planning.trace_recorder import Recorder
 from outrider.planning.validation import count
 from outrider.prompts.chat import PromptLike, encode
@@ -34,7 +34,7 @@ def measure_costs(
     settings: GenerationSettings | None = None,
     *,
     repeats: int = 3,
-) -> Costs:
+) -> StepCosts:
     """Medians over prompts and repeats, of steps that are made for this alone.
 
     A verifier that says what its verdicts took has the rest of each answer counted as overhead: ask it across a link
@@ -48,12 +48,12 @@ def measure_costs(
     return median_costs([_measure(recorder, prompt, output) for prompt, output in turns])
 
 
-def _measure(recorder: Recorder, prompt: Prompt, output: list[int]) -> Costs:
+def _measure(recorder: Recorder, prompt: Prompt, output: list[int]) -> StepCosts:
     first, plain, with_signals = _drafting(recorder, prompt)
     opening, few, overhead = _verdicts(recorder, prompt, output, FEW_DRAFTS)
     _, many, _ = _verdicts(recorder, prompt, output, MANY_DRAFTS)
     slope = max(0.0, (many - few) / (MANY_DRAFTS - FEW_DRAFTS))
-    return Costs(
+    return StepCosts(
         draft_s=max(plain, MIN_SECONDS),
         signals_s=max(0.0, with_signals - plain),
         draft_prefill_s=max(0.0, first - plain),

@@ -16,7 +16,7 @@ from outrider.edge.drivers import pipelined, sequential
 from outrider.edge.round_observer import RoundObserver
 from outrider.errors import SettingsError
 from outrider.netem.conditions import Conditions
-from outrider.planning.costs import ID_BYTES, OPEN_BYTES, TRANSPORT_DOWN, Costs
+from outrider.planning.costs import ID_BYTES, OPEN_BYTES, TRANSPORT_DOWN, StepCosts
 from outrider.planning.traces import Trace
 from outrider.protocol.messages import pack_verdict, pack_verify
 from outrider.sampling.acceptance import Verdict
@@ -111,7 +111,7 @@ class SimulatedDrafter:
     """
 
     def __init__(
-        self, trace: Trace, costs: Costs, clock: Clock, *, ends: frozenset[int], filler: int, with_signals: bool
+        self, trace: Trace, costs: StepCosts, clock: Clock, *, ends: frozenset[int], filler: int, with_signals: bool
     ):
         self._trace, self._costs, self._clock, self._ends = trace, costs, clock, ends
         self._filler, self._with_signals, self._first = filler, with_signals, True
@@ -146,7 +146,7 @@ class SimulatedCloud:
     """
 
     trace: Trace
-    costs: Costs
+    costs: StepCosts
     clock: Clock
     net: Conditions
     queue_s: float
