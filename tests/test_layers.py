@@ -25,7 +25,13 @@ ORDER = [
     "netem",
 ]
 ORDER += ["verifiers", "edge", "serving", "cloud", "planning", "api", "evals", "integrations", "gateway", "cli"]
-BESIDE = [{"edge", "cloud"}, {"protocol", "netem"}, {"transport", "netem"}]  # neither imports the other
+# Neither imports the other.
+BESIDE = [
+    {"edge", "cloud"},
+    {"gateway", "cloud"},
+    {"protocol", "netem"},
+    {"transport", "netem"},
+]
 MODULES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py") if path.stem not in ("__init__", "__main__"))
 
 

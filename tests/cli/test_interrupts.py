@@ -29,7 +29,7 @@ from outrider.__main__ import main
 main()
 """
 CLIPS = BUNDLED / "clips"
-NAMES = ["outrider.cli.main", "cyclopts", "outrider.cli.commands", "outrider.cli.terminal", "torch", "soundfile"]
+NAMES = ["outrider.cli.main", "cyclopts", "outrider.cli.caption", "outrider.cli.terminal", "torch", "soundfile"]
 
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
