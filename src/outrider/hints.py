@@ -58,7 +58,7 @@ def _missing_modules(extra: str) -> list[str]:
 
 
 def _source() -> dict[str, Any]:
-    """Read where pip took the package from (PEP 610); empty where it came from an index, or is not installed."""
+    """Read where pip took the package from (PEP 610), or {} if it came from an index or is not installed."""
     try:
         text = metadata.distribution(PACKAGE).read_text("direct_url.json")
         found = json.loads(text) if text else {}
@@ -77,7 +77,7 @@ def _pinned(source: dict[str, Any], url: str) -> str:
 
 
 def requirements(extra: str) -> list[str]:
-    """Return the requirements of an extra, without its marker; the extra's own name where they are not known."""
+    """Return the requirements of an extra without its marker, or the extra itself if they are unknown."""
     from packaging.requirements import Requirement
 
     try:

@@ -232,9 +232,9 @@ def test_requests_carry_round_base_and_what_is_new() -> None:
 
 def test_an_action_that_nobody_can_do_is_a_state_error() -> None:
     decoder, drafter, _ = parts([1, 2, 3])
-    with pytest.raises(StateError, match=r"Draft.* was asked of nobody"):
+    with pytest.raises(StateError, match=r"Draft.* needs a drafter or verifier that is missing"):
         list(sequential(decoder, None, lambda request: Verdict(1, 0, 1)))
-    with pytest.raises(StateError, match=r"Verify.* was asked of nobody"):
+    with pytest.raises(StateError, match=r"Verify.* needs a drafter or verifier that is missing"):
         list(sequential(decoder, drafter, None))
 
 
