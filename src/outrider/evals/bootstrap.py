@@ -69,7 +69,7 @@ def measure(
     """Score items from their contributions to the sums. Returns None without items.
 
     Args:
-        rows: per item a number, or S numbers whose sums `finish` takes.
+        rows: per item a number, or S numbers. `finish` takes their sums.
         langs: the language of each item. "zh-CN" counts as "zh".
     """
     grouped: dict[str, list[Sequence[float] | float]] = defaultdict(list)

@@ -40,8 +40,11 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Token:
-    """A token of a strip. kind: CSS class of its source. void: it has no text. signals: space-separated numbers, in
-    the order of the strip's names."""
+    """A token of a strip.
+
+    kind: CSS class of its source. void: it has no text. signals: space-separated numbers, in the order of the strip's
+    names.
+    """
 
     kind: str
     id: int
