@@ -17,7 +17,7 @@ import yaml
 from tools.record_demo import COLUMNS, Screen, Style
 
 import outrider
-from outrider.cli.main import app
+from outrider.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 YAML = [

@@ -11,10 +11,10 @@ pytestmark = pytest.mark.network  # each starts a process, which takes seconds
 
 SAY = """
 import logging
-from outrider.cli.commands import quieten
 from outrider.cli.options import Output
+from outrider.cli.terminal import configure_logging
 
-quieten(Output(verbose={verbose}))
+configure_logging(Output(verbose={verbose}))
 for name in ("outrider", "outrider.verifiers.retry", "httpx", "httpcore.http11", "httpx2", "asyncio", "urllib3"):
     for level in (logging.DEBUG, logging.INFO, logging.WARNING):
         logging.getLogger(name).log(level, "%s says %s", name, logging.getLevelName(level))

@@ -21,7 +21,7 @@ import transformers
 
 import outrider
 from outrider.api import SpeculativeDecoder, local
-from outrider.cli.commands import pieces
+from outrider.cli.rendering import pieces
 from outrider.cli.subprocess_cloud import cloud_process
 from outrider.decoding.gate import SIGNAL_NAMES, Signals, compute_signals
 from outrider.decoding.result import Result

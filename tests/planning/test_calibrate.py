@@ -16,8 +16,8 @@ from tests.engines.tiny import engine
 from tests.planning import adversaries
 
 from outrider.api import local
+from outrider.cli.app import app
 from outrider.cli.calibrate import _show, model_ids, run_calibrate
-from outrider.cli.main import app
 from outrider.cli.options import Models
 from outrider.config import GateFile, GenerationSettings, Loss, ModelId, read_gate_file
 from outrider.decoding.actions import Done, Draft, Plan, Proposal

@@ -133,7 +133,7 @@ def test_the_bundled_pairs_traces_replay_its_runs(pair: tuple[Any, Any]) -> None
     prompts: list[Any] = [clip, list(range(5, 25))]
     traces = list(record(*pair, prompts, GenerationSettings(max_new_tokens=32)))
     encoded = SpeculativeDecoder(*pair).encode(clip)
-    assert traces[0].media_bytes == len(pack_media(encoded, withheld=False)[1]) > 10_000
+    assert traces[0].media_bytes == len(pack_media(encoded, hides_audio=False)[1]) > 10_000
     for k in (1, 5):
         decoder = SpeculativeDecoder(*pair, k=k)
         outcomes = replay(traces, Setup(k=k, max_new_tokens=32), COSTS, ends=frozenset(pair[0].eos_ids))
