@@ -119,7 +119,7 @@ def from_mer(
         raise DataError("no table is given")
     absent = sorted(set(columns or {}).difference(*(rows.fields for rows in read)))
     if absent:
-        raise DataError(f"{', '.join(map(str, tables))}: no table has a column for {', '.join(absent)}")
+        raise DataError(f"{', '.join(map(str, tables))}: no table has the column given for {', '.join(absent)}")
     items = []
     for key, first in read[0].values.items():
         merged = dict(first)
