@@ -118,7 +118,7 @@ class SimulatedDrafter:
         place = self._places[at]
         return Proposal(at + 2 if place.right else WRONG, Signals(0.0, 0.0, 0.0, place.logprob))
 
-    def settle(self, length: int) -> None:
+    def rollback_to(self, length: int) -> None:
         """No cache to roll back."""
 
 

@@ -257,7 +257,7 @@ def test_turns_may_be_nested_in_a_thread() -> None:
 
 
 def test_alone_with_the_same_engine_twice() -> None:
-    with exclusive(SPECULATE._draft, SPECULATE._draft):
+    with exclusive(SPECULATE._draft_engine(), SPECULATE._draft_engine()):
         pass
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from outrider.errors import SettingsError
 
 PACKAGE = "outrider"
 
@@ -31,6 +34,27 @@ def install_command(extra: str) -> str:
         return f"pip install {shlex.quote(f'{PACKAGE}[{extra}] @ {_pinned(source, url)}')}"
     needed = requirements(extra)
     return f"pip install {' '.join(map(shlex.quote, needed))}"
+
+
+EXTRA_MODULES = {
+    "cloud": ("grpc", "grpc_health", "prometheus_client", "pythonjsonlogger"),
+    "gateway": ("fastapi", "httptools", "uvicorn", "grpc", "grpc_health", "prometheus_client", "pythonjsonlogger"),
+}
+
+
+def has_extra(extra: str) -> bool:
+    """Return whether the modules of an extra are installed."""
+    return not _missing_modules(extra)
+
+
+def check_extra(command: str, extra: str) -> None:
+    """Raise SettingsError with the install command if modules of an extra that the command needs are missing."""
+    if missing := _missing_modules(extra):
+        raise SettingsError(f"{command} needs {', '.join(missing)}: {install_command(extra)}")
+
+
+def _missing_modules(extra: str) -> list[str]:
+    return [name for name in EXTRA_MODULES[extra] if find_spec(name) is None]
 
 
 def _source() -> dict[str, Any]:

@@ -51,7 +51,7 @@ def test_while_a_module_is_imported(name: str) -> None:
 IN_A_FINALISER = """
 import os, signal, sys
 from outrider.cli import interrupts
-from outrider.cli.exit_codes import guarded
+from outrider.cli.exit_codes import run_guarded
 interrupts.install()
 class Swallows:
     def __del__(self):
@@ -61,12 +61,12 @@ def work():
     one = Swallows()
     del one
     return 0
-sys.exit(guarded(work))
+sys.exit(run_guarded(work))
 """
 TURNED_INTO_ANOTHER_ERROR = """
 import os, signal, sys
 from outrider.cli import interrupts
-from outrider.cli.exit_codes import guarded
+from outrider.cli.exit_codes import run_guarded
 interrupts.install()
 def work():
     try:
@@ -74,7 +74,7 @@ def work():
         for _ in range(1000): pass
     except BaseException as error:
         raise RuntimeError("a library made another error of it") from error
-sys.exit(guarded(work))
+sys.exit(run_guarded(work))
 """
 
 
@@ -89,14 +89,14 @@ def test_where_it_would_be_swallowed(code: str) -> None:
 def test_while_tokens_come(cloud: str) -> None:
     code = """
     import os, signal, sys
-    from outrider import api
-    real = api._Generation._drive
+    from outrider.edge import generation
+    real = generation.Generation._run_driver
     def drive(self, *rest):
         for n, event in enumerate(real(self, *rest)):
             if n == 3:
                 os.kill(os.getpid(), signal.SIGINT)
             yield event
-    api._Generation._drive = drive
+    generation.Generation._run_driver = drive
     from outrider.cli.main import main
     main()
     """
@@ -196,7 +196,7 @@ def test_a_signal_while_an_event_loop_is_made_ends_the_server(arguments: tuple[s
 AT_AN_EDGE = """
 import atexit, os, signal, sys, threading, time
 sys.argv = ["outrider", *{arguments!r}]
-from outrider.cli import guard, interrupts, main
+from outrider.cli import exit_codes, interrupts, main
 def kill(*_):
     os.kill(os.getpid(), signal.SIGINT)
 def before(module, name, first):
@@ -220,8 +220,8 @@ main.main()
 MOMENTS = [  # at which no `try` of a command is open
     "before(main, '_run', kill)",
     "after(main, '_run')",
-    "after(main, 'guarded')",
-    "after(guard, 'complain')",
+    "after(main, 'run_guarded')",
+    "after(exit_codes, 'print_error')",
     "before(interrupts, 'end', kill)",
     "before(interrupts, 'end', lambda: atexit.register(kill))",
     "before(interrupts, 'end', threading.Thread(target=last).start)",
@@ -231,7 +231,7 @@ MOMENTS = [  # at which no `try` of a command is open
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("arguments", [["--version"], ["caption"]])
 def test_at_the_edges_of_a_command(moment: str, arguments: list[str]) -> None:
-    if "complain" in moment and arguments == ["--version"]:
+    if "print_error" in moment and arguments == ["--version"]:
         pytest.skip("no message")
     done = run(AT_AN_EDGE.format(arguments=arguments, moment=moment))
     assert done.returncode == 130, (done.returncode, done.stderr)

@@ -10,7 +10,7 @@ from typing import Any
 import outrider.decoding
 import outrider.sampling
 
-COUNTERS = {"Stats", "AuditTrail", "Losses"}  # written to while a generation runs
+COUNTERS = {"Stats", "AuditTrail", "LossSums"}  # written to while a generation runs
 
 
 def pure_dataclasses() -> list[Any]:

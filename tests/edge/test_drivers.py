@@ -10,9 +10,10 @@ import torch
 from generation import Scheduled, block
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from outrider.edge.generation import Generation
 
 from fakes import HashRows, OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain
-from outrider import Result, SpeculativeDecoder, StateError, api, local
+from outrider import Result, SpeculativeDecoder, StateError, local
 from outrider.config import GenerationSettings
 from outrider.decoding.actions import Draft, Plan, Proposal, Verify
 from outrider.decoding.decoder import Decoder, Event
@@ -370,8 +371,8 @@ def test_slots_are_closed_after_an_error_in_any_forward(side: int, gate: str) ->
 
 def test_a_closed_stream_ends_its_generation_without_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     """Newer Pythons keep the inner generator alive for a while after the outer one was closed."""
-    kept, events = [], api._Generation.events
-    monkeypatch.setattr(api._Generation, "events", lambda run: kept.append(events(run)) or kept[-1])
+    kept, events = [], Generation.events
+    monkeypatch.setattr(Generation, "events", lambda run: kept.append(events(run)) or kept[-1])
     draft, target = pair()
     stream = SpeculativeDecoder(draft, local(target), k=3).stream(list(PROMPT), max_new_tokens=20)
     next(stream)

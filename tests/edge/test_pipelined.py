@@ -148,7 +148,7 @@ def test_a_stranger_costs_drafts_but_no_request() -> None:
 class KeepsAheadAfterAMiss(Decoder):
     """What was drafted ahead is taken for the continuation whatever the verdict said."""
 
-    def _guessed(self, verdict: Verdict, asked: Verify) -> bool:
+    def _guess_was_right(self, verdict: Verdict, asked: Verify) -> bool:
         return bool(self._ahead)
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 SCRIPT = """
 import json, os, signal, sys, threading
 from outrider import OutriderError, SpeculativeDecoder, load_engine, local
-from outrider.engines.locking import LOAD_LOCK, lock_of
+from outrider.engines.locking import LOAD_LOCK, get_lock
 from outrider.engines.torch.engine import TorchEngine
 from tests.engines.tiny import model
 
@@ -48,7 +48,7 @@ held, over = threading.Event(), threading.Event()
 
 
 def hold():  # as another thread inside a forward, a tokenizer and a load does
-    with engine.lock, demo.lock, lock_of(demo.tokenizer), LOAD_LOCK:
+    with engine.lock, demo.lock, get_lock(demo.tokenizer), LOAD_LOCK:
         held.set()
         over.wait()
 

@@ -14,8 +14,7 @@ from outrider.api import SpeculativeDecoder, local
 from outrider.config import GenerationSettings
 from outrider.engines.base import Prompt, SequenceInput
 from outrider.engines.torch import fused_model as stack
-from outrider.engines.torch import kernels
-from outrider.engines.torch import model_runner
+from outrider.engines.torch import kernels, model_runner
 from outrider.engines.torch.engine import TorchEngine
 from outrider.engines.torch.fused_model import BatchShape, pack_batch, unsupported_reason
 from outrider.engines.torch.model_runner import ModelRunner
@@ -171,7 +170,7 @@ def test_a_batch_is_described_flat() -> None:
     assert batch.token_slots.tolist() == [3, 3, 3, 0]
     assert (batch.firsts.tolist(), batch.counts.tolist()) == ([0, 3], [3, 1])
     assert (batch.starts.tolist(), batch.slots.tolist()) == ([5, 7], [3, 0])
-    assert batch.wanted.tolist() == [1, 2, 3, 0]
+    assert batch.kept.tolist() == [1, 2, 3, 0]
     batch.all.copy_(pack_batch(shape, [], []))
     assert batch.token_slots.tolist() == [-1] * 4
     assert batch.counts.tolist() == [0, 0]

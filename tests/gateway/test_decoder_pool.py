@@ -274,12 +274,12 @@ def test_a_cloud_is_described_once_however_many_ask_at_once() -> None:
     verifier.go.clear()
     decoder = SpeculativeDecoder(scripted(), verifier, lazy=True)
     with ThreadPoolExecutor(8) as threads:
-        waiting = [threads.submit(decoder._pair.meet) for _ in range(8)]
+        waiting = [threads.submit(decoder._pair.connect) for _ in range(8)]
         time.sleep(0.05)
         verifier.go.set()
-        assert all(future.result(SOON).whole for future in waiting)
+        assert all(future.result(SOON).is_complete for future in waiting)
     assert verifier.asked == 1
-    assert len(decoder._pair.state.sides) == 2
+    assert len(decoder._pair.state.models) == 2
 
 
 def test_who_waits_for_a_cloud_to_describe_itself_can_leave_and_the_others_get_it() -> None:
@@ -288,9 +288,9 @@ def test_who_waits_for_a_cloud_to_describe_itself_can_leave_and_the_others_get_i
     decoder = SpeculativeDecoder(scripted(), verifier, lazy=True)
     leaving = Cancellation()
     with ThreadPoolExecutor(2) as threads:
-        leaver = threads.submit(decoder._pair.meet, leaving)
+        leaver = threads.submit(decoder._pair.connect, leaving)
         time.sleep(0.05)
-        stayer = threads.submit(decoder._pair.meet)
+        stayer = threads.submit(decoder._pair.connect)
         time.sleep(0.05)
         leaving.cancel()
         with pytest.raises(CancelledError):

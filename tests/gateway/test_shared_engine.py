@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fakes import HashRows, ScriptedEngine
 from outrider.decoding.actions import Proposal
-from outrider.engines.base import PREFILL_CHUNK, Prompt, SequenceInput, as_device_sampler, forward_or_sample
+from outrider.engines.base import Prompt, SequenceInput, as_device_sampler, forward_or_sample
+from outrider.engines.batching import PREFILL_CHUNK
 from outrider.engines.torch.engine import TorchEngine
 from outrider.errors import ModelError, StateError
 from outrider.gateway.shared_engine import SharedEngine
@@ -229,7 +230,7 @@ def test_the_contract_is_the_engines() -> None:
 class Choosing(Held):
     """One that chooses where the logits are."""
 
-    chooses = True
+    samples_on_device = True
 
     def sample_many(self, feeds: Seq[SequenceInput], policies: Seq[Policy]) -> list[list[SampledToken]]:
         return [[SampledToken(int(row.argmax()), 1.0) for row in rows] for rows in self.forward_many(feeds)]

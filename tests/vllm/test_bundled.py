@@ -37,7 +37,7 @@ def verifier(pair_of_servers: tuple[Server, Server]):
 
 
 def test_what_the_probe_finds(verifier, edge) -> None:
-    verifier.describe(SpeculativeDecoder(edge, verifier)._pair.now.sides[0])
+    verifier.describe(SpeculativeDecoder(edge, verifier)._pair.state.models[0])
     capabilities = verifier.replicas[0].capabilities
     assert (capabilities.mode, capabilities.top, capabilities.normalised, capabilities.noise) == (
         "prompt_logprobs",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from outrider.transport.endpoint import CountingSocket, Endpoint, _interleave
+from outrider.transport.event_loop_thread import EventLoopThread
 from outrider.transport.tls import ClientTls
 from tests.certificates import Authority
 from tests.wire.serving import LONG, MEGABYTE, run
@@ -80,6 +81,18 @@ def test_buffered_protocols_are_counted_too() -> None:
             transport.abort()
 
     run(work())
+
+
+def test_connections_live_in_a_loop_that_counts_whatever_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another kind, such as uvloop's, would not call the methods of a socket."""
+
+    def refuse() -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(asyncio, "new_event_loop", refuse)
+    thread = EventLoopThread("none", [])
+    assert isinstance(thread._loop, asyncio.SelectorEventLoop)
+    thread.close()
 
 
 def test_several_buffers_in_one_call_are_counted() -> None:

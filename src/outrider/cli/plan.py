@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from outrider.netem.conditions import Conditions
-    from outrider.planning.costs import Costs
+    from outrider.planning.costs import StepCosts
     from outrider.planning.planner import Goal, Option, Ranking
     from outrider.planning.simulator import Summary
     from outrider.planning.sweep import Row
@@ -132,7 +132,7 @@ def run_sweep(
     return 0
 
 
-def _cloud_alone(traces: Sequence[Trace], costs: Costs, nets: Sequence[Conditions]) -> list[Row]:
+def _cloud_alone(traces: Sequence[Trace], costs: StepCosts, nets: Sequence[Conditions]) -> list[Row]:
     """Return the baseline rows: the cloud without a drafter, in each network."""
     from outrider.planning.simulator import Setup, replay, summarise
     from outrider.planning.sweep import Row
@@ -143,7 +143,7 @@ def _cloud_alone(traces: Sequence[Trace], costs: Costs, nets: Sequence[Condition
 
 def _measure(
     measured: Measured, models: Models, connection: Connection, decoding: Decoding, output: Output
-) -> tuple[list[Trace], Costs]:
+) -> tuple[list[Trace], StepCosts]:
     """Return the pair's traces and times."""
     from outrider.cli.options import check_connection, connect_verifier, enable_gc, load_drafter
     from outrider.cli.terminal import configure_logging
@@ -224,7 +224,7 @@ def _table(columns: Sequence[str], texts: Sequence[str]) -> Table:
     return table
 
 
-def _show_plan(ranking: Ranking, costs: Costs, net: str) -> None:
+def _show_plan(ranking: Ranking, costs: StepCosts, net: str) -> None:
     console = _console()
     times = f"draft {1000 * costs.draft_s:.1f} ms a token, verdict {1000 * costs.verify_s:.1f} ms"
     console.print(f"measured: {times} and {1000 * costs.verify_per_token_s:.1f} ms a draft; network {net}", style="dim")

@@ -133,3 +133,12 @@ class ResolvedOptions(DecodingOptions):
     gate: Gate
     on_loop: OnLoop
     on_cloud_loss: OnCloudLoss
+
+    @property
+    def lossless(self) -> bool:
+        """True if an output that verdicts decide throughout has the target's distribution.
+
+        With rejection sampling that needs an exact gate: verifying only the blocks that a gate selects biases it.
+        """
+        rule = self.acceptance_rule
+        return rule.lossless and (self.gate.exact or not rule.needs_q)

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from outrider.decoding.result import Result, Stats
+from outrider.decoding.result import Stats
 from outrider.evals.bootstrap import Array, Resampling, Score, interval
 
 QUANTILES: Final = (50, 95, 99)
@@ -22,10 +22,6 @@ class Timing:
     stats: Stats
     tokens: int
     arrivals: tuple[float, ...] = ()
-
-    @classmethod
-    def of(cls, result: Result, arrivals: Sequence[float] = ()) -> Timing:
-        return cls(result.stats, len(result.token_ids), tuple(arrivals))
 
     @property
     def gaps(self) -> list[float]:

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from outrider.config import is_integer
 from outrider.decoding.sequence import Source
 from outrider.errors import DataError
-from outrider.evals.json_validation import (
+from outrider.planning.json_validation import (
     Row,
     entries,
     error_prefix,

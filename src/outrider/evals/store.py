@@ -135,10 +135,6 @@ class Store:
     def add_trace(self, trace: Row) -> None:
         self.traces.add(trace)
 
-    @property
-    def failures(self) -> int:
-        return sum("error" in row for row in self.results.rows.values())
-
     def forget_failures(self) -> None:
         """So that they are tried again."""
         self.results.retain([key for key, row in self.results.rows.items() if "error" not in row])

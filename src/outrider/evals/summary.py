@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from outrider.evals.store import TRACE, Key, Row
+from outrider.evals.store import Key, Row
 
 REFERENCE = "cloud-only"
 
@@ -26,10 +26,6 @@ def summarise(
 def failures(results: Mapping[Key, Row]) -> int:
     """Lines that say what failed, those of traces included."""
     return sum("error" in row for row in results.values())
-
-
-def failed_traces(results: Mapping[Key, Row]) -> int:
-    return sum("error" in row for key, row in results.items() if key[1] == TRACE)
 
 
 def _figures(mode: str, results: Mapping[Key, Row], timings: Mapping[Key, Row]) -> dict[str, Any]:

@@ -101,7 +101,8 @@ def find_audio_data(file: BinaryIO, size: int) -> Data | None:
     head = _read(file, 0, 40)
     magic, kind = head[:4], head[8:12]
     if magic in (b"RIFF", b"RF64", b"RIFX") and kind == b"WAVE":
-        return _find_chunk(file, size, 12, ">I" if magic == b"RIFX" else "<I", b"data", pad=2)
+        order = ">I" if magic == b"RIFX" else "<I"
+        return _find_chunk(file, size, 12, order, b"data", pad=2, has_wide_size=magic == b"RF64")
     if magic == b"FORM" and kind in (b"AIFF", b"AIFC"):
         return _find_chunk(file, size, 12, ">I", b"SSND", pad=2)
     if magic == b"caff":
@@ -136,7 +137,7 @@ def has_index(file: BinaryIO, size: int) -> bool:
     """Return whether an MP4 file has its whole index (the moov box), without which decoding is impossible."""
     at = 0
     for _ in range(CHUNKS):
-        head = _read(file, at, 16)
+        head = _read(file, at, 16) if at < size else b""
         if len(head) < 8:
             return False
         length = int.from_bytes(head[:4], "big")
@@ -152,8 +153,8 @@ def has_inflated_sample_count(file: BinaryIO, start: int, end: int, size: int, d
     FFmpeg would allocate an index of all of them. start, end: of the boxes to check. depth: their nesting.
     """
     for _ in range(CHUNKS):
-        head = _read(file, start, 28)
-        if start >= end or len(head) < 8:
+        head = _read(file, start, 28) if start < end else b""
+        if len(head) < 8:
             return False
         length, kind = int.from_bytes(head[:4], "big"), head[4:8]
         skip = 16 if length == 1 else 8
@@ -178,16 +179,20 @@ def _find_chunk(
     pad: int,
     name: int = 4,
     counts_header: bool = False,
+    has_wide_size: bool = False,
 ) -> Data | None:
-    wide: int | None = None  # RF64 keeps the sizes that do not fit in a chunk of its own
+    """Find the chunk `wanted`. has_wide_size: RF64, where a chunk `ds64` holds the size that libsndfile uses."""
+    wide: int | None = None
     for start, body, tag, claimed in _chunks(file, size, at, length, pad, name, counts_header):
-        if tag == b"ds64":
-            wide = int.from_bytes(_read(file, body + 8, 8), "little")
+        if tag == b"ds64" and has_wide_size:
+            wide = body + 8
         if tag == wanted:
-            known = wide if wide is not None and claimed == 0xFFFFFFFF else claimed
-            goes_on = known > 0 and _continues(file, body + known + -known % pad, size)
-            extra = name + struct.calcsize(length) if counts_header else 0
-            return _data(0 if goes_on else known, max(0, size - body), start + name, length, extra)
+            field = start + name
+            if wide is not None:
+                field, length, claimed = wide, "<q", int.from_bytes(_read(file, wide, 8), "little")
+            goes_on = claimed > 0 and _continues(file, body + claimed + -claimed % pad, size)
+            extra = body - start if counts_header else 0
+            return _data(0 if goes_on else claimed, max(0, size - body), field, length, extra)
     return None
 
 
@@ -197,7 +202,7 @@ def _chunks(
     """Yield the offsets of each chunk and of its body, its name and its size."""
     head = name + struct.calcsize(length)
     for _ in range(CHUNKS):
-        found = _read(file, at, head)
+        found = _read(file, at, head) if at < size else b""
         if len(found) < head:
             return
         (claimed,) = struct.unpack_from(length, found, name)
@@ -225,5 +230,6 @@ def _continues(file: BinaryIO, end: int, size: int) -> bool:
 
 
 def _read(file: BinaryIO, at: int, count: int) -> bytes:
+    """Read `count` bytes. at: near the file's end at most, as a file cannot be sought to every 64-bit offset."""
     file.seek(at)
     return file.read(count)

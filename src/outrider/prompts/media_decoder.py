@@ -101,6 +101,7 @@ LIBRARY_ERRORS: Final = (
     ValueError,
     TypeError,
     RuntimeError,
+    OverflowError,
     NotImplementedError,
     MemoryError,
     LookupError,

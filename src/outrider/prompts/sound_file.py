@@ -23,6 +23,7 @@ LIBRARY_ERRORS: Final = (
     OSError,
     MemoryError,
 )
+MAX_OFFSET: Final = 2**63 - 1  # that a callback can return to libsndfile
 
 
 class Unreadable(Exception):
@@ -50,7 +51,7 @@ class Source:
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Move to an offset from the beginning, the position or the end, and return the position."""
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
-        self._at = max(0, start + offset)
+        self._at = min(max(0, start + offset), MAX_OFFSET)
         return self._at
 
     def tell(self) -> int:
