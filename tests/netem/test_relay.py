@@ -325,7 +325,7 @@ def test_stalls_return() -> None:
 
 
 def test_a_stall_is_a_time() -> None:
-    with pytest.raises(SettingsError, match="a stall takes"):
+    with pytest.raises(SettingsError, match="a stall of"):
         Link("127.0.0.1", 1).stall(float("nan"))
 
 
