@@ -161,7 +161,7 @@ def test_no_code_of_a_checkpoint_runs_whoever_says_yes(tmp_path: Path) -> None:
             assert "trust_remote_code" not in found[1]
 
 
-@pytest.mark.parametrize("arguments", [["generate", "hello", "--json", "--cloud", "none", "--edge"]])
+@pytest.mark.parametrize("arguments", [["generate", "--prompt-ids", "1 2", "--json", "--cloud", "none", "--edge"]])
 def test_the_command_line_asks_nothing(tmp_path: Path, arguments: list[str]) -> None:
     folder = hostile(tmp_path, "own model")
     command = [sys.executable, "-m", "outrider", *arguments, str(folder)]

@@ -59,7 +59,7 @@ def value(draw: random.Random, depth: int = 0) -> Any:
     if kind < 0.8:
         return [{"role": value(draw, 4), "content": value(draw, depth + 1)} for _ in range(draw.randrange(3))]
     if kind < 0.9:
-        sound = {"data": draw.choice(WORDS), "format": draw.options(["wav", "ogg", "x", 1])}
+        sound = {"data": draw.choice(WORDS), "format": draw.choice(["wav", "ogg", "x", 1])}
         return [{"type": draw.choice(["text", "input_audio", "x"]), "text": "x", "input_audio": sound}]
     return {draw.choice(OPTIONS + FIELDS): value(draw, depth + 1) for _ in range(draw.randrange(5))}
 
@@ -92,7 +92,7 @@ def request(draw: random.Random) -> bytes:
         [b"POST"] * 8 + [b"GET", b"HEAD", b"OPTIONS", b"PUT", b"G E T", b"PRI", b"CONNECT", b"\x16\x03"]
     )
     path = (
-        draw.choice(PATHS).encode() if draw.random() < 0.9 else draw.options([b"*", b"x", b"//", b"/%ff%00", b"/\xff"])
+        draw.choice(PATHS).encode() if draw.random() < 0.9 else draw.choice([b"*", b"x", b"//", b"/%ff%00", b"/\xff"])
     )
     version = draw.choice([b"HTTP/1.1"] * 8 + [b"HTTP/1.0", b"HTTP/2.0", b"HTTP/9", b""])
     content, headers = body(draw), [b"Host: localhost", b"Content-Type: application/json"]

@@ -512,7 +512,7 @@ def test_a_generation_that_is_cancelled_gives_its_slot_back_at_once(how: str) ->
 
 
 def test_a_long_prompt_is_left_between_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafting, "CHUNK", 4)
+    monkeypatch.setattr(drafting, "PREFILL_CHUNK", 4)
     engine = Held(seconds=0.02)
 
     async def body() -> None:

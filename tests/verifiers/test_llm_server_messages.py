@@ -61,7 +61,7 @@ def test_another_server_at_the_port(kind: str, status: int) -> None:
         with pytest.raises(CloudRefused) as caught:
             verifier.probe()
     product = {"vllm": "vLLM", "sglang": "SGLang"}[kind]
-    assert f"127.0.0.1:{server.port}: nobody there speaks {product}'s API" in str(caught.value)
+    assert f"127.0.0.1:{server.port}: the server does not offer {product}'s API" in str(caught.value)
     assert str(caught.value).count(f"HTTP {status}") == 1
 
 
@@ -237,7 +237,7 @@ def test_a_draw_that_may_not_be_settled_is_told_before(caplog: pytest.LogCapture
         tokens(verifier, **options)
         tokens(verifier, **options)
         (line,) = told(caplog)
-        assert line.startswith(f"{name} may not be settled by the 20 entries of a row that {server.address} sends")
+        assert line.startswith(f"{name} may not be determined by the 20 entries of a row that {server.address} sends")
         assert line.endswith("add top_k (up to 19), or start vllm with --max-logprobs -1")
     caplog.clear()
     with VllmServer(Model(cloud()), max_logprobs=-1) as server, far(server) as verifier:

@@ -185,8 +185,8 @@ SAMPLE = {"temperature": 1.0, "seed": 1}
     [
         (SettingsError, "covers top_k up to 19; start vllm with --max-logprobs 21", {**SAMPLE, "top_k": 20}),
         (SettingsError, "set top_k .up to 19., top_p or min_p, or start vllm with --max-logprobs -1", SAMPLE),
-        (CloudRefused, "sends 20 entries of a row, which do not settle.*--max-logprobs", {**SAMPLE, "top_p": 0.999}),
-        (CloudRefused, "do not settle the token at position", {"temperature": 9.0, "min_p": 0.01}),
+        (CloudRefused, "sends 20 entries of a row, which do not determine.*--max-logprobs", {**SAMPLE, "top_p": 0.999}),
+        (CloudRefused, "do not determine the token at position", {"temperature": 9.0, "min_p": 0.01}),
         (SettingsError, "accept rank:3: .*exact and residual work", {"accept": "rank:3"}),
         (SettingsError, "accept margin:0.5", {"accept": "margin:0.5"}),
         (SettingsError, "accept typical:0.1", {"accept": "typical:0.1"}),

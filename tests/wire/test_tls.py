@@ -136,7 +136,7 @@ def test_a_file_that_is_not_pem_is_named(authority: Authority, tmp_path: Path, c
     other.write_bytes(content)
     with pytest.raises(SettingsError, match=r"other\.pem holds no PEM certificate"):
         ServerTls(other, issued.key)
-    with pytest.raises(SettingsError, match=r"other\.pem is no usable PEM private key"):
+    with pytest.raises(SettingsError, match=r"other\.pem is not a usable PEM private key"):
         ServerTls(issued.cert, other)
     with pytest.raises(SettingsError, match=r"other\.pem holds no PEM certificate"):
         ServerTls(issued.cert, issued.key, other)

@@ -1,4 +1,4 @@
-"""What of a prompt is more than ids, on its way to the cloud: a recording, or the features that a model makes of it."""
+"""The media of a prompt on the wire: a recording, or the input features that a model computes from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.protocol import schema
 
 
 def pack_media(prompt: Prompt, *, hides_audio: bool) -> tuple[int, bytes]:
-    """The media kind of a prompt, and its bytes."""
+    """Return the media kind of a prompt, and its bytes."""
     if prompt.audio is not None:
         return schema.AUDIO, pack_audio(prompt.audio)
     if prompt.features is not None:
@@ -20,11 +20,11 @@ def pack_media(prompt: Prompt, *, hides_audio: bool) -> tuple[int, bytes]:
 
 
 def unpack_media(engine: Any, ids: tuple[int, ...], kind: int, data: bytes) -> Prompt:
-    """The prompt as the engine takes it. Nothing in `data` is trusted.
+    """Return the prompt with its media for the engine, after validating `data`.
 
     Raises:
-        AudioError: not what its kind says, or longer than the model takes.
-        PromptError: media for a model that takes none, or of a kind that this version does not know.
+        AudioError: the data does not have the format of its kind, or is longer than the model's limit.
+        PromptError: the model takes no media, or this version does not know the kind.
     """
     if kind in (schema.NONE, schema.WITHHELD):
         return Prompt(ids)

@@ -1,4 +1,4 @@
-"""Between the wire's messages and our dataclasses. What a peer sent is checked here for form, before anyone uses it."""
+"""Conversion between protobuf messages and dataclasses, with validation of all received fields."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from outrider.sampling.sampler import Support
 
 DIGEST_BYTES = 8
 MAX_RULE_LENGTH = 64  # characters of an acceptance rule
-_MEDIA_TAG = bytes([schema.Request.DESCRIPTOR.fields_by_name["media"].number << 3 | 2])  # its tag: length-delimited
+_MEDIA_TAG = bytes([schema.Request.DESCRIPTOR.fields_by_name["media"].number << 3 | 2])  # wire type 2: length-delimited
 TENTHS_PER_SECOND = 1e4  # tenths of a millisecond in a second
 ErrorCode = schema.Error
 
 
 class FrameError(OutriderError):
-    """A frame is refused; becomes an Error frame. code: one of schema.Error's. retry_after: seconds."""
+    """The refusal of a frame, sent as an Error frame. code: one of schema.Error.Code. retry_after: seconds."""
 
     def __init__(self, code: int, message: str, retry_after: float = 0.0) -> None:
         super().__init__(message)
@@ -36,40 +36,41 @@ class FrameError(OutriderError):
 
     @property
     def kind(self) -> str:
-        """The code's name in lower case."""
+        """Return the code's name in lower case."""
         return schema.Error.Code.Name(self.code).lower()
 
 
 def parse_request(data: bytes, limit: int | None = None) -> schema.Request:
-    """Parse a frame from an edge. limit: bytes of any frame but Media, whose size is checked before it is parsed.
+    """Parse a frame from an edge. limit: most bytes of a frame, except of Media, checked before parsing.
 
     Raises:
-        FrameError: it is not a message of the protocol, holds no frame known to this version, or is too large.
+        FrameError: the data is not a Request message, has no frame known to this version, or is too large.
     """
     if limit is not None and len(data) > limit and not data.startswith(_MEDIA_TAG):
         raise FrameError(ErrorCode.TOO_LARGE, f"a frame of {len(data)} bytes that is not media: at most {limit}")
     try:
         request = schema.Request.FromString(data)
     except DecodeError as error:
-        raise FrameError(ErrorCode.INVALID, "a frame that cannot be read") from error
+        raise FrameError(ErrorCode.INVALID, "a frame that cannot be parsed") from error
     if request.WhichOneof("frame") is None:
-        raise FrameError(ErrorCode.INVALID, "a frame of no kind that this version knows")
+        raise FrameError(ErrorCode.INVALID, "a frame of a kind that this version does not know")
     return request
 
 
 def parse_answer(data: bytes) -> schema.Answer:
-    """A frame from a cloud.
+    """Parse a frame from a cloud.
 
     Raises:
-        CloudRefused: it is no message of the protocol.
+        CloudRefused: the data is not an Answer message.
     """
     try:
         return schema.Answer.FromString(data)
     except DecodeError as error:
-        raise CloudRefused("the cloud sent a frame that cannot be read") from error
+        raise CloudRefused("the cloud sent a frame that cannot be parsed") from error
 
 
 def error_answer(error: FrameError) -> schema.Answer:
+    """Build the Error frame of a refusal."""
     retry = max(0, math.ceil(error.retry_after * 1000))
     return schema.Answer(error=schema.Error(code=error.code, message=str(error), retry_after_ms=retry))  # type: ignore[arg-type]
 
@@ -78,12 +79,12 @@ def error_answer(error: FrameError) -> schema.Answer:
 
 
 def digest(ids: Seq[int], media: bytes = b"") -> bytes:
-    """The first 8 bytes of SHA-256 over ids (little-endian uint32), then media."""
+    """Return the first 8 bytes of SHA-256 over ids (little-endian uint32), then media."""
     return hashlib.sha256(np.asarray(ids, dtype="<u4").tobytes() + media).digest()[:DIGEST_BYTES]
 
 
 def pack_ids(ids: Seq[int]) -> schema.Ids:
-    """Ids with runs folded, where there are runs worth it."""
+    """Pack ids, run-length encoded if that is shorter."""
     array = np.asarray(ids, dtype=np.int64)
     starts = np.flatnonzero(np.diff(array, prepend=-1))
     if len(starts) > len(array) * 0.6:
@@ -94,15 +95,15 @@ def pack_ids(ids: Seq[int]) -> schema.Ids:
 def unpack_ids(packed: schema.Ids, limit: int, field: str) -> tuple[int, ...]:
     """Return at most `limit` ids.
 
-    Lengths are checked first at no cost: the rest takes time in proportion to `limit`, whatever was sent.
+    Lengths and the sum of the counts are checked before the runs are expanded, so the time is bounded by `limit`.
 
     Raises:
-        FrameError: too many, or counts that do not fit the tokens. The sum is checked before anything is unfolded.
+        FrameError: there are too many ids, or the counts do not fit the tokens.
     """
     tokens, counts = len(packed.token), len(packed.count)
     if counts and counts != tokens:
         raise FrameError(ErrorCode.INVALID, f"{field}: {counts} counts for {tokens} tokens")
-    if tokens > limit:  # each counts at least once
+    if tokens > limit:  # every count is at least 1
         raise FrameError(ErrorCode.PROMPT, f"{field} of {tokens} tokens or more: this service takes at most {limit}")
     if counts and not min(packed.count):
         raise FrameError(ErrorCode.INVALID, f"{field}: a token that counts 0 times")
@@ -115,7 +116,7 @@ def unpack_ids(packed: schema.Ids, limit: int, field: str) -> tuple[int, ...]:
 
 
 def check_ids(ids: Iterable[int], limit: int, field: str, code: int = ErrorCode.INVALID) -> None:
-    """Raise FrameError where an id lies beyond what can be read."""
+    """Raise FrameError if an id is not below `limit`."""
     highest = max(ids, default=-1)
     if highest >= limit:
         raise FrameError(code, f"{field}: token {highest} lies beyond {limit - 1}")
@@ -123,13 +124,13 @@ def check_ids(ids: Iterable[int], limit: int, field: str, code: int = ErrorCode.
 
 # Settings -------------------------------------------------------------------------------------------------------
 
-_EDGE_FIELDS = ("stop", "sentences")  # text, and the edge's business
-_OPTIONAL_FIELDS = ("top_p", "repetition_penalty")  # whose default, 1, is not protobuf's: absent where they have it
+_EDGE_FIELDS = ("stop", "sentences")  # applied to text, which only the edge has
+_OPTIONAL_FIELDS = ("top_p", "repetition_penalty")  # absent at their default 1, which is not protobuf's
 _SENT_FIELDS = tuple(f.name for f in fields(GenerationSettings) if f.name not in _EDGE_FIELDS)
 
 
 def pack_settings(settings: GenerationSettings) -> schema.Settings:
-    """What shapes the target's choices; stop strings and sentences stay on the edge."""
+    """Pack the settings that the target's sampling needs. Stop strings and sentence limits stay on the edge."""
     values: dict[str, Any] = {name: getattr(settings, name) for name in _SENT_FIELDS}
     for name in _OPTIONAL_FIELDS:
         if values[name] == 1.0:
@@ -138,15 +139,15 @@ def pack_settings(settings: GenerationSettings) -> schema.Settings:
 
 
 def unpack_settings(packed: schema.Settings, vocab_size: int) -> GenerationSettings:
-    """Validated as the edge's own would be.
+    """Unpack the settings, with the same validation as on the edge.
 
     Raises:
-        FrameError: tokens to suppress that the target does not have, or more than it has.
-        SettingsError: out of range, or in contradiction.
+        FrameError: the target does not have a token to suppress, or has fewer tokens in all.
+        SettingsError: a value is out of range or contradicts another.
     """
-    if len(packed.suppress_tokens) > vocab_size:  # they cost time at every position
+    if len(packed.suppress_tokens) > vocab_size:  # each costs time at every position
         raise FrameError(
-            ErrorCode.SETTINGS, f"{len(packed.suppress_tokens)} suppress_tokens, of {vocab_size} there are"
+            ErrorCode.SETTINGS, f"{len(packed.suppress_tokens)} suppress_tokens, but the target has {vocab_size} tokens"
         )
     check_ids(packed.suppress_tokens, vocab_size, "suppress_tokens", ErrorCode.SETTINGS)
     values: dict[str, Any] = {name: getattr(packed, name) for name in _SENT_FIELDS}
@@ -157,10 +158,11 @@ def unpack_settings(packed: schema.Settings, vocab_size: int) -> GenerationSetti
 
 
 def unpack_accept(spec: str) -> str:
-    """The acceptance rule; empty is exact.
+    """Return the acceptance rule. An empty one is "exact".
 
     Raises:
-        SettingsError: no rule of ours.
+        FrameError: the text is too long.
+        SettingsError: the rule is unknown.
     """
     if len(spec) > MAX_RULE_LENGTH:
         raise FrameError(
@@ -174,6 +176,7 @@ def unpack_accept(spec: str) -> str:
 
 
 def pack_verify(request: Verify) -> schema.Request:
+    """Build the Verify frame of a request."""
     q = [schema.Shortlist(ids=part.ids.tolist(), logp=part.logp.tolist()) for part in request.q]
     frame = schema.Verify(
         round=request.round,
@@ -186,7 +189,11 @@ def pack_verify(request: Verify) -> schema.Request:
 
 
 def unpack_verify(frame: schema.Verify, vocab_size: int, row_count: int) -> Verify:
-    """Raises FrameError where round, ids or q are not what a session can use."""
+    """Unpack a Verify frame.
+
+    Raises:
+        FrameError: round, ids or q are invalid.
+    """
     if frame.round < 1:
         raise FrameError(ErrorCode.INVALID, "rounds count from 1")
     if len(frame.draft_ids) > schema.MAX_DRAFTS:
@@ -209,11 +216,12 @@ def _unpack_shortlist(part: schema.Shortlist, vocab_size: int) -> Support:
     check_ids(part.ids, vocab_size, "q")
     logp = torch.tensor(list(part.logp), dtype=torch.float32)
     if len(set(part.ids)) < len(part.ids) or not abs(float(torch.logsumexp(logp, -1))) < 1e-3:
-        raise FrameError(ErrorCode.INVALID, "q is no distribution: repeated ids, or a sum that is not 1")
+        raise FrameError(ErrorCode.INVALID, "q is not a distribution: it has repeated ids, or its sum is not 1")
     return Support(torch.tensor(list(part.ids)), logp)
 
 
 def pack_verdict(verdict: acceptance.Verdict, drafts: int) -> schema.Answer:
+    """Build the Verdict frame. drafts: number of drafted tokens in the request."""
     frame = schema.Verdict(
         round=verdict.round,
         accepted=verdict.accepted,
@@ -229,6 +237,7 @@ def pack_verdict(verdict: acceptance.Verdict, drafts: int) -> schema.Answer:
 
 
 def unpack_verdict(frame: schema.Verdict) -> acceptance.Verdict:
+    """Unpack a Verdict frame."""
     return acceptance.Verdict(
         frame.round,
         frame.accepted,

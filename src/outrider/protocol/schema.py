@@ -1,7 +1,7 @@
-"""The messages of outrider.proto as classes, built from its compiled form (`make proto` compiles it).
+"""The message classes of outrider.proto, built at import from its descriptor set (`make proto` compiles it).
 
-Built at import with protobuf's public interface and not from generated Python code, which runs only with the protobuf
-release that generated it and one after. The types are generated: outrider_pb2.pyi.
+Generated Python code would run only with the protobuf release that generated it and the next one. The type stubs in
+outrider_pb2.pyi are generated.
 """
 
 from __future__ import annotations

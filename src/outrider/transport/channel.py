@@ -1,4 +1,4 @@
-"""A gRPC client of few bytes: calls over one HTTP/2 connection at a time, which is made when it is needed."""
+"""A gRPC client channel: calls over one HTTP/2 connection at a time, opened on demand."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from outrider.transport.http2 import Http2
 from outrider.transport.status import CallFailed, Disconnected, Status, UntrustedServer
 from outrider.transport.stream import Stream
 
-CONNECT_TIMEOUT = 20.0  # s for a connection to be made, TLS included
-CLOSE_TIMEOUT = 1.0  # s that a connection may take to close
+CONNECT_TIMEOUT = 20.0  # s, TLS handshake included
+CLOSE_TIMEOUT = 1.0  # s
 
 T = TypeVar("T")
 OpenTransport = Callable[[Callable[[], Http2]], Awaitable[object]]
@@ -23,22 +23,22 @@ _Headers = list[tuple[bytes, bytes]]
 
 
 class Channel:
-    """Calls to one server; to be used in one event loop.
+    """Calls to one server. Use it in one event loop.
 
-    open_transport: makes a connection for the protocol that the given factory makes, as
-    `loop.create_connection(factory, host, port)` does. authority: the server as host:port. metadata: headers of every
-    call.
+    open_transport: connects a protocol from the given factory, as `loop.create_connection(factory, host, port)` does.
+    authority: the server as host:port. metadata: headers of every call.
 
     Raises (every call):
-        CallFailed: the server answered with another status than OK, or not in time.
-        Disconnected: there was no connection, or it broke.
-        SettingsError: metadata that no HTTP header can hold.
+        CallFailed: the call ended with a status other than OK, or exceeded its deadline.
+        Disconnected: no connection could be made, or it broke.
+        SettingsError: an HTTP header cannot hold the metadata.
     """
 
     def __init__(self, open_transport: OpenTransport, authority: str, metadata: Sequence[tuple[str, str]] = ()) -> None:
         self._open_transport = open_transport
-        # None is marked as sensitive, a token neither: HPACK would send it in full with every call. What the mark
-        # protects from, guessing a secret by the compressed size of one's own headers next to it, nobody here can do.
+        # No header is marked as sensitive, not even a token, because HPACK would send it in full with every call. The
+        # mark protects against attackers that add headers of their own and observe the compressed size. There are none
+        # on this channel.
         self._common_headers = [
             _header(":authority", authority),
             _header("te", "trailers"),
@@ -47,19 +47,22 @@ class Channel:
             *(_header(name, value) for name, value in metadata),
         ]
         self._http: Http2 | None = None
-        self._open_connections: set[Http2] = set()  # all that are not closed yet
+        self._open_connections: set[Http2] = set()
         self._connecting: asyncio.Task[Http2] | None = None
         self._closed = False
 
     async def unary(self, method: str, data: bytes, timeout: float) -> bytes:
-        """One message there, one back. method: "/service/Method". timeout: seconds, for the server too."""
+        """Send one message and return the answer.
+
+        method: "/service/Method". timeout: seconds, sent to the server as well.
+        """
         answers = [answer async for answer in self.unary_stream(method, data, timeout)]
         if len(answers) != 1:
             raise CallFailed(Status.INTERNAL, f"{len(answers)} messages answer {method}, which has one")
         return answers[0]
 
     async def unary_stream(self, method: str, data: bytes, timeout: float) -> AsyncIterator[bytes]:
-        """One message there, any number back, all within `timeout` seconds."""
+        """Send one message and yield the answers, all within `timeout` seconds."""
         deadline = asyncio.get_running_loop().time() + timeout
         stream = await _with_deadline(deadline, self._open(method, timeout), method)
         try:
@@ -70,17 +73,17 @@ class Channel:
             stream.cancel()
 
     async def stream(self, method: str) -> Stream:
-        """A call of messages both ways, without a time limit: to be ended, or cancelled."""
+        """Open a bidirectional call without a deadline. The caller ends or cancels it."""
         return await self._open(method, None)
 
     def drain(self) -> None:
-        """Calls that are under way finish on the present connection; the next one makes another."""
+        """Let present calls finish on the present connection. The next call opens a new one."""
         if self._http is not None:
             self._http.drain()
             self._http = None
 
     def drop_connection(self) -> None:
-        """Abandon the present connection and its calls; the next call makes a new one."""
+        """Abort the present connection and its calls. The next call opens a new one."""
         if self._connecting is not None:
             self._connecting.cancel()
         if self._http is not None:
@@ -88,7 +91,7 @@ class Channel:
             self._http = None
 
     async def close(self) -> None:
-        """Say goodbye, end all calls and sockets, and wait for that; twice is once."""
+        """Send GOAWAY, end all calls, and wait until the sockets are closed. Further calls have no effect."""
         self._closed = True
         if self._connecting is not None:
             self._connecting.cancel()
@@ -109,18 +112,18 @@ class Channel:
             await http.wait_for_change()
         if http.reason is not None:
             raise http.make_error(http.reason)
-        if not http.usable:  # the server is going, and finishes what it has: the next connection is another's
+        if not http.usable:  # the server is shutting down and takes no new calls
             return await self._open(method, timeout)
         return Stream(http, self._headers(http.scheme, method, timeout))
 
     def _headers(self, scheme: str, method: str, timeout: float | None) -> _Headers:
-        """Pseudo-headers come first."""
+        """Return the headers of a call, pseudo-headers first."""
         start = [_header(":method", "POST"), _header(":scheme", scheme), _header(":path", method)]
         limit = [] if timeout is None else [_header("grpc-timeout", _grpc_timeout(timeout))]
         return start + self._common_headers + limit
 
     async def _get_connection(self) -> Http2:
-        """The present one, or a new one; who comes while it is made waits for the same."""
+        """Return the present connection or open one. Concurrent calls wait for the same connection."""
         if self._closed:
             raise Disconnected("the channel is closed")
         if self._http is not None and self._http.usable:
@@ -129,7 +132,7 @@ class Channel:
             self._connecting = asyncio.create_task(self._connect())
             self._connecting.add_done_callback(self._on_connected)
         task = self._connecting
-        await asyncio.wait([task])  # not the task itself: who is cancelled shall not take the others along
+        await asyncio.wait([task])  # awaiting the task would cancel it with this call, and other calls wait for it
         if task.cancelled():
             raise Disconnected("the connection was given up here")
         return task.result()
@@ -168,7 +171,7 @@ async def _with_deadline(deadline: float, work: Awaitable[T], method: str) -> T:
 
 
 def _grpc_timeout(seconds: float) -> str:
-    """gRPC's header for a time limit, of at most eight digits."""
+    """Return the value of the grpc-timeout header, which has at most eight digits."""
     return f"{min(10**8 - 1, math.ceil(seconds * 1000))}m"
 
 

@@ -1,4 +1,4 @@
-"""HTTP/2 frames, as far as h2 does not see to them, and the words for how they stop coming."""
+"""HTTP/2 frames outside h2's state machine, and the descriptions of a lost connection."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from h2.errors import ErrorCodes
 from h2.exceptions import FrameTooLargeError, ProtocolError
 
-FRAME_HEADER_SIZE = 9  # bytes before each frame's own
-MAX_FRAME_SIZE = 2**14  # bytes of a frame, as long as we announce nothing else (RFC 9113, 6.5.2)
+FRAME_HEADER_SIZE = 9  # bytes
+MAX_FRAME_SIZE = 2**14  # bytes; the default, which our SETTINGS do not change (RFC 9113, 6.5.2)
 SETTINGS, GOAWAY = 4, 7
 
 _TLS_RECORDS, _TLS_MAJOR = (0x15, 0x16), 3  # an alert or a handshake message, and the version's first byte
@@ -20,18 +20,18 @@ _CODES = frozenset(ErrorCodes)
 
 
 def preface(settings: Mapping[int, int]) -> bytes:
-    """A client's first bytes, up to its SETTINGS."""
+    """Return a client's connection preface and its SETTINGS frame."""
     body = b"".join(struct.pack(">HI", *setting) for setting in settings.items())
     header = struct.pack(">I", len(body))[1:] + bytes((SETTINGS, 0)) + bytes(4)
     return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + header + body
 
 
 class NotHttp2(ProtocolError):
-    """The first bytes are not HTTP/2's. The message names their protocol."""
+    """The error for a peer that does not begin with HTTP/2. The message names its protocol."""
 
 
 class FrameReader:
-    """Cuts what arrives into whole frames."""
+    """Splits received bytes into whole frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -71,10 +71,10 @@ def _check_first_frame(start: bytes) -> None:
 
 
 def parse_goaway(frame: bytes) -> tuple[int, str]:
-    """The last stream that the sender of a GOAWAY frame will process, and why it goes.
+    """Return the last stream that the sender of a GOAWAY frame will process, and its reason.
 
     Raises:
-        h2.exceptions.ProtocolError: a frame that is too short.
+        h2.exceptions.ProtocolError: the frame is too short.
     """
     body = frame[FRAME_HEADER_SIZE:]
     if len(body) < _GOAWAY_FIXED_SIZE:
@@ -85,24 +85,26 @@ def parse_goaway(frame: bytes) -> tuple[int, str]:
 
 
 def error_name(code: int) -> str:
-    """An HTTP/2 error code in words."""
+    """Return the name of an HTTP/2 error code."""
     return ErrorCodes(code).name if code in _CODES else f"error {code}"
 
 
 def describe_loss(error: Exception | None, *, had_settings: bool, is_tls: bool) -> str:
-    """Return why a connection broke that had been made."""
+    """Return why an established connection broke."""
     if isinstance(error, ssl.SSLError):
         return describe_tls_error(error)
     detail = "" if error is None else f": {getattr(error, 'strerror', None) or error}"
     if had_settings:
         return f"the connection was lost{detail}"
-    if is_tls:  # TLS 1.3: the client is done before the server has looked at the client's certificate
-        return f"the server hung up after the TLS handshake: our certificate is missing, or not to its liking{detail}"
+    if is_tls:  # in TLS 1.3 the handshake succeeds on the client before the server checks the client's certificate
+        return (
+            f"the server closed the connection after the TLS handshake: our certificate is missing or refused{detail}"
+        )
     return f"the connection was lost at once{detail}"
 
 
 def describe_tls_error(error: ssl.SSLError) -> str:
-    """What went wrong, in OpenSSL's words."""
+    """Return OpenSSL's description of an error."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"certificate verify failed: {error.verify_message}"
     return f"TLS failure: {(error.reason or str(error)).replace('_', ' ').lower()}"

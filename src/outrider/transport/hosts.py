@@ -1,4 +1,4 @@
-"""Host names: from users' notation to that of DNS, HTTP and certificates."""
+"""Conversion of host names to the notations of DNS, HTTP and certificates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ def ascii_host(host: str) -> str:
     """Return the host in ASCII: international names in Punycode, addresses and plain names unchanged.
 
     Raises:
-        ValueError: a name that cannot be encoded: a label is empty, too long, or holds an invalid character.
+        ValueError: the name cannot be encoded: a label is empty, too long, or has an invalid character.
     """
     if not host.isprintable():
         raise ValueError("a character in it cannot be printed")
@@ -17,10 +17,10 @@ def ascii_host(host: str) -> str:
 
 
 def peer_name(host: str) -> str:
-    """Return the host as in certificates and HTTP's :authority: an IPv6 address without its zone."""
+    """Return the host as in certificates and the :authority header, where IPv6 addresses have no zone."""
     return ascii_host(host).partition("%")[0]
 
 
 def bracket_host(host: str) -> str:
-    """Return the host as before a port: an IPv6 address in brackets, any other host unchanged."""
+    """Return the host as written before a port: an IPv6 address in brackets, any other host unchanged."""
     return f"[{host}]" if ":" in host else host

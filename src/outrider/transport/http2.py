@@ -1,7 +1,7 @@
-"""One HTTP/2 connection of a client: the h2 library's state machine between a socket and the calls.
+"""One HTTP/2 connection of a client: h2's state machine between a socket and the calls.
 
-Thrifty on purpose. What is to be sent within one turn of the event loop leaves in one write, and the server is granted
-more only when half of a window is used up; gRPC's own client spends two WINDOW_UPDATEs on every message.
+The connection saves bytes. Frames of one iteration of the event loop leave in one write. A window is increased only
+when half of it is used, whereas grpcio sends two WINDOW_UPDATE frames with every message.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from h2.settings import SettingCodes, Settings
 from outrider.transport.frames import GOAWAY, FrameReader, NotHttp2, describe_loss, error_name, parse_goaway, preface
 from outrider.transport.status import Disconnected, Headers, NotGrpc
 
-WINDOW = 2**20  # bytes that the server may send ahead, per stream and in all: a vocabulary without waiting
-SETTINGS_TIMEOUT = 20.0  # s that a server may take for its first frame, once connected
+WINDOW = 2**20  # bytes, per stream and per connection; large enough for a vocabulary
+SETTINGS_TIMEOUT = 20.0  # s from the connection to the server's first frame
 
 _DEFAULT_WINDOW = 2**16 - 1  # RFC 9113, 6.5.2
 _LAST_STREAM = 2**31 - 1
@@ -38,25 +38,25 @@ _SETTINGS = {SettingCodes.ENABLE_PUSH: 0, SettingCodes.INITIAL_WINDOW_SIZE: WIND
 
 
 class StreamListener(Protocol):
-    """Who hears of what happens on a stream."""
+    """The receiver of a stream's events."""
 
     def on_headers(self, headers: Headers) -> None:
-        """Headers came, or trailers."""
+        """Handle headers or trailers."""
 
     def on_data(self, data: bytes, size: int) -> None:
-        """Data came, which took `size` bytes of the window."""
+        """Handle data that used `size` bytes of the window."""
 
     def on_end(self) -> None:
-        """The server has said all."""
+        """Handle the end of the server's side."""
 
     def on_reset(self, reason: str) -> None:
-        """The stream is no more."""
+        """Handle a reset of the stream or the loss of its connection."""
 
 
 class Http2(asyncio.Protocol):
-    """A connection, from its socket to its end; to be used in one event loop.
+    """A connection. Use it in one event loop.
 
-    It never raises h2's errors: a server that breaks the rules has its connection closed, and every call lost.
+    It does not raise h2's errors: a server that breaks the protocol loses the connection with all its calls.
     """
 
     def __init__(self) -> None:
@@ -69,15 +69,15 @@ class Http2(asyncio.Protocol):
         self._settings_timer: asyncio.TimerHandle | None = None
         self._flush_handle: asyncio.Handle | None = None
         self._changed = asyncio.Event()
-        self._unacknowledged = 0  # bytes since the last grant on the connection
+        self._unacknowledged = 0  # bytes received since the last increase of the connection's window
         self._settings_received = self._draining = self._writing_paused = False
-        self._reason: str | None = None  # why it is lost
+        self._reason: str | None = None
         self._is_foreign = False  # the server does not speak HTTP/2
-        self._goaway_reason = ""  # why the server goes
+        self._goaway_reason = ""
         self._outbound = self._preface()
 
     def _preface(self) -> bytes:
-        """h2 would announce defaults as well: only what differs is sent."""
+        """Return the preface with only the settings that differ from the defaults. h2 would send all of them."""
         self._h2.local_settings = Settings(client=True, initial_values=_SETTINGS)
         self._h2.initiate_connection()
         self._h2.clear_outbound_data_buffer()
@@ -88,25 +88,25 @@ class Http2(asyncio.Protocol):
 
     @property
     def reason(self) -> str | None:
-        """Why the connection is lost; None while it is not."""
+        """Return why the connection is lost, or None if it is not."""
         return self._reason
 
     def make_error(self, reason: str) -> Disconnected:
-        """Return the exception of a call that was lost for this reason."""
+        """Return the exception for a call that was lost for this reason."""
         return NotGrpc(reason) if self._is_foreign else Disconnected(reason)
 
     @property
     def usable(self) -> bool:
-        """Whether new streams may be opened: it is not lost, the server is not going, stream numbers are left."""
+        """Return whether new streams can be opened: not lost, not draining, and with stream numbers left."""
         return self._reason is None and not self._draining and self._h2.highest_outbound_stream_id < _LAST_STREAM
 
     @property
     def at_stream_limit(self) -> bool:
-        """Whether the server allows no further stream for now."""
+        """Return whether the server's limit of concurrent streams is reached."""
         return self._h2.open_outbound_streams >= self._h2.remote_settings.max_concurrent_streams
 
     def open(self, headers: Sequence[tuple[bytes, bytes]], listener: StreamListener) -> int:
-        """A new stream's number; the connection must be usable and not full."""
+        """Open a stream and return its number. The connection must be usable and below its stream limit."""
         stream_id = self._h2.get_next_available_stream_id()
         self._h2.send_headers(stream_id, list(headers))
         self._listeners[stream_id] = listener
@@ -114,53 +114,53 @@ class Http2(asyncio.Protocol):
         return stream_id
 
     async def wait_for_change(self) -> None:
-        """Wait until windows, places, or the connection itself may have changed."""
+        """Wait until the windows, the number of streams, or the state of the connection may have changed."""
         self.flush()
         await self._changed.wait()
 
     def drain(self) -> None:
-        """No further call; close after the last one."""
+        """Accept no further call, and close after the last one."""
         self._draining, self._goaway_reason = True, "the connection was given up for another"
         self._close_if_drained()
 
     def goaway(self) -> None:
-        """Say goodbye and close, once what was written has left."""
+        """Send GOAWAY and close after the pending writes."""
         if self._reason is None:
             self._h2.close_connection()
         self._close("the channel was closed")
         if self.scheme == "https" and self._transport is not None:
-            self._transport.abort()  # TLS would wait for the server's goodbye, and gRPC's says none
+            self._transport.abort()  # TLS would wait for close_notify, which grpcio's server does not send
 
     def abort(self, reason: str) -> None:
-        """End at once. What is not written yet is lost."""
+        """Close at once and discard pending writes."""
         self._fail(reason)
         if self._transport is not None:
             self._transport.abort()
 
-    # For streams: `stream_id` is open on our side --------------------------------------------------------------
+    # For streams: `stream_id` is open on this side -------------------------------------------------------------
 
     def send_capacity(self, stream_id: int) -> int:
-        """Bytes that one DATA frame may carry now. 0: wait for a change."""
+        """Return how many bytes one DATA frame may carry now. After 0, wait for a change."""
         if self._writing_paused:
             return 0
         return max(0, min(self._h2.local_flow_control_window(stream_id), self._h2.max_outbound_frame_size))
 
     def send(self, stream_id: int, data: memoryview, *, last: bool = False) -> None:
-        """One DATA frame; `last` ends our side of the stream."""
+        """Send one DATA frame. `last` ends this side of the stream."""
         self._h2.send_data(stream_id, data, end_stream=last)
         if len(data) == self._h2.max_outbound_frame_size:
-            self.flush()  # so that the socket's buffer, not h2's, grows, and says when it is too much
+            self.flush()  # lets the transport's buffer grow instead of h2's, since it has backpressure
         else:
             self._schedule_flush()
 
     def increase_window(self, size: int, stream_id: int | None = None) -> None:
-        """Let the server send that many bytes more, on a stream or in all."""
-        with suppress(StreamClosedError):  # by the very frame whose events are being dispatched
+        """Let the server send `size` more bytes, on a stream or on the connection."""
+        with suppress(StreamClosedError):  # the current frame may have closed the stream
             self._h2.increment_flow_control_window(size, stream_id)
         self._schedule_flush()
 
     def reset(self, stream_id: int) -> None:
-        """Cancel the stream; its call hears no more."""
+        """Cancel the stream. Its listener gets no further events."""
         self.remove_stream(stream_id)
         if self._reason is not None:
             return
@@ -169,7 +169,7 @@ class Http2(asyncio.Protocol):
         self._schedule_flush()
 
     def remove_stream(self, stream_id: int) -> None:
-        """The stream has ended both ways, or nobody listens any more."""
+        """Remove a stream that has ended on both sides or has been reset."""
         self._listeners.pop(stream_id, None)
         self._notify_waiters()
         self._close_if_drained()
@@ -177,6 +177,7 @@ class Http2(asyncio.Protocol):
     # From the socket ----------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Check TLS, and start the timer for the server's first frame."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         timeout = f"the server sent no HTTP/2 within {SETTINGS_TIMEOUT:g} s"
@@ -188,6 +189,7 @@ class Http2(asyncio.Protocol):
                 self.abort("TLS failure: the server does not agree to HTTP/2")
 
     def data_received(self, data: bytes) -> None:
+        """Process the frames that are complete."""
         try:
             for kind, frame in self._frame_reader.feed(data):
                 if kind == GOAWAY:
@@ -203,6 +205,7 @@ class Http2(asyncio.Protocol):
         self._notify_waiters()
 
     def connection_lost(self, error: Exception | None) -> None:
+        """Fail all open calls."""
         self._fail(
             self._goaway_reason
             or describe_loss(error, had_settings=self._settings_received, is_tls=self.scheme == "https")
@@ -210,9 +213,11 @@ class Http2(asyncio.Protocol):
         self.closed.set_result(None)
 
     def pause_writing(self) -> None:
+        """Stop sending while the transport's buffer is full."""
         self._writing_paused = True
 
     def resume_writing(self) -> None:
+        """Continue sending."""
         self._writing_paused = False
         self._notify_waiters()
 
@@ -246,7 +251,7 @@ class Http2(asyncio.Protocol):
             self._settings_timer.cancel()
 
     def _on_data(self, event: DataReceived) -> None:
-        """The connection's window is opened as bytes come: one call that does not read shall not stop the others."""
+        """Increase the connection's window on receipt, so that a call that does not read cannot block the others."""
         self._unacknowledged += event.flow_controlled_length
         if self._unacknowledged >= WINDOW // 2:
             self.increase_window(self._unacknowledged)
@@ -255,10 +260,10 @@ class Http2(asyncio.Protocol):
             listener.on_data(event.data, event.flow_controlled_length)
 
     def _on_goaway(self, frame: bytes) -> None:
-        """Streams that the server will not process are lost; the others go on to their ends.
+        """Fail the streams that the server will not process. The others continue.
 
-        h2 takes any GOAWAY for the end of the connection, but a server that shuts down in order sends it first and
-        finishes its calls afterwards. So h2 is not told.
+        The frame is not passed to h2, which closes the connection on any GOAWAY. A server that shuts down gracefully
+        sends GOAWAY first and then finishes its calls.
         """
         last, why = parse_goaway(frame)
         self._draining, self._goaway_reason = True, f"the server is going away: {why}"
@@ -267,17 +272,17 @@ class Http2(asyncio.Protocol):
         self._close_if_drained()
 
     def _close_if_drained(self) -> None:
-        """Close what the server will end, once no call needs it."""
+        """Close a draining connection after its last call."""
         if self._draining and not self._listeners:
             self._close(self._goaway_reason)
 
     def _schedule_flush(self) -> None:
-        """Whatever else is sent in this turn of the loop comes along."""
+        """Flush after this iteration of the event loop, which combines its frames in one write."""
         if self._flush_handle is None:
             self._flush_handle = asyncio.get_running_loop().call_soon(self.flush)
 
     def flush(self) -> None:
-        """Hand over to the socket what waits to be sent."""
+        """Write all pending frames to the transport."""
         if self._flush_handle is not None:
             self._flush_handle.cancel()
             self._flush_handle = None
@@ -286,7 +291,7 @@ class Http2(asyncio.Protocol):
             self._transport.write(data)
 
     def _notify_waiters(self) -> None:
-        self._changed.set()  # who waits now goes on; who comes later waits
+        self._changed.set()  # wakes the present waiters only
         self._changed.clear()
 
     def _close(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""gRPC's messages, as they lie in the bytes of a stream: a flag, four bytes of length, and the message."""
+"""gRPC's message framing in the bytes of a stream: a flag, four bytes of length, and the message."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections import deque
 
 from outrider.transport.status import CallFailed, Status
 
-MAX_MESSAGE_SIZE = 64 * 2**20  # bytes of one message that is accepted
+MAX_MESSAGE_SIZE = 64 * 2**20  # bytes
 
 _PREFIX = struct.Struct(">BI")
 
 
 def frame_message(message: bytes) -> bytes:
-    """The message behind its prefix. Never compressed: ours are small, or compressed already."""
+    """Add the prefix to a message. Messages are small or compressed already, so the flag is always 0."""
     return _PREFIX.pack(0, len(message)) + message
 
 
 class MessageReader:
-    """Collects a stream's bytes into messages."""
+    """Splits a stream's bytes into messages."""
 
     def __init__(self) -> None:
-        self.buffered_bytes = 0  # bytes of complete messages that nobody took yet
+        self.buffered_bytes = 0  # of complete messages, prefixes included
         self._messages: deque[bytes] = deque()
         self._buffer = bytearray()
 
@@ -30,14 +30,14 @@ class MessageReader:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the last message is not complete."""
+        """Return whether the last message is incomplete."""
         return bool(self._buffer)
 
     def feed(self, data: bytes) -> None:
-        """Take bytes in.
+        """Append received bytes.
 
         Raises:
-            CallFailed: a message that is compressed, too large, or none.
+            CallFailed: a message is compressed, too large, or has an invalid flag.
         """
         self._buffer += data
         while len(self._buffer) >= _PREFIX.size:
@@ -51,7 +51,7 @@ class MessageReader:
             del self._buffer[:end]
 
     def pop(self) -> bytes:
-        """The oldest message; there must be one."""
+        """Remove and return the oldest message. There must be one."""
         message = self._messages.popleft()
         self.buffered_bytes -= _PREFIX.size + len(message)
         return message
@@ -59,8 +59,10 @@ class MessageReader:
 
 def _check(flag: int, size: int) -> None:
     if flag == 1:
-        raise CallFailed(Status.UNIMPLEMENTED, "the server sent a compressed message, and was not told that it may")
+        raise CallFailed(
+            Status.UNIMPLEMENTED, "the server sent a compressed message, which this client does not accept"
+        )
     if flag:
-        raise CallFailed(Status.INTERNAL, f"a message that begins with {flag:#04x} is none of gRPC's")
+        raise CallFailed(Status.INTERNAL, f"a message that begins with {flag:#04x} is not a gRPC message")
     if size > MAX_MESSAGE_SIZE:
         raise CallFailed(Status.RESOURCE_EXHAUSTED, f"a message of {size} bytes; {MAX_MESSAGE_SIZE} are accepted")

@@ -1,4 +1,4 @@
-"""How a gRPC call ends: its status, and the two ways in which it fails."""
+"""gRPC status codes and the exceptions of failed calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from urllib.parse import unquote_to_bytes
 
 
 class Status(IntEnum):
-    """gRPC's own codes (grpc/doc/statuscodes.md)."""
+    """gRPC's status codes (grpc/doc/statuscodes.md)."""
 
     OK = 0
     CANCELLED = 1
@@ -30,7 +30,7 @@ class Status(IntEnum):
 
 
 class CallFailed(Exception):
-    """The call ended with another status than OK: the server's verdict, or ours on what it sent."""
+    """A call that ended with a status other than OK, sent by the server or assigned here to an invalid answer."""
 
     def __init__(self, status: Status, details: str) -> None:
         super().__init__(f"{status.name.lower()}: {details}")
@@ -38,22 +38,22 @@ class CallFailed(Exception):
 
 
 class Disconnected(Exception):
-    """The connection or the call broke, and no status came. The message says what happened."""
+    """A call without a status because its stream or connection broke. The message has the reason."""
 
 
 class NotGrpc(Disconnected):
-    """The server speaks another protocol, which the message names. A retry does not help."""
+    """A connection to a server of another protocol, which the message names. A retry does not help."""
 
 
 class UntrustedServer(Disconnected):
-    """The server's certificate is not one that we accept: whoever that is, trying again does not help."""
+    """A connection to a server with an invalid certificate. A retry does not help."""
 
 
 Headers = Mapping[bytes, bytes]
 
 _CONTENT_TYPE = b"application/grpc"
 
-_FROM_HTTP_STATUS = {  # grpc/doc/http-grpc-status-mapping.md: what a proxy in between means
+_FROM_HTTP_STATUS = {  # sent by proxies; grpc/doc/http-grpc-status-mapping.md
     400: Status.INTERNAL,
     401: Status.UNAUTHENTICATED,
     403: Status.PERMISSION_DENIED,
@@ -66,7 +66,7 @@ _FROM_HTTP_STATUS = {  # grpc/doc/http-grpc-status-mapping.md: what a proxy in b
 
 
 def check_response_headers(headers: Headers) -> CallFailed | None:
-    """Why what follows these response headers is no gRPC answer; None if it is."""
+    """Return the error if these response headers are not those of a gRPC answer, else None."""
     if b"grpc-status" in headers:
         return None
     code, kind = headers.get(b":status", b""), headers.get(b"content-type", b"")
@@ -80,7 +80,7 @@ def check_response_headers(headers: Headers) -> CallFailed | None:
 
 
 def call_error(trailers: Headers) -> CallFailed | None:
-    """What the trailers, or headers that are trailers too, say of the call; None is OK."""
+    """Return the error in the trailers of a call, or None if its status is OK."""
     if b"grpc-status" not in trailers:
         return CallFailed(Status.UNKNOWN, "the server ended the call without a status")
     number = _number(trailers[b"grpc-status"])
@@ -96,7 +96,7 @@ def _details(trailers: Headers) -> str:
 
 
 def _number(text: bytes) -> int:
-    """-1 for what is none."""
+    """Parse a status of up to three digits. Return -1 for any other text."""
     return int(text) if text.isdigit() and len(text) <= 3 else -1
 
 

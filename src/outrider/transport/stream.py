@@ -1,4 +1,4 @@
-"""One call on a channel, as its caller sees it: messages go out and come back, and at the end there is a status."""
+"""One gRPC call: messages in both directions, and a status at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.transport.status import CallFailed, Disconnected, Headers, Status,
 
 
 class Stream:
-    """To be ended by receiving all, or cancelled. One task may send while another receives.
+    """One call. The caller receives until its end, or cancels it. One task may send while another receives.
 
     Raises (send and receive):
         Disconnected: the call or its connection broke.
@@ -22,16 +22,16 @@ class Stream:
         self._messages = MessageReader()
         self._headers: dict[bytes, bytes] = {}
         self._failure: CallFailed | Disconnected | None = None
-        self._local_open = self._remote_open = True  # whether either side may still send
+        self._local_open = self._remote_open = True  # whether that side may still send
         self._received = self._window_granted = 0  # bytes of the window
         self._changed = asyncio.Event()
         self._stream_id = http.open(headers, self)
 
     async def send(self, data: bytes, *, last: bool = False) -> None:
-        """One message, as fast as the server's window allows; `last` ends our side with it.
+        """Send one message, subject to flow control. `last` ends this side of the call.
 
-        Where the server has ended the call already, nothing is sent: `receive` tells how it ended. A cancelled send
-        cancels the call, unless nothing of the message had left.
+        If the server has ended the call, nothing is sent and `receive` raises the error. A cancelled send cancels the
+        call if part of the message was sent.
         """
         rest = whole = memoryview(frame_message(data))
         try:
@@ -45,7 +45,7 @@ class Stream:
             raise self._failure
 
     async def _send_frame(self, rest: memoryview, last: bool) -> memoryview:
-        """What is left behind the next frame, which may have to wait."""
+        """Send the next frame or wait for window space. Return the remaining bytes."""
         room = self._http.send_capacity(self._stream_id)
         if not room:
             await self._http.wait_for_change()
@@ -58,10 +58,10 @@ class Stream:
         return rest
 
     async def receive(self) -> bytes | None:
-        """The next message; None once the server has ended the call with status OK.
+        """Return the next message, or None after the server has ended the call with status OK.
 
         Raises:
-            CallFailed: it ended with another status, or sent what is not gRPC.
+            CallFailed: the call ended with another status, or the answer is not valid gRPC.
         """
         while not self._messages and self._remote_open:
             self._changed.clear()
@@ -75,18 +75,19 @@ class Stream:
         return None
 
     async def end(self) -> None:
-        """Nothing more will be sent; the server may go on."""
+        """End this side of the call. The server may continue to send."""
         if self._local_open:
             self._http.send(self._stream_id, memoryview(b""), last=True)
             self._close_local()
 
     def cancel(self) -> None:
-        """Give the call up, if it is still open. Messages that came can still be received."""
+        """Cancel the call if it is open. Received messages remain available."""
         self._fail(CallFailed(Status.CANCELLED, "the call was cancelled here"))
 
-    # What the connection tells ------------------------------------------------------------------------------
+    # Events of the connection -------------------------------------------------------------------------------
 
     def on_headers(self, headers: Headers) -> None:
+        """Check the response headers and keep the trailers."""
         first = not self._headers
         self._headers.update(headers)
         header_error = check_response_headers(headers) if first else None
@@ -94,6 +95,7 @@ class Stream:
             self._fail(header_error)
 
     def on_data(self, data: bytes, size: int) -> None:
+        """Split the data into messages."""
         self._received += size
         try:
             self._messages.feed(data)
@@ -103,6 +105,7 @@ class Stream:
         self._changed.set()
 
     def on_end(self) -> None:
+        """Take the status of the call from the trailers."""
         self._failure = call_error(self._headers)
         if self._failure is None and self._messages.is_truncated:
             self._failure = CallFailed(Status.INTERNAL, "the server ended the call within a message")
@@ -111,7 +114,8 @@ class Stream:
         self._remove_if_closed()
 
     def on_reset(self, reason: str) -> None:
-        if self._remote_open:  # else it has a status, which stands
+        """Fail the call unless the server has ended it with a status."""
+        if self._remote_open:
             self._failure = self._http.make_error(reason)
         self._local_open = self._remote_open = False
         self._changed.set()
@@ -119,7 +123,7 @@ class Stream:
     # Within -------------------------------------------------------------------------------------------------
 
     def _increase_window(self) -> None:
-        """More of the window, once half of it is used up by what was taken, or belongs to a message still to come."""
+        """Increase the window when half of it is used. Messages count once the caller has received them."""
         due = self._received - self._window_granted - self._messages.buffered_bytes
         if self._remote_open and due >= WINDOW // 2:
             self._window_granted += due

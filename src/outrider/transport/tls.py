@@ -1,4 +1,4 @@
-"""Certificates of both ends, checked before anything listens or connects."""
+"""The certificates and keys of client and server, checked before the first connection."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     import grpc
 
 _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
-_KEY_MISMATCH = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED")  # OpenSSL: another key, or kind
+_KEY_MISMATCH = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED")  # OpenSSL's reasons
 _UTC_TIME, _OID, _VERSION = 0x17, 0x06, 0xA0  # DER tags
 _EC = "2a8648ce3d0201"
-_KEY_TYPES = {  # of keys, by their object identifiers' DER
+_KEY_TYPES = {  # by object identifier, in DER
     "2a864886f70d010101": "RSA",
     "2a864886f70d01010a": "RSA-PSS",
     "2a8648ce380401": "DSA",
@@ -31,20 +31,16 @@ _KEY_TYPES = {  # of keys, by their object identifiers' DER
     "2b81040021": "ECDSA P-224",
     "2b8104000a": "ECDSA secp256k1",
 }
-CLIENT_KEY_TYPES = ("RSA", "ECDSA P-256", "ECDSA P-384")  # that a gRPC server accepts from a client
-SERVER_KEY_TYPES = (
-    *CLIENT_KEY_TYPES,
-    "ECDSA P-521",
-    "Ed25519",
-)  # that it can serve with; gRPC's own clients accept the former
+CLIENT_KEY_TYPES = ("RSA", "ECDSA P-256", "ECDSA P-384")  # accepted from a client by a grpcio server
+SERVER_KEY_TYPES = (*CLIENT_KEY_TYPES, "ECDSA P-521", "Ed25519")  # usable by a grpcio server itself
 
 
 class ServerTls:
-    """The server's certificate and key, and, for mutual TLS, the authority whose clients are admitted. All PEM files.
+    """The server's certificate and key and, for mutual TLS, the certificate authority of its clients, as PEM files.
 
     Raises:
-        SettingsError: a file that is missing, unreadable, not PEM, encrypted, not valid today, or of a kind that gRPC
-            cannot use; a key that is another certificate's, or that other users of this machine can read.
+        SettingsError: a file is missing, unreadable, not PEM, encrypted, not valid today, or of a type that gRPC does
+            not support, or the key does not fit the certificate or is readable by other users of the machine.
     """
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None = None) -> None:
@@ -56,20 +52,21 @@ class ServerTls:
 
     @property
     def is_mutual(self) -> bool:
-        """Whether a client needs a certificate."""
+        """Return whether a client needs a certificate."""
         return self._client_ca is not None
 
     def credentials(self) -> grpc.ServerCredentials:
-        import grpc  # the edge has no use for it
+        """Return the credentials for a grpcio server."""
+        import grpc  # the edge imports this module, and does not need grpcio
 
         return grpc.ssl_server_credentials([self._pair], self._client_ca, require_client_auth=self.is_mutual)
 
 
 class ClientTls:
-    """The authority that vouches for the server (None: those of this system), and our own certificate, if any.
+    """The certificate authority of the server (None: those of this system), and an optional client certificate.
 
     Raises:
-        SettingsError: as for ServerTls; a certificate without its key, or a key without its certificate.
+        SettingsError: as for ServerTls, or only one of certificate and key is given.
     """
 
     def __init__(self, ca: Path | None = None, cert: Path | None = None, key: Path | None = None) -> None:
@@ -81,14 +78,14 @@ class ClientTls:
             raise SettingsError(f"{cert or key}: a client's certificate and its key are given together")
 
     def context(self) -> ssl.SSLContext:
-        """For connections that are opened with the server's name: its certificate must be valid, and for that name."""
+        """Return the TLS context, which requires a valid certificate for the server's name."""
         return self._context
 
 
 def _client_context(ca: Path | None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # verifies certificates and names
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as gRPC: an authority need not be a root
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # accepts an authority that is not a root, as gRPC does
     context.set_alpn_protocols(["h2"])
     if ca is None:
         context.load_default_certs()
@@ -98,17 +95,17 @@ def _client_context(ca: Path | None) -> ssl.SSLContext:
 
 
 def _load_pair(cert: Path, key: Path) -> tuple[bytes, bytes]:
-    """(key, certificate chain), as gRPC orders them."""
+    """Return key and certificate chain, in grpcio's order."""
     chain, secret = _read(cert), _read(key)
-    _check_validity(cert, _certificates(cert, chain)[:1])  # the first is ours, the rest its authorities
+    _check_validity(cert, _certificates(cert, chain)[:1])  # the others are those of authorities
     if b"ENCRYPTED" in secret:
         raise SettingsError(f"{key} is encrypted, which gRPC cannot open: give the key without a passphrase")
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")  # "": never ask on a terminal
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")  # "": no prompt on a terminal
     except ssl.SSLError as error:
         if error.reason in _KEY_MISMATCH:
             raise SettingsError(f"{key} does not belong to the certificate {cert}") from error
-        raise SettingsError(f"{key} is no usable PEM private key for {cert} ({error.reason})") from error
+        raise SettingsError(f"{key} is not a usable PEM private key for {cert} ({error.reason})") from error
     with key.open("rb") as file:
         check_private(key, file.fileno(), "a private key")
     return secret, chain
@@ -134,10 +131,10 @@ def _read(path: Path) -> bytes:
 
 
 def check_key_type(path: Path, key_types: tuple[str, ...], *, authorities: bool = False) -> None:
-    """Refuse a certificate whose key is of another kind. In a file of several authorities one suitable key is enough.
+    """Refuse a certificate with another type of key. In a file of several authorities one supported key is enough.
 
     Raises:
-        SettingsError: with the file, the kind, and the supported kinds.
+        SettingsError: the message has the file, its key type, and the supported types.
     """
     found = [_key_type(certificate) for certificate in _certificates(path, _read(path))]
     if not set(found if authorities else found[:1]) & set(key_types):
@@ -147,8 +144,10 @@ def check_key_type(path: Path, key_types: tuple[str, ...], *, authorities: bool 
 
 
 def _key_type(certificate: bytes) -> str:
-    """Return the kind of a certificate's public key. RFC 5280, 4.1: it follows the subject, {{algorithm, parameters},
-    key}."""
+    """Return the type of a certificate's public key.
+
+    RFC 5280, 4.1: the key follows the subject and has the form {{algorithm, parameters}, key}.
+    """
     algorithm, *parameters = _parse_der(_parse_der(_signed_fields(certificate)[5][1])[0][1])
     oid = algorithm[1].hex()
     if oid != _EC:
@@ -158,7 +157,7 @@ def _key_type(certificate: bytes) -> str:
 
 
 def _certificates(path: Path, data: bytes) -> list[bytes]:
-    """The certificates in a PEM file, as DER, each of which OpenSSL could parse."""
+    """Return the certificates of a PEM file as DER, after parsing them with OpenSSL."""
     try:
         found = [ssl.PEM_cert_to_DER_cert(text.decode("ascii")) for text in _CERTIFICATE.findall(data)]
         if found:
@@ -171,7 +170,7 @@ def _certificates(path: Path, data: bytes) -> list[bytes]:
 
 
 def _check_validity(path: Path, certificates: list[bytes]) -> None:
-    """At least one must be valid today: bundles of authorities keep old ones."""
+    """Check that at least one certificate is valid now. Bundles of authorities may contain expired ones."""
     now, periods = datetime.now(UTC), [_validity_period(certificate) for certificate in certificates]
     if any(begin <= now <= end for begin, end in periods):
         return
@@ -181,10 +180,10 @@ def _check_validity(path: Path, certificates: list[bytes]) -> None:
 
 
 def _validity_period(certificate: bytes) -> tuple[datetime, datetime]:
-    """notBefore and notAfter, which the standard library only tells of a peer's certificate.
+    """Return notBefore and notAfter. The standard library provides them for a peer's certificate only.
 
-    RFC 5280, 4.1: Certificate ::= {tbs, …}; tbs ::= {[0] version (optional), serial, signature algorithm, issuer,
-    validity {notBefore, notAfter}, …}. OpenSSL has parsed these bytes before: they are well-formed.
+    RFC 5280, 4.1: Certificate ::= {tbs, …} and tbs ::= {[0] version (optional), serial, signature algorithm, issuer,
+    validity {notBefore, notAfter}, …}. The bytes are well-formed, since OpenSSL has parsed them.
     """
     begin, end = (_parse_time(tag, text) for tag, text in _parse_der(_signed_fields(certificate)[3][1]))
     return begin, end
@@ -198,11 +197,11 @@ def _signed_fields(certificate: bytes) -> list[tuple[int, bytes]]:
 
 
 def _parse_der(der: bytes) -> list[tuple[int, bytes]]:
-    """The (tag, content) pairs that follow each other in DER bytes."""
+    """Return the consecutive (tag, content) pairs in DER bytes."""
     found, at = [], 0
     while at < len(der):
         tag, size, at = der[at], der[at + 1], at + 2
-        if size & 0x80:  # the length itself is that many bytes long
+        if size & 0x80:  # long form: the low bits are the number of length bytes
             long = size & 0x7F
             size, at = int.from_bytes(der[at : at + long], "big"), at + long
         found.append((tag, der[at : at + size]))
@@ -211,7 +210,7 @@ def _parse_der(der: bytes) -> list[tuple[int, bytes]]:
 
 
 def _parse_time(tag: int, text: bytes) -> datetime:
-    """UTCTime (two-digit years are 1950 to 2049) or GeneralizedTime; RFC 5280 allows both in this one form."""
+    """Parse a UTCTime (two-digit years are 1950 to 2049) or a GeneralizedTime, in the only form of RFC 5280."""
     digits = text.decode("ascii")
     if tag == _UTC_TIME:
         digits = ("19" if digits[:2] >= "50" else "20") + digits

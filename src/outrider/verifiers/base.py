@@ -1,4 +1,4 @@
-"""What can give a verdict: the contract, and who a verifier says it is."""
+"""The verifier interface, the model description, and the vocabulary check."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from outrider.engines.base import Prompt
 from outrider.errors import VocabularyMismatch
 from outrider.sampling.acceptance import Verdict
 
-MAX_EXTRA_TOKENS = 128  # as in llama.cpp: vocabularies may differ in size by this much, beyond equal strings
+MAX_EXTRA_TOKENS = 128  # tokens by which vocabulary sizes may differ beyond the shared ids, as in llama.cpp
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What the edge must know of a verifier before it drafts for it.
+    """The properties of a model that the other side needs before drafting begins.
 
-    vocab_size: tokens that have a name. row_count: ids that can be read, padding included. max_length: positions that
-    a sequence may have, if limited. audio_seconds: the longest recording that it takes; 0 where it takes none.
-    placeholder: the token that stands for recordings in a prompt. read_vocabulary: fetches the token strings by id;
-    asked only where fingerprints differ, for there may be many. decode: ids as text, special tokens included.
-    special_ids: tokens that mark something instead of being text, as the ends of other models of the family do.
+    vocab_size: tokens that the tokenizer names. row_count: rows of the embedding, padding included. max_length: most
+    positions of a sequence, None without a limit. audio_seconds: length of the longest accepted recording, 0 without
+    audio support. placeholder: the token that stands for a recording in a prompt. read_vocabulary: fetches the token
+    strings in order of their ids, and is called only when fingerprints differ, because they can be many. decode: turns
+    ids into text, special tokens included. special_ids: the tokenizer's special tokens.
     """
 
     name: str
@@ -40,14 +40,17 @@ class ModelInfo:
 
     @property
     def vocabulary(self) -> list[str]:
-        """Token strings by id; empty where the model came without a tokenizer."""
+        """Return the token strings in order of their ids. The list is empty without a tokenizer."""
         return self.read_vocabulary()
 
 
 @dataclass(frozen=True)
 class SessionParams:
-    """How a session decodes. vocab_size: the ids that the target may emit. hides_audio: there is a recording, and the
-    verifier does not get it (`--privacy tokens`)."""
+    """The decoding parameters of a session.
+
+    vocab_size: number of ids that the target may emit. hides_audio: the prompt has a recording that the edge does not
+    send to the verifier (`--privacy tokens`).
+    """
 
     settings: GenerationSettings
     accept: str
@@ -56,59 +59,67 @@ class SessionParams:
 
 
 class Verifier(Protocol):
-    """Judges blocks of drafts. Sessions are independent; a repeated request is answered again, never applied twice."""
+    """Verifies blocks of drafted tokens in independent sessions.
+
+    Requests are idempotent: a repeated request gets the same verdict and is not applied twice.
+    """
 
     def describe(self, edge: ModelInfo | None = None) -> ModelInfo:
-        """Who it is. edge: who asks, if it drafts; some verifiers can only say what they are compared with it."""
+        """Return the target's description.
+
+        edge: the drafter's description. A verifier without a vocabulary list compares its tokens with the drafter's.
+        """
         ...
 
     def open(self, prompt: Prompt, params: SessionParams) -> int:
-        """A session for one sequence. Nothing is computed before its first request."""
+        """Open a session for one sequence and return its number. Computation starts with the first request."""
         ...
 
     def verify(self, session: int, request: Verify) -> Verdict:
-        """The verdict on request.draft_ids, which follow the session's tokens and request.new_ids."""
+        """Return the verdict on request.draft_ids, which follow the session's tokens and request.new_ids."""
         ...
 
     def generate(self, session: int) -> Iterator[Verdict]:
-        """Cloud-only: the target's own tokens, one verdict each, for as long as the caller asks."""
+        """Yield the target's own tokens without drafts (cloud-only decoding), one verdict for each token."""
         ...
 
-    def close(self, session: int) -> None: ...
+    def close(self, session: int) -> None:
+        """Close the session and release its resources."""
+        ...
 
 
 @runtime_checkable
 class Connectable(Protocol):
-    """A verifier that may not be there."""
+    """A verifier behind a network connection, which may be unreachable."""
 
     def probe(self) -> None:
-        """Find out now whether anyone answers.
+        """Check the connection.
 
         Raises:
-            CloudError: nobody does, or not as a verifier.
+            CloudError: the server is unreachable or cannot verify.
         """
         ...
 
     def disconnect(self) -> None:
-        """Close what is open, and the connection."""
+        """Close all sessions and the connection."""
         ...
 
 
 def disconnect(verifier: Verifier | None) -> None:
-    """Close the connection, where the verifier has one."""
+    """Close the verifier's connection, if it has one."""
     if isinstance(verifier, Connectable):
         verifier.disconnect()
 
 
 def match_vocabularies(edge: ModelInfo, cloud: ModelInfo) -> tuple[int, int]:
-    """How many ids the drafter may draft, and how many the target may emit.
+    """Return how many ids the drafter may draft and how many the target may emit.
 
-    The target keeps every token that its tokenizer names, or its output would not be its own; the drafter must be able
-    to read them all, be it as padding rows.
+    The target may emit every token that its tokenizer names, otherwise its output would change. The drafter needs an
+    embedding row for each of them, possibly a padding row.
 
     Raises:
-        VocabularyMismatch: two ids differ (the first is named), the sizes differ by more than 128, or the drafter has
-            no row for a token that the target may emit.
+        VocabularyMismatch: an id stands for different tokens (the message names the first), the sizes differ by more
+            than 128, or the drafter has no row for a token that the target may emit.
     """
     names: list[str] = []
     if edge.fingerprint != cloud.fingerprint:
@@ -125,7 +136,7 @@ def match_vocabularies(edge: ModelInfo, cloud: ModelInfo) -> tuple[int, int]:
 
 
 def _check_names(edge: ModelInfo, cloud: ModelInfo) -> list[str]:
-    """The target's token strings, which are the drafter's as far as both go. None have names without tokenizers."""
+    """Return the target's token strings after comparing the shared ids. The list is empty without tokenizers."""
     ours, theirs = edge.vocabulary, cloud.vocabulary
     for which, side, names, other in (("drafter", edge, ours, theirs), ("target", cloud, theirs, ours)):
         if len(names) != side.vocab_size and (names or other):
@@ -136,15 +147,14 @@ def _check_names(edge: ModelInfo, cloud: ModelInfo) -> list[str]:
     for token, (first, second) in enumerate(zip(ours, theirs, strict=False)):
         if first != second:
             raise VocabularyMismatch(
-                f"{format_pair(edge.name, cloud.name)} do not share a vocabulary: "
-                f"token {token} is {first!r} in the first "
-                f"and {second!r} in the second"
+                f"{format_pair(edge.name, cloud.name)} do not share a vocabulary: token {token} is {first!r} in the "
+                f"first and {second!r} in the second"
             )
     return theirs
 
 
 def format_pair(edge: str, cloud: str) -> str:
-    """Both by name, and which is which: models of one class have one name."""
+    """Return both names with their roles. Models of one class have the same name."""
     return f"the drafter {edge} and the target {cloud}"
 
 

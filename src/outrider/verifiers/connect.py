@@ -1,4 +1,4 @@
-"""From the text that names a cloud to a verifier."""
+"""Parse a cloud address and connect to its verifier."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ADDRESS = re.compile(r"(\[(?P<v6>[^\s/@,\[\]]+)\]|(?P<name>[^\s:/@,\[\]]+)):(?P
 
 @dataclass(frozen=True)
 class CloudAddress:
-    """What a `--cloud` text names. hosts: (host, port) of each replica."""
+    """A parsed `--cloud` address. hosts: (host, port) of each replica."""
 
     kind: Kind
     model: str = ""
@@ -37,15 +37,15 @@ class CloudAddress:
 
     @property
     def is_remote(self) -> bool:
-        """Whether it is asked across a network."""
+        """Return whether the verifier is reached over a network."""
         return self.kind in REMOTE
 
 
 def parse_cloud_address(text: str) -> CloudAddress:
-    """Take "grpc://host:port", "vllm://a:8000,b:8000", "sglang://host:port", "local:MODEL" or "none" apart.
+    """Parse "grpc://host:port", "vllm://a:8000,b:8000", "sglang://host:port", "local:MODEL" or "none".
 
     Raises:
-        SettingsError: any other text.
+        SettingsError: the text has another form.
     """
     if not isinstance(text, str):
         raise SettingsError(f"a cloud is a text such as grpc://host:7070 or local:MODEL, not {text!r}")
@@ -73,7 +73,7 @@ def _parse_host(text: str, address_text: str) -> tuple[str, int]:
     host = address["v6"] or address["name"]
     try:
         if address["v6"]:
-            ipaddress.IPv6Address(host)  # with a zone, such as fe80::1%eth0, too
+            ipaddress.IPv6Address(host)  # also accepts a zone, such as fe80::1%eth0
         else:
             ascii_host(host)
     except ValueError as error:
@@ -82,15 +82,15 @@ def _parse_host(text: str, address_text: str) -> tuple[str, int]:
 
 
 def connect(target: str, **options: Any) -> Verifier | None:
-    """The verifier that a text names.
+    """Return the verifier at an address, or None for "none". No request is sent yet.
 
-    "local:MODEL" takes the options of `load_engine`. "grpc://HOST:PORT", a running `outrider cloud`,
-    "vllm://HOST:PORT[,HOST:PORT…]", a vLLM server or several that serve the same model, and "sglang://…" take token or
-    token_file; tls=True (the system's authorities) or ca (a PEM file); cert and key for mutual TLS; net, an emulated
-    network such as "rtt=50ms,bw=2Mbit"; deadline and patience in seconds. "none" is None. Nothing is sent yet.
+    "local:MODEL" takes the options of `load_engine`. "grpc://HOST:PORT" is a running `outrider cloud`.
+    "vllm://HOST:PORT[,HOST:PORT…]" and "sglang://…" are one or more servers of the same model. The options of these
+    three are token or token_file, tls=True (the system's certificate authorities) or ca (a PEM file), cert and key for
+    mutual TLS, net for an emulated network such as "rtt=50ms,bw=2Mbit", and deadline and patience in seconds.
 
     Raises:
-        SettingsError: a target of another form, or an option that it does not take.
+        SettingsError: the address has another form, or does not take an option.
         ModelError: the local model cannot be loaded.
     """
     parsed = parse_cloud_address(target)
@@ -108,9 +108,9 @@ def _check_options(options: dict[str, Any], kind: str) -> dict[str, Any]:
     return options
 
 
-def _reject_options(options: dict[str, Any], what: str) -> None:
+def _reject_options(options: dict[str, Any], cloud: str) -> None:
     if options:
-        raise SettingsError(f"{what} takes no {', '.join(sorted(options))}")
+        raise SettingsError(f"{cloud} takes no {', '.join(sorted(options))}")
 
 
 def _connect_remote(
@@ -160,7 +160,7 @@ def _connect_remote(
 
 
 def _emulate(net: str | Conditions) -> Network:
-    """Return the network of the given conditions. Without any it is the machine's own, with nothing in between."""
+    """Return an emulated network with these conditions. Empty conditions give the machine's own network."""
     from outrider.netem.conditions import Conditions, parse_conditions
 
     found = net if isinstance(net, Conditions) else parse_conditions(net)
@@ -186,7 +186,7 @@ def _is_loopback(host: str) -> bool:
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name: whatever it resolves to now, it may not tomorrow
+    except ValueError:  # a host name, which may resolve to another address later
         return False
 
 
@@ -195,5 +195,5 @@ def _read_token(file: str) -> str:
         return decode_text(Path(file).read_bytes(), file).strip()
     except OSError as error:
         raise SettingsError(f"cannot read a token from {file}: {error.strerror}") from error
-    except DataError:  # the decoder's message would quote the file
+    except DataError:  # its message would quote the secret
         raise SettingsError(f"{file} does not hold a token: it is not UTF-8 text") from None

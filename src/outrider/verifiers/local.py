@@ -1,4 +1,4 @@
-"""The verifier in this process: an engine and its sessions."""
+"""The in-process verifier: an engine and its sessions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outrider.verifiers.session import Session
 
 
 class LocalVerifier:
-    """Verdicts from an engine on this machine (`--cloud local:MODEL`)."""
+    """A verifier over an engine in this process (`--cloud local:MODEL`)."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -25,32 +25,37 @@ class LocalVerifier:
         self._session_ids = count(1)
 
     def describe(self, edge: ModelInfo | None = None) -> ModelInfo:
+        """Return the engine's description."""
         return describe(self.engine)
 
     def open(self, prompt: Prompt, params: SessionParams) -> int:
+        """Open a session with a KV cache of its own."""
         session = open_session(self.engine, prompt, params)
         session_id = next(self._session_ids)
         self._sessions[session_id] = session, CachedSequence(self.engine, prompt, "verifier")
         return session_id
 
     def verify(self, session: int, request: Verify) -> Verdict:
-        entry, reader = self._get(session)
+        """Run the engine over the block and verify it."""
+        entry, cache = self._get(session)
         plan = entry.prepare(request)
         if isinstance(plan, Verdict):
             return plan
         started = time.perf_counter()
-        reader.rollback_to(plan.start)
-        (rows,) = forward_or_sample(self.engine, [reader.next_input(plan.ids, plan.rows)], [entry.sampling_policy])
-        verdict = entry.judge(plan, rows)
-        reader.rollback_to(len(entry.ids))
+        cache.rollback_to(plan.start)
+        (output,) = forward_or_sample(self.engine, [cache.next_input(plan.ids, plan.rows)], [entry.sampling_policy])
+        verdict = entry.judge(plan, output)
+        cache.rollback_to(len(entry.ids))
         return replace(verdict, compute_s=time.perf_counter() - started)
 
     def generate(self, session: int) -> Iterator[Verdict]:
+        """Yield the target's own tokens, one verdict for each token."""
         entry, _ = self._get(session)
         while True:
             yield self.verify(session, Verify(entry.rounds + 1, len(entry.ids), (), ()))
 
     def close(self, session: int) -> None:
+        """Release the session's KV cache."""
         self._get(session)[1].close()
         del self._sessions[session]
 
@@ -61,10 +66,10 @@ class LocalVerifier:
 
 
 def open_session(engine: Engine, prompt: Prompt, params: SessionParams, committed: tuple[int, ...] = ()) -> Session:
-    """The verifier's half of a sequence that begins with `prompt`, and has `committed` after it already.
+    """Return the verifier's state of a sequence: `prompt`, followed by the `committed` tokens.
 
     Raises:
-        PromptError: the prompt means something else to this engine than to the one that encoded it.
+        PromptError: this engine would encode the prompt differently from the drafter.
     """
     check_conditioning(engine, prompt)
     prompt_length = len(prompt.ids)
@@ -73,7 +78,7 @@ def open_session(engine: Engine, prompt: Prompt, params: SessionParams, committe
 
 
 def describe(engine: Engine) -> ModelInfo:
-    """An engine as the other side sees it."""
+    """Return the description of an engine."""
     audio_encoder = getattr(engine, "audio", None)
     return ModelInfo(
         engine.name,
@@ -91,10 +96,11 @@ def describe(engine: Engine) -> ModelInfo:
 
 
 def check_conditioning(engine: Engine, prompt: Prompt) -> None:
-    """Refuse a prompt that would mean something else to this engine than to the one that encoded it.
+    """Refuse a prompt that this engine would encode differently from the drafter.
 
     Raises:
-        PromptError: audio for a text model, or another session_id of audio tokens for the same recording.
+        PromptError: the prompt has audio and the engine takes none, or the engine makes another number of audio tokens
+            of the recording.
     """
     if not prompt.has_audio:
         return

@@ -1,26 +1,25 @@
-"""Asking again: how often, and how long in between."""
+"""Retry with exponential backoff and jitter."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
-
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 INITIAL_BACKOFF, MAX_BACKOFF = 0.05, 2.0  # s between attempts
-MIN_UPLOAD_RATE = 8_000  # bytes/s; while a recording is on its way, an attempt may take that much longer
+MIN_UPLOAD_RATE = 8_000  # bytes/s; the deadline of an attempt that uploads a recording is extended at this rate
 
 
 class Retryable(Exception):
-    """This attempt failed and another may not.
+    """An attempt failed and another one may succeed.
 
-    retry_after: seconds that the cloud asks us to wait. is_busy: it is there, and has too much to do.
+    retry_after: seconds that the server requested between attempts. is_busy: the server answers but is overloaded.
     """
 
     def __init__(self, reason: str, retry_after: float = 0.0, *, is_busy: bool = False) -> None:
@@ -29,48 +28,34 @@ class Retryable(Exception):
 
 
 async def retry(name: str, timeout: float, attempt: Callable[..., Awaitable[T]], *args: object) -> T:
-    """Attempts, with exponential pauses, until one succeeds or timeout (s), counted from the first failure, ends.
+    """Call `attempt` with backoff until it succeeds or `timeout` seconds have passed since its first failure.
 
-    name: who is requested, for the log.
+    The timeout counts from the failure because a single attempt may take longer: a silent server always gets a second
+    attempt. name: the server, for the log.
 
     Raises:
-        Retryable: the last attempt's; whatever else an attempt raises goes through at once.
+        Retryable: the error of the last attempt. Any other exception of an attempt propagates at once.
     """
-    backoff = _Backoff(timeout)
+    number, give_up_at = 0, 0.0
+    while True:
+        number += 1
+        try:
+            return await attempt(*args)
+        except Retryable as error:
+            now = time.monotonic()
+            if number == 1:
+                give_up_at = now + timeout
+            if now >= give_up_at:
+                raise
+            log.info("%s: attempt %d failed (%s)", name, number, error)
+            wait = min(_backoff(number, error.retry_after), give_up_at - now)
+        await asyncio.sleep(wait)
 
-    def log_attempt(state: RetryCallState) -> None:
-        reason = state.outcome.exception() if state.outcome else None
-        log.info("%s: attempt %d failed (%s)", name, state.attempt_number, reason)
 
-    retrying = AsyncRetrying(
-        retry=retry_if_exception_type(Retryable),
-        stop=backoff.is_exhausted,
-        wait=backoff.next_wait,
-        before_sleep=log_attempt,
-        reraise=True,
-    )
-    return await retrying(attempt, *args)
+def _backoff(number: int, retry_after: float) -> float:
+    """Return the seconds to wait after a failed attempt, which double from attempt to attempt.
 
-
-class _Backoff:
-    """How long attempts have been backoff, and when to try again."""
-
-    def __init__(self, timeout: float) -> None:
-        self._timeout, self._failing_since = timeout, 0.0
-
-    def is_exhausted(self, state: RetryCallState) -> bool:
-        """A single attempt may take longer than timeout: a silent cloud is requested again all the same."""
-        return time.monotonic() - self._failing_since >= self._timeout
-
-    def next_wait(self, state: RetryCallState) -> float:
-        """Seconds before the next attempt: doubling, at least what the cloud requested for, and no longer than timeout.
-
-        Asked before `is_exhausted`: the first failure begins here.
-        """
-        if state.attempt_number == 1:
-            self._failing_since = time.monotonic()
-        error = state.outcome.exception() if state.outcome else None
-        requested = error.retry_after if isinstance(error, Retryable) else 0.0
-        exponential = min(MAX_BACKOFF, INITIAL_BACKOFF * 2.0 ** min(state.attempt_number - 1, 30))
-        jittered = max(requested, exponential) * random.uniform(1.0, 1.25)  # so that edges do not come back in step
-        return min(jittered, max(0.0, self._failing_since + self._timeout - time.monotonic()))
+    The jitter keeps clients of one server from retrying in step.
+    """
+    exponential = min(MAX_BACKOFF, INITIAL_BACKOFF * 2.0 ** min(number - 1, 30))
+    return max(retry_after, exponential) * random.uniform(1.0, 1.25)

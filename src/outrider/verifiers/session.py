@@ -1,7 +1,7 @@
-"""The verifier's half of a sequence: its tokens, and the arithmetic of a verdict. It holds no cache and does no I/O.
+"""The verifier's state of one sequence: its committed tokens and the last verdict. It holds no KV cache, does no I/O.
 
-session.prepare(request)  →  ForwardPlan(ids, rows)      what the engine must read, and of how many tokens rows are
-wanted session.judge(plan, rows)  →  Verdict         and the session has moved on
+session.prepare(request)     →  ForwardPlan  the ids to run the model over, and the number of logits rows needed
+session.judge(plan, output)  →  Verdict      after which the accepted tokens are committed
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from outrider.errors import OutOfSync
 from outrider.sampling.acceptance import AcceptanceRule, Verdict, count_disagreements, verify_block
 from outrider.sampling.policy import ForwardOutput, Policy
 
-MAX_AUDITED = 128  # skipped tokens that one verdict compares at most: a row of logits for each is held in memory
+MAX_AUDITED = 128  # unverified tokens that one verdict audits at most, since each holds a row of logits in memory
 
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """What a verdict needs: the logits after each of the last `rows` of `ids`. start: tokens known before."""
+    """The forward pass for a verdict: the logits after each of the last `rows` of `ids`.
+
+    start: length of the session before the request.
+    """
 
     request: Verify
     ids: list[int]
@@ -26,18 +29,20 @@ class ForwardPlan:
 
     @property
     def audit_from(self) -> int:
-        """The first of the skipped tokens that are compared in passing; base_length where none were skipped."""
+        """Return the position of the first unverified token to audit, or base_length if there is none."""
         return max(self.start, self.request.base_length - MAX_AUDITED)
 
     @property
     def rows(self) -> int:
+        """Return how many rows of logits the verdict needs."""
         return len(self.ids) - self.audit_from + 1
 
 
 class Session:
-    """`ids` holds what is committed as far as this side knows: the prompt, then what verdicts and the edge added.
+    """The tokens of one sequence and the verdicts on it.
 
-    prompt_length: what comes after it may be forgotten by `rewind`. noise: in logits, of whoever reads for it.
+    ids: the committed tokens, prompt first. prompt_length: `rewind` never goes below it. noise: numeric noise of the
+    engine, in logits.
     """
 
     def __init__(
@@ -47,22 +52,24 @@ class Session:
         self.prompt_length = prompt_length
         self._policy, self._rule, self.noise = policy, rule, noise
         self._last: tuple[Verify, Verdict] | None = None
-        self._resumed_at: int | None = None  # where the edge stands, if it lacks the last answer
+        self._resumed_at: int | None = None  # length at which the edge resumed without the last verdict
 
     @property
     def vocab_size(self) -> int:
-        """Ids that the target may emit, and the edge may draft."""
+        """Return how many ids the target may emit and the edge may draft."""
         return self._policy.vocab_size
 
     @property
     def rounds(self) -> int:
+        """Return the last verified round, 0 before the first."""
         return self._last[0].round if self._last else 0
 
     def prepare(self, request: Verify) -> ForwardPlan | Verdict:
-        """What must be read to judge a block; for the same request again, the same verdict.
+        """Return the forward pass that the request needs, or the stored verdict of a repeated request.
 
         Raises:
-            OutOfSync: the edge's base length is not ours (both are named), or the round was answered for others.
+            OutOfSync: the base length differs from the session's (the message has both), or the round was answered for
+                other tokens.
         """
         if self._resumed_at is not None:
             self._finish_resume(request)
@@ -78,18 +85,21 @@ class Session:
 
     @property
     def sampling_policy(self) -> Policy | None:
-        """By what to choose from the rows, if all that `verify_block` needs of them is the choices."""
+        """Return the policy for on-device sampling, or None if the acceptance rule needs the logits."""
         return None if self._rule.needs_logits else self._policy
 
-    def judge(self, plan: ForwardPlan, rows: ForwardOutput) -> Verdict:
-        """The verdict. rows [plan.rows, …]: first the audit's (skipped tokens), then the drafts'."""
+    def judge(self, plan: ForwardPlan, output: ForwardOutput) -> Verdict:
+        """Verify the block and commit its accepted tokens.
+
+        output: [plan.rows, …], first the rows of audited tokens, then those of the drafts.
+        """
         request, ids, start = plan.request, plan.ids, plan.audit_from
         base = request.base_length
         verdict = verify_block(
-            request.round, ids, base, rows[base - start :], self._policy, self._rule, request.q, self.noise
+            request.round, ids, base, output[base - start :], self._policy, self._rule, request.q, self.noise
         )
         if base > start:
-            disagreed = count_disagreements(ids, start, base, rows, self._policy)
+            disagreed = count_disagreements(ids, start, base, output, self._policy)
             verdict = Verdict(
                 verdict.round, verdict.accepted, verdict.next_token, verdict.near_ties, base - start, disagreed
             )
@@ -98,13 +108,13 @@ class Session:
         return verdict
 
     def rewind(self, length: int) -> None:
-        """The edge knows the first `length` tokens; the rest is forgotten.
+        """Roll the session back to the first `length` tokens, which the edge has.
 
-        If the edge lacks the last answer and nothing else, that is kept until its next request: repeating the one
-        that was answered costs nothing then, however often the answer got lost.
+        If the edge lacks only the last verdict, the session keeps it until the next request. A repeat of the answered
+        request then costs no computation, however often the verdict was lost.
 
         Raises:
-            OutOfSync: there are fewer, or the prompt itself would be cut.
+            OutOfSync: the session has fewer tokens, or the roll-back would cut the prompt.
         """
         if not self.prompt_length <= length <= len(self.ids):
             raise OutOfSync(
@@ -119,7 +129,7 @@ class Session:
             self._truncate(length)
 
     def _finish_resume(self, request: Verify) -> None:
-        """The first request after a rewind: a repeat is answered from memory, for any other that is forgotten."""
+        """Discard the kept verdict unless the first request after a rewind repeats the one that it answers."""
         assert self._last is not None
         assert self._resumed_at is not None
         if not _same(request, self._last[0]):
@@ -139,5 +149,5 @@ class Session:
 
 
 def _same(one: Verify, other: Verify) -> bool:
-    """The same round about the same tokens; q is not compared."""
+    """Return whether two requests are the same round with the same tokens. q is not compared."""
     return all(getattr(one, name) == getattr(other, name) for name in ("round", "base_length", "new_ids", "draft_ids"))

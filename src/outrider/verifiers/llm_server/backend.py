@@ -1,7 +1,8 @@
-"""What a serving engine of someone else's must be able to say, and the contract of those who speak with one.
+"""The interface to an LLM server (vLLM, SGLang): requests for log-probabilities and a probe of the capabilities.
 
-A verdict on k drafts needs the rows behind the last token before them and behind each of them. How a request for them
-looks, and where in the answer they stand, is a `Backend`'s business; sessions, replicas and retries are all the same.
+A verdict on k drafts needs k+1 rows of log-probabilities or logits: one after the last committed token and one after
+each draft. A `Backend` builds the request for them and parses the answer of one kind of server. Sessions, replicas and
+retries are common to all.
 """
 
 from __future__ import annotations
@@ -24,25 +25,26 @@ from outrider.verifiers.llm_server.logit_noise import (
 )
 from outrider.verifiers.retry import Retryable
 
-ALL_LOGPROBS = -1  # as a number of entries: all of a row's
+ALL_LOGPROBS = -1  # as a number of entries: the whole row
 RETRYABLE_STATUSES = (408, 425, 429, 500, 502, 503, 504)
-UNKNOWN_PATH_STATUSES = (404, 405, 501)  # what a web server says of a path that it does not know
-PROBE_TIMEOUT = 300.0  # s; the first requests of a server may compile what they need
+UNKNOWN_PATH_STATUSES = (404, 405, 501)
+PROBE_TIMEOUT = 300.0  # s; the first requests to a server may trigger compilation
 
 
 class CachedLogprobsMissing(Exception):
-    """The rows that were asked for lay in the server's prefix cache: ask again, without it."""
+    """The server cannot return rows of tokens in its prefix cache. Repeat the request with skip_cache."""
 
 
 class MediaMissing(Exception):
-    """The server has forgotten the recording: ask again, with it."""
+    """The server no longer has the recording. Repeat the request with its data."""
 
 
 @dataclass(frozen=True)
 class Media:
-    """A recording in a prompt. uuid: its name for the server. url: a data URI of it; None once the server has it.
+    """A recording in a prompt.
 
-    placeholder: its token; the first `prompt_length` ids are the prompt, where each run of it stands for a recording.
+    uuid: its key in the server's media cache. url: its data URI, None once the server has it. placeholder: each run of
+    this token among the first `prompt_length` ids stands for a recording.
     """
 
     uuid: str
@@ -53,10 +55,10 @@ class Media:
 
 @dataclass(frozen=True)
 class LogprobsRequest:
-    """The rows behind each of the last `rows` of `ids`, the best `top` entries of each (or ALL_LOGPROBS).
+    """A request for the rows after each of the last `rows` of `ids`, with the `top` best entries (or ALL_LOGPROBS).
 
-    session: what requests that continue each other share. skip_cache: do not rely on what is cached. eos_ids: the
-    tokens at which an output may end; a server that ends at another is refused (None: not looked at).
+    session: key shared by the requests of one sequence. skip_cache: bypass the prefix cache. eos_ids: the tokens at
+    which the server may end its output, None to skip this check.
     """
 
     ids: Sequence[int]
@@ -70,12 +72,12 @@ class LogprobsRequest:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a server was found to be and to do, by asking it.
+    """The capabilities of a server, found by probing it.
 
-    model: what it serves. max_length: positions of a sequence that it can judge. mode: how it is asked, as the backend
-    knows it. top: most entries of a row that it sends; ALL_LOGPROBS for all. normalised: rows are log-probabilities,
-    not logits. noise: logits; by how much two ways to the same row may differ, doubled. sample: rows of a fixed prompt.
-    warning: what the way that it is asked costs, for whoever goes it; empty where there is nothing to say.
+    model: the served model. max_length: most positions of a sequence. mode: the backend's request mode. top: most
+    entries of a row, ALL_LOGPROBS without a limit. normalised: rows are log-probabilities, not logits. noise: twice the
+    measured difference between two computations of the same row, in logits. sample: rows of the probe prompt. warning:
+    the cost of the request mode, for the log, or empty.
     """
 
     model: str
@@ -89,10 +91,10 @@ class Capabilities:
 
 
 class Backend(Protocol):
-    """How one kind of server is spoken with. scheme: as in "vllm://host:port". product: whose API it is.
+    """The requests and answers of one kind of server.
 
-    logits_hint, more_hint: how to start it so that rows are logits, or so that it sends n entries of a row ("{}" stands
-    for n).
+    scheme: as in "vllm://host:port". product: name of the server software. logits_hint: advice on how to get logits.
+    more_hint: advice on how to get n entries of a row, with "{}" for n.
     """
 
     scheme: str
@@ -101,44 +103,44 @@ class Backend(Protocol):
     more_hint: str
 
     async def probe(self, client: HttpClient) -> Capabilities:
-        """Find out what the server can do, and prove it on a known prompt."""
+        """Determine the server's capabilities with requests for the probe prompt."""
         ...
 
     def build_request(self, request: LogprobsRequest, capabilities: Capabilities) -> tuple[str, Json]:
-        """Path and body."""
+        """Return path and body of the HTTP request."""
         ...
 
     def parse_logprobs(self, content: Json, request: LogprobsRequest, capabilities: Capabilities) -> list[TopLogprobs]:
-        """The rows in the answer.
+        """Return the rows in the answer.
 
         Raises:
-            CachedLogprobsMissing: they are not there.
-            CloudRefused: the answer is none to this request.
+            CachedLogprobsMissing: the answer lacks rows of cached tokens.
+            CloudRefused: the answer does not fit the request.
         """
         ...
 
     def map_error(self, name: str, reply: HttpResponse) -> Exception:
-        """What an answer other than 200 means."""
+        """Return the exception for a status other than 200."""
         ...
 
     async def detokenize(self, client: HttpClient, capabilities: Capabilities, ids: Sequence[int]) -> str:
-        """The text of tokens, as the server's tokenizer decodes them, special ones included."""
+        """Decode ids with the server's tokenizer, special tokens included."""
         ...
 
     async def is_eos(self, client: HttpClient, capabilities: Capabilities, token: int) -> bool:
-        """Whether the server ends an output at this token."""
+        """Return whether the server ends its output at this token."""
         ...
 
 
 def check_eos(request: LogprobsRequest, token: int, *, ended: bool) -> None:
-    """Raise CloudRefused where the server ended its output at a token that we know as no end."""
+    """Raise CloudRefused if the server ended its output at a token outside request.eos_ids."""
     if ended and request.eos_ids is not None and token not in request.eos_ids:
         raise CloudRefused(f"the server ends its output at token {token}, which the drafter does not know as an end")
 
 
 @contextmanager
 def parse_errors(name: str) -> Iterator[None]:
-    """Within: an answer is taken apart, and one of another form is refused."""
+    """Turn the errors of parsing an answer into CloudRefused."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -146,7 +148,7 @@ def parse_errors(name: str) -> Iterator[None]:
 
 
 def map_error(name: str, reply: HttpResponse) -> Exception:
-    """What an answer other than 200 means wherever it comes from."""
+    """Return the exception for a status other than 200, as far as it is common to all servers."""
     if reply.status in RETRYABLE_STATUSES:
         return Retryable(f"{name}: {reply.reason}", reply.retry_after, is_busy=reply.status == 429)
     if reply.status in (401, 403):
@@ -156,22 +158,22 @@ def map_error(name: str, reply: HttpResponse) -> Exception:
 
 
 def _token_hint(reply: HttpResponse) -> str:
-    """What a refusal of who we are may be about."""
+    """Return the likely reason for a status 401 or 403."""
     if not reply.has_token:
         return "it may want a token"
     return "the token given is not accepted" if reply.status == 401 else "the token given may not be enough"
 
 
 async def get_info(backend: Backend, client: HttpClient, path: str) -> Json:
-    """What the server answers to the first questions, which every server of its kind knows.
+    """Return the answer to a GET request that every server of the backend's kind supports.
 
     Raises:
-        CloudRefused: it does not know them.
+        CloudRefused: the server does not know the path.
     """
     reply = await client.get(path)
     if reply.status in UNKNOWN_PATH_STATUSES:
         raise CloudRefused(
-            f"{client.name}: nobody there speaks {backend.product}'s API (GET {path}: HTTP {reply.status})"
+            f"{client.name}: the server does not offer {backend.product}'s API (GET {path}: HTTP {reply.status})"
         )
     if reply.status != 200:
         raise backend.map_error(client.name, reply)
@@ -181,7 +183,7 @@ async def get_info(backend: Backend, client: HttpClient, path: str) -> Json:
 async def post_json(
     backend: Backend, client: HttpClient, path: str, body: Json, seconds: float = PROBE_TIMEOUT
 ) -> Json:
-    """What the server answers to a request outside of any session."""
+    """Return the answer to a POST request outside of any session."""
     reply = await client.post(path, body, seconds)
     if reply.status != 200:
         raise backend.map_error(client.name, reply)
@@ -195,14 +197,14 @@ async def fetch_logprobs(
     capabilities: Capabilities,
     seconds: float = PROBE_TIMEOUT,
 ) -> list[TopLogprobs]:
-    """The rows that `post_json` answers with."""
-    return backend.parse_logprobs(
-        await post_json(backend, client, *backend.build_request(request, capabilities), seconds), request, capabilities
-    )
+    """Return the rows of a request outside of any session."""
+    path, body = backend.build_request(request, capabilities)
+    answer = await post_json(backend, client, path, body, seconds)
+    return backend.parse_logprobs(answer, request, capabilities)
 
 
 def probe_request(*, skip_cache: bool = False) -> LogprobsRequest:
-    """The rows of the known prompt and its drafts, in a session of their own."""
+    """Return a request for the rows of the probe prompt and its drafts, under a session key of its own."""
     return LogprobsRequest(
         (*PROBE_PROMPT, *PROBE_DRAFTS), len(PROBE_DRAFTS) + 1, PROBE_TOP, uuid.uuid4().hex, skip_cache
     )
@@ -211,10 +213,10 @@ def probe_request(*, skip_cache: bool = False) -> LogprobsRequest:
 def with_noise(
     name: str, capabilities: Capabilities, read: Sequence[TopLogprobs], again: Sequence[TopLogprobs]
 ) -> Capabilities:
-    """What two readings of the known prompt's rows tell.
+    """Return the capabilities with the noise between two computations of the probe prompt's rows.
 
     Raises:
-        CloudRefused: they are not readings of the same rows.
+        CloudRefused: the difference is too large for noise.
     """
     return replace(
         capabilities, normalised=is_normalised(read), noise=measure_noise(name, read, again), sample=tuple(read)

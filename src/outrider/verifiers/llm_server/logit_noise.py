@@ -1,4 +1,4 @@
-"""What a few rows of a known prompt tell of the server that sent them."""
+"""The numeric noise of a server's logits, measured on a probe prompt, and the check for the same model."""
 
 from __future__ import annotations
 
@@ -10,26 +10,24 @@ import numpy as np
 from outrider.errors import CloudRefused
 from outrider.sampling.top_logprobs import TopLogprobs
 
-PROBE_PROMPT = tuple(
-    17 + (n * 37) % 101 for n in range(70)
-)  # ids that every vocabulary has; more than two blocks of a cache
+PROBE_PROMPT = tuple(17 + (n * 37) % 101 for n in range(70))  # ids of every vocabulary; over two KV cache blocks
 PROBE_DRAFTS = (23, 41, 29, 67, 31)
-FLOAT32_NOISE = 1e-3  # logits; below it, what differs is the order of a float32 sum
-PROBE_TOP = 5  # entries of each row that are compared; what OpenAI's interface allows, too
-TYPICAL_LOGIT = 16.0  # logits; where only log-probabilities are known, a step is that of logits of this size
-NOISE_TOLERANCE = 4.0  # times the noise that was measured on a few rows, others of the same server may be apart
-BFLOAT16, FLOAT16 = 7, 10  # binary digits of their fractions
-MAX_NOISE = 4.0  # logits; no rounding makes such a difference
+FLOAT32_NOISE = 1e-3  # logits; smaller differences come from the order of float32 sums
+PROBE_TOP = 5  # entries of each row to compare; OpenAI's API allows as many
+TYPICAL_LOGIT = 16.0  # assumed size of a logit where only log-probabilities are known
+NOISE_TOLERANCE = 4.0  # the difference between two servers may be this multiple of the measured noise
+BFLOAT16, FLOAT16 = 7, 10  # bits of the fraction
+MAX_NOISE = 4.0  # logits; no rounding causes a larger difference
 
 
 def measure_noise(name: str, one: Sequence[TopLogprobs], other: Sequence[TopLogprobs]) -> float:
-    """The numeric noise in logits: how far two readings of the same rows are apart, doubled; 0 in float32.
+    """Return the numeric noise in logits: twice the difference between two computations of the same rows.
 
-    Where values are those of a short format, it is at least two of their steps: what these rows did not show, others
-    will.
+    Values in a 16-bit format give at least two rounding steps, because a few rows may not show the full noise. Values
+    in float32 give 0.
 
     Raises:
-        CloudRefused: they are not readings of the same rows.
+        CloudRefused: the difference is too large for noise.
     """
     difference = max(_difference(a, b) for a, b in zip(one, other, strict=True))
     if not difference < MAX_NOISE:
@@ -41,7 +39,7 @@ def measure_noise(name: str, one: Sequence[TopLogprobs], other: Sequence[TopLogp
 
 
 def require_same_model(name: str, one: Sequence[TopLogprobs], other: Sequence[TopLogprobs], noise: float) -> None:
-    """Raise CloudRefused unless two servers, or one at two times, read the same rows alike, but for the noise."""
+    """Raise CloudRefused if rows of two servers, or of one at two times, differ by more than the noise."""
     difference = max(_difference(a, b) for a, b in zip(one, other, strict=True))
     if not difference <= max(NOISE_TOLERANCE * noise, FLOAT32_NOISE):
         how = f"rows {difference:.3g} apart" if difference < math.inf else "rows of other tokens"
@@ -49,14 +47,14 @@ def require_same_model(name: str, one: Sequence[TopLogprobs], other: Sequence[To
 
 
 def is_normalised(rows: Sequence[TopLogprobs]) -> bool:
-    """Whether values are log-probabilities: none above 0, and no row's add up to more than 1."""
+    """Return whether values are log-probabilities: none is above 0, and no row of probabilities sums to over 1."""
     return all(row.values.max() <= 0 and np.exp(row.values.astype(np.float64)).sum() <= 1.001 for row in rows)
 
 
 def _difference(one: TopLogprobs, other: TopLogprobs) -> float:
-    """The largest difference of entries that both name, each counted from the best of them; infinite below two.
+    """Return the largest difference between the shared entries of two rows, infinite if they share fewer than two.
 
-    Counted so, logits and log-probabilities of the same row are the same.
+    Entries are taken relative to the best shared one, which makes logits and log-probabilities comparable.
     """
     values = dict(zip(other.ids.tolist(), other.values.tolist(), strict=True))
     shared = [(v, values[t]) for t, v in zip(one.ids.tolist(), one.values.tolist(), strict=True) if t in values]
@@ -68,7 +66,7 @@ def _difference(one: TopLogprobs, other: TopLogprobs) -> float:
 
 
 def _rounding_step(rows: Sequence[TopLogprobs]) -> float:
-    """The distance of neighbouring values where they are those of bfloat16 or float16; 0 in float32."""
+    """Return the rounding step of values in bfloat16 or float16, and 0 for float32."""
     values = np.concatenate([row.values for row in rows]).astype(np.float32)
     if (digits := _fraction_bits(values)) is not None:
         return _spacing(values, digits)
@@ -76,14 +74,14 @@ def _rounding_step(rows: Sequence[TopLogprobs]) -> float:
         return 0.0
     differences = np.concatenate([row.values.max() - row.values for row in rows]).astype(np.float64)
     for finest, digits in ((2.0**-8, BFLOAT16), (2.0**-11, FLOAT16)):
-        multiples = differences / finest  # whole ones, of logits from 1 on, also where a logarithm was subtracted
+        multiples = differences / finest  # integers for logits of at least 1, also after a subtraction
         if (np.abs(multiples - np.rint(multiples)) < 0.05).all():
             return _spacing(np.array([TYPICAL_LOGIT]), digits)
     return 0.0
 
 
 def _fraction_bits(values: np.ndarray) -> int | None:
-    """Of the fraction, if the values are those of a short format."""
+    """Return the number of fraction bits if all values fit a 16-bit format, else None."""
     if not (values.view(np.uint32) & 0xFFFF).any():
         return BFLOAT16
     with np.errstate(over="ignore"):
@@ -91,5 +89,5 @@ def _fraction_bits(values: np.ndarray) -> int | None:
 
 
 def _spacing(values: np.ndarray, digits: int) -> float:
-    """Of the largest value and its neighbour; below 1 it does not get smaller."""
+    """Return the rounding step at the largest value, which is at least that at 1."""
     return float(2.0 ** (math.floor(math.log2(max(float(np.abs(values).max()), 1.0))) - digits))

@@ -1,8 +1,8 @@
-"""Servers of one model, and which of them a session is with.
+"""Replicas of one model, and the assignment of sessions to them.
 
-Prefix caches are per server, so a session stays where its tokens are: rendezvous hashing (Thaler and Ravishankar, 1998)
-gives every session an order of the replicas, known to all edges alike without their speaking to each other. The first
-that answers has it; where one fails, only its own sessions move, each to the next of its order.
+Prefix caches are per server, so a session stays with one replica. Rendezvous hashing (Thaler and Ravishankar, 1998)
+gives each session an order of the replicas without coordination between edges. The session uses the first replica of
+its order that answers. When a replica fails, only its own sessions move, each to the next replica of its order.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from outrider.verifiers.retry import Retryable
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-AVOID_SECONDS = 5.0  # s for which a replica that failed is asked last
+AVOID_SECONDS = 5.0  # s for which a failed replica is tried last
 
 
 class Replica:
-    """One server. `capabilities` is what its probe found."""
+    """One server. capabilities: found by its probe, None before it."""
 
     def __init__(self, backend: Backend, client: HttpClient, deadline: float) -> None:
         self.client, self.deadline = client, deadline
@@ -42,22 +42,25 @@ class Replica:
         self.capabilities: Capabilities | None = None
         self._backend = backend
         self._failed = -AVOID_SECONDS
-        self._needs_recheck = False  # it was away: who came back may be another
-        self._connections_seen = 0  # connections that were made when it was last looked at
+        self._needs_recheck = False  # after a failure, since the server may have been replaced
+        self._connections_seen = 0  # number of connections at the last check
         self._lock = asyncio.Lock()
-        self._failed_over = False  # its sessions have moved, and that was said
+        self._failed_over = False  # its sessions have moved, and the log has the warning
         self._warned: set[str] = set()
 
     @property
     def is_avoided(self) -> bool:
+        """Return whether the replica failed within the last AVOID_SECONDS."""
         return time.monotonic() - self._failed < AVOID_SECONDS
 
     async def ensure_ready(self, first: Capabilities | None = None) -> Capabilities:
-        """What it can do; asked once, and again after it was away. first: of the model that all replicas must serve.
+        """Return the capabilities. They are probed at first use and after a failure.
+
+        first: the capabilities of another replica, which must serve the same model.
 
         Raises:
-            Retryable: it cannot be reached, or is not ready.
-            CloudRefused: it cannot verify, or serves another model than `first`.
+            Retryable: the server is unreachable or not ready.
+            CloudRefused: the server cannot verify, or serves another model than `first`.
         """
         async with self._lock:
             if self.capabilities is None or self._needs_recheck:
@@ -68,10 +71,10 @@ class Replica:
             return self.capabilities
 
     async def post(self, path: str, body: bytes, session: str, seconds: float) -> HttpResponse:
-        """One request; raises as `ensure_ready` does.
+        """Send one request. The errors are those of `ensure_ready`.
 
-        Where a connection had to be made for it, the server may have been restarted since it was last asked: whether it
-        is still the same is found out before its answer counts.
+        A new connection can mean that the server was restarted. The answer then counts only after a check that the
+        server still has the same model.
         """
         reply = await self.map_errors(self.client.post(path, body, seconds, {"X-Session-ID": session}))
         async with self._lock:
@@ -86,14 +89,14 @@ class Replica:
             )
             require_same_model(self.name, capabilities.sample, found, capabilities.noise)
             if is_normalised(found) != capabilities.normalised:
-                raise CloudRefused("it sends other values")
+                raise CloudRefused("it has switched between logits and log-probabilities")
         except (CloudRefused, CachedLogprobsMissing) as error:
             self._needs_recheck = True
             raise Retryable(f"{self.name} is not as it was: {error}") from error
         self._connections_seen = self.client.endpoint.connections
 
     async def map_errors(self, work: Awaitable[T]) -> T:
-        """What `work` comes to, with the transport's errors as ours; a replica that fails is avoided for a while."""
+        """Await `work` and map the transport's errors. A replica that cannot be reached is avoided for a while."""
         try:
             return await work
         except UntrustedServer as error:
@@ -103,10 +106,11 @@ class Replica:
             raise Retryable(f"{self.name}: {str(error) or 'no answer in time'}") from error
 
     def mark_failed(self) -> None:
+        """Avoid the replica for a while, and probe it before its next use."""
         self._failed, self._needs_recheck = time.monotonic(), True
 
     def log_failover(self, reason: Retryable, replicas: Sequence[Replica]) -> None:
-        """A session could not use it, and asks the next one."""
+        """Log that sessions move to the other replicas, once until this one recovers."""
         if self._failed_over or len(replicas) < 2:
             return
         self._failed_over = True
@@ -115,13 +119,13 @@ class Replica:
         log.warning("replica %s does not answer (%s); %s", self.name, strip_name(reason, self.name), then)
 
     def log_recovery(self) -> None:
-        """A session used it."""
+        """Log that the replica is used again after a fail-over."""
         if self._failed_over:
             self._failed_over = False
             log.warning("replica %s is back in use", self.name)
 
     def warn_once(self, warning: str) -> None:
-        """Say it, once for all sessions; nothing if it is empty."""
+        """Log a warning once for all sessions. An empty one is ignored."""
         if warning and warning not in self._warned:
             self._warned.add(warning)
             log.warning("%s", warning)
@@ -135,12 +139,12 @@ class Replica:
 
 
 def strip_name(reason: Retryable, name: str) -> str:
-    """The reason, without the name of who it is about in front."""
+    """Return the reason without the replica's name in front."""
     return str(reason).removeprefix(f"{name}: ").removeprefix(f"{name.partition('://')[2]}: ")
 
 
 def rendezvous_order(key: str, replicas: Sequence[Replica]) -> list[Replica]:
-    """The replicas in this session's order, those that failed a moment ago last."""
+    """Return the replicas in the session's order, recently failed ones last."""
 
     def weight(replica: Replica) -> bytes:
         return hashlib.sha256(f"{key} {replica.name}".encode()).digest()
@@ -149,11 +153,11 @@ def rendezvous_order(key: str, replicas: Sequence[Replica]) -> list[Replica]:
 
 
 async def use_first_ready(replicas: Sequence[Replica], key: str, use: Callable[[Replica], Awaitable[None]]) -> None:
-    """Use the first replica of the session's order that can be used.
+    """Use the first replica of the session's order that answers.
 
     Raises:
-        Retryable: none can, for now; the last one's reason. A busy one (429) is waited for, where the session's tokens
-        are.
+        Retryable: no replica answered (the error is that of the last one), or one is busy (429). A busy replica is
+            retried rather than skipped because its prefix cache holds the session's tokens.
     """
     reason: Retryable | None = None
     for replica in rendezvous_order(key, replicas):

@@ -1,7 +1,7 @@
-"""One sequence on a serving engine: which rows are asked for, and the verdict that they give.
+"""The edge's state of one sequence on an LLM server: requests for rows, and the verdicts computed from them.
 
-The server keeps no session: every request has the whole sequence in it, and its prefix cache makes that cheap. What
-this side keeps are the tokens (`Session`), and what each replica has seen of them.
+The server keeps no session. Each request contains the whole sequence, which the prefix cache makes cheap. The edge
+keeps the tokens (`Session`) and records which replicas have the recording or may have cached unverified tokens.
 """
 
 from __future__ import annotations
@@ -36,19 +36,16 @@ from outrider.verifiers.llm_server.replicas import Replica, use_first_ready
 from outrider.verifiers.retry import MIN_UPLOAD_RATE
 from outrider.verifiers.session import ForwardPlan, Session
 
-TOP_CONSTRAINED, TOP_NUCLEUS = (
-    8,
-    64,
-)  # entries of a row that are asked for first; more where these do not settle a token
-TOP_GROWTH, MAX_TOP = 4, 4096  # beyond the largest, all entries are asked for
+TOP_CONSTRAINED, TOP_NUCLEUS = 8, 64  # entries of a row in the first request
+TOP_GROWTH, MAX_TOP = 4, 4096  # factor for the next request if they do not suffice; above MAX_TOP the whole row
 
 
 class LlmServerSession:
-    """`verify` is one attempt, in the worker's loop:
+    """The edge's half of one sequence. `verify` is a single attempt, in the connection's event loop.
 
     Raises:
         Retryable: no replica answered.
-        CloudRefused and other OutriderErrors: a server says no, or cannot say what is asked.
+        CloudRefused and other OutriderErrors: a server refused the request, or cannot provide the rows.
     """
 
     def __init__(
@@ -66,14 +63,15 @@ class LlmServerSession:
         self.session = Session(prompt.ids, len(prompt.ids), policy, parse_acceptance_rule(params.accept), noise)
         self.byte_counts = ByteCounts()
         self._backend, self._replicas, self._settings = backend, replicas, settings
-        self._key = uuid.uuid4().hex  # nobody else's: what is cached under it can only be what we sent
+        self._key = uuid.uuid4().hex  # unique, so the server caches only this session's tokens under it
         self._eos_ids = None if settings.ignore_eos else target.eos_ids
         self._top = _initial_top(settings)
         self._media = _media(prompt, target)
-        self._has_recording: set[Replica] = set()  # those that have the recording
-        self._maybe_cached: set[Replica] = set()  # those that may have read, and cached, what has no verdict yet
+        self._has_recording: set[Replica] = set()
+        self._maybe_cached: set[Replica] = set()  # replicas that may have cached tokens without a verdict
 
     async def verify(self, request: Verify) -> Verdict:
+        """Fetch the rows from the first replica that answers, and verify the block."""
         plan = self.session.prepare(request)
         if isinstance(plan, Verdict):
             return plan
@@ -86,7 +84,7 @@ class LlmServerSession:
         return verdicts[0]
 
     async def count_bytes(self) -> ByteCounts:
-        """Return the byte counts, with all transport that no session has claimed."""
+        """Return the byte counts, including all transport bytes that no session has claimed."""
         for replica in self._replicas:
             endpoint = replica.client.endpoint
             endpoint.accounting.assign_transport(self.byte_counts, endpoint.up, endpoint.down)
@@ -114,7 +112,7 @@ class LlmServerSession:
     async def _fetch_logprobs(
         self, replica: Replica, capabilities: Capabilities, plan: ForwardPlan
     ) -> list[TopLogprobs]:
-        """The rows, however often the server has to be told what it lacks: twice at most."""
+        """Return the rows. The request is repeated at most twice: without the prefix cache, or with the recording."""
         for _ in range(3):
             request = self._build_request(replica, capabilities, plan)
             self._maybe_cached.add(replica)
@@ -127,7 +125,7 @@ class LlmServerSession:
                 continue
             self._has_recording.add(replica)
             return rows
-        raise CloudRefused(f"{replica.name} does not send the rows of what it has read")
+        raise CloudRefused(f"{replica.name} does not send the rows of cached tokens")
 
     def _build_request(self, replica: Replica, capabilities: Capabilities, plan: ForwardPlan) -> LogprobsRequest:
         top = self._top if capabilities.top == ALL_LOGPROBS else min(self._top, capabilities.top)
@@ -147,7 +145,7 @@ class LlmServerSession:
         replica.warn_once(capabilities.warning)
         data, accounting = encode_json(body), replica.client.endpoint.accounting
         media = len(request.media.url) if request.media is not None and request.media.url is not None else 0
-        cost = accounting.add_pending(len(data))  # nobody else's, while it is under way
+        cost = accounting.add_pending(len(data))  # keeps other sessions from claiming these bytes as transport
         try:
             reply = await replica.post(path, data, self._key, replica.deadline + media / MIN_UPLOAD_RATE)
         finally:
@@ -163,13 +161,12 @@ class LlmServerSession:
         raise error
 
     def _increase_top(self, capabilities: Capabilities, shortage: NeedMoreLogprobs, name: str) -> None:
-        """LogprobsRequest for more entries from now on: what was missing once will be again."""
+        """Request more entries from now on, since the next rows are likely to need them too."""
         if self._top == ALL_LOGPROBS or (capabilities.top != ALL_LOGPROBS and self._top >= capabilities.top):
             raise CloudRefused(
-                f"{name} sends {capabilities.top} entries of a row, which "
-                f"do not settle the token at position {shortage.position}: "
-                f"{self._backend.more_hint.format(TOP_GROWTH * capabilities.top)}, "
-                f"or restrict sampling further (top_k, top_p)"
+                f"{name} sends {capabilities.top} entries of a row, which do not determine the token at position "
+                f"{shortage.position}: {self._backend.more_hint.format(TOP_GROWTH * capabilities.top)}, or restrict "
+                "sampling further (top_k, top_p)"
             )
         self._top *= TOP_GROWTH
         if self._top > MAX_TOP and capabilities.top == ALL_LOGPROBS:
@@ -177,10 +174,11 @@ class LlmServerSession:
 
 
 def check_settings(settings: GenerationSettings, capabilities: Capabilities, name: str, backend: Backend) -> None:
-    """Refuse what rows of this kind can never settle, with what to change.
+    """Refuse settings that the server's rows cannot support.
 
     Raises:
-        SettingsError: the draw may fall on any token of the vocabulary, or a penalty needs logits.
+        SettingsError: sampling may choose any token of the vocabulary, or a penalty needs logits. The message has the
+            change to make.
     """
     if settings.repetition_penalty != 1.0 and capabilities.normalised:
         raise SettingsError(
@@ -190,8 +188,7 @@ def check_settings(settings: GenerationSettings, capabilities: Capabilities, nam
         return
     if settings.top_k >= capabilities.top:
         raise SettingsError(
-            f"top_k {settings.top_k}: {name} sends {capabilities.top} entries of a row, which "
-            f"covers top_k up to "
+            f"top_k {settings.top_k}: {name} sends {capabilities.top} entries of a row, which covers top_k up to "
             f"{capabilities.top - 1}; {backend.more_hint.format(settings.top_k + 1)}"
         )
     if not settings.top_k and settings.top_p == 1.0 and settings.min_p == 0.0:
@@ -204,19 +201,14 @@ def check_settings(settings: GenerationSettings, capabilities: Capabilities, nam
 def sampling_warning(
     settings: GenerationSettings, capabilities: Capabilities, vocab_size: int, name: str, backend: Backend
 ) -> str:
-    """What may turn out only in the middle of an output; empty where nothing may."""
-    if (
-        settings.temperature == 0
-        or settings.top_k
-        or capabilities.top == ALL_LOGPROBS
-        or capabilities.top >= vocab_size
-    ):
+    """Return a warning if a row may have too few entries in the middle of an output, else an empty string."""
+    has_all = capabilities.top == ALL_LOGPROBS or capabilities.top >= vocab_size
+    if settings.temperature == 0 or settings.top_k or has_all:
         return ""
     which = "top_p" if settings.top_p < 1.0 else "min_p"
     return (
-        f"{which} may not be settled by the {capabilities.top} entries of a row that {name} sends, "
-        f"and the output then ends "
-        f"with a refusal: add top_k (up to {capabilities.top - 1}), or {backend.more_hint.format(-1)}"
+        f"{which} may not be determined by the {capabilities.top} entries of a row that {name} sends, and the output "
+        f"then ends with an error: add top_k (up to {capabilities.top - 1}), or {backend.more_hint.format(-1)}"
     )
 
 
@@ -226,11 +218,11 @@ def _check_prompt(prompt: Prompt, params: SessionParams, target: ModelInfo) -> N
     if params.hides_audio or prompt.features is not None:
         raise SettingsError(f"privacy: {target.name} takes recordings only; our own cloud takes features or tokens")
     if prompt.audio is not None and target.placeholder is None:
-        raise PromptError(f"{target.name}: the drafter does not say which token stands for a recording")
+        raise PromptError(f"{target.name}: the drafter has no placeholder token for a recording")
 
 
 def _initial_top(settings: GenerationSettings) -> int:
-    """How many entries of a row to begin with. Two tell by how much a choice leads."""
+    """Return the number of entries of a row for the first request. Greedy decoding needs the margin between two."""
     if settings.temperature == 0:
         constrained = settings.repetition_penalty != 1.0 or settings.no_repeat_ngram_size or settings.suppress_tokens
         return TOP_CONSTRAINED if constrained or settings.min_new_tokens or settings.ignore_eos else 2
@@ -240,7 +232,7 @@ def _initial_top(settings: GenerationSettings) -> int:
 
 
 def _media(prompt: Prompt, target: ModelInfo) -> Media | None:
-    """The recording as a data URI: FLAC with 16 bits, which is lossless; WAV with floats where it is louder than ±1."""
+    """Return the recording as a data URI: FLAC if 16-bit samples represent it exactly, else WAV with floats."""
     if prompt.audio is None or target.placeholder is None:
         return None
     import soundfile

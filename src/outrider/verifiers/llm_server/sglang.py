@@ -1,8 +1,9 @@
 """SGLang's HTTP server as a verifier (sglang://host:port).
 
-POST /generate with the whole sequence and `logprob_start_len` at the last token before the drafts: the radix cache
-serves what lies before that, and rows come back from there on, as log-probabilities. Never run against SGLang itself
-here, which needs a GPU: written after its documented exchanges, and tested with a server that checks every field.
+A request is POST /generate with the whole sequence and `logprob_start_len` at the last token before the drafts. The
+radix cache serves the tokens before that position, and the answer has log-probabilities from there on. This backend
+follows SGLang's documentation and is tested with a server that checks every field. It has not been run against SGLang,
+which needs a GPU.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from outrider.verifiers.llm_server import backend
 from outrider.verifiers.llm_server.backend import Capabilities, LogprobsRequest
 from outrider.verifiers.llm_server.logit_noise import PROBE_DRAFTS, PROBE_PROMPT, is_normalised
 
-MAX_TOP = 1024  # entries of a row; SGLang names no limit of its own
-FORCING_BIAS = 1e4  # a bias that leaves one token
+MAX_TOP = 1024  # entries of a row; SGLang documents no limit
+FORCING_BIAS = 1e4  # a logit bias that excludes all other tokens
 
 
 class SglangBackend:
-    """The backend; it keeps nothing."""
+    """The backend for SGLang. It has no state."""
 
     scheme, product = "sglang", "SGLang"
     logits_hint = "use vllm or our own cloud, which send logits"
     more_hint = "use vllm with --max-logprobs {}, or our own cloud"
 
     async def probe(self, client: HttpClient) -> Capabilities:
-        """What it serves, and that it gives the same rows with and without its cache.
+        """Determine the capabilities, and compare the rows with and without the radix cache.
 
         Raises:
-            CloudRefused: it is no SGLang server that can verify.
-            Retryable: it is not ready.
+            CloudRefused: the server is not SGLang or cannot verify.
+            Retryable: the server is not ready.
         """
         model, length = await self._model(client)
         capabilities = Capabilities(model, length, "generate", MAX_TOP, normalised=True, noise=0.0, sample=())
@@ -54,11 +55,12 @@ class SglangBackend:
         own, running = [await backend.get_info(self, client, path) for path in paths]
         model, length = own.get("model_path"), running.get("context_length")
         if not model:
-            raise CloudRefused(f"{client.name} serves no model, or is no SGLang server")
+            raise CloudRefused(f"{client.name} serves no model, or is not an SGLang server")
         with backend.parse_errors(client.name):
             return str(model), int(length) - 1 if length else None
 
     def build_request(self, request: LogprobsRequest, capabilities: Capabilities) -> tuple[str, Json]:
+        """Return path and body of a request for the rows."""
         if request.media is not None:
             raise SettingsError("sglang serves none of the audio models that outrider knows: use vllm or our own cloud")
         return "/generate", {
@@ -71,19 +73,23 @@ class SglangBackend:
         }
 
     def parse_logprobs(self, content: Json, request: LogprobsRequest, capabilities: Capabilities) -> list[TopLogprobs]:
+        """Return the rows in the answer."""
         with backend.parse_errors("sglang"):
             return _rows(content["meta_info"], request)
 
     def map_error(self, name: str, reply: HttpResponse) -> Exception:
+        """Return the exception for a status other than 200."""
         return backend.map_error(name, reply)
 
     async def detokenize(self, client: HttpClient, capabilities: Capabilities, ids: Sequence[int]) -> str:
+        """Decode ids with the server's tokenizer."""
         body = {"model": capabilities.model, "tokens": list(ids), "skip_special_tokens": False}
         content = await backend.post_json(self, client, "/v1/detokenize", body)
         with backend.parse_errors(client.name):
             return str(content["text"])
 
     async def is_eos(self, client: HttpClient, capabilities: Capabilities, token: int) -> bool:
+        """Return whether the server stops when a logit bias forces this token."""
         params = {"temperature": 0.0, "max_new_tokens": 1, "logit_bias": {str(token): FORCING_BIAS}}
         body = {"input_ids": list(PROBE_PROMPT[:4]), "sampling_params": params}
         content = await backend.post_json(self, client, "/generate", body)
@@ -92,7 +98,7 @@ class SglangBackend:
 
 
 def _rows(meta: Json, request: LogprobsRequest) -> list[TopLogprobs]:
-    """The first entry is the token at logprob_start_len itself, which has no row there; each other names one draft."""
+    """Parse the rows. The first entry is for the token at logprob_start_len and has no row."""
     drafts = list(request.ids[len(request.ids) - request.rows + 1 :])
     named = [entry[1] for entry in meta["input_token_logprobs"][1:]]
     if named != drafts:
@@ -104,7 +110,7 @@ def _rows(meta: Json, request: LogprobsRequest) -> list[TopLogprobs]:
 
 
 def _row(entries: Sequence[Sequence[float]]) -> TopLogprobs:
-    """entries: [log-probability, token, text] each, the best first."""
+    """Convert entries of the form [log-probability, token, text], the best first."""
     values = np.array([entry[0] for entry in entries], dtype=np.float32)
     ids = np.array([entry[1] for entry in entries], dtype=np.int64)
     return TopLogprobs(ids, values, float(values.min()), normalised=True)

@@ -1,4 +1,4 @@
-"""A serving engine that people run already (vLLM, SGLang), on one server or several replicas, as a verifier."""
+"""The verifier for existing LLM servers (vLLM, SGLang): one server, or several replicas of one model."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from outrider.verifiers.retry import Retryable, retry
 
 T = TypeVar("T")
 
-MAX_EOS_CANDIDATES = 256  # special tokens that are tried whether the server ends at them
+MAX_EOS_CANDIDATES = 256  # special tokens to test for ending the server's output
 
 
 class LlmServerVerifier:
-    """Verdicts from other people's servers. hosts: the replicas, (host, port) each.
+    """The verifier over one or more LLM servers.
 
-    deadline: seconds that one answer may take. retry_timeout: seconds, from the first failed attempt, before
-    `CloudLost`. network: what connections are made through.
+    hosts: (host, port) of each replica. deadline: seconds per attempt. retry_timeout: seconds from the first failed
+    attempt to `CloudLost`. network: makes the connections.
 
-    Raises (every method that asks a server):
-        CloudLost: no replica answered through all attempts.
-        CloudRefused: a server says no, or cannot be used for this.
+    Raises (every method that sends a request):
+        CloudLost: no replica answered in any attempt.
+        CloudRefused: a server refused the request or cannot verify.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LlmServerVerifier:
         ]
         self.replicas = [Replica(backend, client, deadline) for client in self._loop_thread.clients]
         self._model_info: ModelInfo | None = None
-        self._edge_fingerprint = ""  # the fingerprint of the edge that asked for it
+        self._edge_fingerprint = ""  # of the drafter that _model_info was compared with
         self._sessions: dict[int, LlmServerSession] = {}
         self._session_ids = count(1)
 
@@ -77,20 +77,20 @@ class LlmServerVerifier:
         self.disconnect()
 
     def disconnect(self) -> None:
-        """Forget all sessions, and close the connections."""
+        """Close all sessions and connections."""
         self._sessions.clear()
         self._loop_thread.close()
 
     def probe(self) -> None:
-        """Find out now whether anyone answers, and can verify."""
+        """Check that a replica answers and can verify."""
         self._loop_thread.run(self._retry(self._first_capabilities)).result()
 
     def describe(self, edge: ModelInfo | None = None) -> ModelInfo:
-        """What the servers are, for `edge`, whose tokens theirs are compared with, once.
+        """Return the servers' description, after comparing their tokens once with those of `edge`.
 
         Raises:
-            SettingsError: no edge has asked yet: these servers do not list their vocabulary.
-            VocabularyMismatch: they do not share one.
+            SettingsError: there is no drafter to compare with, and these servers do not list their vocabulary.
+            VocabularyMismatch: the vocabularies differ.
         """
         if edge is not None and (self._model_info is None or self._edge_fingerprint != edge.fingerprint):
             self._model_info = self._loop_thread.run(self._retry(self._compare_vocabulary, edge)).result()
@@ -103,6 +103,7 @@ class LlmServerVerifier:
         return self._model_info
 
     def open(self, prompt: Prompt, params: SessionParams) -> int:
+        """Open a session, which exists on this side only."""
         noise = max(replica.capabilities.noise for replica in self.replicas if replica.capabilities is not None)
         opened = LlmServerSession(self._backend, self.replicas, prompt, params, self.describe(), noise)
         session_id = next(self._session_ids)
@@ -110,23 +111,25 @@ class LlmServerVerifier:
         return session_id
 
     def submit(self, session: int, request: Verify) -> Future[Verdict]:
-        """`verify`, without waiting for the answer."""
+        """Send a request and return the future of its verdict."""
         return self._loop_thread.run(self._retry(self._get(session).verify, request))
 
     def verify(self, session: int, request: Verify) -> Verdict:
+        """Send a request and wait for its verdict."""
         return self.submit(session, request).result()
 
     def generate(self, session: int) -> Iterator[Verdict]:
+        """Yield the target's own tokens, one verdict for each token."""
         found = self._get(session).session
         while True:
             yield self.verify(session, Verify(found.rounds + 1, len(found.ids), (), ()))
 
     def byte_counts(self, session: int) -> ByteCounts:
-        """What the session has cost so far, transport that nobody else claimed included."""
+        """Return the session's byte counts, including all transport bytes that no session has claimed."""
         return self._loop_thread.run(self._get(session).count_bytes()).result()
 
     def close(self, session: int) -> None:
-        """The servers know of no sessions: nothing is said to them."""
+        """Discard the session. The servers keep none, so there is no request."""
         self._sessions.pop(session, None)
 
     def _get(self, session: int) -> LlmServerSession:
@@ -134,10 +137,10 @@ class LlmServerVerifier:
             raise StateError(f"session {session} is not open")
         return self._sessions[session]
 
-    # In the worker's loop -----------------------------------------------------------------------------------
+    # In the event loop of the connections -------------------------------------------------------------------
 
     async def _compare_vocabulary(self, edge: ModelInfo) -> ModelInfo:
-        """Compare tokens and ends with whoever answers first."""
+        """Compare the vocabulary and the end tokens with those of the first replica that answers."""
         capabilities, client = await self._first_capabilities()
 
         async def decode(ids: Sequence[int]) -> str:
@@ -157,8 +160,11 @@ class LlmServerVerifier:
     async def _find_eos_ids(
         self, client: HttpClient, capabilities: Capabilities, tokens: Iterable[int]
     ) -> tuple[int, ...]:
-        """At which of the tokens the server ends its output."""
-        candidates = list(tokens)[:MAX_EOS_CANDIDATES]  # one by one: more connections would have to be looked at again
+        """Return those of the tokens at which the server ends its output.
+
+        The requests are sequential because parallel ones would need new connections, each with a check of the server.
+        """
+        candidates = list(tokens)[:MAX_EOS_CANDIDATES]
         return tuple([token for token in candidates if await self._backend.is_eos(client, capabilities, token)])
 
     async def _first_capabilities(self) -> tuple[Capabilities, HttpClient]:
@@ -179,9 +185,10 @@ class LlmServerVerifier:
 
 
 class _HttpEventLoop(EventLoopThread):
-    """The worker, which closes the HTTP clients of its endpoints."""
+    """An event loop thread that closes the HTTP clients of its endpoints."""
 
     clients: Sequence[HttpClient] = ()
 
     async def close_clients(self) -> None:
+        """Close the HTTP clients."""
         await asyncio.gather(*(client.close() for client in self.clients))

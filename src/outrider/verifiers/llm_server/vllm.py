@@ -1,16 +1,16 @@
-"""vLLM's HTTP server as a verifier (vllm://host:port): two ways to ask it, found out at start-up.
+"""vLLM's HTTP server as a verifier (vllm://host:port), in one of two request modes that the probe chooses.
 
-    prompt_logprobs   POST /inference/v1/generate (a server started with --enable-scale-out): one sequence, prompt and
-             drafts, with log-probabilities of its prompt; the prefix cache serves what was read before, and the rows of
-             the tokens behind it come back. Recordings go this way only.
-    per_prefix        POST /v1/completions (any server): k+1 prompts, each one draft longer, one token generated for
-             each. The prefix cache serves these too, up to the last whole block, so what is read anew is some k+1 times
-             as much.
+    prompt_logprobs   POST /inference/v1/generate, for servers started with --enable-scale-out. The request is one
+                      sequence, prompt and drafts, with the log-probabilities of its tokens. The prefix cache serves
+                      the earlier tokens, and the answer has the rows of the later ones. Recordings need this mode.
+    per_prefix        POST /v1/completions, for any server. The request has k+1 prompts, each one draft longer, and
+                      generates one token for each. The prefix cache serves them up to the last whole block, so a
+                      verdict computes about k+1 times as many tokens.
 
-vLLM's own /v1/completions with prompt_logprobs is neither: it reads the whole prompt anew for every request.
+/v1/completions with prompt_logprobs is not used, because vLLM then recomputes the whole prompt for every request.
 
-Rows are raw: no penalty is applied to them. They are logits where the server was started with `--logprobs-mode
-raw_logits`, else log-probabilities; `--max-logprobs` limits how many entries of each are sent.
+Rows are raw: no penalty is applied to them. They are logits if the server was started with `--logprobs-mode
+raw_logits`, else log-probabilities. `--max-logprobs` limits the number of entries.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from outrider.verifiers.llm_server.backend import (
 from outrider.verifiers.llm_server.logit_noise import PROBE_PROMPT, PROBE_TOP
 
 PROMPT_LOGPROBS, PER_PREFIX = "prompt_logprobs", "per_prefix"
-HYBRID = "hybrid"  # per_prefix for texts; prompt_logprobs, without the cache where that fails, for recordings
+HYBRID = "hybrid"  # per_prefix for texts, prompt_logprobs for recordings, if necessary without the prefix cache
 TOP_CANDIDATES = (
     ALL_LOGPROBS,
     4096,
@@ -48,9 +48,9 @@ TOP_CANDIDATES = (
     64,
     20,
     PROBE_TOP,
-)  # entries of a row that a server may let us have; its default is 20
-SCALE_OUT_FLAG = "--enable-scale-out"  # opens the way of the tail; the refusal of one that is not open names it
-DEFAULT_PARAMS = {  # what a server's own defaults would otherwise set
+)  # entries of a row to try; vLLM's default limit is 20
+SCALE_OUT_FLAG = "--enable-scale-out"  # vLLM's error message without it contains this text
+DEFAULT_PARAMS = {  # explicit, because a server may have other defaults
     "temperature": 0.0,
     "max_tokens": 1,
     "repetition_penalty": 1.0,
@@ -62,28 +62,28 @@ DEFAULT_PARAMS = {  # what a server's own defaults would otherwise set
 }
 COST = "reads each block as k+1 prompts, at some k+1 times the work"
 CACHE_WARNING = (
-    "vllm://{} fails where the prefix cache is at work ({}): blocks are read as k+1 prompts, recordings anew each "
-    "time; start vllm with MALLOC_PERTURB_=255 in its environment, or with model runner V2"
+    "vllm://{} does not send rows with its prefix cache ({}): it reads each block as k+1 prompts and recordings "
+    "without the cache; start vllm with MALLOC_PERTURB_=255 in its environment, or with model runner V2"
 )
 
 
 class _EndpointClosed(CloudRefused):
-    """The endpoint is not there."""
+    """The server does not have the endpoint."""
 
 
 class VllmBackend:
-    """The backend; it keeps nothing."""
+    """The backend for vLLM. It has no state."""
 
     scheme, product = "vllm", "vLLM"
     logits_hint = "start vllm with --logprobs-mode raw_logits"
     more_hint = "start vllm with --max-logprobs {}"
 
     async def probe(self, client: HttpClient) -> Capabilities:
-        """Find out what the server can do, and prove it on a known prompt.
+        """Determine the capabilities and the request mode with requests for the probe prompt.
 
         Raises:
-            CloudRefused: it serves no model, or cannot be asked for rows in any way.
-            Retryable: it is not ready.
+            CloudRefused: the server has no model, or provides rows in neither mode.
+            Retryable: the server is not ready.
         """
         model, length = await self._model(client)
         plain = Capabilities(model, length, PROMPT_LOGPROBS, PROBE_TOP, normalised=False, noise=0.0, sample=())
@@ -92,14 +92,14 @@ class VllmBackend:
     async def _model(self, client: HttpClient) -> tuple[str, int | None]:
         content = await backend.get_info(self, client, "/v1/models")
         with backend.parse_errors(client.name):
-            served = [card for card in content.get("data", ()) if not card.get("parent")]  # others are adapters
+            served = [card for card in content.get("data", ()) if not card.get("parent")]  # LoRA adapters have one
             if not served:
-                raise CloudRefused(f"{client.name} serves no model, or is no vLLM server")
+                raise CloudRefused(f"{client.name} serves no model, or is not a vLLM server")
             length = served[0].get("max_model_len")
-            return str(served[0]["id"]), int(length) - 1 if length else None  # one is generated behind what is judged
+            return str(served[0]["id"]), int(length) - 1 if length else None  # each request generates one token
 
     async def _probe_prompt_logprobs(self, client: HttpClient, capabilities: Capabilities) -> Capabilities:
-        """With the prefix cache at work, if rows come back right; in another way where they do not."""
+        """Probe prompt_logprobs with the prefix cache, and fall back to another mode if its rows are missing."""
         probe = backend.probe_request()
         try:
             read = await backend.fetch_logprobs(self, client, replace(probe, skip_cache=True), capabilities)
@@ -124,7 +124,7 @@ class VllmBackend:
         )
 
     async def _find_max_top(self, client: HttpClient, capabilities: Capabilities) -> int:
-        """How many entries of a row the server sends: asked with a prompt of one token, which has no rows itself."""
+        """Return how many entries of a row the server sends, found with one-token prompts, which have no rows."""
         for top in TOP_CANDIDATES:
             path, body = self.build_request(
                 LogprobsRequest(PROBE_PROMPT[:1], 1, capabilities.top, uuid.uuid4().hex), capabilities
@@ -142,9 +142,10 @@ class VllmBackend:
             f"{client.name} sends fewer than {PROBE_TOP} entries of a row: start vllm with --max-logprobs 20 or more"
         )
 
-    # Asking and reading -------------------------------------------------------------------------------------
+    # Requests and answers -----------------------------------------------------------------------------------
 
     def build_request(self, request: LogprobsRequest, capabilities: Capabilities) -> tuple[str, Json]:
+        """Return path and body of a request for the rows."""
         if _mode(request, capabilities) == PER_PREFIX:
             if request.media is not None:
                 raise SettingsError("a recording needs vllm to be started with --enable-scale-out")
@@ -152,28 +153,30 @@ class VllmBackend:
         return "/inference/v1/generate", _prompt_logprobs_body(request, capabilities)
 
     def parse_logprobs(self, content: Json, request: LogprobsRequest, capabilities: Capabilities) -> list[TopLogprobs]:
+        """Return the rows in the answer."""
+        parse = _parse_per_prefix if _mode(request, capabilities) == PER_PREFIX else _parse_prompt_logprobs
         with backend.parse_errors("vllm"):
-            return (_parse_per_prefix if _mode(request, capabilities) == PER_PREFIX else _parse_prompt_logprobs)(
-                content, request, capabilities
-            )
+            return parse(content, request, capabilities)
 
     def map_error(self, name: str, reply: HttpResponse) -> Exception:
+        """Return the exception for a status other than 200."""
         if reply.status == 404 or SCALE_OUT_FLAG in reply.error:
             return _EndpointClosed(f"{name}: {reply.reason}")
-        if "not JSON compliant" in reply.error:  # rows of cached tokens, which no one has filled in
+        if "not JSON compliant" in reply.error:  # rows of cached tokens are uninitialised memory, here NaN
             return CachedLogprobsMissing(reply.error)
         if "Cache miss" in reply.error:
             return MediaMissing(reply.error)
         return backend.map_error(name, reply)
 
     async def detokenize(self, client: HttpClient, capabilities: Capabilities, ids: Sequence[int]) -> str:
-        content = await backend.post_json(
-            self, client, "/detokenize", {"model": capabilities.model, "tokens": list(ids)}
-        )
+        """Decode ids with the server's tokenizer."""
+        body = {"model": capabilities.model, "tokens": list(ids)}
+        content = await backend.post_json(self, client, "/detokenize", body)
         with backend.parse_errors(client.name):
             return str(content["prompt"])
 
     async def is_eos(self, client: HttpClient, capabilities: Capabilities, token: int) -> bool:
+        """Return whether the server stops when only this token is allowed."""
         body = {
             **DEFAULT_PARAMS,
             "model": capabilities.model,
@@ -216,7 +219,7 @@ def _prompt_logprobs_body(request: LogprobsRequest, capabilities: Capabilities) 
         prompt = [
             token
             for key, run in groupby(request.ids[: media.prompt_length])
-            for token in ([key] if key == media.placeholder else run)  # the server expands it
+            for token in ([key] if key == media.placeholder else run)  # the server repeats the placeholder
         ]
         body["token_ids"] = [*prompt, *request.ids[media.prompt_length :]]
         body["content_parts"] = [{"type": "audio_url", "url": media.url, "uuid": media.uuid}]
@@ -236,14 +239,15 @@ def _per_prefix_body(request: LogprobsRequest, capabilities: Capabilities) -> Js
 
 
 def _parse_prompt_logprobs(content: Json, request: LogprobsRequest, capabilities: Capabilities) -> list[TopLogprobs]:
-    """From the prompt's log-probabilities, of which the last rows−1 count, and the generated token's.
+    """Return the rows of the last `request.rows` − 1 prompt tokens and of the generated token.
 
-    What lies in the prefix cache has no rows: they are missing (runner V2), or hold whatever was in memory (V1).
+    Tokens in the prefix cache have no rows: vLLM omits them (model runner V2) or sends uninitialised memory (V1).
     """
     prompt_tokens = content["usage"]["prompt_tokens"]
     if prompt_tokens != len(request.ids):
         raise CloudRefused(
-            f"vllm makes {prompt_tokens} tokens of the prompt, the drafter {len(request.ids)}: other audio tokens?"
+            f"vllm makes {prompt_tokens} tokens of the prompt, the drafter {len(request.ids)}: the two probably make "
+            "other audio tokens of the recording"
         )
     drafts = list(request.ids[len(request.ids) - request.rows + 1 :])
     entries_per_draft = (content["prompt_logprobs"] or [])[-len(drafts) :] if drafts else []
@@ -276,7 +280,7 @@ def _parse_per_prefix(content: Json, request: LogprobsRequest, capabilities: Cap
 
 
 def _is_complete_row(entries: Json | None, token: int, top: int) -> bool:
-    """Whether this is a row with `token` behind it: that token is in it, and the ranks 1 to top are."""
+    """Return whether a row has an entry for `token`, which follows it, and entries of all ranks from 1 to top."""
     if not entries or str(token) not in entries:
         return False
     ranks = {entry["rank"] for entry in entries.values()}
@@ -288,7 +292,7 @@ def _parse_token_id(name: str) -> int:
 
 
 def _row(entries: Mapping[int, Any], request: LogprobsRequest, capabilities: Capabilities) -> TopLogprobs:
-    """entries: the best request.top of a row, and perhaps one more, the token that stands there."""
+    """Convert a row. entries: the best request.top, and possibly one more for the token at this position."""
     values = np.array(list(entries.values()), dtype=np.float32)
     floor = -np.inf if request.top == ALL_LOGPROBS else np.sort(values)[-min(request.top, len(values))]
     return TopLogprobs(np.array(list(entries), dtype=np.int64), values, float(floor), capabilities.normalised)

@@ -1,7 +1,7 @@
-"""A drafter meets a server that does not list its vocabulary: do their tokens mean the same?
+"""The vocabulary check for a server that does not list its tokens.
 
-The server can decode ids. Both decode the same ones, and what they say is compared; where it differs, the stretch is
-halved until one token is left to name.
+Drafter and server decode the same ranges of ids. A range with different texts is bisected down to the first token that
+differs.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from outrider.errors import VocabularyMismatch
 from outrider.verifiers.base import MAX_EXTRA_TOKENS, ModelInfo, format_pair
 
-MAX_IDS_PER_REQUEST = 16_384  # ids in one request
+MAX_IDS_PER_REQUEST = 16_384
 
 Decode = Callable[[Sequence[int]], Awaitable[str]]
 
 
 async def count_shared_tokens(edge: ModelInfo, name: str, decode: Decode) -> int:
-    """How many tokens the server names, each of which means the same to the drafter.
+    """Return the size of the server's vocabulary after comparing every token of the drafter.
 
     Raises:
-        VocabularyMismatch: a token means another thing (the first is named), or the drafter cannot say what it means.
+        VocabularyMismatch: a token differs (the message names the first), the server has too many tokens beyond the
+            drafter's, or the drafter has no tokenizer.
     """
     if edge.decode is None:
         raise VocabularyMismatch(f"the drafter {edge.name} came without a tokenizer: it cannot be compared with {name}")
@@ -43,17 +44,16 @@ async def _compare_range(edge: ModelInfo, name: str, decode: Decode, start: int,
     await _compare_range(edge, name, decode, start, middle)
     await _compare_range(edge, name, decode, middle, end)
     raise VocabularyMismatch(
-        f"{format_pair(edge.name, name)} do not share a vocabulary: "
-        f"tokens {start} to {end - 1} together are {ours!r} in "
-        f"the first and {theirs!r} in the second"
+        f"{format_pair(edge.name, name)} do not share a vocabulary: tokens {start} to {end - 1} together are {ours!r} "
+        f"in the first and {theirs!r} in the second"
     )
 
 
 async def _count_extra(edge: ModelInfo, name: str, decode: Decode) -> int:
-    """How many tokens the server names beyond the drafter's.
+    """Return how many tokens the server has beyond the drafter's.
 
     Raises:
-        VocabularyMismatch: more than are taken for padding.
+        VocabularyMismatch: there are more than MAX_EXTRA_TOKENS.
     """
     first = edge.vocab_size
     for found in range(MAX_EXTRA_TOKENS + 1):

@@ -1,4 +1,4 @@
-"""What the edge makes of a cloud's no: whether trying again may help, and which of our errors it is."""
+"""Map the cloud's errors to exceptions: retryable ones and final ones."""
 
 from __future__ import annotations
 
@@ -60,14 +60,17 @@ def _protocol_hint(protocol: str) -> str:
 
 
 def _is_final(error: CallFailed) -> bool:
-    """An exhausted resource passes, unless it is the size of our own message: gRPC has one code for both."""
+    """Return whether a retry would fail as well.
+
+    RESOURCE_EXHAUSTED is retryable except for a message that is too large: gRPC has one code for both.
+    """
     return error.status in _FINAL_STATUSES or (
         error.status is Status.RESOURCE_EXHAUSTED and "larger than" in error.details
     )
 
 
 def map_error_frame(name: str, error: schema.Error) -> Exception:
-    """What an Error frame of the cloud `name` means."""
+    """Return the exception for an Error frame of the cloud `name`."""
     message = f"{name}: {error.message}"
     if error.code in _RETRYABLE_CODES:
         return Retryable(message, error.retry_after_ms / 1000)

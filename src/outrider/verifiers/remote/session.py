@@ -1,4 +1,4 @@
-"""One session with the cloud: its stream, its tokens, and what it takes to go on after a loss."""
+"""The edge's half of a session with the cloud: its stream, its tokens, and its recovery after a lost connection."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MEDIA_CHUNK = 256 * 1024  # bytes in one Media frame
 
 @dataclass(frozen=True)
 class Peer:
-    """The cloud that a session is with. fingerprint, model: as it described itself. deadline: seconds per attempt."""
+    """The cloud of a session. fingerprint, model: from its description. deadline: seconds per attempt."""
 
     name: str
     connection: Connection
@@ -47,13 +47,13 @@ class Peer:
 
 
 class RemoteSession:
-    """One session as the edge keeps it. `tokens`: those that the cloud has, as far as it told us.
+    """The edge's half of one session. Its coroutines run in the connection's event loop.
 
-    Its coroutines run in the connection's loop. `verify` and `generate_next` are single attempts:
+    tokens: the prompt and the tokens that the cloud has confirmed. `verify` and `generate_next` are single attempts.
 
     Raises:
-        Retryable: this one failed, and another may not.
-        CloudRefused and other OutriderErrors: the cloud says no.
+        Retryable: the attempt failed and another one may succeed.
+        CloudRefused and other OutriderErrors: the cloud refused the request.
     """
 
     def __init__(self, peer: Peer, prompt: Prompt, params: SessionParams) -> None:
@@ -63,15 +63,15 @@ class RemoteSession:
         self.rounds = 0
         self.byte_counts = ByteCounts()
         self._id: bytes | None = None
-        self._just_opened = False  # opened by the attempt at hand: the cloud cannot have lost track of it
+        self._just_opened = False  # by the current attempt, so the cloud cannot be out of sync with it
         self._stream: Stream | None = None
-        self._detached: Stream | None = None  # whose answer nobody waits for any more
+        self._detached: Stream | None = None  # the stream of a cancelled attempt, kept to close the session
         self._generating = self._closed = False
-        self._pending_frames: list[tuple[str, int]] = []  # frames by kind and cost, since the last answer
+        self._pending_frames: list[tuple[str, int]] = []  # kind and cost of the frames sent since the last verdict
         self._media = pack_media(prompt, hides_audio=params.hides_audio)
 
     async def verify(self, request: Verify) -> Verdict:
-        """One attempt."""
+        """Make one attempt to verify a block."""
         frame = pack_verify(request)
         verdict = await self._exchange(frame, request)
         self.tokens += [*request.new_ids, *request.draft_ids[: verdict.accepted], verdict.next_token]
@@ -79,7 +79,7 @@ class RemoteSession:
         return verdict
 
     async def generate_next(self) -> Verdict:
-        """One attempt at the next token of cloud-only decoding."""
+        """Make one attempt to get the next token of cloud-only decoding."""
         round_ = self.rounds + 1
         start = schema.Request(generate=schema.Generate(round=round_, base_length=len(self.tokens)))
         frame = None if self._generating and self._stream else start
@@ -89,12 +89,13 @@ class RemoteSession:
         return verdict
 
     async def count_bytes(self) -> ByteCounts:
+        """Return the byte counts, including all transport bytes that no session has claimed."""
         endpoint = self._peer.connection.endpoint
         self._accounting.assign_transport(self.byte_counts, endpoint.up, endpoint.down)
         return self.byte_counts
 
     async def close(self) -> None:
-        """Say goodbye, if there is somebody to say it to."""
+        """Close the session in the cloud, if it has a stream."""
         task = asyncio.current_task()
         if task is not None:
             task.set_name(CLOSING_TASK_NAME)
@@ -115,7 +116,7 @@ class RemoteSession:
             stream.cancel()
 
     async def _interrupt(self, stream: Stream) -> Stream:
-        """Stop the tokens that are still coming; a stream on which the session can be closed."""
+        """Stop cloud-only decoding and return a stream on which the session can be closed."""
         if self._id is None:  # cancelled before it was opened
             opened = await stream.receive()
             self._id = None if opened is None else parse_answer(opened).opened.session or None
@@ -126,7 +127,7 @@ class RemoteSession:
         try:
             for frame in self._resume():
                 await fresh.send(frame.SerializeToString())
-        except BaseException:  # a time limit too: nobody else knows of this stream
+        except BaseException:  # a timeout as well: the caller has no reference to this stream
             fresh.cancel()
             raise
         return fresh
@@ -134,7 +135,7 @@ class RemoteSession:
     # One attempt --------------------------------------------------------------------------------------------
 
     async def _exchange(self, frame: schema.Request | None, request: Verify) -> Verdict:
-        """Send a frame, on a new stream if need be, and wait for the verdict that answers `request`."""
+        """Send a frame, on a new stream if necessary, and wait for the verdict on `request`."""
         before = self._peer.connection.endpoint.down
         try:
             async with asyncio.timeout(self._timeout):
@@ -151,7 +152,7 @@ class RemoteSession:
             raise map_call_error(self._peer.name, error, token=self._peer.connection.has_token) from error
         except TimeoutError as error:
             self._cancel_stream()
-            if self._peer.connection.endpoint.down == before:  # not slow: silent
+            if self._peer.connection.endpoint.down == before:  # the connection is dead rather than slow
                 self._peer.connection.reconnect()
             raise Retryable(f"no answer within {self._timeout:g} s") from error
         except asyncio.CancelledError:
@@ -163,15 +164,15 @@ class RemoteSession:
 
     @property
     def _timeout(self) -> float:
-        """Seconds that an attempt may take: the deadline, and time for the recording where it has to be sent."""
+        """Return the time limit of an attempt in seconds, which includes the upload of a recording."""
         return self._peer.deadline + (0.0 if self._id is not None else len(self._media[1]) / MIN_UPLOAD_RATE)
 
     async def _ensure_stream(self) -> bool:
-        """Make sure that there is a stream; true if an Opened is to be expected on it."""
+        """Open a stream unless there is one. Return whether the cloud will send an Opened on it."""
         if self._stream is not None:
             return False
         stream = await self._peer.connection.open_stream()
-        if self._closed:  # nobody waits for the answer any more, nor would anybody close this stream
+        if self._closed:  # `close` has run and would not see this stream
             stream.cancel()
             raise StateError("the session is closed")
         self._stream = stream
@@ -186,7 +187,7 @@ class RemoteSession:
         return [schema.Request(resume=schema.Resume(session=self._id, length=len(self.tokens), digest=token_digest))]
 
     def _open(self) -> list[schema.Request]:
-        """The opening, and the media that it announces. Tokens that are settled already come along."""
+        """Return the Open frame, with the committed tokens, and the Media frames that it announces."""
         prompt, params, (kind, media) = self._prompt, self._params, self._media
         opening = schema.Open(
             protocol=schema.VERSION,
@@ -221,18 +222,18 @@ class RemoteSession:
         if got == "error":
             raise self._map_refusal(answer.error)
         if got != kind:
-            raise CloudRefused(f"{self._peer.name} answered {got} where {kind} was due")
+            raise CloudRefused(f"{self._peer.name} answered with a frame {got}, expected {kind}")
         if got == "verdict":
             self._release_pending(is_answered=True)
         return answer
 
     def _require_stream(self) -> Stream:
         if self._stream is None:
-            raise Disconnected("the session was closed meanwhile")
+            raise Disconnected("the session was closed during the request")
         return self._stream
 
     def _release_pending(self, *, is_answered: bool) -> None:
-        """Close the books on what was sent. What nobody answered counts as transport."""
+        """Assign the bytes of the sent frames to their kinds. Unanswered frames count as transport."""
         for kind, cost in self._pending_frames:
             self._accounting.remove_pending(cost)
             if is_answered:
@@ -240,28 +241,28 @@ class RemoteSession:
         self._pending_frames.clear()
 
     def _cancel_stream(self) -> None:
-        """Give the stream up."""
+        """Cancel the stream. The next attempt opens a new one."""
         self._release_pending(is_answered=False)
         if self._stream is not None:
             self._stream.cancel()
         self._stream = None
 
     def _detach_stream(self) -> None:
-        """Wait no longer. The session can still be closed over this stream."""
+        """Stop waiting on the stream, but keep it to close the session."""
         self._release_pending(is_answered=False)
         self._detached, self._stream = self._stream, None
 
     def _map_refusal(self, error: schema.Error) -> Exception:
-        """What an Error frame means for this attempt."""
+        """Return the exception for an Error frame, and prepare the next attempt."""
         is_out_of_sync = error.code == ErrorCode.BASE_LENGTH and not self._just_opened
         if error.code == ErrorCode.UNKNOWN_SESSION or is_out_of_sync:
-            self._id = None  # begin again with all tokens
+            self._id = None  # the next attempt opens a new session with all tokens
         if error.code == ErrorCode.DRAINING:
-            self._peer.connection.drain()  # whoever serves the next connection may take the session
+            self._peer.connection.drain()  # the next connection may reach a server that accepts sessions
         return Retryable(error.message) if is_out_of_sync else map_error_frame(self._peer.name, error)
 
     def _check(self, verdict: Verdict, request: Verify) -> None:
-        """Raise where the cloud's answer cannot be one to what was asked."""
+        """Raise CloudRefused if the verdict does not fit the request."""
         fits = verdict.round == request.round and 0 <= verdict.accepted <= len(request.draft_ids)
         fits = fits and 0 <= verdict.next_token < self._params.vocab_size
         fits = fits and all(offset <= verdict.accepted for offset in verdict.near_ties)

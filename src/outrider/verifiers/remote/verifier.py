@@ -1,8 +1,8 @@
-"""Our cloud service as a verifier: sessions that survive the network.
+"""The verifier for a running `outrider cloud`, with sessions that survive lost connections.
 
-A request is sent until it is answered: over the session's stream; over a new stream that resumes the session, if the
-old one broke; in a new session with the same tokens, if the cloud has lost the old one. Whatever happened in between,
-the answer is the same, for every request says where it stands.
+A request is retried until it is answered. The first attempt uses the session's stream. If that stream broke, the next
+attempt resumes the session on a new one. If the cloud has lost the session, the attempt opens a new session with the
+same tokens. The verdict is the same in all three cases because every request carries its round and base length.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from outrider.verifiers.retry import Retryable, retry
 
 T = TypeVar("T")
 
-MAX_VOCABULARY_SIZE = 2**24  # tokens; sixty times the largest there is
+MAX_VOCABULARY_SIZE = 2**24  # tokens; sixty times the largest known vocabulary
 MAX_NAME_LENGTH = 400  # characters of a model's name, and bytes of its hash or fingerprint
 CUT_RETRY_TIMEOUT = 0.3  # s
 
 
 class RemoteVerifier:
-    """Verdicts from `outrider cloud` at host:port.
+    """The verifier at host:port, an `outrider cloud`.
 
-    deadline: seconds that one answer may take before the attempt is given up. retry_timeout: seconds, from the first
-    failed attempt, before `CloudLost`. network: what connections are made through.
+    deadline: seconds per attempt. retry_timeout: seconds from the first failed attempt to `CloudLost`. network: makes
+    the connections.
 
-    Raises (every method that asks the cloud):
-        CloudLost: no answer through all attempts.
-        CloudRefused: the cloud knows us not, or says no in a way that trying again does not change.
+    Raises (every method that sends a request):
+        CloudLost: all attempts failed.
+        CloudRefused: the cloud refused the credentials or the request, and a retry would not help.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RemoteVerifier:
         self.deadline, self.retry_timeout = deadline, retry_timeout
         self.connection = Connection(host, port, tls=tls, token=token, network=network)
         self._model_info: ModelInfo | None = None
-        self._token_names: list[str] = []  # of its tokens, once they were asked for
+        self._token_names: list[str] = []  # empty until the first request for them
         self._model, self._vocab_size = b"", 0
         self._sessions: dict[int, RemoteSession] = {}
         self._session_ids = count(1)
@@ -76,59 +76,62 @@ class RemoteVerifier:
         self.disconnect()
 
     def disconnect(self) -> None:
-        """Close what is open, and the connection."""
+        """Close all sessions and the connection."""
         for session in list(self._sessions):
             self.close(session)
         self.connection.close()
 
     def probe(self) -> None:
-        """Find out now whether anyone answers."""
+        """Check that the cloud answers."""
         self.describe()
 
     def describe(self, edge: ModelInfo | None = None) -> ModelInfo:
-        """Asked once; a service that later turns out to be another is refused."""
+        """Return the cloud's description, which is fetched once. The cloud refuses sessions if its model changes."""
         if self._model_info is None:
             self._model_info = self.connection.run(self._retry(self._describe)).result()
         return self._model_info
 
     def open(self, prompt: Prompt, params: SessionParams) -> int:
+        """Open a session. The first request opens it in the cloud."""
         session_id = next(self._session_ids)
         self._sessions[session_id] = RemoteSession(self._make_peer(), prompt, params)
         return session_id
 
     def submit(self, session: int, request: Verify) -> Future[Verdict]:
-        """`verify`, without waiting for the answer."""
+        """Send a request and return the future of its verdict."""
         entry = self._get(session)
         return self.connection.run(self._retry(entry.verify, request))
 
     def verify(self, session: int, request: Verify) -> Verdict:
+        """Send a request and wait for its verdict."""
         return self.submit(session, request).result()
 
     def generate(self, session: int) -> Iterator[Verdict]:
+        """Yield the target's own tokens, one verdict for each token."""
         while True:
             yield self.next_token(session).result()
 
     def next_token(self, session: int) -> Future[Verdict]:
-        """The next verdict of `generate`, without waiting for it."""
+        """Return the future of the next verdict of `generate`."""
         return self.connection.run(self._retry(self._get(session).generate_next))
 
     def byte_counts(self, session: int) -> ByteCounts:
-        """What the session has cost so far, transport that nobody else claimed included."""
+        """Return the session's byte counts, including all transport bytes that no session has claimed."""
         return self.connection.run(self._get(session).count_bytes()).result()
 
     def close(self, session: int) -> None:
-        """Tell the cloud, without waiting for it."""
+        """Close the session in the cloud, without waiting for it."""
         entry = self._sessions.pop(session, None)
         if entry is not None and not self.connection.is_forked:
             self.connection.run(entry.close())
 
     def cut(self) -> None:
-        """From now on nothing gets through, as if the cable were out, and nobody waits long for it."""
+        """Break the connection and fail all further attempts, to simulate an outage."""
         self.retry_timeout = CUT_RETRY_TIMEOUT
         self.connection.run(self.connection.cut()).result()
 
     def _read_vocabulary(self) -> list[str]:
-        """Asked once: every decoder with another model compares them."""
+        """Return the token strings, which are fetched once."""
         if not self._token_names:
             self._token_names = self.connection.run(self._retry(self._vocabulary)).result()
         return self._token_names
@@ -172,31 +175,31 @@ class RemoteVerifier:
         return names
 
     async def _call(self, call: Awaitable[T]) -> T:
-        """One attempt. A connection on which nothing at all came is not used again."""
+        """Make one attempt. A connection that stayed silent is replaced."""
         before = self.connection.endpoint.down
         try:
             return await call
         except DecodeError as error:
-            raise CloudRefused(f"{self.name} is no outrider cloud: its answer cannot be read") from error
+            raise CloudRefused(f"{self.name} is not an outrider cloud: its answer cannot be parsed") from error
         except (CallFailed, Disconnected) as error:
             if isinstance(error, CallFailed) and self.connection.endpoint.down == before:
                 self.connection.reconnect()
             raise map_call_error(self.name, error, token=self.connection.has_token) from error
 
     async def _retry(self, attempt: Callable[..., Awaitable[T]], *args: object) -> T:
-        """Attempts until one succeeds or retry_timeout ends."""
+        """Retry an attempt for up to retry_timeout seconds."""
         try:
             return await retry(self.name, self.retry_timeout, attempt, *args)
         except Retryable as last:
             raise CloudLost(f"{self.name} cannot be reached: {self._failure_reason(last)}") from last
 
     def _failure_reason(self, last: Retryable) -> str:
-        """Return the reason of the last failure. Where no connection could be made, that is the whole reason."""
+        """Return the reason of the last failure, or of the failed connection attempt if there was one."""
         connect_error = self.connection.endpoint.connect_error
         if connect_error is not None:
             return f"{connect_error} (tried for {self.retry_timeout:g} s)"
         hints = {
-            "wrong version": "it seems not to speak TLS",
+            "wrong version": "the server seems not to speak TLS",
             "lost at once": "if it speaks TLS, give --tls or --ca FILE (in Python tls=True or ca=FILE)",
         }
         return "; ".join([str(last), *(hint for sign, hint in hints.items() if sign in str(last))])
