@@ -1,4 +1,4 @@
-"""What a fleet of edges would take, computed by outrider.planning: nothing is measured here.
+"""Requirements of a fleet of edges, computed by the cost model. Nothing is measured here.
 
 Prints the tables of docs/deploy.md: what one edge waits for a token, alone on a verifier, and how many sessions, GPUs,
 bytes and dollars a number of edges takes. Every assumption is an option. Last comes one JSON line.
@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from outrider.errors import OutriderError
-from outrider.planning.costmodel import (
+from benchmarks.costmodel import (
     Network,
     RoundBytes,
     ServerLoadModel,
     Speculation,
-    Work,
+    Workload,
     dollars_per_million,
     servers_for,
     traffic_bytes_per_s,
 )
-from outrider.planning.roofline import Gpu, Host, Server, Target
+from benchmarks.roofline import Gpu, Host, Server, Target
+from outrider.errors import OutriderError
 
 SHAPES = {  # Qwen2.5's; GPUs for one copy; tokens of a prompt that are read at once
     "7B": (
@@ -70,7 +70,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Fleet:
-    """One way of serving the edges. sessions: of one copy of the target, within the limit; the rest as in Load."""
+    """One way of serving the edges. sessions: on one replica, within the limit. The rest is as in SteadyState."""
 
     target: str
     way: str
@@ -96,8 +96,8 @@ def server(args: argparse.Namespace, name: str) -> Server:
     return Server(target, gpu, gpus, HOST)
 
 
-def work(args: argparse.Namespace, name: str) -> Work:
-    return Work(args.prompt, args.reply, SHAPES[name][2])
+def work(args: argparse.Namespace, name: str) -> Workload:
+    return Workload(args.prompt, args.reply, SHAPES[name][2])
 
 
 def speculation(args: argparse.Namespace, name: str, draft_ms: float, rtt_ms: float) -> Speculation:
@@ -141,7 +141,7 @@ def fleet(args: argparse.Namespace, name: str, way: str, model: ServerLoadModel,
     max_sessions, slots = model.max_sessions(args.limit / 1e3), model.server.slots(model.work.context)
     if max_sessions == 0:
         return Fleet(name, way, 0, "memory" if slots == 0 else "latency", 0, 0, 0, 0, 0, 0, 0, math.nan)
-    load, gpus = model.load(max_sessions), model.server.gpus
+    load, gpus = model.steady_state(max_sessions), model.server.gpus
     up, down = traffic_bytes_per_s(model, size, load.token_s)
     active = args.edges * args.active
     return Fleet(

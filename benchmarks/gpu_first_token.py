@@ -14,6 +14,8 @@ import statistics
 import time
 from typing import Any
 
+from outrider.edge.generation import Generation
+
 from benchmarks.random_models import random_model
 from outrider.api import SpeculativeDecoder
 from outrider.edge.drafter import Drafter
@@ -21,13 +23,20 @@ from outrider.engines.torch.engine import TorchEngine
 
 
 class Unsplit(SpeculativeDecoder):
-    """Its first block is drafted as every other: the drafter believes that its first token is there already."""
+    """A decoder whose first block is drafted like any other, as if its drafter had already drafted a token."""
 
-    def _drafter(self, *arguments: Any) -> Drafter | None:
-        drafter = super()._drafter(*arguments)
-        assert drafter is not None
-        drafter.prefill_seconds = 1.0
-        return drafter
+    def _start(self, *arguments: Any) -> Generation:
+        generation = super()._start(*arguments)
+        open_drafter = generation.open_drafter
+
+        def open_started_drafter() -> Drafter | None:
+            drafter = open_drafter()
+            assert drafter is not None
+            drafter.prefill_seconds = 1.0
+            return drafter
+
+        generation.open_drafter = open_started_drafter  # type: ignore[method-assign]
+        return generation
 
 
 def milliseconds(decoder: SpeculativeDecoder, prompt: list[int], tokens: int) -> float:

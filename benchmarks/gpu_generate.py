@@ -21,16 +21,12 @@ from typing import Any
 
 import torch
 import transformers
+from outrider.edge.generation import Generation
 
 from benchmarks.gpu_engine import CONSTRAINED
 from benchmarks.random_models import counting, random_model
 from outrider.api import SpeculativeDecoder, local
-from outrider.config import GenerationSettings
-from outrider.edge.cancellation import Cancellation
-from outrider.edge.drafter import Drafter
-from outrider.edge.model_pair import Handshake
 from outrider.edge.synthetic_drafter import SyntheticDrafter, corrupt_tokens
-from outrider.engines.base import Prompt
 from outrider.engines.torch.engine import TorchEngine
 
 ASSISTANT_TOKENS = (3, 4, 5, 6)
@@ -38,18 +34,23 @@ PEER_RUNS, PEER_TOKENS = 2, 96  # transformers takes seconds for each run
 
 
 class WithOracle(SpeculativeDecoder):
-    """Drafts are the oracle's; everything else is as it is."""
+    """A decoder whose drafts come from an oracle at a chosen acceptance rate."""
 
     output: list[int]
     alpha: float
     seed: int
 
-    def _drafter(
-        self, prompt: Prompt, settings: GenerationSettings, handshake: Handshake, cancellation: Cancellation | None
-    ) -> Any:
-        drafter = super()._drafter(prompt, settings, handshake, cancellation)
-        assert isinstance(drafter, Drafter)
-        return SyntheticDrafter(drafter, len(prompt.ids), self.output, self.alpha, self.seed)
+    def _start(self, *arguments: Any) -> Generation:
+        generation = super()._start(*arguments)
+        open_drafter = generation.open_drafter
+
+        def open_synthetic_drafter() -> Any:
+            drafter = open_drafter()
+            assert drafter is not None
+            return SyntheticDrafter(drafter, len(generation.prompt.ids), self.output, self.alpha, self.seed)
+
+        generation.open_drafter = open_synthetic_drafter  # type: ignore[method-assign]
+        return generation
 
 
 def timed(run: Callable[[], list[int]]) -> tuple[float, list[int]]:

@@ -34,7 +34,7 @@ class InstantEngine:
     name = "instant"
     tokenizer = None
     eos_ids: tuple[int, ...] = ()
-    max_length = None
+    max_length: int | None = None
     noise = 0.0
     fingerprint = "instant"
 

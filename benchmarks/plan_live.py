@@ -23,7 +23,7 @@ from benchmarks.remote import captions
 from benchmarks.simulation import TOKENS, Live, decoding, deployed
 from outrider.config import GenerationSettings
 from outrider.netem.conditions import parse_conditions
-from outrider.planning.costs import Costs
+from outrider.planning.costs import StepCosts
 from outrider.planning.planner import Goal, Option, Planner, Ranking
 from outrider.planning.simulator import Setup
 from outrider.planning.timing import measure_costs
@@ -36,7 +36,7 @@ NETS = (
 )
 
 
-def plan(traces: list[Trace], costs: Costs, net: str, args: argparse.Namespace) -> Ranking:
+def plan(traces: list[Trace], costs: StepCosts, net: str, args: argparse.Namespace) -> Ranking:
     base = Setup(net=parse_conditions(net), max_new_tokens=TOKENS)
     return Planner(traces, costs, base, gates=[args.gate]).rank(Goal("latency", args.budget))
 

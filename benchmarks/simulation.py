@@ -29,7 +29,7 @@ from outrider.cli.subprocess_cloud import cloud_process
 from outrider.config import DriverName, GenerationSettings
 from outrider.decoding.result import Stats
 from outrider.netem.conditions import Conditions, parse_conditions
-from outrider.planning.costs import Costs, median_costs
+from outrider.planning.costs import StepCosts, median_costs
 from outrider.planning.gate_candidates import thresholds
 from outrider.planning.simulator import Outcome, Setup, replay
 from outrider.planning.timing import measure_costs
@@ -116,7 +116,7 @@ def same(live: Live, simulated: list[Outcome]) -> bool:
     return all(getattr(one, name) == getattr(other, name) for one, other in pairs for name in counters)
 
 
-def report(live: Live, traces: list[Trace], costs: Costs) -> dict[str, Any]:
+def report(live: Live, traces: list[Trace], costs: StepCosts) -> dict[str, Any]:
     simulated = replay(traces, live.setup, costs)
     row: dict[str, Any] = {"setting": str(live), "k": live.setup.k, "same": same(live, simulated)}
     for name in ("total_s", "ttft_s"):
@@ -138,13 +138,13 @@ def others(row: dict[str, Any]) -> str:
     return told if row["same"] else f"{told}; other counters"
 
 
-def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], Costs]:
+def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], StepCosts]:
     prompts = captions()[:: max(1, 12 // args.clips)][: args.clips]
     with deployed(args) as (edge, verifiers):
         plain, wanted = verifiers["none"], GenerationSettings(max_new_tokens=TOKENS)
         traces = list(record(edge, plain, prompts, wanted))
         lives = [Live(setup, decoding(setup, edge, verifiers), []) for setup in settings(args, traces)]
-        measured: list[Costs] = []
+        measured: list[StepCosts] = []
         for turn in range(args.turns):
             for n, live in enumerate(random.Random(turn).sample(lives, len(lives))):
                 if n % 4 == 0:

@@ -131,7 +131,7 @@ class ScriptedEngine:
 
     def reserve(self, budget: int, max_length: int) -> int:
         """Slots of `max_length` positions within a budget; more may not be opened from now on."""
-        assert not self.slots, "memory is reserved before slots are opened"
+        assert not self.slots, "reserve memory before slots are opened"
         self.max_length = max_length if self.max_length is None else min(self.max_length, max_length)
         self._reserved = budget // (self.position_bytes * self.max_length)
         return self._reserved

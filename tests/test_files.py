@@ -22,9 +22,9 @@ from outrider.config import read_gate_file
 from outrider.engines.load import map_load_errors
 from outrider.errors import DataError, InputError, OutriderError, SettingsError
 from outrider.evals.convert import _table
-from outrider.evals.json_validation import read_object, rows
 from outrider.evals.manifest import read_manifest
 from outrider.evals.store import Store, _lock
+from outrider.planning.json_validation import read_object, rows
 from outrider.planning.traces import read_traces
 
 BOM = b"\xef\xbb\xbf"

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
-from outrider.cli.main import app
+from outrider.cli.app import app
 
 WIDTH = 20_000  # columns, so that no text is wrapped
 EPILOGUE = "Results go to stdout"

@@ -29,7 +29,7 @@ from outrider.__main__ import main
 main()
 """
 CLIPS = BUNDLED / "clips"
-NAMES = ["outrider.cli.main", "cyclopts", "outrider.cli.commands", "outrider.cli.terminal", "torch", "soundfile"]
+NAMES = ["outrider.cli.main", "cyclopts", "outrider.cli.caption", "outrider.cli.terminal", "torch", "soundfile"]
 
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -89,14 +89,14 @@ def test_where_it_would_be_swallowed(code: str) -> None:
 def test_while_tokens_come(cloud: str) -> None:
     code = """
     import os, signal, sys
-    from outrider import api
-    real = api._Generation._drive
+    from outrider.edge import generation
+    real = generation.Generation._run_driver
     def drive(self, *rest):
         for n, event in enumerate(real(self, *rest)):
             if n == 3:
                 os.kill(os.getpid(), signal.SIGINT)
             yield event
-    api._Generation._drive = drive
+    generation.Generation._run_driver = drive
     from outrider.cli.main import main
     main()
     """

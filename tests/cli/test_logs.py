@@ -11,8 +11,8 @@ pytestmark = pytest.mark.network  # each starts a process, which takes seconds
 
 SAY = """
 import logging
-from outrider.cli.commands import configure_logging
 from outrider.cli.options import Output
+from outrider.cli.terminal import configure_logging
 
 configure_logging(Output(verbose={verbose}))
 for name in ("outrider", "outrider.verifiers.retry", "httpx", "httpcore.http11", "httpx2", "asyncio", "urllib3"):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.commands import run_generate
 from outrider.cli.evaluate import Assistant, Evaluation, run_eval
+from outrider.cli.generate import run_generate
 from outrider.cli.options import Decoding, Models, Network, Output, Speculation
 from outrider.engines import load
 from outrider.errors import ModelError, PromptError

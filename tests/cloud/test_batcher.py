@@ -7,7 +7,6 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.cloud.batcher import FREE_PADDING_TOKENS, group_by_width
 from outrider.config import GenerationSettings
 from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
@@ -100,17 +99,6 @@ def test_no_forward_has_more_sessions_than_the_batch_may() -> None:
         answers = together(batcher, *((entry(engine, [n]), Verify(1, 1, (), ())) for n in range(5)))
         assert all(answer.result(SOON) for answer in answers)
     assert [len(batch) for batch in engine.batches] == [2, 2, 1]
-
-
-@given(st.lists(st.integers(1, 96), max_size=30), st.integers(1, 8))
-def test_groups_hold_everyone_once_and_pad_nobody_much(widths: list[int], most: int) -> None:
-    jobs: list[Any] = [object() for _ in widths]
-    width = dict(zip(jobs, widths, strict=True))
-    made = group_by_width(jobs, width.__getitem__, most)
-    assert sorted(map(id, (job for group in made for job in group))) == sorted(map(id, jobs))
-    for group in made:
-        assert len(group) <= most
-        assert max(map(width.__getitem__, group)) <= max(FREE_PADDING_TOKENS, 2 * min(map(width.__getitem__, group)))
 
 
 def test_skipped_tokens_beyond_what_is_audited_cost_no_rows() -> None:

@@ -60,7 +60,7 @@ def test_only_what_may_be_unlimited_may_be_none(name: str) -> None:
 
 def test_a_message_holds_a_prompt_and_media_comes_in_several() -> None:
     Limits(max_media_bytes=MIB, max_message_bytes=MIN_MESSAGE_BYTES)
-    with pytest.raises(SettingsError, match=f"it is at least {MIN_MESSAGE_BYTES}"):
+    with pytest.raises(SettingsError, match=f"give at least {MIN_MESSAGE_BYTES}"):
         Limits(max_message_bytes=MIN_MESSAGE_BYTES - 1)
 
 

@@ -49,9 +49,7 @@ class Case:
         return self.policy.distribution(self.logits, self.ids, len(self.ids))
 
     def known(self, normalised: bool = False) -> Distribution:
-        return part(self.logits, self.count, self.extra, normalised).to_distribution(
-            self.policy, self.ids, len(self.ids)
-        )
+        return distribution(part(self.logits, self.count, self.extra, normalised), self.policy, self.ids)
 
 
 def random_row(size: int, seed: int, scale: float, step: float) -> Tensor:
@@ -93,6 +91,12 @@ def part(row: Tensor, count: int, extra: int | None = None, normalised: bool = F
 
 def policy(sampling: SamplingParams = GREEDY, size: int = 60, **constraints: Any) -> Policy:
     return Policy(LogitsProcessors(**constraints), sampling, size)
+
+
+def distribution(row: TopLogprobs, chosen: Policy, ids: list[int]) -> Distribution:
+    found = chosen.distribution_at([row], 0, ids, len(ids))
+    assert isinstance(found, Distribution)
+    return found
 
 
 def choice(found: Distribution) -> int | None:
@@ -137,7 +141,7 @@ def test_the_same_for_log_probabilities(case: Case) -> None:
 
 def uncovered(row: list[float] | Tensor, count: int, chosen: Policy, ids: tuple[int, ...] = (), **kind: bool) -> bool:
     try:
-        part(torch.as_tensor(row), count, **kind).to_distribution(chosen, list(ids), len(ids))
+        distribution(part(torch.as_tensor(row), count, **kind), chosen, list(ids))
     except NeedMoreLogprobs:
         return True
     return False
@@ -180,7 +184,7 @@ def test_a_missing_entry_that_a_penalty_lifts_to_a_tie_is_uncovered(penalty: flo
     assert chosen.distribution(row, [0], 1).token == 0
     known = TopLogprobs(np.array([1, 2]), row[1:].numpy(), float(value))  # token 0 is missing, and was said before
     with pytest.raises(NeedMoreLogprobs):
-        known.to_distribution(chosen, [0], 1)
+        distribution(known, chosen, [0])
 
 
 def test_a_missing_entry_counts_as_penalised_or_not_whichever_is_more() -> None:
@@ -214,15 +218,15 @@ def test_bans_use_up_what_is_known() -> None:
 def test_padding_is_not_chosen_and_not_missed() -> None:
     """Ids from vocab_size on may be among the best, and are no tokens."""
     row = torch.tensor([1.0, 3.0, 2.0, 9.0, 8.0])
-    assert part(row, 4).to_distribution(policy(size=3), [], 0).token == 1
+    assert distribution(part(row, 4), policy(size=3), []).token == 1
     with pytest.raises(NeedMoreLogprobs):
-        part(row, 2).to_distribution(policy(size=3), [], 0)
+        distribution(part(row, 2), policy(size=3), [])
 
 
 def test_where_all_is_known_and_banned_nothing_can_be_chosen() -> None:
     row = torch.tensor([1.0, 2.0])
     with pytest.raises(DecodingError):
-        _ = part(row, 2).to_distribution(policy(size=2, banned_ids=(0, 1)), [], 0).token
+        _ = distribution(part(row, 2), policy(size=2, banned_ids=(0, 1)), []).token
 
 
 def test_a_whole_vocabulary_is_never_settled_by_a_part() -> None:
@@ -245,7 +249,7 @@ def test_two_entries_settle_a_greedy_choice(size: int, seed: int, step: float, c
     first, second = row.topk(2).values
     assert uncovered(row, 2, policy(size=size)) == bool(first == second)
     if first > second:
-        found = part(row, count).to_distribution(policy(size=size), [], 0)
+        found = distribution(part(row, count), policy(size=size), [])
         assert found.top2_margin == pytest.approx(float(first - second), abs=1e-5)
 
 
@@ -277,9 +281,9 @@ def test_a_known_entry_counts_as_known_whatever_its_id_but_padding_does_not() ->
     """One token of three is missing: with id 0 taken for missing as well, the mass beside the best would be doubled."""
     row, chosen = np.log(np.array([0.6, 0.2], np.float32)), policy(SamplingParams(1.0, top_p=0.55), size=3)
     known = TopLogprobs(np.array([0, 1]), row, float(row[-1]))
-    assert known.to_distribution(chosen, [], 0).support.ids.tolist() == [0]
+    assert distribution(known, chosen, []).support.ids.tolist() == [0]
     beyond = TopLogprobs(np.array([0, 1, -1, 3]), np.append(row, row[-1:].repeat(2)), float(row[-1]))
-    assert beyond.to_distribution(chosen, [], 0).support.ids.tolist() == [0]
+    assert distribution(beyond, chosen, []).support.ids.tolist() == [0]
 
 
 @pytest.mark.parametrize(("temperature", "settled"), [(0.5, True), (0.8, True), (1.0, True), (2.0, False)])

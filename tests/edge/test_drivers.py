@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes import HashRows, OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain
-from outrider import Result, SpeculativeDecoder, StateError, api, local
+from outrider import Result, SpeculativeDecoder, StateError, local
 from outrider.config import GenerationSettings
 from outrider.decoding.actions import Draft, Plan, Proposal, Verify
 from outrider.decoding.decoder import Decoder, Event
@@ -22,6 +22,7 @@ from outrider.decoding.sequence import Source
 from outrider.decoding.stopping import StopRules
 from outrider.edge.drafter import Drafter
 from outrider.edge.drivers import sequential
+from outrider.edge.generation import Generation
 from outrider.edge.verifier_session import VerifierSession
 from outrider.engines.base import CachedSequence, Prompt
 from outrider.sampling.acceptance import Verdict, parse_acceptance_rule
@@ -231,9 +232,9 @@ def test_requests_carry_round_base_and_what_is_new() -> None:
 
 def test_an_action_that_nobody_can_do_is_a_state_error() -> None:
     decoder, drafter, _ = parts([1, 2, 3])
-    with pytest.raises(StateError, match=r"Draft.* was asked of nobody"):
+    with pytest.raises(StateError, match=r"Draft.* needs a drafter or verifier that is missing"):
         list(sequential(decoder, None, lambda request: Verdict(1, 0, 1)))
-    with pytest.raises(StateError, match=r"Verify.* was asked of nobody"):
+    with pytest.raises(StateError, match=r"Verify.* needs a drafter or verifier that is missing"):
         list(sequential(decoder, drafter, None))
 
 
@@ -370,8 +371,8 @@ def test_slots_are_closed_after_an_error_in_any_forward(side: int, gate: str) ->
 
 def test_a_closed_stream_ends_its_generation_without_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     """Newer Pythons keep the inner generator alive for a while after the outer one was closed."""
-    kept, events = [], api._Generation.events
-    monkeypatch.setattr(api._Generation, "events", lambda run: kept.append(events(run)) or kept[-1])
+    kept, events = [], Generation.events
+    monkeypatch.setattr(Generation, "events", lambda run: kept.append(events(run)) or kept[-1])
     draft, target = pair()
     stream = SpeculativeDecoder(draft, local(target), k=3).stream(list(PROMPT), max_new_tokens=20)
     next(stream)

@@ -318,7 +318,7 @@ def test_a_closed_slot_and_impossible_feeds_are_refused(engine: Any) -> None:
     slot = engine.open(PROMPT)
     with pytest.raises(StateError, match="twice"):
         engine.forward_many([SequenceInput(slot, [1], 1), SequenceInput(slot, [2], 1)])
-    with pytest.raises(StateError, match="3 rows wanted of 1"):
+    with pytest.raises(StateError, match="logits for 3 positions, but only 1 tokens"):
         engine.forward(slot, [1], 3)
     for length in (-1, 1):
         with pytest.raises(StateError, match="holds 0 positions"):

@@ -99,7 +99,7 @@ def test_a_batch_with_one_slot_twice_or_too_many_rows_is_refused() -> None:
     slot = model.open(PROMPT)
     with pytest.raises(StateError, match="twice"):
         model.forward_many([SequenceInput(slot, [1], 1), SequenceInput(slot, [2], 1)])
-    with pytest.raises(StateError, match="3 rows wanted of 1"):
+    with pytest.raises(StateError, match="logits for 3 positions, but only 1 tokens"):
         model.forward(slot, [1], 3)
 
 

@@ -170,7 +170,7 @@ def test_a_batch_is_described_flat() -> None:
     assert batch.token_slots.tolist() == [3, 3, 3, 0]
     assert (batch.firsts.tolist(), batch.counts.tolist()) == ([0, 3], [3, 1])
     assert (batch.starts.tolist(), batch.slots.tolist()) == ([5, 7], [3, 0])
-    assert batch.wanted.tolist() == [1, 2, 3, 0]
+    assert batch.kept.tolist() == [1, 2, 3, 0]
     batch.all.copy_(pack_batch(shape, [], []))
     assert batch.token_slots.tolist() == [-1] * 4
     assert batch.counts.tolist() == [0, 0]

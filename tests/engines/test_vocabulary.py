@@ -37,7 +37,7 @@ def test_end_tokens_that_agree_need_no_word(ends: int | list[int], caplog: pytes
     [(-1, "-1"), ([2, -1], "-1"), ([2, "3"], "'3'"), (True, "True"), (2.0, "2.0")],
 )
 def test_an_end_token_that_is_none_is_refused_by_name(ends: Any, named: str) -> None:
-    with pytest.raises(ModelError, match=f"odd: eos_token_id {named} of its generation config is no token id"):
+    with pytest.raises(ModelError, match=f"odd: eos_token_id {named} of its generation config is not a token id"):
         engine("odd", ends)
 
 

@@ -21,7 +21,7 @@ import transformers
 
 import outrider
 from outrider.api import SpeculativeDecoder, local
-from outrider.cli.commands import pieces
+from outrider.cli.rendering import pieces
 from outrider.cli.subprocess_cloud import cloud_process
 from outrider.decoding.gate import SIGNAL_NAMES, Signals, compute_signals
 from outrider.decoding.result import Result
@@ -29,7 +29,7 @@ from outrider.engines.base import CachedSequence
 from outrider.engines.load import BUNDLED, load_engine
 from outrider.netem.conditions import Conditions
 from outrider.netem.thread import LinkThread
-from outrider.planning.traces import Trace, write_traces
+from outrider.planning.traces import Trace
 from outrider.prompts.audio import Audio
 from outrider.verifiers.base import Verifier
 from outrider.verifiers.connect import connect
@@ -103,7 +103,7 @@ def answers(sample: Sample, folder: Path, modes: list[str], verifier: Callable[[
                 traces.append(Trace(name, result.prompt_tokens, tuple(result.token_ids), draft, sure))
     write_lines(folder / "results.jsonl", results)
     write_lines(folder / "timings.jsonl", timings)
-    write_traces(folder / "traces.jsonl", traces)
+    write_lines(folder / "traces.jsonl", [trace.to_json() for trace in traces])
 
 
 def swept(

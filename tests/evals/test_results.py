@@ -11,7 +11,7 @@ import pytest
 from outrider.decoding.sequence import Source
 from outrider.errors import DataError
 from outrider.evals.results import Figure, read_run
-from outrider.planning.traces import Trace, write_traces
+from outrider.planning.traces import Trace
 from outrider.sampling.sampler import Signals
 
 ANSWER = {
@@ -60,7 +60,8 @@ def test_all_files_are_read(folder: Path) -> None:
     write(folder, "results.jsonl", {**ANSWER, **per_token, "warnings": []})
     spent = {"draft_s": 0.2, "queue_s": 0.0, "bytes": {"up": {"open": 3}, "down": {}}}
     write(folder, "timings.jsonl", {**TIMING, **spent, "itl_s": [0.1]})
-    write_traces(folder / "traces.jsonl", [Trace("a1", 4, (5, 6), (5, 7), (Signals(0.1, 0.9, 0.1, 0.1),) * 2)])
+    trace = Trace("a1", 4, (5, 6), (5, 7), (Signals(0.1, 0.9, 0.1, 0.1),) * 2)
+    write(folder, "traces.jsonl", trace.to_json())
     write(folder, "sweep.jsonl", {**SWEPT, "disagreement": 0.25, "disagreement_ci": [0.2, 0.3]})
     modes = {"exact": {"chrf": {"value": 60.0, "low": 55.0, "high": 65.0, "n": 9}, "items": 1, "bleu": None}}
     write(folder, "summary.json", {"modes": modes})
@@ -112,7 +113,7 @@ def test_half_of_a_surrogate_pair_becomes_writable(folder: Path) -> None:
         ("results.jsonl", "{", "line 1: not valid JSON"),
         ("results.jsonl", "[" * 100_000, "line 1: not valid JSON"),
         ("results.jsonl", "7", "line 1: expected an object, not 7"),
-        ("results.jsonl", "", "holds no line"),
+        ("results.jsonl", "", "has no lines"),
         ("results.jsonl", json.dumps({**ANSWER, "token_ids": [5, "6"]}), "token_ids: expected whole numbers"),
         ("results.jsonl", json.dumps({**ANSWER, "token_ids": None}), "token_ids: expected a list"),
         ("results.jsonl", json.dumps({**ANSWER, "stats": []}), "stats: expected an object"),
@@ -120,7 +121,7 @@ def test_half_of_a_surrogate_pair_becomes_writable(folder: Path) -> None:
         ("results.jsonl", json.dumps({**ANSWER, "sources": ["edge", "moon"]}), "expected one of edge, .* not 'moon'"),
         ("results.jsonl", json.dumps({**ANSWER, "signals": 5}), "signals: expected a list, not 5"),
         ("results.jsonl", json.dumps({**ANSWER, "signals": {"a": [1], "b": []}}), "lists of different length"),
-        ("results.jsonl", json.dumps({"id": "a1", "mode": "exact"}), "line 1: no 'token_ids'"),
+        ("results.jsonl", json.dumps({"id": "a1", "mode": "exact"}), "line 1: 'token_ids' is missing"),
         ("results.jsonl", json.dumps(ANSWER) + "\n\n" + json.dumps(ANSWER), "'a1' has two lines of mode 'exact'"),
         ("timings.jsonl", json.dumps({**TIMING, "total_s": -1}), "total_s: expected 0 or more, not -1"),
         ("timings.jsonl", '{"id": "a", "mode": "b", "ttft_s": 1, "total_s": NaN}', "total_s: expected a finite number"),
@@ -129,10 +130,10 @@ def test_half_of_a_surrogate_pair_becomes_writable(folder: Path) -> None:
         ("sweep.jsonl", json.dumps({**SWEPT, "cloud_share": 1.5}), "cloud_share: expected a share"),
         ("sweep.jsonl", json.dumps({**SWEPT, "total_s": "fast"}), "total_s: expected a number"),
         ("sweep.jsonl", json.dumps({**SWEPT, "total_s_ci": [1]}), r"total_s_ci: expected \[low, high\]"),
-        ("sweep.jsonl", json.dumps({"k": 5}), "line 1: no 'gate'"),
+        ("sweep.jsonl", json.dumps({"k": 5}), "line 1: 'gate' is missing"),
         ("summary.json", json.dumps({"modes": []}), "modes: expected an object"),
         ("summary.json", json.dumps({"modes": {"exact": 5}}), "exact: expected an object"),
-        ("traces.jsonl", "{}", "line 1: no trace"),
+        ("traces.jsonl", "{}", "line 1: 'entropy' is missing"),
         ("run.json", "[]", "expected an object"),
         ("run.json", '{"versions": 3}', "versions: expected an object"),
     ],
@@ -164,5 +165,5 @@ def test_bytes_that_are_no_text_are_refused(folder: Path) -> None:
 
 
 def test_a_file_is_no_folder(folder: Path) -> None:
-    with pytest.raises(DataError, match="is no folder"):
+    with pytest.raises(DataError, match="no such directory"):
         read_run(folder / "run.json")

@@ -50,7 +50,7 @@ PROMPT = (3, 1, 4, 1, 5)
 LENGTH = 20
 TARGET = HashRows(1, V)
 OTHER = HashRows(2, V)
-EDGE_READER, CLOUD_READER = "outrider.api.CachedSequence", "outrider.verifiers.local.CachedSequence"
+EDGE_READER, CLOUD_READER = "outrider.edge.generation.CachedSequence", "outrider.verifiers.local.CachedSequence"
 Patch = pytest.MonkeyPatch
 
 
@@ -136,7 +136,7 @@ def test_the_same_token_opens_every_block(monkeypatch: Patch) -> None:
     perfect = verified(share=0.0)
     assert perfect.token_ids == right
     assert perfect.stats.acceptance_rate == 1.0
-    monkeypatch.setattr("outrider.api.Drafter", StaleSeed)
+    monkeypatch.setattr("outrider.edge.generation.Drafter", StaleSeed)
     assert caught(alone, right)
     broken = verified(share=0.0)
     assert broken.token_ids == right, "a bad drafter costs time, never correctness"
@@ -322,7 +322,7 @@ def test_a_loop_is_detected_and_generation_is_cut_off(monkeypatch: Patch) -> Non
     assert len(result.token_ids) == 40
     assert result.stats.forced_by_loop >= 1
     assert result.stats.cloud_tokens >= 1
-    monkeypatch.setattr("outrider.api.Decoder", BreaksOff)
+    monkeypatch.setattr("outrider.edge.generation.Decoder", BreaksOff)
     assert len(escape().token_ids) < 40
 
 
@@ -335,7 +335,7 @@ class ForgetsToForce(Decoder):
 
 def test_the_force_flag_is_overwritten_before_use(monkeypatch: Patch) -> None:
     assert escape().stats.forced_by_loop >= 1
-    monkeypatch.setattr("outrider.api.Decoder", ForgetsToForce)
+    monkeypatch.setattr("outrider.edge.generation.Decoder", ForgetsToForce)
     broken = escape()
     assert broken.stats.forced_by_loop == broken.stats.cloud_tokens == 0
 
@@ -387,7 +387,7 @@ def test_tokens_after_eos_are_kept(monkeypatch: Patch) -> None:
     result = attempt()
     assert result.token_ids == right == wanted(eos=(eos,))
     assert result.finish_reason == "eos"
-    monkeypatch.setattr("outrider.api.Decoder", StopsPerBlock)
+    monkeypatch.setattr("outrider.edge.generation.Decoder", StopsPerBlock)
     assert caught(attempt, right)
 
 
@@ -560,7 +560,7 @@ def test_exceptions_are_swallowed_and_empty_captions_saved(monkeypatch: Patch) -
             decoder.generate(list(PROMPT), max_new_tokens=LENGTH)
         assert not engines[0].open_slots
         assert not engines[1].open_slots
-    monkeypatch.setattr("outrider.api.sequential", swallowing)
+    monkeypatch.setattr("outrider.edge.generation.sequential", swallowing)
     decoder = SpeculativeDecoder(Breaks(TARGET, V), local(ScriptedEngine(TARGET, V)), k=4)
     with pytest.raises((AttributeError, StateError)):  # an unfinished output makes no result
         decoder.generate(list(PROMPT), max_new_tokens=LENGTH)

@@ -2,8 +2,9 @@
 
 Recordings of every format that libsndfile and PyAV write are truncated, flipped, spliced, given lying headers. Each is
 read twice, with fresh memory and the decoders' buffers filled with another byte each time: outputs that differ hold
-samples that were never written. Only AudioError and Refused may be raised, memory is limited, and a read that takes
-longer than any bounded one is a failure. What fails is kept in the folder of --keep.
+samples that were never written. Only AudioError and RequestError may be raised, and memory is limited. A read that
+takes longer than any bounded one is a failure, as is an exception in a callback of a decoder. What fails is kept in the
+folder of --keep.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ MEMORY = 3 << 30  # bytes of address space beyond what is in use at the start
 LONGEST = 60.0  # seconds of processor time; a bounded read takes one
 SECONDS = 0.4
 HOSTILE = [0, 1, 0x7F, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 655350, 1 << 20, 1 << 28]
+HOSTILE += [1 << 62, (1 << 63) - 25, (1 << 63) - 1, 1 << 63, (1 << 64) - 25, (1 << 64) - 1]
 MEDIA = [("m4a", "mp4", "aac"), ("mp4", "mp4", "alac"), ("webm", "webm", "libopus"), ("aac", "adts", "aac")]
 MEDIA += [("wma", "asf", "wmav2"), ("mka", "matroska", "flac"), ("3gp", "3gp", "aac")]
 
@@ -105,7 +107,7 @@ def mutated(rng: random.Random, data: bytes, other: bytes) -> bytes:
             case 1:
                 out[at : at + 1] = bytes([rng.randrange(256)])
             case 2:
-                order, width = rng.choice([("little", 4), ("big", 4), ("big", 8), ("little", 2)])
+                order, width = rng.choice([("little", 4), ("big", 4), ("little", 8), ("big", 8), ("little", 2)])
                 out[at : at + width] = (rng.choice(HOSTILE) & ((1 << 8 * width) - 1)).to_bytes(width, order)  # type: ignore[arg-type]
             case 3:
                 out[at : at + rng.randrange(2000)] = b""
@@ -161,15 +163,26 @@ def poisoned(byte: int) -> Iterator[None]:
         mallopt(M_PERTURB, 0)
 
 
+@contextlib.contextmanager
+def caught(found: list[str], surface: str) -> Iterator[None]:
+    """Add exceptions that cannot be raised, such as those in a callback of libsndfile, to what is wrong."""
+    before = sys.unraisablehook
+    sys.unraisablehook = lambda args: found.append(f"{surface}: not raised: {args.exc_value!r}: {args.err_msg}")
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
 def faults(data: bytes) -> list[str]:
     """What is wrong with how a file is read."""
-    found = []
+    found: list[str] = []
     for surface, read in readers(data).items():
         started = time.process_time()
         try:
             outcomes = []
             for byte in (0x21, 0x3C):
-                with poisoned(byte):
+                with poisoned(byte), caught(found, surface):
                     outcomes.append(outcome(read))
         except Exception as error:  # noqa: BLE001  every other kind is the finding
             found.append(f"{surface}: {type(error).__name__}: {error}")

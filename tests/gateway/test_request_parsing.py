@@ -120,8 +120,8 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
 
 def test_what_was_not_used_is_told() -> None:
     assert chat(user="me", metadata={"a": "b"}).notes == (
-        "user was not used: nothing is kept about users",
-        "metadata was not used: nothing is kept",
+        "user was not used: the gateway stores nothing about users",
+        "metadata was not used: the gateway stores nothing",
     )
 
 
@@ -208,7 +208,7 @@ def test_every_format_that_is_named_is_read(kind: str, written: str) -> None:
         ("not base64!", "wav", "not base64"),
         ("", "wav", "empty"),
         (base64.b64encode(b"nothing").decode(), "wav", "not readable audio"),
-        (wave(0.5), "flac", "format is flac, the data is wav"),
+        (wave(0.5), "flac", "format is flac, but the data is wav"),
         (wave(31), "wav", "lasts more than 30 s"),
         (wave(29.9, rate=48_000, channels=40, kind="WAV", subtype="PCM_U8"), "wav", "over all channels"),
     ],
@@ -326,7 +326,7 @@ DIFFERENT: dict[str, Any] = {  # a value that asks for what is not done
 @pytest.mark.parametrize("name", sorted(DIFFERENT))
 def test_what_is_not_done_is_refused_with_what_it_would_need(name: str) -> None:
     ask = completion if name in ("best_of", "echo", "suffix") else chat
-    with pytest.raises(RequestError, match=f"{name}.*not done") as refused:
+    with pytest.raises(RequestError, match=f"{name}.*not supported") as refused:
         ask(**{name: DIFFERENT[name]})
     assert str(refused.value.param).split(".")[0] == name
     assert UNSUPPORTED[name] in str(refused.value)

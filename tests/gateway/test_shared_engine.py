@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fakes import HashRows, ScriptedEngine
 from outrider.decoding.actions import Proposal
-from outrider.engines.base import PREFILL_CHUNK, Prompt, SequenceInput, as_device_sampler, forward_or_sample
+from outrider.engines.base import Prompt, SequenceInput, as_device_sampler, forward_or_sample
+from outrider.engines.batching import PREFILL_CHUNK
 from outrider.engines.torch.engine import TorchEngine
 from outrider.errors import ModelError, StateError
 from outrider.gateway.shared_engine import SharedEngine

@@ -16,8 +16,8 @@ from tests.engines.tiny import engine
 from tests.planning import adversaries
 
 from outrider.api import local
+from outrider.cli.app import app
 from outrider.cli.calibrate import _show, model_ids, run_calibrate
-from outrider.cli.main import app
 from outrider.cli.options import Models
 from outrider.config import GateFile, GenerationSettings, Loss, ModelId, read_gate_file
 from outrider.decoding.actions import Done, Draft, Plan, Proposal
@@ -37,7 +37,7 @@ from outrider.planning.calibrate import (
     split,
     write_gate_file,
 )
-from outrider.planning.traces import Trace, write_traces
+from outrider.planning.traces import Trace
 from outrider.sampling.acceptance import Exact, Verdict
 
 EDGE, CLOUD = ModelId("small", "vocab-1"), ModelId("large", "vocab-1")
@@ -64,6 +64,10 @@ def request(rng: np.random.Generator, name: int = 0, hard: float = 0.15) -> Trac
 def requests(count: int, seed: int = 0, **more: float) -> list[Trace]:
     rng = np.random.default_rng(seed)
     return [request(rng, n, **more) for n in range(count)]
+
+
+def write_requests(path: Path) -> None:
+    path.write_text("".join(json.dumps(trace.to_json()) + "\n" for trace in requests(60)), encoding="utf-8")
 
 
 # The loss is what the decoder would do ------------------------------------------------------------------------------
@@ -386,7 +390,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("as_json", [False, True])
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
     file, out = tmp_path / "traces.jsonl", str(tmp_path / "gate.json")
-    write_traces(file, requests(60))
+    write_requests(file)
     pair = {"edge": EDGE, "cloud": CLOUD, "settings": GenerationSettings()}
     assert run_calibrate(str(file), out, 0.1, 3, **pair, loss="tokens", json_output=as_json) == 0
     printed, made = capsys.readouterr().out, read_gate_file(out)

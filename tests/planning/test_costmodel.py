@@ -10,23 +10,23 @@ import sys
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from scipy.special import lambertw
-
-from outrider.errors import SettingsError
-from outrider.planning.costmodel import (
+from benchmarks.costmodel import (
     Network,
     RoundBytes,
     ServerLoadModel,
     Speculation,
-    Work,
+    Workload,
     dollars_per_million,
     expected_tokens,
     servers_for,
     traffic_bytes_per_s,
 )
-from outrider.planning.roofline import Gpu, Host, Server, Target
+from benchmarks.roofline import Gpu, Host, Server, Target
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import lambertw
+
+from outrider.errors import SettingsError
 
 H100 = Gpu(memory_bytes=80e9, bytes_per_s=3.0e12, flops_per_s=989e12)
 QWEN_7B = Target.of_shape(
@@ -34,7 +34,7 @@ QWEN_7B = Target.of_shape(
 )
 SERVER = Server(QWEN_7B, H100)
 SERVED = replace(SERVER, host=Host(0.4e-3, 0.06e-3))
-WORK = Work(prompt=500, tokens=250)
+WORK = Workload(prompt=500, tokens=250)
 
 alphas = st.floats(0.0, 1.0)
 seconds = st.floats(1e-4, 0.5)
@@ -111,7 +111,7 @@ def test_a_draft_more_often_right_never_costs(alpha: float, draft: float, verify
 
 @given(st.floats(0.05, 0.99), st.floats(0.001, 0.05), st.floats(0.001, 0.1), st.floats(0.0, 0.3))
 def test_the_best_k_is_that_of_the_closed_form(alpha: float, draft: float, verify: float, rtt: float) -> None:
-    """MATHS: k* = (−A − W₋₁(−e^(−A)))/Λ − 1, A = 1 + Λ(C/c − 1); the whole number beside it, or the ends."""
+    """k* = (−A − W₋₁(−e^(−A)))/Λ − 1, A = 1 + Λ(C/c − 1), of docs/design/maths.md: an integer beside it, or an end."""
     best = speculation(alpha, draft, verify, rtt).best_k(64)
     rate = math.log(1 / alpha)
     a = 1 + rate * ((verify + rtt) / draft - 1)
@@ -134,38 +134,24 @@ def test_at_the_break_even_round_trip_the_two_times_are_equal(
     alpha: float, draft: float, verify: float, k: int, other: float
 ) -> None:
     one = speculation(alpha, draft, verify, 0.0)
-    for found, at in (
-        (one.breakeven_rtt_s(k, other), lambda each: each.sequential_s(k)),
-        (one.breakeven_rtt_pipelined_s(k, other), lambda each: each.pipelined_s(k)),
-    ):
-        if found >= 0:
-            assert at(speculation(alpha, draft, verify, found)) == pytest.approx(other, rel=1e-9)
-            assert at(speculation(alpha, draft, verify, found + 0.01)) > other
-        else:
-            assert at(one) > other
+    found = one.breakeven_rtt_s(k, other)
+    if found >= 0:
+        assert speculation(alpha, draft, verify, found).sequential_s(k) == pytest.approx(other, rel=1e-9)
+        assert speculation(alpha, draft, verify, found + 0.01).sequential_s(k) > other
+    else:
+        assert one.sequential_s(k) > other
 
 
 def test_break_even_against_cloud_only_is_the_formula() -> None:
-    """MATHS: (E − 1)·t_v − k·t_d."""
+    """docs/design/maths.md: (E − 1)·t_v − k·t_d."""
     one = speculation(0.8, 0.001, 0.02, 0.05)
     assert one.breakeven_rtt_s(5, 0.02) == pytest.approx((expected_tokens(0.8, 5) - 1) * 0.02 - 0.005)
-
-
-def test_break_even_of_a_drafter_that_is_always_right() -> None:
-    assert speculation(1.0, 0.01, 0.02, 0.05).breakeven_rtt_pipelined_s(5, 0.02) == math.inf
-    assert speculation(1.0, 0.01, 0.02, 0.05).breakeven_rtt_pipelined_s(5, 0.005) == -math.inf
 
 
 def test_bytes_and_queue_take_time() -> None:
     link = Network(0.05, up_bytes_per_s=1000.0, down_bytes_per_s=4000.0)
     one = Speculation(0.8, 0.01, lambda _: 0.006, link, RoundBytes(19.0, 3.0, 48.0), queue_s=0.002)
     assert one.round_s(5) == pytest.approx(5 * 0.01 + 0.05 + 34 / 1000 + 0.002 + 0.006 + 48 / 4000)
-
-
-def test_the_inverse_of_the_duty_is_the_gain_in_clients() -> None:
-    """MATHS: (1 + k·t_d/t_v) times."""
-    assert 1 / speculation(0.8, 0.02, 0.006, 0.0).duty(5) == pytest.approx(1 + 5 * 0.02 / 0.006)
-    assert speculation(0.8, 0.02, 0.006, 0.1).duty(5) == pytest.approx(0.006 / 0.206)
 
 
 # The roofline -----------------------------------------------------------------------------------------------------
@@ -182,9 +168,8 @@ def test_the_shape_of_the_7b_model_is_the_real_one() -> None:
     [(1, 1, 200, 5.45), (1, 6, 200, 6.01), (1, 6, 2000, 6.22), (32, 1, 1000, 6.91), (32, 6, 1000, 8.45)],
 )
 def test_forwards_that_were_measured_are_predicted(sessions: int, tokens: int, context: int, measured: float) -> None:
-    """docs/performance.md, "On a GPU", on an H100; nothing was fitted. No forward was faster than the floor."""
+    """docs/performance.md, "On a GPU", on an H100; nothing was fitted."""
     assert 1e3 * SERVER.forward_s(sessions, tokens, context) == pytest.approx(measured, rel=0.2)
-    assert 1e3 * SERVER.floor_s(sessions, tokens, context) < measured
 
 
 @pytest.mark.parametrize(("sessions", "cloud_only", "verifying"), [(1, 178, 549), (8, 1144, 4140), (32, 3579, 10_773)])
@@ -195,18 +180,19 @@ def test_throughput_that_was_measured_is_predicted(sessions: int, cloud_only: fl
 
 
 @given(st.integers(1, 512), st.integers(1, 16), st.integers(0, 32_000), st.sampled_from([1, 2, 4, 8]))
-def test_an_estimate_lies_between_the_floor_and_twice_the_floor_and_grows(
-    sessions: int, tokens: int, context: int, gpus: int
-) -> None:
+def test_an_estimate_grows_with_sessions_and_tokens(sessions: int, tokens: int, context: int, gpus: int) -> None:
     one = replace(SERVER, gpus=gpus)
-    found, floor = one.forward_s(sessions, tokens, context), one.floor_s(sessions, tokens, context)
-    assert floor <= found <= 2 * floor + one.exchanging_s(sessions * tokens)
-    assert found <= one.forward_s(sessions + 1, tokens, context) <= one.forward_s(sessions + 1, tokens + 1, context)
+    assert (
+        one.forward_s(sessions, tokens, context)
+        <= one.forward_s(sessions + 1, tokens, context)
+        <= one.forward_s(sessions + 1, tokens + 1, context)
+    )
 
 
 def test_more_gpus_share_the_work_and_pay_for_the_exchange() -> None:
     four = replace(SERVER, gpus=4)
-    assert four.floor_s(8, 6, 1000) == pytest.approx(SERVER.floor_s(8, 6, 1000) / 4)
+    assert four.reading_s(8, 1000) == pytest.approx(SERVER.reading_s(8, 1000) / 4)
+    assert four.computing_s(48, 1000) == pytest.approx(SERVER.computing_s(48, 1000) / 4)
     assert SERVER.exchanging_s(48) == 0.0
     volume = 2 * 28 * 2 * 0.75 * 48 * 3584 * 2 / 450e9
     assert four.exchanging_s(48) == pytest.approx(2 * 28 * 15e-6 + volume)
@@ -261,7 +247,7 @@ def simulate(one: ServerLoadModel, sessions: int, rounds: int = 12_000) -> tuple
 def test_the_balance_is_that_of_a_simulated_queue(away: float, sessions: int) -> None:
     one = model(away)
     cycle, batch = simulate(one, sessions)
-    found = one.load(sessions)
+    found = one.steady_state(sessions)
     assert found.token_s * one.round_tokens == pytest.approx(cycle, rel=0.1)
     if found.busy == 1:
         assert found.batch == pytest.approx(batch, rel=0.15)
@@ -269,7 +255,7 @@ def test_the_balance_is_that_of_a_simulated_queue(away: float, sessions: int) ->
 
 def test_one_session_has_the_server_to_itself() -> None:
     one = model(0.2)
-    found, step = one.load(1), one.step_s(1)
+    found, step = one.steady_state(1), one.step_s(1)
     assert found.token_s * one.round_tokens == pytest.approx(0.2 + step, rel=0.01)
     assert found.duty == pytest.approx(step / (0.2 + step), rel=0.01)
 
@@ -279,14 +265,14 @@ def test_a_reply_s_rounds_pay_for_its_prompt_once() -> None:
     rounds = WORK.tokens / expected_tokens(0.8, 5)
     assert rounds * one.round_prefill_s == pytest.approx(SERVED.prefill_s(500, 256))
     assert rounds * one.step_s(1) == pytest.approx(rounds * SERVED.batch_s(1, 6, 625) + SERVED.prefill_s(500, 256))
-    many = one.load(400)
+    many = one.steady_state(400)
     prompts_per_s = many.tokens_per_s / WORK.tokens  # the server is busy all the time
     assert many.prefill == pytest.approx(prompts_per_s * SERVED.prefill_s(500, 256), rel=1e-6)
 
 
 def test_cloud_only_is_always_in_the_step() -> None:
     one = ServerLoadModel(SERVED, WORK, 0.0, 0, 0.0)
-    found = one.load(40)
+    found = one.steady_state(40)
     assert (found.batch, found.busy, found.duty) == (40, 1, 1)
     assert found.token_s == pytest.approx(SERVED.batch_s(40, 1, 625) + 40 * SERVED.prefill_s(500, 256) / 250)
 
@@ -294,7 +280,7 @@ def test_cloud_only_is_always_in_the_step() -> None:
 @given(st.floats(0.0, 2.0), st.integers(1, 2000), st.integers(0, 16))
 def test_another_session_makes_nobody_faster(away: float, sessions: int, k: int) -> None:
     one = model(away, k)
-    less, more = one.load(sessions), one.load(sessions + 1)
+    less, more = one.steady_state(sessions), one.steady_state(sessions + 1)
     assert more.token_s >= less.token_s * (1 - 1e-9)
     assert less.token_s * one.round_tokens >= away + one.step_s(1) * (1 - 1e-9)
     assert 1 <= less.batch <= sessions
@@ -306,8 +292,8 @@ def test_another_session_makes_nobody_faster(away: float, sessions: int, k: int)
 def test_sessions_within_the_limit_are_the_most(away: float, limit: float) -> None:
     one = model(away)
     max_sessions = one.max_sessions(limit)
-    assert max_sessions == 0 or one.load(max_sessions).token_s <= limit
-    assert max_sessions == SERVED.slots(WORK.context) or one.load(max_sessions + 1).token_s > limit
+    assert max_sessions == 0 or one.steady_state(max_sessions).token_s <= limit
+    assert max_sessions == SERVED.slots(WORK.context) or one.steady_state(max_sessions + 1).token_s > limit
 
 
 def test_memory_bounds_the_sessions_where_time_does_not() -> None:
@@ -329,8 +315,8 @@ def test_traffic_of_a_session_is_that_of_its_reply() -> None:
     """Counted over one reply of 250 tokens in 250 / E rounds, 20 ms per token."""
     one, size = model(0.15), RoundBytes(100.0, 3.0, 170.0)
     rounds = 250 / expected_tokens(0.8, 5)
-    up, down = traffic_bytes_per_s(one, size, 0.02, opening=200.0)
-    assert up * 5.0 == pytest.approx(rounds * 115 + 3 * 500 + 200)
+    up, down = traffic_bytes_per_s(one, size, 0.02)
+    assert up * 5.0 == pytest.approx(rounds * 115 + 3 * 500)
     assert down * 5.0 == pytest.approx(rounds * 170)
 
 
@@ -363,12 +349,12 @@ def test_dollars_for_a_million_tokens() -> None:
         (lambda: replace(SERVER, gpus=0), "gpus"),
         (lambda: replace(SERVER, share=1.5), "share"),
         (lambda: SERVER.forward_s(0, 1, 1), "sessions"),
-        (lambda: SERVER.prefill_s(10, 0), "piece"),
-        (lambda: Work(0, 10), "prompt"),
+        (lambda: SERVER.prefill_s(10, 0), "chunk"),
+        (lambda: Workload(0, 10), "prompt"),
         (lambda: model(-1.0), "think_s"),
-        (lambda: ServerLoadModel(SERVED, Work(10, 3), 0.8, 5, 1.0), "longer than a reply"),
+        (lambda: ServerLoadModel(SERVED, Workload(10, 3), 0.8, 5, 1.0), "longer than a reply"),
         (lambda: model(1.0).max_sessions(0.0), "limit_s"),
-        (lambda: model(1.0).load(0), "sessions"),
+        (lambda: model(1.0).steady_state(0), "sessions"),
         (lambda: servers_for(10, 0.1, 0), "no number of servers"),
         (lambda: servers_for(10, 1.1, 1), "active"),
         (lambda: dollars_per_million(10**400, 1, 1.0), "gpu_hour"),
@@ -382,5 +368,5 @@ def test_what_makes_no_sense_is_refused_by_name(call: object, named: str) -> Non
 
 
 def test_planning_needs_no_torch() -> None:
-    code = "import sys, outrider.planning.costmodel; raise SystemExit('torch' in sys.modules)"
+    code = "import sys, benchmarks.costmodel; raise SystemExit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

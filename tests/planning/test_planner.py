@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from benchmarks.costmodel import Network, Speculation, expected_tokens
 from test_simulator import COSTS, TRACES
 
 from outrider.errors import DataError, SettingsError
 from outrider.netem.conditions import parse_conditions
-from outrider.planning.costmodel import Network, Speculation, expected_tokens
-from outrider.planning.costs import Costs
-from outrider.planning.planner import DRIVERS, MAX_RTT_S, Goal, Planner, find_root, synthetic_traces
+from outrider.planning.costs import StepCosts
+from outrider.planning.planner import DRIVERS, MAX_RTT_S, Goal, Planner, find_root
 from outrider.planning.simulator import Setup
+from outrider.planning.traces import Trace
+from outrider.sampling.sampler import Signals
 
 GATES = ("entropy:0.4", "entropy:0.9")
 NEAR = Planner(TRACES[:4], COSTS, Setup(net=parse_conditions("rtt=20ms")), GATES, (1, 4))
-FAST = Costs(draft_s=0.001, verify_s=0.03)
+FAST = StepCosts(draft_s=0.001, verify_s=0.03)
 
 
 def test_every_mode_is_ranked() -> None:
@@ -69,23 +72,25 @@ def test_far_away_cloud_only_is_faster_and_the_break_even_says_from_where() -> N
 
 
 def test_break_evens_at_either_end() -> None:
-    slow = Planner(TRACES[:2], Costs(draft_s=0.1, verify_s=0.01), ks=(3,))
+    slow = Planner(TRACES[:2], StepCosts(draft_s=0.1, verify_s=0.01), ks=(3,))
     assert slow.breakeven_rtt_s(Setup(k=3)) == 0.0
     assert NEAR.breakeven_rtt_s(Setup("edge-only")) == math.inf
 
 
-def test_an_acceptance_rate_is_enough_and_agrees_with_the_formula() -> None:
-    traces, k, alpha = synthetic_traces(0.8, 100, outputs=40), 4, 0.8
+def independent_trace(acceptance: float, seed: int, length: int = 100) -> Trace:
+    """A trace whose drafts are accepted independently, with one probability."""
+    rng, target = random.Random(seed), tuple(range(2, length + 2))
+    draft = tuple(token if rng.random() < acceptance else 1 for token in target)
+    return Trace(str(seed), 1, target, draft, (Signals(0.5, 0.5, 0.5, 0.5),) * length)
+
+
+def test_the_simulation_agrees_with_the_formula() -> None:
+    alpha, k = 0.8, 4
+    traces = [independent_trace(alpha, n) for n in range(40)]
     found = Planner(traces, FAST).simulate(Setup(net=parse_conditions("rtt=30ms"), k=k))
     formula = Speculation(alpha, FAST.draft_s, lambda _: FAST.verify_s, Network(0.03))
     assert found.token_s == pytest.approx(formula.sequential_s(k), rel=0.03)
     assert found.tokens / found.rounds == pytest.approx(expected_tokens(alpha, k), rel=0.03)
-
-
-@pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_made_up_traces_at_the_ends(alpha: float) -> None:
-    (trace,) = synthetic_traces(alpha, 30, outputs=1)
-    assert set(trace.agrees) == {alpha == 1.0}
 
 
 def test_a_root_is_found_to_a_millisecond_on_lines_and_steps() -> None:
@@ -98,8 +103,6 @@ def test_a_root_is_found_to_a_millisecond_on_lines_and_steps() -> None:
     [
         (lambda: Goal("speed"), "goal"),  # type: ignore[arg-type]
         (lambda: Goal(budget=1.5), "budget"),
-        (lambda: synthetic_traces(1.1, 5), "acceptance"),
-        (lambda: synthetic_traces(0.5, 0), "length"),
         (lambda: Planner(TRACES, COSTS, gates=["sometimes"]), "gate"),
     ],
 )

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.planning.test_calibrate import CLOUD, EDGE, requests
+from tests.planning.test_calibrate import CLOUD, EDGE, write_requests
 
 from outrider.cli.calibrate import run_calibrate
 from outrider.config import GenerationSettings, ModelId
 from outrider.errors import DataError, SettingsError
-from outrider.planning.traces import write_traces
 
 PLAIN = GenerationSettings(stop=("。",))
 
@@ -26,7 +25,7 @@ def about(**changes: Any) -> dict[str, Any]:
 
 
 def folder(path: Path, run: dict[str, Any] | None) -> Path:
-    write_traces(path / "traces.jsonl", requests(60))
+    write_requests(path / "traces.jsonl")
     if run is not None:
         (path / "run.json").write_text(json.dumps(run), encoding="utf-8")
     return path
@@ -85,7 +84,7 @@ def test_traces_that_do_not_say_whose_they_are(
 ) -> None:
     assert calibrated(folder(tmp_path, run) / "traces.jsonl") == 0
     (line,) = capsys.readouterr().err.splitlines()
-    assert "no run.json beside" in line
+    assert "no run.json next to" in line
 
 
 def test_a_run_json_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from outrider.errors import DataError, SettingsError
 from outrider.netem.conditions import Conditions, parse_conditions
-from outrider.planning.costs import Costs, md1_wait_s, median_costs
+from outrider.planning.costs import StepCosts, md1_wait_s, median_costs
 from outrider.planning.simulator import Outcome, Setup, end_tokens, replay, simulate, summarise
 from outrider.planning.traces import Trace
 from outrider.planning.virtual_time import FRAMING, WINDOW, SimulatedLink
@@ -21,7 +21,7 @@ from outrider.sampling.sampler import Signals
 
 EOS = 2
 ENDS = frozenset({EOS})
-COSTS = Costs(
+COSTS = StepCosts(
     draft_s=0.004,
     verify_s=0.03,
     verify_per_token_s=0.001,
@@ -48,7 +48,7 @@ def trace(seed: int, length: int = 40, acceptance: float = 0.7, *, media: int = 
 TRACES = [trace(seed) for seed in range(12)]
 
 
-def outcomes(setup: Setup, costs: Costs = COSTS) -> list[Outcome]:
+def outcomes(setup: Setup, costs: StepCosts = COSTS) -> list[Outcome]:
     return replay(TRACES, setup, costs, ends=ENDS)
 
 
@@ -257,7 +257,7 @@ def test_costs_are_summed_up_field_by_field() -> None:
         (lambda: Setup(queue_s=-1.0), "queue_s"),
         (lambda: Setup(utilisation=1.0), "utilisation"),
         (lambda: Setup(max_new_tokens=0), "max_new_tokens"),
-        (lambda: Costs(draft_s=0.0, verify_s=1.0), "draft_s"),
+        (lambda: StepCosts(draft_s=0.0, verify_s=1.0), "draft_s"),
         (lambda: median_costs([]), "costs"),
         (lambda: simulate(TRACES[0], Setup(max_new_tokens=5), COSTS), "max_new_tokens 5"),
     ],

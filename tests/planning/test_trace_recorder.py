@@ -14,7 +14,7 @@ from outrider.decoding.gate import compute_signals
 from outrider.engines.load import BUNDLED
 from outrider.errors import SettingsError
 from outrider.planning import trace_recorder as recording
-from outrider.planning.costs import Costs
+from outrider.planning.costs import StepCosts
 from outrider.planning.simulator import Outcome, Setup, replay, simulate
 from outrider.planning.timing import measure_costs
 from outrider.planning.trace_recorder import Recorder, record
@@ -26,7 +26,7 @@ V, EOS = 24, 2
 TARGET = HashRows(1, V)
 DRAFT = blend(TARGET, HashRows(2, V), 0.25)
 PROMPTS = [[3, 1, 4, 1, 5], [9, 8, 7], [6, 6, 1, 3]]
-COSTS = Costs(draft_s=0.004, verify_s=0.03)
+COSTS = StepCosts(draft_s=0.004, verify_s=0.03)
 SAMPLED = {"temperature": 0.8, "top_k": 12, "seed": 5}
 CONSTRAINED = {"repetition_penalty": 1.2, "no_repeat_ngram_size": 2, "min_new_tokens": 10}
 # Not drafted and verified: behind a wrong token a live drafter sees that token, and may end there; a trace does not.

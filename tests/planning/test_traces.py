@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.errors import DataError
-from outrider.planning.traces import Trace, read_traces, write_traces
+from outrider.planning.traces import Trace, read_traces
 from outrider.sampling.sampler import Signals
 
 GOOD = Trace("a", 4, (5, 6), (5, 7), (Signals(0.0, 1.0, 0.0, 0.0), Signals(2.5, 0.1, 0.7, 3.5)), 9)
@@ -21,8 +21,7 @@ def write(path: Path, *rows: dict[str, Any]) -> Path:
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    write_traces(tmp_path / "traces.jsonl", [GOOD])
-    assert read_traces(tmp_path / "traces.jsonl") == [GOOD]
+    assert read_traces(write(tmp_path / "traces.jsonl", GOOD.to_json())) == [GOOD]
 
 
 def test_a_line_separator_inside_an_id_ends_no_line(tmp_path: Path) -> None:
@@ -34,18 +33,18 @@ def test_a_line_separator_inside_an_id_ends_no_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "wrong"),
     [
-        ({"entropy": [0.1, -0.2]}, r"entropy -0\.2 is below 0"),
-        ({"logprob": [0.1, -3.0]}, r"logprob -3\.0 is below 0"),
-        ({"margin": [1.1, 0.2]}, r"margin 1\.1 is not between 0 and 1"),
-        ({"maxprob": [0.5, -0.1]}, r"maxprob -0\.1 is not between 0 and 1"),
-        ({"entropy": [float("nan"), 0.1]}, "entropy nan is no finite number"),
-        ({"logprob": [0.1, float("inf")]}, "logprob inf is no finite number"),
-        ({"entropy": ["0.1", 0.1]}, r"entropy '0\.1' is no finite number"),
-        ({"target": [5, -1]}, "target token -1 is no whole number, 0 or more"),
-        ({"draft": [5, 1.5]}, r"draft token 1\.5 is no whole number"),
-        ({"prompt_tokens": -1}, "prompt_tokens -1 is no whole number"),
-        ({"media_bytes": -1}, "media_bytes -1 is no whole number"),
-        ({"margin": [0.1]}, "no trace: ValueError"),
+        ({"entropy": [0.1, -0.2]}, r"entropy: expected 0 or more, not -0\.2"),
+        ({"logprob": [0.1, -3.0]}, "logprob: expected 0 or more, not -3"),
+        ({"margin": [1.1, 0.2]}, r"margin: expected between 0 and 1, not 1\.1"),
+        ({"maxprob": [0.5, -0.1]}, r"maxprob: expected between 0 and 1, not -0\.1"),
+        ({"entropy": [float("nan"), 0.1]}, "entropy: expected a finite number, not nan"),
+        ({"logprob": [0.1, float("inf")]}, "logprob: expected a finite number, not inf"),
+        ({"entropy": ["0.1", 0.1]}, r"entropy: expected a finite number, not '0\.1'"),
+        ({"target": [5, -1]}, "target: expected whole numbers, 0 or more, not -1"),
+        ({"draft": [5, 1.5]}, r"draft: expected whole numbers, 0 or more, not 1\.5"),
+        ({"prompt_tokens": -1}, "prompt_tokens: expected whole numbers"),
+        ({"media_bytes": -1}, "media_bytes: expected whole numbers"),
+        ({"margin": [0.1]}, "entropy, margin, maxprob, logprob: lists of different lengths"),
     ],
 )
 def test_the_impossible_is_refused_by_file_and_line(tmp_path: Path, changes: dict[str, Any], wrong: str) -> None:
@@ -56,5 +55,5 @@ def test_the_impossible_is_refused_by_file_and_line(tmp_path: Path, changes: dic
 
 def test_an_id_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "traces.jsonl", GOOD.to_json(), {**GOOD.to_json(), "id": "b"}, GOOD.to_json())
-    with pytest.raises(DataError, match=r"traces\.jsonl, line 3: id 'a' is that of line 1 already"):
+    with pytest.raises(DataError, match=r"traces\.jsonl: several traces have the id 'a'"):
         read_traces(file)

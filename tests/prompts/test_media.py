@@ -80,7 +80,7 @@ def test_a_header_is_believed_only_within_the_limit_and_before_anything_is_decod
     claimed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(soundfile.SoundFile, "read", lambda *args, **kwargs: pytest.fail("decoded"))
-    with pytest.raises(AudioError, match="says it lasts"):
+    with pytest.raises(AudioError, match="the recording lasts"):
         unpack_audio(b"\0" + with_length(flac(ORDINARY), claimed), 1.0)
 
 

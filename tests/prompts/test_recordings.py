@@ -23,7 +23,8 @@ from outrider.gateway.errors import RequestError
 from outrider.gateway.recordings import decode_recording
 from outrider.prompts import audio, media_decoder
 from outrider.prompts.audio import SAMPLE_RATE, Audio, quantize
-from outrider.prompts.recordings import SUPPORTED, Downmix, Limits, decode_bytes, decode_path
+from outrider.prompts.recordings import Downmix, Limits, decode_bytes, decode_path
+from outrider.prompts.sound_file import SUPPORTED
 from tests.fuzz import recordings as fuzzing
 
 RATE = 48_000
@@ -73,8 +74,10 @@ def without_tag(data: bytes) -> bytes:
         (flac_of(9_000, written("FLAC-PCM_16")), 4.0),
         (with_size(b"data", -1, written("CAF-PCM_16"), ">q"), 4.0),
         (written("AU-PCM_16")[:8] + b"\xff" * 4 + written("AU-PCM_16")[12:], 4.0),
+        (written("RF64-PCM_16")[:28] + bytes(8) + written("RF64-PCM_16")[36:], 4.0),
+        (written("RF64-PCM_16")[:28] + struct.pack("<Q", 20_000) + written("RF64-PCM_16")[36:], 4.0),
     ],
-    ids=["flac", "wav", "arecord", "wav0", "low", "low-flac", "caf", "au"],
+    ids=["flac", "wav", "arecord", "wav0", "low", "low-flac", "caf", "au", "rf64", "low-rf64"],
 )  # fmt: skip
 def test_a_length_that_the_writer_did_not_know_comes_from_decoding(data: bytes, seconds: float) -> None:
     found = decode_bytes(data, "a")
@@ -388,6 +391,63 @@ def test_an_error_of_the_disk_is_an_audio_error(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Path, "open", fail)
     with pytest.raises(AudioError, match=r"a.wav: cannot be read: .*Permission denied"):
         audio.load(Audio(path))
+
+
+# Sizes of 64 bits -------------------------------------------------------------------------------------------
+
+WIDE = (2**62, 2**63 - 25, 2**63 - 1, 2**63, 2**64 - 25, 2**64 - 1)
+WIDE_FORMATS = {  # the byte order, and the offset of the size of the data
+    "W64-PCM_16": ("little", 96),
+    "W64-GSM610": ("little", 136),
+    "RF64-PCM_16": ("little", 28),
+    "CAF-PCM_16": ("big", 4084),
+}
+BOXES = (b"ftyp", b"free", b"mdat", b"moov", b"trak", b"mdia", b"minf", b"stbl", b"stsz")
+
+
+def with_bytes(data: bytes, at: int, new: bytes) -> bytes:
+    return data[:at] + new + data[at + len(new) :]
+
+
+def outcomes(data: bytes, path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Read the bytes from memory and from a file: the hash or the refusal of each, and exceptions in callbacks."""
+    found: list[str] = []
+    limits = Limits(30.0)
+    path.write_bytes(data)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "unraisablehook", lambda what: found.append(repr(what.exc_value)))
+        found.append(fuzzing.outcome(lambda: decode_bytes(data, "a", limits).waveform))
+        found.append(fuzzing.outcome(lambda: decode_path(path, limits).waveform))
+    return found
+
+
+@pytest.mark.parametrize("name", WIDE_FORMATS)
+def test_a_chunk_that_ends_beyond_64_bits_is_beyond_the_end(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A size at each place of a header: memory and file give the same, and no callback of libsndfile raises."""
+    whole = SOUNDS[name]
+    order, data_size = WIDE_FORMATS[name]
+    healthy = fuzzing.outcome(lambda: decode_bytes(whole, "a").waveform)
+    start = whole.index(b"data")
+    for at in [*range(4, min(start, 100)), *range(start, start + 24)]:
+        for size in WIDE:
+            damaged = with_bytes(whole, at, size.to_bytes(8, order))  # type: ignore[arg-type]
+            found = outcomes(damaged, tmp_path / "a", monkeypatch)
+            assert found == [found[-1]] * 2, (at, size)
+            assert at != data_size or found[0] == healthy
+
+
+@pytest.mark.parametrize("name", BOXES)
+def test_a_box_that_ends_beyond_64_bits_is_beyond_the_end(
+    av: Any, name: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = fuzzing.media_file("mp4", "aac")
+    at = data.index(name) - 4
+    for size in WIDE:
+        damaged = with_bytes(with_bytes(data, at, struct.pack(">I", 1)), at + 8, size.to_bytes(8, "big"))
+        found = outcomes(damaged, tmp_path / "a", monkeypatch)
+        assert found == [found[-1]] * 2, size
 
 
 # Pieces -----------------------------------------------------------------------------------------------------

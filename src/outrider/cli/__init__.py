@@ -1,1 +1,1 @@
-"""Arguments and wiring; no algorithm."""
+"""The command line: options, checks, and the wiring of the other packages."""

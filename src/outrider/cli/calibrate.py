@@ -1,4 +1,4 @@
-"""`outrider calibrate`: from traces, a gate with a risk budget, written to a file."""
+"""`outrider calibrate`: find a gate within a risk budget from traces, and write it to a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.planning.provenance import check_provenance
 from outrider.planning.traces import read_traces
 from outrider.verifiers.base import Connectable, disconnect
 
-HIGH_ESCALATION = 0.9  # of the blocks escalated: then the gate is hardly worth its risk
+HIGH_ESCALATION = 0.9  # share of blocks above which the gate saves too little for its risk
 
 
 def run_calibrate(
@@ -33,17 +33,19 @@ def run_calibrate(
     seed: int = 0,
     json_output: bool = False,
 ) -> int:
-    """Find the gate, write it to `out`, print what was found. edge, cloud, settings: whose traces they are.
+    """Find the gate, write it to `out` and print a summary.
 
-    traces: their file, or the folder of the run that has it.
+    traces: the file of the traces, or the directory of the run with it. edge, cloud, settings: of these traces.
 
     Raises:
-        SettingsError: the run.json beside them says that they are another pair's, or were taken otherwise.
+        SettingsError: the run.json next to the traces names another pair or other settings.
     """
     file = Path(traces, "traces.jsonl") if Path(traces).is_dir() else Path(traces)
     known = read_traces(file)
     if not check_provenance(file, edge=edge, cloud=cloud, settings=settings):
-        _warn(f"no run.json beside {file} says whose traces these are: the gate file says what was given")
+        print_message(
+            f"outrider: no run.json next to {file}: the gate file names the models and settings of this command"
+        )
     found = calibrate(
         known,
         epsilon=epsilon,
@@ -64,7 +66,7 @@ def run_calibrate(
 
 
 def model_ids(models: Models, network: Connection = Connection()) -> tuple[ModelId, ModelId]:
-    """Edge and cloud as a gate file names them. Loads the edge; the cloud is asked, or loaded if it is local.
+    """Return the ids of edge and cloud for a gate file. Load the edge and a local cloud, and connect to another cloud.
 
     Raises:
         SettingsError: one of them is missing.
@@ -81,12 +83,8 @@ def model_ids(models: Models, network: Connection = Connection()) -> tuple[Model
     return edge, cloud
 
 
-def _warn(message: str) -> None:
-    print_message(f"outrider: {message}")
-
-
 def _show(found: Calibration, out: str, traces: int) -> None:
-    """traces: all of them, those that chose the signal included."""
+    """Print the calibration. traces: the number of all traces, with those that chose the signal."""
     console = stdout()
     chose = traces - found.traces
     lead = (
@@ -109,7 +107,7 @@ def _show(found: Calibration, out: str, traces: int) -> None:
 
 
 def _table(found: Calibration) -> Table:
-    """How each signal did on the traces that chose among them."""
+    """Compare the signals on the traces that chose among them."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
     table.add_column("signal")
     for name in ("threshold", "risk", "escalated"):

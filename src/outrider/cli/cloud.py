@@ -1,4 +1,4 @@
-"""`outrider cloud`: its options, and from them to a serving process."""
+"""`outrider cloud`: its options, their checks, and the server process."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from outrider.cli import interrupts
 from outrider.cli.escape import one_line
 from outrider.cli.options import Whole, enable_gc
 from outrider.errors import SettingsError
+from outrider.hints import check_extra
 from outrider.transport.hosts import bracket_host
 
 if TYPE_CHECKING:
@@ -34,18 +35,18 @@ OPERATION = Group("Operation", sort_key=3)
 @Parameter(name="*", group=SECURITY)
 @dataclass(frozen=True)
 class Security:
-    """Who may connect.
+    """Authentication and encryption.
 
     Parameters
     ----------
     tokens
-        A file with one NAME TOKEN per line: every client must show a token.
+        A file with one NAME TOKEN per line. Every client must present a token.
     tls_cert
-        The service's certificate chain (PEM).
+        The server's certificate chain (PEM).
     tls_key
-        Its key (PEM).
+        The key of that certificate (PEM).
     client_ca
-        Authorities (PEM) whose certificates clients must show: mutual TLS.
+        Authorities (PEM) of the certificates that clients must present: mutual TLS.
     insecure
         Listen on a public address without TLS and tokens.
     """
@@ -60,26 +61,26 @@ class Security:
 @Parameter(name="*", group=CAPACITY)
 @dataclass(frozen=True)
 class Capacity:
-    """How much is served.
+    """Limits of sessions, memory and rates.
 
     Parameters
     ----------
     kv_budget
         Bytes for the sessions' KV caches, as in 512MiB.
     max_context
-        Tokens that one session may hold, prompt and output.
+        Tokens of one session, prompt and output.
     max_sessions
-        Sessions, whether or not they have a cache at the moment.
+        Sessions, with or without a KV cache at the moment.
     max_sessions_per_identity
-        The same, for one token or certificate.
+        Sessions of one token or certificate.
     max_prompt
-        Tokens of a prompt; the context is the limit otherwise.
+        Tokens of a prompt. By default the context is the limit.
     max_media
         Bytes of one recording as sent.
     max_media_total
         Bytes of all recordings that are kept for sessions.
     max_rate
-        Requests per second of one identity; unlimited otherwise.
+        Requests per second of one identity. The default is no limit.
     idle
         Seconds after which an unused session ends.
     """
@@ -98,25 +99,25 @@ class Capacity:
 @Parameter(name="*", group=OPERATION)
 @dataclass(frozen=True)
 class Operation:
-    """How it runs.
+    """Device, metrics, shutdown and logs.
 
     Parameters
     ----------
     dtype
-        auto is float32 on a CPU and the checkpoint's own on a GPU; a .gguf file then stays quantised, in llama.cpp on
-        the CPU.
+        auto is float32 on a CPU and the checkpoint's own type on a GPU. With auto, a .gguf file stays quantised, in
+        llama.cpp on the CPU.
     device
-        A torch device such as cpu or cuda:0; auto is cuda where there is one.
+        A torch device such as cpu or cuda:0; auto is cuda if it is available.
     metrics
         HOST:PORT for Prometheus metrics.
     grace
-        Seconds that sessions at work get to finish after SIGTERM.
+        Seconds that active sessions get to finish after SIGTERM.
     until_stdin_ends
-        End, too, when standard input does: for a program that starts this one, and may be killed.
+        Also stop when standard input ends, so that the server does not outlive a program that started it.
     log_format
-        text or json lines, on stderr; neither holds any user's text.
+        text or json lines, on stderr. The log never contains a user's text.
     json
-        One JSON line on stdout once it listens.
+        Print one JSON line on stdout once the server listens.
     verbose
         Log every session.
     """
@@ -132,19 +133,20 @@ class Operation:
 
 
 def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, operation: Operation) -> int:
-    """Load the model and serve it until told to stop."""
-    signal.signal(signal.SIGTERM, _terminated)  # until the server listens, and ends in order
+    """Load the model and serve it until SIGTERM."""
+    signal.signal(signal.SIGTERM, _terminated)  # until the server listens and installs its own handler
     interrupts.exit_at_once()
+    check_extra("outrider cloud", "cloud")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before gRPC is imported, which would add log lines of its own
-    import asyncio  # here, as parsing needs none of it
+    import asyncio  # here, to keep help texts fast
 
-    from outrider.cli.progress import progress
+    from outrider.cli.progress import startup_steps
     from outrider.cloud.server import check_bindable
     from outrider.engines.load import load_engine, resolve_path
     from outrider.serving import logs
 
     config = build_config(listen, security, capacity, operation)
-    check_bindable(config.host, config.port)  # before a model is loaded in vain
+    check_bindable(config.host, config.port)  # before the model is loaded
     name = "demo:cloud" if model == "demo" else model
     resolve_path(name)
     if operation.until_stdin_ends:
@@ -152,10 +154,10 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
     logs.configure("INFO" if operation.verbose else "WARNING", json=operation.log_format == "json", stream=sys.stderr)
     from outrider.cloud.server import run
 
-    with progress(quiet=operation.log_format == "json") as step:
+    with startup_steps(quiet=operation.log_format == "json") as step:
         step(f"loading the model {name}")
         engine = load_engine(name, dtype=operation.dtype, device=operation.device)
-        gc.collect()  # free what loading left behind: a service runs for long
+        gc.collect()  # free temporary objects of loading, as a server runs for long
         enable_gc()
         step("reserving the KV cache")
         code = asyncio.run(run(engine, config, _announcer(engine, config, operation, step)))
@@ -166,7 +168,7 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
 def _announcer(
     engine: ServableEngine, config: ServerConfig, operation: Operation, step: Callable[[str | None], None]
 ) -> Callable[[Server], None]:
-    """Announce that the service listens."""
+    """Return a function that announces the server's address."""
 
     def on_listening(server: Server) -> None:
         step(None)
@@ -180,7 +182,7 @@ def _announcer(
 
 
 def _terminated(number: int, frame: object) -> None:
-    """End at once. There is no child and no file yet, and a library's import could swallow an exception."""
+    """End at once. No child or file needs cleanup yet, and a library's import could swallow an exception."""
     os._exit(128 + number)
 
 
@@ -191,10 +193,10 @@ def _end_with_stdin() -> None:
 
 
 def build_config(listen: str, security: Security, capacity: Capacity, operation: Operation) -> ServerConfig:
-    """Every option checked, before a model is loaded.
+    """Check every option before a model is loaded.
 
     Raises:
-        SettingsError: what is wrong, and with which option.
+        SettingsError: an option is invalid.
     """
     from outrider.cloud.limits import BYTES_PER_ID, MIN_MESSAGE_BYTES, Limits
     from outrider.cloud.server import ServerConfig
@@ -238,6 +240,6 @@ def _server_tls(security: Security) -> ServerTls | None:
             raise SettingsError("--client-ca needs --tls-cert and --tls-key")
         return None
     if None in given:
-        raise SettingsError("--tls-cert and --tls-key come together")
+        raise SettingsError("--tls-cert and --tls-key need each other: give both or none")
     authority = Path(security.client_ca) if security.client_ca is not None else None
     return ServerTls(Path(str(security.tls_cert)), Path(str(security.tls_key)), authority)

@@ -1,4 +1,4 @@
-"""`outrider edge`: its options, and from them to a gateway that serves."""
+"""`outrider edge`: its options, their checks, and the gateway process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -29,7 +28,7 @@ from outrider.cli.options import (
     load_drafter,
 )
 from outrider.errors import SettingsError
-from outrider.hints import install_command
+from outrider.hints import check_extra
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -45,8 +44,7 @@ if TYPE_CHECKING:
     VerifierFactory = Callable[[str], Verifier]
 
 SERVING = Group("Serving", sort_key=6)
-REQUIRED_PACKAGES = ("fastapi", "httptools", "uvicorn")
-CLOUD_TIMEOUT_S = 30.0  # that the first answer of the cloud is waited for, before clients are served without it
+CLOUD_TIMEOUT_S = 30.0  # for the first answer of the cloud, before clients are served without it
 log = logging.getLogger("outrider.gateway")
 
 
@@ -60,21 +58,21 @@ class Serving:
     slots
         Generations that run at once.
     queue
-        Requests that may wait for a slot; more are refused (429).
+        Requests that may wait for a slot. Further ones are refused (429).
     time_limit
-        Seconds that a generation may take, from getting its slot to its end.
+        Seconds of a generation, from getting its slot to its end.
     max_body
         The largest request, recordings in base64 included, as in 16MiB.
     api_keys
-        A file with one NAME KEY per line: every request must carry a key.
+        A file with one NAME KEY per line. Every request must carry a key.
     insecure
         Listen on a public address without API keys.
     allow_origin
-        A site whose pages may send requests, as in https://example.org (may be given several times).
+        A site with pages that may send requests, as in https://example.org (may be given several times).
     log_format
-        text or json lines, on stderr; neither holds any user's text.
+        text or json lines, on stderr. The log never contains a user's text.
     json
-        One JSON line on stdout once it listens.
+        Print one JSON line on stdout once the gateway listens.
     verbose
         Log models and resolved settings.
     """
@@ -93,7 +91,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class EdgeOptions:
-    """All that the command line said."""
+    """The options of the command line."""
 
     models: Models
     speculation: Speculation
@@ -104,7 +102,7 @@ class EdgeOptions:
 
 def run_edge(listen: str, options: EdgeOptions) -> int:
     """Load the edge's model, start or reach the cloud, and serve until SIGTERM or SIGINT."""
-    _check_installed()
+    check_extra("outrider edge", "gateway")
     signals = _StartSignals()
     _check(options)
     listener, access = _bind_listener(listen, options.serving)
@@ -114,14 +112,8 @@ def run_edge(listen: str, options: EdgeOptions) -> int:
             return _serve(listener, access, cloud, options, signals)
 
 
-def _check_installed() -> None:
-    missing = [name for name in REQUIRED_PACKAGES if find_spec(name) is None]
-    if missing:
-        raise SettingsError(f"outrider edge needs {', '.join(missing)}: {install_command('gateway')}")
-
-
 class _StartSignals:
-    """SIGTERM and SIGINT during the start: the first one ends it with 128 + its number, later ones are ignored."""
+    """SIGTERM and SIGINT during the start. The first one ends it with 128 + its number, later ones are ignored."""
 
     def __init__(self) -> None:
         self.first = 0  # the number of the first signal, else 0
@@ -135,7 +127,7 @@ class _StartSignals:
             sys.exit(128 + self.first)
 
     def defer(self) -> None:
-        """Only note signals from now listener: an exception within asyncio would leave a half-made event loop."""
+        """Only record signals from now on, as an exception within asyncio would leave a half-made event loop."""
         self._deferred = True
         self.check()
 
@@ -149,7 +141,7 @@ class _StartSignals:
 
 
 def _bind_listener(listen: str, serving: Serving) -> tuple[Listener, Access]:
-    """The address, taken but not listening, and who may come in."""
+    """Bind the address without listening yet, and return it with the access rules."""
     from outrider.gateway.access import Access, allowed_hosts, check_listen
     from outrider.gateway.server import bound
     from outrider.serving.addresses import parse_address
@@ -167,7 +159,7 @@ def _bind_listener(listen: str, serving: Serving) -> tuple[Listener, Access]:
 
 
 def _check(options: EdgeOptions) -> None:
-    """Raise InputError for what is wrong with the options, before a model is loaded."""
+    """Raise InputError for invalid options, before a model is loaded."""
     from outrider.config import GenerationSettings
     from outrider.engines.load import resolve_path
     from outrider.verifiers.connect import parse_cloud_address
@@ -176,14 +168,13 @@ def _check(options: EdgeOptions) -> None:
     _check_serving(serving)
     GenerationSettings.build(options.decoding.settings())
     if models.edge == "none":
-        raise SettingsError("--edge none: the gateway writes prompts and texts with the edge's model; give one")
+        raise SettingsError("--edge none: the gateway needs the edge's tokenizer and chat template: give --edge MODEL")
     target = parse_cloud_address(models.cloud)
     if target.kind == "local":
         resolve_path(target.model)
         _check_local_cloud(network)
-        check(
-            Models(models.edge, "grpc://127.0.0.1:1"), options.speculation, network
-        )  # it will be a process of its own
+        own_process = "grpc://127.0.0.1:1"  # stands for the address of the process that will serve the cloud
+        check(Models(models.edge, own_process), options.speculation, network)
     else:
         check(models, options.speculation, network)
     resolve_path(models.edge)
@@ -207,7 +198,7 @@ def _check_local_cloud(network: Network) -> None:
 
 
 class _CloudConnection:
-    """The connection to the cloud, and the reason if it is unreachable. hosts: its addresses, once they are known."""
+    """The address of the cloud, and connections to it. own: the gateway's own cloud process, if there is one."""
 
     def __init__(self, models: Models, network: Network) -> None:
         from outrider.verifiers.connect import parse_cloud_address
@@ -219,6 +210,7 @@ class _CloudConnection:
 
     @property
     def hosts(self) -> Sequence[tuple[str, int]]:
+        """The addresses of the cloud, once they are known."""
         from outrider.verifiers.connect import parse_cloud_address
 
         return () if self.target.kind == "none" else parse_cloud_address(self._address).hosts
@@ -241,7 +233,7 @@ class _CloudConnection:
 
 @contextmanager
 def _cloud(models: Models, network: Network) -> Iterator[_CloudConnection]:
-    """Yield the cloud. A local one is started in a process of its own, and is awaited at the first connection."""
+    """Yield the cloud. Start a local one in a process of its own, which the first connection waits for."""
     cloud = _CloudConnection(models, network)
     if cloud.target.kind != "local":
         yield cloud
@@ -257,13 +249,13 @@ def _cloud(models: Models, network: Network) -> Iterator[_CloudConnection]:
 def _serve(
     listener: Listener, access: Access, cloud: _CloudConnection, options: EdgeOptions, signals: _StartSignals
 ) -> int:
-    import asyncio  # here, as parsing needs none of it
+    import asyncio  # here, to keep help texts fast
 
-    from outrider.cli.progress import progress
+    from outrider.cli.progress import startup_steps
     from outrider.gateway.decoder_pool import DecoderPool
 
     quiet = options.serving.log_format == "json"
-    with progress(quiet=quiet) as step:
+    with startup_steps(quiet=quiet) as step:
         step(f"loading the edge's model {options.models.edge}")
         engine = load_drafter(options.models)
         assert engine is not None  # --edge none was refused
@@ -340,9 +332,9 @@ class _CloudState:
 
 @contextmanager
 def _wait_for_cloud(engine: Engine, reach: VerifierFactory | None, cloud: _CloudConnection) -> Iterator[_CloudState]:
-    """Connect to the cloud if it is reachable now. An incompatible cloud ends the gateway here.
+    """Connect to the cloud if it is reachable now. An incompatible cloud ends the gateway.
 
-    An unreachable cloud does not: requests fail with 503 until it can be reached.
+    With an unreachable cloud the gateway serves, and requests fail with 503 until the cloud can be reached.
     """
     from outrider.gateway.cloud_monitor import CloudMonitor
 
@@ -357,7 +349,7 @@ def _wait_for_cloud(engine: Engine, reach: VerifierFactory | None, cloud: _Cloud
 
 
 def _log_to_stderr(serving: Serving) -> None:
-    """The gateway's log, and the server's; never with a user's text."""
+    """Log the gateway and the HTTP server to stderr, without any user's text."""
     from outrider.serving.logs import JsonEventFormatter, RedactingFilter, TextFormatter
 
     handler = logging.StreamHandler(sys.stderr)
@@ -365,7 +357,7 @@ def _log_to_stderr(serving: Serving) -> None:
     handler.addFilter(RedactingFilter())
     level = logging.INFO if serving.verbose else logging.WARNING
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.getLogger("outrider").setLevel(logging.ERROR)  # the rest's warnings are for people with a terminal
+    logging.getLogger("outrider").setLevel(logging.ERROR)  # warnings of the decoder are part of the results
     log.setLevel(level)
     from transformers.utils import logging as transformers_logging
 

@@ -1,4 +1,4 @@
-"""`outrider eval`: its options, and from them to a run, its table and its exit code."""
+"""`outrider eval`: its options, their checks, the run and its summary."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ ASSISTANT = Group("transformers' assistant", sort_key=6)
 @Parameter(name="*", group=EVALUATION)
 @dataclass(frozen=True)
 class Evaluation:
-    """What is run, and where it is kept.
+    """The modes and items of a run, and its directory.
 
     Parameters
     ----------
     out
-        The run's folder. The same command goes on where it was; a folder of another run is refused.
+        The run's directory. The same command resumes the run in it. A directory of another run is refused.
     modes
-        Comma-separated: edge-only, cloud-only, exact, gated, plain, assisted. All that these options allow otherwise.
+        Comma-separated: edge-only, cloud-only, exact, gated, plain, assisted. By default all that the options allow.
     limit
-        Only the first so many items.
+        Use only this many items, from the first one on.
     trace
-        Also write traces.jsonl: what the drafter would have done along the target's output.
+        Also write traces.jsonl: the drafter's predictions along the target's output.
     retry_failed
-        Try again what failed.
+        Repeat failed items.
     bertscore
-        A folder with an encoder: texts are compared with their references by BERTScore as well.
+        A directory with an encoder, to compare texts with their references by BERTScore as well.
     edge_threads
-        Hold the drafter's threads to this many cores.
+        Limit the drafter's threads to this many cores.
     edge_memory
-        Hold this process to an address space of this size, as in 4GiB; only without a cloud model in it.
+        Limit the address space of this process, as in 4GiB. Only without a cloud model in it.
     """
 
     out: str
@@ -60,23 +60,23 @@ class Evaluation:
 
     @property
     def requested(self) -> list[str]:
-        """The modes by name; none for all."""
+        """The names of the requested modes, or an empty list for all modes."""
         return [name.strip() for name in self.modes.split(",") if name.strip()]
 
 
 @Parameter(name="*", group=ASSISTANT)
 @dataclass(frozen=True)
 class Assistant:
-    """How transformers drafts in the mode "assisted".
+    """The settings of transformers' assisted generation, for the mode "assisted".
 
     Parameters
     ----------
     assistant_tokens
-        Tokens per round; transformers' default.
+        Drafted tokens per round.
     assistant_schedule
-        How that number changes.
+        The schedule of that number.
     assistant_confidence
-        Stop drafting at a token less likely than this; 0 is off.
+        Stop drafting at a token that is less likely than this; 0 is off.
     """
 
     assistant_tokens: Whole = 20
@@ -86,7 +86,7 @@ class Assistant:
 
 @dataclass(frozen=True)
 class _Options:
-    """All of them, checked."""
+    """The checked options."""
 
     evaluation: Evaluation
     assistant: Assistant
@@ -109,9 +109,9 @@ def run_eval(
     decoding: Decoding,
     output: Output,
 ) -> int:
-    """`outrider eval`: 1 if anything failed."""
-    from outrider.cli.commands import configure_logging
+    """Run `outrider eval`. Return 1 if an item failed."""
     from outrider.cli.options import check_accepts_text, enable_gc
+    from outrider.cli.terminal import configure_logging
     from outrider.evals.manifest import load_set
     from outrider.evals.store import Store
 
@@ -133,7 +133,7 @@ def run_eval(
         _run(context, items, modes, store, options)
         names = [mode.name for mode in modes]
         unscored = _summarise(items, names, store, scoring)
-        excluded = {} if evaluation.requested else left_out  # who chose the modes knows which were not chosen
+        excluded = {} if evaluation.requested else left_out  # with --modes, nothing is left out unexpectedly
         return _report(store, names, excluded | unscored, output)
 
 
@@ -148,7 +148,7 @@ def _check_options(
     network: Network,
     decoding: Decoding,
 ) -> _Options:
-    """Every option, before a model is loaded."""
+    """Check every option before a model is loaded."""
     from outrider.cli.options import check
     from outrider.config import GenerationSettings
     from outrider.engines.load import resolve_path
@@ -169,7 +169,9 @@ def _check_options(
     if evaluation.trace and not (edge and cloud != "none"):
         raise SettingsError("--trace needs an edge and a cloud: a trace is the drafter's view of the target's output")
     if not edge and cloud != "local":
-        raise SettingsError("an evaluation needs a model in this process that reads its prompts: give --edge")
+        raise SettingsError(
+            "an evaluation needs a model in this process, for the tokenizer of its prompts: give --edge"
+        )
     memory = _check_limits(evaluation, models, cloud)
     return _Options(evaluation, assistant, models, speculation, network, decoding, modes, left_out, memory)
 
@@ -182,7 +184,7 @@ def _check_out(out: str) -> None:
 
 
 def _check_limits(evaluation: Evaluation, models: Models, cloud: str) -> int | None:
-    """Bytes of --edge-memory, or None."""
+    """Check the limits of the edge, and return the bytes of --edge-memory, or None."""
     from outrider.evals.resource_limits import check_memory, check_threads
     from outrider.serving.sizes import parse_bytes
 
@@ -207,7 +209,7 @@ def _assistance(assistant: Assistant) -> Any:
 
 
 def _limit_memory(options: _Options, stack: ExitStack) -> dict[str, Any]:
-    """The limits that hold, as they were read back."""
+    """Apply --edge-memory, and return the limits as they were read back."""
     from outrider.evals.resource_limits import address_space
 
     memory_limit = None if options.memory is None else stack.enter_context(address_space(options.memory))
@@ -215,7 +217,7 @@ def _limit_memory(options: _Options, stack: ExitStack) -> dict[str, Any]:
 
 
 def _loaded(options: _Options, stack: ExitStack, limits: dict[str, Any]) -> EvalContext:
-    """The models; limits gains what holds the drafter's threads."""
+    """Load the models. The cores of --edge-threads are added to `limits`."""
     from outrider.cli.options import build_options
     from outrider.evals.context import EvalContext
     from outrider.evals.modes import Setup
@@ -231,7 +233,7 @@ def _loaded(options: _Options, stack: ExitStack, limits: dict[str, Any]) -> Eval
 
 
 def _models(options: _Options, stack: ExitStack) -> tuple[Any, Any]:
-    """The edge's engine and the verifier; a cloud that cannot be reached is known before a model is loaded."""
+    """Return the edge's engine and the verifier. An unreachable cloud raises before a model is loaded."""
     from outrider.cli.options import connect_verifier, load_drafter
     from outrider.evals.resource_limits import PinnedEngine
     from outrider.verifiers.base import Connectable, disconnect
@@ -266,13 +268,13 @@ def _about(
 
 
 def _run(context: EvalContext, items: list[Item], modes: list[Any], store: Store, options: _Options) -> None:
-    from outrider.cli.commands import progress
+    from outrider.cli.progress import progress_bar
     from outrider.evals.runner import count_steps, run
 
     if options.evaluation.retry_failed:
         store.forget_failures()
     tracer = context.tracer() if options.evaluation.trace else None
-    with progress("eval", count_steps(items, modes, tracer)) as advance:
+    with progress_bar("eval", count_steps(items, modes, tracer)) as advance:
         run(items, modes, store, tracer, advance)
 
 
@@ -280,7 +282,7 @@ def _run(context: EvalContext, items: list[Item], modes: list[Any], store: Store
 
 
 def _scoring(evaluation: Evaluation) -> Scoring:
-    """How texts are scored. An encoder that cannot be used is known before a model is loaded."""
+    """Return the text metrics. An unusable encoder raises before a model is loaded."""
     from outrider.evals.bertscore import Encoder
     from outrider.evals.metrics import Scoring
 
@@ -288,13 +290,13 @@ def _scoring(evaluation: Evaluation) -> Scoring:
 
 
 def _summarise(items: list[Item], modes: list[str], store: Store, scoring: Scoring) -> dict[str, str]:
-    """Write summary.json; what could not be computed, and why."""
+    """Write summary.json. Return the metrics that could not be computed, with the reasons."""
     from outrider.evals.scoring import quality, times
 
     results, unscored = store.results.rows, {}
     try:
         found = quality(items, modes, results, scoring)
-    except SettingsError as error:  # a package that is not there: the run itself needs none of it
+    except SettingsError as error:  # an optional package is missing; the run itself does not need it
         found, unscored = {}, {"metrics of texts": str(error)}
     store.summarise({"modes": found, "latency": times(items, modes, results, store.timings.rows, scoring)})
     return unscored
@@ -329,7 +331,10 @@ def _print_error(row: Row) -> None:
 
 
 def _table(found: dict[str, dict[str, Any]]) -> Table:
-    """same: as cloud-only's tokens. TTFT: the median. up, down: bytes on the network. In 80 columns."""
+    """Return a table of at most 80 columns.
+
+    same: equal to cloud-only's tokens. TTFT: the median. up, down: bytes on the network.
+    """
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))

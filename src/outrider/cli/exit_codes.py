@@ -1,4 +1,4 @@
-"""The process's outermost frame: every error becomes a line on stderr and an exit code."""
+"""The outermost frame of the process: every error becomes a line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from outrider.cli.escape import escape_controls, print_error
 from outrider.errors import InputError, OutriderError
 from outrider.files import out_of_space
 
-OPTION_ALIASES = {
-    "--no-repeat-ngram": "no_repeat_ngram_size",
-    "--modes": "mode",
-}  # settings whose option has another name
-DEPENDENT_OPTIONS = {"--repetition-window": "--repetition-penalty"}  # options that messages on another one name
+# Settings by the options that have another name.
+OPTION_ALIASES = {"--no-repeat-ngram": "no_repeat_ngram_size", "--modes": "mode"}
+# Options by the option that appears in their error messages.
+DEPENDENT_OPTIONS = {"--repetition-window": "--repetition-penalty"}
 
 
 def run_guarded(run: Callable[[], int], argv: Sequence[str] = ()) -> int:
-    """Run to an exit code. An error after Ctrl-C is treated as its consequence. argv: the command line."""
+    """Run a command and return its exit code. An error after Ctrl-C counts as an interruption. argv: its words."""
     try:
         return run()
     except BrokenPipeError:
@@ -53,18 +52,21 @@ def _failed(error: Exception, argv: Sequence[str]) -> int:
 
 
 def use_option_names(message: str, argv: Sequence[str]) -> str:
-    """Replace settings' names by options: `top_k` becomes --top-k if that option, or one that needs it, was given."""
+    """Replace the names of settings by options in an error message.
+
+    `top_k` becomes --top-k if that option, or an option that depends on it, is in `argv`.
+    """
     options = {word.partition("=")[0] for word in argv if word.startswith("--")}
     for option in options | {DEPENDENT_OPTIONS[option] for option in options & DEPENDENT_OPTIONS.keys()}:
         name = OPTION_ALIASES.get(option, option[2:].replace("-", "_"))
-        begins = rf"^{re.escape(name)}(?=[ :,])"  # further in, a plain word need not be a setting
+        begins = rf"^{re.escape(name)}(?=[ :,])"  # inside the message, a plain word may not be a setting
         anywhere = rf"(?<![\w.-]){re.escape(name)}(?!\w)"
         message = re.sub(anywhere if "_" in name else begins, option, message)
     return message
 
 
 def _show_traceback(error: Exception, argv: Sequence[str]) -> None:
-    """With --verbose."""
+    """Print the traceback with --verbose."""
     if logging.getLogger("outrider").level == logging.DEBUG or {"-v", "--verbose"} & set(argv):
         print(escape_controls("".join(traceback.format_exception(error))), end="", file=sys.stderr)  # noqa: T201
 

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment ends the program with code 130 and without a traceback."""
+"""Handling of Ctrl-C: at any moment it ends the program with code 130 and without a traceback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from outrider.cli.escape import print_error
 
-INTERRUPTED = 130  # the exit code, as shells have it
+INTERRUPTED = 130  # the exit code by the convention of shells
 _state = {"happened": False}
 
 
@@ -22,14 +22,14 @@ def install() -> None:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
     sys.unraisablehook = _unraisable
-    # After its exit hooks, of which the first is the last to run, Python restores signals' default action: to kill.
+    # After its exit hooks Python restores the default action of signals, which kills. The first hook runs last.
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
 
 def exit_at_once() -> None:
-    """End the process at Ctrl-C without an exception, which a library or a half-made event loop could swallow.
+    """End the process at Ctrl-C without an exception, from now on.
 
-    For a process that holds no child.
+    A library or a half-made event loop could swallow an exception. The process must have no child process.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _exit)
@@ -46,9 +46,9 @@ def ignore_signals() -> None:
 
 
 def end(code: int) -> NoReturn:
-    """Exit with this code, or at once with 130 if Ctrl-C was pressed, as threads that it interrupted may never end."""
+    """Exit with this code, or at once with 130 after Ctrl-C, as interrupted threads may never end."""
     if is_interrupted():
-        if code != INTERRUPTED:  # a library swallowed it
+        if code != INTERRUPTED:  # a library swallowed the exception
             print_error("interrupted")
         _leave()
     sys.exit(code)
@@ -60,16 +60,16 @@ def is_interrupted() -> bool:
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt if Ctrl-C was pressed: a library that was loading a model may have swallowed it."""
+    """Raise KeyboardInterrupt after Ctrl-C, as a library may have swallowed the exception while it loaded a model."""
     if is_interrupted():
         raise KeyboardInterrupt
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt once, in order to close what is open; a second Ctrl-C ends the process at once."""
+    """Raise KeyboardInterrupt once, so that files and connections are closed. A second Ctrl-C ends the process."""
     _state["happened"] = True
     signal.signal(signal.SIGINT, lambda *_: _leave())
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of tasks whose results are no longer awaited
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # no messages about abandoned tasks
     raise KeyboardInterrupt
 
 
@@ -79,14 +79,14 @@ def _exit(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _leave() -> NoReturn:
-    """End the process without the interpreter's own end."""
+    """End the process without the interpreter's shutdown."""
     with suppress(Exception):
         sys.stdout.flush()
     os._exit(INTERRUPTED)
 
 
 def _unraisable(found: sys.UnraisableHookArgs) -> None:
-    """End the process where Python would swallow the interrupt: in a finaliser or a callback of the import system."""
+    """End the process if Python would swallow the interrupt, in a finaliser or a callback of the import system."""
     if isinstance(found.exc_value, KeyboardInterrupt):
         _exit(signal.SIGINT, None)
     if not is_interrupted():

@@ -1,26 +1,47 @@
-"""Names and sizes of the models being loaded, for progress messages."""
+"""Loading of the decoder for a command, with a progress message about its models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.filesize import decimal
+from rich.text import Text
 
 from outrider.api import SpeculativeDecoder
+from outrider.cli import interrupts
 from outrider.cli.escape import one_line
-from outrider.cli.options import Models
+from outrider.cli.options import Models, Output, enable_gc
+from outrider.cli.terminal import STDERR, configure_logging, print_message
 from outrider.engines.load import full_name, resolve_path
 from outrider.errors import OutriderError
+from outrider.verifiers.base import disconnect
 
 
 @dataclass(frozen=True)
 class Loading:
-    """A way to build the decoder. description: the models being loaded, for a progress message."""
+    """A function that builds the decoder. description: the models being loaded, for the progress message."""
 
     build: Callable[[], SpeculativeDecoder]
     description: str
+
+
+@contextmanager
+def loaded_decoder(loading: Loading, output: Output) -> Iterator[SpeculativeDecoder]:
+    """Yield the decoder. At the end, close the session with a cloud across a network."""
+    configure_logging(output)
+    message = f"loading {loading.description}" if loading.description else "connecting"
+    with STDERR.status(Text(message)) if STDERR.is_terminal else nullcontext():
+        decoder = loading.build()
+    interrupts.check()
+    enable_gc()
+    print_message(decoder.summary(), "dim")
+    try:
+        yield decoder
+    finally:
+        disconnect(decoder.verifier)
 
 
 def describe_models(models: Models) -> str:
@@ -31,7 +52,7 @@ def describe_models(models: Models) -> str:
 
 
 def _size_of(name: str) -> str:
-    """Return the bytes of a local checkpoint's weights, in brackets; empty for a hub id."""
+    """Return the bytes of a local checkpoint's weights, in brackets, or an empty string for a hub id."""
     try:
         path = Path(resolve_path(name))
     except OutriderError:  # reported where it is loaded

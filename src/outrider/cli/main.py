@@ -1,4 +1,4 @@
-"""`outrider`: the command line. Exit codes: 0 ok, 1 failure, 2 bad usage or input, 130 Ctrl-C."""
+"""The process of `outrider`. Exit codes: 0 success, 1 failure, 2 wrong usage or input, 130 Ctrl-C."""
 
 from __future__ import annotations
 
@@ -8,418 +8,42 @@ import os
 import signal
 import sys
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from cyclopts import App, Parameter
-
-from outrider import __version__
 from outrider.cli import interrupts
-from outrider.cli.cloud import Capacity, Operation, Security
-from outrider.cli.edge import EdgeOptions, Serving
-from outrider.cli.evaluate import Assistant, Evaluation
+from outrider.cli.app import app
 from outrider.cli.exit_codes import run_guarded
-from outrider.cli.options import Connection, Decoding, DemoNetwork, Models, Network, Output, Speculation, Whole
-from outrider.cli.plan import Drivers, Measured
-from outrider.cli.shell import add_completion, format_default
-from outrider.config import DEFAULT_K
-
-app = App(
-    name="outrider",
-    help="Edge–cloud speculative decoding for language and audio-language models.",
-    version=__version__,
-    help_format="markdown",
-    help_epilogue="Results go to stdout, everything else to stderr. `outrider COMMAND --help` shows examples.",
-    default_parameter=Parameter(show_default=format_default),
-    suppress_keyboard_interrupt=False,
-)
-add_completion(app)
-
-
-@app.command
-def demo(
-    *,
-    speculation: Speculation = Speculation(),
-    network: DemoNetwork = DemoNetwork(),
-    decoding: Decoding = Decoding(),
-    output: Output = Output(),
-) -> int:
-    """Caption the bundled clips, edge and cloud in two processes, and show which side decided each token.
-
-    With --net the cloud alone captions them as well: the texts are compared and both times are measured.
-
-    ```text
-    outrider demo
-    outrider demo --net rtt=80ms
-    ```
-    """
-    from outrider.cli.subprocess_cloud import share_cores, starting_cloud
-
-    share_cores()
-    with starting_cloud("demo") as address:  # it loads while this process, from the next line on, does
-        from outrider.cli.commands import run_demo
-
-        return run_demo(address, speculation, network, decoding, output)
-
-
-@app.command
-def caption(
-    *audio: str,
-    lang: Literal["zh", "en"] = "en",
-    task: Literal["default", "detailed", "concise"] = "default",
-    instruction: str | None = None,
-    split: Annotated[bool, Parameter(negative="")] = False,
-    models: Models = Models(),
-    speculation: Speculation = Speculation(),
-    network: Network = Network(),
-    decoding: Decoding = Decoding(),
-    output: Output = Output(),
-) -> int:
-    """Describe how the speech in each recording sounds.
-
-    ```text
-    outrider caption speech.wav --lang zh --task detailed
-    outrider caption *.wav --cloud grpc://127.0.0.1:7070 --json
-    outrider caption speech.wav --instruction "How fast is this person speaking?"
-    ```
-
-    Parameters
-    ----------
-    audio
-        Recordings: wav, flac, ogg, opus, mp3, aiff and others; m4a, mp4, webm, aac, amr and wma with the extra media.
-    lang
-        The caption's language.
-    task
-        How much to say.
-    instruction
-        What to ask about the recording, in your own words, instead of --task.
-    split
-        Divide recordings that exceed the models' window into pieces of equal length, each with its times.
-    """
-    from outrider.cli.commands import run_caption
-
-    return run_caption(
-        audio,
-        lang,
-        task,
-        models,
-        speculation,
-        network,
-        decoding,
-        output,
-        instruction=instruction,
-        split=split,
-    )
-
-
-@app.command
-def generate(
-    prompt: str | None = None,
-    *,
-    prompt_ids: str | None = None,
-    chat: Annotated[bool, Parameter(negative="")] = False,
-    models: Models = Models(),
-    speculation: Speculation = Speculation(),
-    network: Network = Network(),
-    decoding: Decoding = Decoding(),
-    output: Output = Output(),
-) -> int:
-    """Continue a text, or answer it.
-
-    ```text
-    outrider generate "def fibonacci(n):" --edge SMALL --cloud local:LARGE
-    outrider generate --chat --edge SMALL --cloud grpc://127.0.0.1:7070 < prompt.txt > answer.txt
-    ```
-
-    Parameters
-    ----------
-    prompt
-        The text. Without it and --prompt-ids, standard input is read.
-    prompt_ids
-        Token ids instead, as in "1 2 3".
-    chat
-        Apply the model's chat template: the prompt is the user's turn.
-    """
-    from outrider.cli.commands import run_generate
-
-    return run_generate(prompt, prompt_ids, chat, models, speculation, network, decoding, output)
-
-
-@app.command
-def cloud(
-    model: str,
-    /,
-    *,
-    listen: str = "127.0.0.1:7070",
-    security: Security = Security(),
-    capacity: Capacity = Capacity(),
-    operation: Operation = Operation(),
-) -> int:
-    """Serve verification to edges, until SIGTERM.
-
-    ```text
-    outrider cloud demo
-    outrider cloud MODEL --listen 0.0.0.0:7070 --tls-cert cloud.pem --tls-key cloud.key --tokens tokens.txt
-    ```
-
-    Parameters
-    ----------
-    model
-        The verifier: a directory, hub id, .gguf file, or "demo".
-    listen
-        HOST:PORT; port 0 takes a free one. An address that other machines can reach needs TLS and tokens.
-    """
-    from outrider.cli.cloud import run_cloud
-
-    return run_cloud(model, listen, security, capacity, operation)
-
-
-@app.command
-def edge(
-    *,
-    listen: str = "127.0.0.1:8080",
-    models: Models = Models(),
-    speculation: Speculation = Speculation(),
-    network: Network = Network(),
-    decoding: Decoding = Decoding(),
-    serving: Serving = Serving(),
-) -> int:
-    """Serve the pair to OpenAI clients and browsers, until SIGTERM.
-
-    The options for speculation, network and decoding are the defaults of requests. A cloud that is local:MODEL runs in
-    a process of its own.
-
-    ```text
-    outrider edge
-    outrider edge --edge SMALL --cloud grpc://127.0.0.1:7070 --listen 127.0.0.1:8080
-    ```
-
-    Parameters
-    ----------
-    listen
-        HOST:PORT; port 0 takes a free one. An address that other machines can reach needs API keys.
-    """
-    from outrider.cli.edge import run_edge
-
-    return run_edge(listen, EdgeOptions(models, speculation, network, decoding, serving))
-
-
-@app.command(name="eval")
-def evaluate(
-    data: str,
-    /,
-    *,
-    evaluation: Evaluation,
-    assistant: Assistant = Assistant(),
-    models: Models = Models(),
-    speculation: Speculation = Speculation(),
-    network: Network = Network(),
-    decoding: Decoding = Decoding(),
-    output: Output = Output(),
-) -> int:
-    """Decode a set in several modes with the same models. After an interruption, the same command resumes the run.
-
-    ```text
-    outrider eval demo --out run --gate entropy:0.3 --trace
-    outrider eval manifest.jsonl --out run --modes exact,cloud-only
-    ```
-
-    Parameters
-    ----------
-    data
-        A set: "demo" (the bundled clips), a manifest (JSON list or lines), or a file of Spec-Bench's form.
-    """
-    from outrider.cli.evaluate import run_eval
-
-    return run_eval(data, evaluation, assistant, models, speculation, network, decoding, output)
-
-
-@app.command
-def calibrate(
-    traces: str,
-    /,
-    *,
-    out: str,
-    epsilon: float = 0.02,
-    loss: Literal["outputs", "tokens"] = "outputs",
-    k: Whole = DEFAULT_K,
-    audit: float = 0.05,
-    seed: Whole = 0,
-    models: Models = Models(),
-    connection: Connection = Connection(),
-    decoding: Decoding = Decoding(),
-    output: Output = Output(),
-) -> int:
-    """Find the gate that escalates least within a risk budget, from traces. Decode with --gate calibrated:FILE.
-
-    ```text
-    outrider calibrate run/traces.jsonl --out gate.json --epsilon 0.2
-    outrider caption speech.wav --gate calibrated:gate.json
-    ```
-
-    Parameters
-    ----------
-    traces
-        Traces of this pair with these decoding options, as `outrider eval --trace` writes them (DIR/traces.jsonl).
-    out
-        The gate file.
-    epsilon
-        The budget: the largest expected loss, as a share.
-    loss
-        The loss: the share of outputs that differ from the cloud's (outputs), or of its tokens from the first
-        difference on (tokens).
-    k
-        The block length of the gate.
-    audit
-        The share of skipped blocks that are verified at random, to monitor the risk.
-    seed
-        The seed that the traces were decoded with; it also divides them between choosing the signal and setting its
-        threshold.
-    """
-    from outrider.cli.calibrate import model_ids, run_calibrate
-    from outrider.config import GenerationSettings
-    from outrider.files import check_writable
-
-    check_writable(out)
-    settings = GenerationSettings.build(decoding.settings() | {"seed": seed})
-    edge, cloud = model_ids(models, connection)
-    return run_calibrate(
-        traces,
-        out,
-        epsilon,
-        k,
-        edge=edge,
-        cloud=cloud,
-        settings=settings,
-        loss=loss,
-        audit=audit,
-        seed=seed,
-        json_output=output.json,
-    )
-
-
-@app.command
-def plan(
-    *,
-    net: str = "rtt=0ms",
-    aim: Literal["latency", "cloud", "quality", "privacy"] = "latency",
-    budget: float | None = None,
-    gate: Annotated[tuple[str, ...], Parameter(negative="")] = (),
-    utilisation: float = 0.0,
-    measured: Measured = Measured(),
-    models: Models = Models(),
-    connection: Connection = Connection(),
-    decoding: Decoding = Decoding(),
-    output: Output = Output(),
-) -> int:
-    """Rank the ways of decoding for this pair, network and goal. Often the cloud alone is the best.
-
-    ```text
-    outrider plan --net rtt=50ms,bw=2Mbit
-    outrider plan --aim quality --budget 0.01 --traces run/traces.jsonl
-    ```
-
-    Parameters
-    ----------
-    net
-        The network between edge and cloud, as in rtt=50ms,bw=2Mbit.
-    aim
-        The quantity to minimise: seconds (latency), the cloud's seconds (cloud), tokens that the cloud decides
-        (quality), or what leaves the edge (privacy).
-    budget
-        The share of tokens that may differ from the cloud's. The default is 0, and no limit for --aim privacy.
-    gate
-        A gate to try, as in entropy:1.5 (may be given several times). By default the gates with the smallest cloud
-        share.
-    utilisation
-        The cloud's load from other clients, 0 to below 1.
-    """
-    from outrider.cli.plan import run_plan
-
-    return run_plan(measured, models, connection, decoding, output, net, aim, budget, gate, utilisation)
-
-
-@app.command
-def sweep(
-    *,
-    gate: Annotated[tuple[str, ...], Parameter(negative="")] = (),
-    k: Annotated[tuple[str, ...], Parameter(negative="")] = (str(DEFAULT_K),),
-    driver: Annotated[tuple[Drivers, ...], Parameter(negative="")] = ("sequential",),
-    net: Annotated[tuple[str, ...], Parameter(negative="")] = ("rtt=50ms",),
-    out: str | None = None,
-    measured: Measured = Measured(),
-    models: Models = Models(),
-    connection: Connection = Connection(),
-    decoding: Decoding = Decoding(),
-    output: Output = Output(),
-) -> int:
-    """Try thresholds × k × drivers × networks in simulation, over this pair's traces.
-
-    ```text
-    outrider sweep --traces run/traces.jsonl --net rtt=10ms --net rtt=100ms --out run/sweep.jsonl
-    ```
-
-    Parameters
-    ----------
-    gate
-        Gates to try. By default entropy thresholds over all cloud shares (each option may be given several times).
-    k
-        Block lengths, or auto.
-    driver
-        Drivers.
-    net
-        Networks, as in rtt=50ms,bw=2Mbit.
-    out
-        Also write the rows to this file, one JSON object a line. `outrider report` plots them.
-    """
-    from outrider.cli.plan import run_sweep
-
-    return run_sweep(measured, models, connection, decoding, output, gate, k, driver, net, out)
-
-
-@app.command
-def report(*dirs: str, out: str = "report.html") -> int:
-    """Make one page of evaluations; it opens without a network.
-
-    Parameters
-    ----------
-    dirs
-        Folders that `outrider eval` wrote.
-    out
-        The page.
-    """
-    from outrider.cli.report import run_report
-
-    return run_report(dirs, out)
 
 
 def main() -> None:
-    """Parse, run, and turn every error into a line on stderr and an exit code."""
+    """Parse the command line and run the command. Turn every error into a line on stderr and an exit code."""
     words, code = sys.argv[1:], interrupts.INTERRUPTED
     try:
         try:
             code = run_guarded(partial(_run, words), words)
         finally:
             interrupts.exit_at_once()
-    except KeyboardInterrupt:  # outside of `run_guarded`'s own try; there is no second one
+    except KeyboardInterrupt:  # raised outside of `run_guarded`; it cannot occur twice
         pass
     interrupts.end(code)
 
 
 def _run(tokens: list[str]) -> int:
     interrupts.install()  # here, where an exception of the handler is caught
-    gc.disable()  # until models are loaded: modules by the thousand hold no garbage, and the search costs a seventh
+    # Until models are loaded, thousands of modules hold no garbage, and collection costs a seventh of the time.
+    gc.disable()
     signal.signal(signal.SIGTERM, _terminated)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for terminals and pipes that are not UTF-8
     if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # the model libraries' bars are for people who watch
+        os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bars of the model libraries in a log
     result: Any = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     sys.stdout.flush()  # here, where an error of the file system is still reported
     return result if isinstance(result, int) else 0
 
 
 def _terminated(number: int, frame: object) -> None:
-    """Leave in order: a cloud in a process of its own would be left behind."""
+    """Exit through the cleanup handlers, which end a cloud in a process of its own."""
     interrupts.ignore_signals()
     sys.exit(128 + number)

@@ -1,4 +1,4 @@
-"""The options that commands share, as frozen groups. Importing this costs no model library."""
+"""The options that commands share, as frozen groups. Importing this loads no model library."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OUTPUT = Group("Output", sort_key=8)
 
 
 def _whole(type_: Any, tokens: Sequence[Token]) -> int:
-    """A whole number; left to itself the parser cuts 1.5 down to 1."""
+    """Convert to a whole number. The parser's own converter would truncate 1.5 to 1."""
     try:
         return int(tokens[0].value)
     except ValueError:
@@ -39,7 +39,7 @@ def _whole(type_: Any, tokens: Sequence[Token]) -> int:
 
 
 def _block_length(type_: Any, tokens: Sequence[Token]) -> int | str:
-    """A whole number, or "auto"; which numbers will do is said where they are used."""
+    """Convert to a whole number or "auto". The decoding options check the range."""
     value = tokens[0].value
     if value == "auto" or value.removeprefix("-").isdecimal():
         return value if value == "auto" else int(value)
@@ -53,7 +53,7 @@ MaybeWhole = Annotated[int | None, Parameter(converter=_whole)]
 @Parameter(name="*", group=MODELS)
 @dataclass(frozen=True)
 class Models:
-    """Which models, where.
+    """The models and their device.
 
     Parameters
     ----------
@@ -63,10 +63,10 @@ class Models:
         The verifier: grpc://HOST:PORT (a running outrider cloud), vllm://HOST:PORT[,HOST:PORT...] (one vLLM server, or
         replicas), sglang://HOST:PORT, local:MODEL, or "none" for edge-only.
     dtype
-        auto is float32 on a CPU and the checkpoint's own on a GPU; a .gguf file then stays quantised, in llama.cpp on
-        the CPU.
+        auto is float32 on a CPU and the checkpoint's own type on a GPU. With auto, a .gguf file stays quantised, in
+        llama.cpp on the CPU.
     device
-        A torch device such as cpu or cuda:0; auto is cuda where there is one.
+        A torch device such as cpu or cuda:0; auto is cuda if it is available.
     """
 
     edge: str = "demo"
@@ -78,21 +78,21 @@ class Models:
 @Parameter(name="*", group=SPECULATION)
 @dataclass(frozen=True)
 class Speculation:
-    """How drafting and verification work together.
+    """The draft length, the gate and the acceptance rule.
 
     Parameters
     ----------
     k
-        Tokens per block, 1 to 64, or auto: adaptive, from measured times and acceptances.
+        The draft length in tokens, 1 to 64, or auto: adaptive, from measured times and acceptances.
     gate
-        Which blocks are verified: always, never, SIGNAL:THRESHOLD with SIGNAL entropy, margin, maxprob or logprob,
+        The blocks to verify: always, never, SIGNAL:THRESHOLD with SIGNAL entropy, margin, maxprob or logprob,
         SIGNAL.mean for the mean over the block, any-of with |, or calibrated:FILE (outrider calibrate). Blocks with
-        enough confidence are skipped, which is lossy; with the prefix trigger: they stay provisional until a verdict
-        and the result stays exact.
+        enough confidence are skipped, which is lossy. With trigger: before the gate, they stay provisional until a
+        verdict, and the result stays exact.
     accept
-        exact, residual, rank:N, margin:D or typical:E.
+        The acceptance rule: exact, residual (rejection sampling), rank:N, margin:D or typical:E.
     scope
-        Skipped tokens that the verifier would have changed: block leaves them, repair rolls back.
+        The treatment of skipped tokens that the verifier would have changed: block leaves them, repair rolls back.
     on_loop
         The reaction to a loop: escalate the next block (the default), sample one token (the default without a cloud),
         stop, or ignore.
@@ -111,12 +111,12 @@ class Speculation:
 @Parameter(name="*", group=NETWORK)
 @dataclass(frozen=True)
 class Connection:
-    """Connection to a cloud across a network; for --cloud grpc://…
+    """The connection to a cloud across a network.
 
     Parameters
     ----------
     token_file
-        A file that holds the bearer token for the cloud.
+        A file with the bearer token for the cloud.
     tls
         Encrypt, and check the cloud's certificate against the system's authorities.
     ca
@@ -124,11 +124,11 @@ class Connection:
     cert
         This edge's own certificate (PEM), for mutual TLS.
     key
-        Its key (PEM).
+        The key of that certificate (PEM).
     deadline
-        Seconds until an unanswered request is repeated.
+        Seconds until an unanswered request is retried.
     patience
-        Seconds of attempts before the cloud counts as lost.
+        Seconds of retries before the cloud counts as lost.
     """
 
     token_file: Annotated[str | None, TO_CLOUD] = None
@@ -140,7 +140,7 @@ class Connection:
     patience: Annotated[float, TO_CLOUD] = 10.0
 
     def connection(self) -> dict[str, Any]:
-        """Return the keyword arguments of `connect` for a cloud across a network; only those that were given."""
+        """Return the keyword arguments of `connect` for a cloud across a network, without defaults."""
         names = ("net", "token_file", "tls", "ca", "cert", "key", "deadline", "patience")
         given = {name: getattr(self, name) for name in names if hasattr(self, name)}
         return {name: value for name, value in given.items() if value != getattr(type(self), name)}
@@ -149,19 +149,19 @@ class Connection:
 @Parameter(name="*", group=NETWORK)
 @dataclass(frozen=True)
 class Network(Connection):
-    """Interaction of edge and cloud; for --cloud grpc://…
+    """The interaction of edge and cloud.
 
     Parameters
     ----------
     driver
-        sequential waits for each verdict; pipelined drafts meanwhile, with the same output.
+        sequential waits for each verdict. pipelined drafts during that time, with the same output.
     on_cloud_loss
         The policy for an unreachable cloud: fail (the default for exact gates), edge-only (the default for gates that
         skip), or wait.
     privacy
-        The most that may be sent: tokens (ids only), features (the model's features of a recording), or audio.
+        The data that may be sent: tokens (ids only), features (the model's features of a recording), or audio.
     net
-        Emulate a network on the way, as in rtt=50ms,jitter=5ms,bw=2Mbit.
+        Emulate a network between edge and cloud, as in rtt=50ms,jitter=5ms,bw=2Mbit.
     """
 
     driver: DriverName = "sequential"
@@ -173,12 +173,12 @@ class Network(Connection):
 @Parameter(name="*", group=NETWORK)
 @dataclass(frozen=True)
 class DemoNetwork(Network):
-    """The same for the demo, whose cloud is a process on this machine.
+    """The interaction of edge and cloud in the demo, with a cloud process on this machine.
 
     Parameters
     ----------
     driver
-        pipelined drafts during a verdict's round trip; sequential waits for each, with the same output.
+        pipelined drafts during a verdict's round trip. sequential waits for each verdict, with the same output.
     """
 
     driver: DriverName = "pipelined"
@@ -187,26 +187,26 @@ class DemoNetwork(Network):
 @Parameter(name="*", group=DECODING)
 @dataclass(frozen=True)
 class Decoding:
-    """Decoding settings, the same for edge and cloud.
+    """The decoding settings of both edge and cloud.
 
     Parameters
     ----------
     max_new_tokens
         The output's length limit, in tokens.
     min_new_tokens
-        No EOS and no end of sentences before this many tokens.
+        The output does not end before this many tokens, by EOS or by --sentences.
     temperature
-        0 is greedy.
+        The sampling temperature; 0 is greedy.
     top_k
-        Draw from the k likeliest tokens; 0 is off.
+        Sample from the k likeliest tokens; 0 is off.
     top_p
-        Draw from the smallest set of tokens with this probability mass.
+        Sample from the smallest set of tokens with this probability mass.
     min_p
         Drop tokens below this fraction of the likeliest one's probability.
     seed
-        The same seed gives the same tokens.
+        The seed of sampling. The same seed gives the same tokens.
     repetition_penalty
-        Above 1 makes tokens of the prompt and the output less likely.
+        Values above 1 make tokens of the prompt and the output less likely.
     repetition_window
         The number of last tokens that the penalty covers; 0 is all.
     no_repeat_ngram
@@ -234,7 +234,7 @@ class Decoding:
     ignore_eos: Annotated[bool, Parameter(negative="")] = False
 
     def settings(self) -> dict[str, Any]:
-        """The keyword arguments of `SpeculativeDecoder.generate`."""
+        """Return the keyword arguments of `SpeculativeDecoder.generate`."""
         values = asdict(self)
         values["no_repeat_ngram_size"] = values.pop("no_repeat_ngram")
         return values
@@ -243,14 +243,14 @@ class Decoding:
 @Parameter(name="*", group=OUTPUT)
 @dataclass(frozen=True)
 class Output:
-    """What is printed.
+    """The format and detail of the output.
 
     Parameters
     ----------
     json
-        One JSON object per result on stdout; logs stay on stderr.
+        Print one JSON object per result on stdout. Logs stay on stderr.
     verbose
-        Log what is loaded and resolved.
+        Log models and resolved settings.
     """
 
     json: Annotated[bool, Parameter(negative="")] = False
@@ -260,7 +260,7 @@ class Output:
 def build_decoder(
     models: Models, speculation: Speculation, network: Network, *, watch: bool = False
 ) -> SpeculativeDecoder:
-    """Load what the options name. Settings are checked before any model is, and the cloud is asked first."""
+    """Check the settings, connect to the cloud, load the models and return the decoder, in this order."""
     loss = check(models, speculation, network).on_cloud_loss
     from outrider.api import SpeculativeDecoder
     from outrider.engines.load import resolve_path
@@ -270,14 +270,14 @@ def build_decoder(
         resolve_path(models.edge)
     with closed_on_failure(connect_verifier(models, network)) as verifier:
         if isinstance(verifier, Connectable) and loss == "fail":
-            verifier.probe()  # who cannot be reached is known before a model is loaded
+            verifier.probe()  # detect an unreachable cloud before a model is loaded
         options = build_options(speculation, network)
         return SpeculativeDecoder(load_drafter(models), verifier, **options.keywords(), watch=watch)
 
 
 @contextmanager
 def closed_on_failure(verifier: Verifier | None) -> Iterator[Verifier | None]:
-    """The verifier, whose connection is closed if what is done with it fails."""
+    """Yield the verifier, and close its connection if the block raises."""
     from outrider.verifiers.base import disconnect
 
     try:
@@ -288,7 +288,7 @@ def closed_on_failure(verifier: Verifier | None) -> Iterator[Verifier | None]:
 
 
 def connect_verifier(models: Models, network: Connection = Connection()) -> Verifier | None:
-    """The verifier that --cloud names: loaded where it is local, else not asked yet; None without one."""
+    """Return the verifier of --cloud, or None. Load a local one, but send no request to another one yet."""
     from outrider.verifiers.connect import connect, parse_cloud_address
 
     local = parse_cloud_address(models.cloud).kind == "local"
@@ -297,7 +297,7 @@ def connect_verifier(models: Models, network: Connection = Connection()) -> Veri
 
 
 def load_drafter(models: Models) -> Engine | None:
-    """The edge's engine, or None for cloud-only."""
+    """Load and return the edge's engine, or None for cloud-only."""
     from outrider.engines.load import load_engine
 
     return None if models.edge == "none" else load_engine(models.edge, dtype=models.dtype, device=models.device)
@@ -312,10 +312,13 @@ def build_options(speculation: Speculation, network: Network) -> DecodingOptions
 
 
 def enable_gc() -> None:
-    """End what `main` began: look for garbage again, but never in what is there now, most of which stays anyway."""
+    """Enable garbage collection, which `main` disabled, for objects created from now on.
+
+    Most of the present ones (modules and models) stay until the end.
+    """
     gc.freeze()
     gc.enable()
-    atexit.register(gc.unfreeze)  # some libraries complain of what is left over
+    atexit.register(gc.unfreeze)  # some libraries warn about objects that are never collected
 
 
 def check_connection(models: Models, network: Connection) -> CloudAddress:
@@ -341,7 +344,7 @@ def check(models: Models, speculation: Speculation, network: Network) -> Resolve
 
 
 def check_accepts_text(models: Models) -> None:
-    """Raise PromptError if the model that reads the prompts is known, without loading it, to take recordings alone."""
+    """Raise PromptError if the configuration of the prompts' model shows that it takes recordings only."""
     from outrider.api import NO_TEXTS
     from outrider.engines.load import captions_only, full_name
     from outrider.verifiers.connect import parse_cloud_address

@@ -1,4 +1,4 @@
-"""`outrider plan` and `outrider sweep`: what a pair would do under other gates, networks and goals."""
+"""`outrider plan` and `outrider sweep`: simulate a pair with other gates, networks and goals."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from outrider.netem.conditions import Conditions
-    from outrider.planning.costs import Costs
+    from outrider.planning.costs import StepCosts
     from outrider.planning.planner import Goal, Option, Ranking
     from outrider.planning.simulator import Summary
     from outrider.planning.sweep import Row
     from outrider.planning.traces import Trace
 
-PAIR = Group("What is measured", sort_key=0)
+PAIR = Group("Measurements", sort_key=0)
 Drivers = Literal["sequential", "pipelined"]
 REFERENCE = "cloud-only"
 CHANGED = "changed: outputs that differ from the cloud's, and the share of tokens that the cloud would have replaced"
@@ -43,16 +43,16 @@ NO_BUDGET = (
 @Parameter(name="*", group=PAIR)
 @dataclass(frozen=True)
 class Measured:
-    """What the pair is measured on.
+    """The items and traces on which the pair is measured.
 
     Parameters
     ----------
     data
-        A set: "demo", a manifest, or a file of Spec-Bench's form.
+        A data set: "demo", a manifest, or a file in Spec-Bench's format.
     limit
-        Its first so many items.
+        Use only this many items, from the first one on.
     traces
-        Traces that were recorded before (outrider eval --trace); data then serves to measure times only.
+        Recorded traces (outrider eval --trace). Data is then used to measure times only.
     """
 
     data: str = "demo"
@@ -72,7 +72,7 @@ def run_plan(
     gates: Sequence[str],
     utilisation: float,
 ) -> int:
-    """`outrider plan`: rank the ways of decoding, and say which wins and by how much."""
+    """Run `outrider plan`: rank the decoding modes, and recommend one."""
     from outrider.cli.terminal import print_json
     from outrider.netem.conditions import parse_conditions
     from outrider.planning.planner import Goal, Planner
@@ -81,7 +81,7 @@ def run_plan(
     goal = Goal(aim, budget)
     base = Setup(net=parse_conditions(net), utilisation=utilisation)
     for gate in gates:
-        Setup(gate=gate)  # refused before a model is loaded
+        Setup(gate=gate)  # raises for an invalid gate before a model is loaded
     traces, costs = _measure(measured, models, connection, decoding, output)
     ranking = Planner(traces, costs, base, gates=_gates(gates, goal.limit, traces)).rank(goal)
     if output.json:
@@ -103,7 +103,7 @@ def run_sweep(
     nets: Sequence[str],
     out: str | None,
 ) -> int:
-    """`outrider sweep`: thresholds × k × drivers × networks, simulated over the pair's traces."""
+    """Run `outrider sweep`: simulate gates × block lengths × drivers × networks over the pair's traces."""
     from outrider.cli.terminal import print_json
     from outrider.netem.conditions import parse_conditions
     from outrider.planning.gate_candidates import thresholds
@@ -113,7 +113,7 @@ def run_sweep(
     networks = [parse_conditions(net) for net in nets]
     lengths = [_length(k) for k in ks]
     for gate, k, driver, net in product(gates or ["always"], lengths, drivers, networks):
-        Setup(gate=gate, k=k, driver=driver, net=net)  # refused before a model is loaded
+        Setup(gate=gate, k=k, driver=driver, net=net)  # raises for invalid settings before a model is loaded
     if out is not None:
         check_writable(out)
     traces, costs = _measure(measured, models, connection, decoding, output)
@@ -132,7 +132,7 @@ def run_sweep(
     return 0
 
 
-def _cloud_alone(traces: Sequence[Trace], costs: Costs, nets: Sequence[Conditions]) -> list[Row]:
+def _cloud_alone(traces: Sequence[Trace], costs: StepCosts, nets: Sequence[Conditions]) -> list[Row]:
     """Return the baseline rows: the cloud without a drafter, in each network."""
     from outrider.planning.simulator import Setup, replay, summarise
     from outrider.planning.sweep import Row
@@ -143,10 +143,10 @@ def _cloud_alone(traces: Sequence[Trace], costs: Costs, nets: Sequence[Condition
 
 def _measure(
     measured: Measured, models: Models, connection: Connection, decoding: Decoding, output: Output
-) -> tuple[list[Trace], Costs]:
-    """The pair's traces and times."""
-    from outrider.cli.commands import configure_logging
+) -> tuple[list[Trace], StepCosts]:
+    """Return the pair's traces and times."""
     from outrider.cli.options import check_connection, connect_verifier, enable_gc, load_drafter
+    from outrider.cli.terminal import configure_logging
     from outrider.evals.manifest import load_set
     from outrider.evals.modes import item_prompt
     from outrider.planning.timing import measure_costs
@@ -165,7 +165,7 @@ def _measure(
         verifier = connect_verifier(models, connection)
         closing.callback(disconnect, verifier)
         if isinstance(verifier, Connectable):
-            verifier.probe()  # a cloud that cannot be reached is known before a model is loaded
+            verifier.probe()  # detect an unreachable cloud before a model is loaded
         draft = load_drafter(models)
         enable_gc()
         prompts = [item_prompt(item) for item in items]
@@ -187,7 +187,7 @@ def _length(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
 
-# Showing ----------------------------------------------------------------------------------------------------
+# Output -----------------------------------------------------------------------------------------------------
 
 
 def _options(ranking: Ranking) -> list[dict[str, Any]]:
@@ -212,7 +212,10 @@ def _console() -> Console:
 
 
 def _table(columns: Sequence[str], texts: Sequence[str]) -> Table:
-    """texts: the columns that hold no numbers. In a narrow terminal a cell is folded: a cut gate is no gate."""
+    """Return an empty table. texts: the columns without numbers.
+
+    In a narrow terminal cells are folded, as an abbreviated gate could not be used.
+    """
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -221,7 +224,7 @@ def _table(columns: Sequence[str], texts: Sequence[str]) -> Table:
     return table
 
 
-def _show_plan(ranking: Ranking, costs: Costs, net: str) -> None:
+def _show_plan(ranking: Ranking, costs: StepCosts, net: str) -> None:
     console = _console()
     times = f"draft {1000 * costs.draft_s:.1f} ms a token, verdict {1000 * costs.verify_s:.1f} ms"
     console.print(f"measured: {times} and {1000 * costs.verify_per_token_s:.1f} ms a draft; network {net}", style="dim")
@@ -237,7 +240,7 @@ def _show_plan(ranking: Ranking, costs: Costs, net: str) -> None:
 
 
 def _plan_cells(option: Option, goal: Goal) -> dict[str, str]:
-    """By the names of the columns."""
+    """Return the cells of an option, by the names of the columns."""
     found = option.summary
     behind = "–" if math.isinf(option.behind) else f"{option.behind:.2f}×"
     cells = {
@@ -257,7 +260,7 @@ def _plan_cells(option: Option, goal: Goal) -> dict[str, str]:
 
 
 def _breakeven_text(rtt_s: float | None) -> str:
-    """Up to which round trip it is faster than the cloud alone."""
+    """Return the round-trip time up to which an option is faster than the cloud alone."""
     from outrider.planning.planner import MAX_RTT_S
 
     if rtt_s is None:
@@ -268,7 +271,7 @@ def _breakeven_text(rtt_s: float | None) -> str:
 
 
 def _verdict(ranking: Ranking) -> str:
-    """One sentence: what to do."""
+    """Return the recommendation as a sentence."""
     best = ranking.best
     sample = _sample(best)
     advice = {"edge-only": "Stay on the edge", "cloud-only": "Use the cloud alone"}.get(
@@ -288,7 +291,7 @@ def _verdict(ranking: Ranking) -> str:
 
 
 def _sample(option: Option) -> str:
-    """State how many outputs an inexact option changed, and the upper end of the interval."""
+    """Return the number of outputs that an inexact option changed, with the upper end of its interval."""
     found, setup = option.summary, option.setup
     if setup.mode == "cloud-only" or (setup.mode == "speculative" and setup.parsed_gate.exact):
         return ""
@@ -313,7 +316,6 @@ def _to_command_options(best: Option) -> str:
 
 
 def _show_sweep(rows: Sequence[Row], front: Sequence[Row]) -> None:
-
     columns = (
         "gate",
         "k",

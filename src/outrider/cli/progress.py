@@ -1,4 +1,4 @@
-"""A server's start-up steps on stderr: a spinner on a terminal, else a line for each step."""
+"""Progress on stderr: the start-up steps of a server, and a bar for a series of outputs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from outrider.cli.escape import one_line
 
 
 @contextmanager
-def progress(*, quiet: bool = False) -> Iterator[Callable[[str | None], None]]:
-    """Yield a function that shows the next step; None ends the show. quiet: show nothing."""
+def startup_steps(*, quiet: bool = False) -> Iterator[Callable[[str | None], None]]:
+    """Yield a function that shows the next step, or ends the display when it is given None.
+
+    A terminal shows a spinner, and other outputs get one line for each step. quiet: show nothing.
+    """
     if quiet:
         yield lambda _: None
     elif sys.stderr.isatty():
@@ -29,7 +33,7 @@ def _print_step(words: str | None) -> None:
 
 @contextmanager
 def _spinner() -> Iterator[Callable[[str | None], None]]:
-    """Show the current step in a spinner; a finished step leaves a line with its seconds."""
+    """Show the current step in a spinner. A finished step leaves a line with its seconds."""
     from rich.text import Text
 
     from outrider.cli.terminal import STDERR
@@ -52,3 +56,19 @@ def _spinner() -> Iterator[Callable[[str | None], None]]:
         yield step
     finally:
         status.stop()
+
+
+@contextmanager
+def progress_bar(title: str, total: int) -> Iterator[Callable[[], Any]]:
+    """Yield a function that advances a progress bar by one. The bar appears on a terminal if `total` is above 0."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from outrider.cli.terminal import STDERR
+
+    if not total or not STDERR.is_terminal:
+        yield lambda: None
+        return
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=STDERR, transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda: bar.advance(task)

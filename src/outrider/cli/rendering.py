@@ -1,16 +1,22 @@
-"""What a person sees: tokens coloured by who decided them, and a table."""
+"""Rendering of results: tokens coloured by their source, a table of statistics, and streaming to a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from outrider.api import StreamEvent
-from outrider.cli.escape import one_line
+from outrider.api import SpeculativeDecoder, StreamEvent
+from outrider.cli.escape import escape_controls, one_line
+from outrider.cli.options import Decoding, Output
+from outrider.cli.terminal import STDERR, stdout
+from outrider.decoding.gain import CloudBaseline, Gain
+from outrider.decoding.incremental_text import IncrementalDetokenizer
 from outrider.decoding.result import Result
 from outrider.decoding.sequence import Source
 
@@ -28,15 +34,13 @@ NAMES = {
     Source.CORRECTION: "corrected",
     Source.BONUS: "bonus",
 }
-
-
 TEXT_COLUMNS = ("", "guarantee")
-MAX_NAME_WIDTH = 24  # columns of a file name; if the table is too wide, other columns are left out
+MAX_NAME_WIDTH = 24  # columns of a file name
 DROP_ORDER = ("corrected", "escalated", "near ties", "accepted", "seconds", "by cloud", "tokens")
 
 
 def coloured(pieces: Iterable[str], sources: Iterable[Source]) -> Text:
-    """The text, each token's piece in the colour of who decided it."""
+    """Return the text, each token's piece in the colour of its source."""
     text = Text()
     for piece, source in zip(pieces, sources, strict=True):
         text.append(piece, STYLES[source])
@@ -44,14 +48,17 @@ def coloured(pieces: Iterable[str], sources: Iterable[Source]) -> Text:
 
 
 def legend(sources: Iterable[Source]) -> Text:
-    """The colours that occur, named."""
+    """Name the colours of the sources that occur."""
     present = set(sources)
     parts = [Text(NAMES[source], STYLES[source]) for source in Source if source in present]
     return Text(" · ").join(parts)
 
 
 def table(rows: Sequence[tuple[str, Result]], width: int) -> Table:
-    """One row per result. In a narrow terminal columns are left out and names are folded, but no cell is cut."""
+    """Return a table with one row per result.
+
+    In a narrow terminal columns are left out and names are folded, but no cell is cut.
+    """
     cells = [{"": one_line(label), **_cells(result)} for label, result in rows]
     shown = _columns_that_fit(cells, width)
     out = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
@@ -64,8 +71,8 @@ def table(rows: Sequence[tuple[str, Result]], width: int) -> Table:
 
 
 def _columns_that_fit(cells: Sequence[dict[str, str]], width: int) -> list[str]:
-    """Return the names of the columns that fit beside the file names, which get up to `MAX_NAME_WIDTH` columns."""
-    empty = {"near ties": "0", "": ""}  # columns without news
+    """Return the names of the columns that fit next to the file names, which get up to `MAX_NAME_WIDTH` columns."""
+    empty = {"near ties": "0", "": ""}  # a column in which every cell has this value is left out
     shown = [name for name in cells[0] if any(row[name] != empty.get(name) for row in cells)]
     wide = {name: max(cell_len(text) for text in (name, *(row[name] for row in cells))) for name in shown}
     wide[""] = min(wide.get("", 0), MAX_NAME_WIDTH)
@@ -96,24 +103,30 @@ def _percent(rate: float | None) -> str:
 
 
 def show_title(console: Console, title: str) -> None:
+    """Print a title in bold, unless it is empty."""
     if title:
         console.print(Text(title, "bold"))
 
 
 def show_warnings(console: Console, result: Result, name: str = "") -> None:
-    """Print a result's warnings; name: of the recording that they concern."""
+    """Print a result's warnings. name: the recording that they concern."""
     for warning in result.warnings:
         console.print(Text(f"warning: {name}{': ' if name else ''}{warning}", "magenta"), soft_wrap=True)
 
 
+def is_interactive(output: Output) -> bool:
+    """Return whether stdout is a terminal, on which tokens are shown as they arrive."""
+    return not output.json and stdout().is_terminal
+
+
 class Strip:
-    """Tokens as they come, go and are decided; what is provisional is dim."""
+    """The tokens of a stream as they are drafted, revised and decided. Provisional tokens are dim."""
 
     def __init__(self) -> None:
         self._tokens: list[tuple[str, str]] = []
 
     def update(self, event: StreamEvent) -> None:
-        """Show what became of one token."""
+        """Apply one event to its token."""
         if event.kind == "revised":
             del self._tokens[event.index :]
         style = "dim" if event.kind == "provisional" else STYLES[event.source]
@@ -121,4 +134,50 @@ class Strip:
 
     @property
     def text(self) -> Text:
+        """The tokens so far, with their styles."""
         return Text.assemble(*self._tokens)
+
+
+def stream_to_terminal(decoder: SpeculativeDecoder, model_input: Any, decoding: Decoding) -> Result:
+    """Generate on a terminal. Tokens appear when they are drafted, and take their colour when they are decided."""
+    strip = Strip()
+    stream = decoder.stream(model_input, **decoding.settings())
+    with Live(console=stdout(), vertical_overflow="visible", refresh_per_second=10) as live:
+        shown: Any = ""
+        while True:
+            try:
+                strip.update(next(stream))
+            except StopIteration as end:
+                result: Result = end.value
+                live.update(coloured(pieces(decoder, result), result.sources))
+                return result
+            text = strip.text
+            live.update(text, refresh=not shown)  # the first token at once, others ten times a second
+            shown = text
+
+
+def print_text(title: str, decoder: SpeculativeDecoder, result: Result) -> None:
+    """Print a text to a pipe or a file, under its title if there are several texts."""
+    lines = [title] if title else []
+    text = "".join(pieces(decoder, result)) if result.text is None else result.text
+    print("\n".join([*lines, escape_controls(text), *[""] * bool(title)]), flush=True)  # noqa: T201
+
+
+def print_summary(done: list[tuple[str, Result]], baseline: CloudBaseline | None = None) -> None:
+    """Print the tokens' sources and the gain: below the text on a terminal, and otherwise to stderr."""
+    console = stdout() if stdout().is_terminal else STDERR
+    if console.is_terminal:
+        console.print(legend(source for _, result in done for source in result.sources))
+    console.print(table(done, console.width))
+    if gain_text := Gain.of(result for _, result in done).describe(baseline):
+        console.print(gain_text, style="bold", soft_wrap=True)
+
+
+def pieces(decoder: SpeculativeDecoder, result: Result) -> list[str]:
+    """Return the text of each token of a result, or its id if there is no tokenizer."""
+    if decoder.tokenizer is None:
+        return [f"{token} " for token in result.token_ids]
+    transcript = IncrementalDetokenizer(decoder.decode)
+    for token in result.token_ids:
+        transcript.append(token)
+    return transcript.pieces

@@ -13,7 +13,7 @@ Shell = Literal["bash", "zsh", "fish"]
 
 
 def format_default(value: Any) -> str | None:
-    """Return a default as it is typed, or None for a flag that is off and an empty list."""
+    """Return a default as a user types it, or None for a flag that is off and an empty list."""
     if value is None or value is False or value == ():
         return None
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -28,7 +28,7 @@ def add_completion(app: App) -> None:
         Parameters
         ----------
         shell
-            The shell; by default it is detected.
+            The shell. By default it is detected.
         """
         from cyclopts.completion.detect import ShellDetectionError
 
@@ -37,7 +37,7 @@ def add_completion(app: App) -> None:
         except (ShellDetectionError, OSError) as error:
             message = f"--install-completion: {error}; name the shell, as in --install-completion bash"
             raise SettingsError(message) from error
-        print_error(f"wrote {path}; start a new shell to use it")
+        print_error(f"wrote {path}: start a new shell to use it")
         return 0
 
     app.command(install_completion, name="--install-completion", group=Group("Shell", sort_key=9))

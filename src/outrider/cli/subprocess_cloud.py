@@ -16,32 +16,47 @@ from contextlib import contextmanager, suppress
 from outrider.errors import OutriderError
 from outrider.files import temporary_text
 
-STOP_TIMEOUT_S = 5.0  # s that it gets to end by itself
-BACKOFF_S = 0.5  # before a restart; doubled with each start that does not last
+STOP_TIMEOUT_S = 5.0  # between SIGTERM and SIGKILL
+BACKOFF_S = 0.5  # before the first restart; doubled with each start that does not last
 MAX_BACKOFF_S = 30.0
-STABLE_S = 60.0  # a cloud that served for this long restarts with the first pause
+STABLE_S = 60.0  # a cloud that served for this long restarts with the first backoff
 log = logging.getLogger("outrider.gateway")
 
 
 def share_cores() -> None:
-    """Half of the cores for each, unless told otherwise; with all for each, edge and cloud stall."""
+    """Give half of the cores to each of edge and cloud, unless the environment sets the number of threads.
+
+    With all cores for each, both stall.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
 
 
 @contextmanager
 def cloud_process(model: str, *options: str) -> Iterator[str]:
-    """`outrider cloud MODEL` on a free port of this machine; yields its HOST:PORT.
+    """Run `outrider cloud MODEL` on a free port of this machine, and yield its HOST:PORT.
 
     Raises:
-        OutriderError: it ended before it listened; its own message stands on stderr.
+        OutriderError: the process ended before it listened.
     """
     with starting_cloud(model, *options) as address:
         yield address()
 
 
 @contextmanager
+def demo_cloud() -> Iterator[Callable[[], str]]:
+    """Start the demo's cloud, which loads its model while this process imports and loads its own."""
+    share_cores()
+    with starting_cloud("demo") as address:
+        yield address
+
+
+@contextmanager
 def starting_cloud(model: str, *options: str) -> Iterator[Callable[[], str]]:
-    """The same, without waiting: what it yields waits, and raises, when it is called."""
+    """Start a cloud process, and yield a function that waits until it listens and returns its HOST:PORT.
+
+    Raises:
+        OutriderError: in that function, if the process ended before it listened.
+    """
     process = _CloudProcess(model, "127.0.0.1:0", options)
     try:
         yield process.address
@@ -60,24 +75,24 @@ def supervised_cloud(model: str, *options: str) -> Iterator[SupervisedCloud]:
 
 
 class _CloudProcess:
-    """A cloud process, which ends with its parent, even a killed one, and gets no signals from the terminal."""
+    """A cloud process. It ends with its parent, even if that is killed, and gets no signals from the terminal."""
 
     def __init__(self, model: str, listen: str, options: tuple[str, ...]) -> None:
         command = [sys.executable, "-m", "outrider", "cloud", model, "--listen", listen, "--json", "--grace", "0"]
         command += ["--until-stdin-ends", "--log-format", "json", *options]
         pipe = subprocess.PIPE
-        self._stderr = temporary_text()  # a pipe would fill up and block it
+        self._stderr = temporary_text()  # a pipe would fill up and block the process
         self.process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=self._stderr, text=True, start_new_session=True
         )
 
     def address(self) -> str:
-        """Wait until it listens.
+        """Wait until the process listens, and return its HOST:PORT.
 
         Raises:
-            OutriderError: it ended before.
+            OutriderError: the process ended before it listened.
         """
-        assert self.process.stdout is not None  # a pipe, as asked
+        assert self.process.stdout is not None  # a pipe
         line = self.process.stdout.readline()
         if not line:
             self.process.wait()
@@ -119,13 +134,14 @@ class SupervisedCloud:
 
     @property
     def pid(self) -> int:
+        """The id of the present process."""
         return self._process.process.pid
 
     def address(self) -> str:
         """Wait until the process listens for the first time, and monitor it from then on.
 
         Raises:
-            OutriderError: it ended before.
+            OutriderError: the process ended before it listened.
         """
         address = self._process.address()
         self.trouble = None
@@ -141,30 +157,29 @@ class SupervisedCloud:
             self._thread.join()
 
     def _watch(self, address: str) -> None:
-        pause, began = BACKOFF_S, time.monotonic()
+        backoff, began = BACKOFF_S, time.monotonic()
         while True:
             code = self._process.process.wait()
             if self._closing.is_set():
                 return
-            pause = BACKOFF_S if time.monotonic() - began > STABLE_S else pause
-            self.trouble = f"the cloud process ended ({_describe_exit(code)}), and is started again"
-            log.warning(
-                "the cloud process ended and is started again", extra={"reason": _describe_exit(code), "seconds": pause}
-            )
-            if self._closing.wait(pause):
+            backoff = BACKOFF_S if time.monotonic() - began > STABLE_S else backoff
+            reason = _describe_exit(code)
+            self.trouble = f"the cloud process ended ({reason}), and is started again"
+            log.warning("the cloud process ended and is started again", extra={"reason": reason, "seconds": backoff})
+            if self._closing.wait(backoff):
                 return
-            pause, began = min(2 * pause, MAX_BACKOFF_S), time.monotonic()
+            backoff, began = min(2 * backoff, MAX_BACKOFF_S), time.monotonic()
             self._restart(address)
 
     def _restart(self, address: str) -> None:
-        self._process.end()  # closes what is left of it
+        self._process.end()  # closes its pipes
         self._process = _CloudProcess(self._model, address, self._options)
-        if self._closing.is_set():  # `close` may have ended the one before
+        if self._closing.is_set():  # `close` may have ended the previous process only
             self._process.end()
             return
         try:
             self._process.address()
-        except (OutriderError, ValueError) as error:  # ValueError: closed while it is read
+        except (OutriderError, ValueError) as error:  # ValueError: `close` closed the pipe during the read
             self.trouble = f"{error}, and is started again"
         else:
             self.trouble = None

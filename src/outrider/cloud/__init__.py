@@ -1,1 +1,1 @@
-"""The verifier as a service: who may use it, how much, and what it tells its operator."""
+"""The verifier as a gRPC service: sessions, batches, limits, authentication and metrics."""

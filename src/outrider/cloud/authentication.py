@@ -15,23 +15,23 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class Unauthenticated(CloudError):
-    """The caller did not say who it is, or is not known here. The message never repeats what it sent."""
+    """The call carries no token, or an unknown one. The message never quotes it."""
 
 
 def authenticate(auth: Mapping[str, Iterable[bytes]], metadata: Metadata | None, tokens: Tokens | None) -> str:
-    """Who sends a request: the token's name, else "cert:…" under mutual TLS, else "anonymous".
+    """Return a caller's identity: the token's name, else "cert:…" under mutual TLS, else "anonymous".
 
-    `auth` and `metadata` are `auth_context()` and `invocation_metadata()` of grpc.aio's ServicerContext. Where tokens
-    are used, one is required even of a caller with a certificate.
+    auth, metadata: `auth_context()` and `invocation_metadata()` of grpc.aio's ServicerContext. tokens: if given, a
+    token is required even of a caller with a certificate.
 
     Raises:
-        Unauthenticated: tokens are used, and the request carries none, more than one, or one that is not known.
+        Unauthenticated: tokens are used, and the request carries none, more than one, or an unknown one.
     """
     if tokens is None:
         return _certificate_identity(auth) or ANONYMOUS
     name = tokens.identity(_bearer_token(metadata or ()))
     if name is None:
-        raise Unauthenticated("the token is not known to this service")
+        raise Unauthenticated("unknown token: this service does not accept it")
     return name
 
 
@@ -41,12 +41,15 @@ def _bearer_token(metadata: Metadata) -> str:
         raise Unauthenticated("a token is required: send one `authorization: Bearer TOKEN`")
     scheme, _, token = values[0].partition(" ")
     if scheme.lower() != "bearer" or not token.strip():
-        raise Unauthenticated("the authorization is no bearer token: send `authorization: Bearer TOKEN`")
+        raise Unauthenticated("not a bearer token: send `authorization: Bearer TOKEN`")
     return token.strip()
 
 
 def _certificate_identity(auth: Mapping[str, Iterable[bytes]]) -> str | None:
-    """The common name, else the first alternative name, else the digest: never one identity for all the nameless."""
+    """Return "cert:" and the common name, else the first alternative name, else the certificate's digest.
+
+    The digest keeps certificates without a name apart.
+    """
     for key in ("x509_common_name", "x509_subject_alternative_name"):
         for name in auth.get(key, ()):
             if name:

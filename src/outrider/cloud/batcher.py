@@ -2,11 +2,11 @@
 
 One thread owns the engine. Each step
 
-    admit     new requests: repeats are answered, the rest is planned and waits for a slot
-    read      all short blocks in as few forwards as their widths allow; then one chunk of the long prefills
-    judge     the blocks that are read to the end
+    admit     answers repeated requests, plans the new ones, and gives slots to as many as fit
+    read      runs all short blocks in as few forwards as their widths allow, then one chunk of the long prefills
+    judge     computes the verdicts of the blocks that are read to their end
 
-so a long prefill delays other verdicts by one chunk at most. Requests of one identity are served in order of arrival.
+So a long prefill delays other verdicts by one chunk at most. Requests of one identity are served in order of arrival.
 Between identities, slots and engine time are shared (fair_share.py).
 """
 
@@ -28,6 +28,7 @@ from outrider.cloud.sessions import SessionEntry
 from outrider.cloud.slot_pool import SlotPool
 from outrider.decoding.actions import Verify
 from outrider.engines.base import CachedSequence, Engine, SequenceInput, forward_or_sample
+from outrider.engines.batching import group_by_width, next_chunk_size
 from outrider.errors import OutriderError
 from outrider.protocol.messages import ErrorCode, FrameError
 from outrider.sampling.acceptance import Verdict
@@ -37,13 +38,12 @@ from outrider.verifiers.session import ForwardPlan
 P = ParamSpec("P")
 log = logging.getLogger(__name__)
 
-SHORT_BLOCK_TOKENS = 96  # tokens; a block is read at once, anything longer in chunks
-FREE_PADDING_TOKENS = 16  # tokens; padding up to here costs less than a second forward
+SHORT_BLOCK_TOKENS = 96  # up to here a request is read at once, beyond it in chunks
 
 
 @dataclass(eq=False)
 class Job:
-    """One request on its way. plan: what it must read, once it was looked at. admitted: when it got its slot."""
+    """One request. plan: the tokens to read, once planned. admitted: the time when it got its slot."""
 
     entry: SessionEntry
     request: Verify
@@ -54,6 +54,7 @@ class Job:
 
     @property
     def identity(self) -> str:
+        """Return the identity of the request's session."""
         return self.entry.identity
 
 
@@ -73,17 +74,16 @@ class Batcher:
         self._running = self._stopped = False
         self._jobs: list[Job] = []
         self._fair_share = FairShare()
-        self._engine_seconds: defaultdict[str, float] = defaultdict(
-            float
-        )  # engine seconds of the present step, by identity
+        self._engine_seconds: defaultdict[str, float] = defaultdict(float)  # of the present step, by identity
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
 
     def start(self) -> None:
+        """Start the engine's thread."""
         self._running = True
         self._thread.start()
 
     def stop(self) -> None:
-        """Finish the step at hand, end the thread and give the slots back; what is left unanswered is refused."""
+        """Finish the present step, end the thread and free the slots. Unanswered requests are refused."""
         with self._wake:
             self._running, self._stopped = False, True
             self._wake.notify()
@@ -97,7 +97,7 @@ class Batcher:
         self.slot_pool.clear()
 
     def submit(self, entry: SessionEntry, request: Verify) -> Future[Verdict]:
-        """Ask for a verdict; at most one at a time of each session."""
+        """Request a verdict. A session may have one request at a time."""
         job = Job(entry, request)
         with self._wake:
             if self._stopped:
@@ -108,13 +108,14 @@ class Batcher:
         return job.future
 
     def release(self, entry: SessionEntry) -> None:
-        """The session is over: its slot is free from the next step on."""
+        """Free the slot of a session that has ended, from the next step on."""
         with self._wake:
             self._closed.append(entry)
             self._wake.notify()
 
     @property
     def queued(self) -> int:
+        """Return the number of requests without a slot."""
         return len(self._submitted) + sum(job.admitted is None for job in self._jobs)
 
     def _run(self) -> None:
@@ -127,7 +128,7 @@ class Batcher:
                 arrived, self._submitted = self._submitted, []
                 closed, self._closed = self._closed, []
             self._jobs += [job for job in arrived if job.future.set_running_or_notify_cancel()]
-            self._attempt(list(self._jobs), self._tick, closed)  # without the thread, nobody is answered again
+            self._attempt(list(self._jobs), self._tick, closed)  # an exception must not end the thread
 
     def _tick(self, closed: Seq[SessionEntry]) -> None:
         self._release_closed(closed)
@@ -162,7 +163,7 @@ class Batcher:
         self._fair_share.repay(self._engine_seconds)
 
     def _plan(self, job: Job) -> None:
-        """What must be read for a request; a repeat is answered at once."""
+        """Plan the tokens to read for a request, or answer a repeated one."""
         planned = job.entry.session.prepare(job.request)
         if isinstance(planned, Verdict):
             self._finish(job, planned)
@@ -170,7 +171,7 @@ class Batcher:
             job.plan = planned
 
     def _admit_waiting(self) -> None:
-        """Select as many jobs as there are slots, round-robin over identities; a session keeps its slot."""
+        """Select as many jobs as there are slots, round-robin over identities. Sessions keep their slots."""
         admitted = [job for job in self._jobs if job.admitted is not None]
         waiting = [job for job in self._jobs if job.admitted is None]
         with_slot = [job for job in waiting if job.entry in self.slot_pool]
@@ -188,10 +189,10 @@ class Batcher:
             self._attempt([job], self._admit, job, busy)
 
     def _preempt(self, job: Job, admitted: Seq[Job]) -> list[Job]:
-        """Preempt the identity that uses the most slots, if it uses at least two more than the job's.
+        """Take a slot from the identity with the most, if it has at least two more than the job's identity.
 
-        The latest of its long prefills returns to the queue and is recomputed; its other requests still make progress.
-        Short requests release their slots within a step.
+        The latest of its long prefills returns to the queue and is recomputed later. Short requests are not preempted,
+        because they release their slots within a step.
         """
         using = Counter(other.identity for other in admitted)
         name, limit = using.most_common(1)[0]
@@ -206,7 +207,7 @@ class Batcher:
         return [job]
 
     def _admit(self, job: Job, busy: set[SessionEntry]) -> None:
-        """Give a request a slot, if there is one whose session is not `busy`."""
+        """Give a request a slot, unless all slots belong to `busy` sessions."""
         started, is_new = time.perf_counter(), job.entry not in self.slot_pool
         if self.slot_pool.acquire(job.entry, busy):
             self._sequence(job).rollback_to(self._plan_of(job).start)
@@ -224,10 +225,9 @@ class Batcher:
         self._read(jobs, self._chunk_sizes(jobs), heavy=True)
 
     def _chunk_sizes(self, jobs: Seq[Job]) -> list[int]:
-        """How many tokens of each long prefill to read now; the last part must hold all the rows that are wanted."""
+        """Return the tokens of each long prefill to read now. The last part contains all positions with logits."""
         share = max(1, self._chunk // len(jobs))
-        remaining = [(self._remaining(job), self._plan_of(job).rows) for job in jobs]
-        return [left if left <= max(share, rows) else min(share, left - rows) for left, rows in remaining]
+        return [next_chunk_size(self._remaining(job), share, self._plan_of(job).rows) for job in jobs]
 
     def _read(self, jobs: Seq[Job], counts: Seq[int], *, heavy: bool = False) -> None:
         started = time.perf_counter()
@@ -263,12 +263,12 @@ class Batcher:
             job.future.set_result(outcome)
 
     def _attempt(self, jobs: Seq[Job], do: Callable[P, None], *args: P.args, **named: P.kwargs) -> None:
-        """Do it; if it fails, these jobs fail and nobody else's."""
+        """Run a function. If it raises, only these jobs fail."""
         try:
             do(*args, **named)
         except OutriderError as error:
             self._fail(jobs, error)
-        except Exception as error:  # out of memory, a bug: whatever it was, the service goes on
+        except Exception as error:  # such as out of memory, or a bug: the service goes on
             log.exception("the engine failed")
             self._fail(jobs, error)
 
@@ -278,10 +278,10 @@ class Batcher:
             self._finish(job, error)
         for job in failed:
             if job.plan is not None:
-                self.slot_pool.evict(job.entry)  # its cache may hold anything
+                self.slot_pool.evict(job.entry)  # its KV cache is undefined after a failed forward
 
     def _remaining(self, job: Job) -> int:
-        """Tokens that the job's cache lacks."""
+        """Return the number of tokens that the job's KV cache lacks."""
         return len(self._plan_of(job).ids) - self._sequence(job).cached_len
 
     def _sequence(self, job: Job) -> CachedSequence:
@@ -302,22 +302,10 @@ def _identities(jobs: Iterable[Job]) -> set[str]:
 
 
 def _refuse(job: Job) -> None:
-    """End a job that nobody has looked at."""
+    """Refuse a job that was not started, unless it is cancelled."""
     if job.future.set_running_or_notify_cancel():
         job.future.set_exception(_draining_error())
 
 
 def _draining_error() -> FrameError:
     return FrameError(ErrorCode.DRAINING, "this service is going down: connect again")
-
-
-def group_by_width(jobs: Seq[Job], width: Callable[[Job], int], limit: int) -> list[list[Job]]:
-    """Jobs to read in one forward each: none is padded to more than twice its width, or NARROW tokens."""
-    out: list[list[Job]] = []
-    for job in sorted(jobs, key=width):
-        first = width(out[-1][0]) if out else 0
-        if out and len(out[-1]) < limit and width(job) <= max(FREE_PADDING_TOKENS, 2 * first):
-            out[-1].append(job)
-        else:
-            out.append([job])
-    return out

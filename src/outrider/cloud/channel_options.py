@@ -5,7 +5,7 @@ from __future__ import annotations
 from outrider.cloud.limits import Limits
 
 HANDSHAKE_MS = 20_000  # TLS, and HTTP/2's first frames
-IDLE_MS = 300_000  # after this long without a call a connection is closed; the next call makes another
+IDLE_MS = 300_000  # after this long without a call a connection is closed
 PING_MS, PONG_MS = 60_000, 20_000  # detects a peer that vanished
 MIN_PING_INTERVAL_MS = 900  # a client may send a keepalive ping every second
 MAX_CONNECTIONS = 1024
@@ -15,7 +15,7 @@ ChannelOption = tuple[str, int]
 
 
 def server_options(limits: Limits) -> list[ChannelOption]:
-    """Channel arguments of the server.
+    """Return the channel arguments of the server.
 
     Messages are never compressed. Without the last two arguments, gRPC before 1.79 inflates a compressed message before
     it checks the size, and before authentication.

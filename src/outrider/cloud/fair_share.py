@@ -17,7 +17,7 @@ By = Callable[[T], str]
 
 
 def round_robin(items: Iterable[T], by: By[T], taken: Mapping[str, int]) -> list[T]:
-    """Order items so that the identity with the fewest places comes next; within an identity, the order stays.
+    """Order items so that the identity with the fewest places comes next. Within an identity, the order stays.
 
     by: an item's identity. taken: places that identities have already.
     """
@@ -30,10 +30,10 @@ def round_robin(items: Iterable[T], by: By[T], taken: Mapping[str, int]) -> list
 
 
 def limit_to_share(items: Seq[T], by: By[T], width: Callable[[T], int], minimum: int) -> list[T]:
-    """Drop items beyond an identity's share of one step: `minimum` tokens, or as many as the most demanding other one
-    has.
+    """Drop items beyond an identity's share of one step.
 
-    An identity that is alone has no limit, and every identity keeps its first item.
+    The share is `minimum` tokens, or as many as the most demanding other identity has. A lone identity has no limit,
+    and every identity keeps its first item.
     """
     demand: Counter[str] = Counter()
     for item in items:

@@ -16,7 +16,7 @@ RECEIVE_TIMEOUT_S = 5.0  # s
 
 
 def health_handlers(servicer: health.aio.HealthServicer) -> grpc.GenericRpcHandler:
-    """Check and Watch of `servicer`, as streams: gRPC would receive the whole request of a unary call first."""
+    """Return Check and Watch of `servicer`, as streams: gRPC would receive a unary call's whole request first."""
     receiving, watching = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS), asyncio.Semaphore(MAX_WATCHERS)
 
     async def read_request(
@@ -38,7 +38,8 @@ def health_handlers(servicer: health.aio.HealthServicer) -> grpc.GenericRpcHandl
         requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         if watching.locked():
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} callers watch already: use Check")
+            message = f"{MAX_WATCHERS} callers are watching, the most allowed: use Check"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
         async with watching:
             request = await read_request(requests, context)
             await servicer.Watch(request, context)

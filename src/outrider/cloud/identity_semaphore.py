@@ -14,14 +14,14 @@ from outrider.cloud.limits import RateLimiter
 @dataclass
 class _IdentitySlots:
     free: asyncio.Semaphore
-    users: int = field(default=0)  # those that wait included
+    users: int = field(default=0)  # including those that wait
 
 
 class IdentitySemaphore:
-    """slots: the turns that an identity may have at a time.
+    """A semaphore per identity. limit: turns that an identity may have at a time.
 
-    With one place, the event loop serves identities in rotation: one with hundreds of streams gets no more passes than
-    one with a single stream.
+    With a limit of one, the event loop serves identities in rotation: one with hundreds of streams gets no more passes
+    than one with a single stream.
     """
 
     def __init__(self, limit: int) -> None:
@@ -58,9 +58,7 @@ class IdentitySemaphore:
 
 
 class Pace:
-    """A rate per identity: `burst` at once, then `rate` per second. Whatever comes faster waits, first come, first
-    served, and one task of an identity at a time looks at the clock.
-    """
+    """A rate limit per identity that delays: `burst` at once, then `rate` per second, in order of arrival."""
 
     def __init__(
         self,

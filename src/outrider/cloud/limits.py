@@ -1,13 +1,13 @@
-"""How much of the service one caller, and all of them together, may use."""
+"""Limits of the service, per caller and in total, and a rate limiter."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from outrider.config import is_integer, is_number
 from outrider.errors import SettingsError
 from outrider.serving.sizes import MIB
 
@@ -15,17 +15,17 @@ MIN_MESSAGE_BYTES = 64 * 2**10  # bytes: a prompt and its settings
 MAX_MESSAGE_BYTES = 2**31 - 1  # bytes: gRPC's own limit is an int32
 BYTES_PER_ID = 12  # on the wire: a token and a count, and some room
 EXTRA_STREAMS = 16
-_TIME_TOLERANCE_S = 1e-6  # seconds: less than this is arithmetic, not haste
+_TIME_TOLERANCE_S = 1e-6  # seconds: shorter waits are rounding errors
 
 
 @dataclass(frozen=True)
 class Limits:
     """Limits of the service, validated.
 
-    Sizes are bytes, times seconds. max_rate: requests per second and identity, of which `burst` may come at once; None
-    is unlimited. A session ends after idle_seconds without a request. max_prompt_tokens: None leaves the model's own
-    limit. max_media_bytes: of one session, 0 takes no media; max_media_total: what all sessions together may keep.
-    max_message_bytes: of one frame; media comes in several.
+    Sizes are bytes, times seconds. max_rate: requests per second and identity, of which `burst` may come at once. None
+    is unlimited. A session ends after idle_seconds without a request. max_prompt_tokens: None is the model's own limit.
+    max_media_bytes: of one session, 0 for none. max_media_total: of all sessions together. max_message_bytes: of one
+    frame. A recording may take several frames.
 
     Raises:
         SettingsError: a value out of range.
@@ -56,11 +56,11 @@ class Limits:
         _check_int("max_media_total", self.max_media_total, minimum=self.max_media_bytes)
         _require(
             self.max_message_bytes <= MAX_MESSAGE_BYTES,
-            f"max_message_bytes is at most {MAX_MESSAGE_BYTES}, gRPC's limit",
+            f"max_message_bytes must be at most {MAX_MESSAGE_BYTES}, gRPC's limit",
         )
         _require(
             self.max_message_bytes >= MIN_MESSAGE_BYTES,
-            f"max_message_bytes {self.max_message_bytes} cannot hold a prompt: it is at least {MIN_MESSAGE_BYTES}",
+            f"max_message_bytes {self.max_message_bytes} cannot hold a prompt: give at least {MIN_MESSAGE_BYTES}",
         )
 
     @property
@@ -76,16 +76,15 @@ class Limits:
 class RateLimiter:
     """A token bucket for each identity: `burst` requests at once, `rate` per second from then on. Not thread-safe.
 
-    Of a bucket only the time at which it is full again is kept. Entries stand in the order of their last request, and
-    full ones leave from the audio_encoder, so that what is kept is bounded by the requests of the last burst/rate
-    seconds.
+    A bucket is kept as the time at which it is full again. Buckets are in the order of their last request, and full
+    ones are dropped from the front. So memory is bounded by the requests of the last burst/rate seconds.
     """
 
     def __init__(self, rate: float | None, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`rate` None lets everything through.
+        """Create the limiter. rate: None is unlimited.
 
         Raises:
-            SettingsError: a rate that is not above 0, a burst below 1.
+            SettingsError: the rate is not above 0, or the burst is below 1.
         """
         _check_int("burst", burst)
         if rate is not None:
@@ -95,15 +94,15 @@ class RateLimiter:
         self._full_at: dict[str, float] = {}
 
     def __len__(self) -> int:
-        """How many identities are remembered."""
+        """Return the number of buckets that are kept."""
         return len(self._full_at)
 
     def acquire(self, identity: str) -> float:
-        """0 where the request may go, which uses it up; else the seconds to wait, which uses nothing up."""
+        """Take a token and return 0, or return the seconds until there is one."""
         if not self._interval:
             return 0.0
         now = self._clock()
-        self._truncate(now)
+        self._drop_full(now)
         full_at = max(self._full_at.get(identity, now), now) + self._interval
         wait = full_at - now - self._burst * self._interval
         if wait > _TIME_TOLERANCE_S:
@@ -112,19 +111,18 @@ class RateLimiter:
         self._full_at[identity] = full_at
         return 0.0
 
-    def _truncate(self, now: float) -> None:
+    def _drop_full(self, now: float) -> None:
         while self._full_at and self._full_at[oldest := next(iter(self._full_at))] <= now:
             del self._full_at[oldest]
 
 
 def _check_int(name: str, value: Any, minimum: int = 1) -> None:
-    _require(isinstance(value, int) and not isinstance(value, bool), f"{name} is a whole number, not {value!r}")
-    _require(value >= minimum, f"{name} is {minimum} or more, not {value}")
+    ok = is_integer(value) and value >= minimum
+    _require(ok, f"{name} must be a whole number, {minimum} or more, not {value!r}")
 
 
 def _check_positive(name: str, value: Any) -> None:
-    _require(isinstance(value, (int, float)) and not isinstance(value, bool), f"{name} is a number, not {value!r}")
-    _require(0 < value <= sys.float_info.max, f"{name} is a finite number above 0, not {value}")
+    _require(is_number(value) and value > 0, f"{name} must be a finite number above 0, not {value!r}")
 
 
 def _require(condition: bool, message: str) -> None:

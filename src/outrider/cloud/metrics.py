@@ -1,4 +1,4 @@
-"""What the service counts, for Prometheus. Each method is named by what happened; nothing here decides anything."""
+"""Prometheus metrics of the service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 
 class Metrics:
-    """One service's figures, in a registry of their own. Times are seconds, sizes bytes.
+    """Metrics of one service, in a registry of their own. Times are seconds, sizes bytes.
 
     The acceptance rate is outrider_accepted_total ÷ outrider_drafts_total, over any window.
     """
@@ -53,76 +53,84 @@ class Metrics:
         self._bytes = self._counter("outrider_bytes", "bytes of messages", "direction")
 
     def set_occupancy(self, sessions: int, slots_used: int, slots_total: int, cache_bytes: int) -> None:
+        """Set the gauges of sessions, KV slots and KV-cache memory."""
         self._sessions.set(sessions)
         self._slots_used.set(slots_used)
         self._slots_total.set(slots_total)
         self._cache_bytes.set(cache_bytes)
 
     def set_queue_length(self, requests: int) -> None:
-        """So many requests wait now."""
+        """Set the number of requests that wait."""
         self._queue_length.set(requests)
 
     def observe_queue_wait(self, seconds: float) -> None:
-        """A request left the queue, having waited this long."""
+        """Observe the wait of a request that left the queue."""
         self._queue_seconds.observe(seconds)
 
     def observe_batch(self, size: int, tokens: int, seconds: float) -> None:
-        """A forward of `size` requests and `tokens` tokens in all is done."""
+        """Observe a forward of `size` requests with `tokens` tokens in total."""
         self._batch_size.observe(size)
         self._batch_tokens.observe(tokens)
         self._forward_seconds.observe(seconds)
 
     def observe_verdict(self, drafts: int, accepted: int, seconds: float) -> None:
-        """A verdict was given, this long after its request arrived."""
+        """Observe a verdict. seconds: since its request arrived."""
         self._verdicts.inc()
         self._drafts.inc(drafts)
         self._accepted.inc(accepted)
         self._verify_seconds.observe(seconds)
 
     def count_generated(self, tokens: int = 1) -> None:
+        """Count tokens of cloud-only decoding."""
         self._generated.inc(tokens)
 
     def count_opened(self) -> None:
+        """Count an opened session."""
         self._opened.inc()
 
     def count_rebuilt(self) -> None:
+        """Count a KV cache that has to be computed again."""
         self._rebuilt.inc()
 
     def count_expired(self, sessions: int = 1) -> None:
+        """Count sessions that ended for being idle."""
         self._expired.inc(sessions)
 
     def count_evicted(self) -> None:
+        """Count a slot taken from an idle session."""
         self._evictions.inc()
 
     def count_error(self, kind: str) -> None:
-        """A request failed. `kind` is one of our own few words: every new one is a new series."""
+        """Count a failed request. kind: from a small fixed set, because each value is a series of its own."""
         self._errors.labels(kind).inc()
 
     def count_received(self, size: int) -> None:
+        """Count the bytes of a received message."""
         self._bytes.labels("in").inc(size)
 
     def count_sent(self, size: int) -> None:
+        """Count the bytes of a sent message."""
         self._bytes.labels("out").inc(size)
 
     def text(self) -> str:
-        """The figures in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry).decode()
 
     def serve(self, host: str, port: int, healthy: Callable[[], bool] = lambda: True) -> int:
-        """Serve the metrics over HTTP until `close`; return the bound port (0 lets the system choose).
+        """Serve the metrics over HTTP until `close`, and return the bound port.
 
-        healthy: the answer of `/health`.
+        port: 0 lets the system choose. healthy: the answer of `/health`.
 
         Raises:
             SettingsError: the address cannot be bound.
         """
         if self._server is not None:
-            raise RuntimeError("these metrics are served already: close them first")
+            raise RuntimeError("these metrics are already served: call close() first")
         self._server = MetricsServer(host, port, self.text, healthy)
         return self._server.port
 
     def close(self) -> None:
-        """Stop serving, if it was begun; may be called twice."""
+        """Stop serving. Does nothing if it is not serving."""
         server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -134,5 +142,4 @@ class Metrics:
         return Histogram(name, documentation, buckets=buckets, registry=self.registry)
 
     def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
-        """prometheus_client adds the `_total`."""
         return Counter(name, documentation, labels, registry=self.registry)

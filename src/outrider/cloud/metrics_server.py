@@ -38,6 +38,7 @@ class MetricsServer:
         self._thread.start()
 
     def close(self) -> None:
+        """Stop serving, and wait for the server's thread."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -46,7 +47,7 @@ class MetricsServer:
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening TCP socket. host: a name, an address, or "" for every interface, IPv4 and IPv6."""
     if not 0 <= port < 65536:
-        raise OverflowError("a port is between 0 and 65535")
+        raise OverflowError("a port must be between 0 and 65535")
     if not host:
         if socket.has_dualstack_ipv6():
             return socket.create_server((ANY_ADDRESSES[0], port), family=socket.AF_INET6, dualstack_ipv6=True)
@@ -90,7 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
             case "/health":
                 return (200, TEXT_PLAIN, "SERVING\n") if self.server.healthy() else (503, TEXT_PLAIN, "NOT_SERVING\n")
             case _:
-                return 404, TEXT_PLAIN, "there are /metrics and /health\n"
+                return 404, TEXT_PLAIN, "not found: there are /metrics and /health\n"
 
     def log_message(self, *_: object) -> None:
         """Log no requests."""

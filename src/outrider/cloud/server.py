@@ -1,4 +1,4 @@
-"""From a loaded engine to a listening process, and its orderly end."""
+"""The cloud server process: start, draining, and end."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from outrider.transport.tls import ServerTls
 log = logging.getLogger(__name__)
 
 ANY_ADDRESS = "::"
-ACTIVE_WINDOW_S = 5.0  # s; a session that asked for nothing for so long is not waited for
-DRAIN_DELAY_S = 0.2  # s between not-serving and the first check of whether everyone has left
+ACTIVE_WINDOW_S = 5.0  # s; draining does not wait for sessions without a request for so long
+DRAIN_DELAY_S = 0.2  # s between not-serving and the first check for active sessions
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """How a service runs. budget: bytes for KV slots. max_length: positions of a session. grace: s to drain."""
+    """Configuration of a server. budget: bytes for KV slots. max_length: positions of a session. grace: s to drain."""
 
     host: str
     port: int
@@ -49,7 +49,7 @@ class ServerConfig:
 
 
 class Server:
-    """One service on one address. `port` is known once it is started."""
+    """One service on one address. `port` is 0 until it is started."""
 
     def __init__(self, engine: ServableEngine, config: ServerConfig) -> None:
         self._config = config
@@ -72,10 +72,10 @@ class Server:
         self.port = 0
 
     async def start(self) -> None:
-        """Listen.
+        """Bind the addresses and begin to serve.
 
         Raises:
-            SettingsError: the address cannot be bound.
+            SettingsError: an address cannot be bound.
         """
         config = self._config
         self._grpc = grpc.aio.server(options=server_options(config.limits))
@@ -94,8 +94,8 @@ class Server:
         self._housekeeping.add_done_callback(_log_failure)
 
     async def drain(self) -> None:
-        """Take no new sessions, let those at work finish for up to `grace` seconds, then end."""
-        await self._serve_health(health_pb2.HealthCheckResponse.NOT_SERVING)  # first: balancers look elsewhere
+        """Refuse new sessions, let active ones finish for up to `grace` seconds, then stop."""
+        await self._serve_health(health_pb2.HealthCheckResponse.NOT_SERVING)  # first, so that load balancers react
         self.service.draining = True
         log.info("draining", extra={"sessions": len(self.service.sessions)})
         deadline = asyncio.get_running_loop().time() + self._config.grace
@@ -105,7 +105,7 @@ class Server:
         await self.stop()
 
     async def stop(self) -> None:
-        """End it now. Whoever comes second waits for the first."""
+        """Stop now. A second call waits for the first."""
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop())
         await asyncio.shield(self._stopping)
@@ -126,7 +126,9 @@ class Server:
                 return self._grpc.add_insecure_port(address)
             return self._grpc.add_secure_port(address, tls.credentials())
         except RuntimeError as error:
-            raise SettingsError(f"cannot listen on {address}: is it taken, or not this machine's?") from error
+            raise SettingsError(
+                f"cannot listen on {address}: it is in use, or not an address of this machine"
+            ) from error
 
     async def _serve_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", schema.SERVICE):
@@ -134,9 +136,9 @@ class Server:
 
 
 async def run(engine: ServableEngine, config: ServerConfig, on_listening: Callable[[Server], None]) -> int:
-    """Serve until SIGTERM or SIGINT, then drain; a second signal ends it at once.
+    """Serve until SIGTERM or SIGINT, then drain. A second signal ends it at once.
 
-    Returns 0, or 128 + the signal's number if it came before this listened.
+    Return 0, or 128 + the signal's number if the signal came before the server listened.
     """
     stop, force_stop, exit_code = asyncio.Event(), asyncio.Event(), 0
     loop = asyncio.get_running_loop()
@@ -147,7 +149,7 @@ async def run(engine: ServableEngine, config: ServerConfig, on_listening: Callab
         (force_stop if stop.is_set() else stop).set()
 
     is_listening = False
-    for number in (signal.SIGTERM, signal.SIGINT):  # first: an exception from a handler would be lost in a task
+    for number in (signal.SIGTERM, signal.SIGINT):  # first: KeyboardInterrupt would be lost in a task
         loop.add_signal_handler(number, on_signal, number)
     server = Server(engine, config)
     await server.start()
@@ -185,11 +187,11 @@ def check_bindable(host: str, port: int) -> None:
 
 
 def _grpc_address(host: str, port: int) -> str:
-    """As gRPC wants it. "" is every interface: gRPC takes [::] for both kinds of addresses, and cannot bind ""."""
+    """Return an address for gRPC, which takes [::] for every interface, IPv4 and IPv6, and cannot bind ""."""
     return f"{bracket_host(ascii_host(host) or ANY_ADDRESS)}:{port}"
 
 
 def _log_failure(housekeeping: asyncio.Task[None]) -> None:
-    """A service that no longer expires sessions must not look well."""
+    """Log the failure of the housekeeping task, without which no session expires."""
     if not housekeeping.cancelled() and housekeeping.exception() is not None:
         log.error("upkeep has ended", exc_info=housekeeping.exception())

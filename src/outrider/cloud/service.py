@@ -1,10 +1,10 @@
-"""The verification service as gRPC methods: who may call, what is refused, and how errors look to a peer."""
+"""gRPC methods of the verification service: authentication, pacing, and errors as frames."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator
 from functools import cached_property
 
@@ -13,28 +13,22 @@ import grpc
 from outrider.cloud.authentication import ANONYMOUS, Unauthenticated, authenticate
 from outrider.cloud.batcher import Batcher
 from outrider.cloud.identity_semaphore import IdentitySemaphore, Pace
-from outrider.cloud.limits import BYTES_PER_ID, MIN_MESSAGE_BYTES, Limits, RateLimiter
+from outrider.cloud.limits import BYTES_PER_ID, MIN_MESSAGE_BYTES, Limits
 from outrider.cloud.metrics import Metrics
-from outrider.cloud.sessions import RETRY_WHEN_FULL_S, SessionEntry, Sessions
+from outrider.cloud.service_state import MAX_SESSION_TOKENS, ServiceState
+from outrider.cloud.sessions import RETRY_WHEN_FULL_S
 from outrider.cloud.stream_handler import StreamHandler, detached_error
-from outrider.decoding.actions import Verify
-from outrider.engines.base import Prompt, ServableEngine
+from outrider.engines.base import ServableEngine
 from outrider.errors import AudioError, DecodingError, InputError, OutOfSync, OutriderError, PromptError, SettingsError
 from outrider.protocol import schema
 from outrider.protocol.messages import ErrorCode, FrameError, error_answer, parse_request
 from outrider.serving.tokens import Tokens
-from outrider.verifiers.local import describe
 
 log = logging.getLogger(__name__)
 
-FRAME_TIMEOUT_S, OPENING_TIMEOUT_S = (
-    30.0,
-    600.0,
-)  # s that a stream without a session may last: between two frames, and in all
+FRAME_TIMEOUT_S = 30.0  # s between two frames of a stream without a session
+OPENING_TIMEOUT_S = 600.0  # s that a stream may last without a session
 VOCABULARY_CHUNK = 4096  # tokens in one message
-RETRY_WHEN_DRAINING_S = 0.5  # s
-MAX_OPENINGS = 2  # recordings of one identity unpacked at a time: worker threads are few
-MAX_CACHED_PROMPTS = 16  # prompts that are kept unpacked until they get their first slot
 FREE_PER_S, FREE_BURST = 500, 1000  # frames and calls of one identity that need no engine
 ERROR_DELAY_S = 0.02  # s that an identity waits after an invalid request
 CLIENT_ERRORS = frozenset(
@@ -47,7 +41,6 @@ CLIENT_ERRORS = frozenset(
         ErrorCode.TOO_LARGE,
     }
 )
-MAX_SESSION_TOKENS = 2**20  # tokens of a session, where neither the model nor the operator says less
 
 _CODES: tuple[tuple[type[OutriderError], int], ...] = (
     (SettingsError, ErrorCode.SETTINGS),
@@ -59,10 +52,10 @@ _CODES: tuple[tuple[type[OutriderError], int], ...] = (
 )
 
 
-class Service:
-    """State of one service: engine and batcher, sessions, limits.
+class Service(ServiceState):
+    """gRPC methods of one service. tokens: None admits every caller.
 
-    max_length: positions that a session may have; None is the model's own limit.
+    Other parameters are those of `ServiceState`.
     """
 
     def __init__(
@@ -75,29 +68,19 @@ class Service:
         tokens: Tokens | None = None,
         max_length: int | None = None,
     ) -> None:
-        self.engine, self.batcher, self.limits, self.metrics = engine, batcher, limits, metrics
-        self.sessions = Sessions(limits, self._on_session_ended)
-        self.draining = False
+        super().__init__(engine, batcher, limits=limits, metrics=metrics, max_length=max_length)
         self.streams = 0
         self._tokens = tokens
-        self._rate = RateLimiter(limits.max_rate, limits.burst)
-        self._model_info = describe(engine)
-        self._model = engine.identity.encode()
-        self._pending_media = 0  # bytes of media whose session is not there yet
-        self._pending_media_of: Counter[str] = Counter()  # the same by identity
         self._streams_by_identity: Counter[str] = Counter()
-        self._frame_semaphore, self.opening_semaphore = IdentitySemaphore(1), IdentitySemaphore(MAX_OPENINGS)
+        self._frame_semaphore = IdentitySemaphore(1)
         self._free_work = Pace(FREE_PER_S, FREE_BURST)
-        self._cached_prompts: deque[list[Prompt]] = deque()
-        self._largest_frame = MIN_MESSAGE_BYTES + BYTES_PER_ID * (max_length or engine.max_length or MAX_SESSION_TOKENS)
-        self.max_length = max_length if max_length is not None else engine.max_length
-
-    # gRPC methods -------------------------------------------------------------------------------------------
+        self._largest_frame = MIN_MESSAGE_BYTES + BYTES_PER_ID * (self.max_length or MAX_SESSION_TOKENS)
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """The service's methods. Frames stay bytes, so that this class refuses invalid ones.
+        """Return the service's methods.
 
-        No method is unary: gRPC would receive the whole request before authentication.
+        Frames stay bytes: this class parses them, and answers an invalid one with an error frame. No method is unary,
+        because gRPC would receive the whole request before authentication.
         """
         methods = {
             "Describe": grpc.stream_unary_rpc_method_handler(self.describe),
@@ -107,6 +90,7 @@ class Service:
         return grpc.method_handlers_generic_handler(schema.SERVICE, methods)
 
     async def describe(self, _: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> bytes:
+        """Answer `Describe`: the model, its vocabulary size and fingerprint, and the limits."""
         identity = await self._authenticate(context)
         await self._pace_free_work(identity)
         async with self._frame_semaphore.hold(identity):
@@ -130,6 +114,7 @@ class Service:
         return answer.SerializeToString()
 
     async def vocabulary(self, _: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        """Answer `Vocabulary`: the tokens in the order of their ids, in parts."""
         identity = await self._authenticate(context)
         await self._pace_free_work(identity)
         for part in self._vocabulary:
@@ -144,6 +129,7 @@ class Service:
         return [schema.VocabularyPart(tokens=names[n : n + VOCABULARY_CHUNK]).SerializeToString() for n in starts]
 
     async def session(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        """Answer the frames of one stream. An error frame is the last answer."""
         identity = await self._authenticate(context)
         handler = StreamHandler(self, identity)
         self.streams += 1
@@ -184,62 +170,8 @@ class Service:
         self.metrics.count_sent(len(data))
         return data
 
-    # What conversations ask ---------------------------------------------------------------------------------
-
-    def check_serving(self) -> None:
-        if self.draining:
-            raise FrameError(ErrorCode.DRAINING, "this service is going down: connect again", RETRY_WHEN_DRAINING_S)
-
-    def check_opening(self, frame: schema.Open) -> None:
-        """Protocol, vocabulary and model are those that this side described."""
-        if frame.protocol != schema.VERSION:
-            raise FrameError(ErrorCode.PROTOCOL, f"protocol {frame.protocol}: this service speaks {schema.VERSION}")
-        if frame.fingerprint != self._model_info.fingerprint.encode():
-            raise FrameError(
-                ErrorCode.VOCABULARY, f"{self.engine.name} has another vocabulary than the edge compared with"
-            )
-        if frame.model != self._model:
-            raise FrameError(ErrorCode.MODEL, f"{self.engine.name} is another model than the one that was described")
-        if not 0 < frame.vocab_size <= self._model_info.vocab_size:
-            raise FrameError(
-                ErrorCode.INVALID, f"vocab_size {frame.vocab_size}: between 1 and {self._model_info.vocab_size}"
-            )
-
-    def check_audio_support(self) -> None:
-        """Before media is waited for."""
-        if not self._model_info.audio_seconds:
-            raise FrameError(ErrorCode.PROMPT, f"{self.engine.name} takes no audio, so it cannot verify what was heard")
-
-    def reserve_media(self, identity: str, size: int) -> None:
-        """Add to the bytes of media held for openings; a negative number releases. They count like those of sessions.
-
-        If there may be other identities, each gets half of the room at most.
-        """
-        share = self.limits.media_share(named=identity != ANONYMOUS)
-        full = (
-            self._pending_media + size > self.limits.max_media_total or self._pending_media_of[identity] + size > share
-        )
-        if size > 0 and full:
-            raise FrameError(
-                ErrorCode.LIMIT, "no room for more media: too many recordings are on their way", RETRY_WHEN_FULL_S
-            )
-        self._pending_media += size
-        self._pending_media_of[identity] += size
-        if not self._pending_media_of[identity]:
-            del self._pending_media_of[identity]
-
-    def cache_prompt(self, prompt: list[Prompt]) -> None:
-        """Keep an unpacked prompt for its first slot. Beyond the limit the oldest is dropped, and unpacked again on
-        use.
-
-        A minute of silence is a few kilobytes of FLAC and megabytes of samples. Called from worker threads.
-        """
-        self._cached_prompts.append(prompt)
-        if len(self._cached_prompts) > MAX_CACHED_PROMPTS:
-            self._cached_prompts.popleft().clear()
-
     async def _delay_after_error(self, identity: str, refusal: FrameError) -> None:
-        """Delay an identity after an invalid request: refusing at full speed would slow down the others."""
+        """Delay an identity after an invalid request, because refusing at full speed would slow down the others."""
         if identity != ANONYMOUS and refusal.code in CLIENT_ERRORS:
             async with self._frame_semaphore.hold(identity):
                 await asyncio.sleep(ERROR_DELAY_S)
@@ -261,53 +193,8 @@ class Service:
                 ErrorCode.LIMIT, f"{identity} has {limit} streams open, the most allowed", RETRY_WHEN_FULL_S
             )
 
-    def check_rate(self, identity: str) -> None:
-        wait = self._rate.acquire(identity)
-        if wait > 0:
-            raise FrameError(
-                ErrorCode.LIMIT, f"{identity} asks more than {self.limits.max_rate:g} times per second", wait
-            )
-
-    async def wait_for_rate(self, identity: str) -> None:
-        """Wait until the rate allows one more: tokens that are streamed come slower, and are not refused."""
-        while (wait := self._rate.acquire(identity)) > 0:
-            await asyncio.sleep(wait)
-
-    def check_id_count(self, ids: int) -> None:
-        """Before each of so many ids is looked at."""
-        if ids > self.length_limit:
-            raise FrameError(ErrorCode.PROMPT, f"{ids} ids in one request: this service holds {self.length_limit}")
-
-    def check_length(self, request: Verify) -> None:
-        total = request.base_length + len(request.draft_ids)
-        if self.max_length is not None and total > self.max_length:
-            raise FrameError(ErrorCode.PROMPT, f"a sequence of {total} tokens: this service holds {self.max_length}")
-
-    @property
-    def length_limit(self) -> int:
-        """Tokens of a session, prompt and output."""
-        return self.max_length if self.max_length is not None else MAX_SESSION_TOKENS
-
-    @property
-    def prompt_limit(self) -> int:
-        """Tokens of a prompt."""
-        return min(self.length_limit, self.limits.max_prompt_tokens or MAX_SESSION_TOKENS)
-
-    def remaining_tokens(self, entry: SessionEntry, base_length: int) -> int:
-        """How many tokens may follow the first `base_length`."""
-        end = entry.session.prompt_length + entry.settings.max_new_tokens
-        return min(end, self.length_limit) - base_length
-
-    def end_ids(self, entry: SessionEntry) -> tuple[int, ...]:
-        return () if entry.settings.ignore_eos else self.engine.eos_ids
-
-    def _on_session_ended(self, entry: SessionEntry) -> None:
-        self.batcher.release(entry)
-
-    # Upkeep -------------------------------------------------------------------------------------------------
-
     async def housekeeping(self, every: float = 1.0) -> None:
-        """Expire what is idle and report what is used, for as long as the service runs."""
+        """Run until cancelled: expire idle sessions and update the gauges, every `every` seconds."""
         while True:
             self.metrics.count_expired(self.sessions.expire())
             slot_pool = self.batcher.slot_pool
@@ -317,7 +204,11 @@ class Service:
 
 
 async def _read_frames(requests: AsyncIterator[bytes], handler: StreamHandler) -> AsyncIterator[bytes]:
-    """What comes on a stream, until its session is lost. One that has no session is not waited for without end."""
+    """Yield the frames of a stream until it ends.
+
+    Raises:
+        FrameError: the stream's session was lost, or the stream had no session for too long.
+    """
     loop = asyncio.get_running_loop()
     detached, deadline = asyncio.create_task(handler.detached.wait()), loop.time() + OPENING_TIMEOUT_S
     reading: asyncio.Task[bytes | None] | None = None
@@ -340,7 +231,7 @@ async def _read_frames(requests: AsyncIterator[bytes], handler: StreamHandler) -
 
 
 def _retrieve_exception(reading: asyncio.Task[bytes | None]) -> None:
-    """Whatever ends a stream is told to its reader; where nobody reads any more, it is no news."""
+    """Mark the exception of a cancelled read as seen, so that asyncio does not log it."""
     if not reading.cancelled():
         reading.exception()
 
@@ -350,18 +241,17 @@ async def _next(requests: AsyncIterator[bytes]) -> bytes | None:
 
 
 def _detached_or_timeout(handler: StreamHandler) -> FrameError:
-    """Why nothing more is waited for."""
     if handler.detached.is_set():
         return detached_error()
-    return FrameError(ErrorCode.INVALID, "a stream that is too long without a session")
+    return FrameError(ErrorCode.INVALID, "the stream had no session for too long: open one, or close the stream")
 
 
 def to_frame_error(raised: Exception) -> FrameError:
-    """What a peer is told. Only our own errors speak for themselves."""
+    """Return the error frame for an exception. Messages of foreign exceptions stay in the log."""
     if isinstance(raised, FrameError):
         return raised
     for kind, code in _CODES:
         if isinstance(raised, kind):
             return FrameError(code, str(raised))
     log.error("an internal error", exc_info=raised)
-    return FrameError(ErrorCode.INTERNAL, "an internal error of this service; its log says more")
+    return FrameError(ErrorCode.INTERNAL, "an internal error of this service: see its log")

@@ -1,7 +1,7 @@
-"""Who is being served: the sessions of a service, each with its tokens, its owner, and what it was conditioned on.
+"""The sessions of a service, with their tokens, identities and prompts.
 
-A session outlives the stream that opened it and the KV slot that it sits in. Slots are the engine's and belong to the
-batcher's thread (slot_pool.py); everything here belongs to the service's event loop.
+A session outlives the stream that opened it, and its KV slot. Slots belong to the batcher's thread (slot_pool.py).
+Everything here belongs to the service's event loop.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from outrider.sampling.acceptance import Verdict
 from outrider.verifiers.session import Session
 
 SESSION_ID_BYTES = 16
-RETRY_WHEN_FULL_S = 1.0  # s; when a full service may be asked again
+RETRY_WHEN_FULL_S = 1.0  # s until a client may retry on a full service
 
 
 class Stream(Protocol):
-    """What uses a session."""
+    """A stream, as its session sees it."""
 
     def on_detached(self) -> None:
-        """The session has ended, or another stream has it: nothing more is to be expected here."""
+        """Handle the loss of the session: it has ended, or another stream uses it."""
         ...
 
 
 @dataclass(eq=False)
 class SessionEntry:
-    """One session. load_prompt: unpacks its media anew, for a slot that has to be filled again."""
+    """One session. load_prompt: returns its prompt, with the media unpacked, for each slot that it gets."""
 
     identity: str
     session: Session
@@ -44,18 +44,18 @@ class SessionEntry:
     media_bytes: int = 0
     id: bytes = field(default_factory=lambda: secrets.token_bytes(SESSION_ID_BYTES))
     last_used: float = 0.0
-    stream: Stream | None = None  # the one that may use it: the last to open or resume it; None once it has ended
-    pending: Future[Verdict] | None = None  # the verdict being computed, which nothing may overtake
+    stream: Stream | None = None  # the last one to open or resume the session, None once that has ended
+    pending: Future[Verdict] | None = None  # the verdict being computed
 
     def attach(self, stream: Stream | None) -> None:
-        """From here on another stream has the session, or none; the one that had it is out."""
+        """Attach the session to a stream, or to none. Its previous stream is detached."""
         if self.stream is not None and self.stream is not stream:
             self.stream.on_detached()
         self.stream = stream
 
     @property
     def name(self) -> str:
-        """For logs: enough to tell sessions apart, too little to resume one."""
+        """Return a short name for logs: enough to distinguish sessions, too little to resume one."""
         return self.id[:4].hex()
 
     @property
@@ -65,12 +65,12 @@ class SessionEntry:
 
     @property
     def busy(self) -> bool:
-        """True while a verdict is being computed: until then, nobody takes the session away."""
+        """Return whether a verdict is being computed."""
         return self.pending is not None and not self.pending.done()
 
 
 class Sessions:
-    """All sessions of one service. on_ended is told of each that ends, however it ends."""
+    """All sessions of one service. on_ended: called with each session that ends, for any reason."""
 
     def __init__(
         self, limits: Limits, on_ended: Callable[[SessionEntry], None], clock: Callable[[], float] = time.monotonic
@@ -88,10 +88,10 @@ class Sessions:
         return iter(list(self._entries.values()))
 
     def add(self, entry: SessionEntry) -> None:
-        """Take a new session in.
+        """Add a new session, and evict others for it if necessary.
 
         Raises:
-            FrameError: as many as the service, or this identity, may have; or no room for its media.
+            FrameError: a session limit is reached, or the media limit, and nothing can be evicted.
         """
         evicted = [
             *self._evictions_for_session(entry.identity),
@@ -103,33 +103,35 @@ class Sessions:
         entry.last_used = self._clock()
 
     def find(self, id_: bytes, identity: str) -> SessionEntry:
-        """The session, if it is this identity's. Another's is as unknown as one that never was."""
+        """Return the session with this id. Sessions of other identities count as unknown.
+
+        Raises:
+            FrameError: there is none.
+        """
         entry = self._entries.get(id_)
         if entry is None or entry.identity != identity:
-            raise FrameError(
-                ErrorCode.UNKNOWN_SESSION, "this session is not known here: it expired, or was never opened"
-            )
+            raise FrameError(ErrorCode.UNKNOWN_SESSION, "unknown session: it expired, or was never opened")
         return entry
 
     def touch(self, entry: SessionEntry) -> None:
-        """It was used now. One that has ended stays so."""
+        """Mark a session as used now. Does nothing for one that has ended."""
         if self._entries.pop(entry.id, None) is not None:
             entry.last_used = self._clock()
             self._entries[entry.id] = entry
 
     def drop(self, entry: SessionEntry) -> None:
-        """End a session: its stream loses it, too. Again does nothing."""
+        """End a session, and detach its stream. Does nothing for one that has ended."""
         entry.attach(None)
         if self._entries.pop(entry.id, None) is not None:
             self._on_ended(entry)
 
     def active(self, seconds: float) -> int:
-        """How many have a stream and are at work, or were within so many seconds."""
+        """Return the number of sessions with a stream that are busy, or were within so many seconds."""
         since = self._clock() - seconds
         return sum(entry.stream is not None and (entry.busy or entry.last_used >= since) for entry in self)
 
     def expire(self) -> int:
-        """End sessions that were idle for too long; how many."""
+        """End the sessions that were idle for too long, and return their number."""
         oldest = self._clock() - self._limits.idle_seconds
         expired = [entry for entry in self if entry.last_used < oldest and not entry.busy]
         for entry in expired:
@@ -137,15 +139,18 @@ class Sessions:
         return len(expired)
 
     def check_capacity(self, identity: str) -> None:
-        """Raise FrameError where this identity could not add a session now. Nothing is changed."""
+        """Raise FrameError if this identity could not add a session now. Nothing is changed."""
         self._evictions_for_session(identity)
 
     def _evictions_for_session(self, identity: str) -> list[SessionEntry]:
-        """Who must go for a session more: the longest idle that no stream uses; its edge can open it again."""
+        """Return the sessions to evict for another one: the longest idle that no stream uses.
+
+        Their edges can open them again.
+        """
         limits = self._limits
         own = [other for other in self if other.identity == identity]
         if len(own) >= limits.max_sessions_per_identity:
-            return [_unused_session(own, f"{identity} has {len(own)} sessions in use, as many as it may")]
+            return [_unused_session(own, f"{identity} has {len(own)} sessions in use, the most allowed")]
         if len(self) >= limits.max_sessions:
             return [self._excess_session(identity, len(own))]
         return []

@@ -1,4 +1,4 @@
-"""Who sits in which KV slot. Belongs to the batcher's thread, the only one that touches the engine."""
+"""Assignment of KV slots to sessions. Belongs to the batcher's thread, the only one that calls the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SlotPool:
     def __init__(self, engine: Engine, total: int, metrics: Metrics) -> None:
         self._engine, self.total, self._metrics = engine, total, metrics
         self._sequences: dict[SessionEntry, CachedSequence] = {}
-        self._evicted_ids: set[bytes] = set()  # sessions that had a seat before: theirs is a cache to be rebuilt
+        self._evicted_ids: set[bytes] = set()  # sessions that had a slot before, for the count of rebuilt caches
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -28,10 +28,11 @@ class SlotPool:
         return entry in self._sequences
 
     def sequence(self, entry: SessionEntry) -> CachedSequence:
+        """Return the cached sequence of a session that has a slot."""
         return self._sequences[entry]
 
     def acquire(self, entry: SessionEntry, busy: Set[SessionEntry]) -> bool:
-        """Give a session a slot, if it has none; false where all slots are held by the `busy`."""
+        """Give a session a slot if it has none. Return False if all slots belong to `busy` sessions."""
         if entry in self._sequences:
             return True
         if len(self) >= self.total and not self._evict_idle(busy):
@@ -43,19 +44,19 @@ class SlotPool:
         return True
 
     def release(self, entry: SessionEntry) -> None:
-        """The session is over."""
+        """Free the slot of a session that has ended."""
         self.evict(entry)
         self._evicted_ids.discard(entry.id)
 
     def evict(self, entry: SessionEntry) -> None:
-        """Take the slot away; the session may take another."""
+        """Free a session's slot. The session may acquire another."""
         sequence = self._sequences.pop(entry, None)
         if sequence is not None:
             self._evicted_ids.add(entry.id)
             sequence.close()
 
     def clear(self) -> None:
-        """Give all slots back."""
+        """Free all slots."""
         for entry in list(self._sequences):
             self.release(entry)
 

@@ -1,4 +1,4 @@
-"""One stream of one edge, frame by frame: what is allowed when, and what each frame does to the session."""
+"""The frames of one stream: their order, and their effect on the session."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from outrider.cloud.service_state import ServiceState
 from outrider.cloud.sessions import SessionEntry
 from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
@@ -29,37 +29,37 @@ from outrider.sampling.acceptance import Verdict
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import open_session
 
-if TYPE_CHECKING:
-    from outrider.cloud.service import Service
-
 log = logging.getLogger(__name__)
 
-MEDIA_KINDS = (schema.AUDIO, schema.FEATURES)  # kinds of media that Media frames bring
+MEDIA_KINDS = (schema.AUDIO, schema.FEATURES)  # kinds that are uploaded in Media frames
 
 
 @dataclass
 class _PendingOpen:
-    """An Open whose media is still on its way."""
+    """An Open frame that waits for its media."""
 
     frame: schema.Open
-    parts: list[bytes] = field(default_factory=list)  # one buffer that grows would be copied, and leave holes
+    parts: list[bytes] = field(default_factory=list)  # a single growing buffer would be copied at each part
     size: int = 0
 
 
 class StreamHandler:
-    """What a stream has said so far. `handle` raises what `to_frame_error` in service.py turns into an Error frame."""
+    """State of one stream.
 
-    def __init__(self, service: Service, identity: str) -> None:
+    Errors that `handle` raises become error frames (`to_frame_error` in service.py).
+    """
+
+    def __init__(self, service: ServiceState, identity: str) -> None:
         self._service, self._identity = service, identity
         self._opening: _PendingOpen | None = None
         self._entry: SessionEntry | None = None
-        self.detached = asyncio.Event()  # its session has ended, or is another stream's
+        self.detached = asyncio.Event()  # the session has ended, or another stream uses it
 
     def handle(self, request: schema.Request) -> AsyncIterator[schema.Answer]:
-        """The answers to one frame."""
+        """Handle one frame, and yield its answers."""
         kind = request.WhichOneof("frame")
         if self._opening is not None and kind != "media":
-            raise FrameError(ErrorCode.INVALID, f"{kind} where media was announced")
+            raise FrameError(ErrorCode.INVALID, f"{kind}: expected the media that the opening announced")
         match kind:
             case "open":
                 return self._open(request.open)
@@ -83,14 +83,16 @@ class StreamHandler:
         return rounds != self._entry.session.rounds
 
     def on_detached(self) -> None:
+        """Note that the session has ended, or that another stream uses it."""
         self.detached.set()
 
     @property
     def has_session(self) -> bool:
+        """Return whether the stream has opened or resumed a session."""
         return self._entry is not None
 
     def on_end(self) -> None:
-        """The stream is over. The session stays, for another stream to resume."""
+        """Detach the stream, which is over, from its session. Another stream may resume the session."""
         self._discard_opening()
         if self._entry is not None and self._entry.stream is self:
             self._entry.attach(None)
@@ -101,7 +103,7 @@ class StreamHandler:
         self._check_no_session()
         self._service.check_rate(self._identity)
         self._service.check_opening(frame)
-        self._service.sessions.check_capacity(self._identity)  # before media is sent in vain
+        self._service.sessions.check_capacity(self._identity)  # before the edge uploads media
         if frame.media in MEDIA_KINDS:
             self._service.check_audio_support()
             self._opening = _PendingOpen(frame)
@@ -110,13 +112,13 @@ class StreamHandler:
 
     async def _media(self, frame: schema.Media) -> AsyncIterator[schema.Answer]:
         if self._opening is None:
-            raise FrameError(ErrorCode.INVALID, "media that no opening announced")
+            raise FrameError(ErrorCode.INVALID, "unexpected media: no opening announced it")
         if frame.more and not frame.data:
-            raise FrameError(ErrorCode.INVALID, "an empty part of media, with more to follow")
+            raise FrameError(ErrorCode.INVALID, "an empty part of media, although more follows")
         opening, limit = self._opening, self._service.limits.max_media_bytes
         data = frame.data
         if opening.size + len(data) > limit:
-            raise FrameError(ErrorCode.TOO_LARGE, f"media: at most {limit} bytes are taken here")
+            raise FrameError(ErrorCode.TOO_LARGE, f"media: this service takes at most {limit} bytes")
         self._service.reserve_media(self._identity, len(data))
         opening.parts.append(data)
         opening.size += len(data)
@@ -125,7 +127,7 @@ class StreamHandler:
             self._discard_opening()
 
     def _discard_opening(self) -> None:
-        """Its media is a session's now, or nobody's."""
+        """Release the media of the pending opening. The session counts its own."""
         opening, self._opening = self._opening, None
         if opening is not None:
             self._service.reserve_media(self._identity, -opening.size)
@@ -142,7 +144,7 @@ class StreamHandler:
         return schema.Answer(opened=schema.Opened(session=entry.id))
 
     def _build_session(self, frame: schema.Open, media: bytes) -> SessionEntry:
-        """A session out of its opening. In a worker thread: media takes time to unpack."""
+        """Build a session from its opening. Called in a worker thread, because unpacking media takes time."""
         service, engine = self._service, self._service.engine
         ids = unpack_ids(frame.prompt, service.prompt_limit, "a prompt")
         committed = unpack_ids(frame.committed, service.length_limit - len(ids), "the output")
@@ -174,12 +176,12 @@ class StreamHandler:
         entry.attach(self)
         if entry.pending is not None:
             await _wait_pending(entry.pending)
-        self._check_attached(entry)  # another stream may have come since
+        self._check_attached(entry)  # another stream may have resumed it meanwhile
         session = entry.session
-        known = session.ids[: frame.length]
-        if not session.prompt_length <= frame.length <= len(session.ids) or digest(known) != frame.digest:
+        prefix = session.ids[: frame.length]
+        if not session.prompt_length <= frame.length <= len(session.ids) or digest(prefix) != frame.digest:
             self._service.sessions.drop(entry)
-            raise FrameError(ErrorCode.UNKNOWN_SESSION, "this session holds other tokens than the edge's")
+            raise FrameError(ErrorCode.UNKNOWN_SESSION, "this session's tokens differ from the edge's: open a new one")
         session.rewind(frame.length)
         self._entry = entry
         self._service.sessions.touch(entry)
@@ -189,9 +191,9 @@ class StreamHandler:
     def _check_no_session(self) -> None:
         self._service.check_serving()
         if self._entry is not None:
-            raise FrameError(ErrorCode.INVALID, "this stream has its session already: one stream, one session")
+            raise FrameError(ErrorCode.INVALID, "this stream has a session already: open another stream")
 
-    # Deciding -----------------------------------------------------------------------------------------------
+    # Verdicts -----------------------------------------------------------------------------------------------
 
     async def _verify(self, frame: schema.Verify) -> AsyncIterator[schema.Answer]:
         entry, engine = self._require_session(), self._service.engine
@@ -201,9 +203,9 @@ class StreamHandler:
         yield pack_verdict(await self._request_verdict(entry, request), len(request.draft_ids))
 
     async def _generate(self, frame: schema.Generate) -> AsyncIterator[schema.Answer]:
-        """The target's own tokens until one ends the output, as far as this side can tell.
+        """Yield the target's own tokens until an end-of-sequence token or the length limit.
 
-        At least one is asked for: a wrong base length is an error, however little room it leaves.
+        At least one is requested, so that a wrong base length is an error even without room for a token.
         """
         entry, engine = self._require_session(), self._service.engine
         self._service.check_id_count(len(frame.new_ids))
@@ -211,9 +213,8 @@ class StreamHandler:
         request = unpack_verify(first, entry.session.vocab_size, engine.row_count)
         ends, room = self._service.end_ids(entry), self._service.remaining_tokens(entry, request.base_length)
         if room < 1 and request.base_length == len(entry.session.ids) + len(request.new_ids):
-            raise FrameError(
-                ErrorCode.INVALID, f"a sequence of {request.base_length} tokens is complete: none may follow"
-            )
+            message = f"the sequence of {request.base_length} tokens has reached its limit: no token may follow"
+            raise FrameError(ErrorCode.INVALID, message)
         for _ in range(max(1, room)):
             await self._service.wait_for_rate(self._identity)
             verdict = await self._request_verdict(entry, request)
@@ -236,14 +237,14 @@ class StreamHandler:
         entry = self._require_session()
         self._check_attached(entry)
         log.info("session closed", extra=self.log_fields(tokens=len(entry.session.ids)))
-        entry.stream = self._entry = None  # this stream ends it, and does not lose it
+        entry.stream = self._entry = None  # before `drop`, which would mark this stream as detached
         self._service.sessions.drop(entry)
         return
         yield
 
     def _require_session(self) -> SessionEntry:
         if self._entry is None:
-            raise FrameError(ErrorCode.INVALID, "a stream begins with an Open or a Resume")
+            raise FrameError(ErrorCode.INVALID, "this stream has no session: send Open or Resume first")
         return self._entry
 
     def _check_attached(self, entry: SessionEntry) -> None:
@@ -251,17 +252,21 @@ class StreamHandler:
             raise detached_error()
 
     def log_fields(self, **more: object) -> dict[str, object]:
+        """Return the fields of a log event: session, identity, and `more`."""
         name = self._entry.name if self._entry is not None else "-"
         return {"session": name, "identity": self._identity, **more}
 
 
 def detached_error() -> FrameError:
-    """What a stream is told whose session is no longer its own."""
+    """Return the error for a stream that has lost its session."""
     return FrameError(ErrorCode.UNKNOWN_SESSION, "this session has ended, or was resumed on another stream")
 
 
 async def _wait_pending(pending: Future[Verdict]) -> None:
-    """Wait until a verdict is there, or cannot be: who asked will hear of that. Being cancelled leaves it in peace."""
+    """Wait for the end of a verdict's computation. Its error is for the stream that requested it.
+
+    Cancelling the wait does not cancel the verdict.
+    """
     waiting = asyncio.wrap_future(pending)
     waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
     await asyncio.wait([waiting])

@@ -1,4 +1,4 @@
-"""What the rest of outrider knows of a model: an engine with KV slots, and a reader of one sequence in it."""
+"""The engine contract: a model with KV slots, and one cached sequence in such a slot."""
 
 from __future__ import annotations
 
@@ -16,18 +16,14 @@ from outrider.errors import ModelError, PromptError, StateError
 from outrider.sampling.policy import ForwardOutput, Policy
 from outrider.sampling.sampler import SampledToken
 
-PREFILL_CHUNK = (
-    256  # tokens of a long prompt that are read at once, where others wait for the engine or it may be cancelled
-)
-
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model is conditioned on.
+    """The input that a model is conditioned on.
 
     ids: tokens, audio placeholders expanded. audio: float32 [samples], 16 kHz mono. features: float32 [mels, frames]
-    instead, from `AudioInput.features`, if the recording itself is not sent. With neither, placeholders are read as
-    ordinary tokens. warnings: about the recording, for the result.
+    from `AudioInput.features`, in place of the recording. With neither, placeholders are ordinary tokens.
+    warnings: remarks about the recording, for the result.
 
     Raises:
         PromptError: both a recording and features.
@@ -44,22 +40,22 @@ class Prompt:
 
     @property
     def has_audio(self) -> bool:
-        """True where a recording comes with it, as a waveform or as features."""
+        """Return whether the prompt has a recording, as a waveform or as features."""
         return self.audio is not None or self.features is not None
 
 
 @dataclass(frozen=True)
 class SequenceInput:
-    """One slot's part of a batched forward: `ids` to append, and for how many of the last ones rows are wanted."""
+    """One slot's part of a batched forward: the `ids` to append, and how many of the last ones need logits."""
 
     slot: int
     ids: Seq[int]
     logits_to_keep: int
 
 
-def grow_to_fit(size: int, wanted: int, limit: int | None = None) -> int:
-    """`size`, doubled until it holds what is wanted, but never past the limit."""
-    while size < wanted:
+def grow_to_fit(size: int, required: int, limit: int | None = None) -> int:
+    """Return `size`, doubled until it is at least `required`, but at most `limit`."""
+    while size < required:
         size *= 2
     return size if limit is None else min(size, limit)
 
@@ -71,30 +67,33 @@ def check_truncation(slot: int, length: int, cached_len: int) -> None:
 
 
 def check_inputs(inputs: Seq[SequenceInput]) -> None:
-    """Raise StateError unless each slot stands once in a batch, and is fed what rows are wanted of."""
+    """Raise StateError if a slot occurs twice in a batch, or has fewer tokens than logits to keep."""
     slots = [seq_input.slot for seq_input in inputs]
     if len(set(slots)) < len(slots):
-        raise StateError(f"one slot stands twice in a batch: {slots}")
+        raise StateError(f"a slot occurs twice in a batch: {slots}")
     for seq_input in inputs:
         if not 0 < seq_input.logits_to_keep <= len(seq_input.ids):
             raise StateError(
-                f"slot {seq_input.slot}: {seq_input.logits_to_keep} rows wanted of {len(seq_input.ids)} fed tokens"
+                f"slot {seq_input.slot}: requested logits for {seq_input.logits_to_keep} positions, "
+                f"but only {len(seq_input.ids)} tokens were given"
             )
 
 
 def plan_kv_budget(
     name: str, in_use: int, budget: int, max_length: int, limit: int | None, size: Callable[[int], int]
 ) -> tuple[int, int]:
-    """How many sequences a budget in bytes holds, and the length of each. size: bytes of one, by its length.
+    """Return how many sequences a budget in bytes holds, and the length of each.
+
+    size: bytes of one sequence, by its length.
 
     Raises:
         ModelError: not one sequence fits.
         StateError: slots are open.
     """
     if in_use:
-        raise StateError(f"{name}: memory is reserved before slots are opened; {in_use} are open")
+        raise StateError(f"{name}: reserve memory before slots are opened: {in_use} are open")
     if max_length < 1:
-        raise ModelError(f"{name}: a sequence of at most {max_length} positions holds nothing")
+        raise ModelError(f"{name}: a sequence must hold at least 1 position, not {max_length}")
     length = max_length if limit is None else min(max_length, limit)
     if budget < size(length):
         raise ModelError(
@@ -104,101 +103,101 @@ def plan_kv_budget(
 
 
 class Engine(Protocol):
-    """A model on this machine and its KV slots. It owns every cache and is the only one to move their lengths."""
+    """A model on this machine and its KV slots. The engine owns every cache and alone moves their lengths."""
 
     name: str
     tokenizer: Any  # a transformers tokenizer, or None
-    row_count: int  # ids that the model can read: the named ones and padding
+    row_count: int  # ids that the model can read: those of the tokenizer, and padding
     eos_ids: tuple[int, ...]
     max_length: int | None  # positions that the model was made for
-    noise: float  # logits; a lead below it may flip between a 1-token and a k-token forward (0 in float32)
+    noise: float  # logits; a margin below it may flip between a 1-token and a k-token forward (0 in float32)
 
     @property
     def vocab_size(self) -> int:
-        """Ids that a tokenizer can name."""
+        """Number of ids that the tokenizer can name."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the vocabulary: equal fingerprints mean that ids mean the same."""
+        """Hash of the vocabulary. Engines with equal fingerprints give each id the same meaning."""
         ...
 
     def open(self, prompt: Prompt) -> int:
-        """A free slot for a sequence that will begin with `prompt`. Nothing is computed yet."""
+        """Return a free slot for a sequence that will begin with `prompt`. Nothing is computed yet."""
         ...
 
     def forward(self, slot: int, ids: Seq[int], logits_to_keep: int | None = None) -> Tensor:
-        """Append `ids` to the slot; the logits that follow each of the last `logits_to_keep` (default: all) of them.
+        """Append `ids` to the slot.
 
-        Returns float32 [rows, V ≥ vocab_size].
+        Returns the logits after each of the last `logits_to_keep` ids (default: all), float32 [rows, V ≥ vocab_size].
         """
         ...
 
     def forward_many(self, inputs: Seq[SequenceInput]) -> list[Tensor]:
-        """`forward` for several slots at once."""
+        """Run `forward` for several slots at once."""
         ...
 
     def truncate(self, slot: int, length: int) -> None:
-        """Forget all but the first `length` positions. O(1)."""
+        """Roll the slot back to its first `length` positions, in O(1)."""
         ...
 
     def kv_len(self, slot: int) -> int:
-        """Positions that the slot's cache holds."""
+        """Return how many positions the slot's cache holds."""
         ...
 
     def close(self, slot: int) -> None:
-        """Give the slot back."""
+        """Release the slot."""
         ...
 
 
 class ServableEngine(Engine, Protocol):
-    """An engine as a service needs it: with its memory bounded, and told apart from others."""
+    """An engine that a service can host: its memory is bounded, and its checkpoint has an identity."""
 
     @property
     def audio(self) -> Any:
-        """How recordings enter (`AudioInput`); None where they cannot."""
+        """Audio encoder of the model (`AudioInput`), or None for a text model."""
         ...
 
     @property
     def identity(self) -> str:
-        """A hash that tells checkpoints apart."""
+        """Hash that distinguishes checkpoints."""
         ...
 
     @property
     def cache_bytes(self) -> int:
-        """What the caches of keys and values hold now."""
+        """Bytes that the KV caches hold now."""
         ...
 
     def reserve(self, budget: int, max_length: int) -> int:
-        """Never hold more than `budget` bytes of them, for sequences of `max_length` positions; returns the slots."""
+        """Limit the KV caches to `budget` bytes, for sequences of `max_length` positions. Return the slots."""
         ...
 
 
 class DeviceSampler(Engine, Protocol):
-    """An engine that can choose tokens where it computed the logits, on a device that is slow to be read back from."""
+    """An engine that can sample tokens on the device, without reading the logits back to the host."""
 
-    samples_on_device: bool  # whether this one can
+    samples_on_device: bool  # False for an engine that lacks the kernels
 
     def sample_many(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> list[list[SampledToken]]:
-        """`forward_many`, and what each feed's policy chooses from each of its rows."""
+        """Run `forward_many`, and sample a token from each kept position by its input's policy."""
         ...
 
     def draft(self, slot: int, ids: Seq[int], count: int, policy: Policy, *, with_signals: bool) -> list[Proposal]:
-        """Append `ids`, then choose a token and append it, `count` times (the last one is not appended).
+        """Append `ids`, then sample and append a token, `count` times. The last token is not appended.
 
-        Returns the tokens up to an EOS; the cache may hold what came behind it.
-        with_signals: with each one's signals.
+        Returns the tokens up to an EOS. The cache may hold tokens behind it.
+        with_signals: compute the gate signals of each token as well.
         """
         ...
 
 
 def as_device_sampler(engine: Engine) -> DeviceSampler | None:
-    """The engine, if it can choose."""
+    """Return the engine if it samples on its device, or None."""
     return cast(DeviceSampler, engine) if getattr(engine, "samples_on_device", False) else None
 
 
 def forward_or_sample(engine: Engine, inputs: Seq[SequenceInput], policies: Seq[Policy | None]) -> list[ForwardOutput]:
-    """`forward_many`; where a policy is given and the engine can choose, the feed's picks in place of its rows."""
+    """Return the logits of each input, or its sampled tokens if it has a policy and the engine can sample."""
     sampler = as_device_sampler(engine)
     sampled = [n for n, policy in enumerate(policies) if sampler is not None and policy is not None]
     others = [n for n in range(len(inputs)) if n not in sampled]
@@ -206,13 +205,16 @@ def forward_or_sample(engine: Engine, inputs: Seq[SequenceInput], policies: Seq[
     if others:
         found |= zip(others, engine.forward_many([inputs[n] for n in others]), strict=True)
     if sampled and sampler is not None:
-        chosen = [policy for policy in policies if policy is not None]
-        found |= zip(sampled, sampler.sample_many([inputs[n] for n in sampled], chosen), strict=True)
+        present = [policy for policy in policies if policy is not None]
+        found |= zip(sampled, sampler.sample_many([inputs[n] for n in sampled], present), strict=True)
     return [found[n] for n in range(len(inputs))]
 
 
 class CachedSequence:
-    """One sequence's place in an engine: it feeds what the cache lacks, and nothing twice."""
+    """One sequence in an engine's slot. It feeds only the tokens that the cache lacks.
+
+    owner: name of the sequence in error messages.
+    """
 
     def __init__(self, engine: Engine, prompt: Prompt, owner: str) -> None:
         self.engine, self.owner = engine, owner
@@ -220,7 +222,7 @@ class CachedSequence:
 
     @property
     def cached_len(self) -> int:
-        """How many tokens the cache holds."""
+        """Number of tokens that the cache holds."""
         return self.engine.kv_len(self.slot)
 
     def extend(self, ids: Seq[int], logits_to_keep: int) -> Tensor:
@@ -229,7 +231,11 @@ class CachedSequence:
         return self.engine.forward(seq_input.slot, seq_input.ids, logits_to_keep)
 
     def next_input(self, ids: Seq[int], logits_to_keep: int) -> SequenceInput:
-        """What the cache lacks of `ids`, with the last `logits_to_keep` wanted."""
+        """Return the forward input that brings the cache up to `ids`.
+
+        Raises:
+            StateError: fewer than `logits_to_keep` of the tokens are new.
+        """
         cached_len = self.cached_len
         if logits_to_keep > len(ids) - cached_len:
             raise StateError(
@@ -238,10 +244,11 @@ class CachedSequence:
         return SequenceInput(self.slot, ids[cached_len:], logits_to_keep)
 
     def rollback_to(self, length: int) -> None:
-        """Roll back to a proper prefix of the first `length` tokens: those after them were void."""
+        """Roll the cache back to a proper prefix of the first `length` tokens."""
         if self.cached_len >= length:
             self.engine.truncate(self.slot, length - 1)
         check_cache(length, self.cached_len, self.owner)
 
     def close(self) -> None:
+        """Release the slot."""
         self.engine.close(self.slot)

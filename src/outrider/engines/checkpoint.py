@@ -29,11 +29,11 @@ _KERNEL_FIELDS = re.compile(r"(attn|experts)_implementation$")
 
 
 def check_checkpoint(path: str, name: str) -> None:
-    """Refuse a checkpoint that is more than data, or whose sizes are impossible. path: a directory or a hub id.
+    """Refuse a checkpoint that is more than data, or has impossible sizes. path: a directory or a hub id.
 
     Raises:
-        ModelError: it is an adapter, holds pickles only, names code elsewhere, lacks shards, or its
-            configuration contradicts its weights; the message names the file.
+        ModelError: the checkpoint is an adapter, holds pickles only, names code elsewhere, lacks shards, or has a
+            configuration that contradicts its weights. The message names the file.
     """
     if find_file(path, "adapter_config.json") is not None:
         raise ModelError(
@@ -122,7 +122,7 @@ def check_gguf(path: str, name: str) -> None:
 
 
 def _tensor_shapes(path: str, name: str) -> Iterator[tuple[int, ...]]:
-    """Return the shapes of all stored tensors."""
+    """Yield the shapes of all stored tensors."""
     for file in _weight_files(path, name):
         for key, entry in _read_header(file, name).items():
             if key != "__metadata__":

@@ -1,4 +1,4 @@
-"""From a name to an engine: a directory, a hub id, a `.gguf` file, a bundled checkpoint, or a loaded model."""
+"""Loading of engines from a directory, a hub id, a `.gguf` file, a bundled checkpoint, or a loaded model."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def load_engine(
     Args:
         model: a directory or hub id of transformers checkpoints, a `.gguf` file, "demo:edge" (or "demo") or
             "demo:cloud" for the bundled pair, or a transformers model that is loaded already.
-        tokenizer, extractor: instead of the checkpoint's own; a loaded model has none.
-        dtype: float32, bfloat16, float16; auto is float32 on a CPU and the checkpoint's own on a GPU.
-        device: a torch device such as cpu or cuda:1; auto is cuda where there is one (cpu for a `.gguf` file).
+        tokenizer, extractor: instead of the checkpoint's own. A loaded model has none.
+        dtype: float32, bfloat16, float16, or auto: float32 on a CPU and the checkpoint's own on a GPU.
+        device: a torch device such as cpu or cuda:1, or auto: cuda if available (cpu for a `.gguf` file).
 
     Raises:
-        ModelError: no such checkpoint, unreadable, lacking weights, or one whose cache cannot be truncated; a package
-            that it needs is not installed.
+        ModelError: the checkpoint does not exist, is unreadable, lacks weights or has a cache that cannot be
+            truncated, or a package that it needs is not installed.
         SettingsError: an unknown dtype or device, or one for a model that is loaded already.
         StateError: this process was forked from one that had loaded a model.
         OutriderError: the disk is full, or no temporary directory is writable.
@@ -87,9 +87,9 @@ def _load(path: str, name: str, tokenizer: Any, extractor: Any, dtype: str, devi
 
 @contextmanager
 def map_load_errors(name: str, action: str = "cannot load") -> Iterator[None]:
-    """Map the exceptions of model libraries to a `ModelError` that names the model; a full disk is an `OutriderError`.
+    """Map the exceptions of model libraries to a `ModelError` that names the model, and a full disk to `OutriderError`.
 
-    The libraries promise no set of exceptions: tokenizers raises bare `Exception`, and Rust's panics are none at all.
+    The libraries promise no set of exceptions: tokenizers raises bare `Exception`, and Rust panics are not even that.
     """
     try:
         yield
@@ -114,9 +114,8 @@ def _wrap_model(model: Any, tokenizer: Any, extractor: Any, dtype: str, device: 
 
 
 def _make_engine(model: Any, tokenizer: Any, extractor: Any, name: str | None = None) -> TorchEngine:
-    from outrider.engines.torch.engine import (
-        TorchEngine,  # seconds of model library, which checking a name does not need
-    )
+    # Importing the model library takes seconds, which checking a name does not need.
+    from outrider.engines.torch.engine import TorchEngine
 
     return TorchEngine(model, tokenizer, extractor, name)
 
@@ -131,22 +130,22 @@ def _load_llama_cpp(path: str, tokenizer: Any, extractor: Any, name: str) -> Ggu
             f"Or dense in transformers, with a dtype such as float32: {install_command('gguf-dense')}"
         )
     if extractor is not None:
-        raise SettingsError(f"{name}: llama.cpp gets no recordings here: an extractor has no use")
+        raise SettingsError(f"{name}: an extractor has no use, as llama.cpp gets no recordings here: leave it out")
     log.info("loading %s into llama.cpp", name)
     with map_load_errors(name):
         return GgufEngine(path, tokenizer, name)
 
 
 def full_name(name: str) -> str:
-    """Return the one name of a model, by which engines, gate files and results call it."""
+    """Return the full name of a model, as used by engines, gate files and results."""
     return _SHORT_NAMES.get(name, name)
 
 
 def resolve_path(name: str) -> str:
-    """The path of a local checkpoint, or a hub id as it is.
+    """Return the path of a local checkpoint, or a hub id unchanged.
 
     Raises:
-        ModelError: it is neither an existing path nor of the form "owner/name".
+        ModelError: the name is neither an existing path nor of the form "owner/name".
     """
     name = full_name(name)
     if name in _BUNDLED_NAMES:
@@ -168,7 +167,7 @@ def resolve_path(name: str) -> str:
 
 
 def captions_only(name: str) -> bool:
-    """Return whether a model takes recordings alone as prompts, without loading it; False if only loading shows it.
+    """Return whether a model takes recordings alone as prompts, without loading it. False if only loading shows it.
 
     Raises:
         ModelError: no such model, or its config.json is not valid.
@@ -190,7 +189,7 @@ def _load_transformers(path: str, name: str, options: dict[str, Any]) -> tuple[A
 
 
 def _require_weights(name: str, model: Any, report: dict[str, Any]) -> Any:
-    """The model, unless the loading library had to invent weights that the checkpoint lacks."""
+    """Return the model. Raise ModelError if the library initialised weights that the checkpoint lacks."""
     missing = sorted(map(str, report.get("missing_keys", ())))
     if missing:
         raise ModelError(f"{name} lacks {len(missing)} of the model's weights, the first {missing[0]}")
@@ -228,7 +227,7 @@ def _load_dequantised(path: str, options: dict[str, Any]) -> tuple[Any, Any, Any
 
 
 def _load_tokenizer(path: str) -> Any:
-    """The checkpoint's tokenizer with its chat template, or None where it has none."""
+    """Return the checkpoint's tokenizer with its chat template, or None if it has none."""
     from transformers import AutoTokenizer
 
     folder = Path(path)

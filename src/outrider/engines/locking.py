@@ -18,12 +18,12 @@ S = TypeVar("S", bound="Locked")
 # Loading changes state of the whole process: torch's default dtype, and the initialisers that transformers replaces.
 LOAD_LOCK = threading.RLock()
 _locks_guard = threading.Lock()
-_loaders: list[int] = []  # the id of the one that loads models
+_loaders: list[int] = []  # id of the process that loads models
 _locks: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
 
 
 class Locked:
-    """An object whose `exclusive` methods run in one thread at a time. lock: held by the running method."""
+    """An object with `exclusive` methods, of which one runs at a time. lock: held by the running method."""
 
     lock: threading.RLock
 
@@ -44,7 +44,7 @@ def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
 
 
 def check_process() -> None:
-    """Raise StateError in the child of a fork, if a model was loaded before it; else keep this process's id.
+    """Raise StateError in the child of a fork if a model was loaded before the fork. Otherwise keep the process's id.
 
     A fork copies no threads. A forward pass in the child, of a model loaded there too, would wait for those of OpenMP
     for ever, and so would anything for a lock that was held at the fork.

@@ -28,7 +28,7 @@ def find_change(old: State, new: State) -> str | None:
 
 
 def _identity(weight: Tensor) -> tuple[object, ...]:
-    """A weight's place and shape, and the count of its changes in place (torch keeps none in inference mode)."""
+    """Return a weight's address, shape and count of in-place changes (torch keeps no count in inference mode)."""
     version = None if weight.is_inference() else weight._version
     return weight.data_ptr(), tuple(weight.shape), weight.dtype, weight.device, version
 

@@ -1,4 +1,4 @@
-"""Proof, on a few tokens at load, that an engine's slots do what they promise; it also measures the numeric noise."""
+"""Self-test of an engine at load: proof that its KV slots can be rolled back, and a measure of its numeric noise."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from outrider.errors import ModelError
 
 @dataclass(frozen=True)
 class SelfTest:
-    """head, tail, step: tokens read before a roll-back, after it, and in one block.
+    """Sizes and tolerance of the self-test.
 
-    tolerance: by how much readings may differ, as a share of the spread of the logits.
+    head, tail, step: tokens fed before a roll-back, after it, and in one block. tolerance: largest allowed difference
+    between logits, as a share of their standard deviation.
     """
 
     head: int
@@ -26,24 +27,26 @@ class SelfTest:
     tolerance: float
 
     def ids(self, engine: Engine) -> list[int]:
-        """Any tokens, head and tail, as far as the model holds them.
+        """Return arbitrary tokens for head and tail, fewer if the model's context is short.
 
         Raises:
-            ModelError: it holds fewer than are needed.
+            ModelError: the context is too short for the test.
         """
         head = min(self.head, (engine.max_length or self.head + self.tail) - self.tail)
         if head < self.step:
-            raise ModelError(f"{engine.name} holds {engine.max_length} positions: too few to work with")
+            raise ModelError(
+                f"{engine.name} holds {engine.max_length} positions: expected at least {self.step + self.tail}"
+            )
         return [7 * i % max(engine.vocab_size - 1, 1) for i in range(1, head + self.tail + 1)]
 
     def max_difference(self, engine: Engine, ids: Seq[int], reference: Tensor, kind: str) -> float:
-        """The largest difference in logits between readings of the same tokens.
+        """Return the largest difference in logits between several ways to feed the same tokens.
 
-        They are read in blocks after a roll-back, one by one after another, and beside a second sequence; all must
-        agree with each other and with `reference` (float32 [len(ids), V]: read at once by what has seen nothing else).
+        The tokens are fed in blocks after a roll-back, one at a time after another, and beside a second sequence.
+        All results must agree with each other and with `reference`, float32 [len(ids), V], from one plain forward.
 
         Raises:
-            ModelError: they do not; the message names the model, and its kind.
+            ModelError: they differ by more than the tolerance. The message names the model and its kind.
         """
         head = len(ids) - self.tail
         slot = engine.open(Prompt(tuple(ids)))
@@ -67,7 +70,7 @@ class SelfTest:
         return max_difference
 
     def _forward_beside_another(self, engine: Engine, slot: int, ids: Seq[int], head: int) -> Tensor:
-        """Roll back to the head and read the rest in one batch with a shorter sequence; rows of both."""
+        """Roll back to the head and feed the tail in one batch with a shorter sequence. Return the logits of both."""
         engine.truncate(slot, head)
         second_slot = engine.open(Prompt(tuple(ids)))
         engine.forward(second_slot, ids[:2], 1)
@@ -80,7 +83,7 @@ class SelfTest:
 
 
 def _forward_in_steps(engine: Engine, slot: int, ids: Seq[int], head: int, step: int) -> Tensor:
-    """Roll back to the first `head` tokens and read the rest, `step` at a time."""
+    """Roll back to the first `head` tokens and feed the rest, `step` at a time. Return their logits."""
     engine.truncate(slot, head)
     return torch.cat([engine.forward(slot, ids[i : i + step]) for i in range(head, len(ids), step)])
 

@@ -1,4 +1,4 @@
-"""What ids mean: an engine's tokens, and the hash by which two sides compare them."""
+"""Vocabulary of an engine: its token strings, and the hash by which edge and cloud compare them."""
 
 from __future__ import annotations
 
@@ -24,45 +24,50 @@ def tokenize(tokenizer: Any, text: str, **options: Any) -> list[int]:
 
 
 class Vocabulary:
-    """The part of an engine that its tokenizer makes. row_count: ids that the model can read."""
+    """The part of an engine that depends on its tokenizer. row_count: number of ids that the model can read."""
 
     tokenizer: Any
     row_count: int
 
     @cached_property
     def vocab_size(self) -> int:
-        """How many ids the tokenizer can name; what lies beyond is padding."""
+        """Return how many ids the tokenizer can name. Ids beyond are padding."""
         if self.tokenizer is None:
             return self.row_count
         return min(self.row_count, max(self.tokenizer.get_vocab().values()) + 1)
 
     @cached_property
     def fingerprint(self) -> str:
+        """Return the hash of the vocabulary, 16 hexadecimal digits."""
         tokens = self.vocabulary or [str(self.vocab_size)]
         return hashlib.sha256("\0".join(tokens).encode()).hexdigest()[:16]
 
     @cached_property
     def vocabulary(self) -> list[str]:
-        """The token strings by id; empty without a tokenizer."""
+        """Return the token strings by id, or an empty list without a tokenizer."""
         if self.tokenizer is None:
             return []
         return [str(token) for token in self.tokenizer.convert_ids_to_tokens(list(range(self.vocab_size)))]
 
 
 def check_eos_ids(name: str, ids: tuple[Any, ...], row_count: int, source: str) -> tuple[int, ...]:
-    """Return the end tokens that the model can emit; those beyond its vocabulary never end an output.
+    """Return the end tokens that the model can emit. Ids beyond its vocabulary are dropped.
+
+    source: origin of the end tokens, for error messages.
 
     Raises:
-        ModelError: one is no token id. source: the origin of the end tokens.
+        ModelError: an end token is not a token id.
     """
     for token in ids:
         if not is_integer(token) or token < 0:
-            raise ModelError(f"{name}: eos_token_id {token!r} of its {source} is no token id: expected 0 or more")
+            raise ModelError(
+                f"{name}: eos_token_id {token!r} of its {source} is not a token id: expected an integer, 0 or more"
+            )
     return tuple(token for token in ids if token < row_count)
 
 
 def warn_if_eos_differs(name: str, used: tuple[int, ...], tokenizer: Any, source: str) -> None:
-    """Warn if the tokenizer's end token does not end an output. source: the origin of the end tokens."""
+    """Log a warning if the tokenizer's end token is not among the end tokens in use. source: the origin of those."""
     end = getattr(tokenizer, "eos_token_id", None)
     if end is not None and end not in used:
         _warn_once(
@@ -72,7 +77,7 @@ def warn_if_eos_differs(name: str, used: tuple[int, ...], tokenizer: Any, source
 
 @lru_cache(256)
 def _warn_once(name: str, used: tuple[str, ...], end: str, source: str) -> None:
-    """Log equal warnings once."""
+    """Log the warning, once for equal arguments."""
     ends = f"ends outputs with {', '.join(used)}" if used else "names no end token, so that only lengths end an output"
     log.warning("%s: its tokenizer's end token is %s, but its %s %s. The latter is used", name, end, source, ends)
 

@@ -1,1 +1,1 @@
-"""The edge as an endpoint: many clients at once on one drafter."""
+"""The edge as an HTTP server with OpenAI's API: many clients on one drafter."""

@@ -1,4 +1,4 @@
-"""Who may ask, from where, and how much they may send."""
+"""Access control: API keys, host names, and limits on request bodies."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 @dataclass(frozen=True)
 class Access:
-    """The gateway's door.
+    """Access settings of a gateway.
 
-    keys: the API keys that are taken; None takes everybody. max_body: bytes. hosts: the names under which the gateway
-    may be addressed, None for any: a page of another site whose name is made to resolve to this machine (DNS
-    rebinding) would otherwise be let in as one of ours. body_s: seconds that a body may take to come.
+    keys: the accepted API keys. None admits every client. max_body: bytes. hosts: the accepted names in the Host
+    header, None for any. They protect against DNS rebinding, where the name of another site resolves to this machine.
+    body_s: seconds that a body may take to arrive.
     """
 
     keys: Tokens | None = None
@@ -32,49 +32,49 @@ class Access:
     body_s: float = 60.0
 
     def authenticate(self, request: Request) -> str:
-        """Whose turn a request takes: the key's name, else the peer's address.
+        """Return the client of a request: the key's name, else the peer's address.
 
         Raises:
-            RequestError: the wrong host, or no key that is known.
+            RequestError: the host is not accepted, or the API key is missing or unknown.
         """
         self.check_host(request)
         if self.keys is None:
             return _peer_address(request)
         name = self.keys.identity(_bearer(request.headers.getlist("authorization")))
         if name is None:
-            raise _unauthorized("the API key is not known to this gateway")
+            raise _unauthorized("unknown API key: this gateway does not accept it")
         return name
 
     def check_host(self, request: Request) -> None:
-        """Raise Refused for a name that is not this gateway's, or for two names.
+        """Raise RequestError for a Host header that is not accepted, or for two of them.
 
-        A request without a Host header (HTTP/1.0) is allowed: no browser sends one.
+        A request without the header (HTTP/1.0) is allowed, because browsers always send it.
         """
         named = request.headers.getlist("host")
         if self.hosts is None or not named:
             return
         if len(named) > 1 or _without_port(named[0]) not in self.hosts:
-            raise RequestError(
-                "this gateway is not known by the name in the Host header", code="unknown_host", status=403
-            )
+            message = "the Host header does not name this gateway: use one of its own addresses"
+            raise RequestError(message, code="unknown_host", status=403)
 
     async def read_body(self, request: Request, reserve: Callable[[int], None]) -> bytes:
-        """Return the request's body. reserve: called with the size of each part before it is kept; it may refuse.
+        """Return the request's body. reserve: called with the size of each part, before it is kept. It may raise.
 
         Raises:
-            RequestError: the content type is not JSON, or the body is too long or too slow. The rest is not awaited.
-            ClientDisconnect: the client went away.
+            RequestError: the content type is not JSON, or the body is too long or too slow. Its rest is not read.
+            ClientDisconnect: the client has disconnected.
         """
         _check_headers(request, self.max_body)
         try:
             async with asyncio.timeout(self.body_s):
                 return await _read_parts(request, self.max_body, reserve)
         except TimeoutError:
-            raise RequestError(f"the body took over {self.body_s:g} s", code="too_slow", status=408) from None
+            message = f"the body did not arrive within {self.body_s:g} s"
+            raise RequestError(message, code="too_slow", status=408) from None
 
 
 def _peer_address(request: Request) -> str:
-    """Return the peer's address. A socket of both families gives IPv4 addresses a prefix, which is removed."""
+    """Return the peer's address. IPv4 addresses lose the prefix that they have on a dual-stack socket."""
     return request.client.host.removeprefix("::ffff:") if request.client is not None else "local"
 
 
@@ -82,7 +82,7 @@ def check_listen(host: str, *, keys: bool, insecure: bool) -> None:
     """Refuse to listen beyond this machine without API keys, unless `insecure` accepts it.
 
     Raises:
-        SettingsError: it would; or a name that does not resolve.
+        SettingsError: other machines could reach it, or the name does not resolve.
     """
     if not keys and not insecure and not is_local(host):
         raise SettingsError(
@@ -92,7 +92,7 @@ def check_listen(host: str, *, keys: bool, insecure: bool) -> None:
 
 
 def allowed_hosts(host: str, *, keys: bool) -> frozenset[str] | None:
-    """The names that `Access.hosts` takes: where a key is asked for, or others may come, any."""
+    """Return `Access.hosts` for an address: any name with API keys, or if other machines can reach the address."""
     if keys or not is_local(host):
         return None
     return LOCAL_HOSTS | {f"[{host}]" if ":" in host else host.lower()}
@@ -101,10 +101,9 @@ def allowed_hosts(host: str, *, keys: bool) -> frozenset[str] | None:
 def _check_headers(request: Request, limit: int) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise RequestError(
-            "send the request as it is, without Content-Encoding", code="unsupported_media_type", status=415
-        )
-    if kind != MEDIA_TYPE:  # another site's page could send other types without asking the browser first
+        message = "Content-Encoding is not supported: send the request uncompressed"
+        raise RequestError(message, code="unsupported_media_type", status=415)
+    if kind != MEDIA_TYPE:  # browsers let pages of other sites send other types without a CORS preflight
         raise RequestError(f"send the request as {MEDIA_TYPE}", code="unsupported_media_type", status=415)
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
@@ -124,12 +123,12 @@ async def _read_parts(request: Request, limit: int, reserve: Callable[[int], Non
 
 
 def _too_large(limit: int) -> RequestError:
-    return RequestError(f"the body is larger than {limit} bytes, the most that is read", code="too_large", status=413)
+    return RequestError(f"the body is larger than {limit} bytes, the limit", code="too_large", status=413)
 
 
 def _bearer(values: Iterable[str]) -> str:
-    values_list = list(values)
-    scheme, _, key = values_list[0].partition(" ") if len(values_list) == 1 else ("", "", "")
+    given = list(values)
+    scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
     if scheme.lower() != "bearer" or not key.strip():
         raise _unauthorized("an API key is required: send one `Authorization: Bearer KEY`")
     return key.strip()

@@ -1,4 +1,4 @@
-"""The application: paths, their documents, and what an error becomes."""
+"""The ASGI application: routes, OpenAPI document, and error handlers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ log = logging.getLogger("outrider.gateway")
 PAGE: Final = Path(__file__).parent / "page"
 CLIPS: Final = BUNDLED / "clips"
 MODEL_ENTRY: Final = {"id": MODEL, "object": "model", "created": 0, "owned_by": "outrider"}
-PAGE_HEADERS: Final = {  # the page asks no other host for anything, and stands in no other page
+PAGE_HEADERS: Final = {  # the page loads nothing from other hosts, and no other page may embed it
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -45,16 +45,16 @@ PAGE_HEADERS: Final = {  # the page asks no other host for anything, and stands 
     "Cache-Control": "no-cache",
 }
 STATUS_DESCRIPTIONS: Final = {
-    400: "The request cannot be used; `param` names the field.",
-    401: "No API key, or one that is not known.",
+    400: "The request is invalid. `param` names the field.",
+    401: "The API key is missing or unknown.",
     403: "The Host header names another host.",
-    404: "There is no such thing.",
-    408: "The body took too long to come.",
+    404: "Not found.",
+    408: "The body did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not application/json.",
-    429: "There is no room for another request; Retry-After says when to come again.",
+    429: "The queue is full. Retry-After gives the seconds until a retry.",
     500: "A bug of the gateway.",
-    503: "The cloud cannot be reached, or refused (`type` is cloud_error); or the gateway is going down.",
+    503: "The cloud is unreachable or refused the request (`type` is cloud_error), or the gateway is going down.",
     504: "The generation took longer than this gateway allows.",
 }
 COMPLETION_STATUSES: Final = (400, 403, 404, 408, 413, 415, 429, 500, 503, 504)
@@ -62,10 +62,10 @@ COMPLETION_STATUSES: Final = (400, 403, 404, 408, 413, 415, 429, 500, 503, 504)
 
 @dataclass(frozen=True)
 class GatewayInfo:
-    """The gateway's description at `/v1/outrider`: the fields of `replies.Overview`.
+    """The gateway's description at `/v1/outrider`.
 
-    cloud: returns the cloud's name, which may be known later than the rest. trouble: the reason while the cloud is
-    unreachable, None otherwise.
+    overview: the fields of `response_schema.Overview`. cloud: returns the cloud's name, which may be known later than
+    the rest. trouble: returns the reason while the cloud is unreachable, else None.
     """
 
     overview: dict[str, Any]
@@ -74,11 +74,12 @@ class GatewayInfo:
     trouble: Callable[[], str | None] = lambda: None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the overview with the cloud's present name."""
         return self.overview if self.cloud is None else {**self.overview, "cloud": self.cloud()}
 
 
 def build_overview(defaults: Defaults, cloud: str, slots: int, *, cut: bool = False) -> dict[str, Any]:
-    """What is shown of a gateway. cloud: the model's name, or none. cut: whether it can be cut off."""
+    """Return the fields of `response_schema.Overview`. cloud: the model's name, or "none"."""
     return {
         "edge": defaults.edge,
         "cloud": cloud,
@@ -95,12 +96,15 @@ def build_overview(defaults: Defaults, cloud: str, slots: int, *, cut: bool = Fa
 
 
 def create_app(gateway: Gateway, info: GatewayInfo) -> FastAPI:
-    """The gateway as an ASGI application."""
+    """Build the gateway's ASGI application."""
     app = FastAPI(title="outrider edge", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    app.router.redirect_slashes = False  # its answer would name whatever host the request did
+    app.router.redirect_slashes = False  # a redirect would repeat the host that the request names, checked or not
     auth_dependencies = [Depends(HTTPBearer(auto_error=False, description="an API key"))] if gateway.access.keys else []
     _add_completions(app, gateway, auth_dependencies)
     _add_info_routes(app, gateway, info, auth_dependencies)
+    _add_cut(app, gateway, auth_dependencies)
+    _add_metrics(app, gateway, auth_dependencies)
+    _add_health(app, gateway, info)
     _add_head_routes(app)
     _add_page(app, gateway)
     _add_errors(app, gateway)
@@ -147,7 +151,7 @@ def _completion_endpoint(gateway: Gateway, kind: type[Request]) -> Callable[[Htt
 
 
 def _add_info_routes(app: FastAPI, gateway: Gateway, info: GatewayInfo, auth_dependencies: Sequence[Any]) -> None:
-    """What can be read; with API keys all but /health and the page's own files needs one."""
+    """Add the JSON documents about the models and the gateway."""
 
     def add_get(
         path: str, reply: type[response_schema.Reply], summary: str, content: Callable[[HttpRequest], Any]
@@ -175,12 +179,10 @@ def _add_info_routes(app: FastAPI, gateway: Gateway, info: GatewayInfo, auth_dep
         "One model.",
         lambda request: _model(request.path_params["model"]),
     )
-    add_get("/v1/outrider", response_schema.Overview, "What runs, and what requests take on.", lambda _: info.to_json())
+    add_get("/v1/outrider", response_schema.Overview, "The models and the defaults.", lambda _: info.to_json())
 
-    async def metrics(request: HttpRequest) -> Response:
-        gateway.access.authenticate(request)
-        return Response(gateway.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+def _add_cut(app: FastAPI, gateway: Gateway, auth_dependencies: Sequence[Any]) -> None:
     async def cut(request: HttpRequest) -> Response:
         gateway.cut(gateway.access.authenticate(request), request.path_params["id"])
         return JSONResponse({"cut": True})
@@ -196,18 +198,28 @@ def _add_info_routes(app: FastAPI, gateway: Gateway, info: GatewayInfo, auth_dep
         openapi_extra={"parameters": [_path_parameter("id")]},
     )
 
+
+def _add_metrics(app: FastAPI, gateway: Gateway, auth_dependencies: Sequence[Any]) -> None:
+    async def metrics(request: HttpRequest) -> Response:
+        gateway.access.authenticate(request)
+        return Response(gateway.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
     text: dict[int | str, dict[str, Any]] = {
-        200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus figures."}
+        200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Metrics."}
     }
     app.add_api_route(
         "/metrics",
         metrics,
-        summary="Figures for Prometheus.",
+        summary="Metrics for Prometheus.",
         operation_id="Metrics",
         dependencies=auth_dependencies,
         responses={**text, **_errors(auth_dependencies, 403)},
         response_class=Response,
     )
+
+
+def _add_health(app: FastAPI, gateway: Gateway, info: GatewayInfo) -> None:
+    """Add /health, which needs no API key."""
 
     async def health(request: HttpRequest) -> Response:
         gateway.access.check_host(request)
@@ -217,17 +229,17 @@ def _add_info_routes(app: FastAPI, gateway: Gateway, info: GatewayInfo, auth_dep
         return JSONResponse({**status, **load, "cloud": str(info.to_json()["cloud"])})
 
     responses: dict[int | str, dict[str, Any]] = {200: {"model": response_schema.Health}, **_errors([], 403)}
-    app.add_api_route("/health", health, summary="Whether it serves.", operation_id="Health", responses=responses)
+    app.add_api_route("/health", health, summary="The gateway's state.", operation_id="Health", responses=responses)
 
 
 def _add_head_routes(app: FastAPI) -> None:
-    """Answer HEAD wherever GET is answered; the document names GET alone."""
+    """Answer HEAD on each route that answers GET. The OpenAPI document lists GET alone."""
     for route in [each for each in app.routes if isinstance(each, APIRoute) and each.methods == {"GET"}]:
         app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
 
 
 def _add_page(app: FastAPI, gateway: Gateway) -> None:
-    """The page, its files, the bundled clips and the document itself: open to whoever reaches the gateway."""
+    """Add the page, its files, the bundled clips and the OpenAPI document, which need no API key."""
 
     async def page(request: HttpRequest) -> Response:
         gateway.access.check_host(request)
@@ -241,7 +253,7 @@ def _add_page(app: FastAPI, gateway: Gateway) -> None:
         gateway.access.check_host(request)
         name = request.path_params["name"]
         if name not in {each["name"] for each in await asyncio.to_thread(bundled_clips)}:
-            raise RequestError("there is no such clip", code="not_found", status=404)
+            raise RequestError(f"no such clip: {name}", code="not_found", status=404)
         return FileResponse(CLIPS / name, media_type="audio/ogg")
 
     async def document(request: HttpRequest) -> Response:
@@ -259,13 +271,14 @@ def _add_page(app: FastAPI, gateway: Gateway) -> None:
 
 
 class _PageFiles(StaticFiles):
-    """The page's own files: to whom the page itself is shown, and with its headers."""
+    """The page's own files, with its host check and headers."""
 
     def __init__(self, gateway: Gateway) -> None:
         super().__init__(directory=PAGE)
         self._access = gateway.access
 
     async def get_response(self, path: str, scope: Scope) -> Response:
+        """Check the host, and return a file."""
         self._access.check_host(HttpRequest(scope))
         response = await super().get_response(path, scope)
         response.headers.update(PAGE_HEADERS)
@@ -274,13 +287,13 @@ class _PageFiles(StaticFiles):
 
 def _model(name: str) -> dict[str, Any]:
     if name != MODEL:
-        raise RequestError(f"there is one model, {MODEL!r}", param="model", code="model_not_found", status=404)
+        raise RequestError(f"no such model: use {MODEL!r}", param="model", code="model_not_found", status=404)
     return MODEL_ENTRY
 
 
 @lru_cache(1)
 def bundled_clips() -> list[dict[str, Any]]:
-    """The bundled recordings: fields of `replies.Clip`."""
+    """Return the bundled recordings, as the fields of `response_schema.Clip`."""
     import soundfile
 
     listed = json.loads((CLIPS / "clips.json").read_text(encoding="utf-8"))
@@ -322,11 +335,11 @@ def _add_errors(app: FastAPI, gateway: Gateway) -> None:
 
     app.add_exception_handler(OutriderError, on_outrider_error)
     app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(Exception, on_unexpected_error)  # it is raised on, into the server's log
+    app.add_exception_handler(Exception, on_unexpected_error)  # starlette raises it again, for the server's log
 
 
 def _endpoint(request: HttpRequest) -> str:
-    """The path as it was declared, so that what clients write makes no new series."""
+    """Return the route's declared path, because each path that clients send would be a new time series."""
     route = request.scope.get("route")
     return str(getattr(route, "path", "other"))
 
@@ -362,7 +375,7 @@ def _ref(kind: type[StrictModel]) -> dict[str, str]:
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's document, with the requests, which it does not know: they are read as bytes."""
+    """Return FastAPI's OpenAPI document with the request schemas. Bodies are read as bytes, so FastAPI has none."""
     document = app.openapi()
     schemas = models_json_schema(
         [(ChatRequest, "validation"), (CompletionRequest, "validation")], ref_template="#/components/schemas/{model}"

@@ -1,4 +1,4 @@
-"""The base64 of a recording: plain, as in OpenAI's API, or in a data URL, as browsers write it."""
+"""The base64 text of a recording: plain, as in OpenAI's API, or in a data URL, as from browsers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def extract_base64(data: str, param: str) -> str:
     """Return the base64 text in `data`, without the head of a data URL.
 
     Raises:
-        RequestError: a data URL of another type, or base64 of another alphabet; the error names `param`.
+        RequestError: the data URL has another type, or the base64 another alphabet. The error names `param`.
     """
     if data[:5].lower() == "data:":
         data = _strip_data_url(data, param)

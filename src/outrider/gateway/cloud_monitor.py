@@ -1,4 +1,4 @@
-"""Monitoring of the cloud in a thread: its name, and whether it is reachable."""
+"""Monitoring of the cloud in a thread: its name and its reachability."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from outrider.verifiers.base import Verifier, disconnect
 UNKNOWN_NAME = "not there yet"
 CHECK_INTERVAL_S = 3.0  # s between two checks of the cloud
 CONNECT_TIMEOUT_S = 3.0
-RETRY_DELAY_S = 1.0  # between two attempts, each as patient as the verifier is
+RETRY_DELAY_S = 1.0  # s between two attempts, each of which lasts up to the verifier's retry timeout
 
 
 class CloudMonitor:
-    """The handshake with a cloud, and checks of whether it stays reachable.
+    """The handshake with a cloud, then regular checks that it is reachable.
 
-    verifier: used for the handshake alone, disconnected after its answer and by `close`. hosts: addresses, of which one
-    must accept connections for the cloud to count as reachable.
+    verifier: used for the handshake alone, and disconnected after it. hosts: addresses, of which one must accept
+    connections for the cloud to count as reachable.
     """
 
     def __init__(self, engine: Engine, verifier: Verifier, hosts: Sequence[tuple[str, int]] = ()) -> None:
@@ -39,24 +39,24 @@ class CloudMonitor:
 
     @property
     def name(self) -> str:
-        """The cloud's model, as soon as it is known."""
+        """Return the name of the cloud's model, or `UNKNOWN_NAME` before the handshake."""
         if not self._outcome.done() or self._outcome.exception() is not None:
             return UNKNOWN_NAME
         return self._outcome.result()
 
     @property
     def trouble(self) -> str | None:
-        """The reason if the cloud is unreachable or incompatible, else None."""
+        """Return the reason if the cloud is unreachable or incompatible, else None."""
         if not self._outcome.done():
             return "the cloud has not been reached yet"
         error = self._outcome.exception()
         return self._unreachable_reason if error is None else str(error)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the end of the first attempt: whether the cloud is known then.
+        """Wait for the end of the first attempt, and return whether the handshake has succeeded.
 
         Raises:
-            OutriderError: it has answered, and cannot be this edge's.
+            OutriderError: the cloud is incompatible with this edge.
         """
         self._attempted.wait(seconds)
         if not self._outcome.done():
@@ -65,7 +65,7 @@ class CloudMonitor:
         return True
 
     def close(self) -> None:
-        """Ask no more."""
+        """End the checks, and wait for the thread."""
         self._closed.set()
         self._cancellation.cancel()
         self._thread.join()
@@ -81,7 +81,7 @@ class CloudMonitor:
             self._outcome.set_exception(error)
         finally:
             self._attempted.set()
-            with suppress(CloudError):  # it may be gone already
+            with suppress(CloudError):  # the cloud may be unreachable
                 disconnect(self._verifier)
         while self._hosts and not self._closed.wait(CHECK_INTERVAL_S):
             self._unreachable_reason = check_reachable(self._hosts)
@@ -94,7 +94,7 @@ class CloudMonitor:
 
 
 def check_reachable(hosts: Sequence[tuple[str, int]]) -> str | None:
-    """Return why no address accepts a connection (the last one's error), or None if one does."""
+    """Return None if an address accepts connections, else the error of the last one."""
     reason = None
     for host, port in hosts:
         try:

@@ -1,7 +1,7 @@
 """Limits on connections: their number, the size and time of a request's head, and unread answers.
 
-All of them hold before authentication. A connection without a complete head costs at most `HEAD_BYTES` twice and a few
-kilobytes of objects, below 100 KiB.
+All of them apply before authentication. A connection without a complete head takes less than 100 KiB: at most
+`HEAD_BYTES` twice, and a few kilobytes of objects.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Final
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 HEAD_TIMEOUT_S = 20  # s until a request's head is complete, also the first one of a new connection
-KEEP_ALIVE_S = 75  # s that an idle connection is kept: longer than clients do, so that none sends into a closed one
+KEEP_ALIVE_S = 75  # s that an idle connection is kept: longer than in clients, so that none sends into a closed one
 LINGER_TIMEOUT_S = 5  # s for which the rest of a refused body is read and dropped, so that its client gets the answer
 STALL_TIMEOUT_S = 60  # s that a client may leave an answer unread
 HEAD_BYTES: Final = 2**15  # bytes of a request's line and headers, and of other parts outside the body
@@ -27,7 +27,7 @@ MAX_HEADERS: Final = 100
 MAX_PIPELINED: Final = 8  # pipelined requests of one connection
 READ_BYTES: Final = 2**15  # of one connection at a time
 MAX_CONNECTIONS: Final = 1024
-ACCEPTS_PER_TICK: Final = 8  # in one turn of the loop; fewer than SPARE_FILES
+ACCEPTS_PER_TICK: Final = 8  # connections accepted in one turn of the loop, fewer than SPARE_FILES
 SPARE_FILES: Final = 16  # file descriptors for the cloud's connections, models' files and the like
 MIN_CONNECTIONS: Final = 8
 ACCEPT_BACKLOG: Final = 1024  # connections that the system may hold until they are accepted
@@ -59,13 +59,15 @@ class LimitedProtocol(HttpToolsProtocol):
     connections: OpenConnections  # the server's, from `http_server`
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request's head."""
         super().connection_made(transport)
-        if hasattr(transport, "max_size"):  # of asyncio's own transport: 256 KiB
+        if hasattr(transport, "max_size"):  # 256 KiB by default
             transport.max_size = READ_BYTES
         self.connections.mark_idle(self)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel the timers, and drop pipelined requests."""
         for timer in (self._head_timer, self._stall_timer, self._linger_timer):
             if timer is not None:
                 timer.cancel()
@@ -75,6 +77,7 @@ class LimitedProtocol(HttpToolsProtocol):
     # Reading ------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
+        """Parse received bytes, at most as many outside of bodies as a head may have."""
         if self._head_timer is None and (self.cycle is None or self.cycle.response_complete) and not self._draining:
             self._expect_head()
         while data and not self.transport.is_closing():
@@ -91,36 +94,41 @@ class LimitedProtocol(HttpToolsProtocol):
         return self._linger_timer is not None
 
     def on_message_begin(self) -> None:
+        """Check the number of pipelined requests."""
         if len(self.pipeline) >= MAX_PIPELINED:
             self._reject(429, f"over {MAX_PIPELINED} requests are pipelined on this connection", "too_many_pipelined")
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
+        """Check the length of the URL."""
         super().on_url(url)
         if len(self.url) > URL_BYTES:
             self._reject(414, f"the URL is longer than {URL_BYTES} bytes", "url_too_long")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Check a header. Trailers, which follow a body, are counted as well."""
+        """Check the number of headers. Trailers, which follow a body, count as well."""
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
             self._reject(431, f"a request has more than {MAX_HEADERS} headers", "head_too_large")
 
     def on_headers_complete(self) -> None:
+        """End the head's timer, and begin the request."""
         self._bytes_without_body = 0
         self._cancel_head_timer()
         super().on_headers_complete()
         self.connections.mark_busy(self)
-        if self.cycle is not None and self.scope["http_version"] == "1.0":  # chunks came with HTTP/1.1
+        if self.cycle is not None and self.scope["http_version"] == "1.0":  # which has no chunked encoding
             self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _UnknownLength()
 
     def on_body(self, body: bytes) -> None:
+        """Take a part of the body."""
         self._bytes_without_body = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        """End the request, which may have been answered already."""
         self._bytes_without_body = 0
-        self.cycle.more_body = False  # also of a request that was answered before its body's end
+        self.cycle.more_body = False  # uvicorn leaves it True for a request that was answered before its body's end
         if self._linger_timer is not None:
             self._linger_timer.cancel()
             self._linger_timer = None
@@ -128,8 +136,9 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        if not self.pipeline:  # else `cycle` belongs to a later request: the answered one was read to its end
-            self.cycle.body = bytearray()  # the unread rest
+        """Drop the unread rest of the body, and begin to wait for the next request."""
+        if not self.pipeline:  # else the answered request was read to its end, and `cycle` belongs to a later one
+            self.cycle.body = bytearray()
             if self.cycle.more_body:
                 self._linger_timer = self.loop.call_later(LINGER_TIMEOUT_S, self.transport.close)
             self.connections.mark_idle(self)
@@ -146,10 +155,12 @@ class LimitedProtocol(HttpToolsProtocol):
             self._head_timer = None
 
     def pause_writing(self) -> None:
+        """Start the timer for a client that does not read."""
         self._stall_timer = self.loop.call_later(STALL_TIMEOUT_S, self.transport.abort)
         super().pause_writing()
 
     def resume_writing(self) -> None:
+        """Stop the timer for a client that does not read."""
         if self._stall_timer is not None:
             self._stall_timer.cancel()
             self._stall_timer = None
@@ -167,7 +178,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.send_400_response(message)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer an invalid request, and close. Nothing is written into an answer that has begun."""
+        """Answer an invalid request, unless another answer has begun, and close the connection."""
         self._cancel_head_timer()
         begun = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
         if not begun and not self.pipeline:
@@ -177,7 +188,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def error_response(status: int, message: str, code: str, *headers: bytes) -> bytes:
-    """Return a whole response with OpenAI's error object, after which the connection closes."""
+    """Return an HTTP response with OpenAI's error object, which closes the connection."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
     lines = [b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close", *headers]
@@ -204,10 +215,10 @@ def max_connections() -> int:
 
 
 class OpenConnections(set[Any]):
-    """The open connections of a server, with the idle ones by client address. Each operation takes constant time, but
-    for `pop_idle`, which also compares the addresses.
+    """The open connections of a server, with the idle ones by client address.
 
-    An idle connection runs no request: it is new, its head is incomplete, or its last answer is complete.
+    An idle connection runs no request: it is new, its head is incomplete, or its last answer is complete. Operations
+    take constant time, except for `pop_idle`, which compares the addresses.
     """
 
     def __init__(self) -> None:
@@ -215,34 +226,37 @@ class OpenConnections(set[Any]):
         self._idle: dict[str, dict[LimitedProtocol, None]] = {}  # of an address, the one idle for longest first
 
     def mark_idle(self, connection: LimitedProtocol) -> None:
+        """Mark a connection as idle from now on."""
         if connection in self:
-            line = self._idle.pop(_host(connection), {})
-            line.pop(connection, None)
-            line[connection] = None
-            self._idle[_host(connection)] = line  # at the end: among equals, the address quiet for longest is first
+            idle = self._idle.pop(_host(connection), {})
+            idle.pop(connection, None)
+            idle[connection] = None
+            self._idle[_host(connection)] = idle  # at the end: among equals, the address idle for longest is first
 
     def mark_busy(self, connection: LimitedProtocol) -> None:
-        line = self._idle.get(_host(connection), {})
-        line.pop(connection, None)
-        if not line:
+        """Mark a connection as running a request."""
+        idle = self._idle.get(_host(connection), {})
+        idle.pop(connection, None)
+        if not idle:
             self._idle.pop(_host(connection), None)
 
     def discard(self, connection: Any) -> None:
+        """Remove a closed connection."""
         self.mark_busy(connection)
         super().discard(connection)
 
     def pop_idle(self) -> LimitedProtocol | None:
-        """Return the connection that has been idle for longest, of the address that has the most, as a busy one."""
-        line = max(self._idle.values(), key=len, default=None)
-        if line is None:
+        """Return the longest idle connection of the address with the most idle ones, and mark it as busy."""
+        idle = max(self._idle.values(), key=len, default=None)
+        if idle is None:
             return None
-        connection = next(iter(line))
+        connection = next(iter(idle))
         self.mark_busy(connection)
         return connection
 
 
 class _Accepted(socket.socket):
-    """An accepted connection. `close` removes it from the connections that its listener counts."""
+    """An accepted connection, which its listener counts until it is closed."""
 
     def __init__(self, connection: socket.socket, counted: weakref.WeakSet[_Accepted]) -> None:
         super().__init__(connection.family, connection.type, connection.proto, connection.detach())
@@ -255,13 +269,13 @@ class _Accepted(socket.socket):
 
 
 class Listener(socket.socket):
-    """A listening socket whose `accept` keeps the number of open connections at `most` or below.
+    """A listening socket with a limit on open connections.
 
     At the limit, the client address with the most idle connections loses the one that has been idle for longest. If
-    none is idle, the new connection gets 503. If this process has no file descriptor left, a spare one is given up for
-    the moment of refusing: asyncio would log an error for every attempt.
+    none is idle, the new connection gets 503. If the process has no file descriptor left, the listener refuses with a
+    spare one, because asyncio would log an error for every attempt.
 
-    connections: the server's open connections.
+    max_connections: the limit. connections: the server's open connections.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -272,14 +286,14 @@ class Listener(socket.socket):
         self._spare = os.open(os.devnull, os.O_RDONLY)
 
     def listen(self, backlog: int = 0) -> None:
-        """Listen. asyncio takes its `backlog` for the number to accept in one turn as well, which is small here."""
+        """Listen. asyncio's `backlog` is too small here, since it is also the number to accept in one turn."""
         super().listen(max(backlog, ACCEPT_BACKLOG))
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Accept a connection.
 
         Raises:
-            BlockingIOError: none waits, or enough were refused for one turn of the loop.
+            BlockingIOError: none waits, or this turn of the loop has refused enough.
         """
         for _ in range(ACCEPTS_PER_TICK):
             try:
@@ -295,13 +309,14 @@ class Listener(socket.socket):
         raise BlockingIOError
 
     def close(self) -> None:
+        """Close the socket and the spare descriptor."""
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
         super().close()
 
     def _evict_idle(self) -> bool:
-        """Close an idle connection, if there is one. Its descriptor is free with the loop's next turn."""
+        """Close an idle connection, and return whether there was one. The descriptor is free in the next turn."""
         while (connection := self.connections.pop_idle()) is not None:
             if not connection.transport.is_closing():
                 connection.transport.abort()
@@ -323,6 +338,6 @@ def _host(protocol: LimitedProtocol) -> str:
 
 
 def _refuse(connection: socket.socket) -> None:
-    with connection, suppress(OSError):  # the client may be gone
+    with connection, suppress(OSError):  # the client may have disconnected
         connection.setblocking(False)
         connection.send(TOO_MANY_CONNECTIONS)

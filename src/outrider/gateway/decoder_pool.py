@@ -1,4 +1,4 @@
-"""Decoders by what requests choose, and verifiers by the network that lies between."""
+"""Decoders by their options, and verifiers by their emulated network."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ MAX_VERIFIERS = 8
 class RequestOptions(DecodingOptions):
     """The decoding options of one request.
 
-    net: an emulated network ("none", "rtt=50ms,bw=2Mbit", or "cut": no cloud can be reached). watch: report the
-    drafter's confidence in each token.
+    way: the mode. net: an emulated network ("none", "rtt=50ms,bw=2Mbit", or "cut": no cloud can be reached). watch:
+    report the drafter's confidence in each token.
     """
 
     way: DecodingMode = "speculative"
@@ -38,7 +38,7 @@ class RequestOptions(DecodingOptions):
     watch: bool = False
 
     def normalized(self) -> RequestOptions:
-        """Return the options with those that the way does not use at their defaults.
+        """Return the options, with those that the mode does not use at their defaults.
 
         Raises:
             SettingsError: an unknown way or network.
@@ -53,26 +53,26 @@ class RequestOptions(DecodingOptions):
 
 @runtime_checkable
 class Cuttable(Connectable, Protocol):
-    """A verifier that can be cut off, to see what comes of that."""
+    """A verifier that can be disconnected on purpose, to demonstrate a lost cloud."""
 
     def cut(self) -> None:
-        """From now on nothing gets through, and nobody waits long for it."""
+        """Stop all traffic from now on. Requests fail soon."""
         ...
 
 
 @dataclass
 class _PooledVerifier:
-    """A verifier, and how many generations are with it."""
+    """A verifier. users: the number of generations that use it."""
 
     verifier: Verifier
     users: int = 0
 
 
 class DecoderPool:
-    """Decoders on one engine, kept for as long as they are among the last ones used; the same for verifiers.
+    """Decoders on one engine, and verifiers. The most recently used ones are kept.
 
-    engine: drafts, and writes all prompts. cloud: a verifier behind the emulated network that the text names ("none"
-    for none); None where there is no cloud.
+    engine: drafts, and tokenises all prompts. cloud: returns a verifier behind the emulated network that a text names
+    ("none" for none). None: there is no cloud.
     """
 
     def __init__(self, engine: Engine, cloud: Callable[[str], Verifier] | None) -> None:
@@ -84,10 +84,10 @@ class DecoderPool:
         self._pinned: set[RequestOptions] = set()  # unwatched
 
     def decoder(self, options: RequestOptions) -> SpeculativeDecoder:
-        """The decoder. It has not spoken to a cloud yet, if nobody has used it.
+        """Return the decoder for these options. A new one connects to the cloud on its first use.
 
         Raises:
-            SettingsError: what is chosen contradicts itself, or cannot be had here.
+            SettingsError: the options contradict each other, or need a cloud that this gateway does not have.
         """
         with self._lock:
             options = options.normalized()
@@ -104,20 +104,20 @@ class DecoderPool:
             return found
 
     def pin(self, options: RequestOptions) -> SpeculativeDecoder:
-        """`decoder`, which then stays, and its verifier with it, whatever others ask for."""
+        """Return `decoder(options)`, and never evict it or its verifier."""
         with self._lock:
             self._pinned.add(replace(options.normalized(), watch=False))
             return self.decoder(options)
 
     @property
     def cuttable(self) -> bool:
-        """Whether net "cut" can be had, as far as can be told by the verifiers that there are."""
+        """Return whether a verifier opened so far supports net "cut"."""
         with self._lock:
             return any(isinstance(pooled.verifier, Cuttable) for pooled in self._verifiers.values())
 
     @contextmanager
     def checkout(self, options: RequestOptions) -> Iterator[SpeculativeDecoder]:
-        """`decoder`, and until the end its verifier stays connected."""
+        """Yield `decoder(options)`. Its verifier stays connected until the end of the block."""
         pooled = None
         try:
             with self._lock:
@@ -133,7 +133,7 @@ class DecoderPool:
             _disconnect(evicted)
 
     def close(self) -> None:
-        """Disconnect all verifiers. Nothing may be running."""
+        """Disconnect all verifiers. No generation may be running."""
         with self._lock:
             evicted = [pooled.verifier for pooled in self._verifiers.values()]
             self._verifiers.clear()
@@ -152,15 +152,15 @@ class DecoderPool:
         return SpeculativeDecoder(draft, verifier, **kept, watch=options.watch, reader=self.engine, lazy=True)
 
     def _check_options(self, options: RequestOptions) -> None:
-        """Refuse, before a connection is made, what does not depend on the kind of cloud."""
+        """Check all that does not depend on the kind of cloud, before a connection is made."""
         if self._cloud is None:
-            raise SettingsError("there is no cloud here: the only way is edge-only")
+            raise SettingsError("this gateway has no cloud: only the way edge-only works here")
         if options.net == CUT and options.on_cloud_loss == "wait":
-            raise SettingsError("net 'cut' with on_cloud_loss 'wait' would wait for ever")
+            raise SettingsError("net 'cut' with on_cloud_loss 'wait' would wait forever: choose another on_cloud_loss")
         options.resolve(has_drafter=options.way == "speculative", has_verifier=True, remote=True)
 
     def _share_learning(self, options: RequestOptions, built: SpeculativeDecoder) -> None:
-        """Audits, and what k auto has learnt, are a choice's, watched or not."""
+        """Make a new decoder share audits and draft lengths with the one that differs in `watch` alone, if any."""
         counterpart = self._decoders.get(replace(options, watch=not options.watch))
         if counterpart is not None:
             built.share_state_with(counterpart)
@@ -169,7 +169,7 @@ class DecoderPool:
         return replace(options, watch=False) in self._pinned
 
     def _verifier(self, net: str) -> Verifier:
-        assert self._cloud is not None  # it was checked
+        assert self._cloud is not None  # by _check_options
         if net not in self._verifiers:
             self._verifiers[net] = _PooledVerifier(self._open_verifier(net, self._cloud))
         return self._verifiers[net].verifier
@@ -177,19 +177,18 @@ class DecoderPool:
     def _open_verifier(self, net: str, cloud: Callable[[str], Verifier]) -> Verifier:
         verifier = cloud("none" if net == CUT else net)
         if isinstance(verifier, LocalVerifier) and net != "none":
-            raise SettingsError(f"net {net!r}: the cloud is in this process, and there is no network in between")
+            raise SettingsError(f"net {net!r}: the cloud runs in this process, without a network to emulate")
         if isinstance(verifier, LocalVerifier) and not isinstance(verifier.engine, SharedEngine):
             return LocalVerifier(SharedEngine(verifier.engine))
         if net == CUT:
             if not isinstance(verifier, Cuttable):
                 _disconnect([verifier])
-                raise SettingsError("net 'cut': this verifier cannot be cut off")
+                raise SettingsError("net 'cut' is not supported by this verifier")
             verifier.cut()
         return verifier
 
     def _evict_idle(self) -> list[Verifier]:
-        """Take out the verifiers that have not been used for longest, as far as there are too many, and nobody uses
-        them now."""
+        """Remove and return the least recently used verifiers beyond `MAX_VERIFIERS`, except those in use."""
         kept = {options.net for options in self._pinned}
         idle = [net for net, pooled in self._verifiers.items() if not pooled.users and net not in kept]
         evicted = idle[: max(0, len(self._verifiers) - MAX_VERIFIERS)]
@@ -200,5 +199,5 @@ class DecoderPool:
 
 def _disconnect(verifiers: list[Verifier]) -> None:
     for verifier in verifiers:
-        with suppress(CloudError):  # it may be gone already
+        with suppress(CloudError):  # the cloud may be unreachable
             disconnect(verifier)

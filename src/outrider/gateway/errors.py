@@ -1,4 +1,4 @@
-"""What is said to a client whose request cannot be answered: OpenAI's error shape, and the status that goes with it."""
+"""Errors of requests as HTTP responses, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLOUD = "cloud_error"
 class RequestError(InputError):
     """A request that is refused before anything is computed.
 
-    status: HTTP's. param: the field that is to blame, as in "messages.0.content". code: OpenAI's word for the reason.
+    status: of HTTP. param: the field at fault, as in "messages.0.content". code: OpenAI's code of the reason.
     """
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
@@ -29,7 +29,7 @@ class RequestError(InputError):
 
 @dataclass(frozen=True)
 class ErrorResponse:
-    """An answer that is an error."""
+    """An error as an HTTP response, with the fields of OpenAI's error object."""
 
     status: int
     message: str
@@ -39,21 +39,22 @@ class ErrorResponse:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
+        """Return OpenAI's error object."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def encode(self) -> bytes:
-        """The body; text that is none (half a surrogate pair) is shown escaped."""
+        """Return the body as JSON. Half a surrogate pair, which UTF-8 cannot encode, is escaped."""
         return json.dumps(self.body(), ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 
 def with_param(error: InputError, param: str | None) -> RequestError:
-    """The same, with the field that is to blame; of a text that is too long, in OpenAI's word."""
+    """Return an error as a RequestError that names the field at fault."""
     code = "context_length_exceeded" if isinstance(error, ContextError) else "unusable"
     return RequestError(str(error), param=param, code=code)
 
 
 def to_error_response(error: OutriderError) -> ErrorResponse:
-    """What a client is told of an error of ours."""
+    """Return the response for an error."""
     text = str(error)
     if isinstance(error, RequestError):
         kind = INVALID if error.status < 500 else SERVER
@@ -69,7 +70,7 @@ def to_error_response(error: OutriderError) -> ErrorResponse:
         return ErrorResponse(504, text, type=SERVER, code="time_limit")
     if isinstance(error, InputError):
         return ErrorResponse(400, text, code="unusable")
-    if isinstance(error, DecodingError):  # every token banned: by the request's own settings
+    if isinstance(error, DecodingError):  # the request's own settings ban every token
         return ErrorResponse(400, text, code="nothing_to_choose")
     if isinstance(error, CloudLost):
         return ErrorResponse(503, text, type=CLOUD, code="cloud_lost", headers={"Retry-After": "1"})
@@ -79,13 +80,13 @@ def to_error_response(error: OutriderError) -> ErrorResponse:
 
 
 def http_error(status: int, message: str) -> ErrorResponse:
-    """A refusal of HTTP's own: an unknown path, another method."""
+    """Return the response for an error of HTTP itself, such as an unknown path or method."""
     codes = {404: "not_found", 405: "method_not_allowed"}
     return ErrorResponse(status, message, type=INVALID if status < 500 else SERVER, code=codes.get(status))
 
 
 def _response_headers(status: int) -> dict[str, str]:
-    """The headers of a refusal; where the body was not read to its end, no other request can follow it."""
+    """Return the headers of a refusal. A connection closes if the body was not read to its end."""
     if status == 401:
         return {"WWW-Authenticate": "Bearer"}
     return {"Connection": "close"} if status in (408, 413, 415) else {}

@@ -29,13 +29,11 @@ def build_settings(request: Request, requested: OutriderOptions, defaults: Mappi
     """Return every field of GenerationSettings. defaults: those of the command line.
 
     Raises:
-        RequestError: a value out of range, or one that contradicts another; the field is named.
+        RequestError: a value is out of range, or contradicts another. The error names the field.
     """
     given = {name: value for name in SETTINGS_FIELDS if (value := getattr(requested, name)) is not None}
     names = {"temperature": "temperature", "top_p": "top_p", "seed": "seed"}
-    given |= {
-        own: value for request_names, own in names.items() if (value := getattr(request, request_names)) is not None
-    }
+    given |= {own: value for field, own in names.items() if (value := getattr(request, field)) is not None}
     length = _length(request)
     if length is not None:
         given["max_new_tokens"] = length
@@ -52,9 +50,8 @@ def build_settings(request: Request, requested: OutriderOptions, defaults: Mappi
 
 def build_notes(request: Request, settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Return notes on fields without effect, for the answer's warnings."""
-    unused = [
-        f"{name} was not used: {why}" for name, why in IGNORED.items() if getattr(request, name, None) is not None
-    ]
+    given = [name for name in IGNORED if getattr(request, name, None) is not None]
+    unused = [f"{name} was not used: {IGNORED[name]}" for name in given]
     requested = request.outrider or OutriderOptions()
     filters = {"top_p": request.top_p, "outrider.top_k": requested.top_k, "outrider.min_p": requested.min_p}
     for name, value in filters.items():
@@ -118,10 +115,10 @@ def find_field(message: str, length_field: str | None) -> str | None:
 
 
 def build_options(requested: OutriderOptions, default: RequestOptions) -> RequestOptions:
-    """Return the decoding requested: the command line's, changed by the request.
+    """Return the decoding options: those of the command line, changed by the request.
 
     Raises:
-        RequestError: an option that is unknown, out of range, or not used by the way; the field is named.
+        RequestError: an option is unknown, out of range, or not used by the mode. The error names the field.
     """
     given = {name: value for name in OPTION_FIELDS if (value := getattr(requested, name)) is not None}
     if "calibrated:" in given.get("gate", "") and given["gate"] != default.gate:
@@ -153,16 +150,16 @@ def _check_net(net: Conditions) -> None:
     rates = {"up": net.up, "down": net.down}
     for name, seconds in delays.items():
         if seconds > MAX_DELAY_S:
-            message = f"outrider.net: {name} is at most {MAX_DELAY_S:g} s in a request, not {seconds:g} s"
+            message = f"outrider.net: {name} must be at most {MAX_DELAY_S:g} s in a request, not {seconds:g} s"
             raise RequestError(message, param="outrider.net", code="invalid_value")
     for name, rate in rates.items():
         if rate is not None and rate < MIN_RATE:
-            message = f"outrider.net: {name} is at least {MIN_RATE:g} bit/s in a request, not {rate:g} bit/s"
+            message = f"outrider.net: {name} must be at least {MIN_RATE:g} bit/s in a request, not {rate:g} bit/s"
             raise RequestError(message, param="outrider.net", code="invalid_value")
 
 
 def _check_used(options: RequestOptions, given: Mapping[str, Any]) -> None:
-    """Refuse options of the request that its way does not use. Values without effect are accepted."""
+    """Refuse options of the request that its mode does not use. Values without effect are accepted."""
     used, defaults = options.normalized(), RequestOptions()
     for name, value in given.items():
         if value != getattr(used, name) and value != getattr(defaults, name):

@@ -1,4 +1,4 @@
-"""One request from its body to its answer, given up at once when the client is gone."""
+"""Request handlers: one request from its body to its answer, cancelled when the client disconnects."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ log = logging.getLogger("outrider.gateway")
 FIRST_CHUNK_TIMEOUT_S = 1.0  # s in which an error of a stream that has a slot still gets its own status
 PING_S = 5.0  # s of silence after which a stream gets a comment
 PING_COMMENT = b": waiting\n\n"
-INLINE_PARSE_BYTES = 2**14  # bytes of a request that is understood at once
-PROMPT_BYTES = 2**21  # of a waiting prompt, on average
-MIN_BODIES_PER_CLIENT = 4  # of the largest that are taken, at least, from one client
-INT_BYTES = 36  # of an int in a list
-CLIENT_CLOSED_REQUEST = 499  # what proxies log for a client that left; nobody reads it
+INLINE_PARSE_BYTES = 2**14  # larger bodies are parsed in a thread
+PROMPT_BYTES = 2**21  # bytes of a waiting prompt, on average
+MIN_BODIES_PER_CLIENT = 4  # bodies of the largest size that one client may upload at once, at least
+INT_BYTES = 36  # bytes of an int in a list
+CLIENT_CLOSED_REQUEST = 499  # as in proxies' logs, for a client that has disconnected
 
 
 class ClientDisconnected(Exception):
-    """Whoever asked is not there any more."""
+    """The client has disconnected before its answer's end."""
 
 
 class UploadLimiter:
@@ -59,13 +59,13 @@ class UploadLimiter:
 
     @contextmanager
     def upload(self, client: str, room: int) -> Iterator[None]:
-        """Count an upload of this client.
+        """Count an upload of this client, until the end of the block.
 
         Raises:
-            QueueFull: there are too many.
+            QueueFull: there are too many uploads.
         """
         if self._by_client[client] >= room or self._by_client.total() >= 2 * room:
-            raise QueueFull(f"{self._by_client.total()} requests are being read: try again later", 1.0)
+            raise QueueFull(f"{self._by_client.total()} requests are being uploaded: try again later", 1.0)
         self._by_client[client] += 1
         try:
             yield
@@ -77,14 +77,15 @@ class UploadLimiter:
         """Yield a function that adds bytes to this client's count, until the end of the block.
 
         Raises (the function):
-            QueueFull: there are too many.
+            QueueFull: the client, or all clients together, would hold too many bytes.
         """
         reserved = 0
 
         def reserve(size: int) -> None:
             nonlocal reserved
             if self._bytes[client] + size > budget or self._bytes.total() + size > 2 * budget:
-                raise QueueFull(f"requests of {self._bytes.total()} bytes are held already: try again later", 1.0)
+                message = f"the waiting requests take {self._bytes.total()} bytes already: try again later"
+                raise QueueFull(message, 1.0)
             self._bytes[client] += size
             reserved += size
 
@@ -110,25 +111,25 @@ class ActiveRequest:
 
 @dataclass(frozen=True)
 class Gateway:
-    """What the endpoints share."""
+    """State that the request handlers share. active_requests: by the answer's id."""
 
     scheduler: RequestScheduler
     access: Access
     defaults: Defaults
     metrics: Metrics
     uploads: UploadLimiter = field(default_factory=UploadLimiter)
-    active_requests: dict[str, ActiveRequest] = field(default_factory=dict)  # by the answer's id
+    active_requests: dict[str, ActiveRequest] = field(default_factory=dict)
 
     def cut(self, client: str, request_id: str) -> None:
-        """Disconnect this client's run from its cloud.
+        """Disconnect a running request of this client from its cloud.
 
         Raises:
-            RequestError: there is no such run.
+            RequestError: there is no such request.
         """
-        run = self.active_requests.get(request_id)
-        if run is None or run.client != client:
-            raise RequestError("no request with this id is being answered", param="id", code="not_found", status=404)
-        run.cancellation.mark_cloud_lost("the network is cut")
+        active = self.active_requests.get(request_id)
+        if active is None or active.client != client:
+            raise RequestError("no running request has this id", param="id", code="not_found", status=404)
+        active.cancellation.mark_cloud_lost("the network is cut")
 
     @property
     def budget(self) -> int:
@@ -137,10 +138,10 @@ class Gateway:
 
 
 async def handle_completion(http_request: HttpRequest, kind: type[Request], gateway: Gateway) -> Response:
-    """The answer to one request for a completion.
+    """Answer one request for a completion.
 
     Raises:
-        OutriderError: it cannot be answered, and nothing was sent yet.
+        OutriderError: the request failed, before any part of an answer was sent.
     """
     client = gateway.access.authenticate(http_request)
     try:
@@ -156,13 +157,13 @@ async def handle_completion(http_request: HttpRequest, kind: type[Request], gate
 
 
 async def _parse(http_request: HttpRequest, client: str, kind: type[Request], gateway: Gateway) -> ParsedRequest:
-    """What is asked for. Neither the body nor the request outlives this: with a recording they are large."""
+    """Read and parse a request. Its body, which is large with a recording, is freed on return."""
     with gateway.uploads.reserving(client, gateway.budget) as reserve:
         sent = await gateway.access.read_body(http_request, reserve)
         body = validate_body(kind, sent)
         if len(sent) <= INLINE_PARSE_BYTES:
             return parse_request(body, gateway.defaults)
-        # Unpacking a recording takes long. In a thread it does not delay other streams.
+        # Decoding a recording takes long. In a thread it does not delay other streams.
         return await _until_disconnect(http_request.receive, asyncio.to_thread(parse_request, body, gateway.defaults))
 
 
@@ -175,10 +176,10 @@ async def _respond_whole(client: str, request: ParsedRequest, answer: Answer, ga
 
 
 def _result(task: GenerationTask, gateway: Gateway) -> Result:
-    """What came of a generation that was read to its end; we were told to stop where that is nothing."""
+    """Return the result of a task that was iterated to its end, and record its metrics."""
     try:
         result = task.result
-    except StateError:
+    except StateError:  # only a shutdown cancels a task that is still iterated
         raise ShuttingDown from None
     gateway.metrics.observe_result(result)
     if result.stats.cloud_lost:
@@ -191,14 +192,20 @@ async def _run_generation(
     client: str, request: ParsedRequest, answer: Answer, gateway: Gateway, queued: Callable[[], None] = lambda: None
 ) -> AsyncIterator[GenerationTask]:
     """Yield a generation with a slot, and cancel it at the end of the block."""
-    queued_at, run = time.perf_counter(), ActiveRequest(client)
-    how = (request.prompt, request.settings, request.options)
-    options: dict[str, Any] = {"provisional": request.provisional, "queued": queued, "cancellation": run.cancellation}
-    gateway.active_requests[answer.id] = run
+    queued_at, active = time.perf_counter(), ActiveRequest(client)
+    gateway.active_requests[answer.id] = active
     try:
         with gateway.uploads.reserving(client, gateway.budget) as reserve:
             reserve(_prompt_bytes(request.prompt))
-            task = await gateway.scheduler.start(client, *how, **options)
+            task = await gateway.scheduler.start(
+                client,
+                request.prompt,
+                request.settings,
+                request.options,
+                provisional=request.provisional,
+                queued=queued,
+                cancellation=active.cancellation,
+            )
         gateway.metrics.observe_queue_wait(time.perf_counter() - queued_at)
         try:
             yield task
@@ -222,10 +229,10 @@ def _prompt_bytes(prompt: Any) -> int:
 async def _respond_streaming(
     http_request: HttpRequest, client: str, request: ParsedRequest, answer: Answer, gateway: Gateway
 ) -> Response:
-    """Stream an answer. An error before its first byte has its own status.
+    """Stream an answer.
 
     The stream begins at once if the request has to wait for a slot. Otherwise it begins with the first chunk, or after
-    `FIRST_CHUNK_TIMEOUT_S`.
+    `FIRST_CHUNK_TIMEOUT_S`. An error before that has its own HTTP status.
     """
     queued: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     chunks = _chunks(client, request, answer, gateway, lambda: queued.set_result(None))
@@ -247,7 +254,7 @@ async def _respond_streaming(
 async def _chunks(
     client: str, request: ParsedRequest, answer: Answer, gateway: Gateway, queued: Callable[[], None]
 ) -> AsyncGenerator[bytes]:
-    """Yield the stream's parts."""
+    """Run the generation, and yield the chunks of its stream."""
     async with _run_generation(client, request, answer, gateway, queued) as task:
         async for events in task:
             if chunk := answer.chunk(events):
@@ -256,10 +263,10 @@ async def _chunks(
 
 
 class _EventStream(Response):
-    """Yield server-sent events. A disconnect of the client ends the generator, and with it the generation.
+    """A response of server-sent events. A disconnect of the client ends the generation.
 
-    During silence a comment goes out every `PING_S`, which clients skip: it prevents timeouts of proxies and clients.
-    An error becomes the stream's last event.
+    During silence a comment goes out every `PING_S`. Clients ignore it, but it prevents timeouts, also of proxies. An
+    error becomes the stream's last event.
     """
 
     media_type = "text/event-stream"
@@ -275,7 +282,7 @@ class _EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            # Each turn of the loop may wait for a generation's thread: the first chunk goes out in this one.
+            # The first chunk goes out in this turn of the loop: each turn may wait for a generation's thread.
             first_sent = await self._begin(send)
             await _race_disconnect(self._disconnected, self._continue(send, first_sent))
         except ClientDisconnected:
@@ -292,7 +299,7 @@ class _EventStream(Response):
         await self._chunks.aclose()
 
     async def _begin(self, send: Send) -> bool:
-        """Send the headers, and the first chunk if there is one; return whether there was."""
+        """Send the headers, and the first chunk if there is one. Return whether there was."""
         headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         ready = self.first.done()
@@ -332,10 +339,10 @@ def _body_message(content: bytes, *, more: bool = True) -> Message:
 
 
 async def _until_disconnect(receive: Receive, request: Awaitable[T]) -> T:
-    """What `request` comes to; it is cancelled where the client goes away first.
+    """Return the result of `request`, and cancel it if the client disconnects first.
 
     Raises:
-        ClientDisconnected: it did.
+        ClientDisconnected: the client has disconnected.
     """
     disconnected = asyncio.create_task(_wait_disconnect(receive))
     try:

@@ -1,4 +1,4 @@
-"""What the gateway counts, for Prometheus. Each method is named by what happened; nothing here decides anything."""
+"""Prometheus metrics of the gateway."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class Metrics:
-    """One gateway's figures, in a registry of their own. active, waiting: asked for when the figures are."""
+    """Metrics of one gateway, in a registry of their own. active, waiting: called whenever the metrics are read."""
 
     def __init__(self, active: Callable[[], int], waiting: Callable[[], int], slots: int) -> None:
         self.registry = CollectorRegistry()
@@ -38,18 +38,19 @@ class Metrics:
         self._queue = self._histogram("outrider_edge_queue_seconds", "wait for a slot")
 
     def count_response(self, path: str, status: int) -> None:
-        """An answer has begun. `path` is one of ours: every new one is a new series."""
+        """Count an answer that has begun. path: a declared route, because each value is a series of its own."""
         self._requests.labels(path, str(status)).inc()
 
     def count_disconnect(self) -> None:
+        """Count a client that has disconnected before its answer's end."""
         self._gone.inc()
 
     def observe_queue_wait(self, seconds: float) -> None:
-        """A request got its slot after this long."""
+        """Observe the wait of a request for its slot."""
         self._queue.observe(seconds)
 
     def observe_result(self, result: Result) -> None:
-        """A generation came to its end."""
+        """Record the tokens, blocks, bytes and times of a finished generation."""
         stats = result.stats
         self._prompt.inc(result.prompt_tokens)
         for source in set(result.sources):
@@ -66,12 +67,11 @@ class Metrics:
         self._total.observe(stats.total_s)
 
     def text(self) -> bytes:
-        """The figures in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _histogram(self, name: str, documentation: str) -> Histogram:
         return Histogram(name, documentation, buckets=SECONDS, registry=self.registry)
 
     def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
-        """prometheus_client adds the `_total`."""
         return Counter(name, documentation, labels, registry=self.registry)

@@ -15,7 +15,7 @@ MAX_SAMPLES: Final = 2**25  # samples of a recording in a request, counted over 
 NAME: Final = "the recording"
 WHERE: Final = "messages.0.content.input_audio"
 ADVICE: Final = "send it in pieces, one request for each (ffmpeg -i IN -f segment -segment_time {} piece%d.wav)"
-CONTAINERS: Final = {  # the decoders' names of the formats
+CONTAINERS: Final = {  # the decoders' names of each format
     "wav": ("WAV", "WAVEX", "RF64", "W64"),
     "mp3": ("MP3", "MPEG"),
     "flac": ("FLAC",),
@@ -37,8 +37,8 @@ def decode_recording(data: str, kind: str, most_seconds: float, where: str = WHE
     """Decode a file in base64. where: the request's field that holds it, for errors.
 
     Raises:
-        RequestError: it is not base64, or another format than `kind`.
-        AudioError: it is not audio that can be decoded, or longer than `most_seconds`.
+        RequestError: the data is not base64, or of another format than `kind`.
+        AudioError: the audio cannot be decoded, or is longer than `most_seconds`.
     """
     try:
         raw = base64.b64decode(data.translate(_NO_SPACE), validate=True)
@@ -50,11 +50,11 @@ def decode_recording(data: str, kind: str, most_seconds: float, where: str = WHE
     if found.kind not in CONTAINERS[kind]:
         names = [name for name, kinds in CONTAINERS.items() if found.kind in kinds]
         raise RequestError(
-            f"input_audio.format is {kind}, the data is {' or '.join(names) or found.kind}", param=f"{where}.format"
+            f"input_audio.format is {kind}, but the data is {' or '.join(names) or found.kind}", param=f"{where}.format"
         )
     return prepare(NAME, found)
 
 
 def _piece_seconds(most: float) -> int:
-    """Return the length of pieces that are accepted: ffmpeg cuts at the end of a packet, and resamplers add samples."""
+    """Return the seconds of a piece, below the limit: ffmpeg cuts at a packet's end, and resampling adds samples."""
     return max(1, int(0.95 * most))

@@ -1,4 +1,4 @@
-"""From a request's body to what is generated and how: prompt, settings, choice; or a refusal that names the field."""
+"""Validation and parsing of a request's body: prompt, settings and options, or an error that names the field."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from outrider.prompts.chat import PromptLike, check_text
 R = TypeVar("R", bound=Request)
 
 MAX_BYTES_BESIDE_RECORDING: Final = 2**21  # bytes of a body beside its recording: texts, ids and options
-RECORDING: Final = re.compile(rb'"data"\s*:\s*"[ !#-~]{1000,}')  # whatever it is, it stays one string of ASCII
+RECORDING: Final = re.compile(rb'"data"\s*:\s*"[ !#-~]{1000,}')  # parses into a single string of ASCII
 SIZE_ERRORS: Final = ("too_long", "too_short", "string_too_long", "string_too_short")
 
 
@@ -50,8 +50,8 @@ SIZE_ERRORS: Final = ("too_long", "too_short", "string_too_long", "string_too_sh
 class Defaults:
     """The command line's defaults.
 
-    settings: fields of GenerationSettings. audio_seconds: 0 without recordings. text: False for a model that only takes
-    recordings.
+    settings: fields of GenerationSettings. audio_seconds: the longest recording, 0 for a model without audio. text:
+    False for a model that only takes recordings.
     """
 
     options: RequestOptions = field(default_factory=RequestOptions)
@@ -65,8 +65,8 @@ class Defaults:
 class ParsedRequest:
     """A valid request.
 
-    notes: its fields without effect, for the answer's warnings. field: the prompt's field. length_field: the field that
-    limits the output, if it was given.
+    notes: on its fields without effect, for the answer's warnings. field: the prompt's field. length_field: the field
+    that limits the output, if the request has one.
     """
 
     prompt: PromptLike
@@ -83,10 +83,10 @@ class ParsedRequest:
 
 
 def validate_body(kind: type[R], body: bytes) -> R:
-    """The request that a body holds.
+    """Return the request in a body.
 
     Raises:
-        RequestError: it is no JSON, or a field is unknown, missing, out of range, or asks for what is not done.
+        RequestError: the body is not valid JSON, or a field is unknown, missing, out of range or unsupported.
     """
     data = _parse_json(body)
     try:
@@ -95,7 +95,7 @@ def validate_body(kind: type[R], body: bytes) -> R:
         raise _to_request_error(error, kind, data) from None
     if request.model != MODEL:
         raise RequestError(
-            f"the model {request.model!r} is not here: the pair is {MODEL!r}",
+            f"no such model: {request.model!r}: use {MODEL!r}",
             param="model",
             code="model_not_found",
             status=404,
@@ -104,7 +104,7 @@ def validate_body(kind: type[R], body: bytes) -> R:
 
 
 def _parse_json(body: bytes) -> Any:
-    """The body's values. What is small in JSON can be large in memory: only a recording may be long."""
+    """Parse a body. Only a recording may be long, because other values take more memory than their JSON text."""
     recording = RECORDING.search(body)
     if len(body) - (len(recording[0]) if recording is not None else 0) > MAX_BYTES_BESIDE_RECORDING:
         raise RequestError(
@@ -122,11 +122,10 @@ def _parse_json(body: bytes) -> Any:
 
 
 def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
-    """What to generate for a request; decodes its recording, which takes a while.
+    """Return the prompt, settings and options of a request. Decoding its recording takes a while.
 
     Raises:
-        RequestError: fields that contradict each other or the model, or a recording that cannot be used; the field is
-        named.
+        RequestError: fields contradict each other or the model, or the recording is invalid. The error names the field.
     """
     options = request.outrider or OutriderOptions()
     if options.provisional and not (request.stream and options.tokens):
@@ -151,11 +150,8 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
     )
 
 
-# Checks that need the model -----------------------------------------------------------------------
-
-
 def attach_param(error: InputError, request: ParsedRequest) -> RequestError:
-    """What was found out only where the prompt was validate_body: the refusal, with the field that is to blame."""
+    """Return an error of the decoder as a RequestError that names the field at fault."""
     about_prompt = isinstance(error, (PromptError, AudioError))
     param = request.field if about_prompt else find_field(str(error), request.length_field)
     if isinstance(error, ContextError) and request.length_field and "max_new_tokens" in str(error):
@@ -182,14 +178,15 @@ def _prompt(request: Request, options: OutriderOptions, defaults: Defaults) -> P
     if isinstance(prompt, str):
         _check_text(prompt, "prompt")
         if not prompt:
-            raise RequestError("the prompt is empty: it has no tokens", param="prompt")
+            raise RequestError("the prompt is empty", param="prompt")
     return prompt
 
 
 def _check_no_task(options: OutriderOptions) -> None:
     for name in ("task", "lang"):
         if getattr(options, name) is not None:
-            raise RequestError(f"outrider.{name} is for a recording, and there is none", param=f"outrider.{name}")
+            message = f"outrider.{name} applies to recordings, and the request has none"
+            raise RequestError(message, param=f"outrider.{name}")
 
 
 def _audio_parts(message: Message) -> list[AudioPart]:
@@ -197,7 +194,7 @@ def _audio_parts(message: Message) -> list[AudioPart]:
 
 
 def _texts(message: Message) -> str:
-    """A message's text; parts become lines."""
+    """Return a message's text, with a line for each part."""
     if isinstance(message.content, str):
         return message.content
     return "\n".join(part.text for part in message.content if isinstance(part, TextPart))
@@ -210,7 +207,7 @@ def _to_message(at: int, message: Message) -> dict[str, str]:
 
 
 def _check_texts(at: int, message: Message) -> None:
-    """Refuse a message whose text holds half a surrogate pair."""
+    """Refuse half a surrogate pair in a message's texts."""
     if isinstance(message.content, str):
         _check_text(message.content, f"messages.{at}.content")
         return
@@ -232,20 +229,20 @@ def _decode_recording(request: ChatRequest, options: OutriderOptions, defaults: 
         raise RequestError(f"{defaults.edge} takes no audio: give an audio-language model as --edge", param="messages")
     if len(request.messages) > 1 or request.messages[0].role != "user":
         raise RequestError(
-            "a recording comes in a conversation of one message, the user's: its prompt has no room for others",
+            "a request with a recording has one message, of the user: remove the others",
             param="messages",
         )
     message = request.messages[0]
     found = _audio_parts(message)
     if len(found) > 1:
         at = next(n for n, part in enumerate(message.content) if part is found[1])
-        raise RequestError("one recording per request", param=f"messages.0.content.{at}")
+        raise RequestError("more than one recording: send a request for each", param=f"messages.0.content.{at}")
     question = _texts(message).strip() or None
     if question is not None:
         _check_texts(0, message)
         if options.task is not None or options.lang is not None:
             raise RequestError(
-                "the text beside a recording says what to write, and so do outrider.task and lang: give one",
+                "the text beside a recording replaces outrider.task and outrider.lang: give one or the other",
                 param="outrider.task" if options.task is not None else "outrider.lang",
             )
     at = next(n for n, part in enumerate(message.content) if part is found[0])
@@ -259,17 +256,17 @@ def _decode_recording(request: ChatRequest, options: OutriderOptions, defaults: 
     return Audio(recording.waveform, task, lang, instruction=question, warnings=recording.warnings)
 
 
-# Refusals ---------------------------------------------------------------------------------------------------
+# Errors -----------------------------------------------------------------------------------------------------
 
 
 def _to_request_error(error: ValidationError, kind: type[Request], data: Any) -> RequestError:
-    """What is wrong, in our words: an unknown field first, else whatever lies deepest. No value is repeated."""
+    """Return the most helpful of the validation errors: an unknown field, else the deepest one. It quotes no value."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     paths = [_error_path(each["loc"], data, missing=each["type"] == "missing") for each in errors]
     order = range(len(errors))
 
     def weight(n: int) -> tuple[bool, bool, int, int]:
-        """Of the branches of a union, the one whose type is right says what is wrong."""
+        """Return the sort key of an error. In a union, the branch of the right type has the deepest error."""
         kind = errors[n]["type"]
         return kind == "extra_forbidden", kind in SIZE_ERRORS, len(paths[n]), -n
 
@@ -284,7 +281,7 @@ def _describe_error(type_: str, message: str, path_steps: list[str], kind: type[
     if type_ == "missing":
         return RequestError(f"{path} is missing", param=path, code="missing")
     if unsupported := next((step for step in path_steps if step in UNSUPPORTED), None):
-        return RequestError(f"{path}: not done: {UNSUPPORTED[unsupported]}", param=path, code="unsupported")
+        return RequestError(f"{path}: not supported: {UNSUPPORTED[unsupported]}", param=path, code="unsupported")
     if type_ == "extra_forbidden":
         return RequestError(
             f"{path}: no such field{_list_known_fields(path_steps, kind)}", param=path, code="unknown_parameter"
@@ -292,22 +289,22 @@ def _describe_error(type_: str, message: str, path_steps: list[str], kind: type[
     if name == "role":
         message = ROLES_MESSAGE
     elif path == "outrider.k":
-        message = "1 to 64, or auto"
+        message = "expected 1 to 64, or auto"
     elif type_.startswith("union_tag"):
         message = PARTS_MESSAGE
     elif type_ in ("model_type", "model_attributes_type", "dict_type"):
-        message = "an object is due here"
+        message = "expected an object"
     return RequestError(f"{path or 'the body'}: {message}", param=path or None, code="invalid_value")
 
 
 def _error_path(loc: Sequence[int | str], data: Any, *, missing: bool) -> list[str]:
-    """Where in the request an error is; the steps that are branches of our own types are left out."""
+    """Return the path of an error in the request, without the steps that pydantic adds for branches of unions."""
     path_steps: list[str] = []
     for number, step in enumerate(loc, start=1):
         child = _step_into(data, step)
         tag = number > 1 and isinstance(loc[number - 2], int) and isinstance(data, dict) and data.get("type") == step
         if tag and number < len(loc):
-            continue  # a part's kind, which may be the name of a field as well
+            continue  # a part's kind, although there may be a field of the same name
         if child is not None:
             data = child[0]
         elif number < len(loc) or not missing:

@@ -1,8 +1,7 @@
-"""Where requests come in: who is next, what becomes of a generation, and what becomes of it when its client leaves.
+"""The request scheduler: a fair queue, slots for generations, and their cancellation.
 
-Everything here belongs to the event loop, but for `GenerationTask.run`: that runs in a thread of a bounded pool, one
-for each
-generation. Events cross over in batches: those of one block come together.
+Everything here belongs to the event loop, except for `GenerationTask.run`. It runs in a thread of a bounded pool, one
+for each generation. Its events reach the loop in batches, so that those of one block come together.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from outrider.prompts.chat import PromptLike
 
 log = logging.getLogger(__name__)
 
-DURATION_WINDOW = 32  # generations by which it is judged how long one takes
-BATCH_DELAY_S = 0.001  # what comes within it is told together
-DEFAULT_DURATION_S = 1.0  # what one is taken to last before any has ended
+DURATION_WINDOW = 32  # generations in the mean duration, which predicts the next one's
+BATCH_DELAY_S = 0.001  # events within it form a batch
+DEFAULT_DURATION_S = 1.0  # predicted duration of a generation before any has ended
 MAX_TASKS_PER_SLOT = 2  # generations for each slot, paused ones included
 
 
 class QueueFull(OutriderError):
-    """Too much is waiting already. retry_after_s: when a place in the queue is likely to be free."""
+    """The queue is full. retry_after_s: seconds until a place is likely to be free."""
 
     def __init__(self, reason: str, retry_after_s: float) -> None:
         super().__init__(reason)
@@ -41,24 +40,25 @@ class QueueFull(OutriderError):
 
 
 class ShuttingDown(OutriderError):
-    """This desk is being closed."""
+    """The scheduler is being closed."""
 
     def __init__(self) -> None:
         super().__init__("the gateway is going down")
 
 
 class GenerationTimeout(OutriderError):
-    """A generation took longer than a gateway allows."""
+    """A generation took longer than the gateway allows."""
 
 
 class GenerationTask:
-    """One generation. Iterating gives batches of events: whatever has come since the last one.
+    """One generation. Iteration yields batches of events.
 
-    `cancel` ends it: its engine slot and its cloud session are given back within moments, and iterating ends. Whoever
-    takes a ticket either reads it to its end or cancels it. A task that is cancelled while it reads cancels the ticket.
-    provisional: whether drafted tokens are told at once; else they come with the next ones that are confirmed.
+    `cancel` ends it, releases its engine slot and its cloud session, and ends the iteration. The caller either iterates
+    to the end or cancels. A coroutine that is cancelled while it iterates cancels the generation.
 
-    Raises (iterating): what the generation raised.
+    provisional: yield drafted tokens at once, and not with the next confirmed ones.
+
+    Raises (iteration): the exception of the generation.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class GenerationTask:
         provisional: bool = False,
         cancellation: Cancellation | None = None,
     ) -> None:
-        self.started = loop.create_future()  # its prompt and settings can be used
+        self.started = loop.create_future()  # the prompt and the settings are valid
         self._loop, self._provisional = loop, provisional
         self._cancellation = cancellation or Cancellation()
         self._events: deque[StreamEvent] = deque()
         self._wakeup = asyncio.Event()
-        self._notified = False  # the loop was told of events, and has not looked yet
-        self._flushed_once = False  # it has looked at some
+        self._notified = False  # a flush is scheduled
+        self._flushed_once = False
         self._outcome: Future[Result] | None = None
         self._may_run = threading.Event()
         self._may_run.set()
@@ -82,14 +82,12 @@ class GenerationTask:
         self._cancelled = False
         self.paused = False  # another generation has its slot
 
-    # In a thread of its own ---------------------------------------------------------------------------------
-
     def run(self, pool: DecoderPool, prompt: PromptLike, settings: dict[str, Any], options: RequestOptions) -> Result:
-        """Generate."""
+        """Generate, in a thread of its own."""
         self._cancellation.check()
         with pool.checkout(options) as decoder:
             stream = decoder.stream(prompt, cancellation=self._cancellation, **settings)
-            self._call(self._set_started)
+            self._loop.call_soon_threadsafe(self._set_started)
             try:
                 while True:
                     self._emit(next(stream))
@@ -105,33 +103,28 @@ class GenerationTask:
         self._events.append(event)
         if not self._notified and (self._provisional or event.kind != "provisional"):
             self._notified = True
-            self._call(self._notify)
-
-    def _call(self, function: Callable[[], None]) -> None:
-        self._loop.call_soon_threadsafe(function)
+            self._loop.call_soon_threadsafe(self._notify)
 
     @property
     def result(self) -> Result:
-        """Once iterating has ended.
+        """Return the result, after the iteration has ended.
 
         Raises:
-            StateError: it has not, or was cancelled.
+            StateError: the generation still runs, failed, or was cancelled.
         """
         if self._outcome is None or self._outcome.cancelled() or self._outcome.exception() is not None:
             raise StateError("this generation has no result: it still runs, failed, or was cancelled")
         return self._outcome.result()
 
     def cancel(self) -> None:
-        """At any time; after the end it changes nothing."""
+        """End the generation. After its end this does nothing."""
         self._cancelled = True
         self._cancellation.cancel()
         self._may_run.set()
 
     def expire(self, seconds: float) -> None:
-        """End the generation at its time limit; iterating then raises GenerationTimeout."""
-        self._expired = GenerationTimeout(
-            f"the generation was ended after {seconds:g} s, the most that this gateway allows"
-        )
+        """End the generation at its time limit. The iteration then raises GenerationTimeout."""
+        self._expired = GenerationTimeout(f"the generation exceeded {seconds:g} s, this gateway's time limit")
         self.cancel()
 
     def pause(self) -> None:
@@ -141,11 +134,12 @@ class GenerationTask:
             self._may_run.clear()
 
     def resume(self) -> None:
+        """Continue after `pause`."""
         self.paused = False
         self._may_run.set()
 
     def end(self, outcome: Future[Result]) -> None:
-        """It has ended, one way or another."""
+        """Record the outcome of the generation, and end the iteration."""
         self._outcome = outcome
         self._wakeup.set()
         error = self._error()
@@ -169,13 +163,13 @@ class GenerationTask:
         raise error
 
     def _error(self) -> BaseException | None:
-        """The generation's error, once it has ended."""
+        """Return the exception of the ended generation, if it raised one."""
         assert self._outcome is not None
         error = self._outcome.exception()
         return self._expired if isinstance(error, CancelledError) and self._expired is not None else error
 
     async def _wait(self) -> None:
-        """Wait until there is something to tell, which drafts may not be, or all has been told."""
+        """Wait for visible events or the end of the generation."""
         if self._outcome is None:
             try:
                 await self._wakeup.wait()
@@ -189,10 +183,7 @@ class GenerationTask:
             self.started.set_result(None)
 
     def _notify(self) -> None:
-        """Let a burst come to its end: woken by its first event, the loop would keep the others from coming.
-
-        The very first events are waited for, and shown at once.
-        """
+        """Schedule a flush: woken at each event, the loop would delay the other events of a block."""
         if self._flushed_once:
             self._loop.call_later(BATCH_DELAY_S, self._flush)
         else:
@@ -215,16 +206,16 @@ class _ClientQueue:
 
 
 class RequestScheduler:
-    """Schedules generations: at most `slots` run, and at most `queue` requests wait.
+    """Scheduler of generations: at most `slots` run, and at most `queue` requests wait.
 
-    Slots go round-robin to the clients that wait; a client's own requests keep their order. When all slots are taken,
-    and a client has at least two more of them than the client of a new request, the newest generation of the client
-    with the most is paused before its next token, and the new request gets its slot at once. Paused generations go on
-    in their client's turn. So a lone client has all slots, and no client waits for another's long generations. When the
-    queue is full, the newest request of the client with the longest queue is evicted, unless the newcomer's would then
-    be the longer one.
+    Slots go round-robin to the clients that wait. A client's own requests keep their order. Preemption: if all slots
+    are taken, and a client has at least two more than the client of a new request, the newest generation of the client
+    with the most is paused before its next token, and the new request gets its slot at once. Paused generations resume
+    in their client's turn. So a lone client may use all slots, and no client waits for another's long generations. If
+    the queue is full, the newest request of the client with the longest queue is evicted, unless the newcomer's queue
+    would then be longer.
 
-    seconds: the time limit of a generation, from getting its slot to its end.
+    seconds: the time limit of a generation, from its slot to its end.
     """
 
     def __init__(self, pool: DecoderPool, *, slots: int = 8, queue: int = 64, seconds: float = math.inf) -> None:
@@ -239,17 +230,17 @@ class RequestScheduler:
 
     @property
     def active(self) -> int:
-        """Generations that run."""
+        """Return the number of generations that run."""
         return sum(not task.paused for task in self._running)
 
     @property
     def waiting(self) -> int:
-        """Requests that have no slot yet."""
+        """Return the number of requests that wait for their first slot."""
         return sum(len(client_queue.places) for client_queue in self._queues.values())
 
     @property
     def room(self) -> int:
-        """Requests that may be here at once, running or waiting."""
+        """Return the most requests that may run or wait at once."""
         return self._slots + self._queue
 
     async def start(
@@ -263,14 +254,15 @@ class RequestScheduler:
         queued: Callable[[], None] = lambda: None,
         cancellation: Cancellation | None = None,
     ) -> GenerationTask:
-        """Wait for a slot, and begin. Cancellation leaves the queue, or ends the generation.
+        """Wait for a slot, and start a generation. Cancelling the wait leaves the queue, or ends the generation.
 
-        queued: called if there is no slot at once. cancellation: the generation's, for a caller that may disconnect it.
+        queued: called if there is no slot at once. cancellation: of the generation, for a caller that may disconnect it
+        from the cloud.
 
         Raises:
             QueueFull: the queue is full, or this request was evicted from it for a client with fewer requests.
             ShuttingDown: the gateway is shutting down.
-            InputError: the prompt, a setting or the choice cannot be used; nothing was computed.
+            InputError: the prompt, a setting or an option is invalid. Nothing was computed.
             CloudError: the cloud is unreachable and on_cloud_loss is "fail", or it refuses.
             GenerationTimeout: the time limit passed before the first token.
         """
@@ -287,7 +279,7 @@ class RequestScheduler:
         return task
 
     async def close(self) -> None:
-        """End all, and wait until they have ended."""
+        """Cancel all generations and waiting requests, and wait for their end."""
         self._closed = True
         queues, self._queues = self._queues, OrderedDict()
         for place in [place for client_queue in queues.values() for place in client_queue.places if not place.done()]:
@@ -300,7 +292,7 @@ class RequestScheduler:
         await asyncio.to_thread(self._threads.shutdown)
 
     async def _admit(self, client: str, queued: Callable[[], None] = lambda: None) -> None:
-        """Take a slot, at once or when it is this client's turn."""
+        """Take a slot, at once or in this client's turn."""
         if not self._free and not self._closed:
             if not self._preempt(client):
                 await self._enqueue(client, queued)
@@ -311,7 +303,7 @@ class RequestScheduler:
             raise ShuttingDown
 
     def _preempt(self, client: str) -> bool:
-        """Preempt the client with the most slots, unless it would then have fewer than this client."""
+        """Pause a generation of the client with the most slots, unless it would then have fewer than this client."""
         if self._queues.get(client) or len(self._running) >= MAX_TASKS_PER_SLOT * self._slots:
             return False
         active = Counter(name for task, name in self._running.items() if not task.paused)
@@ -332,7 +324,7 @@ class RequestScheduler:
         try:
             await place
         except asyncio.CancelledError:
-            if not place.cancelled() and place.exception() is None:  # it was called a moment ago
+            if not place.cancelled() and place.exception() is None:  # it has just got the slot
                 self._release()
             self._remove(client, place)
             raise
@@ -383,7 +375,7 @@ class RequestScheduler:
         started_at = loop.time()
         try:
             outcome = self._threads.submit(task.run, self._pool, prompt, settings, options)
-        except RuntimeError as error:  # there is no further thread to be had; what stands in the pool's queue may stay
+        except RuntimeError as error:  # the system starts no further thread
             task.cancel()
             self._release()
             raise self._busy_error("this machine has no thread for another request: try again later") from error

@@ -1,7 +1,7 @@
-"""What is read: requests of the OpenAI API, field by field, and what becomes of the fields that we do not do.
+"""Schemas of requests of the OpenAI API, and the reasons for unsupported fields.
 
-Nothing is ignored: a field that is not here is refused by name, and one that is here only for the value that asks for
-nothing (`n` 1, `tools` empty) is refused at any other, with `UNSUPPORTED` saying what it would need.
+An unknown field is refused by name. An unsupported field is accepted with its neutral value alone (`n` 1, `tools`
+empty), and refused with its reason in `UNSUPPORTED` otherwise.
 """
 
 from __future__ import annotations
@@ -13,92 +13,92 @@ from pydantic_core import PydanticCustomError
 
 from outrider.config import SEED_LIMIT, DecodingMode, DriverName, OnCloudLoss, OnLoop, Privacy, Scope
 
-MODEL: Final = "outrider"  # the pair, under the one name that requests give it
+MODEL: Final = "outrider"  # the one model name
 MAX_WORD_CHARS = 256  # characters of a gate, an acceptance rule, a network
 MAX_STOPS = 16
-MAX_KEYS = 256  # of one object: each that is wrong would have an error of its own
+MAX_KEYS = 256  # of one object, because each invalid key costs an error of its own
 MAX_MESSAGES = 4096
 MAX_PARTS = 256
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 AudioFormat = Literal["wav", "mp3", "flac", "ogg", "opus", "aiff", "m4a", "mp4", "3gp", "webm", "aac", "amr", "wma"]
 
-_TOOLS = "function calls need a model and a chat template made for them, and a reader of what the model then writes"
+_TOOLS = "function calls need a model and a chat template made for them, and a parser of the model's output"
 _PENALTY = (
-    "a penalty that counts occurrences must be applied on both sides and by every verifier, which ours cannot yet: "
-    "only 0 is taken; outrider.repetition_penalty and outrider.no_repeat_ngram_size are there against repetition"
+    "only 0, because drafter and verifiers would have to apply the same penalty, and not every verifier can: "
+    "use outrider.repetition_penalty or outrider.no_repeat_ngram_size against repetition"
 )
+_LOGPROBS = "verdicts do not contain the target's log-probabilities: outrider.tokens reports the drafter's"
 UNSUPPORTED: Final[dict[str, str]] = {
     "n": "one answer to a request: send it again, with another seed",
     "best_of": "one answer to a request: send it again, with another seed",
     "frequency_penalty": _PENALTY,
     "presence_penalty": _PENALTY,
-    "logprobs": "the target's log-probabilities do not travel with verdicts; outrider.tokens reports the drafter's",
-    "top_logprobs": "the target's log-probabilities do not travel with verdicts; outrider.tokens reports the drafter's",
-    "logit_bias": "only -100, which bans a token, is done on both sides: a bias is no constraint of the decoder",
+    "logprobs": _LOGPROBS,
+    "top_logprobs": _LOGPROBS,
+    "logit_bias": "only -100, which bans a token: drafter and verifiers do not support other biases",
     "tools": _TOOLS,
     "tool_choice": _TOOLS,
     "functions": _TOOLS,
     "function_call": _TOOLS,
     "tool_calls": _TOOLS,
     "response_format": "only text: JSON would need a grammar that constrains drafter and verifier alike",
-    "modalities": "only text: the models write, and do not speak",
-    "audio": "the models write, and do not speak",
-    "prediction": "the drafter predicts: there is no second source of drafts",
-    "verbosity": "say it in the prompt; for captions outrider.task is default, detailed or concise",
-    "web_search_options": "nothing is looked up",
-    "moderation": "nothing is judged but tokens",
+    "modalities": "only text: the models have no audio output",
+    "audio": "the models have no audio output",
+    "prediction": "the drafter is the only source of drafts",
+    "verbosity": "describe it in the prompt, or for captions set outrider.task to default, detailed or concise",
+    "web_search_options": "there is no web search",
+    "moderation": "there is no moderation",
     "service_tier": "there is one tier: auto or default",
-    "echo": "the answer holds generated text only: put the prompt before it",
-    "suffix": "the models continue a text, and do not fill it in",
-    "name": "chat templates know roles, not names: say it in the content",
+    "echo": "the answer contains generated text only: prepend the prompt yourself",
+    "suffix": "the models continue a text, and cannot fill in its middle",
+    "name": "chat templates have roles but no names: write the name into the content",
     "prompt_cache_options": "prompts are not cached between requests",
     "prompt_cache_retention": "prompts are not cached between requests",
 }
 IGNORED: Final[dict[str, str]] = {  # fields without effect on the answer: accepted, and named in its warnings
-    "user": "nothing is kept about users",
-    "safety_identifier": "nothing is kept about users",
-    "metadata": "nothing is kept",
-    "store": "nothing is kept",
+    "user": "the gateway stores nothing about users",
+    "safety_identifier": "the gateway stores nothing about users",
+    "metadata": "the gateway stores nothing",
+    "store": "the gateway stores nothing",
     "prompt_cache_key": "prompts are not cached between requests",
-    "reasoning_effort": "the models do not reason apart from their answer",
+    "reasoning_effort": "the models have no reasoning apart from their answer",
     "parallel_tool_calls": "there are no tools",
 }
-ROLES_MESSAGE = (
-    "a role is system, developer, user or assistant: a tool's answers need function calls, which are not done"
-)
-PARTS_MESSAGE = "a part is text or input_audio: the models read text and recordings"
+ROLES_MESSAGE = "expected the role system, developer, user or assistant: function calls are not supported"
+PARTS_MESSAGE = "expected a part of type text or input_audio"
 
 
 def _limit_keys(value: Any) -> Any:
-    """Refuse an object with many keys before they are looked at one by one."""
+    """Refuse an object with many keys before they are validated one by one."""
     if isinstance(value, dict) and len(value) > MAX_KEYS:
-        raise PydanticCustomError("too_many", "an object of over {most} keys", {"most": MAX_KEYS})
+        raise PydanticCustomError("too_many", "an object of over {most} keys, the limit", {"most": MAX_KEYS})
     return value
 
 
 class StrictModel(BaseModel):
-    """What every object of a request keeps to: no other fields, no conversions, no infinities."""
+    """Base of all objects of a request: no unknown fields, no type conversions, no infinities."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def limit_keys(cls, value: Any) -> Any:
+        """Refuse an object with too many keys."""
         return _limit_keys(value)
 
 
 def _ignored(name: str) -> Any:
-    """Return the note on a field that is accepted and not used."""
+    """Return the field declaration of a field that is accepted and not used."""
     return Field(default=None, description=f"not used: {IGNORED[name]}")
 
 
 def _unsupported(name: str) -> Any:
-    """What to say of a field that is there for the value that asks for nothing."""
+    """Return the field declaration of an unsupported field."""
     return Field(description=UNSUPPORTED[name])
 
 
 def _check_bool(value: Any) -> Any:
-    """A literal would take 0 for false."""
+    """Refuse other types than bool: pydantic's Literal[False] accepts 0."""
     if not isinstance(value, bool):
         raise PydanticCustomError("bool_type", "expected false")
     return value
@@ -118,7 +118,7 @@ Stop = Annotated[str, Field(max_length=1000)]
 
 
 class OutriderOptions(StrictModel):
-    """What OpenAI's API has no field for. What is left out is as the command line said."""
+    """Options that OpenAI's API has no fields for. The defaults are those of the gateway's command line."""
 
     way: DecodingMode | None = Field(default=None, description="speculative, edge-only, or cloud-only")
     gate: Word | None = Field(
@@ -133,7 +133,7 @@ class OutriderOptions(StrictModel):
     privacy: Privacy | None = Field(default=None, description="the most that leaves the edge")
     net: Word | None = Field(default=None, description="an emulated network: none, rtt=50ms,bw=2Mbit, or cut")
     provisional: bool | None = Field(default=None, description="report drafted tokens too, before their verdict")
-    tokens: bool | None = Field(default=None, description="report each token, and who decided it")
+    tokens: bool | None = Field(default=None, description="report each token, and its source")
     task: Literal["default", "detailed", "concise"] | None = Field(
         default=None, description="the caption task of a recording"
     )
@@ -141,7 +141,7 @@ class OutriderOptions(StrictModel):
     top_k: Count | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    repetition_window: Count | None = Field(default=None, description="last tokens that the penalty covers; 0: all")
+    repetition_window: Count | None = Field(default=None, description="last tokens that the penalty covers, 0 for all")
     no_repeat_ngram_size: Count | None = None
     sentences: Positive | None = Field(default=None, description="end after so many complete sentences")
     min_new_tokens: Count | None = None
@@ -149,23 +149,27 @@ class OutriderOptions(StrictModel):
 
 
 class StreamOptions(StrictModel):
+    """Options of a stream."""
+
     include_usage: bool | None = Field(default=None, description="a last chunk with the usage")
     include_obfuscation: bool | None = Field(default=None, description="not used: chunks are not padded")
 
 
 class ResponseFormat(StrictModel):
+    """The format of the answer."""
+
     type: Literal["text"]
 
 
 class Request(StrictModel):
-    """The fields that both kinds of completion have."""
+    """Fields of both kinds of completion."""
 
-    # Another name is 404, as OpenAI's clients expect, and no invalid value: hence no Literal.
+    # Not a Literal: another name is answered with 404, as OpenAI's clients expect, and not with 400.
     model: str = Field(description="the one of GET /v1/models", json_schema_extra={"enum": [MODEL]})
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Positive | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = Field(default=None, description="0, greedy, unless said")
+    temperature: Annotated[float, Field(ge=0)] | None = Field(default=None, description="0, greedy, by default")
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=SEED_LIMIT)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
@@ -178,16 +182,22 @@ class Request(StrictModel):
 
 
 class TextPart(StrictModel):
+    """A text in a message."""
+
     type: Literal["text"]
     text: str
 
 
 class InputAudio(StrictModel):
+    """An audio file."""
+
     data: str = Field(description="the file, in base64")
     format: AudioFormat
 
 
 class AudioPart(StrictModel):
+    """A recording in a message."""
+
     type: Literal["input_audio"]
     input_audio: InputAudio
 
@@ -196,6 +206,8 @@ Part = Annotated[TextPart | AudioPart, Field(discriminator="type")]
 
 
 class Message(StrictModel):
+    """A message of a conversation."""
+
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
     name: Annotated[None, _unsupported("name")] = None
@@ -245,7 +257,7 @@ Ids = Annotated[list[Annotated[int, Field(ge=0, le=2**31)]], Field(min_length=1,
 
 
 class CompletionRequest(Request):
-    """`POST /v1/completions`. prompt: a text, or token ids; a list of one of either is taken too."""
+    """`POST /v1/completions`. prompt: a text, token ids, or a list of one of either."""
 
     prompt: (
         str

@@ -1,7 +1,7 @@
-"""From what a generation tells (events, then a result) to the bodies and chunks that a client reads.
+"""Response bodies and stream chunks, from the events and the result of a generation.
 
-Text goes out when nothing can take it back (`StreamEvent.settled`), and not while it could be the beginning of a stop
-string, which OpenAI's API leaves out of the text.
+Text is sent once it is final (`StreamEvent.settled`). A possible beginning of a stop string is held back, because
+OpenAI's API excludes the stop string from the text.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ DONE: Final = b"data: [DONE]\n\n"
 
 
 class StableText:
-    """The text that nothing can take back any more."""
+    """The final part of a stream's text, which later verdicts cannot change. stop: the stop strings."""
 
     def __init__(self, stop: Seq[str] = ()) -> None:
         self._stop = stop
         self._pieces: list[str] = []
-        self._num_stable = 0  # how many of the pieces stay
-        self._num_taken = 0  # how many of those were taken
-        self._held_back = ""  # taken, but perhaps the beginning of a stop string
+        self._num_stable = 0  # pieces that are final
+        self._num_taken = 0  # final pieces that were processed
+        self._held_back = ""  # processed, but possibly the beginning of a stop string
         self._sent: list[str] = []
 
     def add(self, events: Seq[StreamEvent]) -> str:
-        """Text that may go out, with these events known."""
+        """Process events, and return the text that may be sent now."""
         for event in events:
             if event.kind != "provisional":
                 self._apply(event)
         return self._release("".join(self._newly_stable()))
 
     def end(self, result: Result) -> str:
-        """Return the text that was held back, at the end.
+        """Return the rest of the text.
 
         Raises:
-            StateError: the result's text does not begin with the streamed text.
+            StateError: the result's text does not begin with the text that was sent.
         """
         sent = "".join(self._sent)
         whole = visible_text(result, self._stop, len(sent))
         if not whole.startswith(sent):
-            raise StateError("the text that was streamed is not the result's: do not use it")
+            raise StateError("the streamed text is not the result's: discard it")
         return whole[len(sent) :]
 
     def _apply(self, event: StreamEvent) -> None:
@@ -84,10 +84,10 @@ class StableText:
 
 
 def _partial_stop_chars(text: str, known: int, stop: Seq[str]) -> int:
-    """How many characters at the end of `text` are a stop string's, or could become one's.
+    """Return the number of characters at the end of `text` that are, or may become, a stop string.
 
-    A stop string ends the output with the token that completes it: one that lies in the first `known` characters, seen
-    before, was none (a special token stood in it).
+    known: characters that were checked before. A stop string within them did not end the output, because a special
+    token interrupts it.
     """
     most = 0
     for word in stop:
@@ -100,25 +100,27 @@ def _partial_stop_chars(text: str, known: int, stop: Seq[str]) -> int:
 
 
 def visible_text(result: Result, stop: Seq[str], sent: int = 0) -> str:
-    """A result's text as OpenAI's API shows it: without the stop string that ended it, which stands in no part of the
-    first `sent` characters."""
+    """Return a result's text without the stop string that ended it, as in OpenAI's API.
+
+    sent: characters in which the stop string is not searched, because they were sent already.
+    """
     text = result.text or ""
     if result.finish_reason != "stop":
         return text
-    places = [at for word in stop if (at := text.find(word, sent)) >= 0]
-    return text[: min(places)] if places else text
+    starts = [at for word in stop if (at := text.find(word, sent)) >= 0]
+    return text[: min(starts)] if starts else text
 
 
 class TokenReports:
-    """What is reported of tokens: who decided each, and how sure the drafter was of it."""
+    """Reports on tokens: the source of each, and the drafter's confidence in it."""
 
     def __init__(self, *, provisional: bool = False) -> None:
         self._provisional = provisional
-        self._signals: dict[int, tuple[int, Any]] = {}  # by index: of which token, and its signals
+        self._signals: dict[int, tuple[int, Any]] = {}  # by index: the token id, and its signals
         self.final: list[dict[str, Any]] = []
 
     def add(self, events: Seq[StreamEvent]) -> list[dict[str, Any]]:
-        """The reports of these events. Provisional ones are kept to oneself unless asked for."""
+        """Return the reports of these events, those of provisional tokens only if they were requested."""
         return [self._report(event) for event in events if self._is_reported(event)]
 
     def _is_reported(self, event: StreamEvent) -> bool:
@@ -142,7 +144,7 @@ class TokenReports:
 
 
 class Answer:
-    """One answer, as a body or as chunks. chat: of a chat, else a plain completion."""
+    """One answer, as a body or as chunks. chat: False for a plain completion."""
 
     def __init__(self, request: ParsedRequest, *, chat: bool) -> None:
         self._request, self._chat = request, chat
@@ -158,10 +160,10 @@ class Answer:
         self._tokens = TokenReports(provisional=request.provisional) if request.tokens else None
         self._role_sent = False
 
-    # Streams
+    # Streams ------------------------------------------------------------------------------------------------
 
     def chunk(self, events: Seq[StreamEvent]) -> bytes:
-        """What these events add to the stream; empty where there is nothing to say yet."""
+        """Return the stream's chunks for these events, which may be empty."""
         text = self._text.add(events)
         tokens = self._tokens.add(events) if self._tokens is not None else []
         if not text and not tokens:
@@ -169,7 +171,7 @@ class Answer:
         return self._role_chunk() + self._delta(text, {"tokens": tokens} if tokens else None)
 
     def last(self, result: Result) -> bytes:
-        """The end of the stream: text that was held back, why it ended, what it came to, and its usage if asked for."""
+        """Return the last chunks: held-back text, the finish reason, the outcome, and the usage if requested."""
         rest = self._text.end(result)
         data = self._role_chunk() + (self._delta(rest) if rest else b"")
         data += self._event([self._choice({}, "", FINISH_REASONS[result.finish_reason])], self._outcome(result))
@@ -178,7 +180,7 @@ class Answer:
         return data + DONE
 
     def _role_chunk(self) -> bytes:
-        """OpenAI's first chunk of a chat: who speaks."""
+        """Return OpenAI's first chunk of a chat, with the role, unless it was sent."""
         if self._role_sent or not self._chat:
             return b""
         self._role_sent = True
@@ -199,15 +201,15 @@ class Answer:
             chunk["outrider"] = more
         return _data(chunk)
 
-    # Whole answers
+    # Whole answers ------------------------------------------------------------------------------------------
 
     def note(self, events: Seq[StreamEvent]) -> None:
-        """Take events of an answer that is given as a whole."""
+        """Process events of an answer that is sent as a whole."""
         if self._tokens is not None:
             self._tokens.add(events)
 
     def body(self, result: Result) -> bytes:
-        """The whole answer."""
+        """Return the whole answer as JSON."""
         text = visible_text(result, self._request.stop)
         data: dict[str, Any] = {"text": text}
         if self._chat:
@@ -223,7 +225,7 @@ class Answer:
 
 
 def outcome(result: Result, notes: Seq[str] = ()) -> dict[str, Any]:
-    """The `outrider` object: the guarantee, and what it rests on. itl_s: seconds from token to token, their mean."""
+    """Return the `outrider` object of an answer: guarantee and statistics. itl_s: mean seconds between tokens."""
     data, stats = result.to_json(), result.stats
     count = len(result.token_ids)
     rates = {
@@ -238,7 +240,7 @@ def outcome(result: Result, notes: Seq[str] = ()) -> dict[str, Any]:
 
 
 def usage(result: Result) -> dict[str, int]:
-    """Tokens, as OpenAI counts them: the end-of-sequence token is one of those that were generated."""
+    """Return OpenAI's usage object. The end-of-sequence token counts as a generated one."""
     generated = len(result.token_ids)
     return {
         "prompt_tokens": result.prompt_tokens,
@@ -248,11 +250,12 @@ def usage(result: Result) -> dict[str, int]:
 
 
 def error_event(refusal: ErrorResponse) -> bytes:
-    """The end of a stream that had begun: the client raises what it says."""
+    """Return an error as the last event of a stream, which OpenAI's clients raise."""
     return _data(refusal.body())
 
 
 def encode_json(value: dict[str, Any]) -> bytes:
+    """Return JSON in UTF-8. Half a surrogate pair is escaped."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 

@@ -1,5 +1,4 @@
-"""What is answered, as models for the OpenAPI document. Bodies are written by hand (response_building.py); tests
-compare."""
+"""Schemas of answers, for the OpenAPI document. Tests compare them with the bodies of response_building.py."""
 
 from __future__ import annotations
 
@@ -14,11 +13,13 @@ from outrider.sampling.sampler import Signals
 
 
 class Reply(BaseModel):
+    """Base of all answers."""
+
     model_config = ConfigDict(extra="forbid")
 
 
 class Failure(Reply):
-    """param: the field that is to blame. code: a word for the reason."""
+    """An error. param: the field at fault. code: the reason, for programs."""
 
     message: str
     type: Literal["invalid_request_error", "rate_limit_error", "cloud_error", "server_error"]
@@ -27,11 +28,13 @@ class Failure(Reply):
 
 
 class ErrorReply(Reply):
+    """The body of an error response."""
+
     error: Failure
 
 
 class TokenReport(Reply):
-    """What became of one token. A revised token voids every token behind it."""
+    """An event of one token. A revised token invalidates all tokens after it."""
 
     kind: Literal["provisional", "confirmed", "revised"]
     index: int
@@ -42,7 +45,7 @@ class TokenReport(Reply):
 
 
 class Outcome(Reply):
-    """What the answer is worth, and what it rests on. Seconds are on the gateway's clock."""
+    """The guarantee and the statistics of an answer. Times are seconds, measured by the gateway."""
 
     guarantee: Guarantee
     finish_reason: FinishReason
@@ -59,18 +62,24 @@ class Outcome(Reply):
 
 
 class Usage(Reply):
+    """Token counts."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
 
 
 class ReplyMessage(Reply):
+    """The assistant's message."""
+
     role: Literal["assistant"]
     content: str
     refusal: None
 
 
 class ChatChoice(Reply):
+    """The answer in a conversation."""
+
     index: Literal[0]
     message: ReplyMessage
     logprobs: None
@@ -78,6 +87,8 @@ class ChatChoice(Reply):
 
 
 class TextChoice(Reply):
+    """The continuation of a text."""
+
     index: Literal[0]
     text: str
     logprobs: None
@@ -85,6 +96,8 @@ class TextChoice(Reply):
 
 
 class ChatCompletion(Reply):
+    """The answer of `POST /v1/chat/completions`."""
+
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -95,6 +108,8 @@ class ChatCompletion(Reply):
 
 
 class Completion(Reply):
+    """The answer of `POST /v1/completions`."""
+
     id: str
     object: Literal["text_completion"]
     created: int
@@ -105,6 +120,8 @@ class Completion(Reply):
 
 
 class Model(Reply):
+    """A model."""
+
     id: str
     object: Literal["model"]
     created: int
@@ -112,16 +129,20 @@ class Model(Reply):
 
 
 class Models(Reply):
+    """The list of models."""
+
     object: Literal["list"]
     data: list[Model]
 
 
 class Cut(Reply):
+    """The confirmation that a request was disconnected from its cloud."""
+
     cut: Literal[True]
 
 
 class Health(Reply):
-    """status: degraded while the cloud is unreachable, with the reason."""
+    """The gateway's state. status: degraded while the cloud is unreachable, with the reason."""
 
     status: Literal["ok", "degraded"]
     reason: str | None
@@ -133,7 +154,8 @@ class Health(Reply):
 class Overview(Reply):
     """The gateway's description. text: False for a model that only takes recordings.
 
-    defaults: of the `outrider` field. networks: whether outrider.net can be set. cut: whether it can be `cut`.
+    defaults: of the `outrider` field. networks: whether requests may set outrider.net. cut: whether they may set it to
+    `cut`.
     """
 
     edge: str
@@ -150,7 +172,7 @@ class Overview(Reply):
 
 
 class Clip(Reply):
-    """A bundled recording. said: what is spoken in it."""
+    """A bundled recording, with its transcript."""
 
     name: str
     lang: Literal["en", "zh"]

@@ -1,4 +1,4 @@
-"""From an application to a listening process, and its orderly end."""
+"""The gateway's server process: sockets, signals, start and end."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from outrider.gateway.connections import ACCEPTS_PER_TICK, LimitedProtocol, List
 from outrider.gateway.request_scheduler import RequestScheduler
 from outrider.transport.hosts import bracket_host
 
-SHUTDOWN_GRACE_S = 5  # s that answers which are cut short get to say so
+SHUTDOWN_GRACE_S = 5  # s for the last events of streams that are cut short
 
 
 class _Server(uvicorn.Server):
-    """Signals are ours: uvicorn's own handling would end the process with the signal's status."""
+    """uvicorn's server without its signal handlers, which would end the process with the signal's status."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -31,12 +31,12 @@ class _Server(uvicorn.Server):
 
 
 def bound(host: str, port: int) -> Listener:
-    """Return a socket bound to this address, which does not listen yet.
+    """Return a socket that is bound to this address, and does not listen yet.
 
-    Host "" is every interface, IPv6 and IPv4 alike.
+    host: "" is every interface, IPv6 and IPv4.
 
     Raises:
-        SettingsError: the address is in use, or not this machine's.
+        SettingsError: the address is in use, or not an address of this machine.
     """
     where = f"{bracket_host(host)}:{port}"
     if not host:
@@ -44,7 +44,7 @@ def bound(host: str, port: int) -> Listener:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError) as error:
-        raise SettingsError(f"cannot listen on {where}: no address of this machine") from error
+        raise SettingsError(f"cannot listen on {where}: not an address of this machine") from error
     return _bind(family, address, where)
 
 
@@ -58,7 +58,9 @@ def _bind_all_interfaces(port: int, where: str) -> Listener:
 def _bind(family: int, address: Any, where: str, *, both: bool = False) -> Listener:
     found = None
     try:
-        found = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named as TCP: else Nagle stays on
+        found = Listener(
+            family, socket.SOCK_STREAM, socket.IPPROTO_TCP
+        )  # asyncio sets TCP_NODELAY only with this proto
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if both:
             found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -71,18 +73,18 @@ def _bind(family: int, address: Any, where: str, *, both: bool = False) -> Liste
 
 
 def http_server(app: FastAPI, listener: Listener) -> uvicorn.Server:
-    """A server of the application, with limits on connections."""
+    """Return a server of the application, with limits on connections."""
     server = _Server(build_config(app))
     listener.max_connections, server.server_state.connections = max_connections(), listener.connections
     return server
 
 
 def build_config(app: FastAPI) -> uvicorn.Config:
-    """How the application is served. What a client says of itself in X-Forwarded-For is not believed.
+    """Return uvicorn's configuration. X-Forwarded-For is not trusted.
 
-    httptools gives the first token half a millisecond sooner than h11.
+    With httptools, the first token arrives half a millisecond sooner than with h11.
     """
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # a line for every request that is no HTTP, otherwise
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # else each invalid request logs a line
     return uvicorn.Config(
         app,
         log_config=None,
@@ -99,9 +101,9 @@ def build_config(app: FastAPI) -> uvicorn.Config:
 
 
 class StopSignal:
-    """SIGTERM and SIGINT as an awaitable. Made in the running loop, whose signal handlers it takes over.
+    """SIGTERM and SIGINT as an awaitable. Replaces the running loop's handlers of these signals.
 
-    received: returns the number of a signal that came before, or 0. It is read after the handlers are in place.
+    received: returns the number of an earlier signal, or 0. It is called after the handlers are in place.
     """
 
     def __init__(self, received: Callable[[], int] = lambda: 0) -> None:
@@ -118,15 +120,16 @@ class StopSignal:
         self._received.set()
 
     async def wait(self) -> None:
+        """Wait for a signal."""
         await self._received.wait()
 
 
 async def serve(
     app: FastAPI, listener: Listener, scheduler: RequestScheduler, stop: StopSignal, on_listening: Callable[[str], None]
 ) -> int:
-    """Serve until SIGTERM or SIGINT. Returns 0, or 128 + the signal's number if it came before this listened.
+    """Serve until SIGTERM or SIGINT. Return 0, or 128 + the signal's number if it came before the server listened.
 
-    on_on_listening: called with the URL once clients can connect.
+    on_listening: called with the URL once clients can connect.
     """
     server = http_server(app, listener)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -138,7 +141,7 @@ async def serve(
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
-    await scheduler.close()  # first: streams end, and with them what the server waits for
+    await scheduler.close()  # first: the server waits for the end of streams
     stopping.cancel()
     await serving
     return 128 + early_signal if early_signal else 0

@@ -1,11 +1,11 @@
-"""One engine, many threads: whoever has the turn reads for everybody who waits.
+"""One engine for many threads, with leader-follower batching.
 
-A caller puts its feed on the list. If nobody has the turn, it takes it; else it waits until its feed was read by
-somebody else, or until the turn is handed to it, as the one who has waited longest. Who has the turn reads its own
-feed, and in the same forward whatever on the list fits with it. So nobody is passed over, there is no extra thread,
-and where there is one caller only, it pays for two uncontended locks.
+A caller appends its input to a list. If no thread leads, the caller does. Otherwise it waits until another thread has
+computed its logits, or until it becomes the leader, as the one that has waited longest. The leader runs its own input,
+and in the same forward the inputs on the list that fit with it. So calls are served in order of arrival, there is no
+extra thread, and a lone caller pays for two uncontended locks.
 
-Long prompts are read a chunk at a time, each with a turn of its own: short steps come in between.
+Long prompts are prefilled in chunks, each with a turn of its own, so that short steps come in between.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from outrider.decoding.actions import Proposal
 from outrider.engines.base import (
-    PREFILL_CHUNK,
     DeviceSampler,
     Engine,
     Prompt,
@@ -28,18 +27,18 @@ from outrider.engines.base import (
     check_truncation,
     forward_or_sample,
 )
+from outrider.engines.batching import PREFILL_CHUNK, batch_with_first, next_chunk_size
 from outrider.errors import StateError
 from outrider.sampling.policy import Policy
 from outrider.sampling.sampler import SampledToken
 
 T = TypeVar("T")
 
-FREE_PADDING_TOKENS = 16  # tokens; padding up to here costs less than a second forward
-MAX_BATCH = 64  # feeds in one forward
+MAX_BATCH = 64  # inputs in one forward
 
 
 class _Call:
-    """What a caller waits for: something to be done, alone."""
+    """A waiting call of the engine, which runs alone."""
 
     result: Any
     width = 0
@@ -52,22 +51,23 @@ class _Call:
         self._signal.acquire()
 
     def grant_turn(self) -> None:
-        """It is the caller's turn."""
+        """Make the waiting caller the leader."""
         self._is_leader = True
         self._signal.release()
 
     def complete(self, result: Any) -> None:
+        """Give the waiting caller its result."""
         self.result, self._is_leader = result, False
         self._signal.release()
 
     def wait_for_turn(self) -> bool:
-        """Wait. True: it is this caller's turn. False: the answer is there."""
+        """Wait, and return whether this caller is the leader. Otherwise the result is there."""
         self._signal.acquire()
         return self._is_leader
 
 
 class _ForwardCall(_Call):
-    """A feed to be read, together with others' unless that failed; with a policy, for what that chooses."""
+    """A waiting forward, which may be batched with others until a batch has failed. policy: samples on the device."""
 
     alone = False
 
@@ -77,20 +77,20 @@ class _ForwardCall(_Call):
 
 
 class SharedEngine:
-    """An `Engine`, and a `DeviceSampler` if the engine is one, that any number of worker threads use at once.
+    """An `Engine`, and a `DeviceSampler` if the engine is one, for any number of threads at once.
 
-    A slot is one thread's at a time. `truncate` and `kv_len` never wait: a slot is rolled back when it is next read.
-    Whatever else the engine has is passed through, unguarded.
+    A slot belongs to one thread at a time. `truncate` and `kv_len` never wait: the engine's slot is rolled back before
+    its next forward. Other attributes of the engine are passed through, without a lock.
     """
 
-    serves_threads = True  # a decoder then takes generations of several threads at once
+    serves_threads = True  # a decoder then accepts generations of several threads at once
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._lock = threading.Lock()  # of the list, and of whether somebody has the turn
+        self._lock = threading.Lock()  # guards _waiting and _busy
         self._waiting: list[_Call] = []
         self._busy = False
-        self._lengths: dict[int, int] = {}  # of the open slots, as their owners left them
+        self._lengths: dict[int, int] = {}  # cached tokens of each open slot, for its owner
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -98,35 +98,41 @@ class SharedEngine:
     # Slots --------------------------------------------------------------------------------------------------
 
     def open(self, prompt: Prompt) -> int:
+        """Open a slot for a prompt, in a turn of its own."""
         slot: int = self._submit(_Call(lambda: self._engine.open(prompt)))
         self._lengths[slot] = 0
         return slot
 
     def close(self, slot: int) -> None:
+        """Close a slot, in a turn of its own."""
         self.kv_len(slot)
         del self._lengths[slot]
         self._submit(_Call(lambda: self._engine.close(slot)))
 
     def kv_len(self, slot: int) -> int:
+        """Return the number of cached tokens of a slot."""
         if slot not in self._lengths:
             raise StateError(f"slot {slot} is not open")
         return self._lengths[slot]
 
     def truncate(self, slot: int, length: int) -> None:
+        """Roll a slot back to `length` cached tokens."""
         check_truncation(slot, length, self.kv_len(slot))
         self._lengths[slot] = length
 
     # Reading ------------------------------------------------------------------------------------------------
 
     def forward(self, slot: int, ids: Seq[int], rows: int | None = None) -> Tensor:
+        """Append tokens to a slot, and return the logits of the last `rows` positions: float32 [rows, V]."""
         return cast(Tensor, self._read(SequenceInput(slot, ids, len(ids) if rows is None else rows)))
 
     def forward_many(self, inputs: Seq[SequenceInput]) -> list[Tensor]:
-        """One after another: it is the feeds of different threads that are read together."""
+        """Run the inputs one after another. Only inputs of different threads are batched."""
         check_inputs(inputs)
         return [cast(Tensor, self._read(seq_input)) for seq_input in inputs]
 
     def sample_many(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> list[list[SampledToken]]:
+        """Run the inputs one after another, and return the tokens that the policies sample on the device."""
         check_inputs(inputs)
         return [
             cast("list[SampledToken]", self._read(seq_input, policy))
@@ -134,7 +140,7 @@ class SharedEngine:
         ]
 
     def draft(self, slot: int, ids: Seq[int], count: int, policy: Policy, *, with_signals: bool) -> list[Proposal]:
-        """A turn of its own: on a device, a block is drafted as one."""
+        """Draft a block on the device, in a turn of its own."""
         rest, engine = self._read_chunks(SequenceInput(slot, ids, 1)), cast(DeviceSampler, self._engine)
 
         def draft() -> list[Proposal]:
@@ -146,7 +152,7 @@ class SharedEngine:
         return cast("list[Proposal]", self._submit(_Call(draft)))
 
     def _read(self, seq_input: SequenceInput, policy: Policy | None = None) -> Any:
-        """A feed's rows, or what the policy chooses from them. Where it fails, the slot is as it was."""
+        """Return an input's logits, or the tokens that the policy samples. After a failure the slot is unchanged."""
         check_inputs([seq_input])
         before = self.kv_len(seq_input.slot)
         try:
@@ -156,10 +162,9 @@ class SharedEngine:
             raise
 
     def _read_chunks(self, seq_input: SequenceInput) -> SequenceInput:
-        """Read a long feed up to its last part, which has all the rows that are wanted; that is returned."""
+        """Prefill a long input in chunks up to its last part, which has all requested logits. Return that part."""
         ids = seq_input.ids
-        while (excess := len(ids) - max(PREFILL_CHUNK, seq_input.logits_to_keep)) > 0:
-            part = min(PREFILL_CHUNK, excess)
+        while (part := next_chunk_size(len(ids), PREFILL_CHUNK, seq_input.logits_to_keep)) < len(ids):
             self._submit(self._forward_call(SequenceInput(seq_input.slot, ids[:part], 1), None))
             ids = ids[part:]
         return SequenceInput(seq_input.slot, ids, seq_input.logits_to_keep)
@@ -181,7 +186,7 @@ class SharedEngine:
         return rows
 
     def _sync_slot(self, slot: int) -> None:
-        """Roll the engine's slot back to where its owner left it, or to before what failed."""
+        """Roll the engine's slot back to its owner's length, after `truncate` or a failed forward."""
         length = self._lengths[slot]
         if self._engine.kv_len(slot) > length:
             self._engine.truncate(slot, length)
@@ -193,7 +198,7 @@ class SharedEngine:
             must_wait, self._busy = self._busy, True
             if must_wait:
                 self._waiting.append(call)
-        if not must_wait:  # nor does anybody else
+        if not must_wait:
             return self._run_alone(call)
         while call.wait_for_turn():
             self._lead()
@@ -206,7 +211,7 @@ class SharedEngine:
             self._pass_leadership()
 
     def _lead(self) -> None:
-        """Serve the one who has waited longest, whose thread this is, and those whose feeds fit with it."""
+        """Run the call that has waited longest, which is this thread's, and those that fit into its batch."""
         group = self._take_group()
         if len(group) == 1:
             group[0].complete(self._run_alone(group[0]))
@@ -219,27 +224,18 @@ class SharedEngine:
     def _run_group(self, group: list[_ForwardCall]) -> None:
         try:
             results = self._forward_calls(group)
-        except Exception:  # noqa: BLE001 - whatever it was: each leads a turn of its own, and has its own error there
+        except Exception:  # noqa: BLE001 - each call then runs alone, and raises its own error there
             self._isolate(group)
         else:
             for call, result in zip(group, results, strict=True):
                 call.complete(result)
 
     def _take_group(self) -> list[Any]:
-        """Taken from the list. No feed is padded to more than twice its width, or NARROW tokens."""
+        """Remove the oldest call from the queue, with the later ones that fit in its forward, and return them."""
         with self._lock:
             first, rest = self._waiting[0], self._waiting[1:]
-            group, total, low, high = [first], first.width, first.width, first.width
-            for call in rest if not first.alone else ():
-                lower, higher = min(low, call.width), max(high, call.width)
-                fits = (
-                    higher <= max(FREE_PADDING_TOKENS, 2 * lower)
-                    and total + call.width <= PREFILL_CHUNK
-                    and len(group) < MAX_BATCH
-                )
-                if fits and not call.alone:
-                    group.append(call)
-                    total, low, high = total + call.width, lower, higher
+            candidates = [first] if first.alone else [first, *(call for call in rest if not call.alone)]
+            group = batch_with_first(candidates, lambda call: call.width, limit=MAX_BATCH, max_tokens=PREFILL_CHUNK)
             selected = set(group)
             self._waiting = [call for call in rest if call not in selected]
         return group

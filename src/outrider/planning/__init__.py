@@ -1,1 +1,1 @@
-"""What a deployment would take, before it is bought: formulas, recorded traces, and their replay in virtual time."""
+"""Planning of a deployment: recorded traces, their replay in virtual time, gate calibration and mode ranking."""

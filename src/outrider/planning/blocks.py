@@ -1,18 +1,18 @@
-"""Replay of gates along traces: the blocks that a gate would form, and its decision on each.
+"""Replay of gates along traces: the blocks that a gate would form, and its decision on each block.
 
-Blocks are formed as `Decoder` forms them, along the target's output: a skipped block moves on by its length, a verified
-one to behind its correction or bonus token, a block ends with a drafted end token. Audits and loops verify blocks that
-the gate passes, as they do live.
+Blocks follow the rules of `Decoder` along the target's output. After a skipped block the next one starts behind it.
+After a verified block the next one starts behind the correction or bonus token. A drafted end token ends a block.
+Audits and detected loops verify blocks that the gate would skip, as in live decoding.
 
 A trace holds the drafter's signals along the *target's* text. After its first disagreement in a block the live drafter
-continues from its own token, with signals that no trace holds. So a block has two values:
+continues from its own token, with signals that no trace contains. A block therefore has two values:
 
-    prefix    over its tokens up to and including the first disagreement: equal to the live drafter's
-    whole     over all its tokens: equal if the drafter is as confident after a wrong token as after the right one
+    prefix    over the tokens up to and including the first disagreement. It equals the live drafter's value.
+    whole     over all tokens. It is right if a wrong token leaves the drafter's confidence unchanged.
 
-The maximum over the prefix is never above the maximum over the live block. Where the live run skips a block, so does
-the replay by prefixes: `planning/calibrate.py` derives its guarantee from that. The value over the whole block predicts
-escalations better.
+The maximum over the prefix is never above the maximum over the live block. If the live run skips a block, the replay by
+prefixes skips it too. The guarantee of `planning/calibrate.py` follows from this. The value over the whole block
+predicts escalations better.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from outrider.decoding.gate import Signals, Threshold, draw_audits
 from outrider.decoding.loop_detection import DEFAULT_RULE
 from outrider.planning.traces import Trace
 
-NEVER = np.iinfo(np.int64).max  # the place of a loop where there is none
-SIGNAL_GRID = 1e-6  # digits of the signals in traces
+NEVER = np.iinfo(np.int64).max  # position of a loop if there is none
+SIGNAL_GRID = 1e-6  # resolution of the signals in traces
 
 
 @dataclass(frozen=True)
 class BlockTable:
-    """A block for every place of every trace, with the traces concatenated; the last place is the end.
+    """The block that starts at each position of the concatenated traces. The last position is the end.
 
-    first: int64 [traces], where each begins. skipped_to, verified_to: int64 [places], where the next block begins.
-    wrong: float64 [places], if the block holds a token other than the target's, the share of the target's output from
-    that token on, else 0. share: float64 [places], the share of the trace that it takes. audits: bool [places].
-    loops: int64 [places], where a loop is found by a detector that watches from this place on. prefixes, blocks: the
-    drafts' signals, up to the first disagreement and of the whole block.
+    first: int64 [traces], start of each trace. skipped_to, verified_to: int64 [positions], start of the next block.
+    wrong: float64 [positions], share of the target's output from the block's first wrong token on, 0 without one.
+    share: float64 [positions], the block's share of its trace. audits: bool [positions], whether an audit verifies it.
+    loops: int64 [positions], where a loop is detected if detection starts here. prefixes, blocks: signals of the drafts
+    up to the first disagreement, and of the whole block.
     """
 
     first: np.ndarray
@@ -52,7 +52,10 @@ class BlockTable:
     blocks: list[tuple[Signals, ...]]
 
     def uncertainty(self, threshold: Threshold, *, whole: bool = False) -> np.ndarray:
-        """float64 [places]: the drafter's uncertainty per block, infinite at the end. Above a limit: verified."""
+        """Return the drafter's uncertainty per block: float64 [positions], infinite at the end.
+
+        A gate verifies the blocks above its limit. whole: use all tokens of a block instead of its prefix.
+        """
         sign = direction(threshold)
         values = self.blocks if whole else self.prefixes
         return np.array([sign * threshold.value(block) for block in values] + [np.inf])
@@ -60,10 +63,10 @@ class BlockTable:
 
 @dataclass(frozen=True)
 class Replay:
-    """The outcome of gates on traces. losses, edge_shares: float64 [traces, limits], of each trace's tokens.
+    """Results of replayed gates.
 
-    losses: the share of the target's output from the first wrong token on. escalation: float64 [limits], verified
-    blocks ÷ blocks.
+    losses: float64 [traces, limits], share of the target's output from the first wrong token on. edge_shares: float64
+    [traces, limits], share of skipped tokens. escalation: float64 [limits], verified blocks ÷ blocks.
     """
 
     losses: np.ndarray
@@ -72,18 +75,18 @@ class Replay:
 
 
 def direction(threshold: Threshold) -> float:
-    """Return 1 for signals that rise with the drafter's uncertainty, −1 for the margin."""
+    """Return 1 for a signal that rises with the drafter's uncertainty, −1 for the margin."""
     return -1.0 if threshold.signal == "margin" else 1.0
 
 
 def end_tokens(trace: Trace) -> tuple[int, ...]:
-    """Return the token that ends an output and occurs nowhere else in it. For a truncated output this is a guess."""
+    """Return the last token of an output if it occurs nowhere else in it. For a truncated output this is a guess."""
     last = trace.target[-1]
     return () if last in trace.target[:-1] else (last,)
 
 
 def build_blocks(traces: Seq[Trace], k: int, audit: float = 0.0, seed: int = 0) -> BlockTable:
-    """Form the blocks of k of some traces. audit, seed: select the audited blocks."""
+    """Build the blocks of up to k drafts. audit: share of skipped blocks to verify. seed: of their selection."""
     first = np.cumsum([0, *(len(trace.target) for trace in traces)])
     last = int(first[-1])
     rows = [row for trace, at in zip(traces, first, strict=False) for row in _blocks(trace, int(at), last, k)]
@@ -104,9 +107,10 @@ def build_blocks(traces: Seq[Trace], k: int, audit: float = 0.0, seed: int = 0) 
 
 
 def replay(table: BlockTable, uncertainty: np.ndarray, limits: np.ndarray, *, loops: bool = True) -> Replay:
-    """Replay all traces under all limits at once. uncertainty: from the board. limits: float64 [limits], of its sign.
+    """Replay all traces under all limits at once.
 
-    loops: a loop sends the next block to the verifier, as `--on-loop escalate` does.
+    uncertainty: from `BlockTable.uncertainty`. limits: float64 [limits], with the same sign. loops: verify the block
+    after a detected loop, as `--on-loop escalate` does.
     """
     end = len(table.wrong) - 1
     uncertainty = np.where(table.audits, np.inf, uncertainty)
@@ -118,7 +122,7 @@ def replay(table: BlockTable, uncertainty: np.ndarray, limits: np.ndarray, *, lo
     while (live := at < end).any():
         in_loop = found[loop_start] <= at
         skip = (uncertainty[at] <= limits) & ~in_loop
-        losses = np.maximum(losses, np.where(skip, table.wrong[at], 0.0))  # the first one's is the largest
+        losses = np.maximum(losses, np.where(skip, table.wrong[at], 0.0))  # the first is the largest
         edge_shares += np.where(skip, table.share[at], 0.0)
         blocks += live.sum(axis=0)
         escalated += (live & ~skip).sum(axis=0)
@@ -128,15 +132,15 @@ def replay(table: BlockTable, uncertainty: np.ndarray, limits: np.ndarray, *, lo
 
 
 def replay_gate(traces: Seq[Trace], gate: Threshold, k: int, audit: float = 0.0, seed: int = 0) -> Replay:
-    """Replay one gate, by prefixes."""
+    """Replay one gate by prefixes."""
     table = build_blocks(traces, k, audit, seed)
     return replay(table, table.uncertainty(gate), np.array([direction(gate) * gate.limit]))
 
 
 def worst_losses(table: BlockTable, uncertainty: np.ndarray, limits: np.ndarray) -> np.ndarray:
-    """float64 [traces, limits]: each loss, the larger of a replay with and one without loop-triggered verification.
+    """Return the larger loss of a replay with and one without verification after loops: float64 [traces, limits].
 
-    So it bounds that of a run under `--on-loop escalate` and `ignore`, whose blocks begin elsewhere behind a loop.
+    It bounds the loss of a run under `--on-loop escalate` and under `ignore`, which form different blocks after a loop.
     """
     losses = replay(table, uncertainty, limits).losses
     if (table.loops == NEVER).all():
@@ -147,7 +151,7 @@ def worst_losses(table: BlockTable, uncertainty: np.ndarray, limits: np.ndarray)
 def _blocks(
     trace: Trace, at: int, last: int, k: int
 ) -> list[tuple[int, int, float, float, tuple[Signals, ...], tuple[Signals, ...]]]:
-    """Return per place the next block's place (skipped, verified), and the block's loss, length and signals."""
+    """Return, per position, the next positions (skipped, verified), and the block's loss, share and signals."""
     agrees, size, ends = trace.agrees, len(trace.target), end_tokens(trace)
     rows = []
     for start in range(size):
@@ -164,9 +168,9 @@ def _blocks(
 
 
 def _loops(target: Seq[int], at: int) -> np.ndarray:
-    """int64 [tokens]: the place at which `Decoder` finds a loop in what follows each token; NEVER if there is none."""
+    """Return the position at which `Decoder` finds a loop after each token, or NEVER: int64 [tokens]."""
     found = np.full(len(target), NEVER)
-    for length in range(len(target), 0, -1):  # in reverse: of several loops, the first one stays
+    for length in range(len(target), 0, -1):  # in reverse, so that the first of several loops stays
         period = DEFAULT_RULE.find_period(target[:length])
         if period is not None:
             found[: length - DEFAULT_RULE.tail_needed(period) + 1] = at + length

@@ -1,35 +1,36 @@
-"""A gate with a risk budget: from traces, the loosest threshold whose expected loss is at most ε.
+"""Calibration of a gate with a risk budget: the loosest threshold whose expected loss is at most ε.
 
-There are two losses of a request at threshold θ. "outputs": 1 if the gate commits a token without a verdict where the
-target would have chosen another, so that the output differs, else 0. "tokens": the share of the target's output from
-the first such token to the end. It never exceeds the first loss.
+A request has two losses at threshold θ. "outputs" is 1 if the gate commits a token without a verdict where the target
+would have chosen another, so that the output differs, and 0 otherwise. "tokens" is the share of the target's output
+from the first such token to the end. It never exceeds the first loss.
 
-The replay's loss bounds the live loss. Up to the first wrong token that a run commits, its text is the target's, and so
-the trace's. By induction over blocks, run and replay form the same ones until the replay skips a wrong one:
+The loss of the replay bounds the loss of the live run. Up to the first wrong token that a run commits, its text equals
+the target's and the trace's. By induction over blocks, run and replay form the same blocks until the replay skips a
+block with a disagreement:
 
-- A block in which drafter and target agree has the same signals in both, so both decide alike and continue from the
-  same place. Its audit depends on its place alone, and loop-triggered verification on the text before it.
-- Of a block with a disagreement the replay sees the signals up to it, and their maximum is at most that of the live
-  block. So where the replay verifies it, the run does too, and both continue after the correction. Where the replay
-  skips it, its loss counts from that token on. The run skips it and loses as much, or verifies it and loses less.
+- A block in which drafter and target agree has the same signals in both. Both take the same decision and continue at
+  the same position. An audit depends on the position alone, verification after a loop on the preceding text.
+- In a block with a disagreement the replay sees the signals up to it. Their maximum is at most that of the live block.
+  If the replay verifies the block, so does the run, and both continue after the correction. If the replay skips it, its
+  loss counts from that token on. The run either skips the block with the same loss or verifies it with a smaller one.
 
-The mean over a block has no such bound: a live drafter that is confident after its own wrong token lowers it. So
-thresholds of the mean are not calibrated. A threshold lies between observed values, and between the digits of the
-traces, so that rounding does not decide.
+The mean over a block has no such bound, because a live drafter that is confident after its own wrong token lowers it.
+Thresholds of the mean are therefore not calibrated. A threshold lies between observed values, and off the grid to which
+traces are rounded, so that rounding does not decide.
 
-θ comes from conformal risk control (Angelopoulos, Bates, Fisch, Lei, Schuster, 2022): with n traces, the loosest θ with
+θ comes from conformal risk control (Angelopoulos, Bates, Fisch, Lei and Schuster 2022; docs/design/maths.md, "Risk
+control"). With n traces of mean loss R̂ ≤ 1, the loosest θ with
 
-    (n · R̂(θ) + 1) / (n + 1) ≤ ε        R̂: the mean loss; its bound is 1
+    (n · R̂(θ) + 1) / (n + 1) ≤ ε
 
-has an expected loss of at most ε on the next request, if that is exchangeable with the traces. It needs a loss that
-never falls as θ gets looser. Ours nearly is: a looser θ shifts where later blocks begin. So the running maximum towards
-looser thresholds replaces it. It never falls, is never below the loss, and never above 1. A bound on its expectation
-therefore bounds the expected loss.
+has an expected loss of at most ε on the next request, if that is exchangeable with the traces. The method needs a
+loss that never falls as θ gets looser. A looser θ shifts the start of later blocks, so this loss may fall. Its
+running maximum towards looser thresholds replaces it. The maximum never falls and lies between the loss and 1. A
+bound on its expectation therefore bounds the expected loss.
 
-Choosing a signal on the traces that set its threshold would void the bound. So a quarter of the traces, drawn at
-random, is for choosing: it gives the candidate thresholds and the signal that escalates least. The rest alone sets the
-threshold of that one signal. If no threshold keeps the budget, a DataError is raised. Skipping nothing then has a loss
-of 0.
+Choosing a signal on the traces that set its threshold would void the bound. A random quarter of the traces gives the
+candidate thresholds and the signal that escalates least. The remaining traces set the threshold of that signal. If no
+threshold keeps the budget, `calibrate` raises a DataError.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ from outrider.planning.blocks import SIGNAL_GRID, BlockTable, build_blocks, repl
 from outrider.planning.traces import Trace
 from outrider.planning.validation import count, share
 
-Calibration = GateFile  # what is found is what the file says
+Calibration = GateFile
 
-AUDIT = 0.05  # of the blocks that would be skipped
-MAX_CANDIDATES = 256  # candidate thresholds of a signal, at most
-SELECTION_FRACTION = 4  # one trace in so many chooses the signal
+AUDIT = 0.05  # share of skipped blocks
+MAX_CANDIDATES = 256  # thresholds per signal
+SELECTION_FRACTION = 4  # one trace in this many chooses the signal
 TOLERANCE = 1e-9
 
 
@@ -72,13 +73,13 @@ def calibrate(
 ) -> Calibration:
     """Return the gate that keeps the expected loss at `epsilon` or below and escalates least.
 
-    loss: the share of "outputs" that are not the target's, or of "tokens" behind the first difference. edge, cloud,
-    settings: of the traces. audit: the share of skipped blocks to verify. seed: of the split and the audits. signals:
-    those to choose from.
+    loss: the share of "outputs" that differ from the target's, or of "tokens" from the first difference on. edge,
+    cloud, settings: the models and settings of the traces. audit: the share of skipped blocks to verify. seed: of the
+    split and the audits. signals: the signals to choose from.
 
     Raises:
-        SettingsError: epsilon, k or audit out of range, another loss, or a signal that cannot be calibrated.
-        DataError: fewer traces than the budget takes, or no threshold that keeps it.
+        SettingsError: epsilon, k or audit out of range, an unknown loss, or a signal that cannot be calibrated.
+        DataError: too few traces for the budget, or no threshold that keeps it.
     """
     _check(epsilon, k, audit, seed)
     check_choice("loss", loss, Loss)
@@ -111,13 +112,13 @@ def write_gate_file(path: str | Path, calibration: Calibration) -> None:
     """Write the gate file for `calibrated:FILE`.
 
     Raises:
-        OutriderError: it cannot be written.
+        OutriderError: the file cannot be written.
     """
     write_file(path, json.dumps(calibration.to_json(), indent=2, ensure_ascii=False) + "\n")
 
 
 def min_traces(epsilon: float) -> int:
-    """The fewest traces, of which those that set the threshold are at least 1/ε − 1."""
+    """Return the smallest number of traces that leaves at least 1/ε − 1 of them for the threshold."""
     total = max(int((1 / epsilon - 1) * SELECTION_FRACTION / (SELECTION_FRACTION - 1)) - SELECTION_FRACTION, 2)
     while _allowed_loss(epsilon, total - _selection_size(total)) < 0:
         total += 1
@@ -125,15 +126,13 @@ def min_traces(epsilon: float) -> int:
 
 
 def split(total: int, epsilon: float, seed: int) -> tuple[list[int], list[int]]:
-    """Which traces choose the signal, and which set its threshold.
+    """Return the indices of the traces that choose the signal, and of those that set its threshold.
 
     Raises:
-        DataError: there are too few.
+        DataError: too few traces.
     """
     if total < min_traces(epsilon):
-        raise DataError(
-            f"{total} traces are too few for a budget of {epsilon:g}: it takes {min_traces(epsilon)} or more"
-        )
+        raise DataError(f"{total} traces are too few for a budget of {epsilon:g}: record {min_traces(epsilon)} or more")
     order: list[int] = np.random.default_rng(seed).permutation(total).tolist()
     return order[: _selection_size(total)], order[_selection_size(total) :]
 
@@ -143,15 +142,15 @@ def _selection_size(total: int) -> int:
 
 
 def _allowed_loss(epsilon: float, n: int) -> float:
-    """The mean loss of n traces that (n·R̂ + 1)/(n + 1) ≤ ε allows; below 0, none does."""
+    """Return the largest mean loss R̂ of n traces with (n·R̂ + 1)/(n + 1) ≤ ε. It is below 0 if n is too small."""
     return (epsilon * (n + 1) - 1 + TOLERANCE) / n
 
 
-# Choosing -------------------------------------------------------------------------------------------------------
+# Choice -------------------------------------------------------------------------------------------------------
 
 
 def _fit_signal(first: BlockTable, table: BlockTable, signal: SignalName, loss: Loss, allowed: float) -> SignalFit:
-    """Return the loosest of a signal's candidates (from `first`) that keeps the mean loss on `table` at `allowed`.
+    """Return the loosest of a signal's thresholds (from `first`) with a mean loss of at most `allowed` on `table`.
 
     Its escalation rate is an estimate from whole blocks of the traces, not a bound.
     """
@@ -159,7 +158,7 @@ def _fit_signal(first: BlockTable, table: BlockTable, signal: SignalName, loss: 
     limits = candidates(first.uncertainty(threshold), threshold)
     losses = worst_losses(table, table.uncertainty(threshold), limits)
     risks = apply_loss(monotone(losses), loss).mean(axis=0)
-    num_fitting = int((risks <= allowed).sum())  # the risks never fall: those that fit come first
+    num_fitting = int((risks <= allowed).sum())  # the risks never fall, so that fitting limits come first
     if not num_fitting:
         return SignalFit(signal, None, 0.0, 1.0)
     n = num_fitting - 1
@@ -168,17 +167,17 @@ def _fit_signal(first: BlockTable, table: BlockTable, signal: SignalName, loss: 
 
 
 def monotone(losses: np.ndarray) -> np.ndarray:
-    """The running maximum towards looser thresholds. losses: float64 [traces, limits], the strictest limit first."""
+    """Return the running maximum towards looser limits. losses: float64 [traces, limits], strictest limit first."""
     return np.maximum.accumulate(losses, axis=1)
 
 
 def apply_loss(losses: np.ndarray, loss: Loss) -> np.ndarray:
-    """Shares of tokens, as the loss counts them."""
+    """Convert shares of tokens to the chosen loss."""
     return (losses > 0).astype(np.float64) if loss == "outputs" else losses
 
 
 def candidates(uncertainty: np.ndarray, threshold: Threshold) -> np.ndarray:
-    """Return candidate limits, the strictest first, each between two neighbouring quantiles of the observed values."""
+    """Return candidate limits between neighbouring quantiles of the observed values, the strictest first."""
     observed = np.unique(uncertainty[np.isfinite(uncertainty)])
     if len(observed) > MAX_CANDIDATES:
         observed = np.unique(
@@ -193,7 +192,7 @@ def candidates(uncertainty: np.ndarray, threshold: Threshold) -> np.ndarray:
 
 
 def _calibratable(signal: str) -> SignalName:
-    """Raise SettingsError for an unknown signal or one without a bound."""
+    """Return the name of a signal. Raise SettingsError for an unknown signal or a mean."""
     name = next((name for name in SIGNAL_NAMES if name == signal), None)
     if name is None:
         raise SettingsError(

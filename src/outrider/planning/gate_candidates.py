@@ -1,6 +1,7 @@
-"""Candidate thresholds from traces, by the gate's decisions on their blocks, which take their least confident token.
+"""Candidate thresholds of gates, from the blocks of traces.
 
-Quantiles over tokens do not serve: most blocks of five hold a token above the median.
+A gate judges a block by its least confident token. Quantiles over tokens are no candidates, because most blocks of five
+contain a token above the median.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from outrider.planning.blocks import build_blocks, replay
 from outrider.planning.calibrate import candidates
 from outrider.planning.traces import Trace
 
-CLOUD_SHARES = (0.8, 0.6, 0.4, 0.3, 0.2, 0.15, 0.1, 0.05, 0.02)  # of the tokens: closer where gates save the most
-MAX_GATES = 6  # gates of a frontier
+CLOUD_SHARES = (0.8, 0.6, 0.4, 0.3, 0.2, 0.15, 0.1, 0.05, 0.02)  # denser where gates save the most
+MAX_GATES = 6  # on a frontier
 
 
 @dataclass(frozen=True)
 class SignalCandidates:
-    """Thresholds of one signal for blocks of k, the strictest first, with their outcomes.
+    """Thresholds of one signal for blocks of k, the strictest first, with their results.
 
-    cloud_shares: float64 [thresholds], of all tokens. changed: int64 [thresholds], outputs that would differ.
+    cloud_shares: float64 [thresholds], share of tokens that the cloud decides. changed: int64 [thresholds], number of
+    outputs that differ from the target's.
     """
 
     thresholds: list[Threshold]
@@ -34,7 +36,7 @@ class SignalCandidates:
 
 
 def evaluate_signal(traces: Seq[Trace], k: int, signal: SignalName) -> SignalCandidates:
-    """Return every threshold between two values of the traces' blocks."""
+    """Return the thresholds between neighbouring values of the traces' blocks, with their results."""
     table, any_threshold = build_blocks(traces, k), Threshold(signal, 0.0)
     uncertainty = table.uncertainty(any_threshold, whole=True)
     limits = candidates(uncertainty, any_threshold)
@@ -48,16 +50,16 @@ def evaluate_signal(traces: Seq[Trace], k: int, signal: SignalName) -> SignalCan
 def thresholds(
     traces: Seq[Trace], k: int = DEFAULT_K, signal: SignalName = "entropy", cloud_shares: Seq[float] = CLOUD_SHARES
 ) -> list[Gate]:
-    """Return gates of one signal with about these cloud shares, the strictest first."""
+    """Return the gates of one signal that come closest to these cloud shares, the strictest first."""
     candidate_sets = evaluate_signal(traces, k, signal)
     nearest = sorted({int(np.argmin(abs(candidate_sets.cloud_shares - share))) for share in cloud_shares})
     return [candidate_sets.thresholds[n] for n in nearest]
 
 
 def frontier(traces: Seq[Trace], ks: Seq[int], budget: float) -> list[Gate]:
-    """Return the gates, of all signals and k, with the smallest cloud share that change no output, at most one, ….
+    """Return, for several limits of changed outputs from 0 up, the gate of any signal and k with the least cloud share.
 
-    budget: the largest share of tokens that may change. No gate here changes more outputs than that number of tokens.
+    budget: the largest share of tokens that may change. The limits do not exceed that number of tokens.
     """
     candidate_sets = [evaluate_signal(traces, k, signal) for k in ks for signal in SIGNAL_NAMES]
     tokens = sum(len(trace.target) for trace in traces)
@@ -77,6 +79,6 @@ def _smallest_share(candidate_sets: Seq[SignalCandidates], limit: int) -> Gate |
 
 
 def _counts(limit: int) -> Iterator[int]:
-    """Yield 0 and up to MOST − 1 numbers to `limit`, in about geometric progression."""
+    """Yield 0 and up to MAX_GATES − 1 numbers up to `limit`, in approximately geometric progression."""
     yield 0
     yield from sorted({round(limit ** (n / (MAX_GATES - 2))) for n in range(MAX_GATES - 1)} if limit else ())

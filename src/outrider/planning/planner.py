@@ -1,32 +1,31 @@
-"""Which way of decoding suits a pair, a network and a goal: by simulation of each, with the differences in numbers.
+"""Ranking of the decoding modes for a pair, a network and a goal, by simulation of each mode.
 
-Speculation across a network is often the slower choice, and the ranking says so: cloud-only, streamed, pays one round
-trip in all, speculation one in each round (MATHS, "How long to draft"). What it saves is the cloud's time.
+Speculation across a network is often slower than cloud-only decoding. A cloud-only stream takes one round trip in all,
+speculation takes one per round (docs/design/maths.md, "Cloud capacity"). Speculation saves the cloud's time.
 """
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from outrider.config import DriverName
-from outrider.decoding.gate import Always, Gate, Signals
+from outrider.decoding.gate import Always, Gate
 from outrider.decoding.risk_estimate import MISS_PROBABILITY, upper_bound
 from outrider.errors import SettingsError
-from outrider.planning.costs import Costs
+from outrider.planning.costs import StepCosts
 from outrider.planning.simulator import Setup, Summary, end_tokens, replay, summarise
 from outrider.planning.traces import Trace
-from outrider.planning.validation import count, share
+from outrider.planning.validation import share
 
 Aim = Literal["latency", "cloud", "quality", "privacy"]
 BLOCK_LENGTHS: tuple[int, ...] = (1, 2, 3, 5, 8, 12)
 DRIVERS: tuple[DriverName, ...] = ("sequential", "pipelined")
-MAX_RTT_S = 2.0  # s: up to this round trip a break-even is sought
-PRECISION = 1e-3  # s, of a break-even
+MAX_RTT_S = 2.0  # the longest round trip for which a break-even is searched
+PRECISION = 1e-3  # seconds, of a break-even
 
 OBJECTIVES: dict[Aim, Callable[[Summary], tuple[float, ...]]] = {
     "latency": lambda found: (found.total_s, found.cloud_s),
@@ -38,10 +37,11 @@ OBJECTIVES: dict[Aim, Callable[[Summary], tuple[float, ...]]] = {
 
 @dataclass(frozen=True)
 class Goal:
-    """What is to be little: seconds per output, the cloud's seconds, the share of tokens that the cloud decides
-    ("quality": as few as the budget allows), or what leaves the edge (outputs that ask the cloud at all, then bytes).
+    """The quantity to minimise, within a budget of changed tokens.
 
-    budget: the largest share of tokens that may differ from the target's (ε); by default none, and any for "privacy".
+    aim: "latency" (seconds per output), "cloud" (the cloud's seconds), "quality" (share of tokens that the cloud
+    decides) or "privacy" (outputs that use the cloud at all, then bytes sent). budget: the largest share of tokens that
+    may differ from the target's, by default 0, and 1 for "privacy".
     """
 
     aim: Aim = "latency"
@@ -54,22 +54,23 @@ class Goal:
 
     @property
     def limit(self) -> float:
+        """Return the budget, or its default."""
         if self.budget is not None:
             return self.budget
         return 1.0 if self.aim == "privacy" else 0.0
 
     def worth(self, found: Summary) -> tuple[float, ...]:
-        """The smaller the better."""
+        """Return the sort key of a result. Smaller is better."""
         return OBJECTIVES[self.aim](found)
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way of decoding. allowed: its disagreements are within the budget; see `_allowed`.
+    """A decoding mode with its best setup. allowed: it keeps the budget (see `_allowed`).
 
-    behind: its cost under the goal divided by the best option's (1 for the best; infinite where that costs nothing).
-    breakeven_rtt_s: below this round trip, all else equal, it is faster than cloud-only. 0: at none; infinite: at all
-    tried ones (up to FARTHEST). None for cloud-only itself.
+    behind: its cost under the goal divided by that of the best option, infinite if the best costs nothing.
+    breakeven_rtt_s: the round trip below which it is faster than cloud-only decoding, all else equal. It is 0 if there
+    is none, infinite if it is faster up to MAX_RTT_S, and None for cloud-only itself.
     """
 
     name: str
@@ -82,35 +83,36 @@ class Option:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Options, the best first; those beyond the budget come last."""
+    """Options, the best first. Those beyond the budget come last."""
 
     goal: Goal
     options: tuple[Option, ...]
 
     @property
     def best(self) -> Option:
+        """Return the first option."""
         return self.options[0]
 
     def named(self, name: str) -> Option:
-        """Raises KeyError where none has that name."""
+        """Return an option by its name. Raises KeyError."""
         found = {option.name: option for option in self.options}
         return found[name]
 
 
 class Planner:
-    """base: network, load and length; what else a mode needs is chosen here. gates, ks: those to try.
+    """Ranks the decoding modes of a pair. Results of simulations are cached.
 
-    What was simulated once, for any goal, is kept.
+    base: network, load and length. gates, ks: the gates and draft lengths to try.
 
     Raises:
         DataError: no traces.
-        SettingsError: a gate or k that there is not.
+        SettingsError: an invalid gate or k.
     """
 
     def __init__(
         self,
         traces: Seq[Trace],
-        costs: Costs,
+        costs: StepCosts,
         base: Setup | None = None,
         gates: Seq[str | Gate] = (),
         ks: Seq[int | str] = BLOCK_LENGTHS,
@@ -121,7 +123,7 @@ class Planner:
         self._setups = list(self._modes())
 
     def rank(self, goal: Goal) -> Ranking:
-        """Edge-only, cloud-only, exact speculation with either driver, and each gate; k is the best for the goal."""
+        """Rank edge-only, cloud-only, and speculation with each driver and gate, each with its best k."""
         found = [self._option(name, setups, goal) for name, setups in self._setups]
         found.sort(key=lambda option: (not option.allowed, goal.worth(option.summary)))
         lead = goal.worth(found[0].summary)[0]
@@ -136,13 +138,13 @@ class Planner:
         return Ranking(goal, tuple(options))
 
     def simulate(self, setup: Setup) -> Summary:
-        """Over all traces."""
+        """Return the summary of a setup over all traces."""
         if setup not in self._cache:
             self._cache[setup] = summarise(replay(self._traces, setup, self._costs, ends=self._ends))
         return self._cache[setup]
 
     def breakeven_rtt_s(self, setup: Setup) -> float | None:
-        """The round trip up to which a setup is faster than cloud-only; see `Option`."""
+        """Return the round trip up to which a setup is faster than cloud-only, as `Option` describes."""
         if setup.mode == "cloud-only":
             return None
         if self._delay_vs_cloud(setup, 0.0) >= 0.0:
@@ -152,7 +154,7 @@ class Planner:
         return find_root(lambda rtt_s: self._delay_vs_cloud(setup, rtt_s), 0.0, MAX_RTT_S)
 
     def _delay_vs_cloud(self, setup: Setup, rtt_s: float) -> float:
-        """Seconds per output behind cloud-only."""
+        """Return the additional seconds per output, compared with cloud-only."""
         net = replace(setup.net, rtt=rtt_s)
         cloud_only = replace(self._base, mode="cloud-only", net=net)
         return self.simulate(replace(setup, net=net)).total_s - self.simulate(cloud_only).total_s
@@ -171,18 +173,17 @@ class Planner:
         return [replace(self._base, mode="speculative", gate=gate, driver=driver, k=k) for k in self._ks]
 
     def _option(self, name: str, setups: list[Setup], goal: Goal) -> Option:
-        """The best of a mode's setups."""
+        """Return a mode with the best of its setups."""
         tried = [(setup, self.simulate(setup)) for setup in setups]
         options = [Option(name, setup, found, _allowed(setup, found, goal.limit)) for setup, found in tried]
         return min(options, key=lambda option: (not option.allowed, goal.worth(option.summary)))
 
 
 def _allowed(setup: Setup, found: Summary, limit: float) -> bool:
-    """Return whether an option is within the budget: it changed nothing, or its share plus two standard errors is
-    within it.
+    """Return whether a setup keeps the budget: it changed nothing, or its share plus two standard errors is within it.
 
-    Without any verdict, few traces are weak evidence. Then a bound that holds for any number of outputs must be within
-    the budget. A budget of 0 admits exact options only.
+    A budget of 0 admits exact setups only. Without any verdict, few traces are weak evidence, so that a bound for any
+    number of outputs must be within the budget.
     """
     exact = setup.mode == "cloud-only" or (setup.mode == "speculative" and setup.parsed_gate.exact)
     if exact or limit == 0.0:
@@ -193,10 +194,10 @@ def _allowed(setup: Setup, found: Summary, limit: float) -> bool:
 
 
 def find_root(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where `function`, below 0 at `low` and not at `high`, crosses 0: bisection that first tries the chord's crossing.
+    """Return the root of a function that is below 0 at `low` and not at `high`, to PRECISION.
 
-    Two steps that bring the crossing near are enough where `function` is nearly a line, and never more than bisection
-    twice.
+    Steps alternate between the chord (regula falsi) and bisection. Two suffice for a nearly linear function, and no
+    function takes more than twice the steps of bisection.
     """
     under, over, chord = function(low), function(high), True
     while high - low > PRECISION:
@@ -207,35 +208,6 @@ def find_root(function: Callable[[float], float], low: float, high: float) -> fl
         value, chord = function(middle), not chord
         low, under, high, over = (middle, value, high, over) if value < 0.0 else (low, under, middle, value)
     return low
-
-
-def synthetic_traces(acceptance: float, length: int, outputs: int = 8, seed: int = 0) -> list[Trace]:
-    """Traces of nothing but an acceptance rate and a length, where none were recorded.
-
-    Each token is accepted with a chance of its own, Beta(2α, 2(1 − α)), whose mean is α; tokens are independent of each
-    other, and the drafter knows the chance. Real drafters know less: thresholds want recorded traces.
-    """
-    share(acceptance=acceptance)
-    count(1, length=length, outputs=outputs)
-    return [
-        _synthetic_trace(f"made up {n + 1}", acceptance, length, random.Random(f"{seed} {n}")) for n in range(outputs)
-    ]
-
-
-def _synthetic_trace(name: str, acceptance: float, length: int, rng: random.Random) -> Trace:
-    sure = 0.0 < acceptance < 1.0
-    chances = [rng.betavariate(2 * acceptance, 2 * (1 - acceptance)) if sure else acceptance for _ in range(length)]
-    target = tuple(range(2, length + 2))
-    draft = tuple(token if rng.random() < chance else 1 for token, chance in zip(target, chances, strict=True))
-    return Trace(name, 1, target, draft, tuple(map(_signals_for, chances)))
-
-
-def _signals_for(chance: float) -> Signals:
-    """Of a drafter whose token has that probability, and one other token the rest."""
-    chance = min(max(chance, 1e-6), 1.0 - 1e-6)
-    rest = 1.0 - chance
-    entropy = -chance * math.log(chance) - rest * math.log(rest)
-    return Signals(entropy, max(chance, rest) - min(chance, rest), min(chance, rest), -math.log(chance))
 
 
 def _cost_ratio(value: float, lead: float) -> float:

@@ -1,4 +1,4 @@
-"""Whose traces these are: what the run.json beside them says, against what a gate file made of them would say."""
+"""Check of the origin of traces: the run.json beside them against the models and settings of the gate file."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Key = tuple[str, ...]
 
 
 def check_provenance(traces: Path, *, edge: ModelId, cloud: ModelId, settings: GenerationSettings) -> bool:
-    """Whether a run.json beside the traces says that they are this pair's, decoded so; False where none says anything.
+    """Return whether a run.json beside the traces confirms their models and settings, False if it has none of them.
 
-    What it does not say is not compared; k is not either, as traces are of single tokens.
+    Fields that it lacks are not compared. k is not compared either, because traces are of single tokens.
 
     Raises:
-        SettingsError: it says otherwise; the first key that differs is named, with both values.
-        DataError: it cannot be read.
+        SettingsError: a field differs. The message names it with both values.
+        DataError: run.json cannot be read.
     """
     path = traces.with_name("run.json")
     if not path.exists():
         return False
-    recorded = _configuration(path)
+    recorded = _lookup(read_json(path), ("configuration",))
     comparisons = [(key, _lookup(recorded, key), expected) for key, expected in _expected_fields(edge, cloud, settings)]
     for key, found, expected in comparisons:
         if found not in (MISSING, expected):
@@ -38,12 +38,8 @@ def check_provenance(traces: Path, *, edge: ModelId, cloud: ModelId, settings: G
     return any(found is not MISSING for _, found, _ in comparisons)
 
 
-def _configuration(path: Path) -> Any:
-    return _lookup(read_json(path), ("configuration",))
-
-
 def _expected_fields(edge: ModelId, cloud: ModelId, settings: GenerationSettings) -> Iterator[tuple[Key, Any]]:
-    """What the gate file would say, by its place in run.json's configuration."""
+    """Yield the values of the gate file with their paths in run.json's configuration."""
     for side, model in (("edge", edge), ("cloud", cloud)):
         yield ("models", side, "name"), model.name
         yield ("models", side, "vocabulary"), model.fingerprint

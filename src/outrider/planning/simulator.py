@@ -1,16 +1,16 @@
-"""Replays traces in virtual time: the real decoder and drivers, under any gate, k, network and load.
+"""Simulation of traces in virtual time, with the real decoder and drivers, for any gate, k, network and load.
 
-A trace says what the drafter proposes along the target's own output. What a simulation takes from it, and may not:
+A trace holds the drafter's proposals along the target's own output. The limits of a simulation are:
 
-- With an exact gate and a fixed k, what is committed, by whom and in how many rounds is what a live run does. What is
-  drafted behind a wrong token comes from the trace as well. It is never accepted, but a live drafter, which sees that
-  token, may be less sure behind it, or end its block arrival: counts of drafted tokens, and triggers, differ by as
-  much.
-- Where a gate skips a token that the target would have said differently, the text has left the trace. It goes on
-  by position: at each place the drafter proposes, and the target says, what the trace has there. An end that the edge
-  skips is caught up with one token later, and an end that it invents ends the output.
+- With an exact gate and a fixed k, the committed tokens, their sources and the number of rounds equal those of a live
+  run. Drafts after a wrong token come from the trace too. They are never accepted, but a live drafter continues from
+  its wrong token and may have other signals or end its block earlier. Counts of drafted tokens and trigger decisions
+  differ by that much.
+- After a gate has skipped a wrong token, the text has left the trace. The simulation continues by position: drafter and
+  target produce the trace's tokens at each position. An end token that the edge skips follows one token later. A wrong
+  end token of the edge ends the output.
 
-Sampled loops (`--on-loop sample`) are not simulated, nor acceptance rules other than exact.
+Sampled loops (`--on-loop sample`) and acceptance rules other than exact are not simulated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from outrider.decoding.risk_estimate import MISS_PROBABILITY, upper_bound
 from outrider.decoding.stopping import StopRules
 from outrider.errors import DataError, SettingsError
 from outrider.netem.conditions import Conditions
-from outrider.planning.costs import Costs, md1_wait_s
+from outrider.planning.costs import StepCosts, md1_wait_s
 from outrider.planning.traces import Trace
 from outrider.planning.validation import at_least_zero, count
 from outrider.planning.virtual_time import (
@@ -43,16 +43,16 @@ from outrider.planning.virtual_time import (
 )
 from outrider.sampling.acceptance import Exact
 
-MAX_OVERRUN = MAX_K + MAX_PROVISIONAL  # so far behind its end may be drafted
+MAX_OVERRUN = MAX_K + MAX_PROVISIONAL  # tokens that may be drafted beyond the end of a trace
 NOT_SIMULATED = ("accept", "on_loop", "loop_rule", "on_cloud_loss", "privacy")
 
 
 @dataclass(frozen=True)
 class Setup(DecodingOptions):
-    """The decoding to simulate. gate and k count for mode "speculative" only.
+    """The decoding to simulate. gate and k apply to mode "speculative" only.
 
-    queue_s, utilisation: the wait before each verdict, in seconds, and what others make of it (`md1_wait_s`); each
-    verdict waits for the mean. max_new_tokens: what a live run would be given; a trace is never longer than itself.
+    queue_s: wait before each verdict, in seconds. utilisation: load of the verifier by other sessions, which adds the
+    mean wait of `md1_wait_s`. max_new_tokens: the limit of the live run. It does not lengthen a trace.
     """
 
     mode: DecodingMode = "speculative"
@@ -73,16 +73,17 @@ class Setup(DecodingOptions):
         if self.max_new_tokens is not None:
             count(1, max_new_tokens=self.max_new_tokens)
 
-    def wait_s(self, costs: Costs) -> float:
-        """Before each verdict."""
+    def wait_s(self, costs: StepCosts) -> float:
+        """Return the wait before each verdict."""
         return self.queue_s + md1_wait_s(self.utilisation, costs.verify_s)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One replayed output. disagreements: edge tokens that the target would have said differently at their place.
+    """Result of one simulated output.
 
-    cloud_s: seconds that the verifier worked for it. draft_s: seconds that were drafted, hidden ones included.
+    disagreements: edge tokens that differ from the target's at their position. cloud_s: seconds of the verifier's work.
+    draft_s: seconds of drafting, including drafting while a verdict was in flight.
     """
 
     tokens: int
@@ -105,21 +106,23 @@ class Outcome:
 
     @property
     def skipped(self) -> int:
-        """Blocks that did not go to the verifier."""
+        """Return the number of blocks without a verdict."""
         return self.blocks - self.escalated
 
     @property
     def cloud_share(self) -> float:
+        """Return the share of tokens that the cloud decided."""
         return self.cloud_tokens / self.tokens
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Of several outputs: means over outputs for seconds and bytes, shares over all tokens or blocks together.
+    """Summary of several outputs. Seconds and bytes are means over outputs, shares are over all tokens or blocks.
 
-    disagreement: of tokens; disagreement_high: with two standard errors over outputs. worst_disagreement: of the output
-    with the largest share. changed_outputs: share of outputs that are not the target's; changed_outputs_high: the upper
-    end of its 95 % interval. at_home: share of outputs without any request to the cloud. bytes up: recordings included.
+    disagreement: share of tokens that differ from the target's. disagreement_high: the same plus two standard errors
+    over outputs. worst_disagreement: the largest share of a single output. changed_outputs: share of outputs that
+    differ from the target's. changed_outputs_high: the upper end of its 95 % interval. at_home: share of outputs
+    without a request to the cloud. bytes_up: includes recordings.
     """
 
     outputs: int
@@ -143,7 +146,7 @@ class Summary:
 
 
 def end_tokens(traces: Seq[Trace]) -> frozenset[int]:
-    """The tokens that end outputs: last in two of them at least (or in the only one), and nowhere else."""
+    """Return the tokens that only occur at the end of outputs, and of at least two if there are several."""
     last = Counter(trace.target[-1] for trace in traces)
     inside = {token for trace in traces for token in trace.target[:-1]}
     return frozenset(token for token, times in last.items() if token not in inside and times >= min(2, len(traces)))
@@ -152,21 +155,20 @@ def end_tokens(traces: Seq[Trace]) -> frozenset[int]:
 def simulate(
     trace: Trace,
     setup: Setup,
-    costs: Costs,
+    costs: StepCosts,
     *,
     ends: frozenset[int] = frozenset(),
     draft_length: DraftLength | None = None,
 ) -> Outcome:
-    """One trace. ends: the tokens that end an output; draft_length: a lookahead that has learnt, in place of a new
-    one."""
+    """Simulate one trace. ends: end tokens. draft_length: a controller with state from earlier traces."""
     run = _Simulation(trace, setup, costs, ends, draft_length or parse_draft_length(setup.k))
     return run.outcome()
 
 
-def replay(traces: Seq[Trace], setup: Setup, costs: Costs, *, ends: frozenset[int] | None = None) -> list[Outcome]:
-    """Several traces, one after another, as one SpeculativeDecoder would: k "auto" learns on the way.
+def replay(traces: Seq[Trace], setup: Setup, costs: StepCosts, *, ends: frozenset[int] | None = None) -> list[Outcome]:
+    """Simulate several traces in sequence, as one SpeculativeDecoder would. k "auto" adapts across them.
 
-    ends: by default, what `end_tokens` finds.
+    ends: end tokens, by default those of `end_tokens`.
 
     Raises:
         DataError: no traces.
@@ -179,13 +181,13 @@ def replay(traces: Seq[Trace], setup: Setup, costs: Costs, *, ends: frozenset[in
 
 
 def summarise(outcomes: Seq[Outcome]) -> Summary:
-    """Means and shares.
+    """Summarise outcomes.
 
     Raises:
         DataError: no outcomes.
     """
     if not outcomes:
-        raise DataError("there are no outcomes to sum up")
+        raise DataError("there are no outcomes to summarise")
     changed = sum(outcome.disagreements > 0 for outcome in outcomes) / len(outcomes)
     total = {f.name: math.fsum(getattr(o, f.name) for o in outcomes) for f in fields(Outcome)}
     mean = {name: value / len(outcomes) for name, value in total.items()}
@@ -212,7 +214,7 @@ def summarise(outcomes: Seq[Outcome]) -> Summary:
 
 
 def _upper_bound(outcomes: Seq[Outcome], share: float) -> float:
-    """Return the share of wrong tokens plus two standard errors over outputs (whose errors are correlated)."""
+    """Return the share of wrong tokens plus two standard errors over outputs."""
     if len(outcomes) < 2:
         return 1.0
     tokens = math.fsum(outcome.tokens for outcome in outcomes)
@@ -221,10 +223,10 @@ def _upper_bound(outcomes: Seq[Outcome], share: float) -> float:
 
 
 class _Simulation:
-    """One replay."""
+    """The simulation of one trace."""
 
     def __init__(
-        self, trace: Trace, setup: Setup, costs: Costs, ends: frozenset[int], draft_length: DraftLength
+        self, trace: Trace, setup: Setup, costs: StepCosts, ends: frozenset[int], draft_length: DraftLength
     ) -> None:
         gate = setup.parsed_gate if setup.mode == "speculative" else Always()
         drafts, has_verifier = setup.mode != "cloud-only", setup.mode != "edge-only"
@@ -241,6 +243,7 @@ class _Simulation:
         self._drafts, self._driver = drafts, setup.driver
 
     def outcome(self) -> Outcome:
+        """Run the simulation and return its result."""
         ttft = self._run()
         decoder, cloud, stats = self._decoder, self._cloud, self._decoder.stats
         stats.count_sources(decoder.sequence.sources)
@@ -265,7 +268,7 @@ class _Simulation:
         )
 
     def _run(self) -> float:
-        """To the end; when the first token was settled."""
+        """Run to the end. Return the time of the first committed token."""
         cloud, first = self._cloud, None
         if self._drafts:
             events = run_driver(self._decoder, self._drafter, cloud, self._clock, self._driver)
@@ -283,7 +286,7 @@ class _Simulation:
 
 
 def _plan(trace: Trace, setup: Setup, ends: frozenset[int], gate: Gate, draft_length: DraftLength | None) -> Plan:
-    """Stops where a live run would: at an end token, or at the number of tokens that the trace has."""
+    """Return a plan that stops where the live run did: at an end token, or at the length of the trace."""
     length, limit = len(trace.target), setup.max_new_tokens
     if limit is not None and length > limit:
         raise SettingsError(f"trace {trace.id!r} has {length} tokens, more than max_new_tokens {limit}")

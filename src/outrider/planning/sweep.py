@@ -1,4 +1,4 @@
-"""Thresholds × k × drivers × networks over recorded traces, as rows of numbers; and which of them are worth having."""
+"""Sweep of gates × k × drivers × networks over recorded traces, and its Pareto frontier."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from outrider.config import DEFAULT_K, DriverName
 from outrider.decoding.gate import Gate
 from outrider.netem.conditions import Conditions
-from outrider.planning.costs import Costs
+from outrider.planning.costs import StepCosts
 from outrider.planning.simulator import Setup, Summary, end_tokens, replay, summarise
 from outrider.planning.traces import Trace
 
 
 @dataclass(frozen=True)
 class Row:
-    """A setup and what came of it."""
+    """A setup with its summary."""
 
     gate: str
     k: int | str
@@ -28,14 +28,14 @@ class Row:
     summary: Summary
 
     def to_json(self) -> dict[str, Any]:
-        """Flat."""
+        """Return setup and summary as one flat object."""
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "summary"}
         return own | {field.name: getattr(self.summary, field.name) for field in fields(Summary)}
 
 
 def sweep(
     traces: Seq[Trace],
-    costs: Costs,
+    costs: StepCosts,
     *,
     gates: Seq[str | Gate],
     ks: Seq[int | str] = (DEFAULT_K,),
@@ -43,10 +43,10 @@ def sweep(
     nets: Seq[Conditions] = (Conditions(),),
     base: Setup | None = None,
 ) -> list[Row]:
-    """A row for each combination. base: what else they share (scope, load, max_new_tokens).
+    """Simulate each combination. base: the common options (scope, load, max_new_tokens).
 
     Raises:
-        SettingsError: one of them cannot be used; before any is simulated.
+        SettingsError: an invalid combination. It is raised before any simulation.
     """
     shared, ends = base or Setup(), end_tokens(traces)
     setups = list(_setups(shared, gates, ks, drivers, nets))
@@ -54,9 +54,9 @@ def sweep(
 
 
 def pareto(rows: Seq[Row]) -> list[Row]:
-    """The rows that no other beats in disagreement or cloud share without being behind in the other.
+    """Return the Pareto frontier of cloud share and disagreement, by falling cloud share.
 
-    By falling cloud share. Of rows that are equal in both, the fastest.
+    Of rows that are equal in both, the fastest is taken.
     """
     ordered = sorted(rows, key=lambda row: (row.summary.cloud_share, row.summary.disagreement, row.summary.total_s))
     front: list[Row] = []

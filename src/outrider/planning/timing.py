@@ -1,4 +1,4 @@
-"""What a pair's steps take, by timing real ones."""
+"""Measurement of the step costs of a pair."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.config import GenerationSettings
 from outrider.decoding.actions import Draft, Verify
 from outrider.edge.drafter import Drafter
 from outrider.engines.base import CachedSequence, Engine, Prompt
-from outrider.planning.costs import Costs, median_costs
+from outrider.planning.costs import StepCosts, median_costs
 from outrider.planning.trace_recorder import Recorder
 from outrider.planning.validation import count
 from outrider.prompts.chat import PromptLike, encode
@@ -22,9 +22,9 @@ from outrider.verifiers.base import Verifier
 T = TypeVar("T")
 
 STREAM_TOKENS = 25  # tokens of a stream that are timed together
-TIMED_STEPS = 5  # drafted tokens that are timed together; blocks and verdicts of each kind
-FEW_DRAFTS, MANY_DRAFTS = 1, 8  # drafts in the verdicts that are timed
-MIN_SECONDS = 1e-7  # s: no step takes less
+TIMED_STEPS = 5  # drafted tokens that are timed together, and blocks and verdicts of each kind
+FEW_DRAFTS, MANY_DRAFTS = 1, 8  # drafts in the timed verdicts
+MIN_SECONDS = 1e-7  # lower bound of a step's time
 
 
 def measure_costs(
@@ -34,26 +34,26 @@ def measure_costs(
     settings: GenerationSettings | None = None,
     *,
     repeats: int = 3,
-) -> Costs:
-    """Medians over prompts and repeats, of steps that are made for this alone.
+) -> StepCosts:
+    """Time the steps of a pair. Returns medians over prompts and repeats.
 
-    A verifier that says what its verdicts took has the rest of each answer counted as overhead: ask it across a link
-    without delay, or the network is counted twice.
+    If verdicts report their computing time, the rest of their latency counts as overhead. Measure such a verifier
+    without network delay, because a simulation adds the network itself.
     """
     count(1, repeats=repeats)
     recorder = Recorder(draft, target, settings)
     encoded = [encode(draft, prompt) for prompt in prompts]
-    outputs = [recorder.generate_target(prompt) for prompt in encoded]  # warms up
+    outputs = [recorder.generate_target(prompt) for prompt in encoded]  # also warms up the engines
     turns = [each for _ in range(repeats) for each in zip(encoded, outputs, strict=True)]
     return median_costs([_measure(recorder, prompt, output) for prompt, output in turns])
 
 
-def _measure(recorder: Recorder, prompt: Prompt, output: list[int]) -> Costs:
+def _measure(recorder: Recorder, prompt: Prompt, output: list[int]) -> StepCosts:
     first, plain, with_signals = _drafting(recorder, prompt)
     opening, few, overhead = _verdicts(recorder, prompt, output, FEW_DRAFTS)
     _, many, _ = _verdicts(recorder, prompt, output, MANY_DRAFTS)
     slope = max(0.0, (many - few) / (MANY_DRAFTS - FEW_DRAFTS))
-    return Costs(
+    return StepCosts(
         draft_s=max(plain, MIN_SECONDS),
         signals_s=max(0.0, with_signals - plain),
         draft_prefill_s=max(0.0, first - plain),
@@ -66,7 +66,7 @@ def _measure(recorder: Recorder, prompt: Prompt, output: list[int]) -> Costs:
 
 
 def _drafting(recorder: Recorder, prompt: Prompt) -> tuple[float, float, float]:
-    """Seconds of the first token, of a later one, and of a later one with its signals."""
+    """Return the seconds of the first drafted token, of a later one, and of a later one with signals."""
     reader, policy = CachedSequence(recorder.draft, prompt, "drafter"), recorder.policy(prompt)
     plain, with_signals = (Drafter(reader, policy, needs_signals=needs, needs_q=False) for needs in (False, True))
     try:
@@ -82,7 +82,7 @@ def _drafting(recorder: Recorder, prompt: Prompt) -> tuple[float, float, float]:
 
 
 def _block(drafter: Drafter, ids: list[int], length: int) -> float:
-    """Seconds per token of a block that `ids` goes on with."""
+    """Draft a block, append it to `ids`, and return its seconds per token."""
     proposals, seconds = _time_call(lambda: drafter.draft(ids, Draft(length)))
     ids += [proposal.token for proposal in proposals]
     drafter.rollback_to(len(ids))
@@ -90,7 +90,7 @@ def _block(drafter: Drafter, ids: list[int], length: int) -> float:
 
 
 def _verdicts(recorder: Recorder, prompt: Prompt, output: list[int], drafts: int) -> tuple[float, float, float]:
-    """Of a session with blocks of `drafts`: seconds of its first answer, of computing a later one, and of the rest."""
+    """Return the seconds of a session's first verdict, of computing a later one, and of its overhead."""
     target, ids = recorder.target, list(prompt.ids)
     session = target.open(prompt, recorder.params)
     try:
@@ -104,7 +104,7 @@ def _verdicts(recorder: Recorder, prompt: Prompt, output: list[int], drafts: int
 
 
 def _streaming(recorder: Recorder, prompt: Prompt, length: int) -> float:
-    """Seconds from token to token of the target's own stream, behind the first one."""
+    """Return the seconds between tokens of a cloud-only stream."""
     target = recorder.target
     session = target.open(prompt, recorder.params)
     try:
@@ -120,7 +120,7 @@ def _streaming(recorder: Recorder, prompt: Prompt, length: int) -> float:
 def _verdict(
     target: Verifier, session: int, ids: list[int], prompt: Prompt, output: list[int], drafts: int, round_: int
 ) -> tuple[float, Verdict]:
-    """The next verdict of a session, on what the target said before; its seconds. `ids` goes on with it."""
+    """Verify a block of the target's earlier output, append the verdict to `ids`, and return its seconds."""
     at = len(ids) - len(prompt.ids)
     block = (output[at : at + drafts] + drafts * output[-1:])[:drafts]
     request = Verify(round_, len(ids), (), tuple(block))

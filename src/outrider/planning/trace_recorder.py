@@ -1,4 +1,4 @@
-"""Traces of a pair: the target alone, then the drafter's reading of what it said."""
+"""Recording of traces: the target generates alone, then the drafter reads its output in one forward pass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from outrider.sampling.acceptance import Exact
 from outrider.sampling.policy import Policy
 from outrider.verifiers.base import SessionParams, Verifier
 
-CHUNK = 256  # rows of logits that are held in memory at once
+CHUNK = 256  # rows of logits in memory at once
 
 
 def record(
@@ -35,12 +35,12 @@ def record(
     settings: GenerationSettings | None = None,
     names: Seq[str] | None = None,
 ) -> Iterator[Trace]:
-    """A trace of each prompt, one by one. target: any verifier; `local(engine)` for a model in this process.
+    """Yield a trace of each prompt. target: any verifier, such as `local(engine)`.
 
-    names: the traces' ids; by default they count from 1.
+    names: ids of the traces, by default 1, 2, ….
 
     Raises:
-        InputError: a prompt that cannot be used, when it is its turn.
+        InputError: a prompt that cannot be used, at its turn.
     """
     recorder = Recorder(draft, target, settings)
     for n, prompt in enumerate(prompts):
@@ -48,11 +48,11 @@ def record(
 
 
 class Recorder:
-    """A pair, and how both sides decode.
+    """Records traces of a pair under given settings.
 
     Raises:
         VocabularyMismatch: the two models do not share a vocabulary.
-        SettingsError: a text rule, and the drafter has no tokenizer.
+        SettingsError: stop strings or sentences without a tokenizer of the drafter.
     """
 
     def __init__(self, draft: Engine, target: Verifier, settings: GenerationSettings | None = None) -> None:
@@ -65,13 +65,13 @@ class Recorder:
             raise SettingsError("stop strings and sentences need a tokenizer, and the drafter came without one")
 
     def trace(self, name: str, prompt: PromptLike) -> Trace:
-        """One prompt's trace."""
+        """Record the trace of one prompt."""
         encoded = encode(self.draft, prompt)
         output = self.generate_target(encoded)
         return self.trace_output(name, encoded, output)
 
     def generate_target(self, prompt: Prompt) -> list[int]:
-        """What the target alone says, the end token included."""
+        """Return the output of the target alone, including the end token."""
         link = VerifierSession(self.target, lambda verifier: verifier.open(prompt, self.params))
         plan = Plan(self.rules, Always(), Exact(), None, has_verifier=True, on_loop="ignore")
         decoder = Decoder(prompt.ids, plan, self._decode if self.rules.needs_text else None)
@@ -83,9 +83,10 @@ class Recorder:
         return decoder.sequence.generated
 
     def trace_output(self, name: str, prompt: Prompt, output: Seq[int]) -> Trace:
-        """What the drafter proposes at each place of `output`, given what stands before it.
+        """Return the trace of an output: the drafter's proposal at each position, after the preceding tokens.
 
-        Rows of one forward over all of it: in float32 those of stepwise drafting but for rounding.
+        One forward pass over the output gives the logits. In float32 they equal those of stepwise drafting up to
+        rounding.
         """
         policy, ids = self.policy(prompt), [*prompt.ids, *output]
         proposals = [
@@ -101,7 +102,7 @@ class Recorder:
         return token, compute_signals(row[: policy.vocab_size], token, policy.sampling.temperature)
 
     def _draft_logits(self, prompt: Prompt, ids: list[int]) -> Iterator[Tensor]:
-        """The drafter's row for each token behind the prompt; a long output in pieces."""
+        """Yield the drafter's logits for each token after the prompt, computed in chunks."""
         reader, start = CachedSequence(self.draft, prompt, "recorder"), len(prompt.ids)
         try:
             for at in range(start, len(ids), CHUNK):
@@ -112,11 +113,11 @@ class Recorder:
 
     @property
     def params(self) -> SessionParams:
-        """As the verifier is told them."""
+        """Return the session parameters for the verifier."""
         return SessionParams(self.settings, "exact", self.pair.target_vocabulary)
 
     def policy(self, prompt: Prompt) -> Policy:
-        """The drafter's."""
+        """Return the drafter's decoding policy for a prompt."""
         pair = self.pair
         return Policy.build(self.settings, pair.target.eos_ids, pair.draft_vocabulary, len(prompt.ids))
 

@@ -1,7 +1,8 @@
-"""What a drafter would have done along the target's own output, token by token: it replays any gate, k and network.
+"""Traces of a pair, token by token, from which the simulator replays any gate, k and network.
 
-A trace is taken with every token verified. At each position of the target's output it holds the target's token, the
-drafter's proposal given the same prefix, and how sure the drafter was of it. One JSON object per line:
+A trace comes from a run in which every token was verified. For each position of the target's output it holds the
+target's token, the drafter's proposal after the same prefix, and the confidence signals of that proposal. A file holds
+one JSON object per line:
 
     {"id": "a1", "prompt_tokens": 40, "target": [5, …], "draft": [5, …],
      "entropy": [0.1, …], "margin": […], "maxprob": […], "logprob": […], "media_bytes": 0}
@@ -9,29 +10,27 @@ drafter's proposal given the same prefix, and how sure the drafter was of it. On
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.config import is_integer, is_number
 from outrider.decoding.gate import SIGNAL_NAMES, Signals
 from outrider.errors import DataError
-from outrider.files import parse_json, read_text, write_file
+from outrider.planning.json_validation import entries, number, required, rows, whole_number
 
-LARGEST = {"margin": 1.0, "maxprob": 1.0}  # the other signals have no upper end; none is below 0
-ROUNDED = 1e-6  # that a signal may be past its end
+UPPER_BOUNDS = {"margin": 1.0, "maxprob": 1.0}  # the other signals are unbounded, and none is below 0
+TOLERANCE = 1e-6  # rounding may move a signal beyond its bounds by this much
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One output of the target. target, draft, signals: one entry for each of its tokens, the end token included.
+    """One output of the target. target, draft and signals have one entry per token, including the end token.
 
-    media_bytes: what of a recording would cross once, at the first escalation.
+    media_bytes: bytes of the recording that cross the network once, with the first escalation.
 
     Raises:
-        DataError: entries of different number, or none.
+        DataError: no entries, or different numbers of entries.
     """
 
     id: str
@@ -50,10 +49,11 @@ class Trace:
 
     @property
     def agrees(self) -> tuple[bool, ...]:
-        """Where the drafter proposes what the target says."""
+        """Return, per token, whether the drafter's proposal equals the target's token."""
         return tuple(t == d for t, d in zip(self.target, self.draft, strict=True))
 
     def to_json(self) -> dict[str, Any]:
+        """Return the trace as a JSON object, with signals rounded to six digits."""
         signals = {str(name): [round(getattr(s, name), 6) for s in self.signals] for name in SIGNAL_NAMES}
         return {
             "id": self.id,
@@ -66,59 +66,36 @@ class Trace:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Trace:
-        """Raises DataError for an object that is no trace, or says what no model can."""
-        try:
-            columns = [[_signal(entry, name) for entry in value[name]] for name in SIGNAL_NAMES]
-            signals = tuple(Signals(*row) for row in zip(*columns, strict=True))
-            target, draft = (tuple(_whole(token, f"{n} token") for token in value[n]) for n in ("target", "draft"))
-            sizes = [_whole(value[name], name) for name in ("prompt_tokens", "media_bytes")]
-            return cls(str(value["id"]), sizes[0], target, draft, signals, sizes[1])
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"no trace: {type(error).__name__} {error}") from error
+        """Parse and validate a JSON object. Raises DataError for a missing field or an impossible value."""
+        columns = [[_signal(entry, name) for entry in entries(value, name)] for name in SIGNAL_NAMES]
+        if len({len(column) for column in columns}) > 1:
+            raise DataError(f"{', '.join(SIGNAL_NAMES)}: lists of different lengths")
+        return cls(
+            id=str(required(value, "id")),
+            prompt_tokens=whole_number(required(value, "prompt_tokens"), "prompt_tokens"),
+            target=tuple(whole_number(token, "target") for token in entries(value, "target")),
+            draft=tuple(whole_number(token, "draft") for token in entries(value, "draft")),
+            signals=tuple(map(Signals, *columns)),
+            media_bytes=whole_number(required(value, "media_bytes"), "media_bytes"),
+        )
 
 
 def _signal(value: Any, name: str) -> float:
-    if not is_number(value):
-        raise DataError(f"{name} {value!r} is no finite number")
-    if not -ROUNDED <= value <= LARGEST.get(name, value) + ROUNDED:
-        raise DataError(f"{name} {value!r} is {'not between 0 and 1' if name in LARGEST else 'below 0'}")
-    return float(value)
-
-
-def _whole(value: Any, name: str) -> int:
-    if not is_integer(value) or value < 0:
-        raise DataError(f"{name} {value!r} is no whole number, 0 or more")
-    return int(value)
+    signal = number(value, name)
+    if not -TOLERANCE <= signal <= UPPER_BOUNDS.get(name, signal) + TOLERANCE:
+        bounds = "between 0 and 1" if name in UPPER_BOUNDS else "0 or more"
+        raise DataError(f"{name}: expected {bounds}, not {signal:g}")
+    return signal
 
 
 def read_traces(path: Path) -> list[Trace]:
-    """The traces in a file, one JSON object a line.
+    """Read the traces of a file.
 
     Raises:
-        DataError: it cannot be read, is empty, or a line (named) is no trace or has the id of another one.
+        DataError: the file is unreadable or empty, a line is not a trace, or two traces have the same id.
     """
-    lines = read_text(path).split("\n")  # and not splitlines, which cuts at U+2028 inside an id
-    found: dict[str, tuple[int, Trace]] = {}
-    for n, line in enumerate(lines, 1):
-        if line.strip():
-            trace = _parse(line, f"{path}, line {n}")
-            if trace.id in found:  # copies are not exchangeable, which is what a calibration's budget stands on
-                raise DataError(f"{path}, line {n}: id {trace.id!r} is that of line {found[trace.id][0]} already")
-            found[trace.id] = n, trace
-    if not found:
-        raise DataError(f"{path} holds no trace")
-    return [trace for _, trace in found.values()]
-
-
-def write_traces(path: Path, traces: Iterable[Trace]) -> None:
-    write_file(path, "".join(json.dumps(trace.to_json()) + "\n" for trace in traces))
-
-
-def _parse(line: str, where: str) -> Trace:
-    value = parse_json(line, where)
-    try:
-        if not isinstance(value, dict):
-            raise DataError("not an object")
-        return Trace.from_json(value)
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from error
+    traces = rows(path, Trace.from_json)
+    repeated = [name for name, times in Counter(trace.id for trace in traces).items() if times > 1]
+    if repeated:  # copies are not exchangeable, as risk control requires
+        raise DataError(f"{path}: several traces have the id {repeated[0]!r}")
+    return list(traces)

@@ -1,6 +1,6 @@
-"""A clock of our own, and what moves it: a drafter, a cloud and a network that cost time but take none.
+"""Virtual time: a clock, and a simulated drafter, cloud and network that advance it.
 
-The decoder and the drivers that run between them are those that run live.
+The decoder and the drivers between them are those of a live run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outrider.edge.drivers import pipelined, sequential
 from outrider.edge.round_observer import RoundObserver
 from outrider.errors import SettingsError
 from outrider.netem.conditions import Conditions
-from outrider.planning.costs import ID_BYTES, OPEN_BYTES, TRANSPORT_DOWN, Costs
+from outrider.planning.costs import ID_BYTES, OPEN_BYTES, TRANSPORT_DOWN, StepCosts
 from outrider.planning.traces import Trace
 from outrider.protocol.messages import pack_verdict, pack_verify
 from outrider.sampling.acceptance import Verdict
@@ -25,14 +25,14 @@ from outrider.transport.byte_counts import PREFIX_BYTES
 from outrider.transport.frames import FRAME_HEADER_SIZE
 from outrider.verifiers.session import MAX_AUDITED
 
-WINDOW = 65_535  # bytes that HTTP/2 lets under way before the other side says that it has room (RFC 9113, 6.9.2)
+WINDOW = 65_535  # initial flow-control window of HTTP/2, in bytes (RFC 9113, 6.9.2)
 FRAMING = PREFIX_BYTES + FRAME_HEADER_SIZE
-UNKNOWN_TOKEN = 2**20  # what is drafted beyond the end of a text, where nobody knows
+UNKNOWN_TOKEN = 2**20  # drafted beyond the end of a trace
 
 
 @dataclass
 class Clock:
-    """Seconds since the start."""
+    """Virtual seconds since the start."""
 
     now: float = 0.0
 
@@ -40,21 +40,24 @@ class Clock:
         return self.now
 
     def spend(self, seconds: float) -> None:
+        """Advance the clock."""
         self.now += seconds
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """A verdict on its way: there at `arrives`."""
+    """A verdict in flight, which arrives at `arrives`."""
 
     clock: Clock
     arrives: float
     verdict: Verdict
 
     def done(self) -> bool:
+        """Return whether the verdict has arrived."""
         return self.clock.now >= self.arrives
 
     def result(self) -> Verdict:
+        """Advance the clock to the arrival and return the verdict."""
         self.clock.now = max(self.clock.now, self.arrives)
         return self.verdict
 
@@ -62,7 +65,9 @@ class InFlight:
 class SimulatedVerifier(Protocol):
     """A cloud in virtual time."""
 
-    def submit(self, request: Verify) -> InFlight: ...
+    def submit(self, request: Verify) -> InFlight:
+        """Send a request and return its verdict in flight."""
+        ...
 
 
 def run_driver(
@@ -73,7 +78,7 @@ def run_driver(
     driver: DriverName = "sequential",
     stream: Callable[[Verify], Verdict] | None = None,
 ) -> Iterator[Event]:
-    """The live driver of that name between scripted parts. stream: cloud-only verdicts, in place of `verifier`."""
+    """Run the live driver of that name. stream: returns cloud-only verdicts, in place of `verifier`."""
     observer = RoundObserver(decoder, clock)
     if driver == "pipelined" and verifier is not None and drafter is not None:
         link: Any = verifier
@@ -85,7 +90,7 @@ def run_driver(
 
 @dataclass
 class SimulatedLink:
-    """One way: what is sent waits for what was sent before it, then for half a round trip."""
+    """One direction of a link. A message waits for earlier messages, then takes half a round trip."""
 
     bits_per_s: float | None
     rtt_s: float
@@ -93,7 +98,7 @@ class SimulatedLink:
     free_at: float = 0.0
 
     def arrival(self, size: int, now: float) -> float:
-        """When the last of `size` bytes, sent `now`, is there. What exceeds a window waits for room."""
+        """Return the arrival time of a message sent `now`. Bytes beyond a flow-control window wait for its update."""
         self.bytes += size
         start = max(now, self.free_at)
         rest, window_s = (size - 1) // WINDOW, self._seconds(WINDOW)
@@ -105,19 +110,20 @@ class SimulatedLink:
 
 
 class SimulatedDrafter:
-    """Proposes what the trace says for the position, whatever the text is by now.
+    """Proposes the trace's draft of each position, independent of the text.
 
-    Behind its end `filler` is proposed, as unsure as the last token was.
+    Beyond the end of the trace it proposes `filler`, with the signals of the last token.
     """
 
     def __init__(
-        self, trace: Trace, costs: Costs, clock: Clock, *, ends: frozenset[int], filler: int, with_signals: bool
+        self, trace: Trace, costs: StepCosts, clock: Clock, *, ends: frozenset[int], filler: int, with_signals: bool
     ):
         self._trace, self._costs, self._clock, self._ends = trace, costs, clock, ends
         self._filler, self._with_signals, self._first = filler, with_signals, True
         self.seconds = 0.0
 
     def draft(self, ids: list[int], action: Draft) -> list[Proposal]:
+        """Draft a block and advance the clock."""
         proposals: list[Proposal] = []
         for n in range(action.count):
             proposals.append(self._propose(len(ids) - 1 + n))
@@ -130,7 +136,7 @@ class SimulatedDrafter:
         return proposals
 
     def rollback_to(self, length: int) -> None:
-        """No cache to roll back."""
+        """Ignore the roll-back, as there is no cache."""
 
     def _propose(self, at: int) -> Proposal:
         trace, known = self._trace, at < len(self._trace.draft)
@@ -140,13 +146,13 @@ class SimulatedDrafter:
 
 @dataclass
 class SimulatedCloud:
-    """Exact verdicts by position, after the network, the queue and the verifier's time.
+    """Returns exact verdicts by position, after the time of the network, the queue and the verifier.
 
-    queue_s: before each verdict. end: the target's token behind the end of the trace.
+    queue_s: wait before each verdict. end: the target's token beyond the end of the trace.
     """
 
     trace: Trace
-    costs: Costs
+    costs: StepCosts
     clock: Clock
     net: Conditions
     queue_s: float
@@ -162,6 +168,7 @@ class SimulatedCloud:
         self.up, self.down = SimulatedLink(self.net.up, self.net.rtt), SimulatedLink(self.net.down, self.net.rtt)
 
     def submit(self, request: Verify) -> InFlight:
+        """Verify a block."""
         count = len(request.new_ids) + len(request.draft_ids)
         arrival = self._send(request)
         compute = self.costs.computing_s(count, first=request.round == 1)
@@ -170,7 +177,7 @@ class SimulatedCloud:
         return InFlight(self.clock, self._return(verdict, len(request.draft_ids), ready), verdict)
 
     def stream(self, request: Verify) -> Verdict:
-        """Cloud-only: asked once; token after token comes when the target has it."""
+        """Return the next token of a cloud-only stream, which takes one request in all."""
         if request.round == 1:
             self._stream_at = self._send(request) + self.costs.per_round_overhead_s
         compute = self.costs.streaming_s(first=request.round == 1)
@@ -179,15 +186,17 @@ class SimulatedCloud:
         return InFlight(self.clock, self._return(verdict, 0, self._stream_at), verdict).result()
 
     def target_token(self, at: int) -> int:
-        """The target's token at a position of its output."""
+        """Return the target's token at a position of its output."""
         return self.trace.target[at] if at < len(self.trace.target) else self.end
 
     def _send(self, request: Verify) -> float:
-        """When the request is with the verifier; the first one opens the session and brings the recording."""
+        """Return the arrival time of a request. The first one also opens the session and carries the recording."""
         size = FRAMING + pack_verify(self._to_wire(request)).ByteSize()
         if request.round == 1:
             self.media_bytes = self.trace.media_bytes
-            prompt = 0 if self.media_bytes else ID_BYTES * self.trace.prompt_tokens  # placeholders are folded
+            prompt = (
+                0 if self.media_bytes else ID_BYTES * self.trace.prompt_tokens
+            )  # placeholders are run-length encoded
             size += OPEN_BYTES + prompt + self.media_bytes
         return self.up.arrival(size, self.clock.now)
 
@@ -195,7 +204,7 @@ class SimulatedCloud:
         return self.down.arrival(FRAMING + TRANSPORT_DOWN + pack_verdict(verdict, drafts).ByteSize(), at)
 
     def _to_wire(self, request: Verify) -> Verify:
-        """As it would be sent: the decoder's prompt here is one token."""
+        """Return the request as it would be sent. The prompt of the simulated decoder is a single token."""
         return replace(request, base_length=request.base_length - 1 + self.trace.prompt_tokens)
 
     def _verify(self, request: Verify, compute: float) -> Verdict:
@@ -211,7 +220,7 @@ class SimulatedCloud:
 
 
 def check_constant(net: Conditions) -> None:
-    """Raise SettingsError for a network that is not the same at all times."""
+    """Raise SettingsError for a network that varies in time."""
     varying = {"jitter": net.jitter, "stall": net.stall_every, "cut": net.cut_after}
     unsupported = [name for name, value in varying.items() if value]
     if unsupported:

@@ -1,4 +1,4 @@
-"""Recordings: from a file or an array to 16 kHz mono, checked."""
+"""Recordings: conversion of a file or an array to 16 kHz mono on a 16-bit grid, with checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import numpy as np
 
 from outrider.errors import AudioError
 from outrider.prompts.recordings import (
-    BLOCK,
     MAX_CHANNELS,
     MAX_RATE,
     MAX_SECONDS,
@@ -26,6 +25,7 @@ from outrider.prompts.recordings import (
     check_samples,
     decode_path,
 )
+from outrider.prompts.sound_file import BLOCK
 
 SILENCE_PEAK = 1e-4  # −80 dBFS
 FULL_SCALE = 32_768  # steps of a 16-bit sample from 0 to 1
@@ -37,7 +37,7 @@ SPLIT = "split it into pieces (--split on the command line, outrider.prompts.aud
 class Audio:
     """A recording to caption: `Audio("a.wav", task="detailed", lang="zh")`.
 
-    source: a path, or a waveform as floats in [−1, 1], [samples] or [samples, channels], with its sampling_rate.
+    source: a path, or a waveform as floats in [−1, 1], [samples] or [samples, channels], with its sampling_rate in Hz.
     instruction: a question instead of the caption task. warnings: of an earlier decoding, for the result.
     """
 
@@ -63,10 +63,11 @@ class Recording:
 
     @property
     def seconds(self) -> float:
+        """The length in seconds."""
         return len(self.waveform) / SAMPLE_RATE
 
     def warnings_within(self, start: float, end: float) -> Iterator[str]:
-        """Return the warnings about a part: each stands where its holes are, or else at the end, in seconds."""
+        """Yield the warnings about a part, from `start` to `end` in seconds. One without holes is about the end."""
         last = (len(self.waveform) - 1) / SAMPLE_RATE
         for warning in self.warnings:
             if any(start <= min(place, last) < end for place in self.holes.get(warning) or (last,)):
@@ -86,7 +87,8 @@ def read(audio: Audio) -> Recording:
     """Decode a recording, mix it down and resample it.
 
     Raises:
-        AudioError: unreadable, not audio, empty, shorter than 0.1 s, longer than an hour, or not finite.
+        AudioError: the recording is unreadable, not audio, empty, shorter than 0.1 s, longer than an hour, or not
+            finite.
     """
     if isinstance(audio.source, np.ndarray):
         waveform = _from_array(audio.source, audio.sampling_rate)
@@ -130,11 +132,11 @@ def split(audio: Audio, max_seconds: float) -> list[Piece]:
 
 
 def grid_exponent(waveform: np.ndarray) -> int:
-    """The e of the grid that a waveform is put on: the smallest for which nothing clips.
+    """Return the exponent e of a waveform's grid: the smallest for which no sample is clipped.
 
-    A recording with a peak of 1 stays at 0, though +1 is one step more than 16 bits hold: it is set to the last step,
-    as sound cards do. That the limit for this is one step higher makes `quantize` idempotent: what is rounded on the
-    next, coarser grid never comes back to 0.
+    A recording with a peak of 1 stays at 0, although +1 is one step more than 16 bits hold. It is set to the last step,
+    as sound cards do. The limit for this is one step higher, which makes `quantize` idempotent: a waveform that was
+    rounded on the next, coarser grid never returns to 0.
     """
     peak, low, high = np.abs(waveform).max(), waveform.min(), waveform.max()
     if peak * FULL_SCALE <= FULL_SCALE + 1:
@@ -148,41 +150,41 @@ def grid_exponent(waveform: np.ndarray) -> int:
 
 
 def to_int16(waveform: np.ndarray, e: int) -> np.ndarray:
-    """The integers n of a waveform n · 2^(e−15): int16 [samples]."""
+    """Return the integers n of a waveform n · 2^(e−15): int16 [samples]."""
     scaled = np.rint(waveform * np.float32(FULL_SCALE / 2**e))
     return np.clip(scaled, -FULL_SCALE, FULL_SCALE - 1).astype(np.int16)
 
 
 def from_int16(integers: np.ndarray, e: int) -> np.ndarray:
-    """The waveform n · 2^(e−15) of int16 [samples]: float32, exactly."""
+    """Return the exact waveform n · 2^(e−15) of the integers n, int16 [samples]: float32 [samples]."""
     return integers.astype(np.float32) * np.float32(2**e / FULL_SCALE)
 
 
 def quantize(waveform: np.ndarray) -> np.ndarray:
-    """A waveform rounded to n · 2^(e−15), with n a 16-bit integer and the grid_exponent e: what FLAC carries unchanged.
+    """Round a waveform, float32 [samples], to n · 2^(e−15) with 16-bit integers n and e = grid_exponent.
 
-    float32 [samples] → float32 [samples]; one that is on the grid already is returned as it is, bit for bit.
+    FLAC stores the result exactly. A waveform on the grid is returned bit for bit.
     """
     e = grid_exponent(waveform)
     return from_int16(to_int16(waveform, e), e)
 
 
 def is_silent(waveform: np.ndarray) -> bool:
-    """True where nothing reaches −80 dBFS: there is no speech to describe."""
+    """Return whether all samples are below −80 dBFS: such a recording has no speech to describe."""
     return bool(np.abs(waveform).max() < SILENCE_PEAK)
 
 
 def check_length(
     waveform: np.ndarray, limit: float, model: str, name: str = "the recording", advice: str = SPLIT
 ) -> None:
-    """Raise AudioError where the model would have to cut the recording."""
+    """Raise AudioError if the recording is longer than `limit`, the model's window in seconds."""
     seconds = len(waveform) / SAMPLE_RATE
     if seconds > limit:
         raise AudioError(f"{name} lasts {seconds:.1f} s; {model} takes at most {limit:g} s: {advice}")
 
 
 def _from_array(wave: np.ndarray, rate: Any) -> np.ndarray:
-    """float32 [samples], 16 kHz mono, of floats [samples] or [samples, channels]."""
+    """Convert floats [samples] or [samples, channels] to 16 kHz mono: float32 [samples]."""
     name, rate = "the waveform", _check_rate(rate)
     if wave.ndim not in (1, 2) or not np.issubdtype(wave.dtype, np.floating):
         advice = "integers of 16 bits become floats in [−1, 1] with wave / 32768.0"

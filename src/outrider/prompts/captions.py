@@ -1,8 +1,7 @@
-"""The caption tasks: what a speech captioner is asked to write, in Chinese and English.
+"""The caption tasks: instructions for a speech captioner, in Chinese and English.
 
-A task is one user turn: the recording, then the instruction. The order of what is asked (rate, pitch,
-intonation, loudness, pauses, then the emotion they suggest) is the order of the answer, so that the early,
-audible facts are on the page before the model commits to a feeling.
+A task is one user message: the recording, then the instruction. The instruction names the audible features (rate,
+pitch, intonation, loudness, pauses) before the emotion, so that the model describes them before it infers the emotion.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ _INSTRUCTIONS: Final[dict[tuple[str, str], str]] = {
 
 
 def instruction(task: str, lang: str) -> str:
-    """The text of a caption task.
+    """Return the instruction of a caption task.
 
     Raises:
-        PromptError: the task or the language is not one of `TASKS`, `LANGUAGES`.
+        PromptError: the task is not one of `TASKS`, or the language not one of `LANGUAGES`.
     """
     if task not in TASKS:
         raise PromptError(f"unknown caption task {task!r}: choose one of {', '.join(TASKS)}")
@@ -50,6 +49,6 @@ def instruction(task: str, lang: str) -> str:
 
 
 def messages(task: str, lang: str) -> list[dict[str, Any]]:
-    """The caption task as chat messages: one user turn with the recording before the instruction."""
+    """Return the caption task as chat messages: one user message with the recording before the instruction."""
     text = instruction(task, lang)
     return [{"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": text}]}]

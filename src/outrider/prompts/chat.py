@@ -1,4 +1,4 @@
-"""From what a user gives (text, ids, chat messages, a recording) to the ids that both models read."""
+"""Prompt encoding: conversion of text, token ids, chat messages or a recording to the models' input."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ PromptLike = str | Seq[int] | Messages | Audio
 
 
 def check_text(prompt: str) -> None:
-    """Raise PromptError for what is no text: bytes that were not UTF-8 become halves of surrogate pairs."""
+    """Raise PromptError for invalid Unicode. Bytes that are not UTF-8 become halves of surrogate pairs."""
     if not prompt.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in prompt):
         raise PromptError("the prompt is not UTF-8, or holds half a surrogate pair: it is not text")
 
 
 def encode(engine: Any, prompt: PromptLike) -> Prompt:
-    """The prompt as the engine's model reads it.
+    """Return the prompt as the input of the engine's model.
 
     Raises:
-        PromptError: empty, an id outside the vocabulary, no tokenizer or chat template where one is needed.
-        ContextError: longer than the model holds.
+        PromptError: the prompt is empty, has an id outside the vocabulary, or needs a tokenizer or chat template that
+            the model lacks.
+        ContextError: the prompt is longer than the model's context.
         AudioError: the recording cannot be used.
     """
     if isinstance(prompt, Audio):
@@ -63,7 +64,7 @@ def _encode_audio(engine: Any, prompt: Audio) -> Prompt:
 
 
 def _expand(ids: Seq[int], placeholder: int, count: int) -> list[int]:
-    """Put `count` placeholders where the template has one."""
+    """Replace the template's placeholder by `count` placeholders."""
     if list(ids).count(placeholder) != 1:
         raise PromptError(f"the chat template places {list(ids).count(placeholder)} recordings; exactly one is needed")
     at = list(ids).index(placeholder)
@@ -78,7 +79,7 @@ def _from_messages(engine: Any, messages: Messages, *, recording: bool = False) 
 
 
 def _contents(messages: Messages) -> Iterator[str]:
-    """Return the texts of messages that are not validated yet."""
+    """Yield the texts of messages that are not validated yet."""
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
         parts = content if isinstance(content, list | tuple) else [content]
@@ -97,20 +98,23 @@ def _check_fits(engine: Any, characters: int) -> None:
 
     Encoding it would take seconds, without a way to interrupt it.
     """
-    most = engine.max_length
-    # First without the vocabulary, whose list takes a while: few texts have more characters than that many tokens.
-    if most is not None and characters > most and characters > most * _longest_token(_tokenizer(engine)):
-        raise ContextError(f"a prompt of {characters} characters: {engine.name} holds {most} tokens")
+    limit = engine.max_length
+    # The first comparison avoids listing the vocabulary, which is slow, for nearly all texts.
+    if limit is not None and characters > limit and characters > limit * _longest_token(_tokenizer(engine)):
+        raise ContextError(f"a prompt of {characters} characters: {engine.name} holds {limit} tokens")
 
 
 @lru_cache(16)
 def _longest_token(tokenizer: Any) -> int:
-    """Characters of the longest token. In the vocabulary a byte of a character is a character of its own, or more."""
+    """Return the characters of the longest token.
+
+    In a byte-level vocabulary one character stands for one byte, so the result is not too small for any text.
+    """
     return max(len(token) for token in tokenizer.get_vocab())
 
 
 def _check_no_placeholder(engine: Any, ids: Ids) -> Ids:
-    """Refuse a recording's placeholder without a recording: the model would answer as if it had heard one."""
+    """Raise PromptError for a recording's placeholder without a recording, as the output would be made up."""
     encoder = getattr(engine, "audio", None)
     if encoder is not None and encoder.placeholder in ids:
         mark = engine.tokenizer.convert_ids_to_tokens(encoder.placeholder) if engine.tokenizer is not None else ""

@@ -24,21 +24,21 @@ from outrider.prompts import template_sandbox
 Messages = Seq[dict[str, Any]]
 
 _MARK: Final = "Mark{}of9Texts"
-_PRINTED_LIST: Final = re.compile(r"""['"]text['"]\s*:\s*['"]Mark\d+of9Texts""")  # a list that was printed
-_CONTINUE: Final = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own, with the blank by which it detects trimming
+_PRINTED_LIST: Final = re.compile(r"""['"]text['"]\s*:\s*['"]Mark\d+of9Texts""")  # a list printed as Python or JSON
+_CONTINUE: Final = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' tag, with the blank by which it detects trimming
 _REASONING_END: Final = "</think>"  # templates leave out the assistant's reasoning before it
 _ROLES: Final = [("role", role) for role in ("system", "developer", "user", "assistant", "tool")]
 _CONTENT_FORMS: Final = ("given", "text", "parts")
 
 
 def render(name: str, tokenizer: Any, messages: Messages, *, recording: bool = False) -> str:
-    """Return a conversation's prompt. A last message of the assistant is continued, others are answered.
+    """Return a conversation's prompt. The model continues a last message of the assistant, and answers other messages.
 
-    recording: whether there is one for an audio part.
+    recording: whether there is a recording for an audio part.
 
     Raises:
-        PromptError: the template drops or changes a text, fails, or does not exist; a text holds a control token; a
-            part is neither text nor that recording; there is nothing to continue.
+        PromptError: the template drops or changes a text, fails, or does not exist. Or a text holds a control token, a
+            part is neither text nor that recording, or the assistant's last message has no text.
     """
     source = _source(name, tokenizer)
     messages = _validate(messages, recording=recording)
@@ -112,8 +112,7 @@ def _texts(message: dict[str, Any]) -> list[str]:
 
 
 def _convert(messages: Messages, form: str) -> list[dict[str, Any]]:
-    """Return the messages with contents that are texts alone in another form: as one text (parts become lines), or as
-    parts."""
+    """Return the messages with text-only contents in another form: one text (parts become lines), or parts."""
     if form == "given":
         return list(messages)
     changed = []
@@ -151,11 +150,12 @@ class _Template:
         self._name, self._source, self._special, self._continued = name, source, special, continued
 
     def render(self, messages: Messages) -> str:
+        """Return the prompt. Raise PromptError if the template fails."""
         try:
             return self._render(messages)
         except PromptError:
             raise
-        except Exception as error:  # a program of the checkpoint's: it may raise anything
+        except Exception as error:  # a template is a program of the checkpoint and may raise anything
             reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             raise PromptError(f"the chat template of {self._name} failed: {reason}") from error
 
@@ -235,7 +235,7 @@ def _check_texts(name: str, messages: Messages, prompt: str, *, continued: bool)
             if kept.strip() not in prompt:
                 raise PromptError(
                     f"{_label(messages, number)}: the chat template of {name} changes the text of this message (role "
-                    f"{message['role']}): the model would read something else"
+                    f"{message['role']}), so the model would read another text: give the whole prompt as plain text"
                 )
 
 
@@ -260,7 +260,7 @@ def check_messages(name: str, tokenizer: Any, messages: Messages) -> None:
 
 
 def _iterate_texts(path: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Return all texts in a message, each with its place."""
+    """Yield all texts in a message, each with its path."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, dict):
@@ -282,12 +282,12 @@ class ControlTokens:
         written = {each.content for _, each in added if each.content in template}
         self.special = tuple(sorted(filter(str.strip, special)))
         self.all = tuple(sorted(filter(str.strip, special | written)))
-        # Only the tokenizer finds tokens in normalised text (in lower case, say).
+        # Only the tokenizer finds tokens in normalised text, for example in lower case.
         self._normalised = {n: each.content for n, each in added if each.special and each.normalized}
         self._tokenizer = tokenizer
 
     def check(self, name: str, path: str, text: str, tokens: Seq[str]) -> None:
-        """Raise PromptError if a text is not valid Unicode, or holds one of the tokens. path: the text's name."""
+        """Raise PromptError if a text is not valid Unicode or holds one of the tokens. path: the text's name."""
         try:
             text.encode()
         except UnicodeEncodeError as error:

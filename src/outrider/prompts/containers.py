@@ -1,4 +1,4 @@
-"""Container headers, as far as the reader of recordings needs them: the format, and the claimed length.
+"""Container headers of recordings: the format, and the claimed length.
 
 A header's length is never trusted. It is only compared with the decoded length, for a warning about missing audio.
 """
@@ -22,7 +22,7 @@ MEDIA: Final = {  # formats that PyAV decodes: common names by FFmpeg's name of 
     "asf": ("wma",),
     "ogg": ("oga",),  # FLAC in Ogg
 }
-IMPLAUSIBLE: Final = 1000  # times what was decoded: a header that claims more is wrong, rather than audio lost
+IMPLAUSIBLE: Final = 1000  # times the decoded length: a header that claims more is wrong, and no audio is missing
 STREAMED: Final = 0x7FFF0000  # sizes from here on stand for an unknown length
 TRAILING: Final = 2**13  # bytes after the end of the audio that may be tags
 CHUNKS: Final = 10_000
@@ -97,11 +97,12 @@ def find_vbr_tag(frame: bytes) -> int | None:
 
 
 def find_audio_data(file: BinaryIO, size: int) -> Data | None:
-    """Find the audio data of a WAV, AIFF, CAF, W64 or AU file and of their relatives; None for other formats."""
+    """Find the audio data of a WAV, AIFF, CAF, W64, AU or NIST SPHERE file. Return None for other formats."""
     head = _read(file, 0, 40)
     magic, kind = head[:4], head[8:12]
     if magic in (b"RIFF", b"RF64", b"RIFX") and kind == b"WAVE":
-        return _find_chunk(file, size, 12, ">I" if magic == b"RIFX" else "<I", b"data", pad=2)
+        order = ">I" if magic == b"RIFX" else "<I"
+        return _find_chunk(file, size, 12, order, b"data", pad=2, has_wide_size=magic == b"RF64")
     if magic == b"FORM" and kind in (b"AIFF", b"AIFC"):
         return _find_chunk(file, size, 12, ">I", b"SSND", pad=2)
     if magic == b"caff":
@@ -118,7 +119,7 @@ def find_audio_data(file: BinaryIO, size: int) -> Data | None:
 
 
 def _sphere(header: bytes, size: int) -> Data | None:
-    """Return the data of a NIST SPHERE file, whose header is text."""
+    """Return the data of a NIST SPHERE file. Its header is text."""
     found = [re.search(rb"%s -(?:i|s\d) (\d{1,12})\b" % field, header) for field in SPHERE]
     start = re.match(rb"NIST_1A\s+(\d{1,9})\s", header)
     if start is None or not all(found):
@@ -133,10 +134,10 @@ def flac_length(head: bytes) -> int:
 
 
 def has_index(file: BinaryIO, size: int) -> bool:
-    """Return whether the box of an MP4 file without which nothing can be decoded is there as a whole."""
+    """Return whether an MP4 file has its whole index (the moov box), without which decoding is impossible."""
     at = 0
     for _ in range(CHUNKS):
-        head = _read(file, at, 16)
+        head = _read(file, at, 16) if at < size else b""
         if len(head) < 8:
             return False
         length = int.from_bytes(head[:4], "big")
@@ -147,13 +148,13 @@ def has_index(file: BinaryIO, size: int) -> bool:
 
 
 def has_inflated_sample_count(file: BinaryIO, start: int, end: int, size: int, depth: int = 0) -> bool:
-    """Return whether a table of an MP4 file claims more samples than the file has bytes: FFmpeg would index them all.
+    """Return whether a table of an MP4 file claims more samples than the file has bytes.
 
-    start, end: of the boxes to check. depth: their nesting.
+    FFmpeg would allocate an index of all of them. start, end: of the boxes to check. depth: their nesting.
     """
     for _ in range(CHUNKS):
-        head = _read(file, start, 28)
-        if start >= end or len(head) < 8:
+        head = _read(file, start, 28) if start < end else b""
+        if len(head) < 8:
             return False
         length, kind = int.from_bytes(head[:4], "big"), head[4:8]
         skip = 16 if length == 1 else 8
@@ -178,26 +179,30 @@ def _find_chunk(
     pad: int,
     name: int = 4,
     counts_header: bool = False,
+    has_wide_size: bool = False,
 ) -> Data | None:
-    wide: int | None = None  # RF64 keeps the sizes that do not fit in a chunk of its own
+    """Find the chunk `wanted`. has_wide_size: RF64, where a chunk `ds64` holds the size that libsndfile uses."""
+    wide: int | None = None
     for start, body, tag, claimed in _chunks(file, size, at, length, pad, name, counts_header):
-        if tag == b"ds64":
-            wide = int.from_bytes(_read(file, body + 8, 8), "little")
+        if tag == b"ds64" and has_wide_size:
+            wide = body + 8
         if tag == wanted:
-            known = wide if wide is not None and claimed == 0xFFFFFFFF else claimed
-            goes_on = known > 0 and _continues(file, body + known + -known % pad, size)
-            extra = name + struct.calcsize(length) if counts_header else 0
-            return _data(0 if goes_on else known, max(0, size - body), start + name, length, extra)
+            field = start + name
+            if wide is not None:
+                field, length, claimed = wide, "<q", int.from_bytes(_read(file, wide, 8), "little")
+            goes_on = claimed > 0 and _continues(file, body + claimed + -claimed % pad, size)
+            extra = body - start if counts_header else 0
+            return _data(0 if goes_on else claimed, max(0, size - body), field, length, extra)
     return None
 
 
 def _chunks(
     file: BinaryIO, size: int, at: int, length: str, pad: int, name: int, counts_header: bool
 ) -> Iterator[tuple[int, int, bytes, int]]:
-    """Yield where each chunk and its body begin, its name and its size."""
+    """Yield the offsets of each chunk and of its body, its name and its size."""
     head = name + struct.calcsize(length)
     for _ in range(CHUNKS):
-        found = _read(file, at, head)
+        found = _read(file, at, head) if at < size else b""
         if len(found) < head:
             return
         (claimed,) = struct.unpack_from(length, found, name)
@@ -209,7 +214,10 @@ def _chunks(
 
 
 def _data(claimed: int, rest: int, at: int, length: str, extra: int = 0) -> Data:
-    """rest: bytes from the beginning of the data to the end of the file. extra: the header, if the size counts it."""
+    """Return the audio data, with the correct value of its size field.
+
+    rest: bytes from the beginning of the data to the end of the file. extra: of the header, if the size includes it.
+    """
     is_known = 0 < claimed < STREAMED or 2**32 < claimed < 2**48
     present = min(rest, claimed) if is_known else rest
     true_size = struct.pack(length, present + extra) if present + extra < 2**32 or length[1] == "q" else b""
@@ -222,5 +230,6 @@ def _continues(file: BinaryIO, end: int, size: int) -> bool:
 
 
 def _read(file: BinaryIO, at: int, count: int) -> bytes:
+    """Read `count` bytes. at: near the file's end at most, as a file cannot be sought to every 64-bit offset."""
     file.seek(at)
     return file.read(count)

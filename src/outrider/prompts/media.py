@@ -1,13 +1,13 @@
-"""What of a recording crosses a network: the recording itself, or the features that a model hears of it.
+"""Serialisation of recordings and of their features for a network.
 
-Both forms are made to be written by a client in any language, and come back bit for bit.
+Clients in any language can write both formats. Decoding returns the same values bit for bit.
 
     audio      1 byte e (0 to 7), then a FLAC file: 16 bits, mono, 16 kHz, its header giving the number of samples.
                Sample n stands for n · 2^(e−15): 0 is the ordinary e, larger ones are for recordings louder than ±1.
     features   uint32 mels, uint32 frames (little-endian), then a zlib stream of four planes: byte 0 of every value,
                then byte 1, 2 and 3. The values are little-endian float32, all frames of one mel after the other.
 
-Reading trusts nothing: sizes are compared with what the model takes before anything is unpacked.
+Decoding compares all sizes with the model's limits before it decompresses any data.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _MD5 = slice(26, 42)  # of the samples: after the magic (4), a block's head (4) 
 
 
 def pack_audio(waveform: np.ndarray) -> bytes:
-    """A waveform as `prompts.audio.load` gives it (float32 [samples], 16 kHz mono) as bytes.
+    """Serialise a waveform of `prompts.audio.load`: float32 [samples], 16 kHz mono.
 
     Raises:
-        AudioError: it is not on the 16-bit grid, so that it would come back changed.
+        AudioError: the waveform is not on the 16-bit grid, so FLAC would change it.
     """
     import soundfile
 
@@ -47,10 +47,10 @@ def pack_audio(waveform: np.ndarray) -> bytes:
 
 
 def unpack_audio(data: bytes, max_seconds: float) -> np.ndarray:
-    """The waveform of `pack_audio`: float32 [samples].
+    """Return the waveform that `pack_audio` serialised: float32 [samples].
 
     Raises:
-        AudioError: not such bytes, damaged, shorter than 0.1 s or longer than `max_seconds`.
+        AudioError: the bytes have another format, are damaged, or are shorter than 0.1 s or longer than `max_seconds`.
     """
     e, file = data[:1], data[1:]
     if not file.startswith(b"fLaC"):
@@ -58,7 +58,7 @@ def unpack_audio(data: bytes, max_seconds: float) -> np.ndarray:
     if e[0] > MAX_EXPONENT:
         raise AudioError(f"the recording's exponent is {e[0]}; 0 to {MAX_EXPONENT} are known")
     integers = _decode(file, max_seconds)
-    # All zeros: the encoder did not compute it.
+    # A checksum of zeros means that the encoder did not compute it.
     if any(file[_MD5]) and hashlib.md5(integers.astype("<i2").tobytes(), usedforsecurity=False).digest() != file[_MD5]:
         raise AudioError("the recording is damaged: its samples do not have the checksum in its header")
     return from_int16(integers, e[0])
@@ -84,20 +84,21 @@ def _check_header(reader: Any, max_seconds: float) -> None:
         raise AudioError(f"the recording is {kind}; expected FLAC with 16 bits, {SAMPLE_RATE} Hz, one channel")
     seconds = reader.frames / SAMPLE_RATE
     if not MIN_SECONDS <= seconds <= max_seconds:
-        raise AudioError(f"the recording says it lasts {seconds:.4g} s; {MIN_SECONDS} s to {max_seconds:g} s are taken")
+        raise AudioError(f"the recording lasts {seconds:.4g} s; expected {MIN_SECONDS} s to {max_seconds:g} s")
 
 
 def pack_features(features: np.ndarray) -> bytes:
-    """Features as `AudioInput.features` gives them, float32 [mels, frames], as bytes."""
+    """Serialise features of `AudioInput.features`: float32 [mels, frames]."""
     planes = np.ascontiguousarray(features, "<f4").view(np.uint8).reshape(-1, 4).T
     return _SIZES.pack(*features.shape) + zlib.compress(planes.tobytes())
 
 
 def unpack_features(data: bytes, mels: int, max_frames: int) -> np.ndarray:
-    """The features of `pack_features`: float32 [mels, frames].
+    """Return the features that `pack_features` serialised: float32 [mels, frames].
 
     Raises:
-        AudioError: not such bytes, other mels, no frames or more than `max_frames`, or values that are not finite.
+        AudioError: the bytes have another format or another number of mels, no frames or more than `max_frames`, or
+            values that are not finite.
     """
     if len(data) < _SIZES.size:
         raise AudioError("the features are empty")
@@ -114,7 +115,7 @@ def unpack_features(data: bytes, mels: int, max_frames: int) -> np.ndarray:
 
 
 def _inflate(stream: bytes, size: int) -> bytes:
-    """Exactly `size` bytes out of a zlib stream; never more are unpacked, whatever it holds."""
+    """Decompress a zlib stream of exactly `size` bytes. At most one more byte is decompressed."""
     inflater = zlib.decompressobj()
     try:
         unpacked = inflater.decompress(stream, size + 1)

@@ -1,4 +1,4 @@
-"""Decoder for the formats of phones and browsers: FFmpeg's libraries through PyAV, an optional package."""
+"""Decoding of the formats of phones and browsers with FFmpeg through PyAV, an optional package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.prompts.containers import IMPLAUSIBLE, MEDIA
 
 MAX_ERRORS: Final = 1000  # packets that cannot be decoded, before decoding ends
 MAX_PLANES: Final = 7  # PyAV reads past the eighth plane of a frame, beyond its memory
-SLACK_SECONDS: Final = 0.25  # tolerance for encoders' delay and padding, which not every container counts
+SLACK_SECONDS: Final = 0.25  # tolerance for encoders' delay and padding, which some containers do not count
 GAP_SECONDS: Final = 0.05
 SIZED: Final = ("mov", "matroska", "asf")  # containers that store their length (for others FFmpeg estimates it)
 FULL_SCALE: Final = {"u8": 2.0**7, "s16": 2.0**15, "s32": 2.0**31, "s64": 2.0**63, "flt": 1.0, "dbl": 1.0}
@@ -22,8 +22,10 @@ FULL_SCALE: Final = {"u8": 2.0**7, "s16": 2.0**15, "s32": 2.0**31, "s64": 2.0**6
 
 @dataclass
 class State:
-    """The state of a decoding. claimed: the container's length in seconds, if it has one. holes: the decoded seconds up
-    to each gap."""
+    """The state of a decoding.
+
+    claimed: the container's length in seconds, if it has one. holes: the decoded seconds up to each gap.
+    """
 
     claimed: float | None = None
     is_broken: bool = False
@@ -32,7 +34,7 @@ class State:
     holes: list[float] = field(default_factory=list)
 
     def count(self, frame: Any) -> None:
-        """Add a frame to the decoded seconds. Later than expected, it follows a gap."""
+        """Add a frame to the decoded seconds. A frame that is later than expected follows a gap."""
         if frame.time is not None:
             lag = frame.time - self.seconds
             if self.lag is not None and lag > self.lag + GAP_SECONDS:
@@ -41,7 +43,7 @@ class State:
         self.seconds += frame.samples / frame.sample_rate
 
     def warnings(self, seconds: float) -> Iterator[str]:
-        """Return warnings about missing audio, after `seconds` were decoded."""
+        """Yield warnings about missing audio, after `seconds` were decoded."""
         if self.claimed is not None and seconds < self.claimed - SLACK_SECONDS:
             lost = self.claimed - seconds
             if self.claimed > IMPLAUSIBLE * seconds:
@@ -99,6 +101,7 @@ LIBRARY_ERRORS: Final = (
     ValueError,
     TypeError,
     RuntimeError,
+    OverflowError,
     NotImplementedError,
     MemoryError,
     LookupError,

@@ -1,4 +1,4 @@
-"""Pages of an Ogg file: what the decoder drops in silence, found from page numbers and positions."""
+"""Pages of an Ogg file: page numbers and positions reveal audio that the decoder drops silently."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Survey:
         return {text: places} if text and places else {}
 
     def warnings(self, decoded: float) -> Iterator[str]:
-        """Return warnings about missing audio, after so many seconds were decoded."""
+        """Yield warnings about missing audio, after `decoded` seconds were decoded."""
         lost = self.seconds - decoded
         if text := self._gapped(decoded):
             yield text
         if not self.is_ended:
-            yield f"the recording is damaged or breaks off after {decoded:.2f} s: what follows is missing"
+            yield f"the recording is damaged or breaks off after {decoded:.2f} s: the rest is missing"
         if self.is_chained and lost > -NEXT_SECONDS:
             yield f"the file holds another recording behind the first {decoded:.2f} s: it was not read"
 

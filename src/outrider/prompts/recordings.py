@@ -1,7 +1,7 @@
-"""The one reader of recordings: any file to 16 kHz mono, block by block, with limits checked during decoding.
+"""The decoder of recordings: any file to 16 kHz mono, block by block, with limits checked during decoding.
 
-The decoders are libsndfile and, for what phones and browsers record, PyAV. Lengths come from decoding alone: only the
-frames that the decoder reports are used of a block, and decoding continues until the decoder returns nothing.
+The libraries are libsndfile and, for formats of phones and browsers, PyAV. Lengths come from decoding alone: only the
+frames that the library reports are used of a block, and decoding continues until the library returns nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from outrider.errors import AudioError
 from outrider.hints import install_command
 from outrider.prompts import containers, media_decoder, ogg
-from outrider.prompts.sound_file import LIBRARY_ERRORS, Source, Unreadable, open_sound
+from outrider.prompts.sound_file import SoundDecoder, Source, Unreadable
 
 SAMPLE_RATE: Final = 16_000
 MIN_SECONDS: Final = 0.1
@@ -26,17 +26,14 @@ MAX_SECONDS: Final = 3600.0  # a model's own limit comes on top
 MIN_RATE, MAX_RATE = 1_000, 768_000
 MAX_CHANNELS: Final = 64
 MAX_SAMPLES: Final = 2**32  # of all channels: an hour of one at 768 kHz, of two at 384 kHz
-MAX_PEAK: Final = 100.0  # larger samples are no waveform in [−1, 1], even a clipped one
-BLOCK: Final = 2**14  # frames
-STEP: Final = 2**9  # frames, where an error discards the whole call's frames
+MAX_PEAK: Final = 100.0  # even clipped audio in [−1, 1] stays below
 ASSUMED_SIZE: Final = 2**30  # bytes; with a smaller size libsndfile stops at an estimate of the length
-UNKNOWN: Final = 2**40  # frames from here on stand for an unknown length
 FORMATS: Final = "wav, flac, ogg, opus, mp3, aiff, au, caf and w64"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The longest recording, and the most samples of all its channels, that are decoded. advice: ends the refusal."""
+    """Limits of decoding: seconds, and samples of all channels. advice: the end of the error message."""
 
     seconds: float = MAX_SECONDS
     samples: int = MAX_SAMPLES
@@ -47,8 +44,8 @@ class Limits:
 class Decoded:
     """A decoded recording.
 
-    waveform: float32 [samples], 16 kHz mono. kind: the decoder's name of the format. warnings: about missing audio.
-    holes: the places, in seconds of the waveform, that a warning is about; without any, it is about the end.
+    waveform: float32 [samples], 16 kHz mono. kind: the library's name of the format. warnings: about missing audio.
+    holes: the places of each warning, in seconds of the waveform. A warning without places is about the end.
     """
 
     waveform: np.ndarray
@@ -61,7 +58,7 @@ def decode_path(path: Path, limits: Limits = Limits()) -> Decoded:
     """Decode a file.
 
     Raises:
-        AudioError: it does not exist or cannot be read, or see `decode`.
+        AudioError: the file does not exist or cannot be read, or see `decode`.
     """
     try:
         if not path.exists():
@@ -75,7 +72,7 @@ def decode_path(path: Path, limits: Limits = Limits()) -> Decoded:
 
 
 def decode(file: BinaryIO, name: str, limits: Limits = Limits()) -> Decoded:
-    """Decode an open file; errors name it by `name`.
+    """Decode an open file. Errors call it `name`.
 
     Raises:
         AudioError: not audio that can be decoded, shorter than 0.1 s, beyond the limits, or not finite.
@@ -114,7 +111,7 @@ def _decode_tagged(file: BinaryIO, size: int, head: bytes, name: str, limits: Li
 
 
 class Downmix:
-    """Blocks of any rate and number of channels to 16 kHz mono; the limits are checked as blocks come.
+    """A conversion of blocks of any rate and number of channels to 16 kHz mono, with limits checked at each block.
 
     name: of the recording, for errors. Blocks are floats [frames, channels].
     """
@@ -135,7 +132,7 @@ class Downmix:
             raise AudioError(f"{self._name}: {channels} channels; expected 1 to {MAX_CHANNELS}")
 
     def add(self, block: np.ndarray, rate: int) -> None:
-        """Take a block. A stream may change its rate.
+        """Convert a block. A stream may change its rate.
 
         Raises:
             AudioError: a limit is exceeded, or samples are not finite or out of range.
@@ -158,9 +155,7 @@ class Downmix:
 
     def check_length(self) -> None:
         """Raise AudioError for less than 0.1 s."""
-        if self.seconds < MIN_SECONDS:
-            lasts = f"lasts {self.seconds:.3f} s" if self.seconds else "holds no audio that can be decoded"
-            raise AudioError(f"{self._name}: {lasts}; at least {MIN_SECONDS} s are needed")
+        _check_duration(self._name, self.seconds)
 
     def _flush(self) -> None:
         if self._stream is not None:
@@ -177,6 +172,12 @@ class Downmix:
                 f"{self._name}: more than {limits.samples} samples, counted over all channels, after "
                 f"{self.seconds:.1f} s: convert it to 16 kHz mono (ffmpeg -i IN -ar 16000 -ac 1 out.wav)"
             )
+
+
+def _check_duration(name: str, seconds: float) -> None:
+    if seconds < MIN_SECONDS:
+        lasts = f"lasts {seconds:.3f} s" if seconds else "holds no audio that can be decoded"
+        raise AudioError(f"{name}: {lasts}; at least {MIN_SECONDS} s are needed")
 
 
 def check_samples(name: str, wave: np.ndarray, limit: float = MAX_PEAK) -> None:
@@ -210,128 +211,62 @@ def _decode_sound(file: BinaryIO, size: int, head: bytes, name: str, limits: Lim
     claimed = containers.flac_length(head)
     if claimed:
         source.patches[21] = bytes([head[21] & 0xF0]) + bytes(4)  # unknown: the header may be wrong
-    run = _Decoding(source, name, limits)
-    wave = run.decode()
+    run, wave = _decode_source(source, name, limits)
     if claimed and run.is_broken:  # by damage, or only by a tag behind the header's length
-        counted = _Decoding(source.reopen({}), name, limits)
-        again = counted.decode()
+        counted, again = _decode_source(source.reopen({}), name, limits)
         run, wave = (counted, again) if counted.frames >= run.frames else (run, wave)
-    run.check_length()
+    _check_duration(name, run.seconds)
     holes = ogg.survey(file, size).holes(run.seconds) if run.kind == "OGG" else {}
     return Decoded(wave, run.kind, tuple(_missing_audio_warnings(run, claimed, data, file, size)), holes)
 
 
+def _decode_source(source: Source, name: str, limits: Limits) -> tuple[SoundDecoder, np.ndarray]:
+    """Decode a source to its end: float32 [samples].
+
+    Raises:
+        Unreadable: libsndfile cannot open it, or the format is one whose truncation cannot be detected.
+    """
+    run, downmix = SoundDecoder(source), Downmix(name, limits)
+    for block in run.blocks(downmix.check):
+        downmix.add(block, run.rate)
+    return run, downmix.finish()
+
+
 def _decode_longer(
-    run: _Decoding, wave: np.ndarray, patches: dict[int, bytes], name: str, limits: Limits
-) -> tuple[_Decoding, np.ndarray]:
+    run: SoundDecoder, wave: np.ndarray, patches: dict[int, bytes], name: str, limits: Limits
+) -> tuple[SoundDecoder, np.ndarray]:
     """Decode again without the header's length, and return the run that got further."""
-    whole = _Decoding(run.source.reopen(patches), name, limits)
-    longer = whole.decode()
+    whole, longer = _decode_source(run.source.reopen(patches), name, limits)
     return (whole, longer) if len(longer) > len(wave) + SAMPLE_RATE // 4 else (run, wave)
 
 
 def _decode_mpeg(file: BinaryIO, size: int, start: int, name: str, limits: Limits) -> Decoded:
-    """Decode MPEG audio, which libsndfile would end at an estimate of the length."""
+    """Decode MPEG audio to its end. libsndfile itself would stop at an estimate of the length."""
     size = max(containers.find_mpeg_end(file, size), start)
     file.seek(start)
     tag = containers.find_vbr_tag(file.read(64))
-    run = _mpeg_run(file, size, start, tag, name, limits)
-    wave = run.decode()
+    run, wave = _decode_source(_mpeg_source(file, size, start, tag), name, limits)
     if tag is not None and run.source.unread > containers.TRAILING:  # more than the tag counts
         run, wave = _decode_longer(run, wave, {start + tag: bytes(4)}, name, limits)
-    run.check_length()
+    _check_duration(name, run.seconds)
     claimed = run.claimed if tag is not None and run.claimed < ASSUMED_SIZE else None
     return Decoded(wave, run.kind, tuple(_truncation_warnings(run, claimed, slack=2 * 1152)))
 
 
-def _mpeg_run(file: BinaryIO, size: int, start: int, tag: int | None, name: str, limits: Limits) -> _Decoding:
+def _mpeg_source(file: BinaryIO, size: int, start: int, tag: int | None) -> Source:
     source = Source(file, size, max(ASSUMED_SIZE, 2 * size))
     if tag is not None:
         file.seek(start + tag)
         head = file.read(16)
         if len(head) == 16 and head[7] & 2:  # the stream's size in the tag: mpg123 prints a line if it is wrong
             source.patches[start + tag + (12 if head[7] & 1 else 8)] = (source.size - start).to_bytes(8, "big")[-4:]
-    return _Decoding(source, name, limits)
-
-
-class _Decoding:
-    """One pass of libsndfile over a file."""
-
-    def __init__(self, source: Source, name: str, limits: Limits) -> None:
-        self.source, self._downmix = source, Downmix(name, limits)
-        self.kind, self.rate, self.claimed, self.frames = "", 0, 0, 0
-        self.is_broken = False
-
-    @property
-    def seconds(self) -> float:
-        return self._downmix.seconds
-
-    def check_length(self) -> None:
-        """Raise AudioError for less than 0.1 s."""
-        self._downmix.check_length()
-
-    def decode(self) -> np.ndarray:
-        """Decode to the end: float32 [samples].
-
-        Raises:
-            Unreadable: libsndfile cannot open it, or the format is one whose truncation is not detected.
-        """
-        with open_sound(self.source) as sound:
-            self.kind, self.rate, self.claimed = sound.format, sound.samplerate, sound.frames
-            if self.kind not in SUPPORTED:
-                raise Unreadable(f"{self.kind} files are not read: nothing shows whether one is truncated")
-            self._downmix.check(sound.samplerate, sound.channels)
-            for block in self._blocks(sound):
-                self._downmix.add(block, self.rate)
-        return self._downmix.finish()
-
-    def _blocks(self, sound: Any) -> Iterator[np.ndarray]:
-        step, buffer = _step(sound), np.zeros((BLOCK, sound.channels), np.float32)
-        self.source.is_exhausted, filled, read = False, 0, -1
-        while read:
-            read = self._read(sound, buffer[filled : filled + step])
-            self.frames += read
-            filled += read
-            if filled and (not read or filled + step > BLOCK):
-                yield buffer[:filled]
-                filled = 0
-
-    def _read(self, sound: Any, target: np.ndarray) -> int:
-        """Decode into `target`; returns the frames that were written, 0 at the end."""
-        import soundfile
-
-        if self.kind == "FLAC" and self.claimed < UNKNOWN:  # data after the last frame is an error, too
-            target = target[: max(0, self.claimed - self.frames)]
-        if not len(target):
-            return 0
-        try:
-            read = len(sound.read(len(target), dtype="float32", always_2d=True, out=target))
-        except (soundfile.SoundFileError, *LIBRARY_ERRORS):
-            self.is_broken = True
-            return 0
-        if self.source.is_exhausted and read == len(target) and not _reads_ahead(sound):
-            self.is_broken = True  # the decoder fills missing input from an earlier block
-            return 0
-        return read
-
-
-SUPPORTED: Final = ("WAV", "WAVEX", "RF64", "W64", "AIFF", "AU", "CAF", "NIST", "FLAC", "OGG", "MP3", "MPEG")
-READ_AHEAD: Final = ("FLAC", "OGG", "MP3", "MPEG")  # decoders that read ahead
-
-
-def _reads_ahead(sound: Any) -> bool:
-    return sound.format in READ_AHEAD or sound.subtype.startswith("DWVW")
-
-
-def _step(sound: Any) -> int:
-    is_plain = sound.subtype.startswith(("PCM", "FLOAT", "DOUBLE")) and sound.format not in READ_AHEAD
-    return BLOCK if is_plain else STEP
+    return source
 
 
 def _missing_audio_warnings(
-    run: _Decoding, flac_length: int, data: containers.Data | None, file: BinaryIO, size: int
+    run: SoundDecoder, flac_length: int, data: containers.Data | None, file: BinaryIO, size: int
 ) -> Iterator[str]:
-    """Return warnings about audio that could not be decoded. flac_length: in the header, 0 if unknown."""
+    """Yield warnings about audio that could not be decoded. flac_length: in the header, 0 if unknown."""
     if data is not None and data.claimed is not None and data.present < data.claimed:
         whole = run.frames * data.claimed // max(1, data.present)
         yield from _truncation_warnings(run, max(whole, run.frames + 1))
@@ -343,7 +278,7 @@ def _missing_audio_warnings(
         yield from _truncation_warnings(run, None)
 
 
-def _truncation_warnings(run: _Decoding, claimed: int | None, slack: int = 0) -> Iterator[str]:
+def _truncation_warnings(run: SoundDecoder, claimed: int | None, slack: int = 0) -> Iterator[str]:
     if claimed is not None and run.frames < claimed - slack:
         lost, whole = (claimed - run.frames) / run.rate, claimed / run.rate
         if claimed > containers.IMPLAUSIBLE * run.frames or (run.kind == "FLAC" and not run.is_broken):
@@ -351,7 +286,7 @@ def _truncation_warnings(run: _Decoding, claimed: int | None, slack: int = 0) ->
             return
         yield f"the recording is damaged or breaks off: {lost:.2f} s of its {whole:.2f} s are missing"
     elif run.is_broken:
-        yield f"the recording is damaged or breaks off after {run.seconds:.2f} s: what follows is missing"
+        yield f"the recording is damaged or breaks off after {run.seconds:.2f} s: the rest is missing"
     elif run.kind in ("FLAC", "MP3", "MPEG") and run.source.unread > containers.TRAILING:
         yield f"the recording ends after {run.seconds:.2f} s; {run.source.unread} bytes behind its end were not read"
 
@@ -400,5 +335,5 @@ def _unreadable(name: str, error: Exception | str) -> str:
 
 
 def decode_bytes(data: bytes, name: str, limits: Limits = Limits()) -> Decoded:
-    """Decode the bytes of a file; see `decode`."""
+    """Decode the bytes of a file, as `decode` does."""
     return decode(io.BytesIO(data), name, limits)

@@ -1,8 +1,8 @@
-"""Chat templates, run as transformers runs them, but within bounds.
+"""Rendering of chat templates as in transformers, with bounds on time and memory.
 
-A template comes with a checkpoint: it is a foreign program. jinja2's sandbox keeps it from files and from Python's
-internals, but not from taking all memory and time. So its syntax tree is changed before compilation: each loop step,
-call, constructed text and written text is charged to a budget.
+A template is a foreign program in a checkpoint. jinja2's sandbox keeps it from files and from Python's internals, but
+does not limit memory and time. So its syntax tree is changed before compilation: each loop step, call, constructed text
+and written text is charged to a budget.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ class Budget:
         self._steps, self._characters = MAX_STEPS, MAX_CHARACTERS
 
     def spend(self, steps: int = 1) -> None:
+        """Charge steps. Raise TemplateError if too few are left."""
         self._steps -= steps
         if self._steps < 0:
             raise TemplateError(f"it takes more than {MAX_STEPS} steps")
 
     def write(self, text: str) -> None:
+        """Charge a written text. Raise TemplateError if too few characters are left."""
         self.spend()
         self._characters -= len(text)
         if self._characters < 0:
@@ -126,9 +128,8 @@ class _CountingTransformer(NodeTransformer):
 
     def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
         self.generic_visit(node)
-        return (
-            node if node.node is None else _apply_filter("_charge_value", node)
-        )  # the node of {% filter … %} is no value
+        is_block = node.node is None  # {% filter … %} has no value
+        return node if is_block else _apply_filter("_charge_value", node)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -197,7 +198,7 @@ def _charge_output(context: Context, value: Any) -> str:
 
 
 def _limit_output(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the filter with a check of its output's size. jinja2 passes some an environment before the value."""
+    """Return the filter with a check of its output's size. jinja2 passes an environment first to some filters."""
     at = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @wraps(function)

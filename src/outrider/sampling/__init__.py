@@ -1,1 +1,1 @@
-"""Sampling: from logits to tokens, and acceptance of drafts. Imports neither models nor sockets."""
+"""Sampling: from logits to tokens, and verification of drafts. Imports neither models nor sockets."""

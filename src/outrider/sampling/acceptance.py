@@ -1,17 +1,18 @@
-"""Verification is arithmetic: from (drafts, the target's rows) to a verdict.
+"""Acceptance rules: how many drafts of a block a verdict accepts, and the token that follows them.
 
-Letters as in the papers: p the target's distribution at a position and q the drafter's, both after constraints and
-filters; d the drafted token; k the block length. Row i of the target is what follows prefix + d₁…dᵢ.
+p is the target's distribution at a position, q the drafter's, both after logits processors and sampling filters, d the
+drafted token, k the block length. Row i of the target's logits follows the prefix and d₁ … dᵢ.
 
-    exact      accept d while it is the token that the target itself would choose (argmax, or its draw with the
-               shared noise); the output is the target's own, token for token (MATHS: ids only)
-    residual   accept d with probability min(1, p(d)/q(d)), else draw from max(0, p−q): the target's distribution,
-               more acceptances, needs the very q that was drawn from (Leviathan et al., 2023; Chen et al., 2023)
+    exact      accept d if the target samples d: its argmax, or its draw with the shared noise. The output equals the
+               target's own, token for token (docs/design/maths.md, "Exact verification with token ids").
+    residual   rejection sampling: accept d with probability min(1, p(d)/q(d)), else draw from max(0, p − q). The
+               output has the target's distribution (Leviathan et al., 2023; Chen et al., 2023).
     rank:N     accept d if it is among the target's N best                          } lossy: guarantee
     margin:D   accept d if log p(best) − log p(d) ≤ D                               } "best-effort"
     typical:E  accept d if p(d) > min(E, √E·exp(−H(p))) (Cai et al., 2024)          }
 
-The lossy rules never accept what constraints or filters exclude; they rank what is left by p before top-k and top-p.
+The lossy rules never accept a token that logits processors or filters exclude. They rank the other tokens by p before
+top-k and top-p.
 """
 
 from __future__ import annotations
@@ -19,26 +20,28 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 
 from outrider.config import format_number
 from outrider.errors import SettingsError
 from outrider.sampling.policy import ForwardOutput, Policy
-from outrider.sampling.sampler import Distribution, NoiseStream, Support
+from outrider.sampling.sampler import Distribution, NoiseStream, SampledToken, Support
 
-REJECTION_SHORTLIST = 32  # tokens of q that the drafter draws from, and sends, in residual mode
+REJECTION_SHORTLIST = 32  # tokens of q that the drafter draws from and sends, for rejection sampling
+
+Target = Distribution | SampledToken  # p, or its sampled token alone where a rule has needs_logits False
 
 
 @dataclass(frozen=True)
 class Verdict:
     """The verifier's answer for one block.
 
-    accepted: how many drafts stand. next_token: the correction, or the bonus after a full acceptance.
+    accepted: number of accepted drafts. next_token: the correction, or the bonus after a full acceptance.
     near_ties: offsets from the base (drafts, then next_token) whose choice was within the engine's numeric noise.
-    audited, disagreed: skipped tokens seen in passing, and how many of them the target would have changed.
-    queue_s, compute_s: seconds that a service took over it; no part of what it says.
+    audited, disagreed: number of skipped tokens compared, and of those that the target would have changed.
+    queue_s, compute_s: seconds in the service's queue and in its forward pass, not part of equality.
     """
 
     round: int
@@ -52,31 +55,38 @@ class Verdict:
 
 
 class AcceptanceRule(Protocol):
-    """An acceptance rule. `lossless` means that the output keeps the target's distribution.
+    """An acceptance rule.
 
-    needs_logits: False where what the target would choose is enough, so that `p` may be a mere `Pick`.
+    lossless: the output keeps the target's distribution. needs_q: the rule needs the distribution of each draft.
+    needs_logits: the rule needs p; otherwise the target's sampled token is enough.
     """
 
     lossless: bool
     needs_q: bool
     needs_logits: bool
 
-    def accepts(self, p: Distribution, d: int, q: Support | None) -> bool: ...
+    def accepts(self, p: Target, d: int, q: Support | None) -> bool:
+        """Return whether the draft d stands."""
+        ...
 
-    def replacement_token(self, p: Distribution, q: Support | None) -> int:
-        """The token to emit where `accepts` said no."""
+    def replacement_token(self, p: Target, q: Support | None) -> int:
+        """Return the token that replaces a rejected draft."""
         ...
 
 
 @dataclass(frozen=True)
 class Exact:
+    """Accept a draft if the target samples the same token."""
+
     lossless = True
     needs_q = needs_logits = False
 
-    def accepts(self, p: Distribution, d: int, q: Support | None) -> bool:
+    def accepts(self, p: Target, d: int, q: Support | None) -> bool:
+        """Return whether the target samples d."""
         return d == p.token
 
-    def replacement_token(self, p: Distribution, q: Support | None) -> int:
+    def replacement_token(self, p: Target, q: Support | None) -> int:
+        """Return the token that the target samples."""
         return p.token
 
     def __str__(self) -> str:
@@ -85,16 +95,25 @@ class Exact:
 
 @dataclass(frozen=True)
 class RejectionSampling:
+    """Rejection sampling (speculative sampling), the option value "residual".
+
+    Accept d with probability min(1, p(d)/q(d)). Otherwise draw from max(0, p − q), normalised. The output then has the
+    target's distribution, with acceptance probability 1 − TV(p, q), provided that q is the distribution from which d
+    was drawn. Sources: Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding",
+    ICML 2023, algorithm 1; Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling", 2023.
+    """
+
     lossless = True
     needs_q = needs_logits = True
 
-    def accepts(self, p: Distribution, d: int, q: Support | None) -> bool:
-        assert q is not None  # guaranteed by `verify_block`
+    def accepts(self, p: Target, d: int, q: Support | None) -> bool:
+        """Return whether u·q(d) < p(d) for a uniform u."""
+        p, q = _require_distribution(p), _require_q(q)
         return p.uniform(NoiseStream.ACCEPT) * q.probability(d) < p.support.probability(d)
 
-    def replacement_token(self, p: Distribution, q: Support | None) -> int:
-        """A draw from max(0, p − q), with noise of its own: the drafter has used the shared noise up."""
-        assert q is not None
+    def replacement_token(self, p: Target, q: Support | None) -> int:
+        """Draw from max(0, p − q), with noise independent of the draft's."""
+        p, q = _require_distribution(p), _require_q(q)
         probabilities = p.support.logp.exp()
         overlap = (p.support.ids[:, None] == q.ids[None, :].to(p.support.ids.device)).float()
         residual = torch.clamp(probabilities - overlap @ q.logp.exp().to(probabilities.device), min=0.0)
@@ -109,24 +128,29 @@ class RejectionSampling:
 
 @dataclass(frozen=True)
 class _LossyRule:
-    """Accepts what the target finds good enough; where it does not, the target's own choice is emitted."""
+    """A rule that accepts acceptable drafts, and replaces others by the token that the target samples."""
 
     limit: float
     lossless = False
     needs_q = False
     needs_logits = True
 
-    def accepts(self, p: Distribution, d: int, q: Support | None) -> bool:
+    def accepts(self, p: Target, d: int, q: Support | None) -> bool:
+        """Return whether the target samples d, or allows it and finds it acceptable."""
+        p = _require_distribution(p)
         return d == p.token or (p.allows(d) and self._is_acceptable(p, d))
 
     def _is_acceptable(self, p: Distribution, d: int) -> bool:
         raise NotImplementedError
 
-    def replacement_token(self, p: Distribution, q: Support | None) -> int:
+    def replacement_token(self, p: Target, q: Support | None) -> int:
+        """Return the token that the target samples."""
         return p.token
 
 
 class Rank(_LossyRule):
+    """Accept a draft among the target's `limit` best tokens."""
+
     def _is_acceptable(self, p: Distribution, d: int) -> bool:
         return int((p.logits > p.logits[d]).sum()) < self.limit
 
@@ -135,6 +159,8 @@ class Rank(_LossyRule):
 
 
 class Margin(_LossyRule):
+    """Accept a draft whose log-probability is at most `limit` below the best one."""
+
     def _is_acceptable(self, p: Distribution, d: int) -> bool:
         return float(p.logp.max() - p.logp[d]) <= self.limit
 
@@ -143,6 +169,8 @@ class Margin(_LossyRule):
 
 
 class Typical(_LossyRule):
+    """Typical acceptance (Cai et al., 2024, Medusa): accept d if p(d) > min(ε, √ε·exp(−H(p))), with ε = `limit`."""
+
     def _is_acceptable(self, p: Distribution, d: int) -> bool:
         probabilities = p.logp.exp()
         entropy = float(torch.special.entr(probabilities).sum())
@@ -152,11 +180,23 @@ class Typical(_LossyRule):
         return f"typical:{format_number(self.limit)}"
 
 
+def _require_distribution(p: Target) -> Distribution:
+    if isinstance(p, Distribution):
+        return p
+    raise SettingsError("this acceptance rule needs the target's logits, not only its sampled token")
+
+
+def _require_q(q: Support | None) -> Support:
+    if q is None:
+        raise SettingsError("residual acceptance needs the distribution that each draft was drawn from")
+    return q
+
+
 def parse_acceptance_rule(spec: str) -> AcceptanceRule:
-    """The acceptance rule that a text such as "exact" or "rank:20" names.
+    """Return the acceptance rule of a text such as "exact" or "rank:20".
 
     Raises:
-        SettingsError: an unknown name, or a limit that is missing or out of range.
+        SettingsError: the name is unknown, or the limit is missing or out of range.
     """
     if not isinstance(spec, str):
         raise SettingsError(f"accept is a text such as exact or rank:20, not {spec!r}")
@@ -194,34 +234,36 @@ def verify_block(
     q: Seq[Support] | None = None,
     noise: float = 0.0,
 ) -> Verdict:
-    """The verdict on the drafts ids[base:], k of them.
+    """Return the verdict on the drafts ids[base:], k of them.
 
-    logits: float32 [k+1, V], or for `exact` the picks; row i follows ids[:base+i].
-    q: for `residual`, what each draft was drawn from.
-    noise: a lead below this many logits counts as a near-tie (0 for float32 engines).
+    logits: float32 [k+1, V], or sampled tokens if the rule needs no logits. Row i follows ids[:base+i].
+    q: for rejection sampling, the distribution from which each draft was drawn.
+    noise: margins below this many logits count as near-ties (0 for float32 engines).
+
+    Raises:
+        SettingsError: the rule needs q or logits that are not given.
     """
-    if accept.needs_q and (q is None or len(q) != len(ids) - base):
+    k = len(ids) - base
+    if accept.needs_q and (q is None or len(q) != k):
         raise SettingsError("residual acceptance needs the distribution that each draft was drawn from")
     noise *= policy.noise_gain
     near_ties: list[int] = []
-    for i, d in enumerate(ids[base:]):
-        p = cast(
-            Distribution, policy.distribution_at(logits, i, ids, base + i)
-        )  # a Pick will do where no rows are needed
+    for i in range(k + 1):
+        p = policy.distribution_at(logits, i, ids, base + i)
         if noise and p.top2_margin < noise:
             near_ties.append(i)
-        if not accept.accepts(p, d, q[i] if q else None):
-            return Verdict(round_, i, accept.replacement_token(p, q[i] if q else None), tuple(near_ties))
-    k = len(ids) - base
-    last = policy.distribution_at(logits, k, ids, base + k)
-    if noise and last.top2_margin < noise:
-        near_ties.append(k)
-    return Verdict(round_, k, last.token, tuple(near_ties))
+        if i == k:
+            break
+        q_i = q[i] if q else None
+        if not accept.accepts(p, ids[base + i], q_i):
+            return Verdict(round_, i, accept.replacement_token(p, q_i), tuple(near_ties))
+    return Verdict(round_, k, p.token, tuple(near_ties))
 
 
 def count_disagreements(ids: list[int], start: int, base: int, logits: ForwardOutput, policy: Policy) -> int:
-    """How many of the skipped tokens ids[start:base] the target would have chosen differently.
+    """Count the skipped tokens ids[start:base] that differ from the target's choice.
 
-    logits: float32 [≥ base−start, V], or picks; row j follows ids[:start+j]. They come free with the catch-up prefill.
+    logits: float32 [≥ base−start, V], or sampled tokens. Row j follows ids[:start+j]. They are free: the verifier reads
+    the skipped tokens in the same forward pass as the block.
     """
     return sum(policy.distribution_at(logits, n - start, ids, n).token != ids[n] for n in range(start, base))

@@ -1,8 +1,7 @@
-"""From many rows of logits to their tokens at once, on whatever device the rows are: nothing is read back in between.
+"""Batched sampling on the device of the logits, without host synchronisation.
 
-The same choices as `Policy.distribution(…).token`, row by row. Constraints need no state of their own here: what a
-row's prefix holds is `history`, the ids that the KV slot has cached, cut at the row's length; a token that was seen
-twice is penalised twice from the *raw* score, which gives the same score twice. So a roll-back is the slot's own.
+Each row gets the token of `Policy.distribution(…).token`. The logits processors are stateless here: they read the
+prefix from `history`, the ids in the KV slot up to the row's length. A roll-back of the slot is therefore enough.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ from outrider.sampling.sampler import GOLDEN_GAMMA, MIN_TEMPERATURE, SampledToke
 
 @dataclass(frozen=True)
 class RowContext:
-    """Where rows stand. int64 [R] each: tokens of the prefix, those of them generated, the noise's key.
+    """The contexts of R rows.
 
-    history: integers [R, ≥ lengths], the prefix's ids; None where the kind does not read it.
+    lengths: int64 [R], tokens of the prefix. generated: int64 [R], those after the prompt. keys: int64 [R], of the
+    noise. history: integers [R, ≥ lengths], the prefix's ids, or None if the batch key does not need them.
     """
 
     lengths: Tensor
@@ -35,7 +35,7 @@ class RowContext:
 
 
 def row_context(policy: Policy, length: int) -> tuple[int, int, int]:
-    """The entries of `RowContext` for the row that follows a prefix of `length` tokens."""
+    """Return length, generated and key for the row that follows a prefix of `length` tokens."""
     sampling = policy.sampling
     key = 0 if sampling.greedy else int(np.uint64(position_key(sampling.seed, length)).astype(np.int64))
     return length, length - policy.processors.prompt_length, key
@@ -45,9 +45,9 @@ Top2 = Callable[[Tensor], Tensor]
 
 
 def torch_top2(logits: Tensor) -> Tensor:
-    """float64 [R, 3] for rows [R, V]: the first of the largest entries, the entry, and its lead over the next.
+    """Return float64 [R, 3] for rows [R, V]: index of the first maximum, the maximum, its margin to the runner-up.
 
-    NaN counts as the largest, and is the entry then.
+    NaN counts as the maximum.
     """
     best = logits.argmax(-1, keepdim=True)
     top, others = logits.gather(-1, best), logits.scatter(-1, best, -torch.inf).amax(-1, keepdim=True)
@@ -55,25 +55,28 @@ def torch_top2(logits: Tensor) -> Tensor:
 
 
 def sample_batch(logits: Tensor, batch_key: BatchKey, context: RowContext, top2: Top2 = torch_top2) -> Tensor:
-    """float64 [R, 3]: token, its score (not finite: none can be chosen), lead over the runner-up in logits.
+    """Return float64 [R, 3]: token, score (not finite if no token can be chosen), margin to the runner-up.
 
-    logits: logits [R, ≥ vocab_size] in any floating format. top2: `torch_top2`, or what does the same faster.
+    logits: [R, ≥ vocab_size] in any floating format. top2: `torch_top2` or a faster equivalent.
     """
     scores = process_logits(logits, batch_key, context)
     if batch_key.sampling.greedy:
         return top2(scores)
     drawn = torch_top2(_add_gumbel_noise(filter_logprobs(scores.float(), batch_key.sampling), context.keys))
-    best = scores.amax(-1, keepdim=True).double()  # NaN wherever one is
+    best = scores.amax(-1, keepdim=True).double()  # NaN if the row has one
     return torch.cat([drawn[:, :1], best, batch_key.sampling.temperature * drawn[:, 2:]], -1)
 
 
 def to_sampled_tokens(sampled: Seq[Seq[float]]) -> list[SampledToken]:
-    """Rows of `sample_batch`, read back. Whoever uses one checks it: it may be a row that nobody asks about."""
+    """Convert rows of `sample_batch` on the host. Callers validate the tokens that they use."""
     return [SampledToken(int(token), top2, score) for token, score, top2 in sampled]
 
 
 def process_logits(logits: Tensor, batch_key: BatchKey, context: RowContext) -> Tensor:
-    """[R, vocab_size]: float32, −inf where banned, or a part of `logits` [R, ≥ vocab_size], which stay as they were."""
+    """Apply the logits processors to logits [R, ≥ vocab_size]. Return [R, vocab_size], −inf where banned.
+
+    The result is a view of `logits` if no processor is active, otherwise a float32 copy.
+    """
     processors = batch_key.processors
     if not batch_key.has_processors:
         return logits[:, : batch_key.vocab_size]
@@ -97,17 +100,20 @@ def process_logits(logits: Tensor, batch_key: BatchKey, context: RowContext) -> 
 def _apply_repetition_penalty(
     out: Tensor, logits: Tensor, history: Tensor, lengths: Tensor, processors: LogitsProcessors
 ) -> None:
-    """Negative scores × penalty, others ÷ penalty, for all ids of the prefix, or of the window at its end."""
+    """Multiply negative scores by the penalty and divide others by it, for the ids of the prefix or of its window.
+
+    Repeated ids are harmless: each writes the same score, computed from the raw one.
+    """
     penalty, index = processors.repetition_penalty, torch.arange(history.shape[1], device=logits.device)
-    if processors.repetition_window:  # what lies before repeats its first one
+    if processors.repetition_window:  # positions before the window repeat its first id
         index = torch.maximum(index, lengths - processors.repetition_window)
-    seen = history.gather(1, torch.minimum(index, lengths - 1))  # what lies beyond repeats the last one
+    seen = history.gather(1, torch.minimum(index, lengths - 1))  # positions behind the prefix repeat its last id
     scores = logits.gather(1, seen)
     out.scatter_(1, seen, torch.where(scores < 0, scores * penalty, scores / penalty))
 
 
 def _ban_repeated_ngrams(out: Tensor, history: Tensor, lengths: Tensor, ngram: int) -> None:
-    """−inf for every token that followed an earlier occurrence of the prefix's last ngram − 1 tokens."""
+    """Ban every token that followed an earlier occurrence of the prefix's last ngram − 1 tokens."""
     starts = history.shape[1] - ngram + 1
     if starts < 1:
         return
@@ -120,13 +126,13 @@ def _ban_repeated_ngrams(out: Tensor, history: Tensor, lengths: Tensor, ngram: i
 
 
 def _add_to_columns(logits: Tensor, ids: tuple[int, ...], offset: Tensor) -> Tensor:
-    """A copy with `offset` [R, 1], 0 or −inf, added to the columns `ids`."""
+    """Return a copy with `offset` [R, 1], 0 or −inf, added to the columns `ids`."""
     index = _column_index(ids, logits.shape[1], logits.device)
     return logits.index_copy(1, index, logits.index_select(1, index) + offset)
 
 
 def tensors_to_keep(batch_key: BatchKey, width: int, device: torch.device) -> list[Tensor]:
-    """What `sample_batch` reads for rows [R, width] of a kind, and a captured graph must keep."""
+    """Return the tensors that `sample_batch` reads for rows [R, width] and that a captured CUDA graph must keep."""
     return [
         _column_index(ids, width, device) for ids in (batch_key.processors.eos_ids, batch_key.processors.banned_ids)
     ]
@@ -138,7 +144,7 @@ def _column_index(ids: tuple[int, ...], width: int, device: torch.device) -> Ten
 
 
 def filter_logprobs(scores: Tensor, sampling: SamplingParams) -> Tensor:
-    """Log-probabilities float32 [R, V] after temperature, top-k, top-p and min-p; −inf for what is left out."""
+    """Return log-probabilities float32 [R, V] after temperature, top-k, top-p and min-p, −inf for excluded tokens."""
     scores = apply_temperature(scores, sampling.temperature)
     if 0 < sampling.top_k < scores.shape[-1]:
         kth = torch.topk(scores, sampling.top_k).values[:, -1:]
@@ -146,9 +152,9 @@ def filter_logprobs(scores: Tensor, sampling: SamplingParams) -> Tensor:
     if sampling.top_p < 1.0:
         best = scores.sort(-1, descending=True)
         mass = torch.softmax(best.values, -1)
-        left_out = mass.cumsum(-1) - mass >= sampling.top_p
-        left_out[:, 0] = False
-        scores = scores.masked_fill(torch.zeros_like(left_out).scatter(1, best.indices, left_out), -torch.inf)
+        excluded = mass.cumsum(-1) - mass >= sampling.top_p
+        excluded[:, 0] = False
+        scores = scores.masked_fill(torch.zeros_like(excluded).scatter(1, best.indices, excluded), -torch.inf)
     if sampling.min_p > 0.0:
         mass = torch.softmax(scores, -1)
         scores = scores.masked_fill(mass < sampling.min_p * mass.amax(-1, keepdim=True), -torch.inf)
@@ -156,14 +162,17 @@ def filter_logprobs(scores: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """As sampling.tempered, row by row."""
+    """Apply the temperature to each row as `sampler.apply_temperature` does."""
     divisor = max(temperature, MIN_TEMPERATURE) if temperature else 1.0
     scores, best = logits / divisor, logits.amax(-1, keepdim=True)
     return torch.where(torch.isfinite(scores.amax(-1, keepdim=True)), scores, (logits - best) / divisor)
 
 
 def batched_signals(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """float64 [R, 4]: the fields of `Signals` for `tokens` int64 [R, 1], from raw rows (gate.measure)."""
+    """Return float64 [R, 4], the fields of `Signals` for `tokens` int64 [R, 1], from raw logits.
+
+    The definitions are those of `decoding.gate.compute_signals`.
+    """
     logq = torch.log_softmax(apply_temperature(logits.float(), temperature), -1)
     best = torch.topk(logq, 2).values.exp()
     entropy = torch.special.entr(logq.exp()).sum(-1, keepdim=True)
@@ -172,13 +181,13 @@ def batched_signals(logits: Tensor, tokens: Tensor, temperature: float) -> Tenso
 
 
 def to_signals(row: Seq[float]) -> Signals:
-    """A row of `batched_signals`, read back."""
+    """Convert a row of `batched_signals` on the host."""
     entropy, margin, maxprob, logprob = row
     return Signals(entropy, margin, maxprob, logprob)
 
 
 def _add_gumbel_noise(logp: Tensor, keys: Tensor) -> Tensor:
-    """float64 [R, V]: log-probabilities and the Gumbel noise of each row's key (sampling.uniforms says how)."""
+    """Return float64 [R, V]: log-probabilities plus the Gumbel noise of each row's key, as in `sampler.uniforms`."""
     tokens = torch.arange(1, logp.shape[-1] + 1, device=logp.device)
     x = keys[:, None] + tokens * _as_int64(int(GOLDEN_GAMMA))
     x = (x ^ _shift_right(x, 30)) * _as_int64(0xBF58476D1CE4E5B9)
@@ -188,10 +197,10 @@ def _add_gumbel_noise(logp: Tensor, keys: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, offset: int) -> Tensor:
-    """To the right, zeros coming in: int64 has the bits of uint64."""
+    """Shift right logically: the int64 holds the bits of a uint64."""
     return (x >> offset) & ((1 << (64 - offset)) - 1)
 
 
 def _as_int64(bits: int) -> int:
-    """A 64-bit pattern as the int64 that has it."""
+    """Return the int64 with the given 64-bit pattern."""
     return bits - (1 << 64) if bits >= 1 << 63 else bits

@@ -1,9 +1,8 @@
-"""Repetition penalty, no-repeat n-gram, minimum length and bans: one chain, the same code on both sides.
+"""Logits processors: repetition penalty, no-repeat n-gram, minimum length and bans. Both sides run the same code.
 
-Each constraint is a pure function of a row and of *that position's own prefix* (prompt, output and the earlier
-drafts of the block), equal to transformers' processors of the same name and applied in transformers' order. What
-makes it fast is `PrefixIndex`, a memo over the last prefix seen: it pops and pushes to reach the prefix that is
-asked for, so it cannot disagree with the tokens, whatever was rolled back in between.
+Each processor is a pure function of a row and of the prefix of that row's own position: prompt, output and the earlier
+drafts of the block. Definitions and order are those of transformers. `PrefixIndex` makes them fast. It is a memo of the
+last prefix, which it compares with the next one, so a roll-back in between needs no notice.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ class PrefixIndex:
         self._ngram = ngram
         self._ids: list[int] = []
         self._counts: dict[int, int] = {}
-        self._distinct = np.empty(256, dtype=np.int64)  # a stack: tokens in order of first appearance
+        self._distinct = np.empty(256, dtype=np.int64)  # a stack in order of first appearance
         self._ngram_followers: dict[tuple[int, ...], list[int]] = {}
 
     def move_to(self, ids: list[int], length: int) -> None:
-        """Index the prefix ids[:length]: amortised O(what changed), plus one comparison of the common part."""
+        """Index the prefix ids[:length], in amortised O(changed tokens) plus one comparison of the common part."""
         common = _common_prefix_length(self._ids, ids, length)
         while len(self._ids) > common:
             self._pop()
@@ -36,11 +35,11 @@ class PrefixIndex:
 
     @property
     def distinct_ids(self) -> np.ndarray:
-        """int64 [distinct]: the distinct tokens of the prefix."""
+        """The distinct tokens of the prefix, int64 [distinct]."""
         return self._distinct[: len(self._counts)]
 
     def ngram_completions(self) -> list[int]:
-        """Tokens that would repeat an n-gram of the prefix (transformers' NoRepeatNGram)."""
+        """Return the tokens that would repeat an n-gram of the prefix (transformers' NoRepeatNGram)."""
         if len(self._ids) + 1 < self._ngram:
             return []
         return self._ngram_followers.get(self._tail(), [])
@@ -63,7 +62,7 @@ class PrefixIndex:
         token = self._ids.pop()
         self._counts[token] -= 1
         if not self._counts[token]:
-            del self._counts[token]  # first seen here, so it is the top of the stack
+            del self._counts[token]  # it first appeared here, so it is the top of the stack
         if self._ngram and len(self._ids) >= self._ngram - 1:
             self._ngram_followers[self._tail()].pop()
 
@@ -77,9 +76,9 @@ def _common_prefix_length(old: list[int], new: list[int], length: int) -> int:
 
 @dataclass(frozen=True)
 class LogitsProcessors:
-    """The settings of the chain. `prompt_length` separates generated tokens from the prompt.
+    """The settings of the logits processors. `prompt_length` separates generated tokens from the prompt.
 
-    repetition_window: the number of the prefix's last tokens that the penalty covers; 0: all, as in transformers.
+    repetition_window: the number of last tokens that the penalty covers, or 0 for all, as in transformers.
     """
 
     repetition_penalty: float = 1.0
@@ -91,14 +90,15 @@ class LogitsProcessors:
     repetition_window: int = 0
 
     def is_active(self, length: int) -> bool:
-        """Whether anything applies to the row that follows a prefix of `length` tokens."""
+        """Return whether a processor applies to the row that follows a prefix of `length` tokens."""
         return bool(self.repetition_penalty != 1.0 or self.no_repeat_ngram or self.banned_ids or self.bans_eos(length))
 
     def bans_eos(self, length: int) -> bool:
+        """Return whether the output of a prefix of `length` tokens is too short to end."""
         return bool(self.eos_ids) and length - self.prompt_length < self.min_new_tokens
 
     def apply(self, logits: Tensor, ids: list[int], length: int, index: PrefixIndex) -> Tensor:
-        """The row (float32 [V]) that follows ids[:length], constrained; the given row is left as it was."""
+        """Apply the processors to the row (float32 [V]) that follows ids[:length]. The given row stays unchanged."""
         if not self.is_active(length):
             return logits
         logits = clone_logits(logits)
@@ -114,20 +114,20 @@ class LogitsProcessors:
         return logits
 
     def _penalised_ids(self, ids: list[int], length: int, index: PrefixIndex) -> np.ndarray:
-        """int64 [distinct]: the distinct tokens that the penalty covers."""
+        """Return the distinct tokens that the penalty covers, int64 [distinct]."""
         if not self.repetition_window:
             return index.distinct_ids
         return np.unique(np.array(ids[max(0, length - self.repetition_window) : length], dtype=np.int64))
 
     def index(self) -> PrefixIndex:
-        """A memo to pass to `apply`; one per reader, never shared between threads."""
+        """Return a new index to pass to `apply`. Threads must not share one."""
         return PrefixIndex(self.no_repeat_ngram)
 
 
 def _apply_repetition_penalty(logits: Tensor, seen: np.ndarray, penalty: float) -> None:
-    """Negative scores × penalty, others ÷ penalty, once per distinct token.
+    """Multiply negative scores by the penalty and divide others by it, once per distinct token.
 
-    Dividing a negative logit would *raise* its probability: the prototype's bug.
+    Dividing a negative logit would raise its probability.
     """
     indices = seen[seen < logits.shape[-1]]  # audio placeholders may lie beyond the shared vocabulary
     scores = gather_logits(logits, indices)

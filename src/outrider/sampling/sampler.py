@@ -1,9 +1,9 @@
-"""How a token is chosen from one row of logits, in a way that two machines can agree on.
+"""Sampling of a token from one row of logits, reproducible across machines.
 
-Filters are those of transformers, in its order: temperature, top-k, top-p, min-p. Draws use the Gumbel-max trick
-with noise g_n(v) that depends on (seed, position n, token v) alone: a draw from any distribution π at n is
-argmax_v [log π(v) + g_n(v)]. Drafter and verifier share the noise, so equal distributions give equal tokens, and
-the verifier's token is the one that it would have drawn alone (MATHS: "Sampled, shared randomness").
+Filters are those of transformers, in its order: temperature, top-k, top-p, min-p. Draws use the Gumbel-max trick: a
+draw from a distribution π at position n is argmax_v [log π(v) + g_n(v)], with noise g_n(v) that depends on the seed, n
+and the token v alone. Drafter and verifier share the noise. Equal distributions give equal tokens, and the verifier's
+token is the one that it draws alone (docs/design/maths.md, "Shared randomness").
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from outrider.errors import DecodingError
 from outrider.sampling.logits import argmax, top2_margin
 
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-MIN_TEMPERATURE = 1e-30  # float32 can still divide by it, and nothing but the best survives
-NUCLEUS_SHORTLIST = 1024  # a nucleus is nearly always inside the best 1,024; sorting 150k entries costs 10 ms
+MIN_TEMPERATURE = 1e-30  # float32 can divide by it, and only the best token keeps a probability
+NUCLEUS_SHORTLIST = 1024  # entries tried first: sorting all 150,000 costs 10 ms, and a nucleus is nearly always smaller
 
 
 class NoiseStream(IntEnum):
-    """Independent uses of randomness at one position; their draws never correlate."""
+    """Independent random streams at one position."""
 
-    TOKEN = 0  # the shared noise with which both sides draw
-    ACCEPT = 1  # the coin of residual acceptance
-    RESIDUAL = 2  # the draw from max(0, p − q)
+    TOKEN = 0  # the noise that drafter and verifier share
+    ACCEPT = 1  # rejection sampling: the uniform of the acceptance test
+    RESIDUAL = 2  # rejection sampling: the draw from max(0, p − q)
     LOOP = 3  # the draw that leaves a loop
 
 
 def uniforms(seed: int, position: int, tokens: np.ndarray, stream: NoiseStream = NoiseStream.TOKEN) -> np.ndarray:
-    """Uniforms in (0, 1) for `tokens` (integers), float64, keyed by (seed, stream, position, token) alone.
+    """Return uniforms in (0, 1) for `tokens` (integers), float64, keyed by (seed, stream, position, token) alone.
 
-    A key per (seed, stream, position) comes from Philox4x64 (Salmon et al., 2011); the value of token v is the v-th
-    output of SplitMix64 (Steele et al., 2014) from that key, which can be computed for any v by itself: the same on
-    every device and machine, and a short list of candidates costs no more than it is long.
+    Philox4x64 (Salmon et al., 2011) makes a key per (seed, stream, position). The value of token v is the v-th output
+    of SplitMix64 (Steele et al., 2014) from that key. Any v can be computed alone, with the same result on every
+    machine, so a short list of candidates is cheap.
     """
     x = position_key(seed, position, stream) + (tokens.astype(np.uint64) + np.uint64(1)) * GOLDEN_GAMMA
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -49,7 +49,7 @@ def uniforms(seed: int, position: int, tokens: np.ndarray, stream: NoiseStream =
 
 
 def position_key(seed: int, position: int, stream: NoiseStream = NoiseStream.TOKEN) -> np.uint64:
-    """The key from which the uniforms of one position come."""
+    """Return the key of one position's uniforms."""
     philox = np.random.Philox(
         key=np.array([seed, int(stream)], dtype=np.uint64), counter=np.array([0, position, 0, 0], dtype=np.uint64)
     )
@@ -57,14 +57,14 @@ def position_key(seed: int, position: int, stream: NoiseStream = NoiseStream.TOK
 
 
 def gumbel_noise(seed: int, position: int, ids: Tensor, stream: NoiseStream = NoiseStream.TOKEN) -> Tensor:
-    """Standard Gumbel noise of the tokens `ids`: float64 [len(ids)] on their device."""
+    """Return standard Gumbel noise of the tokens `ids`, float64 [len(ids)] on their device."""
     u = uniforms(seed, position, ids.cpu().numpy(), stream)
     return torch.from_numpy(-np.log(-np.log(u))).to(ids.device)
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep everything."""
+    """Sampling parameters. Temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 keep all tokens."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -74,29 +74,27 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """True if the largest logit is chosen without noise."""
         return self.temperature == 0.0
 
 
 @dataclass(frozen=True)
 class Support:
-    """The tokens that can be drawn, with their normalised log-probabilities.
-
-    ids: int64 [m]; logp: float32 [m], logsumexp 0.
-    """
+    """The tokens that can be drawn. ids: int64 [m]. logp: float32 [m], log-probabilities with logsumexp 0."""
 
     ids: Tensor
     logp: Tensor
 
     def draw(self, seed: int, position: int, stream: NoiseStream = NoiseStream.TOKEN) -> int:
-        """The Gumbel-max draw at `position`."""
+        """Return the Gumbel-max draw at `position`."""
         return int(self.ids[argmax(self.logp.double() + gumbel_noise(seed, position, self.ids, stream))])
 
     def probability(self, token: int) -> float:
-        """π(token): 0 outside the support."""
+        """Return the probability of a token, 0 outside the support."""
         return float(self.logp[self.ids == token].exp().sum())
 
     def top_k(self, count: int) -> Support:
-        """The `count` likeliest tokens, renormalised."""
+        """Return the `count` most probable tokens, renormalised."""
         if count >= len(self.ids):
             return self
         best = torch.topk(self.logp, count)
@@ -104,7 +102,7 @@ class Support:
 
 
 def filter_logits(logits: Tensor, sampling: SamplingParams) -> Support:
-    """Filter a row of logits (float32 [V], −inf where banned) as transformers' warpers do."""
+    """Apply temperature, top-k, top-p and min-p to a row of logits (float32 [V], −inf where banned)."""
     scores = apply_temperature(logits, sampling.temperature)
     ids = _top_k_ids(scores, sampling.top_k)
     scores = scores[ids]
@@ -116,17 +114,14 @@ def filter_logits(logits: Tensor, sampling: SamplingParams) -> Support:
 
 
 def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """The row at a temperature (0 counts as 1); shifted so that its best is 0 only where it would overflow."""
+    """Divide a row by a temperature (0 counts as 1). On overflow, shift the row to maximum 0 first."""
     divisor = max(temperature, MIN_TEMPERATURE) if temperature else 1.0
     scores = logits / divisor
     return scores if torch.isfinite(scores.max()) else (logits - logits.max()) / divisor
 
 
 def _top_k_ids(scores: Tensor, top_k: int) -> Tensor:
-    """Ids, ascending, of the scores that are not banned and at least as good as the k-th best.
-
-    Ties with the k-th stay, as in transformers.
-    """
+    """Return the ascending ids of the scores that are not banned and at least the k-th best, ties included."""
     if 0 < top_k < scores.shape[-1]:
         best = torch.topk(scores, top_k)
         kth = best.values[-1]
@@ -139,7 +134,7 @@ def _top_k_ids(scores: Tensor, top_k: int) -> Tensor:
 
 
 def _top_p_indices(scores: Tensor, top_p: float) -> Tensor | None:
-    """Indices of the smallest set of likeliest entries whose mass reaches top_p; None keeps all."""
+    """Return the indices of the smallest set of largest entries whose mass reaches top_p, or None for all."""
     if top_p >= 1.0:
         return None
     total = torch.logsumexp(scores, -1)
@@ -155,7 +150,7 @@ def _top_p_indices(scores: Tensor, top_p: float) -> Tensor | None:
 
 
 def _min_p_indices(scores: Tensor, min_p: float) -> Tensor | None:
-    """Indices of the entries with probability ≥ min_p × the largest; None keeps all."""
+    """Return the indices of the entries with probability ≥ min_p × the largest, or None for all."""
     if min_p <= 0.0:
         return None
     probabilities = torch.softmax(scores, -1)
@@ -167,9 +162,9 @@ def _no_valid_token(position: int) -> DecodingError:
 
 
 class Distribution:
-    """One position's distribution after constraints, and the token chosen from it. Everything is lazy.
+    """The distribution of one position after the logits processors, and its token. Both are computed on first use.
 
-    logits: float32 [V], constrained logits, −inf where banned. position: the absolute index of the token to choose.
+    logits: float32 [V], −inf where banned. position: the absolute index of the token.
     """
 
     def __init__(self, logits: Tensor, sampling: SamplingParams, position: int) -> None:
@@ -177,7 +172,7 @@ class Distribution:
 
     @cached_property
     def token(self) -> int:
-        """The token that this model alone would emit here: its argmax, or its Gumbel draw.
+        """The token that the model alone emits here: its argmax, or its Gumbel draw.
 
         Raises:
             DecodingError: the row holds NaN, or every token is banned.
@@ -191,28 +186,29 @@ class Distribution:
 
     @cached_property
     def support(self) -> Support:
-        """What can be drawn. Greedy: one token with probability 1."""
+        """The tokens that can be drawn. Greedy: one token with probability 1."""
         if self.sampling.greedy:
             return Support(torch.tensor([self.token]), torch.zeros(1, dtype=torch.float32))
         return filter_logits(self.logits, self.sampling)
 
     @cached_property
     def logp(self) -> Tensor:
-        """float32 [V]: log-probabilities at the sampling temperature (1 when greedy), before top-k/p."""
+        """Log-probabilities float32 [V] at the sampling temperature (1 if greedy), before top-k and top-p."""
         return torch.log_softmax(apply_temperature(self.logits, self.sampling.temperature), -1)
 
     def allows(self, token: int) -> bool:
-        """Whether constraints and filters leave this token a chance."""
+        """Return whether logits processors and filters leave the token a probability."""
         if self.sampling.greedy:
             return math.isfinite(float(self.logits[token]))
         return bool((self.support.ids == token).any())
 
     def uniform(self, stream: NoiseStream) -> float:
+        """Return a uniform in (0, 1) from a stream at this position."""
         return float(uniforms(self.sampling.seed, self.position, np.zeros(1, np.int64), stream)[0])
 
     @cached_property
     def top2_margin(self) -> float:
-        """By how much the choice beats the runner-up, in logits: what numeric noise must exceed to change it."""
+        """The lead of the token over the runner-up, in logits. Numeric noise below it cannot change the token."""
         return self._top2_margin()
 
     def _top2_margin(self) -> float:
@@ -224,9 +220,9 @@ class Distribution:
 
 @dataclass(frozen=True)
 class SampledToken:
-    """A `Distribution` of which only this is known: its choice, and by how much that led. Enough for exact verdicts.
+    """The token of a `Distribution` and its margin, without the distribution. It is enough for exact verdicts.
 
-    score: of the choice, in logits; not finite where none can be made.
+    score: the token's, in logits, not finite if no token can be chosen.
     """
 
     token: int
@@ -234,7 +230,7 @@ class SampledToken:
     score: float = 0.0
 
     def validated(self, position: int) -> SampledToken:
-        """Itself.
+        """Return the token itself.
 
         Raises:
             DecodingError: the row holds NaN, or every token is banned.
@@ -246,7 +242,7 @@ class SampledToken:
 
 @dataclass(frozen=True)
 class Signals:
-    """Confidence signals of one drafted token; `decoding/gate.py` defines them."""
+    """Confidence signals of one drafted token, as `decoding/gate.py` defines them."""
 
     entropy: float
     margin: float

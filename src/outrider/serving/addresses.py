@@ -1,4 +1,4 @@
-"""Addresses to listen on: their syntax, and a refusal of public ones without protection."""
+"""Addresses to listen on: parsing, and checks that public ones are protected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_listen(host: str, *, tls: bool, tokens: bool, insecure: bool) -> None:
     `host` is a name, an address, "" (every interface) or "unix:PATH".
 
     Raises:
-        SettingsError: what is missing, and the options that give it; or a name that does not resolve.
+        SettingsError: TLS or tokens are missing, or the name does not resolve.
     """
     measures = (("TLS (--tls-cert/--tls-key)", tls), ("a token (--tokens FILE)", tokens))
     missing = " and ".join(name for name, given in measures if not given)
@@ -32,7 +32,7 @@ def check_metrics_address(host: str, *, insecure: bool) -> None:
     """Refuse to serve metrics, which have no login, beyond this machine, unless `insecure` accepts it.
 
     Raises:
-        SettingsError: it would; or a name that does not resolve.
+        SettingsError: other machines could read them, or the name does not resolve.
     """
     if not insecure and not is_local(host):
         raise SettingsError(
@@ -42,22 +42,28 @@ def check_metrics_address(host: str, *, insecure: bool) -> None:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of "host:7070", "[::1]:7070" (the host without brackets) or ":7070" (host "", every interface).
+    """Parse "host:7070", "[::1]:7070" (the host without brackets) or ":7070" (host "", every interface).
+
+    Port 0 lets the system choose.
 
     Raises:
-        SettingsError: anything else, with examples; a port above 65535. Port 0 lets the system choose.
+        SettingsError: the text has another form, or its port is above 65535.
     """
     found = _ADDRESS.fullmatch(text)
     if not found or not _is_ipv6(found["v6"]):
-        raise SettingsError(f"{text!r} is no address: write HOST:PORT, such as 127.0.0.1:7070, [::1]:7070 or :7070")
+        raise SettingsError(f"{text!r} is not an address: write HOST:PORT, such as 127.0.0.1:7070, [::1]:7070 or :7070")
     port = int(found["port"])
     if port > 65535:
-        raise SettingsError(f"{text!r}: a port is between 0 and 65535, as in 127.0.0.1:7070")
+        raise SettingsError(f"{text!r}: a port must be between 0 and 65535, as in 127.0.0.1:7070")
     return found["v6"] or found["name"], port
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine can reach it: a unix socket, or a name all of whose addresses are loopback."""
+    """Return whether only this machine can reach a host: a unix socket, or a name with loopback addresses alone.
+
+    Raises:
+        SettingsError: the name does not resolve.
+    """
     if host.startswith("unix:"):
         return True
     if not host:
@@ -65,12 +71,12 @@ def is_local(host: str) -> bool:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise SettingsError(f"{host} is no address of this machine: it does not resolve") from error
+        raise SettingsError(f"{host} is not an address of this machine: it does not resolve") from error
     return all(ipaddress.ip_address(str(address[0])).is_loopback for *_, address in found)
 
 
 def _is_ipv6(text: str | None) -> bool:
-    """True without brackets: then there is nothing to check."""
+    """Return whether the text in brackets is an IPv6 address. None: there are no brackets, which is fine."""
     try:
         return text is None or bool(ipaddress.IPv6Address(text))
     except ValueError:

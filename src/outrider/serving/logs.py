@@ -1,11 +1,9 @@
-"""The service's log: one event a line, with fields. What people say to the model is never in it.
+"""The service's log: one event a line, with fields, and without prompts or outputs.
 
-The rule: an event is a constant text, `log.info("session opened", extra={"tokens": 7})`, and a field is one of
-`NUMERIC_FIELDS`, a single number, or one of `TEXT_FIELDS`, a name or word of ours. Prompts, outputs, token ids, media
-and bearer
-tokens are none of these. `RedactingFilter` enforces it on every record: what is not allowed is left out, and named
-under
-`withheld`. Whoever fills a word (a reason, a kind) sees to it that it quotes nobody.
+An event is a constant text, as in `log.info("session opened", extra={"tokens": 7})`. A field is one of
+`NUMERIC_FIELDS`, a single number, or one of `TEXT_FIELDS`, a short text. Prompts, outputs, token ids, media and bearer
+tokens are never logged: `RedactingFilter` removes other fields from every record, and names them in `withheld`. A text
+field (a reason, a kind) must not quote input.
 """
 
 from __future__ import annotations
@@ -41,16 +39,17 @@ _RECORD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "a
 
 
 class RedactingFilter(logging.Filter):
-    """Lets every record pass, without what could be a user's text; says under `withheld` what it left out.
+    """Removes everything from records that could be a user's text, and names it in `withheld`.
 
     A traceback keeps its files and lines and the exceptions' types, but not their messages, which may quote input.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Remove the unsafe fields of a record. Return True: no record is dropped."""
         withheld = sorted(name for name in _extra_fields(record) if not _is_safe(name, getattr(record, name)))
         for name in withheld:
             delattr(record, name)
-        if record.args:  # they would be formatted into the event
+        if record.args:  # would be formatted into the event
             record.args = None
             withheld.append("args")
         if not isinstance(record.msg, str):
@@ -65,16 +64,17 @@ class RedactingFilter(logging.Filter):
 
 
 class TextFormatter(logging.Formatter):
-    """For people: `2026-01-31T12:00:00.000+00:00 INFO session opened session=7 identity=lab`."""
+    """Text lines: `2026-01-31T12:00:00.000+00:00 INFO session opened session=7 identity=lab`."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return a record as a line, followed by its traceback if it has one."""
         fields = [f"{name}={_quote(value)}" for name, value in _extra_fields(record).items()]
         line = " ".join([_format_time(record.created), record.levelname, record.getMessage(), *fields])
         return f"{line}\n{record.exc_text}" if record.exc_text else line
 
 
 class JsonEventFormatter(JsonFormatter):
-    """For machines: one JSON object a line: timestamp (ISO, UTC), level, event, and the fields."""
+    """JSON lines: an object with timestamp (ISO, UTC), level, event, and the fields."""
 
     def __init__(self) -> None:
         names = {"levelname": "level", "message": "event", "exc_info": "traceback"}
@@ -82,20 +82,20 @@ class JsonEventFormatter(JsonFormatter):
 
 
 def configure(level: str, *, json: bool, stream: TextIO) -> None:
-    """Write the service's log to `stream`, from `level` ("info", "WARNING", …) on; replaces an earlier call.
+    """Write the service's log to `stream`, from `level` ("info", "WARNING", …) on. Replaces earlier configuration.
 
     Raises:
-        SettingsError: an unknown level, with those there are.
+        SettingsError: the level is unknown.
     """
     levels = logging.getLevelNamesMapping()
     if level.upper() not in levels:
         raise SettingsError(f"log level {level!r}: expected one of debug, info, warning, error, critical")
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonEventFormatter() if json else TextFormatter())
-    handler.addFilter(RedactingFilter())  # on the handler: a logger's own filters do not see its children's records
+    handler.addFilter(RedactingFilter())  # a filter of the logger would not see its children's records
     log.handlers[:] = [handler]
     log.setLevel(levels[level.upper()])
-    log.propagate = False  # the root's handlers have no such filter
+    log.propagate = False  # the root's handlers do not redact
 
 
 def _extra_fields(record: logging.LogRecord) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _extra_fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _is_safe(name: str, value: Any) -> bool:
-    """By kind as well as by name: `tokens` is a count, never the text or the list."""
+    """Return whether a field may be logged. The type counts too: `tokens` is a number, never a text or a list."""
     return (name in NUMERIC_FIELDS and isinstance(value, (int, float))) or (
         name in TEXT_FIELDS and isinstance(value, (str, int))
     )
@@ -120,6 +120,6 @@ def _format_time(seconds: float) -> str:
 
 
 def _quote(value: Any) -> str:
-    """As it is if it is one visible word; else quoted, so that a peer's name cannot forge a line or a field."""
+    """Quote a value unless it is one printable word, so that a peer's name cannot forge a line or a field."""
     text = str(value)
     return text if text.isprintable() and text and not set(text) & set(' ="\\') else dumps(text)

@@ -1,4 +1,4 @@
-"""Bearer tokens and API keys: their file, and the identity that a token belongs to."""
+"""Bearer tokens and API keys: their file, and the identity of each."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MIN_TOKEN_CHARS = 16  # characters
 
 
 class Tokens:
-    """The tokens that the service accepts, as SHA-256 digests: the texts are not kept.
+    """The accepted tokens, kept as SHA-256 digests.
 
-    No message and no repr quotes the file, names included: with the two columns swapped, a name is the secret.
+    No message and no repr quotes the file, not even the names: with the two columns swapped, a name is the secret.
     """
 
     def __init__(self, digests: Mapping[str, bytes]) -> None:
@@ -27,11 +27,11 @@ class Tokens:
 
     @classmethod
     def load(cls, path: Path) -> Tokens:
-        """From a text file with one `NAME TOKEN` a line; blank lines and lines that begin with # are skipped.
+        """Load a text file with one `NAME TOKEN` a line. Blank lines and lines that begin with # are skipped.
 
         Raises:
             SettingsError: the file cannot be read, can be read by others, holds no token, or has a line that is
-                malformed, repeats a name or a token, or whose token is shorter than 16 characters.
+                malformed, repeats a name or a token, or has a token shorter than 16 characters.
         """
         digests: dict[str, bytes] = {}
         for number, line in enumerate(_read_private(path).splitlines(), start=1):
@@ -48,7 +48,7 @@ class Tokens:
         return cls(digests)
 
     def identity(self, token: str) -> str | None:
-        """The name that the token belongs to, or None. Takes equally long whichever entry matches, if any."""
+        """Return the name of a token, or None. Compares in constant time, against timing attacks."""
         given, found = _token_digest(token), None
         for name, digest in self._digests.items():
             if hmac.compare_digest(given, digest):
@@ -63,7 +63,7 @@ def _read_private(path: Path) -> str:
             return file.read()
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError:  # its message would quote the file
+    except UnicodeDecodeError:  # not chained: its message quotes the file
         raise SettingsError(f"{path} is not UTF-8 text") from None
 
 
@@ -74,8 +74,8 @@ def _parse_line(line: str, where: str) -> tuple[str, str]:
     name, token = words
     if len(token) < MIN_TOKEN_CHARS:
         raise SettingsError(f"{where}: the token is shorter than {MIN_TOKEN_CHARS} characters")
-    if not (token.isascii() and token.isprintable()):  # metadata could not carry it
-        raise SettingsError(f"{where}: a token is made of ASCII letters, digits and signs")
+    if not (token.isascii() and token.isprintable()):  # gRPC metadata could not carry it
+        raise SettingsError(f"{where}: a token may contain ASCII letters, digits and signs only")
     return name, token
 
 

@@ -1,6 +1,6 @@
-"""llama.cpp in this process: a model file, and a context that caches several sequences.
+"""Bindings of llama.cpp: a model file, and a context that caches several sequences.
 
-The one module that speaks its C interface. It knows no prompts and no open slots; `engine.py` makes an engine of it.
+This is the only module that calls the C interface. Slots and prompts belong to `engine.py`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from outrider.errors import ModelError, StateError
 
 log = logging.getLogger(__name__)
 
-N_BATCH = 512  # tokens of one call
-N_UBATCH = 128  # tokens read at once within it: the scores of attention are held for as many, over all positions
-N_OUTPUTS = 64  # rows of one call: for each, a row of logits is set aside twice
+N_BATCH = 512  # tokens per call
+N_UBATCH = 128  # tokens computed at once within a call: attention scores take memory for as many, over all positions
+N_OUTPUTS = 64  # rows of logits per call: llama.cpp allocates each of them twice
 CELL_PADDING = 256  # positions: a sequence's cache is rounded up to a multiple of it
-_LOG_LEVEL_ERROR = 4  # llama.cpp's level of what went wrong
+_LOG_LEVEL_ERROR = 4  # llama.cpp's level of errors
 
 
 class BatchToken(NamedTuple):
-    """One token of a call: where it goes, and whether the logits after it are wanted."""
+    """One token of a call, with its place in the cache."""
 
     sequence: int
     position: int
@@ -37,9 +37,9 @@ class BatchToken(NamedTuple):
 
 
 class _LogCapture:
-    """What llama.cpp says goes to our log, at debug; its first complaint since `clear` is kept, for an error message.
+    """Receiver of llama.cpp's log. It forwards all lines to the logger, and keeps the first error since `clear`.
 
-    The first says what is wrong; those that follow say that it did not work.
+    The first error names the cause. Those that follow only report that the call failed.
     """
 
     def __init__(self) -> None:
@@ -47,12 +47,14 @@ class _LogCapture:
         self.callback: Any = None  # C holds no reference to it
 
     def on_log(self, level: int, text: bytes, _: object) -> None:
+        """Log a line of llama.cpp at debug level."""
         line = text.decode("utf-8", "replace").strip()
         if level == _LOG_LEVEL_ERROR and line and not self.first_error:
             self.first_error = line
         log.debug("%s", line)
 
     def clear(self) -> None:
+        """Forget the first error."""
         self.first_error = ""
 
 
@@ -61,7 +63,7 @@ _log_capture = _LogCapture()
 
 @cache
 def _library() -> Any:
-    """The bindings, silenced and initialised."""
+    """Return the bindings, initialised, with their log captured."""
     import llama_cpp
 
     _log_capture.callback = llama_cpp.llama_log_callback(_log_capture.on_log)
@@ -71,14 +73,15 @@ def _library() -> Any:
 
 
 def is_installed() -> bool:
+    """Return whether llama-cpp-python is installed."""
     return importlib.util.find_spec("llama_cpp") is not None
 
 
 class LlamaModel:
-    """A GGUF file's weights, mapped into memory as they are, or repacked where this CPU reads them faster so.
+    """Weights of a GGUF file, mapped into memory, or repacked if that is faster on this CPU.
 
     Raises:
-        ModelError: llama.cpp cannot read the file, or it is no decoder-only language model.
+        ModelError: llama.cpp cannot read the file, or it is not a decoder-only language model.
     """
 
     def __init__(self, path: str) -> None:
@@ -88,7 +91,7 @@ class LlamaModel:
         _log_capture.clear()
         self.pointer = self._lib.llama_model_load_from_file(os.fsencode(path), params)
         if not self.pointer:
-            raise ModelError(f"cannot load {path}: {_log_capture.first_error or 'llama.cpp does not say why'}")
+            raise ModelError(f"cannot load {path}: {_log_capture.first_error or 'llama.cpp gives no reason'}")
         weakref.finalize(self, self._lib.llama_model_free, self.pointer)
         self._vocabulary = self._lib.llama_model_get_vocab(self.pointer)
         self.architecture = self.meta("general.architecture")
@@ -97,26 +100,26 @@ class LlamaModel:
 
     @property
     def n_vocab(self) -> int:
-        """Ids that can be read."""
+        """Number of ids that the model can read."""
         return int(self._lib.llama_vocab_n_tokens(self._vocabulary))
 
     @property
     def has_vocabulary(self) -> bool:
-        """Whether the file has a vocabulary."""
+        """Return whether the file has a vocabulary."""
         return bool(self._lib.llama_vocab_type(self._vocabulary) != self._lib.LLAMA_VOCAB_TYPE_NONE)
 
     @property
     def quantisation(self) -> str:
-        """Such as "Q4_K - Medium"."""
+        """Name of the quantisation, such as "Q4_K - Medium"."""
         name = self._lib.llama_ftype_name(self._lib.llama_model_ftype(self.pointer))
         return name.decode() if name else "unknown"
 
     @property
     def n_ctx_train(self) -> int:
-        """Positions that the model was made for.
+        """Number of positions that the model was made for.
 
-        LongRoPE changes its factors past the original length, for what is cached already: used up to there. YaRN's do
-        not change, and its original length says nothing.
+        LongRoPE changes its factors past the original length, for cached positions too. Such a model is used up to its
+        original length. YaRN's factors do not change, so its original length is no limit.
         """
         length = int(self._lib.llama_model_n_ctx_train(self.pointer))
         original = self.meta(f"{self.architecture}.rope.scaling.original_context_length")
@@ -126,22 +129,22 @@ class LlamaModel:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """What the file itself says ends a text, or a turn."""
+        """Tokens that end a text or a turn, by the file's metadata."""
         found = [self.meta(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
         return tuple(dict.fromkeys(int(token) for token in found if token))
 
     def meta(self, key: str) -> str:
-        """A value of the file's metadata as text; "" where there is none."""
+        """Return a value of the file's metadata as text, or "" if it is absent."""
         buffer = ctypes.create_string_buffer(256)
         length = self._lib.llama_model_meta_val_str(self.pointer, key.encode(), buffer, len(buffer))
         return buffer.value.decode("utf-8", "replace") if length > 0 else ""
 
 
 class LlamaContext:
-    """Caches for `sequences` sequences, each of up to `length` positions.
+    """KV caches for `sequences` sequences, each of up to `length` positions.
 
     Raises:
-        ModelError: the model keeps no cache, or there is no memory for it.
+        ModelError: the model has no KV cache, or there is no memory for it.
     """
 
     def __init__(self, model: LlamaModel, sequences: int, length: int, threads: int) -> None:
@@ -152,14 +155,14 @@ class LlamaContext:
         self.pointer = self._lib.llama_init_from_model(model.pointer, params)
         if not self.pointer:
             raise ModelError(
-                f"{model.architecture}: llama.cpp makes no cache of {sequences} × {length} positions: "
-                f"{_log_capture.first_error or 'it does not say why'}"
+                f"{model.architecture}: llama.cpp cannot allocate a cache of {sequences} × {length} positions: "
+                f"{_log_capture.first_error or 'it gives no reason'}"
             )
         self._batch = self._lib.llama_batch_init(N_BATCH, 0, 1)
         weakref.finalize(self, _free_context, self._lib, self.pointer, self._batch, model)
         self._memory = self._lib.llama_get_memory(self.pointer)
         if not self._memory:
-            raise ModelError(f"{model.architecture} keeps no cache in llama.cpp: it is no language model to draft with")
+            raise ModelError(f"{model.architecture} has no KV cache in llama.cpp: give a decoder-only language model")
 
     def _params(self, threads: int) -> Any:
         params = self._lib.llama_context_default_params()
@@ -167,18 +170,20 @@ class LlamaContext:
         params.n_batch, params.n_ubatch = N_BATCH, N_UBATCH
         params.n_outputs_max = max(N_OUTPUTS, self.sequences)
         params.n_threads = params.n_threads_batch = threads
-        # On CPUs it is no faster, and adds up in 16 bits in short blocks but in 32 in long ones: rows would differ.
+        # On CPUs it is no faster, and accumulates in 16 bits for short blocks but in 32 for long ones: logits differ.
         params.flash_attn_type = self._lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        params.kv_unified = False  # a cache for each sequence, so that one does not shorten another
-        params.swa_full = True  # what leaves a sliding window would be gone, and a roll-back may need it
+        params.kv_unified = False  # a cache per sequence, so that none takes another's positions
+        params.swa_full = True  # a roll-back may need positions that have left the sliding window
         params.no_perf = True
         return params
 
     def decode(self, tokens: Seq[BatchToken]) -> list[np.ndarray]:
-        """Read up to BATCH tokens, OUTPUTS of them wanted. Their logits, float32 [V]: views, void with the next call.
+        """Feed up to N_BATCH tokens, up to N_OUTPUTS of them with logits.
+
+        Returns the logits, float32 [V] each, as views that are valid until the next call.
 
         Raises:
-            StateError: llama.cpp refuses the tokens; what it has read of them is for the caller to forget.
+            StateError: llama.cpp refuses the tokens. Some may be in the cache: the caller must roll back.
         """
         batch = self._batch
         for i, token in enumerate(tokens):
@@ -195,15 +200,15 @@ class LlamaContext:
         return np.ctypeslib.as_array(self._lib.llama_get_logits_ith(self.pointer, i), (self._model.n_vocab,))
 
     def truncate(self, sequence: int, length: int) -> bool:
-        """Forget all but the first `length` positions; False where this model's memory cannot."""
+        """Roll a sequence back to its first `length` positions. Return False if the model's memory cannot."""
         return bool(self._lib.llama_memory_seq_rm(self._memory, sequence, length, -1))
 
     def state_bytes(self, sequence: int) -> int:
-        """The size of `state`."""
+        """Return the size of `state` in bytes."""
         return int(self._lib.llama_state_seq_get_size(self.pointer, sequence))
 
     def state(self, sequence: int) -> ctypes.Array[ctypes.c_uint8]:
-        """All that is cached of a sequence."""
+        """Return a copy of a sequence's cache."""
         size = self.state_bytes(sequence)
         buffer = (ctypes.c_uint8 * size)()
         written = self._lib.llama_state_seq_get_data(self.pointer, buffer, size, sequence)
@@ -212,22 +217,22 @@ class LlamaContext:
         return buffer
 
     def restore(self, sequence: int, state: ctypes.Array[ctypes.c_uint8]) -> None:
-        """What `state` gave, perhaps in another context of the same model."""
+        """Load a copy made by `state`, in this or another context of the same model."""
         if not self._lib.llama_state_seq_set_data(self.pointer, state, len(state), sequence):
             raise StateError(f"llama.cpp could not restore {len(state)} bytes of sequence {sequence}")
 
 
 def _free_context(library: Any, context: Any, batch: Any, _: LlamaModel) -> None:
-    """Of a context that is gone. Its model is an argument, so that it is freed later, in whatever order they die."""
+    """Free a context. The model is an argument to keep it alive until its contexts are freed."""
     library.llama_batch_free(batch)
     library.llama_free(context)
 
 
 def max_sequences() -> int:
-    """What one context can hold."""
+    """Return the largest number of sequences in one context."""
     return int(_library().llama_max_parallel_sequences())
 
 
 def pad_length(length: int) -> int:
-    """The positions that a cache of `length` takes."""
+    """Return the number of positions that a cache of `length` occupies."""
     return -(-length // CELL_PADDING) * CELL_PADDING

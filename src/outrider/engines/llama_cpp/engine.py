@@ -1,8 +1,8 @@
-"""The GGUF engine: llama.cpp in this process, on CPUs. The weights stay quantised as they are.
+"""The GGUF engine: llama.cpp in this process, on CPUs, with the weights quantised as they are.
 
-A slot is a sequence of a llama.cpp context; what one context holds is read in one batch. Contexts do not grow. Where
-more slots are needed, a further context doubles them; where longer ones, a longer context takes over what is cached,
-bit for bit.
+A slot is a sequence of a llama.cpp context. Sequences of one context are read in one batch. Contexts do not grow. For
+more slots, a further context doubles their number. For longer sequences, a longer context replaces an old one and
+copies its cache, bit for bit.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ IDENTITY_HEAD_BYTES = 2**23  # names, shapes, vocabulary: most files' metadata
 
 
 class GgufEngine(Vocabulary, Locked):
-    """A GGUF file in llama.cpp, on the CPU, with KV slots (`Engine` in base.py says what the methods promise).
+    """A GGUF file in llama.cpp, on the CPU, with KV slots. `Engine` in base.py has the contract.
 
-    Rows are copies: they stay valid. Calls from several threads take turns. threads: those of torch, unless given.
+    Logits are copies and stay valid. Calls from several threads take turns. threads: of one call, torch's by default.
 
     Raises:
-        ModelError: the file is unreadable, no decoder-only language model, or one whose cache cannot be truncated,
-            proved by a short probe; the message names the file.
+        ModelError: the file is unreadable, is not a decoder-only language model, or fails the self-test as its cache
+            cannot be truncated. The message names the file.
     """
 
     audio = None
@@ -72,7 +72,7 @@ class GgufEngine(Vocabulary, Locked):
         self._contexts = [self._new_context(1, CELL_PADDING)]
 
     def _read_tokenizer(self) -> Any:
-        """As transformers makes it of the file, or None where it has no vocabulary."""
+        """Return the tokenizer that transformers reads from the file, or None without a vocabulary."""
         if not self._model.has_vocabulary:
             return None
         from transformers import AutoTokenizer
@@ -85,12 +85,12 @@ class GgufEngine(Vocabulary, Locked):
             return AutoTokenizer.from_pretrained(
                 str(self._path.parent), gguf_file=self._path.name, trust_remote_code=False, **hint
             )
-        except Exception as error:  # of a broken vocabulary the tokenizers library raises nothing narrower
-            raise ModelError(f"{self.name}: its vocabulary makes no tokenizer: {error}") from error
+        except Exception as error:  # for a broken vocabulary the tokenizers library raises nothing narrower
+            raise ModelError(f"{self.name}: cannot make a tokenizer of its vocabulary: {error}") from error
 
     @cached_property
     def identity(self) -> str:
-        """A hash that tells files apart: the size, the metadata, and some bytes from all over the weights."""
+        """Return a hash of the file's size, its metadata, and samples of its weights."""
         size = self._path.stat().st_size
         digest = hashlib.sha256(f"llama.cpp {size}".encode())
         with self._path.open("rb") as file:
@@ -104,17 +104,17 @@ class GgufEngine(Vocabulary, Locked):
 
     @property
     def cache_bytes(self) -> int:
-        """What the caches of keys and values hold now."""
+        """Bytes that the KV caches hold now."""
         return self.position_bytes * sum(context.sequences * context.length for context in self._contexts)
 
     @exclusive
     def reserve(self, budget: int, max_length: int) -> int:
-        """Never hold more than `budget` bytes of keys and values, for sequences of up to `max_length` positions.
+        """Limit keys and values to `budget` bytes, for sequences of up to `max_length` positions.
 
-        Returns how many slots that allows; all are allocated at once.
+        Returns the number of slots. All are allocated at once.
 
         Raises:
-            ModelError: not one sequence fits.
+            ModelError: the budget does not hold one sequence.
             StateError: slots are open.
         """
         limit = self._model.n_ctx_train
@@ -131,7 +131,7 @@ class GgufEngine(Vocabulary, Locked):
         return LlamaContext(self._model, sequences, length, self._threads)
 
     def _locate(self, slot: int) -> tuple[int, int]:
-        """The number of a slot's context, and of its sequence there."""
+        """Return the index of a slot's context, and of its sequence there."""
         for number, context in enumerate(self._contexts):
             if slot < context.sequences:
                 return number, slot
@@ -139,12 +139,18 @@ class GgufEngine(Vocabulary, Locked):
         raise AssertionError("slots are opened in contexts")
 
     def _ensure_slots(self, slots: int) -> None:
-        """Hold at least so many slots. A context takes over states only of one with as many sequences."""
-        while (cached_len := sum(context.sequences for context in self._contexts)) < slots:
-            self._contexts.append(self._new_context(min(cached_len, max_sequences()), CELL_PADDING))
+        """Add contexts until there are `slots` sequences.
+
+        A context is never replaced by one of more sequences, since states fit only a context with equally many.
+        """
+        while (total := sum(context.sequences for context in self._contexts)) < slots:
+            self._contexts.append(self._new_context(min(total, max_sequences()), CELL_PADDING))
 
     def _ensure_length(self, number: int, length: int) -> None:
-        """Hold so many positions, by doubling, of each slot of a context. The old one is held until the new one is."""
+        """Replace a context by a longer one, doubled until its sequences hold `length` positions.
+
+        Both contexts are in memory while the cache is copied.
+        """
         old = self._contexts[number]
         if length <= old.length:
             return
@@ -159,6 +165,12 @@ class GgufEngine(Vocabulary, Locked):
 
     @exclusive
     def open(self, prompt: Prompt) -> int:
+        """Return a free slot for a sequence that will begin with `prompt`.
+
+        Raises:
+            PromptError: the prompt has a recording.
+            StateError: all slots are in use.
+        """
         if prompt.has_audio:
             raise PromptError(f"{self.name} takes no audio")
         slot = next(n for n in count() if n not in self._lengths)
@@ -170,6 +182,7 @@ class GgufEngine(Vocabulary, Locked):
 
     @exclusive
     def close(self, slot: int) -> None:
+        """Release the slot."""
         self.kv_len(slot)
         try:
             self.truncate(slot, 0)
@@ -177,12 +190,14 @@ class GgufEngine(Vocabulary, Locked):
             del self._lengths[slot]
 
     def kv_len(self, slot: int) -> int:
+        """Return how many positions the slot's cache holds."""
         if slot not in self._lengths:
             raise StateError(f"slot {slot} is not open")
         return self._lengths[slot]
 
     @exclusive
     def truncate(self, slot: int, length: int) -> None:
+        """Roll the slot back to its first `length` positions."""
         cached_len = self.kv_len(slot)
         check_truncation(slot, length, cached_len)
         if length < cached_len:
@@ -197,10 +212,12 @@ class GgufEngine(Vocabulary, Locked):
     # Forward ------------------------------------------------------------------------------------------------
 
     def forward(self, slot: int, ids: Seq[int], logits_to_keep: int | None = None) -> Tensor:
+        """Append `ids` to the slot. Return the logits after the last `logits_to_keep`, float32 [rows, V]."""
         return self.forward_many([SequenceInput(slot, ids, len(ids) if logits_to_keep is None else logits_to_keep)])[0]
 
     @exclusive
     def forward_many(self, inputs: Seq[SequenceInput]) -> list[Tensor]:
+        """Run `forward` for several slots at once. If it fails, all slots are as before."""
         self._check(inputs)
         outputs = [torch.empty(seq_input.logits_to_keep, self.row_count, dtype=torch.float32) for seq_input in inputs]
         for seq_input in inputs:  # before anything is read
@@ -211,7 +228,7 @@ class GgufEngine(Vocabulary, Locked):
                 if group:
                     self._decode_inputs(number, group)
         except OutriderError:
-            for seq_input in inputs:  # part of it may have been read
+            for seq_input in inputs:  # some of its tokens may be in the cache
                 self._truncate_context(seq_input.slot, self._lengths[seq_input.slot])
             raise
         for seq_input in inputs:
@@ -219,7 +236,7 @@ class GgufEngine(Vocabulary, Locked):
         return outputs
 
     def _check(self, inputs: Seq[SequenceInput]) -> None:
-        """Refuse what cannot be read before anything is.
+        """Check the inputs before any of them is fed.
 
         Raises:
             PromptError: a slot would pass `max_length`.
@@ -230,7 +247,7 @@ class GgufEngine(Vocabulary, Locked):
             raise PromptError(f"a sequence of {longest} positions: {self.name} holds at most {self.max_length} of each")
 
     def _decode_inputs(self, number: int, group: Seq[tuple[SequenceInput, Tensor]]) -> None:
-        """Decode the feeds of one context, as many tokens at once as a call takes; their rows are copied out."""
+        """Feed the inputs of one context, in as few calls as possible, and copy their logits out."""
         targets = (target for _, out in group for target in out.numpy())
         for part in _split_batches(self._batch_tokens(seq_input for seq_input, _ in group)):
             for row, target in zip(self._contexts[number].decode(part), targets, strict=False):
@@ -242,10 +259,13 @@ class GgufEngine(Vocabulary, Locked):
             for n, token in enumerate(seq_input.ids):
                 yield BatchToken(sequence, start + n, token, n >= len(seq_input.ids) - seq_input.logits_to_keep)
 
-    # Proof --------------------------------------------------------------------------------------------------
+    # Self-test ----------------------------------------------------------------------------------------------
 
     def _run_self_test(self) -> float:
-        """Prove that truncating works, and measure the noise: activations are rounded to 8 bits, the cache to 16."""
+        """Prove that the cache can be truncated. Return the numeric noise of the logits.
+
+        Noise arises as llama.cpp rounds activations to 8 bits and the cache to 16.
+        """
         ids = SELF_TEST.ids(self)
         slot = self.open(Prompt(tuple(ids)))
         plain = self.forward(slot, ids)
@@ -255,7 +275,7 @@ class GgufEngine(Vocabulary, Locked):
         return 2 * max(max_difference, torch.finfo(torch.float16).eps * float(plain.abs().max()))
 
     def _measure_position_bytes(self, slot: int) -> int:
-        """Bytes that a position takes, its bookkeeping included: what a state grows by. Rolls the slot back."""
+        """Return the bytes per position, bookkeeping included, from the growth of a state. Roll the slot back."""
         context = self._contexts[0]
         cached_len, whole = self.kv_len(slot), context.state_bytes(slot)
         self.truncate(slot, SELF_TEST.step)
@@ -263,7 +283,7 @@ class GgufEngine(Vocabulary, Locked):
 
 
 def _split_batches(tokens: Iterator[BatchToken]) -> Iterator[list[BatchToken]]:
-    """Tokens in the order of their feeds, cut where a call is full: of tokens, or of rows."""
+    """Split tokens, in their order, into calls that are full of tokens or of logits."""
     part: list[BatchToken] = []
     output_count = 0
     for token in tokens:

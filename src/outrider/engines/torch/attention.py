@@ -1,10 +1,11 @@
 """Attention over grouped key/value heads that does not copy the cache.
 
 Where several query heads share one key/value head, transformers' own path (`sdpa`, with a mask) first repeats keys and
-values for each query head: a copy of all that is cached, per layer and per forward. Here the query heads of a group
+values for each query head, which copies the whole cache, per layer and per forward. Here the query heads of a group
 become further query rows instead:
 
-    query [B, groups × H, T, D]  →  [B, H, groups × T, D];  keys, values [B, H, span, D] as they lie in the cache
+    query [B, groups × H, T, D]  →  [B, H, groups × T, D]
+    keys, values [B, H, span, D]    as they lie in the cache
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from outrider.errors import ModelError
+
 ATTENTION_NAME = "outrider_grouped"
-MAX_FOLDED_TOKENS = 64  # of a row: folding repeats the mask, which in a long prefill outgrows what it saves
+MAX_FOLDED_TOKENS = 64  # per sequence: folding repeats the mask, which in a long prefill outgrows the saved copy
 
 
 def grouped_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """As transformers' `sdpa`, which it calls for all but few tokens, grouped heads and our additive mask.
+    """Compute attention as transformers' `sdpa` does, folded for few tokens with grouped heads and an additive mask.
 
-    query [B, heads, T, D], key and value [B, shared heads, span, D], attention_mask [B, 1, T, span] → [B, T, heads, D]
+    query [B, heads, T, D], key and value [B, KV heads, span, D], attention_mask [B, 1, T, span] → [B, T, heads, D]
     """
     if not _can_fold(query, key, attention_mask, kwargs):
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -40,12 +43,43 @@ def grouped_attention(
 
 
 def _can_fold(query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
-    """Only our own forwards bring an additive mask; what changes the scores otherwise is left to transformers."""
+    """Return whether folding applies. Only this engine's forwards have an additive mask.
+
+    Other changes of the scores, such as a soft cap, are left to transformers.
+    """
     if mask is None or not mask.is_floating_point() or mask.shape[1] != 1:
         return False
     if any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "s_aux")):
         return False
     return query.shape[1] > key.shape[1] and query.shape[2] <= MAX_FOLDED_TOKENS
+
+
+def configure_attention(model: Any, language: Any, config: Any) -> bool:
+    """Make the model accept 4-D masks, and grouped heads without a copy. Return whether its masks are additive."""
+    current = getattr(model.config, "_attn_implementation", "eager")
+    if current == "eager":
+        return True
+    if current != "sdpa":
+        model.set_attn_implementation("sdpa")
+    grouped = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) < config.num_attention_heads
+    if grouped:
+        language.set_attn_implementation(ATTENTION_NAME)
+    return grouped
+
+
+def attention_windows(config: Any, name: str) -> dict[str, int | None]:
+    """Return the attention kinds of the layers, with their sliding windows.
+
+    Raises:
+        ModelError: a layer of another kind, as its state cannot be rolled back.
+    """
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+    kinds |= set(getattr(config, "attention_layers", ())) & {"local"}  # GPT-Neo masks by buffer offset, not by slot
+    unsupported = kinds - {"full_attention", "sliding_attention"}
+    if unsupported:
+        raise ModelError(f"{name}: layers of kind {', '.join(sorted(unsupported))} cannot be rolled back slot by slot")
+    return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, grouped_attention)

@@ -1,4 +1,4 @@
-"""Captured CUDA graphs: made when first asked for, replayed ever after, the least recently used dropped."""
+"""Cache of CUDA graphs: captured at first use, replayed afterwards, and evicted when least recently used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Run = Callable[[], Tensor]
 
 
 class CudaGraphCache:
-    """Of one device. They share working memory: what one computed is valid until the next is run."""
+    """CUDA graphs of one device. They share a memory pool: a graph's output is valid until the next graph runs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -26,13 +26,16 @@ class CudaGraphCache:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all: what they point to is gone."""
+        """Drop all graphs, as the buffers that they read are gone."""
         self._graphs.clear()
-        self._pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph
+        self._pool = torch.cuda.graph_pool_handle()  # a pool is freed with its last graph
 
     def get_or_capture(self, key: Hashable, forward: Callable[[], Run]) -> Run:
-        """What runs `forward()`'s function. It reads inputs where they were at capture, and always returns the same
-        tensor. Its first call, here, must do no harm with the inputs as they are."""
+        """Return the captured function that `forward()` returns, captured now if the key is new.
+
+        The function reads its inputs at the addresses of the capture, and always returns the same tensor. The capture
+        runs it once, which must do no harm with the inputs as they are.
+        """
         if key not in self._graphs:
             self._graphs[key] = self._capture(forward())
             if len(self._graphs) > MAX_GRAPHS:
@@ -41,7 +44,7 @@ class CudaGraphCache:
         return self._graphs[key]
 
     def _capture(self, run: Run) -> Run:
-        run()  # compiles kernels, fills memos
+        run()  # compiles kernels and fills caches, which a capture cannot
         if not self._can_capture:
             return run
         torch.cuda.synchronize(self._device)
@@ -58,7 +61,7 @@ class CudaGraphCache:
             self._can_capture = False
             return run
 
-        def replay(_keep_alive: Run = run) -> Tensor:  # with all that it reads
+        def replay(_keep_alive: Run = run) -> Tensor:  # the graph reads tensors that `run` holds
             graph.replay()
             return out
 

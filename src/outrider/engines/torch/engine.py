@@ -1,4 +1,4 @@
-"""The transformers engine: any decoder-only causal LM, Qwen2.5-Omni Thinker, Qwen2-Audio; CPU or CUDA."""
+"""The transformers engine, on CPU or CUDA: any decoder-only causal LM, Qwen2.5-Omni Thinker, Qwen2-Audio."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from outrider.engines.checkpoint import TASKS, is_captions_only
 from outrider.engines.locking import Locked, exclusive, get_lock
 from outrider.engines.model_changes import capture_state, find_change
 from outrider.engines.self_test import SelfTest, check_weights, explain_non_finite
-from outrider.engines.torch import attention
+from outrider.engines.torch.attention import attention_windows, configure_attention
 from outrider.engines.torch.fused_model import FusedModel, missing_requirement, unsupported_reason
 from outrider.engines.torch.kv_cache import SlotKVCache
-from outrider.engines.torch.model_families import AudioModel, MaskLike, TextModel
+from outrider.engines.torch.model_families import AudioModel, MaskLike, TextModel, is_audio_model, read_max_length
 from outrider.engines.torch.model_runner import ModelRunner
 from outrider.engines.vocabulary import Vocabulary, check_eos_ids, warn_if_eos_differs
 from outrider.errors import ModelError, PromptError, StateError
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Media:
-    """The audio of one slot: encoded once, at the first forward that reaches a placeholder."""
+    """Audio of one slot, encoded once, at the first forward that reaches a placeholder."""
 
     prompt: Prompt
     embeds: Tensor | None = None
@@ -48,21 +48,21 @@ class _Media:
 
 @dataclass(frozen=True)
 class _AudioEmbeddings:
-    """Where in a batch audio embeddings go: at bool [B, T], embeds [at.sum(), hidden]."""
+    """Audio embeddings of a batch. mask: bool [B, T], their positions. embeds: [mask.sum(), hidden]."""
 
     mask: Tensor
     embeds: Tensor
 
 
 class TorchEngine(Vocabulary, Locked):
-    """A loaded transformers model with KV slots (`Engine` in base.py says what the methods promise).
+    """A loaded transformers model with KV slots. `Engine` in base.py has the contract.
 
-    Calls from several threads take turns. On a GPU, weights of a model that can be fused become views of merged ones
-    (fused_model.py).
+    Calls from several threads take turns. On a GPU, the weights of a model that can be fused become views of merged
+    ones (fused_model.py).
 
     Raises:
-        ModelError: the model's cache cannot be truncated, proved by a short probe, or its logits are not finite, or its
-            number format is not supported; the message names the model.
+        ModelError: the self-test shows that the model's cache cannot be truncated, its logits are not finite, or its
+            dtype is not supported. The message names the model.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, extractor: Any = None, name: str | None = None) -> None:
@@ -75,10 +75,10 @@ class TorchEngine(Vocabulary, Locked):
         check_weights(model, self.name, tuple(SELF_TESTS))
         self.model = model.eval()
         self.tokenizer = tokenizer
-        self._family = AudioModel(model, extractor) if _is_audio_model(model) else TextModel(model)
+        self._family = AudioModel(model, extractor) if is_audio_model(model) else TextModel(model)
         self._text_config = model.config.get_text_config()
-        self._attention_windows = _attention_windows(self._text_config, self.name)
-        self._additive_mask = _configure_attention(model, self._family.language, self._text_config)
+        self._attention_windows = attention_windows(self._text_config, self.name)
+        self._additive_mask = configure_attention(model, self._family.language, self._text_config)
         self._cache = SlotKVCache(self._text_config.num_hidden_layers)
         self._media: dict[int, _Media] = {}
         self.device, self.dtype = model.device, model.dtype
@@ -86,7 +86,7 @@ class TorchEngine(Vocabulary, Locked):
         self.eos_ids = check_eos_ids(self.name, _read_eos_ids(model), self.row_count, "generation config")
         warn_if_eos_differs(self.name, self.eos_ids, tokenizer, "generation config")
         self.captions_only = is_captions_only(getattr(model.config, TASKS, None))
-        self.max_length = _read_max_length(self._text_config)
+        self.max_length = read_max_length(self._text_config)
         self._runner = self._make_runner()
         self._state = capture_state(model)
         self.noise = self._run_self_test()
@@ -98,12 +98,12 @@ class TorchEngine(Vocabulary, Locked):
 
     @property
     def audio(self) -> Any:
-        """How recordings enter (`AudioInput`), or None for a text model."""
+        """Audio encoder of the model (`AudioInput`), or None for a text model."""
         return self._family.audio
 
     @cached_property
     def identity(self) -> str:
-        """A hash that tells checkpoints apart: the class, the parameters' names and shapes, some values of each.
+        """Return a hash of the class and of the parameters' names, shapes and some values.
 
         Equal wherever the same checkpoint is loaded in the same dtype by the same release of transformers.
         """
@@ -117,21 +117,21 @@ class TorchEngine(Vocabulary, Locked):
 
     @property
     def cache_bytes(self) -> int:
-        """What the buffers of keys and values hold now."""
+        """Return the bytes that the buffers of keys and values hold now."""
         return sum(buffer.nbytes for buffer in self._cache.buffers)
 
     @exclusive
     def reserve(self, budget: int, max_length: int) -> int:
-        """Never hold more than `budget` bytes of keys and values, for sequences of up to `max_length` positions.
+        """Limit keys and values to `budget` bytes, for sequences of up to `max_length` positions.
 
-        Returns how many slots that allows. While one buffer grows, its old copy comes on top: it is freed before the
-        next one grows.
+        Returns the number of slots. While a buffer grows, its old copy takes memory beyond the budget. It is freed
+        before the next buffer grows.
 
         Raises:
-            ModelError: not one sequence fits.
+            ModelError: the budget does not hold one sequence.
             StateError: slots are open.
         """
-        limit = _read_max_length(self._text_config) or None
+        limit = read_max_length(self._text_config) or None
         each = self.position_bytes
         slots, length = plan_kv_budget(self.name, self._cache.in_use, budget, max_length, limit, lambda n: n * each)
         self._cache = SlotKVCache(len(self._cache.layers), slots, length)
@@ -144,6 +144,12 @@ class TorchEngine(Vocabulary, Locked):
 
     @exclusive
     def open(self, prompt: Prompt) -> int:
+        """Return a free slot for a sequence that will begin with `prompt`.
+
+        Raises:
+            PromptError: the prompt's recording does not fit the model or its placeholders.
+            StateError: all slots are in use, or the loaded model changed after its engine was made.
+        """
         if self._is_loaded_model and (changed := self.changed_part()):
             raise StateError(
                 f"{self.name}: the model's {changed} changed after its engine was made: make another with load_engine"
@@ -164,36 +170,42 @@ class TorchEngine(Vocabulary, Locked):
 
     @exclusive
     def close(self, slot: int) -> None:
+        """Release the slot."""
         self._cache.release(slot)
         self._media.pop(slot, None)
 
     def kv_len(self, slot: int) -> int:
+        """Return how many positions the slot's cache holds."""
         self._cache.check(slot)
         return self._cache.lengths[slot]
 
     @exclusive
     def truncate(self, slot: int, length: int) -> None:
+        """Roll the slot back to its first `length` positions."""
         self._cache.truncate(slot, length)
 
     # Forward ------------------------------------------------------------------------------------------------
 
     def forward(self, slot: int, ids: Seq[int], logits_to_keep: int | None = None) -> Tensor:
+        """Append `ids` to the slot. Return the logits after the last `logits_to_keep`, float32 [rows, V]."""
         return self.forward_many([SequenceInput(slot, ids, len(ids) if logits_to_keep is None else logits_to_keep)])[0]
 
     @exclusive
     @torch.inference_mode()
     def forward_many(self, inputs: Seq[SequenceInput]) -> list[Tensor]:
-        wanted = [seq_input.logits_to_keep for seq_input in inputs]
-        return [rows.float() for rows in torch.split(self._logits(inputs)[: sum(wanted)], wanted)]
+        """Run `forward` for several slots at once."""
+        counts = [seq_input.logits_to_keep for seq_input in inputs]
+        return [rows.float() for rows in torch.split(self._logits(inputs)[: sum(counts)], counts)]
 
     @property
     def samples_on_device(self) -> bool:
-        """Whether `sample_many` and `draft` are there: on a GPU, for models that can be fused."""
+        """Return whether the engine has `sample_many` and `draft`: on a GPU, for models that can be fused."""
         return self._runner is not None
 
     @exclusive
     @torch.inference_mode()
     def sample_many(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> list[list[SampledToken]]:
+        """Run `forward_many`, and sample a token from each kept position by its input's policy."""
         assert self._runner is not None
         starts = [self.kv_len(seq_input.slot) for seq_input in inputs]
         with self._on_this_device():
@@ -202,6 +214,7 @@ class TorchEngine(Vocabulary, Locked):
     @exclusive
     @torch.inference_mode()
     def draft(self, slot: int, ids: Seq[int], count: int, policy: Policy, *, with_signals: bool) -> list[Proposal]:
+        """Append `ids`, then sample and append a token, `count` times. Return the tokens up to an EOS."""
         assert self._runner is not None
         start = self.kv_len(slot)
         inputs = [SequenceInput(slot, ids, 1)]
@@ -217,9 +230,9 @@ class TorchEngine(Vocabulary, Locked):
         return drafted
 
     def _logits(self, inputs: Seq[SequenceInput]) -> Tensor:
-        """The wanted rows of all feeds, one after another, [≥ rows, V] in the model's dtype.
+        """Return the kept logits of all inputs, one after another, [≥ rows, V] in the model's dtype.
 
-        Valid until the next forward.
+        They are valid until the next forward.
         """
         check_inputs(inputs)
         starts = [self.kv_len(seq_input.slot) for seq_input in inputs]
@@ -232,7 +245,7 @@ class TorchEngine(Vocabulary, Locked):
         return logits
 
     def _has_audio(self, inputs: Seq[SequenceInput], starts: Seq[int]) -> bool:
-        """Whether audio is among what is fed."""
+        """Return whether an audio placeholder is among the input tokens."""
         return any(
             seq_input.slot in self._media
             and self.audio.placeholder in self._media[seq_input.slot].prompt.ids[start : start + len(seq_input.ids)]
@@ -240,9 +253,9 @@ class TorchEngine(Vocabulary, Locked):
         )
 
     def _forward_transformers(self, inputs: Seq[SequenceInput]) -> list[Tensor]:
-        """Through transformers' own forward."""
+        """Run transformers' own forward. Return the kept logits of each input."""
         starts = {seq_input.slot: self.kv_len(seq_input.slot) for seq_input in inputs}
-        ordered = sorted(inputs, key=lambda seq_input: seq_input.slot)  # neighbouring slots are read without a copy
+        ordered = sorted(inputs, key=lambda seq_input: seq_input.slot)  # consecutive slots are read without a copy
         positions = self._cache.prepare_append(
             [seq_input.slot for seq_input in ordered], [len(seq_input.ids) for seq_input in ordered], self.device
         )
@@ -255,8 +268,8 @@ class TorchEngine(Vocabulary, Locked):
             self._cache.store_token_ids(ids)
         media = self._place_media(ordered, [starts[seq_input.slot] for seq_input in ordered], width)
         columns = _columns_to_keep(inputs)
-        wanted = torch.tensor(columns, device=self.device)
-        logits = self._family.logits(ids, positions, self._mask(positions), self._cache, wanted, media)
+        kept = torch.tensor(columns, device=self.device)
+        logits = self._family.logits(ids, positions, self._mask(positions), self._cache, kept, media)
         self._cache.commit_append()
         logits_to_keep = {
             seq_input.slot: _select_rows(seq_input, logits[i], columns) for i, seq_input in enumerate(ordered)
@@ -264,7 +277,7 @@ class TorchEngine(Vocabulary, Locked):
         return [logits_to_keep[seq_input.slot] for seq_input in inputs]
 
     def _make_runner(self) -> ModelRunner | None:
-        """The fast path of a GPU; None on a CPU, or, which is said, for a model that it cannot run."""
+        """Return the runner of CUDA graphs, or None on a CPU, or, with a warning, for an unsupported model."""
         if self.device.type != "cuda":
             return None
         decoder, head = self._family.decoder, self.model.get_output_embeddings()
@@ -276,11 +289,11 @@ class TorchEngine(Vocabulary, Locked):
             return ModelRunner(FusedModel(decoder, head, self._text_config), self.device)
 
     def _on_this_device(self) -> AbstractContextManager[object]:
-        """Kernels and graphs go to the device that is current, in each thread."""
+        """Make the engine's device current, as kernels and graphs run on the thread's current device."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _mask(self, positions: Tensor) -> MaskLike:
-        """Which keys each query may see: [B, 1, T, span] per kind of attention layer."""
+        """Return the mask of visible keys, [B, 1, T, span], per kind of attention layer."""
         keys = torch.arange(self._cache.span, device=self.device)
         queries = positions[:, None, :, None]
         masks = {}
@@ -296,7 +309,7 @@ class TorchEngine(Vocabulary, Locked):
         return zeros.masked_fill(~visible, torch.finfo(self.dtype).min)
 
     def _place_media(self, inputs: Seq[SequenceInput], starts: Seq[int], width: int) -> _AudioEmbeddings | None:
-        """Audio embeddings for the placeholders among the fed tokens; None where there are none."""
+        """Return the audio embeddings for the placeholders among the input tokens, or None."""
         mask = torch.zeros(len(inputs), width, dtype=torch.bool, device=self.device)
         embeds = []
         for row, (seq_input, start) in enumerate(zip(inputs, starts, strict=True)):
@@ -318,13 +331,13 @@ class TorchEngine(Vocabulary, Locked):
             assert len(media.embeds) == self.audio.prompt_tokens(prompt)  # which open() compared with the prompt
         return media.embeds
 
-    # Proof --------------------------------------------------------------------------------------------------
+    # Self-test ----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def _run_self_test(self) -> float:
-        """Prove that truncating works, and measure the noise: 0 in float32.
+        """Prove that the cache can be truncated. Return the numeric noise of the logits: 0 in float32.
 
-        In short formats the reading is longer, since each forward's rounding lives on in the cache.
+        Short formats take more tokens, since each forward's rounding errors stay in the cache.
         """
         self_test = SELF_TESTS[self.dtype]
         ids = self_test.ids(self)
@@ -336,23 +349,8 @@ class TorchEngine(Vocabulary, Locked):
         return 0.0 if self.dtype in (torch.float32, torch.float64) else 2 * max(max_difference, rounding)
 
 
-def _read_max_length(config: Any) -> int | None:
-    """Positions that the model was made for.
-
-    LongRoPE changes its factors past the original length, for what is cached already and for every slot in a batch:
-    such a model is used up to there.
-    """
-    limit: int | None = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        return rope.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", limit
-        )
-    return limit
-
-
 def _columns_to_keep(inputs: Seq[SequenceInput]) -> list[int]:
-    """Columns of a batch from which any feed wants a row, in order: a long prefill wants but its last."""
+    """Return the columns of a batch in which any input keeps logits, in order."""
     return sorted(
         {
             column
@@ -363,41 +361,13 @@ def _columns_to_keep(inputs: Seq[SequenceInput]) -> list[int]:
 
 
 def _select_rows(seq_input: SequenceInput, logits: Tensor, columns: Seq[int]) -> Tensor:
-    """A feed's rows [rows, V] among the wanted columns' logits [columns, V]."""
+    """Return an input's kept logits, [rows, V], from those of all kept columns, [columns, V]."""
     first = columns.index(len(seq_input.ids) - seq_input.logits_to_keep)
     return logits[first : first + seq_input.logits_to_keep]
 
 
-def _is_audio_model(model: Any) -> bool:
-    return type(model).__name__ in ("Qwen2_5OmniThinkerForConditionalGeneration", "Qwen2AudioForConditionalGeneration")
-
-
-def _attention_windows(config: Any, name: str) -> dict[str, int | None]:
-    """Attention kinds of the layers, with their sliding windows. Any other kind keeps a state that has no length."""
-    window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
-    kinds |= set(getattr(config, "attention_layers", ())) & {"local"}  # GPT-Neo masks by buffer offset, not by slot
-    unsupported = kinds - {"full_attention", "sliding_attention"}
-    if unsupported:
-        raise ModelError(f"{name}: layers of kind {', '.join(sorted(unsupported))} cannot be rolled back slot by slot")
-    return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
-
-
-def _configure_attention(model: Any, language: Any, config: Any) -> bool:
-    """Make the model read our 4-D masks, and grouped heads without a copy; True if it wants masks additive."""
-    current = getattr(model.config, "_attn_implementation", "eager")
-    if current == "eager":
-        return True
-    if current != "sdpa":
-        model.set_attn_implementation("sdpa")
-    grouped = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) < config.num_attention_heads
-    if grouped:
-        language.set_attn_implementation(attention.ATTENTION_NAME)
-    return grouped
-
-
 def _sample_weight(weight: Tensor) -> Tensor:
-    """Up to 64 values, spread over a parameter: float32, on the CPU."""
+    """Return up to 64 values, spread over a parameter, as float32 on the CPU."""
     flat = weight.detach().flatten()
     return flat[:: -(-flat.numel() // 64) or 1].float().cpu()
 

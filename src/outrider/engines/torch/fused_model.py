@@ -1,13 +1,13 @@
 """The decoder layers of a Llama-shaped model (Llama, Mistral, Qwen2, Qwen3, Qwen2.5-Omni's Thinker), fused for a GPU.
 
-transformers' own forward launches some 15 kernels a layer and pays for the launches; this one launches 7 (for one or
-two tokens) or 10, on flat batches without padding, and reads of the cache no more than what is there. It computes what
-the model computes, which the engine's probe proves at load:
+transformers' own forward launches some 15 kernels a layer. This one launches 7 for one or two tokens, otherwise 10, on
+flat batches without padding, and reads only the occupied part of the cache. The engine's self-test proves at load that
+it computes the same logits:
 
     x  →  norm · qkv  →  rotate, store  →  attend, combine  →  + out  →  norm · gate, up  →  + down  →  x
 
-The projections of queries, keys and values, and of gate and up, become one weight each; the model's parameters turn
-into views of those, so that memory is held once.
+The projections of queries, keys and values are merged into one weight, and so are gate and up. The model's parameters
+become views of the merged weights, so that memory is held once.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from outrider.engines.torch.kv_cache import SlotKVCache
 
 MODEL_TYPES = ("qwen2", "llama", "mistral", "qwen3", "qwen2_5_omni_text")
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
-MAX_TOKENS = 512  # of a batch; longer prefills are left to transformers' own attention kernels
-TARGET_PROGRAMS = 132  # that keep a large GPU busy: one on each of its multiprocessors
-HEADS_PER_PROGRAM = 4  # that one program rotates
+MAX_TOKENS = 512  # per batch: longer prefills are left to transformers' own attention kernels
+TARGET_PROGRAMS = 132  # one on each multiprocessor of a large GPU
+HEADS_PER_PROGRAM = 4  # of `rotate_and_store`
 MIN_SPAN, MIN_CHUNK = 256, 64
 LOG2E = 1.4426950408889634
 
 
 def unsupported_reason(model: Any, language: Any, head: Any, config: Any) -> str | None:
-    """Why a model cannot be run by `FusedModel`; None if it can."""
+    """Return the reason why `FusedModel` cannot run a model, or None if it can."""
     if config.model_type not in MODEL_TYPES:
         return f"it is a {config.model_type}"
     checks = {
@@ -60,7 +60,7 @@ def unsupported_reason(model: Any, language: Any, head: Any, config: Any) -> str
 
 
 def missing_requirement(device: torch.device) -> str | None:
-    """What a machine lacks for `FusedModel`; None if nothing."""
+    """Return the requirement of `FusedModel` that the machine does not meet, or None."""
     if torch.version.hip is not None:
         return "its kernels were written for CUDA"
     if find_spec("triton") is None:
@@ -89,8 +89,11 @@ def _rotary_width(language: Any) -> int:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """What a captured graph is made for, each rounded up: tokens of the batch, sequences, new tokens of the longest of
-    them, rows of logits, positions that the longest cache holds afterwards."""
+    """Sizes that one captured graph serves, each rounded up.
+
+    tokens, sequences: of the batch. longest: new tokens of the longest sequence. rows: positions with logits.
+    span: positions that the longest cache holds afterwards.
+    """
 
     tokens: int
     sequences: int
@@ -100,6 +103,7 @@ class BatchShape:
 
     @classmethod
     def of(cls, counts: Seq[int], rows: int, span: int) -> BatchShape:
+        """Return the smallest shape that holds a batch. counts: new tokens of each sequence."""
         return cls(
             _round_size(sum(counts)),
             _next_power_of_two(len(counts)),
@@ -110,7 +114,7 @@ class BatchShape:
 
     @property
     def num_entries(self) -> int:
-        """int32 entries that describe a batch of this shape (`Batch`)."""
+        """Number of int32 entries that describe a batch of this shape (`Batch`)."""
         return 3 * self.tokens + 4 * self.sequences + self.rows
 
 
@@ -118,7 +122,8 @@ class BatchShape:
 class Batch:
     """A batch as the kernels read it: views of one int32 tensor, so that one copy brings it to the device.
 
-    ids, positions, token_slots [tokens]; firsts, counts, starts, slots [sequences]; wanted [rows], indices of tokens.
+    ids, positions, token_slots: [tokens]. firsts, counts, starts, slots: [sequences]. kept: [rows], indices of the
+    tokens with logits to keep.
     """
 
     shape: BatchShape
@@ -130,17 +135,18 @@ class Batch:
     counts: Tensor
     starts: Tensor
     slots: Tensor
-    wanted: Tensor
+    kept: Tensor
 
     @classmethod
     def allocate(cls, device: torch.device, shape: BatchShape) -> Batch:
-        num_entries = torch.zeros(shape.num_entries, dtype=torch.int32, device=device)
+        """Return a batch of zeros on the device."""
+        entries = torch.zeros(shape.num_entries, dtype=torch.int32, device=device)
         sizes = [shape.tokens] * 3 + [shape.sequences] * 4 + [shape.rows]
-        return cls(shape, num_entries, *torch.split(num_entries, sizes))
+        return cls(shape, entries, *torch.split(entries, sizes))
 
 
 def pack_batch(shape: BatchShape, inputs: Seq[SequenceInput], starts: Seq[int]) -> Tensor:
-    """The numbers of `Batch`: int32 [shape.numbers], on the host. Padding has slot −1 and no tokens."""
+    """Return the entries of a `Batch`, int32 [shape.num_entries], on the host. Padding has slot −1 and no tokens."""
     counts = [len(seq_input.ids) for seq_input in inputs]
     ends = list(accumulate(counts))
     parts = (
@@ -174,7 +180,7 @@ def _next_power_of_two(size: int) -> int:
 
 
 def _round_size(size: int) -> int:
-    """Few sizes, so that graphs are found again: powers of two, then multiples of 16, then of 64."""
+    """Round up to a power of two, then a multiple of 16, then of 64, so that few graphs serve all sizes."""
     if size <= 16:
         return _next_power_of_two(size)
     step = 16 if size <= 256 else 64
@@ -187,7 +193,7 @@ def _round_span(length: int) -> int:
 
 @dataclass(frozen=True)
 class _Layer:
-    """Weights: qkv [heads + 2 shared, dim, hidden] flattened, out, both [2 inner, hidden], down; biases where used."""
+    """Weights of one layer. qkv: [(heads + 2 KV heads) · dim, hidden]. gate_up: [2 inner, hidden]."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -222,12 +228,12 @@ def _optional_weight(module: Any, name: str) -> Tensor | None:
 
 
 def _merge_projections(parts: list[Any]) -> Tensor:
-    """One weight of several projections, whose own weights become views of it."""
+    """Merge the weights of several projections into one, of which they become views."""
     return _merge_weights([part.weight for part in parts])
 
 
 def _merge_weights(weights: list[Any]) -> Tensor:
-    """Merge several parameters into one tensor, of which they become views: changes to them change it."""
+    """Merge several parameters into one tensor, of which they become views: a change to one changes it."""
     merged = torch.cat([weight.data for weight in weights])
     for weight, view in zip(weights, torch.split(merged, [len(weight) for weight in weights]), strict=True):
         weight.data = view
@@ -235,10 +241,10 @@ def _merge_weights(weights: list[Any]) -> Tensor:
 
 
 class FusedModel:
-    """The layers, from token ids to logits. Writes keys and values into `cache`; moves no lengths."""
+    """The decoder, from token ids to logits. It writes keys and values into a cache, and moves no lengths."""
 
     def __init__(self, language: Any, head: Any, config: Any) -> None:
-        from outrider.engines.torch import kernels  # Triton: not there without a GPU
+        from outrider.engines.torch import kernels  # needs Triton, which a machine without a GPU may lack
 
         self._kernels = kernels
         self.row_count = int(config.vocab_size)
@@ -259,13 +265,14 @@ class FusedModel:
 
     @torch.no_grad()
     def prepare(self, cache: SlotKVCache) -> None:
-        """Allocate what a forward may not: buffers as large as the cache says, and the tables of rotations."""
+        """Allocate the buffers at the cache's present size, and the rotary tables. A captured forward cannot."""
         cache.ensure_capacity(self.kv_heads, self.dim, self._embedding)
         if self._tables is None or len(self._tables[0]) < cache.capacity:
             device = self._embedding.device
             positions = torch.arange(cache.capacity, device=device)[None]
-            three = positions.expand(3, 1, -1) if "omni" in self._config.model_type else positions
-            cosines, sines = self._rotary(torch.zeros(1, dtype=torch.float32, device=device), three)
+            if "omni" in self._config.model_type:  # multimodal RoPE has three axes
+                positions = positions.expand(3, 1, -1)
+            cosines, sines = self._rotary(torch.zeros(1, dtype=torch.float32, device=device), positions)
             half = self.dim // 2
             self._tables = tuple(
                 table.reshape(-1, cache.capacity, self.dim)[0, :, :half].float().contiguous()
@@ -273,7 +280,7 @@ class FusedModel:
             )
 
     def forward(self, batch: Batch, cache: SlotKVCache) -> Tensor:
-        """Logits [shape.rows, V] in the model's dtype, behind the wanted tokens."""
+        """Return the logits after the kept tokens, [shape.rows, V] in the model's dtype."""
         kernels, n = self._kernels, batch.shape.tokens
         x = torch.empty(n, self._hidden, dtype=self._embedding.dtype, device=self._embedding.device)
         assert cache.tokens is not None
@@ -285,13 +292,13 @@ class FusedModel:
             attended = self._attention(layer, x, keys, values, batch, cache.capacity)
             self._add_projection(x, attended, layer.out)
             self._add_projection(x, self._gated_mlp(layer, x), layer.down)
-        wanted = x if n == batch.shape.rows == 1 else x.index_select(0, batch.wanted)
-        return self._norm_linear(wanted, self._norm, self._head, None)
+        kept = x if n == batch.shape.rows == 1 else x.index_select(0, batch.kept)
+        return self._norm_linear(kept, self._norm, self._head, None)
 
     # Attention ----------------------------------------------------------------------------------------------
 
     def _attention(self, layer: _Layer, x: Tensor, keys: Tensor, values: Tensor, batch: Batch, capacity: int) -> Tensor:
-        """[N, heads · dim], before the output projection."""
+        """Return the attention's output before the output projection, [N, heads · dim]."""
         kernels, n = self._kernels, batch.shape.tokens
         assert self._tables is not None
         qkv = self._norm_linear(x, layer.input_norm, layer.qkv, layer.bias)
@@ -317,14 +324,14 @@ class FusedModel:
         return out
 
     def _tiling(self, shape: BatchShape) -> tuple[int, int]:
-        """Query rows of a program, and into how many chunks keys are split: as many as keep the GPU busy."""
+        """Return the query rows per program, and the number of chunks of keys that keeps the GPU busy."""
         rows = shape.longest * (self.heads // self.kv_heads)
         tile = min(64, max(16, _next_power_of_two(rows)))
         programs = shape.sequences * self.kv_heads * -(-rows // tile)
         return tile, min(_next_power_of_two(max(1, TARGET_PROGRAMS // programs) + 1) // 2, shape.span // MIN_CHUNK)
 
     def top2(self, rows: Tensor) -> Tensor:
-        """float64 [R, 3] for rows [R, V]: the index of the largest entry, the entry, and its lead over the next."""
+        """Return float64 [R, 3] for logits [R, V]: index of the largest entry, the entry, and its top-2 margin."""
         count, width = rows.shape
         splits = max(1, min(128, _next_power_of_two(8 * TARGET_PROGRAMS // count)))
         parts = torch.empty(count, 3, splits, dtype=torch.float32, device=rows.device)
@@ -343,7 +350,7 @@ class FusedModel:
         return nn.functional.linear(self._rms_norm(x, norm), weight, bias)
 
     def _gated_mlp(self, layer: _Layer, x: Tensor) -> Tensor:
-        """silu(gate) × up, [N, inner]."""
+        """Return silu(gate) × up, [N, inner]."""
         if len(x) <= self._kernels.SKINNY_TOKENS:
             return self._skinny_linear(x, layer.gate_up, norm=layer.post_attention_norm, gated=True)
         gate_up = nn.functional.linear(self._rms_norm(x, layer.post_attention_norm), layer.gate_up)
@@ -354,7 +361,7 @@ class FusedModel:
         return out
 
     def _add_projection(self, x: Tensor, part: Tensor, weight: Tensor) -> None:
-        """x += part @ weightᵀ, in place."""
+        """Compute x += part @ weightᵀ, in place."""
         if len(x) <= self._kernels.SKINNY_TOKENS:
             self._skinny_linear(part, weight, add_to=x)
         else:

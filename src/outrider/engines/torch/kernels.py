@@ -1,10 +1,10 @@
 """Triton kernels of the fused model: all but its matrix products, and for few tokens these as well.
 
-Tokens are flat: those of all sequences of a batch stand one after another, [N, …]. `slot` < 0 marks padding. Sizes that
-are constexpr shape the code; lengths are read from device memory, so that one captured graph serves all lengths.
+Batches are flat: the tokens of all sequences stand one after another, [N, …]. `slot` < 0 marks padding. Sizes are
+constexpr. Lengths are read from device memory, so that one captured graph serves all lengths.
 
-EARLY: the kernel is launched while the one before it still runs, and waits for its end before it reads what that wrote
-(programmatic dependent launch); weights may be read before.
+EARLY: programmatic dependent launch. The kernel starts while the previous one still runs, and waits for its end before
+it reads its output. Weights may be read earlier.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -24,7 +24,7 @@ SKINNY_TOKENS = 2  # tokens up to which `skinny_linear` beats a library's matrix
 
 
 def skinny_tiling(tokens: int, width: int, size: int, gated: bool) -> tuple[int, int, int, int]:
-    """Stripe, depth, warps and stages of `skinny_linear`, the best of those measured by benchmarks/gpu_linear.py."""
+    """Return stripe, depth, warps and stages of `skinny_linear`, the fastest by benchmarks/gpu_linear.py."""
     if size <= 1024:
         wide = (4, 512, 2, 3) if gated and tokens > 1 else (2, 1024, 2, 1)
         return wide if gated or 1024 < width <= 8192 else (4 * tokens if width > 8192 else 4, 1024, 2 * tokens, 1)
@@ -48,7 +48,7 @@ def embed(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One token per program: its embedding into x [N, size], and its id into history [slots, capacity]."""
+    """Copy a token's embedding to x [N, size], and its id to history [slots, capacity]. One token per program."""
     token, k = tl.program_id(0), tl.arange(0, BLOCK)
     identifier, slot = tl.load(ids + token), tl.load(slots + token)
     row = tl.load(table + identifier.to(tl.int64) * size + k, k < size, 0.0)
@@ -77,10 +77,10 @@ def skinny_linear(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """out[TOKENS, width] (+)= f(rms_norm(x)[TOKENS, size] @ weight[width, size]ᵀ + bias), a stripe per program.
+    """Compute out[TOKENS, width] (+)= f(rms_norm(x)[TOKENS, size] @ weight[width, size]ᵀ + bias), a stripe per program.
 
-    HAS_NORM: x is normalised, its scale put in at the end. GATED: weight is [2 width, size], f = silu(first) × second.
-    ADD: add to what `out` holds (the residual stream). Each token is summed in the same order, however many there are.
+    HAS_NORM: normalise x, with the scale applied last. GATED: weight is [2 width, size], f = silu(first) × second.
+    ADD: add to `out`, the residual stream. The order of summation does not depend on the number of tokens.
     """
     rows = tl.arange(0, TOKENS)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -90,7 +90,7 @@ def skinny_linear(
     squares = tl.zeros([TOKENS, BLOCK_K], tl.float32)
     if EARLY:
         gdc_launch_dependents()
-        if STAGES > 1:  # loads are moved ahead: none may be before this
+        if STAGES > 1:  # pipelining moves loads ahead, and none may precede the wait
             gdc_wait()
     for start in tl.range(0, size, BLOCK_K, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK_K)
@@ -124,7 +124,7 @@ def skinny_linear(
 
 @triton.jit
 def rms_norm(x, weight, out, eps, size: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr) -> None:
-    """One token per program: out = x ÷ √(mean x² + eps) × weight."""
+    """Compute out = x ÷ √(mean x² + eps) × weight. One token per program."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -138,7 +138,7 @@ def rms_norm(x, weight, out, eps, size: tl.constexpr, BLOCK: tl.constexpr, EARLY
 
 @triton.jit
 def silu_and_mul(gate_up, out, width: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr) -> None:
-    """out [N, width] = silu(first half) × second half of both [N, 2 width]."""
+    """Compute out [N, width] = silu(first half) × second half of gate_up [N, 2 width]."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -169,10 +169,10 @@ def rotate_and_store(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Rotate a few heads of one token: queries in place, keys into the cache; values go there as they are.
+    """Rotate the queries of a few heads of one token in place, and write its rotated keys and its values to the cache.
 
-    qkv [N, HEADS + 2 SHARED, DIM]; cosines, sines float32 [positions, DIM / 2]; keys, values [slots, SHARED, capacity,
-    DIM]. HEAD_NORM: queries and keys are RMS-normalised first (Qwen3).
+    qkv: [N, HEADS + 2 KV_HEADS, DIM]. cosines, sines: float32 [positions, DIM / 2].
+    keys, values: [slots, KV_HEADS, capacity, DIM]. HEAD_NORM: RMS-normalise queries and keys first (Qwen3).
     """
     if EARLY:
         gdc_launch_dependents()
@@ -230,12 +230,12 @@ def attend(
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Attention of one sequence's new tokens to one chunk of its keys, for one group of query heads (flash decoding).
+    """Compute attention of a sequence's new tokens to one chunk of its keys, for one group of query heads.
 
-    The query heads that share a key head are further query rows. Of sequence b the new tokens are counts[b] of the
-    batch, from firsts[b], at positions from starts[b]. Writes result [N, HEADS, DIM] where there is one chunk, else per
-    token and head its unnormalised output (partial float32 [N, HEADS, SPLITS, DIM]), largest score, and sum of
-    exponentials (base 2).
+    This is flash decoding. The query heads that share a key head are further query rows. Sequence b has counts[b] new
+    tokens in the batch, from index firsts[b], at positions from starts[b]. With one chunk, writes result
+    [N, HEADS, DIM]. Otherwise writes, per token and head, the unnormalised output (partial float32
+    [N, HEADS, SPLITS, DIM]), the largest score, and the sum of exponentials (base 2).
     """
     if EARLY:
         gdc_launch_dependents()
@@ -294,7 +294,7 @@ def combine(
     SPLITS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Bring the chunks (a power of two) of one token and head together: out [N, HEADS, DIM]."""
+    """Combine the chunks (a power of two) of one token and head: out [N, HEADS, DIM]."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -315,9 +315,9 @@ def combine(
 
 @triton.jit
 def partial_top2(rows, parts, width, stride, piece, PARTS: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """The largest entry of one piece of one row, its index (the first of equals), and the next largest.
+    """Find the two largest entries of one piece of one row, and the index of the larger (the first of equals).
 
-    rows [R, ≥ width], any float; parts float32 and its index as int32 bits, [R, 3, PARTS]. NaN counts as +inf.
+    rows: any float, [R, ≥ width]. parts: float32 [R, 3, PARTS], with the index as int32 bits. NaN counts as +inf.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, BLOCK)
@@ -344,7 +344,7 @@ def partial_top2(rows, parts, width, stride, piece, PARTS: tl.constexpr, BLOCK: 
 
 @triton.jit
 def merge_top2(parts, out, PARTS: tl.constexpr) -> None:
-    """Of one row's pieces: out float64 [R, 3]: index of the largest entry, the entry, its lead over the next."""
+    """Merge the pieces of one row into out, float64 [R, 3]: index of the largest entry, the entry, its top-2 margin."""
     row, p = tl.program_id(0), tl.arange(0, PARTS)
     row_max = tl.load(parts + row * 3 * PARTS + p)
     where = tl.load(parts + row * 3 * PARTS + PARTS + p).to(tl.int32, bitcast=True)

@@ -5,9 +5,9 @@
                  0                    capacity
 
 Entries beyond a slot's length are never visible: a query at position i attends to key positions ≤ i only, and the next
-forward overwrites stale entries. For a new sequence they are set to zero. So a roll-back is one assignment to one
-integer. Buffers grow by doubling, up to their limits; while one grows, its old copy is held beside the new one. On a
-GPU the ids of the cached tokens are kept as well (`tokens`), for constraints that are applied there: they share the
+forward overwrites stale entries. A roll-back is therefore one assignment to one integer. For a new sequence, stale
+entries are set to zero. Buffers grow by doubling, up to their limits. While one grows, its old copy is held beside the
+new one. On a GPU, `tokens` holds the ids of the cached tokens for the logits processors that run there. It shares the
 lengths, and so every roll-back.
 """
 
@@ -39,13 +39,14 @@ class _Layer(CacheLayerMixin):
         self._owner = owner
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys = self._grow(self.keys, key_states)  # one at a time: only one old copy is held
+        """Allocate or grow the buffers to the owner's size."""
+        self.keys = self._grow(self.keys, key_states)  # one at a time, so that only one old copy is held
         self.values = self._grow(self.values, value_states)
         self.is_initialized = True
 
     @property
     def needs_growth(self) -> bool:
-        """Whether the buffers are not there yet, or the owner has outgrown them."""
+        """Return whether the buffers do not exist yet, or are smaller than the owner's size."""
         held, owner = self.keys, self._owner
         return held is None or held.shape[0] < owner.slots or held.shape[2] < owner.capacity
 
@@ -59,7 +60,7 @@ class _Layer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write the new positions of the rows at work and return all that those rows may see."""
+        """Write the new positions of the forward's rows. Return the keys and values of their whole sequences."""
         owner = self._owner
         if self.needs_growth:
             self.lazy_initialization(key_states, value_states)
@@ -78,9 +79,9 @@ class _Layer(CacheLayerMixin):
 
 
 class SlotKVCache(Cache):
-    """The cache of one engine. `prepare_append` announces a forward's slots, `commit_append` its end.
+    """KV cache of one engine. A forward runs between `prepare_append`, or `reserve`, and `commit_append`.
 
-    max_slots, max_length: what the buffers never grow past, slots and positions a slot; None: no limit.
+    max_slots, max_length: limits of the slots, and of the positions per slot. None is no limit.
     """
 
     def __init__(self, layers: int, max_slots: int | None = None, max_length: int | None = None) -> None:
@@ -98,17 +99,17 @@ class SlotKVCache(Cache):
 
     @property
     def in_use(self) -> int:
-        """Slots that are open."""
+        """Number of open slots."""
         return len(self.lengths) - len(self._free)
 
     @property
     def buffers(self) -> list[Tensor]:
-        """All keys and values that are held: [slots, heads, capacity, dim]."""
+        """Buffers of keys and values that are allocated, each [slots, heads, capacity, dim]."""
         held = [buffer for layer in self.layers for buffer in (layer.keys, layer.values)]
         return [buffer for buffer in held if buffer is not None]
 
     def allocate(self) -> int:
-        """A slot of length 0.
+        """Return a slot of length 0.
 
         Raises:
             StateError: all of `max_slots` are open.
@@ -128,18 +129,19 @@ class SlotKVCache(Cache):
 
     @torch.inference_mode()
     def _zero_stale(self, slot: int) -> None:
-        """Zero the entries of earlier sequences: a NaN there would pass the mask, as 0 × NaN is NaN."""
+        """Zero the entries of earlier sequences. A NaN there would pass the mask, as 0 × NaN is NaN."""
         if self._written_lengths[slot]:
             for buffer in self.buffers:
                 buffer[slot, :, : self._written_lengths[slot]] = 0
             self._written_lengths[slot] = 0
 
     def release(self, slot: int) -> None:
+        """Return a slot to the free list."""
         self.check(slot)
         self._free.append(slot)
 
     def truncate(self, slot: int, length: int) -> None:
-        """Forget all but the first `length` positions of a slot.
+        """Roll a slot back to its first `length` positions.
 
         Raises:
             StateError: the slot does not hold that many.
@@ -154,20 +156,20 @@ class SlotKVCache(Cache):
             raise StateError(f"slot {slot} is not open")
 
     def prepare_append(self, rows: Seq[int], counts: Seq[int], device: torch.device) -> Tensor:
-        """Announce a forward: row i of the batch appends counts[i] tokens to slot rows[i].
+        """Prepare a forward in which row i of the batch appends counts[i] tokens to slot rows[i].
 
-        Returns their positions, int64 [B, max(counts)]; padding at a row's end repeats the row's last real position,
-        since a model's table of positions may end there.
+        Returns their positions, int64 [B, max(counts)]. Padding at a row's end repeats the row's last real position,
+        since a model's position table may end there.
 
         Raises:
-            PromptError: a slot would pass `max_length`; nothing has changed.
+            PromptError: a slot would pass `max_length`. Nothing has changed then.
         """
         starts = self.reserve(rows, counts)
         self._append_plan = _AppendPlan.build(rows, starts, counts, device)
         return self._append_plan.positions
 
     def reserve(self, rows: Seq[int], counts: Seq[int]) -> list[int]:
-        """What `prepare_append` does for a forward that places its tokens itself. Returns where each row starts."""
+        """Reserve positions for a forward that computes its own. Return the start of each row."""
         starts = [self.lengths[row] for row in rows]
         longest = max(start + count for start, count in zip(starts, counts, strict=True))
         if self.max_length is not None and longest > self.max_length:
@@ -180,7 +182,7 @@ class SlotKVCache(Cache):
         return starts
 
     def commit_append(self) -> None:
-        """The forward that was announced is done: what it wrote counts."""
+        """Add the positions that the finished forward wrote to the slots' lengths."""
         for row, count in zip(*self._reserved, strict=True):
             self.lengths[row] += count
 
@@ -188,11 +190,11 @@ class SlotKVCache(Cache):
 
     @property
     def layer_buffers(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of each layer, once they are held."""
+        """Keys and values of each layer, once allocated."""
         return [(layer.keys, layer.values) for layer in self.layers]
 
     def ensure_capacity(self, heads: int, dim: int, like: Tensor) -> None:
-        """Have buffers as large as they must be now; `tokens` int32 [slots, capacity] is kept from then on."""
+        """Grow all buffers to the present size, and keep `tokens`, int32 [slots, capacity], from now on."""
         nothing = like.new_empty(0, heads, 0, dim)
         for layer in self.layers:
             if layer.needs_growth:
@@ -204,12 +206,12 @@ class SlotKVCache(Cache):
                 self.tokens[: old.shape[0], : old.shape[1]] = old
 
     def store_token_ids(self, ids: Tensor) -> None:
-        """Keep the ids [B, T] of the forward that was begun, where `tokens` are kept."""
+        """Store the ids [B, T] of the prepared forward, if `tokens` is kept."""
         if self.tokens is not None:
             self._append_plan.store(self.tokens[:, None, :, None], ids[:, None, :, None].to(torch.int32))
 
     def write(self, buffer: Tensor, new: Tensor) -> Tensor:
-        """Store `new` [B, heads, T, dim] and return [B, heads, span, dim]."""
+        """Store `new` [B, heads, T, dim]. Return the rows' whole sequences, [B, heads, span, dim]."""
         plan = self._append_plan
         plan.store(buffer, new)
         seen = buffer[:, :, : self.span]
@@ -220,10 +222,10 @@ class SlotKVCache(Cache):
 
 @dataclass(frozen=True)
 class _AppendPlan:
-    """Where one forward writes: token t of row i, at positions[i, t] of slot rows[i]; nothing for padding.
+    """Destination of one forward's keys and values: token t of row i goes to positions[i, t] of slot rows[i].
 
-    positions: int64 [B, T]. slots: int64 [B]. is_contiguous: the rows are consecutive slots, so a view shows them all.
-    valid_indices: where in the batch, flattened, tokens are that are no padding; None if all are.
+    positions: int64 [B, T]. slots: int64 [B]. is_contiguous: the rows are consecutive slots, so that a view suffices.
+    valid_indices: indices in the flattened batch of all tokens but padding, or None if there is no padding.
     """
 
     rows: Seq[int]
@@ -235,6 +237,7 @@ class _AppendPlan:
 
     @classmethod
     def build(cls, rows: Seq[int], starts: Seq[int], counts: Seq[int], device: torch.device) -> _AppendPlan:
+        """Return the plan in which row i appends counts[i] tokens to slot rows[i], from position starts[i]."""
         first, new = torch.tensor(starts)[:, None], torch.tensor(counts)[:, None]
         steps = torch.arange(max(counts))
         positions = (first + torch.minimum(steps, new - 1)).to(device)
@@ -244,7 +247,7 @@ class _AppendPlan:
         return cls(rows, counts, positions, torch.tensor(rows, device=device), is_contiguous, valid_indices)
 
     def store(self, buffer: Tensor, new: Tensor) -> None:
-        """Put `new` [B, heads, T, dim] into [slots, heads, capacity, dim]."""
+        """Write `new` [B, heads, T, dim] into a buffer [slots, heads, capacity, dim]."""
         slots = self.slots[:, None].expand_as(self.positions).flatten()
         positions, tokens = self.positions.flatten(), new.transpose(1, 2).flatten(0, 1)
         if self.valid_indices is not None:

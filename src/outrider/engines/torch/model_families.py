@@ -1,4 +1,4 @@
-"""The few ways in which transformers models differ for us: where logits come from, and where audio goes in."""
+"""Model families of transformers: how to compute logits, and how audio embeddings enter the prompt."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ class TextModel:
     def logits(
         self, ids: Tensor, positions: Tensor, mask: MaskLike, cache: Any, columns: Tensor, media: Any = None
     ) -> Tensor:
-        """Logits of some columns, [B, C, V], in the model's dtype. ids, positions: int64 [B, T]; columns: int64 [C]."""
+        """Return the logits of some columns, [B, C, V], in the model's dtype.
+
+        ids, positions: int64 [B, T]. columns: int64 [C]. media: audio embeddings to place in the batch, or None.
+        """
         kwargs: dict[str, Any] = {self._cache_argument: cache, "use_cache": True, "return_dict": True}
         if self._takes_logits_to_keep:
             kwargs["logits_to_keep"] = columns
@@ -41,15 +44,15 @@ class TextModel:
         return out.logits if self._takes_logits_to_keep else out.logits[:, columns]
 
     def forward_uncached(self, ids: Tensor) -> Tensor:
-        """Logits of a plain forward without any cache, [B, T, V]."""
+        """Return the logits of a plain forward without a cache, [B, T, V]."""
         return self.model(input_ids=ids, use_cache=False, return_dict=True).logits
 
 
 class AudioModel(TextModel):
-    """Qwen2.5-Omni Thinker and Qwen2-Audio: audio embeddings take the place of placeholder tokens at prefill.
+    """Qwen2.5-Omni Thinker and Qwen2-Audio: audio embeddings replace placeholder tokens at prefill.
 
-    The language model is called below the multimodal wrapper, with explicit positions: the wrapper keeps rope_deltas
-    on the shared module, where one session would contaminate another, and has no way to skip unneeded logits.
+    The language model is called below the multimodal wrapper, with explicit positions. The wrapper keeps rope_deltas
+    on the shared module, where one session would contaminate another, and cannot skip unneeded logits.
     """
 
     def __init__(self, model: Any, extractor: Any) -> None:
@@ -65,6 +68,7 @@ class AudioModel(TextModel):
     def logits(
         self, ids: Tensor, positions: Tensor, mask: MaskLike, cache: Any, columns: Tensor, media: Any = None
     ) -> Tensor:
+        """Return the logits of some columns, [B, C, V], as `TextModel.logits` does."""
         embeds = self.model.get_input_embeddings()(ids)
         if media is not None:
             embeds = embeds.masked_scatter(media.mask[..., None], media.embeds.to(embeds.dtype))
@@ -75,15 +79,16 @@ class AudioModel(TextModel):
         return self.model.lm_head(out.last_hidden_state[:, columns])
 
     def forward_uncached(self, ids: Tensor) -> Tensor:
+        """Return the logits of a plain forward without a cache, [B, T, V]."""
         return self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, return_dict=True).logits
 
 
 class AudioInput:
-    """From a waveform to log-mel features, and from those to the embeddings that replace the placeholder tokens.
+    """Audio encoder: from a waveform to log-mel features, and from those to embeddings in place of placeholder tokens.
 
-    Features are float32 [mels, frames], one frame per 10 ms begun. Qwen2-Audio's encoder sees its whole window of 30 s,
-    and the last valid frames look at the padding after them: there, `tail` frames of padding follow the valid ones,
-    and the rest of the window repeats the last of them.
+    Features are float32 [mels, frames], one frame per 10 ms begun. Qwen2-Audio's encoder takes its whole window of
+    30 s, and the last valid frames attend to the padding after them. Its features therefore include `tail` frames of
+    padding, the last of which is repeated up to the end of the window.
     """
 
     def __init__(self, model: Any, tower: nn.Module, extractor: Any, placeholder: int) -> None:
@@ -92,30 +97,30 @@ class AudioInput:
         self.sampling_rate = int(extractor.sampling_rate)
         self.mels = int(extractor.feature_size)
         self._whole_window = "Omni" not in type(model).__name__
-        # Frames that the window of the spectrum still reaches into from the last sample, and one that is padding only.
+        # Frames that the spectrum's window reaches into from the last sample, and one of padding only.
         self._tail = -(-extractor.n_fft // (2 * extractor.hop_length)) + 1 if self._whole_window else 0
         self._window = extractor.n_samples // extractor.hop_length
 
     @property
     def max_seconds(self) -> float:
-        """What the feature extractor holds; it would cut longer audio silently."""
+        """Longest recording that the feature extractor takes. It would truncate a longer one silently."""
         return self._extractor.n_samples / self.sampling_rate
 
     @property
     def max_frames(self) -> int:
-        """Frames of the longest recording's features."""
+        """Number of frames in the longest recording's features."""
         return self._window + self._tail
 
     def token_count(self, samples: int) -> int:
-        """Placeholders for a recording of `samples`."""
+        """Return the number of placeholders for a recording of `samples`."""
         return self.feature_tokens(-(-samples // self._extractor.hop_length) + self._tail)
 
     def feature_tokens(self, frames: int) -> int:
-        """Placeholders for features of `frames`, which are halved by a convolution and by pooling."""
+        """Return the number of placeholders for features of `frames`: a convolution and pooling halve it twice."""
         return (((frames - self._tail - 1) // 2 + 1) - 2) // 2 + 1
 
     def prompt_tokens(self, prompt: Prompt) -> int:
-        """Placeholders for what comes with a prompt.
+        """Return the number of placeholders for a prompt's recording or features.
 
         Raises:
             PromptError: features of another model, or of more frames than the model takes.
@@ -125,13 +130,13 @@ class AudioInput:
         return 0 if prompt.features is None else self.feature_tokens(self._check_features(prompt.features).shape[1])
 
     def embed(self, waveform: np.ndarray) -> Tensor:
-        """float32 [samples] → [token_count, hidden] in the model's dtype."""
+        """Return the embeddings of a waveform: float32 [samples] → [token_count, hidden] in the model's dtype."""
         return self.embed_features(self.features(waveform))
 
     def features(self, waveform: np.ndarray) -> np.ndarray:
-        """float32 [samples] → float32 [mels, frames], as the family's processor makes them.
+        """Return the features of a waveform: float32 [samples] → float32 [mels, frames].
 
-        Padding shorter than the processor's (300 s for Qwen2.5-Omni) gives the same frames, and is faster.
+        They equal those of the family's processor. Its own padding (300 s for Qwen2.5-Omni) would be slower.
         """
         extractor = self._extractor
         padded = -(-len(waveform) // extractor.hop_length) * extractor.hop_length + extractor.n_fft
@@ -148,7 +153,7 @@ class AudioInput:
         return _fit_frames(out["input_features"][0].astype(np.float32), frames)
 
     def embed_features(self, features: np.ndarray) -> Tensor:
-        """float32 [mels, frames] → [feature_tokens, hidden] in the model's dtype."""
+        """Return the embeddings of features: float32 [mels, frames] → [feature_tokens, hidden] in the model's dtype."""
         weight = next(self._tower.parameters())
         valid = features.shape[1] - self._tail
         encoder_input = _fit_frames(features, self._window) if self._whole_window else features
@@ -161,7 +166,7 @@ class AudioInput:
         return hidden if isinstance(hidden, Tensor) else torch.cat(list(hidden))
 
     def _embed_window(self, features: Tensor, valid: Tensor) -> Tensor:
-        """Qwen2-Audio: the encoder sees the whole window, the padding masked out of its attention."""
+        """Return Qwen2-Audio's embeddings of a whole window, with the padding masked out of the attention."""
         input_lengths, output_lengths = self._tower._get_feat_extract_output_lengths(valid)  # type: ignore[operator]
         size = (features.shape[-1] - 2) // 2 + 1
         hidden = torch.arange(size, device=features.device)[None, None, None, :] >= input_lengths[:, None, None, None]
@@ -177,18 +182,40 @@ class AudioInput:
             raise PromptError(f"features are float32 [{self.mels}, frames] for this model, not {kind}")
         frames = features.shape[1]
         if frames > self.max_frames or self.feature_tokens(frames) < 1:
-            raise PromptError(f"features of {frames} frames: this model takes at most {self.max_frames}, and a few")
+            raise PromptError(
+                f"features of {frames} frames: expected at most {self.max_frames}, and enough for one audio token"
+            )
         return features
 
 
+def is_audio_model(model: Any) -> bool:
+    """Return whether a model belongs to one of the audio families."""
+    return type(model).__name__ in ("Qwen2_5OmniThinkerForConditionalGeneration", "Qwen2AudioForConditionalGeneration")
+
+
+def read_max_length(config: Any) -> int | None:
+    """Return the number of positions that the model was made for.
+
+    LongRoPE changes its factors past the original length, for cached positions too and for every slot in a batch.
+    Such a model is used up to its original length.
+    """
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", limit
+        )
+    return limit
+
+
 def _fit_frames(features: np.ndarray, frames: int) -> np.ndarray:
-    """The first `frames` of [mels, …], the last one repeated where there are fewer."""
+    """Return the first `frames` of [mels, …], with the last one repeated if there are fewer."""
     missing = max(0, frames - features.shape[1])
     return np.pad(features[:, :frames], ((0, 0), (0, missing)), mode="edge")
 
 
 def _find_audio_parts(model: Any) -> tuple[Any, nn.Module]:
-    """The language model and the audio tower, wherever this version of transformers keeps them."""
+    """Return the language model and the audio tower. Versions of transformers keep them in different places."""
     holders: list[Any] = [model.model, model]
     for holder in holders:
         if hasattr(holder, "language_model"):
@@ -198,11 +225,11 @@ def _find_audio_parts(model: Any) -> tuple[Any, nn.Module]:
 
 def _require_lm_head(model: Any) -> None:
     if model.get_output_embeddings() is None:
-        raise ModelError(f"{type(model).__name__} has no language-model head: load it with AutoModelForCausalLM, say")
+        raise ModelError(f"{type(model).__name__} has no language-model head: load it with AutoModelForCausalLM")
 
 
 def _cache_argument(parameters: Any, model: Any) -> str:
-    """5.24 renamed past_key_values to cache; the old name still works there, with a warning."""
+    """Return the name of the forward's cache argument. transformers 5.24 renamed past_key_values to cache."""
     for name in ("cache", "past_key_values"):
         if name in parameters:
             return name

@@ -1,7 +1,7 @@
-"""Forwards of a fused stack as captured CUDA graphs, and the choosing of tokens beside them.
+"""Forwards of the fused model as captured CUDA graphs, and on-device sampling.
 
-What is computed stays on the device: a verdict's choices are read back once for the whole batch, a drafted block's once
-for the whole block.
+Results stay on the device until they are complete. The host reads sampled tokens back once per verification batch, and
+once per drafted block.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from outrider.sampling.batched_sampler import (
 from outrider.sampling.policy import BatchKey, Policy
 from outrider.sampling.sampler import SampledToken
 
-MAX_ROWS = 64  # constrained or sampled at once: each row takes several copies of itself
+MAX_ROWS = 64  # rows that processors or sampling take at once: each needs several copies of itself
 
 
 @dataclass(frozen=True)
 class _DecodeStep:
-    """A forward that ends with a choice from its only row; with_signals: with its signals."""
+    """A forward that samples a token from its only row. with_signals: with the token's gate signals."""
 
     shape: BatchShape
     batch_key: BatchKey
@@ -44,22 +44,22 @@ class _DecodeStep:
 
 
 class ModelRunner:
-    """Runs `stack` over a cache whose lengths are the caller's to move."""
+    """Runner of a fused model over a KV cache. The caller moves the cache's lengths."""
 
-    def __init__(self, stack: FusedModel, device: torch.device, graphs: CudaGraphCache | None = None) -> None:
-        self._model, self._device = stack, device
+    def __init__(self, model: FusedModel, device: torch.device, graphs: CudaGraphCache | None = None) -> None:
+        self._model, self._device = model, device
         self._graphs = graphs or CudaGraphCache(device)
         self._batches: dict[BatchShape, Batch] = {}
-        self._row_context = torch.zeros(1, 3, dtype=torch.int64, device=device)  # of the row that a step chooses from
-        self._buffers: tuple[object, ...] = ()  # what the graphs point to
+        self._row_context = torch.zeros(1, 3, dtype=torch.int64, device=device)  # of a decode step's row
+        self._buffers: tuple[object, ...] = ()  # identity of the cache's buffers in the captured graphs
 
     @staticmethod
     def fits(inputs: Seq[SequenceInput]) -> bool:
-        """Whether a batch is short enough."""
+        """Return whether a batch is short enough for the fused model."""
         return sum(len(seq_input.ids) for seq_input in inputs) <= MAX_TOKENS
 
     def prepare(self, cache: SlotKVCache) -> None:
-        """Follow the cache to its present size."""
+        """Adapt to the cache's present size. Graphs of an earlier size are dropped."""
         buffers = (cache, cache.slots, cache.capacity)
         if buffers != self._buffers:
             self._model.prepare(cache)
@@ -67,13 +67,16 @@ class ModelRunner:
             self._buffers = buffers
 
     def release_cache(self) -> None:
-        """Let go of a cache that is there no more."""
+        """Release all references to a cache that was replaced."""
         self._graphs.clear()
         self._batches.clear()
         self._buffers = ()
 
     def logits(self, inputs: Seq[SequenceInput], starts: Seq[int], cache: SlotKVCache, span: int) -> Tensor:
-        """[rows ≥ wanted, V] in the model's dtype; valid until the next call."""
+        """Return the logits of all inputs, [≥ rows, V] in the model's dtype, valid until the next call.
+
+        starts: cached length of each input's slot. span: positions that the longest cache holds afterwards.
+        """
         self.prepare(cache)
         shape = BatchShape.of(
             [len(seq_input.ids) for seq_input in inputs], sum(seq_input.logits_to_keep for seq_input in inputs), span
@@ -101,9 +104,9 @@ class ModelRunner:
         *,
         with_signals: bool,
     ) -> list[Proposal]:
-        """Feed `ids` from position `start`, then choose and feed, `count` times, and read back together.
+        """Feed `ids` from position `start`, then sample and feed a token, `count` times, with one read-back.
 
-        Returns the tokens up to an EOS. with_signals: with the signals of each.
+        Returns the tokens up to an EOS. with_signals: with the gate signals of each.
         """
         self.prepare(cache)
         first, span = start + len(ids), start + len(ids) + count - 1
@@ -112,7 +115,7 @@ class ModelRunner:
         _copy_into(self._batch(head.shape).all, pack_batch(head.shape, [SequenceInput(slot, ids, 1)], [start]))
         _copy_into(self._row_context, torch.tensor([row_context(policy, first)]))
         found = [run().clone()]
-        if count > 1:  # prepared while the device is busy
+        if count > 1:  # while the device is busy
             self._prepare_next_token(head, step, slot, first)
         for n in range(1, count):
             if not policy.sampling.greedy:
@@ -121,7 +124,7 @@ class ModelRunner:
         return _proposals(torch.cat(found).tolist(), first, policy.processors.eos_ids, with_signals=with_signals)
 
     def _prepare_next_token(self, head: _DecodeStep, step: _DecodeStep, slot: int, first: int) -> None:
-        """Have the batch of single tokens continue the head's, which has its own where it is longer."""
+        """Let the single-token batch continue after the head, unless both share one batch."""
         if head.shape != step.shape:
             batch = self._batch(step.shape)
             sampled = self._batch(head.shape).ids[:1].clone()
@@ -140,7 +143,7 @@ class ModelRunner:
         return self._graphs.get_or_capture(step, forward)
 
     def _sample_step(self, step: _DecodeStep, batch: Batch, cache: SlotKVCache) -> Tensor:
-        """float64 [1, 3 or 7]: a row of `sample_batch`, and of `batched_signals`."""
+        """Return a row of `sample_batch`, followed by one of `batched_signals` if requested: float64 [1, 3 or 7]."""
         rows, batch_key = self._model.forward(batch, cache)[:1], step.batch_key
         history = None
         if batch_key.needs_history:
@@ -157,18 +160,18 @@ class ModelRunner:
         return sampled
 
     def _advance_batch(self, batch: Batch, sampled: Tensor) -> None:
-        """Let the batch be about the token that was chosen, one position further."""
+        """Replace the batch's token by the sampled one, one position further."""
         batch.ids[:1].copy_(sampled[0, :1])
         batch.positions[:1].add_(1)
         batch.starts.add_(1)
         self._row_context[:, :2].add_(1)
 
-    # Verdicts -----------------------------------------------------------------------------------------------
+    # Verification -------------------------------------------------------------------------------------------
 
     def sample(
         self, logits: Tensor, inputs: Seq[SequenceInput], starts: Seq[int], policies: Seq[Policy], cache: SlotKVCache
     ) -> list[list[SampledToken]]:
-        """The picks of every feed's rows, which stand in `logits` one feed after another. One read-back."""
+        """Return the sampled tokens of each input, with one read-back. logits: rows of all inputs, in their order."""
         sampled_inputs = [
             _SampledInput(*parts) for parts in zip(inputs, starts, policies, _first_rows(inputs), strict=True)
         ]
@@ -184,7 +187,7 @@ class ModelRunner:
         return [found[i] for i in range(len(inputs))]
 
     def _sample_group(self, logits: Tensor, sampled_inputs: Seq[_SampledInput], cache: SlotKVCache) -> Tensor:
-        """`sample_batch` for members of one kind: float64 [their rows, 3]."""
+        """Run `sample_batch` for inputs with equal batch keys. Return float64 [rows, 3]."""
         batch_key, rows = sampled_inputs[0].policy.batch_key, [row for member in sampled_inputs for row in member.rows]
         entries = self._upload(
             [row_context(member.policy, length) for member in sampled_inputs for length in member.lengths]
@@ -194,18 +197,18 @@ class ModelRunner:
             assert cache.tokens is not None
             slots = self._upload([member.seq_input.slot for member in sampled_inputs for _ in member.lengths])
             history = cache.tokens[slots, : max(member.lengths[-1] for member in sampled_inputs)]
-        whole = rows == list(range(len(rows)))
-        part = logits[: len(rows)] if whole else logits[self._upload(rows)]
-        most = len(rows) if batch_key.sampling.greedy and not batch_key.has_processors else MAX_ROWS
+        is_prefix = rows == list(range(len(rows)))
+        part = logits[: len(rows)] if is_prefix else logits[self._upload(rows)]
+        limit = len(rows) if batch_key.sampling.greedy and not batch_key.has_processors else MAX_ROWS
         sampled = []
-        for cut in (slice(n, n + most) for n in range(0, len(rows), most)):
+        for cut in (slice(n, n + limit) for n in range(0, len(rows), limit)):
             at = entries[cut]
             context = RowContext(at[:, 0], at[:, 1], at[:, 2], None if history is None else history[cut])
             sampled.append(sample_batch(part[cut], batch_key, context, self._model.top2))
         return torch.cat(sampled)
 
     def _upload(self, numbers: Seq[Any]) -> Tensor:
-        """int64 numbers on the device."""
+        """Return integers as an int64 tensor on the device."""
         return _pin_if_cuda(torch.tensor(numbers), self._device).to(self._device, non_blocking=True)
 
     def _batch(self, shape: BatchShape) -> Batch:
@@ -215,13 +218,13 @@ class ModelRunner:
 
     @staticmethod
     def _pad(batch: Batch) -> None:
-        """Nothing but padding: a forward over it writes nothing."""
+        """Fill the batch with padding, so that a forward over it writes nothing."""
         _copy_into(batch.all, pack_batch(batch.shape, [], []))
 
 
 @dataclass(frozen=True)
 class _SampledInput:
-    """One feed among those that are chosen from together. first: of its rows among all."""
+    """One input of a batch to sample from. first: index of its first row among the rows of all inputs."""
 
     seq_input: SequenceInput
     start: int
@@ -230,11 +233,12 @@ class _SampledInput:
 
     @property
     def rows(self) -> range:
+        """Indices of the input's rows."""
         return range(self.first, self.first + self.seq_input.logits_to_keep)
 
     @property
     def lengths(self) -> range:
-        """The prefix that each row follows."""
+        """Length of the sequence that each row continues."""
         end = self.start + len(self.seq_input.ids) + 1
         return range(end - self.seq_input.logits_to_keep, end)
 
@@ -244,7 +248,7 @@ def _copy_into(target: Tensor, numbers: Tensor) -> None:
 
 
 def _pin_if_cuda(numbers: Tensor, device: torch.device) -> Tensor:
-    """In memory from which a GPU copies without first waiting for what it is at."""
+    """Pin the tensor's memory for a GPU, which then copies without synchronisation."""
     return numbers.pin_memory() if device.type == "cuda" else numbers
 
 
@@ -256,10 +260,10 @@ def _first_rows(inputs: Seq[SequenceInput]) -> list[int]:
 
 
 def _proposals(found: list[list[float]], first: int, eos_ids: tuple[int, ...], *, with_signals: bool) -> list[Proposal]:
-    """Up to an EOS; what came behind it is nobody's."""
+    """Return the proposals up to an EOS. Tokens behind it are dropped."""
     out: list[Proposal] = []
-    for n, (pick, row) in enumerate(zip(to_sampled_tokens([row[:3] for row in found]), found, strict=True)):
-        out.append(Proposal(pick.validated(first + n).token, to_signals(row[3:]) if with_signals else None))
-        if pick.token in eos_ids:
+    for n, (sampled, row) in enumerate(zip(to_sampled_tokens([row[:3] for row in found]), found, strict=True)):
+        out.append(Proposal(sampled.validated(first + n).token, to_signals(row[3:]) if with_signals else None))
+        if sampled.token in eos_ids:
             break
     return out

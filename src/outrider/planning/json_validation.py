@@ -1,16 +1,15 @@
-"""JSON that others wrote, read with errors that say what is wrong and where."""
+"""Validation of JSON files that other programs may have written. Errors name the file, the line and the field."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from outrider.config import is_integer, is_number
 from outrider.errors import DataError
-from outrider.files import read_text
+from outrider.files import parse_json, read_text
 
 Row = dict[str, Any]
 T = TypeVar("T")
@@ -20,28 +19,27 @@ T = TypeVar("T")
 
 
 def numbers(values: Row) -> dict[str, float]:
-    """The finite numbers among the values."""
-    return {name: float(value) for name, value in values.items() if _is_number(value)}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+    """Return the finite numbers among the values."""
+    return {name: float(value) for name, value in values.items() if is_number(value)}
 
 
 def number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not _is_number(value):
+    """Return a finite number."""
+    if not is_number(value):
         raise DataError(f"{name}: expected a finite number, not {shorten(value)}")
     return float(value)
 
 
 def seconds(row: Row, name: str) -> float:
-    value = number(_required(row, name), name)
+    """Return a field that is a number of 0 or more."""
+    value = number(required(row, name), name)
     if value < 0:
         raise DataError(f"{name}: expected 0 or more, not {value:g}")
     return value
 
 
 def share(value: Any, name: str) -> float:
+    """Return a number between 0 and 1."""
     share = number(value, name)
     if not 0 <= share <= 1:
         raise DataError(f"{name}: expected a share between 0 and 1, not {share:g}")
@@ -49,24 +47,27 @@ def share(value: Any, name: str) -> float:
 
 
 def whole_number(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    """Return an integer of 0 or more."""
+    if not is_integer(value) or value < 0:
         raise DataError(f"{name}: expected whole numbers, 0 or more, not {shorten(value)}")
-    return value
+    return int(value)
 
 
 def string(value: Any, name: str) -> str:
-    """A text that can be written: lone surrogates, which JSON can name, are shown as what they are."""
+    """Return a string that can be encoded. Lone surrogates, which JSON allows, become their escape sequences."""
     if not isinstance(value, str):
         raise DataError(f"{name}: expected a text, not {shorten(value)}")
     return value.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def text(row: Row, name: str) -> str:
-    return string(_required(row, name), name)
+    """Return a field that is a string, as `string` does."""
+    return string(required(row, name), name)
 
 
 def entries(row: Row, name: str, *, optional: bool = False) -> list[Any]:
-    value = row.get(name) if optional else _required(row, name)
+    """Return a field that is a list. An optional field may be absent or null, and is then empty."""
+    value = row.get(name) if optional else required(row, name)
     if value is None and optional:
         return []
     if not isinstance(value, list):
@@ -75,19 +76,22 @@ def entries(row: Row, name: str, *, optional: bool = False) -> list[Any]:
 
 
 def mapping(row: Row, name: str) -> Row:
-    value = _required(row, name)
+    """Return a field that is an object."""
+    value = required(row, name)
     if not isinstance(value, dict):
         raise DataError(f"{name}: expected an object, not {shorten(value)}")
     return value
 
 
-def _required(row: Row, name: str) -> Any:
+def required(row: Row, name: str) -> Any:
+    """Return a field that must be present."""
     if name not in row:
-        raise DataError(f"no {name!r}")
+        raise DataError(f"{name!r} is missing")
     return row[name]
 
 
 def shorten(value: Any) -> str:
+    """Return the `repr` of a value in at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:59] + "…"
 
@@ -96,40 +100,35 @@ def shorten(value: Any) -> str:
 
 
 def rows(path: Path, parse: Callable[[Row], T]) -> tuple[T, ...]:
-    lines = read_text(path).split("\n")  # and not splitlines, which cuts at U+2028 inside a text
-    rows = tuple(_row(line, parse, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip())
-    if not rows:
-        raise DataError(f"{path} holds no line")
-    return rows
+    """Parse each line of a JSON Lines file. Blank lines are skipped, and an empty file raises DataError."""
+    lines = read_text(path).split("\n")  # splitlines() would also split at U+2028 inside a string
+    found = tuple(_row(line, parse, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip())
+    if not found:
+        raise DataError(f"{path} has no lines")
+    return found
 
 
 def _row(line: str, parse: Callable[[Row], T], where: str) -> T:
+    value = _parse_object(line, where)
     with error_prefix(where):
-        value = _json(line)
         return parse(value)
 
 
 def read_object(path: Path) -> Row:
-    text = read_text(path)
-    with error_prefix(str(path)):
-        return _json(text)
+    """Read a JSON file that holds an object."""
+    return _parse_object(read_text(path), str(path))
 
 
-def _json(text: str) -> Row:
-    try:
-        value = json.loads(text)
-    except RecursionError as error:
-        raise DataError("not valid JSON: nested too deeply") from error
-    except ValueError as error:
-        raise DataError(f"not valid JSON: {error}") from error
+def _parse_object(text: str, where: str) -> Row:
+    value = parse_json(text, where)
     if not isinstance(value, dict):
-        raise DataError(f"expected an object, not {shorten(value)}")
+        raise DataError(f"{where}: expected an object, not {shorten(value)}")
     return value
 
 
 @contextmanager
 def error_prefix(where: str) -> Iterator[None]:
-    """Errors raised inside say where."""
+    """Put `where` in front of the DataErrors that are raised inside."""
     try:
         yield
     except DataError as error:
