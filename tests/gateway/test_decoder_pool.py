@@ -186,7 +186,10 @@ def test_a_cable_that_cannot_be_cut_leaves_no_verifier_behind() -> None:
 
     pool = DecoderPool(scripted(), reach_)
     for _ in range(3):
-        with pytest.raises(SettingsError, match="is not supported by this verifier"), pool.checkout(RequestOptions(net="cut")):
+        with (
+            pytest.raises(SettingsError, match="is not supported by this verifier"),
+            pool.checkout(RequestOptions(net="cut")),
+        ):
             pass
     assert [verifier.gone for verifier in reached] == [True] * 3
     pool.decoder(RequestOptions())
