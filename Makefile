@@ -113,7 +113,7 @@ bench: $(STAMP)
 $(BASE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "outrider needs Python 3.11 or newer: make PYTHON=…")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --editable .
+	$(PIP) --editable '.[cloud]'
 	touch $@
 
 $(STAMP): $(BASE)

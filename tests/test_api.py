@@ -43,12 +43,12 @@ def test_stream_raises_before_it_is_read() -> None:
         decoder.stream([1, 2], temperature=-1)
 
 
-def test_a_text_model_cannot_verify_what_was_heard_and_says_so_before_any_work() -> None:
+def test_a_text_model_is_refused_for_recordings_before_any_work() -> None:
     edge = load_engine("demo:edge")
     text_only = load_engine("demo:cloud")
     text_only._family.audio = None
     decoder = SpeculativeDecoder(edge, local(text_only))
-    with pytest.raises(PromptError, match="cannot verify what was heard"):
+    with pytest.raises(PromptError, match="cannot verify drafts about a recording"):
         decoder.generate(Audio(np.zeros(16_000, np.float32)))
 
 

@@ -135,7 +135,10 @@ def test_cited_design_pages_and_sections_exist() -> None:
         assert not section or re.search(rf"^#+ {re.escape(section)}$", text(page), re.M), f"{page}: {section}"
 
 
-@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "SECURITY.md", "docs/extending.md", "docs/design/failures.md"])
+@pytest.mark.parametrize(
+    "name",
+    ["CONTRIBUTING.md", "SECURITY.md", "docs/extending.md", "docs/structure.md", "docs/design/failures.md"],
+)
 def test_files_that_are_named_exist(name: str) -> None:
     named = re.findall(r"`((?:[\w.]+/)+[\w.]*)`", text(name))
     commands = re.findall(r"^\.venv/bin/pytest (.*)", text(name), re.M)
@@ -176,9 +179,10 @@ def test_the_recorder_wraps_long_lines() -> None:
     assert ["".join(piece for piece, _ in line) for line in screen.view()] == ["x" * COLUMNS, "xxx", "y"]
 
 
-def test_names_in_the_guide_on_extending_exist() -> None:
+@pytest.mark.parametrize("name", ["docs/extending.md", "docs/structure.md"])
+def test_names_in_the_guides_exist(name: str) -> None:
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
-    named = set(re.findall(r"`([A-Z]\w+)`", text("docs/extending.md"))) - {"TEXT", "SLIDING", "AutoModelForCausalLM"}
+    named = set(re.findall(r"`([A-Z]\w+)(?:\.\w+\(\))?`", text(name))) - {"TEXT", "SLIDING", "AutoModelForCausalLM"}
     assert named
     assert {name for name in named if not re.search(rf"^(?:class {name}\b|{name}\b.*=)", source, re.M)} == set()
 
@@ -188,3 +192,21 @@ def test_modules_that_documents_name_exist() -> None:
     named = {name for page in pages for name in re.findall(r"`(outrider\.[a-z_]+\.[a-z_.]+)`", page.read_text("utf-8"))}
     paths = {name: ROOT / "src" / name.replace(".", "/") for name in named}
     assert {name for name, path in paths.items() if not (path.is_dir() or path.with_suffix(".py").exists())} == set()
+
+
+def terms() -> list[tuple[str, str]]:
+    """The rows of the first table of docs/structure.md: each term with each of its files."""
+    table = text("docs/structure.md").split("## Find a term")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if "`" in line]
+    return [(term, file) for term, files in rows for file in re.findall(r"`([^`]+)`", files)]
+
+
+@pytest.mark.parametrize(("term", "file"), terms())
+def test_a_search_for_a_standard_term_finds_its_file(term: str, file: str) -> None:
+    pattern = re.sub("[ -]", "[ _-]?", term)
+    assert re.search(pattern, text(f"src/outrider/{file}"), re.I), f"{file} does not contain {term!r}"
+
+
+def test_the_table_of_terms_has_the_terms_of_the_field() -> None:
+    expected = {"scheduler", "KV cache", "rejection sampling", "gate", "draft length controller", "retry", "backoff"}
+    assert expected | {"request handler", "protocol"} <= {term for term, _ in terms()}

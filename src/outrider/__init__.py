@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_LAZY = {  # what needs torch is imported on first use, so that `outrider --help` answers at once
+_LAZY = {  # imported on first use: they import torch, and `outrider --help` must be fast
     "SpeculativeDecoder": "outrider.api",
     "StreamEvent": "outrider.api",
     "connect": "outrider.verifiers.connect",

@@ -1,4 +1,4 @@
-"""The entry point of `outrider` and `python -m outrider`. Ctrl-C leaves no traceback, from the first line on."""
+"""The entry point of `outrider` and `python -m outrider`. Ctrl-C never prints a traceback, not even during imports."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NoReturn
 
 
 def _leave(*_: object) -> NoReturn:
-    """End at once: until the command line is imported there is nothing to clean up."""
+    """Exit at once: before the command line is imported, there is nothing to clean up."""
     os._exit(130)
 
 
 def main() -> None:
     """Import the command line and run it."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it may be ignored, as under nohup
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not under nohup, which ignores it
         signal.signal(signal.SIGINT, _leave)
     from outrider.cli.main import main as run
 

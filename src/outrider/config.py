@@ -1,4 +1,4 @@
-"""Settings: frozen, validated on construction. Unknown keys raise; nothing is corrected in silence."""
+"""Settings: frozen and validated on construction. Unknown keys raise an error, and no value is corrected silently."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ DriverName = Literal["sequential", "pipelined"]
 DecodingMode = Literal["speculative", "edge-only", "cloud-only"]
 OnCloudLoss = Literal["fail", "edge-only", "wait"]
 Privacy = Literal["tokens", "features", "audio"]
-Loss = Literal["outputs", "tokens"]  # what a risk budget counts
+Loss = Literal["outputs", "tokens"]  # the unit of a risk budget
 
 DEFAULT_K = 5  # tokens per block
-PER_REQUEST_SETTING = "seed"  # the setting that is each request's own, and no part of what a gate is calibrated for
+PER_REQUEST_SETTING = "seed"  # the setting that each request chooses, and to which no gate is calibrated
 SEED_LIMIT = 2**64
 GATE_FILE_VERSION = 3
 OLD_VERSION_HINT = (
@@ -39,10 +39,10 @@ DIGEST_MISMATCH = (
 class GenerationSettings:
     """Decoding settings, shared by drafter, verifier and baselines.
 
-    temperature 0 is greedy. top_k 0, top_p 1, min_p 0 keep everything. no_repeat_ngram_size 0 is off. stop strings stay
+    temperature 0 is greedy. top_k 0, top_p 1, min_p 0 keep all tokens. no_repeat_ngram_size 0 is off. stop strings stay
     in the text. sentences ends the output after that many complete sentences, but not before min_new_tokens.
-    suppress_tokens are never emitted. repetition_window is the number of last tokens that repetition_penalty covers, 64
-    or 128 say; 0 is the whole prefix, as in transformers.
+    suppress_tokens are never emitted. repetition_window is the number of last tokens that repetition_penalty covers,
+    for example 64 or 128. With 0 it covers the whole prefix, as in transformers.
     """
 
     max_new_tokens: int = 128
@@ -105,10 +105,10 @@ class GenerationSettings:
 
     @classmethod
     def build(cls, values: Mapping[str, Any]) -> GenerationSettings:
-        """From keyword arguments.
+        """Build settings from keyword arguments.
 
         Raises:
-            SettingsError: a name that is no setting (with the names that are), or a value out of range.
+            SettingsError: a name is unknown (the message lists the known ones), or a value is out of range.
         """
         names = [f.name for f in fields(cls)]
         unknown = sorted(set(values) - set(names))
@@ -118,7 +118,7 @@ class GenerationSettings:
 
 @dataclass(frozen=True)
 class ModelId:
-    """A model as a file names it. fingerprint: its vocabulary's hash."""
+    """A model's name in a file. fingerprint: the hash of its vocabulary."""
 
     name: str
     fingerprint: str
@@ -131,7 +131,7 @@ class ModelId:
 
 @dataclass(frozen=True)
 class SignalFit:
-    """The loosest threshold of a signal that kept the risk, and what it came to; None where none did."""
+    """The loosest threshold of a signal within the risk budget, None if there is none, with its risk and escalation."""
 
     signal: str
     threshold: float | None
@@ -158,7 +158,7 @@ class GateFile:
     own.
 
     Raises:
-        DataError: a value out of range; the key is named.
+        DataError: a value is out of range. The message names the key.
     """
 
     gate: str
@@ -186,12 +186,17 @@ class GateFile:
         _check_fractions(self, "risk", "escalation", "audit")
 
     def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary with version and digest."""
         value = {"version": GATE_FILE_VERSION, **asdict(self)}
         return {**value, "digest": _digest(value)}
 
     @classmethod
     def from_json(cls, value: Any) -> GateFile:
-        """Raises DataError for what is no gate file of this version, or was changed; the key is named."""
+        """Read the contents of a gate file.
+
+        Raises:
+            DataError: it is not a gate file of this version, or was changed. The message names the key.
+        """
         _require_data(isinstance(value, dict), f"expected an object, not {value!r}")
         version = value.get("version")
         known = f"version {version!r}: this outrider reads version {GATE_FILE_VERSION}"
@@ -213,10 +218,10 @@ class GateFile:
 
 
 def read_gate_file(path: str | Path) -> GateFile:
-    """What a gate file says.
+    """Read a gate file.
 
     Raises:
-        DataError: it cannot be read, or is no gate file; file and key are named.
+        DataError: the file cannot be read, or is not a gate file. The message names file and key.
     """
     value = read_json(path)
     try:
@@ -226,13 +231,13 @@ def read_gate_file(path: str | Path) -> GateFile:
 
 
 def _digest(value: Mapping[str, Any]) -> str:
-    """Return the checksum of a gate file's other keys, whatever their order. It is no protection against intent."""
+    """Return the checksum of a gate file's other keys, in any order. It does not protect against forgery."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 
 
 def _require_keys(kind: type, value: Any) -> dict[str, Any]:
-    """`value`, if it is an object with the keys of a dataclass and no other."""
+    """Return a JSON object with exactly the keys of a dataclass, or raise DataError."""
     _require_data(isinstance(value, dict), f"expected an object, not {value!r}")
     names = [f.name for f in fields(kind)]
     unknown, missing = sorted(set(value) - set(names)), [name for name in names if name not in value]
@@ -269,22 +274,24 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
 
 
 def _as_tuple(name: str, value: Any) -> Any:
-    """A single stop string, and lists of texts or ids, as the tuples that the settings hold."""
+    """Convert a single stop string, and lists of texts or ids, to tuples."""
     if name == "stop" and isinstance(value, str):
         return (value,)
     return tuple(value) if name in ("stop", "suppress_tokens") and isinstance(value, list) else value
 
 
 def format_number(value: float) -> str:
-    """A number as people write it, with every digit that it takes to read the same number again."""
+    """Format a number without a trailing `.0`, with all digits that are needed to parse the same number again."""
     return repr(value).removesuffix(".0")
 
 
 def is_integer(value: Any) -> bool:
+    """Return whether a value is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
+    """Return whether a value is a finite int or float."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return abs(value) <= sys.float_info.max  # false for NaN, infinities, and integers beyond any float

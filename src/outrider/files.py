@@ -29,7 +29,7 @@ def decode_text(data: bytes, name: str) -> str:
     """Decode UTF-8, with or without a byte-order mark.
 
     Raises:
-        DataError: the bytes are in another encoding. `name` is the file's.
+        DataError: the bytes are in another encoding. The message has the file's `name`.
     """
     marked = data.startswith(codecs.BOM_UTF8)
     if data.startswith(WIDE_MARKS) or (b"\0" in data[:4] and not marked):
@@ -59,7 +59,7 @@ def check_private(path: Path, file: int, kind: str = "") -> None:
     """Refuse a file that other users of this machine can use. file: its descriptor. kind: for the message.
 
     Raises:
-        SettingsError: with the remedy.
+        SettingsError: they can. The message has the remedy.
     """
     if os.name == "posix" and os.fstat(file).st_mode & 0o077:
         name = f"{path}, {kind}," if kind else str(path)
@@ -79,7 +79,7 @@ def parse_json(text: str, name: str) -> Any:
 
 
 def read_json(path: str | Path) -> Any:
-    """Read a JSON file; DataError names the file and the fault."""
+    """Read a JSON file. DataError names the file and the fault."""
     return parse_json(read_text(path), str(path))
 
 
@@ -87,13 +87,13 @@ def read_json(path: str | Path) -> Any:
 
 
 def write_file(path: str | Path, data: str | bytes) -> None:
-    """Write a file atomically: write beside it and rename. Also after a power cut, readers find the old or the new one.
+    """Write a file atomically: write beside it and rename. Readers find the old or the new one, also after a power cut.
 
-    Devices and pipes are written in target.
+    Devices and pipes are written in place.
 
     Raises:
-        DataError: the place cannot be used.
-        OutriderError: the file system refuses, as a full one does. An older file of that name is then unchanged.
+        DataError: the path cannot be written.
+        OutriderError: writing fails, for example on a full disk. An older file of that name is then unchanged.
     """
     check_writable(path)
     content = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
@@ -107,7 +107,7 @@ def write_file(path: str | Path, data: str | bytes) -> None:
 
 
 def check_writable(path: str | Path) -> None:
-    """Raise DataError if a file cannot be written. Call it before the work whose result goes there."""
+    """Raise DataError if a file cannot be written. Call it before computing its contents."""
     try:
         target = Path(os.path.realpath(path))
         if _is_special(path):

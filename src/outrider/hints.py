@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from outrider.errors import SettingsError
 
 PACKAGE = "outrider"
 
@@ -33,8 +36,29 @@ def install_command(extra: str) -> str:
     return f"pip install {' '.join(map(shlex.quote, needed))}"
 
 
+EXTRA_MODULES = {
+    "cloud": ("grpc", "grpc_health", "prometheus_client", "pythonjsonlogger"),
+    "gateway": ("fastapi", "httptools", "uvicorn", "grpc", "grpc_health", "prometheus_client", "pythonjsonlogger"),
+}
+
+
+def has_extra(extra: str) -> bool:
+    """Return whether the modules of an extra are installed."""
+    return not _missing_modules(extra)
+
+
+def check_extra(command: str, extra: str) -> None:
+    """Raise SettingsError with the install command if modules of an extra that the command needs are missing."""
+    if missing := _missing_modules(extra):
+        raise SettingsError(f"{command} needs {', '.join(missing)}: {install_command(extra)}")
+
+
+def _missing_modules(extra: str) -> list[str]:
+    return [name for name in EXTRA_MODULES[extra] if find_spec(name) is None]
+
+
 def _source() -> dict[str, Any]:
-    """Read where pip took the package from (PEP 610); empty where it came from an index, or is not installed."""
+    """Read where pip took the package from (PEP 610), or {} if it came from an index or is not installed."""
     try:
         text = metadata.distribution(PACKAGE).read_text("direct_url.json")
         found = json.loads(text) if text else {}
@@ -53,7 +77,7 @@ def _pinned(source: dict[str, Any], url: str) -> str:
 
 
 def requirements(extra: str) -> list[str]:
-    """Return the requirements of an extra, without its marker; the extra's own name where they are not known."""
+    """Return the requirements of an extra without its marker, or the extra itself if they are unknown."""
     from packaging.requirements import Requirement
 
     try:

@@ -21,6 +21,7 @@ from outrider.decoding.draft_length import FixedDraftLength
 from outrider.decoding.gate import Calibrated, Decision, Signals, Threshold, gate
 from outrider.decoding.sequence import Source
 from outrider.decoding.stopping import StopRules
+from outrider.edge.generation import GenerationContext
 from outrider.errors import CloudLost, DataError, SettingsError
 from outrider.sampling.acceptance import Exact, Verdict
 from outrider.verifiers.base import Verifier
@@ -219,7 +220,7 @@ def test_it_stands_alone(spec: str, message: str) -> None:
 
 
 def test_a_trigger_has_no_budget(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"a trigger skips nothing that a calibrated gate's budget could be for"):
+    with pytest.raises(SettingsError, match=r"a trigger skips no block, so it cannot hold a calibrated gate"):
         gate(f"trigger:calibrated:{written(tmp_path)}")
 
 
@@ -323,7 +324,7 @@ def test_another_acceptance_rule_voids_the_budget(accept: str) -> None:
 
 def test_a_cloud_without_the_recording_voids_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_with(calibrated(gate="entropy:3.1"))
-    monkeypatch.setattr(decoder, "hides_audio", lambda prompt: True)
+    monkeypatch.setattr(GenerationContext, "hides_audio", lambda context, prompt: True)
     result = generate(decoder)
     assert result.guarantee == "best-effort"
     assert any(

@@ -69,11 +69,11 @@ def test_a_modelled_speed_says_so() -> None:
 
 
 def test_the_edge_alone_and_nothing_at_all() -> None:
-    assert replace(GATED, rounds=0, cloud_tokens=0).describe() == "The cloud was not asked: the text is the edge's own."
+    assert replace(GATED, rounds=0, cloud_tokens=0).describe() == "The cloud was not used: the text is the edge's own."
     assert Gain.of([]).describe() == ""
     said = replace(GATED, rounds=0, cloud_tokens=0).describe(CloudBaseline(2, 1, 3.0))
     assert said == (
-        "Same text as the cloud alone in 1 of 2 outputs; the cloud was not asked; "
+        "Same text as the cloud alone in 1 of 2 outputs; the cloud was not used; "
         "3.0 times as fast as the cloud alone (measured)."
     )
 

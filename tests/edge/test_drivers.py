@@ -10,7 +10,6 @@ import torch
 from generation import Scheduled, block
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outrider.edge.generation import Generation
 
 from fakes import HashRows, OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain
 from outrider import Result, SpeculativeDecoder, StateError, local
@@ -23,6 +22,7 @@ from outrider.decoding.sequence import Source
 from outrider.decoding.stopping import StopRules
 from outrider.edge.drafter import Drafter
 from outrider.edge.drivers import sequential
+from outrider.edge.generation import Generation
 from outrider.edge.verifier_session import VerifierSession
 from outrider.engines.base import CachedSequence, Prompt
 from outrider.sampling.acceptance import Verdict, parse_acceptance_rule
@@ -232,9 +232,9 @@ def test_requests_carry_round_base_and_what_is_new() -> None:
 
 def test_an_action_that_nobody_can_do_is_a_state_error() -> None:
     decoder, drafter, _ = parts([1, 2, 3])
-    with pytest.raises(StateError, match=r"Draft.* was asked of nobody"):
+    with pytest.raises(StateError, match=r"Draft.* needs a drafter or verifier that is missing"):
         list(sequential(decoder, None, lambda request: Verdict(1, 0, 1)))
-    with pytest.raises(StateError, match=r"Verify.* was asked of nobody"):
+    with pytest.raises(StateError, match=r"Verify.* needs a drafter or verifier that is missing"):
         list(sequential(decoder, drafter, None))
 
 

@@ -177,5 +177,5 @@ def test_a_decoder_that_keeps_the_wrong_tokens_is_seen(
 
 def test_a_verifier_that_answers_only_while_one_waits_is_refused() -> None:
     link = VerifierSession(ScriptedVerifier([1, 2], V), lambda verifier: 1)
-    with pytest.raises(SettingsError, match="asked over a network"):
+    with pytest.raises(SettingsError, match="across a network"):
         link.submit(Verify(1, 5, (), (1,)))

@@ -50,10 +50,10 @@ def test_errors_depend_on_seed_and_position_alone() -> None:
 def test_the_drafter_has_its_work_and_stays_in_step() -> None:
     drafter = oracle(0.8)
     block(drafter, PROMPT, 4)
-    assert drafter._drafter._reader.cached_len == len(PROMPT) + 3
+    assert drafter._drafter._sequence.cached_len == len(PROMPT) + 3
     assert drafter.seconds > 0
     drafter.rollback_to(len(PROMPT) + 1)
-    assert drafter._drafter._reader.cached_len == len(PROMPT)
+    assert drafter._drafter._sequence.cached_len == len(PROMPT)
     drafter.close()
 
 

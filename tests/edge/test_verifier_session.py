@@ -71,7 +71,7 @@ def test_wait_comes_to_the_same_output(driver: str, gate: Any, heard: bool, capl
         assert not run.decoder.stats.cloud_lost
         assert run.verifier.calls == undisturbed.verifier.calls + 3
         assert [record.levelno for record in caplog.records] == [logging.WARNING], "one for one loss"
-        assert f"call {at} was lost; asking on" in caplog.text
+        assert f"call {at} was lost; retrying" in caplog.text
 
 
 def test_every_loss_is_told(caplog: pytest.LogCaptureFixture) -> None:

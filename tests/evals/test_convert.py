@@ -48,9 +48,9 @@ def test_secap_s_faults(wav: Path, tmp_path: Path) -> None:
     captions = file(tmp_path, "c.txt", "a1 平静\na2\na1 又\n")
     with pytest.raises(DataError, match="2 faults") as caught:
         from_secap(captions, wav)
-    assert "line 2: a2 has nothing behind it" in str(caught.value)
+    assert "line 2: a2 has no value" in str(caught.value)
     assert "line 3: a1 is on line 1 already" in str(caught.value)
-    with pytest.raises(DataError, match="line 1: b1: there is no recording"):
+    with pytest.raises(DataError, match="line 1: b1: no recording"):
         from_secap(file(tmp_path, "d.txt", "b1 平静"), wav)
     for name, text in (("e.txt", "\n"), ("f.json", "[1]"), ("g.json", "{"), ("h.json", '{"a": 1}')):
         with pytest.raises(DataError, match=name):
@@ -85,7 +85,7 @@ def test_mer_s_faults(wav: Path, tmp_path: Path) -> None:
     assert "line 4: a1 is on line 2 already" in str(caught.value)
     assert "line 5: no name" in str(caught.value)
     assert "line 6: 3 cells under 2 columns" in str(caught.value)
-    with pytest.raises(DataError, match="line 3: b7: there is no recording"):
+    with pytest.raises(DataError, match="line 3: b7: no recording"):
         from_mer([file(tmp_path, "b.csv", "name,reason\na1,x\nb7,y\n")], wav, lang="en")
     with pytest.raises(DataError, match="columns name, tone"):
         from_mer([file(tmp_path, "c.csv", "name,tone\na1,x\n")], wav, lang="en")
@@ -94,7 +94,7 @@ def test_mer_s_faults(wav: Path, tmp_path: Path) -> None:
     for text in ("", 'name,"reason\na1,x'):
         with pytest.raises(DataError, match="has the columns"):
             from_mer([file(tmp_path, "f.csv", text)], wav, lang="en")
-    with pytest.raises(DataError, match="line 2: no CSV"):
+    with pytest.raises(DataError, match="line 2: not valid CSV"):
         from_mer([file(tmp_path, "e.csv", 'name,reason\na1,"x\n')], wav, lang="en")
     with pytest.raises(DataError, match="no table has the column given for label:mood"):
         from_mer([bad.with_name("b.csv")], wav, lang="en", columns={"label:mood": "mood"})

@@ -172,7 +172,7 @@ def test_what_eval_and_sweep_write_is_what_a_report_and_a_gate_are_made_of(tmp_p
     titles = re.findall(r"<h2[^>]*>([^<]*)</h2>", written)
     assert set(titles) >= {
         *("Overview", "Metrics", "Times", "Latency against round-trip time", "Acceptance by position in the block"),
-        *("Bytes by kind", "Time by stage", "Who decided each token"),
+        *("Bytes by kind", "Time by stage", "Source of each token"),
     }
     for kind in ("Measured", "Simulated"):
         assert any(re.fullmatch(f"{kind}: .*, against cloud share", title) for title in titles), titles

@@ -81,9 +81,9 @@ def errors(tmp_path: Path, *values: Any) -> str:
         ({"audio": "a.wav"}, "found audio and prompt"),
         ({"messages": [{"role": "user"}]}, "found prompt and messages"),
         ({"prompt": None, "messages": []}, "messages is a list"),
-        ({"prompt": None, "audio": "none.wav"}, "there is no file"),
-        ({"prompt": None, "audio": "x" * 5000}, "there is no file"),
-        ({"prompt": None, "audio": "a\0b"}, "there is no file"),
+        ({"prompt": None, "audio": "none.wav"}, "no such file"),
+        ({"prompt": None, "audio": "x" * 5000}, "no such file"),
+        ({"prompt": None, "audio": "a\0b"}, "no such file"),
         ({"prompt": None, "audio": "none.wav", "lang": "fr"}, "the lang of a recording is one of zh, en"),
         ({"prompt": None, "audio": "none.wav", "task": "long"}, "task is one of default"),
         ({"task": "concise"}, "task is for a recording"),
@@ -107,17 +107,17 @@ def test_all_faults_are_named_at_once(tmp_path: Path) -> None:
     assert "6 faults" in message
     assert "item 2 (line 2), id 'x': an earlier item has this id" in message
     assert "item 3 (line 3): id is missing" in message
-    assert "item 4 (line 4): no object" in message
+    assert "item 4 (line 4): not an object" in message
     assert "id 'y': unknown key colour" in message
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "holds no item"),
-        ("[]", "holds no item"),
-        ("[1", "no JSON list"),
-        ('{"id": "a"\n{"id"', "line 2: no JSON"),
+        ("", "has no items"),
+        ("[]", "has no items"),
+        ("[1", "not a valid JSON list"),
+        ('{"id": "a"\n{"id"', "line 2: not valid JSON"),
         ('{"id": "a", "id": "b"}', "key id appears twice"),
     ],
 )

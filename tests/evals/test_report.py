@@ -25,7 +25,7 @@ from outrider.decoding.sequence import Source
 from outrider.errors import DataError
 from outrider.evals import breakdown, report_sections, tradeoffs
 from outrider.evals.charts import bars, tag, ticks
-from outrider.evals.report import TOKENS, render
+from outrider.evals.report import MAX_TOKENS, render
 from outrider.evals.results import Answer, EvalRun, Figure, SweepPoint, Timing, read_run
 
 NASTY = [
@@ -149,7 +149,7 @@ def test_what_is_not_there_is_said(sample: Path) -> None:
     page = Reader(render([bare]))
     named = " ".join(page.text)
     titles = ("Metrics", "Times", "Measured quality", "Simulated", "Latency", "Acceptance")
-    for title in (*titles, "Bytes by kind", "Time by stage", "Who decided"):
+    for title in (*titles, "Bytes by kind", "Time by stage", "Source of each token"):
         assert title in named
     assert not [a for _, a in page.tags if a.get("id") in ("quality", "latency", "ledger", "tokens")]
 
@@ -198,7 +198,7 @@ def test_any_piece_is_shown_as_it_is(text: str) -> None:
 
 def test_ten_thousand_tokens_are_cut_and_the_page_says_so() -> None:
     page = render([run(answer(n=10_000, pieces=("w ",) * 10_000, signals=({"entropy": 0.5},) * 10_000))])
-    assert len(Reader(page).strips[0]) == TOKENS
+    assert len(Reader(page).strips[0]) == MAX_TOKENS
     assert "The first 2,000 of 10,000 tokens are shown." in page
     assert len(page) < 400_000
 
@@ -385,7 +385,7 @@ def test_verdicts_that_reach_back_over_blocks_are_no_positions() -> None:
 
 
 def test_one_mode_alone_shows_no_tradeoff() -> None:
-    assert "two modes at least" in tradeoffs.measured([run(metrics={"exact": {"chrf": Figure(60, 55, 65)}})]).missing
+    assert "at least two modes" in tradeoffs.measured([run(metrics={"exact": {"chrf": Figure(60, 55, 65)}})]).missing
 
 
 def test_figures_of_the_summary_are_rows() -> None:

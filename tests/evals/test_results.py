@@ -165,5 +165,5 @@ def test_bytes_that_are_no_text_are_refused(folder: Path) -> None:
 
 
 def test_a_file_is_no_folder(folder: Path) -> None:
-    with pytest.raises(DataError, match="is no folder"):
+    with pytest.raises(DataError, match="no such directory"):
         read_run(folder / "run.json")

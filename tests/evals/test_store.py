@@ -61,7 +61,7 @@ def test_a_line_that_is_there_twice_is_named(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     JsonLinesFile(path, pair_key).add(row("one"))
     path.write_bytes(path.read_bytes() * 2)
-    with pytest.raises(DataError, match="line 2: one a is there twice"):
+    with pytest.raises(DataError, match="line 2: one a appears twice"):
         JsonLinesFile(path, pair_key)
 
 

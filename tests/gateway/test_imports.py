@@ -1,4 +1,4 @@
-"""The gateway's libraries cost nobody anything who does not serve, and are asked for by name where they lack."""
+"""Server libraries: help texts load none of them, and an error names the missing ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from outrider.cli import edge
+from outrider import hints
 from outrider.errors import SettingsError
 
 HEAVY = ("torch", "numpy", "asyncio", "fastapi", "httptools", "starlette", "uvicorn", "pydantic")
@@ -23,7 +23,13 @@ def test_help_loads_none_of_them(arguments: list[str]) -> None:
     assert done.stderr.strip() == "[]"
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edge, "find_spec", lambda name: None)
-    with pytest.raises(SettingsError, match=r"fastapi, httptools, uvicorn: pip install .*gateway"):
-        edge._check_installed()
+@pytest.mark.parametrize(
+    ("extra", "missing"), [("gateway", "fastapi, httptools, uvicorn"), ("cloud", "grpc, grpc_health")]
+)
+def test_missing_packages_are_named_with_the_command_that_installs_them(
+    monkeypatch: pytest.MonkeyPatch, extra: str, missing: str
+) -> None:
+    monkeypatch.setattr(hints, "find_spec", lambda name: None)
+    assert not hints.has_extra(extra)
+    with pytest.raises(SettingsError, match=rf"command needs {missing}.*: pip install .*{extra}"):
+        hints.check_extra("command", extra)

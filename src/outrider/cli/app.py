@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
@@ -44,10 +45,12 @@ def demo(
     outrider demo --net rtt=80ms
     ```
     """
-    from outrider.cli.subprocess_cloud import share_cores, starting_cloud
+    from outrider.cli.subprocess_cloud import demo_cloud
+    from outrider.hints import check_extra, has_extra
 
-    share_cores()
-    with starting_cloud("demo") as address:  # it loads its model while this process imports and loads its own
+    if network.net:
+        check_extra("outrider demo --net", "cloud")
+    with demo_cloud() if has_extra("cloud") else nullcontext() as address:
         from outrider.cli.caption import run_demo
 
         return run_demo(address, speculation, network, decoding, output)

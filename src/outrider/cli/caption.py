@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from outrider.decoding.result import Result
 from outrider.engines.load import BUNDLED
 from outrider.errors import AudioError, OutriderError, PromptError, SettingsError
 from outrider.files import read_json
+from outrider.hints import install_command
 from outrider.prompts import audio
 from outrider.prompts.audio import Audio, Piece
 from outrider.prompts.chat import check_text
@@ -41,13 +43,13 @@ Comparison = Callable[[SpeculativeDecoder, list[tuple[str, Result]]], CloudBasel
 
 
 def run_demo(
-    cloud: Callable[[], str], speculation: Speculation, network: Network, decoding: Decoding, output: Output
+    cloud: Callable[[], str] | None, speculation: Speculation, network: Network, decoding: Decoding, output: Output
 ) -> int:
     """Run `outrider demo`: caption the bundled clips, each in its own language, with a cloud process of its own.
 
     With --net the cloud alone captions them as well, for a comparison of texts and times.
 
-    cloud: waits until the cloud process listens, and returns its address.
+    cloud: waits until the cloud process listens, and returns its address. None runs both models in this process.
     """
     clips = read_json(BUNDLED / "clips" / "clips.json")
     jobs = [
@@ -55,12 +57,18 @@ def run_demo(
         for n, clip in enumerate(clips)
     ]
     titles = [f"{clip['file']}  “{clip['text']}”" for clip in clips]
-    check(Models(cloud="grpc://127.0.0.1:1"), speculation, network)
+    models = Models(cloud="local:demo" if cloud is None else "grpc://127.0.0.1:1")
+    if cloud is None:
+        network = replace(network, driver="sequential")
+        print_message(f"both models run in this process; for a cloud process: {install_command('cloud')}")
+    check(models, speculation, network)
     given = [name for name in ("token_file", "tls", "ca", "cert", "key") if getattr(network, name)]
     if given:
         raise SettingsError(f"--{given[0].replace('_', '-')}: the demo's own cloud has no TLS and no tokens")
 
     def build() -> SpeculativeDecoder:
+        if cloud is None:
+            return build_decoder(models, speculation, network, watch=output.verbose)
         draft = load_drafter(Models())  # first, as the cloud process is loading its model at the same time
         with closed_on_failure(connect(f"grpc://{cloud()}", **network.connection())) as verifier:
             options = build_options(speculation, network)

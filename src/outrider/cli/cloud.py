@@ -19,6 +19,7 @@ from outrider.cli import interrupts
 from outrider.cli.escape import one_line
 from outrider.cli.options import Whole, enable_gc
 from outrider.errors import SettingsError
+from outrider.hints import check_extra
 from outrider.transport.hosts import bracket_host
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ def run_cloud(model: str, listen: str, security: Security, capacity: Capacity, o
     """Load the model and serve it until SIGTERM."""
     signal.signal(signal.SIGTERM, _terminated)  # until the server listens and installs its own handler
     interrupts.exit_at_once()
+    check_extra("outrider cloud", "cloud")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before gRPC is imported, which would add log lines of its own
     import asyncio  # here, to keep help texts fast
 

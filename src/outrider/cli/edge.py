@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -29,7 +28,7 @@ from outrider.cli.options import (
     load_drafter,
 )
 from outrider.errors import SettingsError
-from outrider.hints import install_command
+from outrider.hints import check_extra
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     VerifierFactory = Callable[[str], Verifier]
 
 SERVING = Group("Serving", sort_key=6)
-REQUIRED_PACKAGES = ("fastapi", "httptools", "uvicorn")
 CLOUD_TIMEOUT_S = 30.0  # for the first answer of the cloud, before clients are served without it
 log = logging.getLogger("outrider.gateway")
 
@@ -104,7 +102,7 @@ class EdgeOptions:
 
 def run_edge(listen: str, options: EdgeOptions) -> int:
     """Load the edge's model, start or reach the cloud, and serve until SIGTERM or SIGINT."""
-    _check_installed()
+    check_extra("outrider edge", "gateway")
     signals = _StartSignals()
     _check(options)
     listener, access = _bind_listener(listen, options.serving)
@@ -112,12 +110,6 @@ def run_edge(listen: str, options: EdgeOptions) -> int:
         _log_to_stderr(options.serving)
         with _cloud(options.models, options.network) as cloud:
             return _serve(listener, access, cloud, options, signals)
-
-
-def _check_installed() -> None:
-    missing = [name for name in REQUIRED_PACKAGES if find_spec(name) is None]
-    if missing:
-        raise SettingsError(f"outrider edge needs {', '.join(missing)}: {install_command('gateway')}")
 
 
 class _StartSignals:

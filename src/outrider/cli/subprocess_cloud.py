@@ -43,6 +43,14 @@ def cloud_process(model: str, *options: str) -> Iterator[str]:
 
 
 @contextmanager
+def demo_cloud() -> Iterator[Callable[[], str]]:
+    """Start the demo's cloud, which loads its model while this process imports and loads its own."""
+    share_cores()
+    with starting_cloud("demo") as address:
+        yield address
+
+
+@contextmanager
 def starting_cloud(model: str, *options: str) -> Iterator[Callable[[], str]]:
     """Start a cloud process, and yield a function that waits until it listens and returns its HOST:PORT.
 

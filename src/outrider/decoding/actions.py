@@ -1,4 +1,4 @@
-"""The decoder's actions for a driver, the driver's replies, and the plan of one generation."""
+"""The decoder's actions, which a driver executes, and the plan of one generation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from outrider.sampling.sampler import Support
 
 @dataclass(frozen=True)
 class Proposal:
-    """One drafted token. signals: for a gate or lookahead. q: the distribution that it was drawn from (residual)."""
+    """One drafted token.
+
+    signals: for the gate and the draft length. q: the distribution from which it was drawn, for rejection sampling.
+    """
 
     token: int
     signals: Signals | None = None
@@ -25,7 +28,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Draft:
-    """Draft up to `count` tokens; with `leave_loop`, draw the first one at random from the best few."""
+    """Draft up to `count` tokens. leave_loop: draw the first one at random from the best few."""
 
     count: int
     leave_loop: bool = False
@@ -33,9 +36,9 @@ class Draft:
 
 @dataclass(frozen=True)
 class Verify:
-    """Judge draft_ids, which follow the committed tokens.
+    """Verify draft_ids, which follow the committed tokens.
 
-    base_length: committed tokens, prompt included. new_ids: the committed tokens that the verifier has not seen.
+    base_length: committed tokens, prompt included. new_ids: the committed tokens that are new to the verifier.
     """
 
     round: int
@@ -47,6 +50,8 @@ class Verify:
 
 @dataclass(frozen=True)
 class Done:
+    """End the generation: the output is complete."""
+
     reason: FinishReason
 
 
@@ -57,7 +62,7 @@ Action = Draft | Verify | Done
 class Plan:
     """The plan of one generation: stop rules, gate, acceptance rule, loop policy and scope.
 
-    lookahead is None without a drafter (cloud-only); has_verifier is False without a verifier (edge-only).
+    draft_length is None without a drafter (cloud-only). has_verifier is False without a verifier (edge-only).
     """
 
     stop_rules: StopRules
@@ -71,5 +76,5 @@ class Plan:
 
     @property
     def is_block_invariant(self) -> bool:
-        """True if the output does not depend on how it is divided into blocks."""
+        """True if the output does not depend on its division into blocks."""
         return self.gate.exact and isinstance(self.accept, Exact)

@@ -1,17 +1,17 @@
-"""What drafting on is worth: a model pair's acceptance and times, learnt from its own rounds.
+"""Adaptive draft length: draft another token while its expected gain exceeds its cost.
 
-Per second the most tokens come of drafting on while the next token is accepted more often than its time would bring
-tokens elsewhere: while S ≥ c·λ (renewal reward; Dinkelbach, 1967), with
+The throughput is maximal if drafting continues while S ≥ c·λ (renewal reward, Dinkelbach 1967), with
 
-    S   the chance that the block is accepted to its end, the next token included
-    c   seconds of one more drafted token: of drafting it, and of what it adds to the verdict
-    λ   tokens per second: of the rounds so far, and at first of the best constant block length k*
+    S   the probability that the block is accepted to its end, the next token included
+    c   seconds of one more drafted token: its draft, and its share of the verdict
+    λ   throughput in tokens per second, of the past rounds, and at first of the best fixed block length k*
 
-A drafted token's chance is how often tokens of like −log q were accepted; the next one's, which is not there yet, how
-often the token after one of like −log q was: m. Where drafting goes on while a verdict is in flight, a right guess
-saves the next round h drafts, and a longer block makes it less likely by S·(1 − m): then S·(1 − h·c·λ·(1 − m)) ≥ c·λ.
+The acceptance probability of a drafted token is the acceptance rate of tokens with a similar −log q. That of the next
+token, m, is the acceptance rate of tokens that follow one with a similar −log q. With the pipelined driver, a correct
+guess of the bonus token saves h drafts of the next round, and a longer block makes it less likely by S·(1 − m). The
+rule is then S·(1 − h·c·λ·(1 − m)) ≥ c·λ. See docs/design/maths.md, "Adaptive draft length".
 
-Nothing here reads a clock: seconds are told.
+This module reads no clock. Its callers pass the seconds.
 """
 
 from __future__ import annotations
@@ -21,37 +21,36 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence as Seq
 
-BUCKET_EDGES = (0.01, 0.05, 0.15, 0.4, 1.0, 2.5)  # of −log q, between one kind of token and the next
-PRIOR_ACCEPTANCE = 0.7  # acceptance before anything was seen
-PRIOR_WEIGHT = 4.0  # observations that a guess counts for
-CONFIDENCE_WEIGHT = 10.0  # … and what the drafter says of its token
-NEXT_TOKEN_WEIGHT = 20.0  # … and the mean for a next token: few are seen behind one after which drafting stops
-MAX_CONFIDENCE_POWER = 4.0  # power to which what the drafter says is taken at most
-MEMORY_TOKENS = 1024.0  # observations that are remembered: texts change
-MEMORY_ROUNDS = 64  # so are networks
-MEDIAN_WINDOW = 9  # values that say what is usual
-OUTLIER_FACTOR = 3.0  # a time longer than so many usual ones counts as that many: a stall is no pace
-MAX_BLOCK_LENGTH = 64  # block length up to which k* is sought
-PRIOR_SLOPE = 0.05  # a drafted token adds about so much of a verdict's time, or less
+BUCKET_EDGES = (0.01, 0.05, 0.15, 0.4, 1.0, 2.5)  # of −log q
+PRIOR_ACCEPTANCE = 0.7  # acceptance rate before the first observation
+PRIOR_WEIGHT = 4.0  # of the prior acceptance, in observations
+CONFIDENCE_WEIGHT = 10.0  # of the drafter's own probability, in observations
+NEXT_TOKEN_WEIGHT = 20.0  # of the mean as the prior of a next token, in observations: next tokens are rarely observed
+MAX_CONFIDENCE_POWER = 4.0  # largest exponent that corrects the drafter's own probability
+MEMORY_TOKENS = 1024.0  # time constant of acceptance rates, in tokens: texts change
+MEMORY_ROUNDS = 64  # time constant of times, in rounds: networks change
+MEDIAN_WINDOW = 9  # values in the running median
+OUTLIER_FACTOR = 3.0  # longer times, in medians, are clipped: they are stalls
+MAX_BLOCK_LENGTH = 64  # largest candidate for k*
+PRIOR_SLOPE = 0.05  # time that a drafted token adds to a verdict, as a typical share of the verdict's time
 
 
 class DecayedRate:
-    """How often something happened. `now` counts all observations: what is no longer seen is forgotten as well."""
+    """An exponentially decayed rate. `now` counts all observations, so a rate without new ones decays as well."""
 
     def __init__(self) -> None:
         self._weighted_hits = self._weighted_count = 0.0
         self._last_update = 0
 
     def update(self, hit: float, now: int) -> None:
+        """Count one observation."""
         fade = self._fade(now)
-        self._weighted_hits, self._weighted_count, self._last_update = (
-            self._weighted_hits * fade + hit,
-            self._weighted_count * fade + 1.0,
-            now,
-        )
+        self._weighted_hits = self._weighted_hits * fade + hit
+        self._weighted_count = self._weighted_count * fade + 1.0
+        self._last_update = now
 
     def estimate(self, prior: float, weight: float, now: int) -> float:
-        """With a guess that counts for `weight` observations."""
+        """Return the rate, with a prior that counts for `weight` observations."""
         fade = self._fade(now)
         return (self._weighted_hits * fade + weight * prior) / (self._weighted_count * fade + weight)
 
@@ -60,7 +59,7 @@ class DecayedRate:
 
 
 class AcceptanceModel:
-    """The chances that drafted tokens are accepted; −log q of each, where it is known."""
+    """Acceptance probabilities of drafted tokens, by their −log q where it is known."""
 
     def __init__(self) -> None:
         self._tokens_seen = 0
@@ -69,7 +68,7 @@ class AcceptanceModel:
         self._next_by_bucket = [DecayedRate() for _ in range(len(BUCKET_EDGES) + 1)]
 
     def update(self, logprobs: Seq[float | None], accepted: int) -> None:
-        """A verdict accepted that many; what follows the first rejection says nothing."""
+        """Count a verdict on tokens with these −log q. Tokens behind the first rejection are no observations."""
         previous: float | None = None
         for n, logprob in enumerate(logprobs[: accepted + 1]):
             self._tokens_seen += 1
@@ -83,30 +82,33 @@ class AcceptanceModel:
 
     @property
     def mean(self) -> float:
+        """The acceptance rate of all tokens."""
         return self._overall.estimate(PRIOR_ACCEPTANCE, PRIOR_WEIGHT, self._tokens_seen)
 
     def acceptance_probability(self, logprob: float) -> float:
-        """As sure as the drafter says, corrected by how right it is on the whole, until it is known better."""
+        """Return a drafted token's acceptance probability.
+
+        The prior of each bucket is the drafter's own probability, corrected by its overall calibration.
+        """
         claimed, observed = self._confidence.estimate(PRIOR_ACCEPTANCE, PRIOR_WEIGHT, self._tokens_seen), self.mean
         power = math.log(observed) / math.log(claimed)  # the prior keeps both inside (0, 1)
         calibrated = math.exp(-logprob * min(power, MAX_CONFIDENCE_POWER))
         return self._by_bucket[bucket_of(logprob)].estimate(calibrated, CONFIDENCE_WEIGHT, self._tokens_seen)
 
     def next_acceptance(self, logprobs: Seq[float]) -> float:
-        """The next token's, after one that is there."""
-        return (
-            self._next_by_bucket[bucket_of(logprobs[-1])].estimate(self.mean, NEXT_TOKEN_WEIGHT, self._tokens_seen)
-            if logprobs
-            else self.mean
-        )
+        """Return the acceptance probability of the token that follows these drafted tokens."""
+        if not logprobs:
+            return self.mean
+        bucket = self._next_by_bucket[bucket_of(logprobs[-1])]
+        return bucket.estimate(self.mean, NEXT_TOKEN_WEIGHT, self._tokens_seen)
 
     def survival_probability(self, drafted: int, logprobs: Seq[float]) -> float:
-        """Of `drafted` tokens together; logprobs: of those that told it."""
+        """Return the probability that all `drafted` tokens are accepted. logprobs: of those for which it is known."""
         return math.prod(map(self.acceptance_probability, logprobs)) * self.mean ** (drafted - len(logprobs))
 
 
 class MedianClip:
-    """Values as they come; a stall among them counts as a few usual ones."""
+    """Clips values at `OUTLIER_FACTOR` times their running median."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=MEDIAN_WINDOW)
@@ -117,12 +119,13 @@ class MedianClip:
 
 
 class LinearFit:
-    """y over x by least squares, the last ROUNDS of them or so; a slope below 0, or in doubt, is drawn to 0."""
+    """A least-squares line of y over x, decayed over MEMORY_ROUNDS, with a slope that noise shrinks towards 0."""
 
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = self._yy = 0.0
 
     def update(self, x: float, y: float) -> None:
+        """Add one point."""
         fade = 1.0 - 1.0 / MEMORY_ROUNDS
         self._n, self._x, self._y = self._n * fade + 1.0, self._x * fade + x, self._y * fade + y
         self._xx, self._xy = self._xx * fade + x * x, self._xy * fade + x * y
@@ -130,14 +133,17 @@ class LinearFit:
 
     @property
     def mean_x(self) -> float:
+        """The decayed mean of x, 0 without points."""
         return self._x / self._n if self._n else 0.0
 
     @property
     def mean_y(self) -> float:
+        """The decayed mean of y, 0 without points."""
         return self._y / self._n if self._n else 0.0
 
     @property
     def slope(self) -> float:
+        """The slope, 0 or more."""
         sxx = self._xx - self._x * self.mean_x
         sxy = self._xy - self._x * self.mean_y
         if sxx <= 1e-9 * self._xx or self._y <= 0.0:
@@ -147,80 +153,92 @@ class LinearFit:
 
 
 class LatencyModel:
-    """Seconds of drafting a token, and of a verdict: fixed + slope · block length."""
+    """Seconds of drafting a token, and of a verdict as fixed + slope · block length."""
 
     def __init__(self) -> None:
         self._drafts, self._verdicts, self._verdict_compute = LinearFit(), LinearFit(), LinearFit()
         self._clip_draft, self._clip_verdict, self._clip_compute = MedianClip(), MedianClip(), MedianClip()
 
     def update_draft(self, seconds: float) -> None:
+        """Count the seconds of one drafted token."""
         self._drafts.update(1.0, self._clip_draft(seconds))
 
     def update_verify(self, drafts: int, seconds: float, compute: float) -> None:
-        """compute: the part of it that grows with the block, where the verifier says so."""
+        """Count a verdict on `drafts` tokens. compute: the verifier's own seconds, 0 if unknown."""
         self._verdicts.update(drafts, self._clip_verdict(seconds))
         self._verdict_compute.update(drafts, self._clip_compute(compute or seconds))
 
     @property
     def is_ready(self) -> bool:
+        """True if drafts and verdicts have been timed."""
         return self.draft_seconds > 0.0 and self._verdicts.mean_y > 0.0
 
     @property
     def draft_seconds(self) -> float:
+        """Seconds of one drafted token."""
         return self._drafts.mean_y
 
     @property
     def slope(self) -> float:
+        """Seconds that one drafted token adds to a verdict."""
         return self._verdict_compute.slope
 
     def fixed(self, slope: float) -> float:
+        """Return the seconds of a verdict that do not depend on the block length."""
         return max(self._verdicts.mean_y - slope * self._verdicts.mean_x, 0.0)
 
 
 class RoundStats:
-    """What came of rounds, the last ones most."""
+    """Decayed sums over rounds: their number, their tokens, and the tokens drafted and verified."""
 
     def __init__(self) -> None:
         self.count = self.tokens = self.drafted = self.verified = 0.0
 
     def fade(self) -> None:
+        """Decay the sums by one round."""
         self.add(self, -1.0 / MEMORY_ROUNDS)
 
     def add(self, other: RoundStats, weight: float = 1.0) -> None:
+        """Add other rounds."""
         self.update(other.tokens, other.drafted, other.verified, other.count, weight)
 
     def update(self, tokens: float, drafted: float, verified: float, count: float = 1.0, weight: float = 1.0) -> None:
-        self.count, self.tokens = self.count + weight * count, self.tokens + weight * tokens
-        self.drafted, self.verified = self.drafted + weight * drafted, self.verified + weight * verified
+        """Add `count` rounds with these sums, times `weight`."""
+        self.count += weight * count
+        self.tokens += weight * tokens
+        self.drafted += weight * drafted
+        self.verified += weight * verified
 
     def seconds(self, times: LatencyModel) -> float:
-        """What they would take by now."""
+        """Return the seconds of these rounds at the present speeds."""
         slope = times.slope
         return self.count * times.fixed(slope) + times.draft_seconds * self.drafted + slope * self.verified
 
 
 class DraftLengthController:
-    """`token_cost`: what the time of one more drafted token is worth, in tokens; None until times are known."""
+    """The controller of the draft length, which learns acceptance and times from the rounds of a model pair.
+
+    token_cost: c·λ, the cost of one more drafted token, in tokens. None until drafts and verdicts have been timed.
+    """
 
     def __init__(self) -> None:
         self.acceptance, self.times = AcceptanceModel(), LatencyModel()
         self.token_cost: float | None = None
         self._hit_value = 0.0  # tokens
         self._prior_rounds = PRIOR_WEIGHT
-        self._rounds = {
-            hit: RoundStats() for hit in (True, False)
-        }  # by whether drafts were there already, of a right guess
+        # By whether a correct guess had drafted some of the block ahead.
+        self._rounds = {hit: RoundStats() for hit in (True, False)}
 
     def should_continue(self, drafted: int, logprobs: Seq[float]) -> bool:
-        """Whether to draft one more token; `token_cost` is known. logprobs: −log q of the tokens drafted so far."""
+        """Return whether to draft one more token. logprobs: −log q of the tokens drafted so far."""
+        if self.token_cost is None:
+            return False
         next_acceptance = self.acceptance.next_acceptance(logprobs)
         gain = self.acceptance.survival_probability(drafted, logprobs) * next_acceptance
-        return (
-            self.token_cost is not None and gain * (1.0 - self._hit_value * (1.0 - next_acceptance)) >= self.token_cost
-        )
+        return gain * (1.0 - self._hit_value * (1.0 - next_acceptance)) >= self.token_cost
 
     def drafted(self, count: int, seconds: float) -> None:
-        """So many seconds went into drafting `count` tokens."""
+        """Observe that drafting `count` tokens took `seconds`."""
         if count:
             self.times.update_draft(seconds / count)
 
@@ -233,10 +251,10 @@ class DraftLengthController:
         seconds: float | None = None,
         compute: float = 0.0,
     ) -> None:
-        """A verdict accepted so many drafts with these −log q.
+        """Observe a verdict that accepted the first `accepted` of drafts with these −log q.
 
-        drafted: tokens that were drafted while no verdict was awaited, since the last one. seconds: how long it took to
-        come, where that says something about the next ones; compute: as far as the verifier says what it took.
+        drafted: tokens drafted since the last verdict and outside a wait for one. seconds: the time until the verdict,
+        None if it is not typical. compute: the verifier's own seconds, 0 if unknown.
         """
         self.acceptance.update(logprobs, accepted)
         if seconds is not None:
@@ -251,7 +269,7 @@ class DraftLengthController:
             self._hit_value = self._estimate_hit_value(rate)
 
     def _throughput(self) -> float:
-        """λ. The first rounds are padded with what k* would bring."""
+        """Return λ. Rounds of the best fixed block length serve as its prior."""
         times, rounds, prior_rounds = self.times, RoundStats(), self._prior_rounds
         slope = times.slope
         k, tokens = best_fixed_length(self.acceptance.mean, times.fixed(slope), times.draft_seconds + slope)
@@ -261,7 +279,7 @@ class DraftLengthController:
         return rounds.tokens / rounds.seconds(times)
 
     def _estimate_hit_value(self, rate: float) -> float:
-        """Tokens that a round after a right guess brings more than another, what its time is worth taken off."""
+        """Return h·c·λ: the surplus of a round after a correct guess, in tokens net of the cost of its time."""
         if any(rounds.count < 1.0 for rounds in self._rounds.values()):
             return 0.0
         hit, miss = (
@@ -272,7 +290,7 @@ class DraftLengthController:
 
 
 def best_fixed_length(alpha: float, fixed: float, per_token: float) -> tuple[int, float]:
-    """k*, and the tokens of a round with it, where all are as likely accepted, and seconds are fixed + each · k."""
+    """Return k* and the tokens of its round, for acceptance `alpha` and fixed + per_token · k seconds a round."""
     k, tokens, survival = 1, 1.0 + alpha, alpha * alpha
     while k < MAX_BLOCK_LENGTH and survival * (fixed + per_token * k) > per_token * tokens:
         k, tokens, survival = k + 1, tokens + survival, survival * alpha
@@ -280,4 +298,5 @@ def best_fixed_length(alpha: float, fixed: float, per_token: float) -> tuple[int
 
 
 def bucket_of(logprob: float) -> int:
+    """Return the index of the bucket of a −log q."""
     return bisect_left(BUCKET_EDGES, logprob)

@@ -1,26 +1,25 @@
-"""The loop, without I/O.
+"""The decoding loop, without I/O.
 
-`Decoder` is a state machine. A driver asks it what to do `next()`, does that, and hands back what came of it:
+`Decoder` is a state machine. A driver executes the action of `next()` and returns its result:
 
-    Draft(count)  →  decoder.drafted(proposals)     let the drafter propose up to `count` more tokens
-    Verify(…)     →  decoder.decided(verdict)       let the verifier judge the pending block
-                     decoder.on_verifier_lost()        or go on without it
+    Draft(count)  →  decoder.drafted(proposals)     the drafter's proposals, up to `count`
+    Verify(…)     →  decoder.decided(verdict)       the verdict on the pending block, or
+                     decoder.on_verifier_lost()     the loss of the verifier
     Done(reason)                                    the output is complete
 
-While a verdict is awaited, a driver may draft on from a guess: that the whole block is accepted, and that the bonus
-token is the drafter's own next token. So what is drafted ahead is a plain continuation of the pending block:
+During the wait for a verdict, a driver may draft ahead from a guess: the block is accepted completely, and the bonus
+token is the drafter's own next token. Tokens drafted ahead thus continue the pending block:
 
     |<--- committed --->|<--- pending --->|<------- ahead ------->|      context = all of it
-                        |    (asked)      | guess | next blocks …
+                        | (in the request)| guess | next blocks …
 
-    decoder.ahead()  →  decoder.drafted_ahead(proposals)     until the verdict is there
+    decoder.ahead()  →  decoder.drafted_ahead(proposals)     until the verdict arrives
 
-Where the guess was right, the rest of `ahead` is taken as if it were drafted only then; else it is dropped. Either
-way the output is that of a driver which waits.
+After a correct guess, the rest of `ahead` is used as if drafted then. Otherwise it is dropped. The output is the same
+as without drafting ahead.
 
-Everything that could be decided in two places is decided here, once: what is committed and on whose word, when a
-block is complete, whether it goes to the verifier, and where the output ends. Drivers move data; engines own
-caches; neither keeps a token of its own.
+All decisions are made here: which tokens are committed, and by which side, when a block is complete, whether it goes to
+the verifier, and where the output ends. Drivers move data and engines own caches. Neither keeps tokens of its own.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ from outrider.sampling.acceptance import Verdict
 log = logging.getLogger(__name__)
 
 LEAST_CONFIDENT = {name: min if name == "margin" else max for name in SIGNAL_NAMES}  # of a block's tokens
-MAX_PROVISIONAL = 64  # pending tokens after which a verdict is asked for, and tokens drafted ahead at most
+MAX_PROVISIONAL = 64  # limit of pending tokens without a verdict, and of tokens drafted ahead
 
 
 class Decoder:
-    """One generation. `decode` turns ids into text for text rules; None where there are none."""
+    """The state machine of one generation. decode: converts ids to text, for stop rules that need it."""
 
     def __init__(self, prompt_ids: Seq[int], plan: Plan, decode: DecodeFn | None = None) -> None:
         self.plan = plan
@@ -57,22 +56,22 @@ class Decoder:
         self.near_ties: set[int] = set()
         self._decode = decode
         self._events: list[Event] = []
-        self._signals: dict[int, Signals] = {}  # of drafted tokens, by their place in the sequence
+        self._signals: dict[int, Signals] = {}  # of drafted tokens, by index into the sequence
         self._block: list[Proposal] = []  # since the last decision of the gate
-        self.pending_proposals: list[Proposal] = []  # behind every pending token: what a verdict will settle
-        self._ahead: list[Proposal] = []  # drafted while a verdict is awaited, behind all pending tokens
-        self._verifier_length = len(prompt_ids)  # how much of the sequence the verifier knows
-        self._loop_search_start = 0  # loops are sought in what was generated after this point
+        self.pending_proposals: list[Proposal] = []  # one for each pending token, until the verdict
+        self._ahead: list[Proposal] = []  # drafted ahead, behind all pending tokens
+        self._verifier_length = len(prompt_ids)  # length of the sequence that the verifier knows
+        self._loop_search_start = 0  # index of the generated token from which loops are detected
         self._loop_found = False
-        self._request: Verify | None = None  # the verdict that is awaited
+        self._request: Verify | None = None  # the request in flight
         self._trail = AuditTrail()
-        self._end_without_audit: int | None = None  # where the output would have ended without the pending audit
+        self._end_without_audit: int | None = None  # length of the output without the pending audit
         self._reason: FinishReason | None = None
 
-    # What a driver sees -------------------------------------------------------------------------------------
+    # The driver's interface ---------------------------------------------------------------------------------
 
     def next(self) -> Action:
-        """What to do now. Asking again changes nothing."""
+        """Return the next action. Calling again changes nothing."""
         while self._reason is None:
             if self._request is not None:
                 return self._request
@@ -87,7 +86,7 @@ class Decoder:
         return Done(self._reason)
 
     def drafted(self, proposals: Seq[Proposal]) -> None:
-        """Take the drafter's proposals. Those after the end of the block are dropped."""
+        """Add the drafter's proposals to the block. Drop those behind its end."""
         for proposal in proposals:
             if self._remaining_in_block() <= 0:
                 break
@@ -97,16 +96,16 @@ class Decoder:
                 break
 
     def ahead(self) -> Draft | None:
-        """What may be drafted behind `context` while a verdict is awaited: one token more, or nothing."""
+        """Return the draft that may continue `context` during the wait for a verdict: one token, or None."""
         if self._request is None or self.plan.draft_length is None or len(self._ahead) >= MAX_PROVISIONAL:
             return None
         last = self._ahead[-1].token if self._ahead else self.sequence.ids[-1]
-        # The first one only guesses the bonus token: of no use without room behind it.
+        # The first one only guesses the bonus token, which is useless without room behind it.
         useless = last in self.plan.stop_rules.eos_ids or self._remaining_tokens <= max(len(self._ahead), 1)
         return None if useless else Draft(1)
 
     def drafted_ahead(self, proposals: Seq[Proposal]) -> None:
-        """Take what was drafted ahead. What `ahead` would not have asked for is dropped."""
+        """Add proposals drafted ahead. Drop those that `ahead` did not request."""
         for proposal in proposals:
             if self.ahead() is None:
                 break
@@ -115,16 +114,20 @@ class Decoder:
 
     @property
     def context(self) -> list[int]:
-        """The tokens that drafting continues from: the sequence, and what was drafted ahead of it."""
+        """The tokens that the next draft continues: the sequence and the tokens drafted ahead."""
         return self.sequence.ids + [proposal.token for proposal in self._ahead]
 
     @property
     def context_length(self) -> int:
-        """How many tokens `context` has: a drafter's cache must hold a proper prefix of them."""
+        """The length of `context`. The drafter's cache must hold a proper prefix of it."""
         return len(self.sequence.ids) + len(self._ahead)
 
     def decided(self, verdict: Verdict) -> None:
-        """Take the verdict on the block that `next` asked about."""
+        """Commit the verdict on the block of the last `Verify`.
+
+        Raises:
+            StateError: the verdict is for another request.
+        """
         request = self._request
         if request is None or verdict.round != request.round or not 0 <= verdict.accepted <= len(request.draft_ids):
             raise StateError(f"{verdict} does not answer {request}")
@@ -137,13 +140,13 @@ class Decoder:
         self.pending_proposals.clear()
 
     def on_verifier_lost(self) -> None:
-        """The cloud cannot be reached: what is provisional stands on the edge's word, and the edge goes on alone.
+        """Continue edge-only after the loss of the verifier. Provisional tokens are committed unverified.
 
         Raises:
-            StateError: there is no drafter either.
+            StateError: there is no drafter.
         """
         if self.plan.draft_length is None:
-            raise StateError("the verifier is lost, and there is no drafter to go on with")
+            raise StateError("the verifier is lost, and there is no drafter to continue with")
         on_loop: OnLoop = "sample" if self.plan.on_loop == "escalate" else self.plan.on_loop
         self.plan = replace(self.plan, has_verifier=False, on_loop=on_loop)
         self.stats.cloud_lost = True
@@ -152,7 +155,7 @@ class Decoder:
         self._block.clear()
 
     def events(self) -> list[Event]:
-        """What became of tokens since the last call."""
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 
@@ -168,15 +171,15 @@ class Decoder:
 
     @property
     def _remaining_tokens(self) -> int:
-        """How many tokens may follow the pending ones."""
+        """The number of tokens that may follow the pending ones."""
         return self.plan.stop_rules.max_new_tokens - len(self.sequence.sources) - self.sequence.pending_count
 
     def _remaining_in_block(self) -> int:
-        """How many more tokens belong to the current block."""
+        """Return how many tokens are missing from the current block."""
         return 0 if self._reason is not None else self._remaining_after(self._block, self._remaining_tokens)
 
     def _remaining_after(self, block: list[Proposal], remaining_tokens: int) -> int:
-        """How many more tokens belong to `block`, with `remaining_tokens` for that many behind it."""
+        """Return how many tokens are missing from `block`, at most `remaining_tokens`."""
         plan = self.plan
         if plan.draft_length is None or remaining_tokens <= 0 or (block and block[-1].token in plan.stop_rules.eos_ids):
             return 0
@@ -202,18 +205,18 @@ class Decoder:
     # Drafting ahead -----------------------------------------------------------------------------------------
 
     def _guess_was_right(self, verdict: Verdict, request: Verify) -> bool:
-        """Whether the verdict is what was guessed, so that what was drafted ahead continues the output."""
+        """Return whether the verdict equals the guess, so that the tokens drafted ahead continue the output."""
         accepted_all = verdict.accepted == len(request.draft_ids)
         return accepted_all and bool(self._ahead) and self._ahead[0].token == verdict.next_token
 
     def _can_use_ahead(self) -> bool:
-        """Whether a token is there that would be drafted now. A loop that must be left is left by another one."""
+        """Return whether a token drafted ahead is the next one. A loop to leave needs a random token instead."""
         if self._must_leave_loop():
             self._ahead.clear()
         return bool(self._ahead)
 
     def _next_block_length_ahead(self) -> int:
-        """The length of the next block, if it was drafted ahead to its end; else 0."""
+        """Return the length of the next block if it was drafted ahead completely, else 0."""
         ends = (
             n
             for n in range(1, len(self._ahead) + 1)
@@ -222,12 +225,12 @@ class Decoder:
         return next(ends, 0)
 
     def _add_blocks_ahead(self) -> None:
-        """Let the request that is being made take whole blocks along that were drafted ahead."""
+        """Add complete blocks that were drafted ahead to the pending request."""
         while 0 < (length := self._next_block_length_ahead()) <= MAX_PROVISIONAL - self.sequence.pending_count:
             self._block.clear()
             for _ in range(length):
                 self._draft(self._ahead.pop(0))
-            self._decide_escalation()  # asked for the count: the block goes along in any case
+            self._decide_escalation()  # only for the counters: the block is in the request in any case
 
     # Deciding -----------------------------------------------------------------------------------------------
 
@@ -238,7 +241,7 @@ class Decoder:
             self._skip_block()
 
     def _decide_escalation(self) -> bool:
-        """Whether the complete block goes to the verifier: the one place where gate, loop and end are combined."""
+        """Return whether the complete block goes to the verifier, by gate, loop policy and end of the output."""
         if not self.plan.has_verifier:
             return False
         self.stats.blocks += not self._block  # cloud-only: nothing was drafted
@@ -264,14 +267,11 @@ class Decoder:
 
     def _decision(self) -> Decision:
         decision = self.plan.gate.decide([p.signals for p in self._block if p.signals is not None])
-        return (
-            decision
-            if decision.escalate or not (forced_reason := self._forced_reason())
-            else Decision(True, forced_reason)
-        )
+        forced_reason = "" if decision.escalate else self._forced_reason()
+        return Decision(True, forced_reason) if forced_reason else decision
 
     def _forced_reason(self) -> str:
-        """Why a block is verified that the gate would pass; empty where it is not."""
+        """Return the reason to verify a block that the gate would skip, or "" for none."""
         gate = self.plan.gate
         if self._loop_found and self.plan.on_loop == "escalate":
             return "loop"
@@ -286,16 +286,13 @@ class Decoder:
         generated = self.sequence.generated
         for token in self.sequence.pending:
             generated.append(token)
-            looped = (
-                self.plan.on_loop == "stop"
-                and self.plan.loop_rule.find_period(generated[self._loop_search_start :]) is not None
-            )
+            looped = self.plan.on_loop == "stop" and self._has_loop(generated)
             if looped or find_finish_reason(self.plan.stop_rules, generated, self._decode) is not None:
                 return len(generated)
         return None
 
     def _must_verify(self) -> bool:
-        """Provisional tokens cannot wait any longer: an end is in sight, or there are too many."""
+        """Return whether provisional tokens need a verdict now: the output may end, or they are too many."""
         sequence, rules = self.sequence, self.plan.stop_rules
         at_end = len(sequence.sources) + sequence.pending_count >= rules.max_new_tokens
         return at_end or sequence.pending_count >= MAX_PROVISIONAL or sequence.ids[-1] in rules.eos_ids
@@ -316,7 +313,7 @@ class Decoder:
         )
 
     def _skip_block(self) -> None:
-        """The gate was satisfied: commit on the drafter's word, or (trigger) leave the block provisional."""
+        """Commit the block unverified, or leave it provisional for an exact gate (trigger)."""
         if self.plan.has_verifier and not self.plan.gate.exact:
             self._commit_unverified()
             if self.plan.scope == "block":
@@ -345,29 +342,31 @@ class Decoder:
         source = Source.BONUS if verdict.accepted == drafts else Source.CORRECTION
         revised = self.sequence.pending_count > 0
         self.sequence.replace_pending(verdict.next_token, source)
-        self._loop_search_start = min(
-            self._loop_search_start, len(self.sequence.sources) - 1
-        )  # a repair may have cut below it
+        # A repair may have rolled back below the start.
+        self._loop_search_start = min(self._loop_search_start, len(self.sequence.sources) - 1)
         self._committed(source, revised)
 
     def _committed(self, source: Source, revised: bool = False) -> None:
-        """After each committed token: the event, the stop rules, the watch for loops."""
+        """Emit the event of the committed token, apply the stop rules, and detect loops."""
         self._emit("revised" if revised else "confirmed", self.sequence.committed_length - 1, source)
         generated = self.sequence.generated
         self._reason = find_finish_reason(self.plan.stop_rules, generated, self._decode)
         if self._reason is None and self.plan.on_loop != "ignore" and not self._loop_found:
-            self._loop_found = self.plan.loop_rule.find_period(generated[self._loop_search_start :]) is not None
+            self._loop_found = self._has_loop(generated)
             if self._loop_found and self.plan.on_loop == "stop":
                 self._reason = "loop"
 
+    def _has_loop(self, generated: list[int]) -> bool:
+        return self.plan.loop_rule.find_period(generated[self._loop_search_start :]) is not None
+
     def _restart_loop_search(self) -> None:
-        """One intervention per loop: seek the next one only in what is generated from now on."""
+        """Detect further loops only in tokens from here on: each loop causes one intervention."""
         self._loop_found = False
         self._loop_search_start = len(self.sequence.sources)
 
     @property
-    def _settled_length(self) -> int:
-        """How many generated tokens nothing can take back: with scope "repair", those that the verifier knows."""
+    def _stable_length(self) -> int:
+        """The number of generated tokens that are final. With scope "repair", the verifier must know them."""
         repairs = self.plan.scope == "repair" and self.plan.has_verifier
         committed = self.sequence.committed_length
         return (min(self._verifier_length, committed) if repairs else committed) - self.sequence.prompt_length
@@ -388,4 +387,4 @@ class Decoder:
     def _emit(self, kind: EventKind, at: int, source: Source) -> None:
         signals = None if source in (Source.CORRECTION, Source.BONUS) else self._signals.get(at)
         index = at - self.sequence.prompt_length
-        self._events.append(Event(kind, index, self.sequence.ids[at], source, signals, self._settled_length))
+        self._events.append(Event(kind, index, self.sequence.ids[at], source, signals, self._stable_length))

@@ -16,12 +16,12 @@ from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Any, Final
 
-REPLACEMENT_CHARACTER: Final = "\ufffd"  # what decoders write for bytes that make no character
-MAX_UTF8_BYTES: Final = 4  # bytes of a character in UTF-8, at most
+REPLACEMENT_CHARACTER: Final = "\ufffd"  # for bytes that are not valid UTF-8
+MAX_UTF8_BYTES: Final = 4  # largest length of a character in UTF-8
 
 
 class Detokenizer:
-    """The text of ids. tokenizer: one of transformers, or an object with its `decode`."""
+    """Converts ids to text. tokenizer: one of transformers, or an object with its `decode`."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -79,12 +79,12 @@ class Detokenizer:
 
 @lru_cache(16)
 def get_detokenizer(tokenizer: Any) -> Detokenizer:
-    """Return the tokenizer's detokenizer, made once."""
+    """Return the tokenizer's detokenizer, which is cached."""
     return Detokenizer(tokenizer)
 
 
 def _byte_tokens(tokenizer: Any) -> dict[int, int]:
-    """Return the byte of each byte token, `<0x00>` to `<0xFF>`; empty where the tokenizer has no byte fallback."""
+    """Return the byte of each byte token, `<0x00>` to `<0xFF>`, or {} if the tokenizer has no byte fallback."""
     if _token_to_string(tokenizer, "<0x41>") != "A":
         return {}
     vocabulary = tokenizer.get_vocab()
@@ -93,7 +93,7 @@ def _byte_tokens(tokenizer: Any) -> dict[int, int]:
 
 
 def _token_to_string(tokenizer: Any, token: str) -> str | None:
-    """Return how the tokenizer's decoder writes a token, None where it has no such method."""
+    """Return a token as the tokenizer's decoder writes it, or None if it has no such method."""
     to_string = getattr(tokenizer, "convert_tokens_to_string", None)
     return None if to_string is None else str(to_string([token]))
 
@@ -110,7 +110,7 @@ def _ends_incomplete(raw: bytes) -> bool:
 
 
 def _token_bytes(token: str) -> bytes:
-    """Return the bytes that a token of a byte-level vocabulary stands for; an added token is written as it is."""
+    """Return the bytes of a token of a byte-level vocabulary, or those of its name if it is an added token."""
     try:
         return bytes(_byte_alphabet()[letter] for letter in token)
     except KeyError:

@@ -1,4 +1,4 @@
-"""How many tokens to draft next: a fixed k, until the drafter stops being sure, or for as long as it pays."""
+"""Draft length: fixed (k), bounded by the drafter's confidence, or adaptive (k "auto")."""
 
 from __future__ import annotations
 
@@ -17,35 +17,41 @@ AUTO_MIN_SURVIVAL = 0.4
 
 
 class DraftLength(Protocol):
-    """`controller` is None where nothing is learnt."""
+    """The policy for the number of tokens in a block."""
 
     @property
-    def needs_signals(self) -> bool: ...
+    def needs_signals(self) -> bool:
+        """True if the policy reads the signals of drafted tokens."""
+        ...
 
     @property
-    def controller(self) -> DraftLengthController | None: ...
+    def controller(self) -> DraftLengthController | None:
+        """The controller that learns from the rounds, or None if the policy does not learn."""
+        ...
 
     def tokens_to_draft(self, drafted: int, block: Seq[Signals]) -> int:
-        """How many more tokens to draft for a block that has `drafted`; 0 when it is complete."""
+        """Return how many tokens to add to a block of `drafted` tokens, 0 if it is complete."""
         ...
 
 
 @dataclass(frozen=True)
 class FixedDraftLength:
+    """Blocks of k tokens."""
+
     k: int
     needs_signals = False
     controller = None
 
     def tokens_to_draft(self, drafted: int, block: Seq[Signals]) -> int:
+        """Return the tokens that are missing from k."""
         return self.k - drafted
 
 
 @dataclass(frozen=True)
 class ConfidenceStop:
-    """Stop when the chance that the whole block survives falls under `min_survival`.
+    """Blocks that end when the estimated probability of their complete acceptance falls below `min_survival`.
 
-    The chance is the product of the drafter's own probabilities of its tokens: an estimate of their acceptance
-    that needs nothing from the verifier. `max_tokens` bounds the block.
+    The estimate is the product of the drafter's own probabilities. It needs no verdict. `max_tokens` bounds the block.
     """
 
     max_tokens: int = AUTO_MAX_K
@@ -54,26 +60,31 @@ class ConfidenceStop:
     controller = None
 
     def tokens_to_draft(self, drafted: int, block: Seq[Signals]) -> int:
+        """Return 1 until the block ends."""
         survival = math.exp(-sum(token.logprob for token in block))
         return 1 if drafted < self.max_tokens and survival >= self.min_survival else 0
 
 
 @dataclass(frozen=True)
 class AdaptiveDraftLength:
-    """Draft on for as long as it pays (decoding/adaptive_draft_length.py); by confidence alone until that is known."""
+    """Blocks that end when another token costs more than it gains (`decoding.adaptive_draft_length`).
+
+    The fallback decides until drafts and verdicts have been timed.
+    """
 
     controller: DraftLengthController = field(default_factory=DraftLengthController)
     fallback: ConfidenceStop = ConfidenceStop()
     needs_signals = True
 
     def tokens_to_draft(self, drafted: int, block: Seq[Signals]) -> int:
+        """Return 1 until the block ends."""
         if self.controller.token_cost is None or not drafted:
             return self.fallback.tokens_to_draft(drafted, block)
         return int(drafted < MAX_K and self.controller.should_continue(drafted, [token.logprob for token in block]))
 
 
 def parse_draft_length(k: int | str) -> DraftLength:
-    """`k` tokens per block, or "auto" for as many as pay, learnt on the way.
+    """Return the policy of k tokens per block, or the adaptive one for "auto".
 
     Raises:
         SettingsError: k is neither "auto" nor 1 to 64.

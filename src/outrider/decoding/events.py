@@ -1,4 +1,4 @@
-"""What becomes of tokens, as it is told while an output grows."""
+"""Events of a growing output: tokens become provisional, confirmed or revised."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ EventKind = Literal["provisional", "confirmed", "revised"]
 
 @dataclass(frozen=True)
 class Event:
-    """A token became provisional, confirmed, or was revised; `index` counts generated tokens from 0.
+    """A change of one token. `index` counts generated tokens from 0.
 
-    A revised event stands for its token *and* says that every token after it is void. What is still provisional when
-    the output is done is void too. signals: how sure the drafter was of it, if it was drafted and that was measured.
-    settled: how many generated tokens, from the first one, nothing can take back any more. It never falls.
+    kind: provisional (drafted), confirmed, or revised. A revised token replaces the one at `index` and voids every
+    token after it. The end of the output voids tokens that are still provisional. signals: the drafter's confidence, if
+    the token was drafted and signals were measured. settled: the number of generated tokens that are final. It never
+    decreases.
     """
 
     kind: EventKind
@@ -30,13 +31,13 @@ class Event:
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """What became of one token, as text.
+    """A change of one token, with its text.
 
-    kind: provisional (drafted), confirmed, or revised (this token replaces the one at `index`, and every token after
-    it is void). text: the piece that the token adds; empty while a character is incomplete. source: who decided it.
-    signals: how sure the drafter was of it; None for the verifier's own tokens, and where nothing asked for signals.
-    settled: how many tokens, from the first one, nothing can take back any more: all confirmed ones, but for `scope`
-    repair, where a verdict must have passed over them, or the cloud be lost. It never falls.
+    kind: provisional (drafted), confirmed, or revised. A revised token replaces the one at `index` and voids every
+    token after it. text: the piece that the token adds, empty while a character is incomplete. source: the side that
+    decided the token. signals: the drafter's confidence, None for the verifier's own tokens and where no signals were
+    requested. settled: the number of tokens that are final. These are all confirmed tokens, but with `scope` "repair"
+    only those before the last verdict until the cloud is lost. It never decreases.
     """
 
     kind: EventKind

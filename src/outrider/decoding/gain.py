@@ -1,4 +1,4 @@
-"""One sentence on what speculation gained over the cloud alone, from measured facts."""
+"""The gain of speculation over the cloud alone, in one sentence, from measured figures."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _EXPECTED: dict[Loss, str] = {
 
 @dataclass(frozen=True)
 class CloudBaseline:
-    """The same prompts decoded by the cloud alone. same: outputs with equal tokens. seconds: all outputs together.
+    """The same prompts decoded by the cloud alone.
 
-    modelled: the seconds come from a simulation.
+    same: outputs with equal tokens. seconds: of all outputs. modelled: the seconds come from a simulation.
     """
 
     outputs: int
@@ -32,7 +32,7 @@ class CloudBaseline:
 
 @dataclass(frozen=True)
 class Gain:
-    """Sums over the outputs of one way of decoding.
+    """Sums over the outputs of one decoding mode.
 
     rounds: verdicts, each one forward pass of the large model. bounded: the outputs within the budget of a calibrated
     gate. risk: that gate's.
@@ -51,6 +51,7 @@ class Gain:
 
     @classmethod
     def of(cls, results: Iterable[Result]) -> Gain:
+        """Sum up results."""
         results = list(results)
         return cls(
             outputs=len(results),
@@ -66,17 +67,13 @@ class Gain:
         )
 
     def describe(self, baseline: CloudBaseline | None = None) -> str:
-        """Return the sentence: is the text the cloud's, the large model's runs, and the speed if it is known."""
+        """Return the sentence: the text's agreement with the cloud's, the runs of the large model, and the speed."""
         if not self.outputs or not self.tokens:
             return ""
         if not self.rounds and baseline is None:
-            return "The cloud was not asked: the text is the edge's own."
-        return (
-            "; ".join(
-                filter(None, [self._describe_text(baseline), self._describe_work(), self._describe_speed(baseline)])
-            )
-            + "."
-        )
+            return "The cloud was not used: the text is the edge's own."
+        parts = [self._describe_text(baseline), self._describe_work(), self._describe_speed(baseline)]
+        return "; ".join(filter(None, parts)) + "."
 
     def _describe_text(self, baseline: CloudBaseline | None) -> str:
         if baseline is not None and baseline.outputs:
@@ -93,7 +90,7 @@ class Gain:
 
     def _describe_work(self) -> str:
         if not self.rounds:
-            return "the cloud was not asked"
+            return "the cloud was not used"
         if self.cloud_tokens < self.tokens:
             return f"{self.escalated:,} of {self.blocks:,} blocks went to the cloud"
         return f"the large model ran {self.rounds:,} times instead of {self.tokens:,}"

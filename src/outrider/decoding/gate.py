@@ -1,17 +1,17 @@
-"""The gate: how sure the drafter was of a block, and whether the verifier should look at it.
+"""The gate: the drafter's confidence in a block, and the decision to verify (escalate) or skip it.
 
-Signals of a drafted token are taken from the drafter's own row (float32), after temperature and before penalties
-and filters, natural logarithms:
+Signals of a drafted token come from the drafter's logits (float32), after temperature and before logits processors and
+filters, with natural logarithms:
 
-    entropy   H(q) in nats          escalate when above the threshold
-    margin    q₁ − q₂               escalate when *below* (the only signal that is high when sure)
-    maxprob   1 − q₁                above
-    logprob   −log q(d)             above
+    entropy   H(q) in nats          escalates above the threshold
+    margin    q₁ − q₂               escalates below the threshold
+    maxprob   1 − q₁                escalates above the threshold
+    logprob   −log q(d)             escalates above the threshold
 
-A block's signal is that of its least sure token (`entropy:1.5`), or the mean (`entropy.mean:1.5`).
+The signal of a block is that of its least confident token (`entropy:1.5`), or the mean (`entropy.mean:1.5`).
 
-`calibrated:FILE` is a threshold that planning/calibrate.py found for a risk budget, together with the share of skipped
-blocks that are verified all the same, drawn at random: its audits.
+`calibrated:FILE` is a threshold that planning/calibrate.py found for a risk budget. A random share of the blocks that
+it would skip is verified all the same: its audits.
 """
 
 from __future__ import annotations
@@ -40,31 +40,37 @@ NO_MEAN_GATE = (
     f"Calibrate one of {', '.join(SIGNAL_NAMES)}, which take a block's least confident token"
 )
 
-MAX_UNREPAIRED = 128  # skipped tokens after which scope "repair" asks for a verdict all the same
+MAX_UNREPAIRED = 128  # skipped tokens after which scope "repair" requests a verdict
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a block goes to the verifier, and why."""
+    """The decision on a block and its reason. escalate: the block goes to the verifier."""
 
     escalate: bool
     reason: str
 
 
 class Gate(Protocol):
-    """`exact` gates keep the output the target's own: they verify all, or only choose when to verify."""
+    """The policy that selects the blocks to verify."""
 
     @property
-    def needs_signals(self) -> bool: ...
+    def needs_signals(self) -> bool:
+        """True if the gate reads the signals of drafted tokens."""
+        ...
 
     @property
-    def exact(self) -> bool: ...
+    def exact(self) -> bool:
+        """True if every token is verified in the end, so that the output is the target's own."""
+        ...
 
-    def decide(self, block: Seq[Signals]) -> Decision: ...
+    def decide(self, block: Seq[Signals]) -> Decision:
+        """Decide on a block by the signals of its tokens."""
+        ...
 
 
 def compute_signals(logits: Tensor, token: int, temperature: float) -> Signals:
-    """The signals of `token`, drawn from the raw logits `logits` (float32 [V]); temperature 0 counts as 1."""
+    """Return the signals of `token`, drawn from raw logits (float32 [V]). Temperature 0 counts as 1."""
     logq = torch.log_softmax(apply_temperature(logits, temperature), -1)
     best = torch.topk(logq, min(2, logq.shape[-1])).values.exp()
     entropy = -float(torch.dot(logq.exp(), torch.clamp(logq, min=torch.finfo(logq.dtype).min)))
@@ -74,10 +80,13 @@ def compute_signals(logits: Tensor, token: int, temperature: float) -> Signals:
 
 @dataclass(frozen=True)
 class Always:
+    """Verify every block."""
+
     needs_signals = False
     exact = True
 
     def decide(self, block: Seq[Signals]) -> Decision:
+        """Escalate."""
         return Decision(True, "always")
 
     def __str__(self) -> str:
@@ -86,10 +95,13 @@ class Always:
 
 @dataclass(frozen=True)
 class Never:
+    """Verify no block."""
+
     needs_signals = False
     exact = False
 
     def decide(self, block: Seq[Signals]) -> Decision:
+        """Skip."""
         return Decision(False, "never")
 
     def __str__(self) -> str:
@@ -98,7 +110,7 @@ class Never:
 
 @dataclass(frozen=True)
 class Threshold:
-    """Escalates a block that is less sure than `limit`."""
+    """Verify a block if its signal shows less confidence than `limit`."""
 
     signal: SignalName
     limit: float
@@ -107,6 +119,7 @@ class Threshold:
     exact = False
 
     def decide(self, block: Seq[Signals]) -> Decision:
+        """Compare the block's signal with the threshold."""
         value = self.value(block)
         if self.signal == "margin":
             return self._decision(value < self.limit, value, "<" if value < self.limit else ">=")
@@ -117,7 +130,7 @@ class Threshold:
         return Decision(escalate, f"{name} {value:.3g} {sign} {self.limit:g}")
 
     def value(self, block: Seq[Signals]) -> float:
-        """The block's signal; that of no tokens is as unsure as can be."""
+        """Return the block's signal. A block without tokens has the least possible confidence."""
         values = [getattr(token, self.signal) for token in block]
         if not values:
             return math.inf if self.signal != "margin" else -math.inf
@@ -131,16 +144,18 @@ class Threshold:
 
 @dataclass(frozen=True)
 class AnyOf:
-    """Escalates when any part does."""
+    """Verify a block if any of several gates does."""
 
     gates: tuple[Gate, ...]
     exact = False
 
     @property
     def needs_signals(self) -> bool:
+        """True if a part reads signals."""
         return any(part.needs_signals for part in self.gates)
 
     def decide(self, block: Seq[Signals]) -> Decision:
+        """Escalate with the reason of the first part that does."""
         decisions = [part.decide(block) for part in self.gates]
         return next((d for d in decisions if d.escalate), decisions[0])
 
@@ -150,16 +165,18 @@ class AnyOf:
 
 @dataclass(frozen=True)
 class Trigger:
-    """Only chooses *when* to verify: what it passes stays provisional until a verdict, so the result stays exact."""
+    """Select when to verify. Skipped blocks stay provisional until a verdict, so the output stays exact."""
 
     inner: Gate
     exact = True
 
     @property
     def needs_signals(self) -> bool:
+        """True if the inner gate reads signals."""
         return self.inner.needs_signals
 
     def decide(self, block: Seq[Signals]) -> Decision:
+        """Decide as the inner gate does."""
         return self.inner.decide(block)
 
     def __str__(self) -> str:
@@ -167,18 +184,22 @@ class Trigger:
 
 
 class ModelIdentity(Protocol):
-    """A model that says who it is."""
+    """A model's name and vocabulary."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The model's name."""
+        ...
 
     @property
-    def fingerprint(self) -> str: ...
+    def fingerprint(self) -> str:
+        """The hash of its vocabulary."""
+        ...
 
 
 @dataclass(frozen=True)
 class CalibrationFit:
-    """How a run compares with what its gate was calibrated for. bounded: the budget is promised for it."""
+    """The fit of a run to its gate's calibration. bounded: the budget holds for the run."""
 
     bounded: bool = False
     warnings: tuple[str, ...] = ()
@@ -186,7 +207,7 @@ class CalibrationFit:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A threshold with a risk budget. source: the file's name. key: whose audits; see `with_audit_key`."""
+    """A threshold with a risk budget. source: the file's name. key: selects the audits, see `with_audit_key`."""
 
     inner: Threshold
     file: GateFile
@@ -197,19 +218,21 @@ class Calibrated:
 
     @property
     def budget(self) -> float:
+        """The risk budget."""
         return self.file.epsilon
 
     def decide(self, block: Seq[Signals]) -> Decision:
+        """Compare the block's signal with the threshold. Audits are decided apart."""
         return self.inner.decide(block)
 
     def with_audit_key(self, seed: int, prompt_ids: Seq[int], audio_digest: bytes = b"") -> Calibrated:
-        """The same gate with the audits of one generation: the same for the same seed, prompt and recording."""
+        """Return the gate with the audits of one generation, drawn by its seed, prompt and recording."""
         digest = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=8)
         digest.update(array("q", prompt_ids).tobytes() + audio_digest)
         return replace(self, key=int.from_bytes(digest.digest(), "little"))
 
     def is_audited_at(self, position: int) -> bool:
-        """Whether a block that begins after `position` generated tokens is verified however sure the drafter is."""
+        """Return whether a block that begins after `position` generated tokens is audited."""
         return bool(draw_audits(self.key, np.array([position]), self.file.audit)[0])
 
     def check_fit(
@@ -222,11 +245,11 @@ class Calibrated:
         loop_rule: LoopRule = DEFAULT_RULE,
         lossy: Seq[str] = (),
     ) -> CalibrationFit:
-        """Compare a run with the calibration. lossy: why verdicts are not lossless, as in "with accept exact, not …".
+        """Compare a run with the calibration.
 
-        Lossy verdicts void the budget. So does another k, vocabulary, loop rule or setting, and so do the verdicts that
-        scope "repair" requests within long outputs, which are not replayed. Another name, which may be the same
-        model's, is a warning.
+        Lossy verdicts void the budget. So do another k, vocabulary, loop rule or setting, and the verdicts that scope
+        "repair" requests within long outputs, which calibration does not replay. Another model name is a warning, as
+        the model may be the same. lossy: the reasons for lossy verdicts, as in "with accept exact, not …".
         """
         file = self.file
         voiding = [*lossy] if k == file.k else [*lossy, f"with k {file.k}, not {k}"]
@@ -254,14 +277,14 @@ class Calibrated:
 
 
 def draw_audits(key: int, positions: np.ndarray, share: float) -> np.ndarray:
-    """bool [len(positions)]: True for a share of them, drawn by `key` (below 2^64) and position alone."""
+    """Return bool [len(positions)], True for a random share that depends on key (below 2^64) and position alone."""
     return uniforms(key, 0, positions) < share
 
 
 def calibrated_settings(settings: GenerationSettings) -> list[str]:
-    """Return the settings of a calibration.
+    """Return the names of the settings that a run must share with its calibration.
 
-    The seed is free where it only draws audits. Sampled traces share the noise of their seed, so there it is a setting.
+    Greedy traces hold for every seed. Sampled traces share the noise of their seed.
     """
     return [f.name for f in fields(settings) if f.name != PER_REQUEST_SETTING or settings.temperature > 0]
 
@@ -273,13 +296,13 @@ def _changed_settings(was: GenerationSettings, now: GenerationSettings) -> list[
 
 
 def gate(spec: str) -> Gate:
-    """The gate that a text names: always, never, entropy:1.5, margin.mean:0.3, entropy:1.5|logprob:2, trigger:….
+    """Parse a gate: always, never, entropy:1.5, margin.mean:0.3, entropy:1.5|logprob:2, trigger:….
 
     `calibrated:FILE` is the gate that a calibration wrote to a file.
 
     Raises:
-        SettingsError: an unknown signal, or a threshold that is missing or not a finite number ≥ 0.
-        DataError: a gate file that is not what it must be.
+        SettingsError: the signal is unknown, or the threshold is missing or not a finite number ≥ 0.
+        DataError: the gate file is invalid.
     """
     if not isinstance(spec, str):
         raise SettingsError(f"a gate is a text such as entropy:1.5, not {spec!r}")
@@ -297,11 +320,11 @@ def gate(spec: str) -> Gate:
 
 
 def _parse_trigger(rest: str, spec: str) -> Trigger:
-    """What a trigger cannot hold is refused by its name, before a file would be read."""
+    """Parse the gate of a trigger. Refuse a calibrated one before its file is read."""
     if rest.startswith("calibrated:"):
-        raise SettingsError(f"gate {spec!r}: a trigger skips nothing that a calibrated gate's budget could be for")
+        raise SettingsError(f"gate {spec!r}: a trigger skips no block, so it cannot hold a calibrated gate")
     if rest.startswith("trigger:"):
-        raise SettingsError(f"gate {spec!r}: trigger: is said once")
+        raise SettingsError(f"gate {spec!r}: trigger: is given twice")
     return Trigger(gate(rest))
 
 

@@ -1,4 +1,4 @@
-"""Text that grows token by token, and never shows half a character."""
+"""Incremental detokenisation, without incomplete characters."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from collections.abc import Callable
 
 
 class IncrementalDetokenizer:
-    """The text of a growing (and sometimes rewound) list of tokens, one piece per token.
+    """The text of a list of tokens that grows and may be truncated, one piece per token.
 
-    decode: ids as text that only grows at its end, as `Detokenizer` does. The pieces together are the decoding of all
-    ids. The letters that a token completes are its piece, so that one which ends inside a character may have none.
+    decode: converts ids to text that only grows at its end, as `Detokenizer` does. The pieces concatenated are the
+    decoding of all ids. A token that ends inside a character may have an empty piece.
 
-    A piece is the difference of two decodings. Both begin with the token of the last piece but one, since decoders
-    treat the first token of a text differently; with it, they hold the character that is not complete yet.
+    A piece is the difference of two decodings of the last tokens. Both begin one piece early, because decoders treat
+    the first token of a text differently, and so that they contain the incomplete character.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
         self.ids: list[int] = []
         self.pieces: list[str] = []
-        self._offsets: list[tuple[int, int]] = [(0, 0)]  # per length: start of the context, end of what is shown
+        self._offsets: list[tuple[int, int]] = [(0, 0)]  # per length: start of the context, end of the emitted text
 
     @property
     def text(self) -> str:
+        """The text of all tokens."""
         return "".join(self.pieces)
 
     def append(self, token: int) -> str:
@@ -36,5 +37,5 @@ class IncrementalDetokenizer:
         return piece
 
     def truncate(self, length: int) -> None:
-        """Forget all but the first `length` tokens."""
+        """Drop all but the first `length` tokens."""
         del self.ids[length:], self.pieces[length:], self._offsets[length + 1 :]

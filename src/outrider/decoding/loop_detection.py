@@ -1,8 +1,8 @@
-"""Loop detection: the tail of the committed output repeats itself.
+"""Loop detection: the tail of the committed output is periodic.
 
-By default a loop of period p is declared when the tail shows two whole periods and four tokens more, and at least eight
-tokens: ABAB needs 8, a 4-token phrase 12, a 32-token one 68. A loop does not end generation. The next block is verified
-once (without a verifier, one token is drawn), and detection starts again behind it.
+By default a loop of period p needs a periodic tail of two whole periods and four more tokens, and at least eight
+tokens: 8 for ABAB, 12 for a 4-token phrase, 68 for a 32-token one. A loop does not end generation. The next block is
+verified (without a verifier, one token is drawn at random), and detection starts again behind it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ MAX_TAIL = 1024  # tokens; a longer tail costs time at every token
 
 @dataclass(frozen=True)
 class LoopRule:
-    """The definition of a loop; as text, `period=32,tail=8,extra=4`.
+    """The definition of a loop, as text `period=32,tail=8,extra=4`.
 
-    period: the longest period that is sought. tail: tokens of periodic tail at least. extra: tokens beyond two whole
-    periods. `period=1,tail=3,extra=0` declares a loop when a token is repeated three times in a row.
+    period: the longest period. tail: the least length of the periodic tail in tokens. extra: tokens beyond two whole
+    periods. `period=1,tail=3,extra=0` is a loop of one token three times in a row.
 
     Raises:
-        SettingsError: a value out of range.
+        SettingsError: a value is out of range.
     """
 
     period: int = MAX_PERIOD
@@ -70,10 +70,10 @@ DEFAULT_LOOP_RULE = str(DEFAULT_RULE)
 
 
 def parse_loop_rule(text: str) -> LoopRule:
-    """Parse `period=32,tail=8,extra=4`, of which parts may be left out.
+    """Parse `period=32,tail=8,extra=4`. Missing parts get their defaults.
 
     Raises:
-        SettingsError: another form, a name twice, or a value out of range.
+        SettingsError: the form is another one, a name occurs twice, or a value is out of range.
     """
     names = [each.name for each in fields(LoopRule)]
     found = [re.fullmatch(r"\s*(\w+)\s*=\s*(\d{1,4000})\s*", part, re.ASCII) for part in text.split(",")]

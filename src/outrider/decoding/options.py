@@ -1,4 +1,4 @@
-"""Decoding options: the choices about drafting and verification, and which of them fit together."""
+"""Decoding options: the options of drafting and verification, their defaults and their validation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNUSED: Final[Mapping[DecodingMode, tuple[str, ...]]] = {
 class DecodingOptions:
     """The options of speculative decoding, named and described as `SpeculativeDecoder`'s arguments.
 
-    None for on_loop or on_cloud_loss is a default that depends on the gate and on the models; see `resolve`.
+    None for on_loop or on_cloud_loss is a default that depends on the gate and the models (see `resolve`).
     """
 
     gate: str | Gate = "always"
@@ -42,21 +42,21 @@ class DecodingOptions:
 
     @cached_property
     def parsed_gate(self) -> Gate:
-        """The gate that `gate` names; reads a gate file. Raises SettingsError or DataError."""
+        """The parsed gate. Reads a gate file. Raises SettingsError or DataError."""
         return parse_gate(self.gate) if isinstance(self.gate, str) else self.gate
 
     @cached_property
     def acceptance_rule(self) -> AcceptanceRule:
-        """The rule that `accept` names. Raises SettingsError."""
+        """The parsed acceptance rule. Raises SettingsError."""
         return parse_acceptance_rule(self.accept)
 
     @cached_property
     def parsed_loop_rule(self) -> LoopRule:
-        """The rule that `loop_rule` states. Raises SettingsError."""
+        """The parsed loop rule. Raises SettingsError."""
         return parse_loop_rule(self.loop_rule)
 
     def keywords(self) -> dict[str, Any]:
-        """Return the keyword arguments for `SpeculativeDecoder`, with the gate parsed: a gate file is read once."""
+        """Return the keyword arguments for `SpeculativeDecoder`. The gate is parsed, so that its file is read once."""
         return {each.name: getattr(self, each.name) for each in fields(DecodingOptions)} | {"gate": self.parsed_gate}
 
     def for_mode(self, mode: DecodingMode) -> Self:
@@ -69,13 +69,13 @@ class DecodingOptions:
         return replace(self, **unused)
 
     def resolve(self, *, has_drafter: bool, has_verifier: bool, remote: bool) -> ResolvedOptions:
-        """Validate the options for the models that are there, and fill in the defaults. Needs no model.
+        """Validate the options for the given sides and fill in the defaults. No model needs to be loaded.
 
-        By default, a decoder that loses the cloud goes on without it only if its gate skips blocks anyway.
+        By default, a decoder that loses the cloud continues without it only if its gate skips blocks anyway.
         remote: the verifier is across a network.
 
         Raises:
-            SettingsError: an unknown value, or options that contradict each other or would do nothing.
+            SettingsError: a value is unknown, or options contradict each other or have no effect.
         """
         self.check_values()
         self._check_sides(has_drafter, has_verifier, remote)
@@ -87,7 +87,7 @@ class DecodingOptions:
         return ResolvedOptions(**self.keywords() | resolved)
 
     def check_values(self) -> None:
-        """Raise SettingsError for a value that its option does not have, whatever the other options are."""
+        """Raise SettingsError for an invalid value of a single option."""
         check_choice("scope", self.scope, Scope)
         check_choice("driver", self.driver, DriverName)
         check_choice("privacy", self.privacy, Privacy)
@@ -103,32 +103,32 @@ class DecodingOptions:
         """Raise SettingsError for options that contradict each other or the models."""
         gate, accept, on_loop, on_cloud_loss = self.parsed_gate, self.acceptance_rule, self.on_loop, self.on_cloud_loss
         if self.privacy != "audio" and not has_verifier:
-            raise SettingsError(f"privacy {self.privacy!r}: there is no verifier to keep anything from")
+            raise SettingsError(f"privacy {self.privacy!r} has no effect without a verifier")
         if on_cloud_loss is not None and not remote:
             raise SettingsError(f"on_cloud_loss {on_cloud_loss!r}: this verifier is not across a network")
         if self.driver == "pipelined" and not (has_drafter and remote):
             raise SettingsError("driver 'pipelined' needs a drafter, and a verifier across a network")
         if on_cloud_loss == "edge-only" and not has_drafter:
-            raise SettingsError("on_cloud_loss 'edge-only' needs a drafter to go on with")
+            raise SettingsError("on_cloud_loss 'edge-only' needs a drafter")
         if not has_drafter and not has_verifier:
             raise SettingsError("neither a drafter nor a verifier: there is no model to generate with")
         if not has_verifier and on_loop == "escalate":
-            raise SettingsError("on_loop 'escalate' needs a verifier to escalate to")
+            raise SettingsError("on_loop 'escalate' needs a verifier")
         if has_verifier and on_loop == "sample":
-            raise SettingsError("on_loop 'sample' is for edge-only decoding: with a verifier, escalate")
+            raise SettingsError("on_loop 'sample' is for edge-only decoding: with a verifier, use 'escalate'")
         if not has_verifier and not isinstance(gate, Always):
-            raise SettingsError(f"gate {gate} has no verifier to decide about")
+            raise SettingsError(f"gate {gate} needs a verifier")
         if not has_drafter and not isinstance(gate, Always):
-            raise SettingsError(f"gate {gate} has no drafter to judge")
+            raise SettingsError(f"gate {gate} needs a drafter")
         if not (has_drafter and has_verifier) and not isinstance(accept, Exact):
-            raise SettingsError(f"accept {accept} is about drafts and verdicts: it needs a drafter and a verifier")
+            raise SettingsError(f"accept {accept} needs a drafter and a verifier")
         if self.scope == "repair" and gate.exact:
-            raise SettingsError("scope 'repair' is for gates that skip blocks; this one leaves nothing to repair")
+            raise SettingsError(f"scope 'repair' needs a gate that skips blocks, and gate {gate} skips none")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedOptions(DecodingOptions):
-    """Validated options for the models that are there, without an open default."""
+    """Validated options, without open defaults."""
 
     gate: Gate
     on_loop: OnLoop

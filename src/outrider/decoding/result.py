@@ -1,4 +1,4 @@
-"""What a generation came to: its tokens, who decided them, and the guarantee that they carry."""
+"""The result of a generation: its tokens, the side that decided each, and the guarantee."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ REPR_TOKENS = 20  # tokens in a result's repr
 
 @dataclass
 class Stats:
-    """Counters of one generation (DESIGN's vocabulary). Token counters never count past the end of the output.
+    """Counters of one generation. Token counters never count past the end of the output.
 
-    verified: drafted tokens that a verdict decided. audited / disagreed: skipped tokens that the verifier saw in
-    passing, and how many it would have changed. near_ties: positions of the output whose choice lay within the
-    numeric noise of the verifier's number format (always 0 in float32). forced_by_audit: blocks that a calibrated gate
-    would have skipped and that were drawn to be verified. drafted: also what was drafted ahead in vain.
-    cloud_lost: the verifier could not be reached any more, and the edge went on alone. prefill_s: of draft_s, until the
-    first token was drafted; verify_prefill_s: of verify_s, what the first verdict took; either read the prompt.
+    drafted: drafted tokens, also those that were drafted ahead and dropped. verified: drafted tokens that a verdict
+    decided. audited, disagreed: skipped tokens that the verifier compared, and those of them that it would have
+    changed. near_ties: tokens of the output whose margin lay within the numeric noise of the verifier's number format
+    (always 0 in float32). forced_by_audit: blocks that a calibrated gate would skip and that an audit verified.
+    cloud_lost: the verifier became unreachable and the edge continued alone. prefill_s: the part of draft_s until the
+    first drafted token. verify_prefill_s: the part of verify_s of the first verdict. Both include reading the prompt.
     """
 
     rounds: int = 0
@@ -64,22 +64,22 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """accepted ÷ verified draft tokens; None where nothing was verified."""
+        """Accepted ÷ verified drafted tokens, or None if none was verified."""
         return self.accepted / self.verified if self.verified else None
 
     @property
     def escalation_rate(self) -> float | None:
-        """verified blocks ÷ blocks."""
+        """Verified blocks ÷ blocks, or None without blocks."""
         return self.escalated / self.blocks if self.blocks else None
 
     @property
     def cloud_share(self) -> float | None:
-        """cloud tokens ÷ tokens."""
+        """The cloud's tokens ÷ tokens, or None without tokens."""
         tokens = self.cloud_tokens + self.edge_tokens
         return self.cloud_tokens / tokens if tokens else None
 
     def count_sources(self, sources: list[Source]) -> None:
-        """Set the token counters from who decided each token of the output."""
+        """Set the token counters from the source of each token of the output."""
         self.accepted = sources.count(Source.ACCEPTED)
         self.corrected = sources.count(Source.CORRECTION)
         self.bonus = sources.count(Source.BONUS)
@@ -92,11 +92,11 @@ TIME_FIELDS = tuple(each.name for each in fields(Stats) if each.name.endswith("_
 
 
 def derive_guarantee(stats: Stats, *, lossless: bool, bounded: bool = False) -> Guarantee:
-    """What the output is worth, judged by what was done and not by what was planned.
+    """Return the guarantee of an output, from the recorded decisions on its tokens.
 
-    exact: every token was decided by a lossless verdict. bounded: those that were not, the gate skipped within the
-    budget of a calibration that fits this run; that also covers an output which the gate left to the edge as a whole.
-    edge-only: else, where the verifier decided none, and wherever it was lost on the way. Else best-effort.
+    exact: lossless verdicts decided every token. bounded: the gate skipped the others within the budget of a
+    calibration that fits this run, even if it skipped all. edge-only: the verifier decided no token, or was lost during
+    the generation. best-effort: all other outputs.
     """
     if stats.cloud_lost:
         return "edge-only"
@@ -110,7 +110,7 @@ def derive_guarantee(stats: Stats, *, lossless: bool, bounded: bool = False) -> 
 
 
 def wilson_interval(share: float, count: int, z: float) -> tuple[float, float]:
-    """The score interval of a share of `count` trials, z standard deviations to each side (Wilson 1927)."""
+    """Return the score interval of a share of `count` trials, z standard deviations to each side (Wilson 1927)."""
     z2 = z * z / count
     middle, half = (share + z2 / 2) / (1 + z2), math.sqrt(z2 * (share * (1 - share) + z2 / 4)) / (1 + z2)
     return max(0.0, middle - half), min(1.0, middle + half)
@@ -118,7 +118,7 @@ def wilson_interval(share: float, count: int, z: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class GuaranteeReport:
-    """What a result may say of itself."""
+    """The guarantee of a result, with its risk estimate and warnings."""
 
     guarantee: Guarantee
     risk: Risk | None = None
@@ -126,7 +126,7 @@ class GuaranteeReport:
 
 
 class GuaranteeTracker:
-    """Judges the results of one decoder, and keeps count of the audits where its gate is calibrated."""
+    """Derives the guarantees of one decoder's results, and accumulates the audits of a calibrated gate."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate if isinstance(gate, Calibrated) else None
@@ -141,11 +141,10 @@ class GuaranteeTracker:
         settings: GenerationSettings,
         trail: AuditTrail,
     ) -> GuaranteeReport:
-        """lossy: why verdicts are not lossless; empty where they are.
+        """Return the report on one result. A result that lost the cloud does not count for the gate's risk.
 
-        sides: drafter and verifier, as they describe themselves. stats: with its sources counted. trail: closed.
-
-        A result that lost the cloud does not count for the gate's risk.
+        stats: with its sources counted. lossy: the reasons for lossy verdicts, empty if they are lossless. sides:
+        drafter and verifier. trail: closed.
         """
         if self._gate is None or self._risk is None:
             return GuaranteeReport(derive_guarantee(stats, lossless=not lossy))
@@ -159,6 +158,7 @@ class GuaranteeTracker:
 
 
 def truncate_text(text: str, length: int) -> str:
+    """Shorten a text to `length` characters, with an ellipsis at its end."""
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
@@ -170,11 +170,11 @@ def _format_percent(rate: float | None) -> str:
 class Result:
     """The answer to one prompt.
 
-    token_ids holds generated tokens only, the EOS or the stop string included. text is their decoding without special
-    tokens and without a character whose last bytes are missing (`decoding/detokenizer.py`), None where the model came
-    without a tokenizer. sources has the side that decided each token. near_ties lists the indices (into token_ids) that
-    `stats.near_ties` counts. ledger: bytes on the network by kind of frame, "up" and "down"; their sums are
-    stats.bytes_up and bytes_down. risk: for a calibrated gate, else None.
+    token_ids: the generated tokens, with the EOS or the stop string. text: their decoding without special tokens and
+    without an incomplete character at the end, or None if the model has no tokenizer. sources: the side that decided
+    each token. near_ties: the indices into token_ids that `stats.near_ties` counts. ledger: bytes on the network by
+    kind of frame, "up" and "down", which add up to stats.bytes_up and bytes_down. risk: the estimate for a calibrated
+    gate, else None.
     """
 
     text: str | None
@@ -199,7 +199,7 @@ class Result:
         return f"Result({self.guarantee}, {end}{notes}: {preview})"
 
     def _repr_html_(self) -> str:
-        """Return the text with its figures for a notebook; everything from the model is escaped."""
+        """Return the text with its figures as HTML for a notebook. All text from the model is escaped."""
         stats = self.stats
         rows = {
             "guarantee": self.guarantee,
@@ -218,7 +218,7 @@ class Result:
         return f'<div><pre style="white-space:pre-wrap">{body}</pre>{notes}<table>{cells}</table></div>'
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dictionary with DESIGN's keys."""
+        """Return a JSON-ready dictionary with the keys of docs/results.md."""
         out = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("stats", "sources")}
         stats = {name: round(v, 6) if isinstance(v, float) else v for name, v in asdict(self.stats).items()}
         risk = asdict(self.risk) if self.risk is not None else None

@@ -34,9 +34,9 @@ FALSE_ALARM = 0.01  # the probability of a false warning, per result
 class Risk:
     """A calibrated gate's budget, and the audits' estimate over all results of one decoder so far.
 
-    budget: the expected share of outputs that may differ from the cloud's, or, where the loss is "tokens", of the
-    cloud's output that may lie behind the first difference. estimate: the present share, audits included; None while
-    there are unseen ends and no audited end. low, high: its 95 % interval. results: their number, without those that
+    budget: the expected share of outputs that may differ from the cloud's, or, with the loss "tokens", of the cloud's
+    output that may lie behind the first difference. estimate: the present share, audits included, or None while there
+    are unseen ends and no audited end. low, high: its 95 % interval. results: their number, without those that
     lost the cloud. audited, disagreed: skipped tokens covered by a verdict, and those that the cloud would have
     changed.
     """
@@ -61,11 +61,11 @@ class Span:
 
 @dataclass
 class AuditTrail:
-    """The evidence of one generation's verdicts about its skipped tokens. Positions count generated tokens.
+    """The evidence of one generation's verdicts on its skipped tokens. Positions count generated tokens.
 
-    first_difference: where the output left the target's. ends: for each audited block whose skipping would have ended
-    the output, where it would have differed then, or None. unseen: the first skipped token that no verdict saw; blind:
-    the verifier did not compare it although it could. output: how long the output became.
+    first_difference: the first difference from the target's output. ends: for each audited block that would have ended
+    the output if skipped, the first difference of that output, or None. unseen: the first skipped token that no verdict
+    compared. has_gap: a verdict did not compare it although it could. output: the length of the output.
     """
 
     first_difference: Span | None = None
@@ -75,9 +75,9 @@ class AuditTrail:
     output: OutputLength | None = None
 
     def record_verdict(self, verdict: Verdict, base: int, skipped: int, end: int | None) -> None:
-        """A verdict on the drafts behind `base`; `skipped` tokens before them were new to the verifier.
+        """Record a verdict on the drafts behind `base`, before which `skipped` tokens were new to the verifier.
 
-        end: where the output would have ended without this audit; None if it would not have, or without an audit.
+        end: the length at which the output would have ended without this audit, None if it would not have ended.
         """
         if self.first_difference is not None:
             return
@@ -124,6 +124,7 @@ class LossSums:
     largest: float = 0.0
 
     def add(self, losses: tuple[float, float, float] = (0.0, 0.0, 0.0)) -> None:
+        """Add a case."""
         self.cases += 1
         self.least += losses[0]
         self.likely += losses[1]
@@ -157,6 +158,7 @@ class RiskEstimator:
 
     @property
     def risk(self) -> Risk:
+        """The present estimate with its 95 % interval."""
         low, high = self.interval(MISS_PROBABILITY)
         return Risk(self._budget, self._loss, self._audited, self._disagreed, self._estimate, low, high, self._results)
 
@@ -188,8 +190,8 @@ class RiskEstimator:
         estimate = "" if self._estimate is None else f" at {100 * self._estimate:.2g} % of {self._loss},"
         return [
             f"audits put the risk{estimate} at no less than {100 * low:.2g} %, above the budget of "
-            f"{100 * self._budget:.2g} % ({self._seen.cases} of {self._results} results were seen to differ): these "
-            "requests are not what the gate was calibrated for"
+            f"{100 * self._budget:.2g} % ({self._seen.cases} of {self._results} results were seen to differ): the "
+            "gate was not calibrated for requests like these"
         ]
 
 

@@ -1,12 +1,12 @@
-"""The tokens of one generation, and the invariant that ties a KV cache to them.
+"""The tokens of one generation, and the invariant between them and a KV cache.
 
         |<--- prompt --->|<--- generated --->|<--- pending --->|
         |<----------- committed ------------>|
         0            prompt_length      committed_length    len(ids)
 
-`committed` only grows at its end, except through `reopen`. A cache that serves this sequence holds the keys and
-values of ids[0:kv_len]. After every commit it must hold a *proper* prefix of what is committed, so that whatever
-is missing (at least the last token) is fed by the next forward. There is no other seed and no other mask.
+`committed` only grows at its end, except through `reopen`. A KV cache of this sequence holds the keys and values of
+ids[0:kv_len]. After every commit this must be a proper prefix of the committed tokens: the next forward pass then reads
+the missing ones, at least the last token.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from outrider.errors import StateError
 
 
 class Source(Enum):
-    """Who decided a committed token."""
+    """The side and the step that decided a committed token."""
 
-    EDGE = "edge"  # the drafter's word, unverified
-    SAMPLED = "sampled"  # the drafter's, drawn at random to leave a loop
+    EDGE = "edge"  # drafted, unverified
+    SAMPLED = "sampled"  # drafted at random to leave a loop
     ACCEPTED = "accepted"  # drafted, and accepted by a verdict
     CORRECTION = "correction"  # the verifier's token at the first rejected position
     BONUS = "bonus"  # the verifier's token after a fully accepted block
 
     @property
     def by_cloud(self) -> bool:
-        """True where a verdict stands behind the token."""
+        """True if a verdict decided the token."""
         return self in (Source.ACCEPTED, Source.CORRECTION, Source.BONUS)
 
 
 class Sequence:
-    """Owner of the tokens: what is committed, then what is drafted and not yet decided."""
+    """Owner of the tokens: the committed ones, then the pending ones, which are drafted and not yet decided."""
 
     def __init__(self, prompt_ids: Seq[int]) -> None:
         self.prompt_length = len(prompt_ids)
@@ -42,6 +42,7 @@ class Sequence:
 
     @property
     def committed_length(self) -> int:
+        """Number of committed tokens, prompt included."""
         return self.prompt_length + len(self.sources)
 
     @property
@@ -51,14 +52,16 @@ class Sequence:
 
     @property
     def pending(self) -> list[int]:
+        """The drafted tokens that are not yet decided."""
         return self.ids[self.committed_length :]
 
     @property
     def pending_count(self) -> int:
+        """Number of pending tokens."""
         return len(self.ids) - self.committed_length
 
     def draft(self, token: int) -> None:
-        """Append a drafted token; it stays pending until it is accepted or discarded."""
+        """Append a drafted token, which is pending until it is accepted or discarded."""
         self.ids.append(token)
 
     def accept(self, source: Source) -> int:
@@ -69,13 +72,13 @@ class Sequence:
         return self.ids[self.committed_length - 1]
 
     def replace_pending(self, token: int, source: Source) -> None:
-        """Drop all that is pending and commit the verifier's own token instead."""
+        """Replace the pending tokens by the verifier's own token and commit it."""
         self.discard()
         self.ids.append(token)
         self.sources.append(source)
 
     def discard(self) -> None:
-        """Drop all that is pending."""
+        """Drop the pending tokens."""
         del self.ids[self.committed_length :]
 
     def reopen(self, length: int) -> None:
@@ -88,10 +91,10 @@ class Sequence:
 
 
 def check_cache(committed_length: int, kv_len: int, owner: str) -> None:
-    """The invariant after a commit: 0 < committed − kv_len.
+    """Check the invariant after a commit: 0 < committed − kv_len.
 
     Raises:
-        StateError: the cache of `owner` has run ahead of the tokens.
+        StateError: the cache of `owner` holds more than the committed tokens.
     """
     if not 0 <= kv_len < committed_length:
         raise StateError(

@@ -1,10 +1,10 @@
-"""When generation ends: EOS ids, length, stop strings, N sentences.
+"""Stop rules: EOS ids, stop strings, N sentences, length.
 
-Rules look at generated tokens only, one token at a time, in this order; the first that fires ends the output with
-that token. Nothing else ends it: no newline, no role name, no loop.
+The rules apply to generated tokens only, one token at a time, in this order. The first that matches ends the output
+with that token.
 
-A stop string counts when it is completed by a token, wherever it began: in the same token, in an earlier one, or in
-the middle of a block. The text keeps it, as in transformers, so that text and ids stay in agreement.
+A stop string matches when a token completes it, even if it begins in an earlier token or in the middle of a block. The
+text keeps it, as in transformers, so that text and ids agree.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ABBREVIATION: Final = re.compile(
 
 @dataclass(frozen=True)
 class StopRules:
-    """What was asked for. `sentences` never fires before `min_new_tokens` tokens."""
+    """The stop rules of one generation. `sentences` never ends an output shorter than `min_new_tokens`."""
 
     max_new_tokens: int
     eos_ids: tuple[int, ...] = ()
@@ -40,11 +40,15 @@ class StopRules:
 
     @property
     def needs_text(self) -> bool:
+        """True if a rule needs the decoded text."""
         return bool(self.strings) or self.sentences is not None
 
 
 def find_finish_reason(rules: StopRules, generated: list[int], decode: DecodeFn | None) -> FinishReason | None:
-    """Whether the last of `generated` ends the output. `decode` is needed where `rules.needs_text`."""
+    """Return the reason if the last of `generated` ends the output, else None.
+
+    decode: converts ids to text, needed if `rules.needs_text`.
+    """
     if generated[-1] in rules.eos_ids:
         return "eos"
     if rules.strings and decode and _completes_stop_string(rules.strings, generated, decode):
@@ -65,8 +69,8 @@ def _has_enough_sentences(rules: StopRules, generated: list[int], decode: Decode
 def _completes_stop_string(strings: tuple[str, ...], generated: list[int], decode: DecodeFn) -> bool:
     """Return whether a stop string ends inside the last token.
 
-    Most tokens carry a byte at least, which bounds the look back. A window that begins inside a character begins with
-    U+FFFD, which is not the text's.
+    Only a window of last tokens is decoded, since most tokens have at least one byte. It is doubled while its text is
+    too short. A window that begins inside a character begins with U+FFFD, which does not count.
     """
     window, longest = max(len(text.encode()) for text in strings) + WINDOW_MARGIN, max(map(len, strings))
     while len((tail := decode(generated[-window:])).lstrip(REPLACEMENT_CHARACTER)) <= longest and window < len(
@@ -80,10 +84,10 @@ def _completes_stop_string(strings: tuple[str, ...], generated: list[int], decod
 
 
 def count_sentences(text: str) -> int:
-    """Complete sentences in Chinese or English text.
+    """Count the complete sentences in Chinese or English text.
 
-    。！？!? end a sentence at once. A full stop does where white space or the end of the text follows, unless it
-    belongs to a number that may go on ("3."), an initial or a common abbreviation.
+    。！？!? end a sentence at once. A full stop ends one before white space or the end of the text, unless it belongs
+    to a number that may continue ("3."), an initial or a common abbreviation.
     """
     return sum(_ends_sentence(text, match) for match in _FULL_STOP.finditer(text))
 

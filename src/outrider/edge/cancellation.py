@@ -1,4 +1,4 @@
-"""Ending a generation from another thread."""
+"""Cancellation of a generation from another thread."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ RETRY_INTERVAL_S = 0.1  # s between two attempts of a disconnected generation
 
 
 class Cancellation:
-    """Of one generation: what waits for the cloud stops waiting at once, what computes stops before its next token.
+    """The cancellation of one generation.
 
-    The generation's own thread then raises `concurrent.futures.CancelledError`, and closes what it had opened.
+    Cancelling ends a wait for the cloud at once, and a computation before its next token. The generation's own thread
+    then raises `concurrent.futures.CancelledError` and closes its drafter and session.
     """
 
     def __init__(self) -> None:
@@ -25,7 +26,7 @@ class Cancellation:
         self._pending: Future[Any] | None = None
 
     def cancel(self) -> None:
-        """From any thread; twice is once."""
+        """Cancel the generation, from any thread. Repetition has no effect."""
         with self._lock:
             self._cancelled.set()
             pending = self._pending
@@ -33,7 +34,7 @@ class Cancellation:
             pending.cancel()
 
     def mark_cloud_lost(self, reason: str) -> None:
-        """Cut this generation off from its verifier, from any thread: every wait now raises CloudLost."""
+        """Disconnect the generation from its verifier, from any thread: every wait raises CloudLost from now on."""
         with self._lock:
             self._cloud_lost = CloudLost(reason)
             pending = self._pending
@@ -41,7 +42,7 @@ class Cancellation:
             pending.cancel()
 
     def check(self) -> None:
-        """Raise CancelledError if it is cancelled."""
+        """Raise CancelledError if the generation is cancelled."""
         if self._cancelled.is_set():
             raise CancelledError
 
@@ -49,8 +50,8 @@ class Cancellation:
         """Return the future's result. Cancelling the generation cancels the future.
 
         Raises:
-            CancelledError: it was.
-            CloudLost: it was cut off.
+            CancelledError: the generation was cancelled.
+            CloudLost: the generation was disconnected from its verifier.
         """
         if self._cloud_lost is not None:
             self._cancelled.wait(RETRY_INTERVAL_S)  # keep a caller that retries from busy waiting
@@ -73,7 +74,7 @@ class Cancellation:
 
 
 def chain_future(source: Future[T]) -> Future[T]:
-    """A future that ends as `source` does, and can be cancelled without it."""
+    """Return a future that ends as `source` does, and can be cancelled without cancelling `source`."""
     chained: Future[T] = Future()
 
     def copy_result(done: Future[T]) -> None:

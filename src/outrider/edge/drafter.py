@@ -1,4 +1,4 @@
-"""The small model's part: propose tokens, and say how sure it was."""
+"""The drafter: the small model proposes tokens, with signals of its confidence."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ from outrider.engines.batching import PREFILL_CHUNK
 from outrider.sampling.acceptance import REJECTION_SHORTLIST
 from outrider.sampling.policy import Policy
 
-FLUSH_INTERVAL_S = 0.02  # a block that takes longer is handed over in pieces: whoever watches sees single tokens come
+FLUSH_INTERVAL_S = 0.02  # a slower block is returned in parts, so that a stream shows single tokens
 
 
 class Drafter:
-    """Drafts from one sequence. needs_signals, needs_q: what gate, lookahead and acceptance rule will ask for.
+    """Drafts the tokens of one sequence.
 
-    cancellation: looked at before every token, and while a long prompt is read.
+    needs_signals, needs_q: proposals carry signals, or the distribution q of rejection sampling. cancellation: checked
+    before every token, and between the chunks of a long prefill.
     """
 
     def __init__(
         self,
-        reader: CachedSequence,
+        sequence: CachedSequence,
         policy: Policy,
         *,
         needs_signals: bool,
         needs_q: bool,
         cancellation: Cancellation | None = None,
     ) -> None:
-        self._reader, self._policy, self._cancellation = reader, policy, cancellation
+        self._sequence, self._policy, self._cancellation = sequence, policy, cancellation
         self._needs_signals, self._needs_q = needs_signals, needs_q
-        self._device_sampler = None if needs_q else as_device_sampler(reader.engine)
-        self.seconds = 0.0  # spent drafting
-        self.prefill_seconds = 0.0  # of these, until the first token was there
+        self._device_sampler = None if needs_q else as_device_sampler(sequence.engine)
+        self.seconds = 0.0  # of drafting
+        self.prefill_seconds = 0.0  # of these, until the first token
 
     def draft(self, ids: list[int], action: Draft) -> list[Proposal]:
-        """Up to action.count proposals that follow `ids`: fewer after an EOS, or when some are there to be shown.
+        """Return up to action.count proposals that follow `ids`: fewer at an EOS or after FLUSH_INTERVAL_S.
 
-        The first call gives one: nobody waits longer than for that, and its time is that of the prompt.
+        The first call returns one proposal, to keep the time to the first token short and to measure the prefill.
         """
         started, first = time.perf_counter(), not self.prefill_seconds
         count = 1 if first else action.count
@@ -59,7 +60,7 @@ class Drafter:
         return proposals
 
     def _draft(self, ids: list[int], count: int, *, deadline: float, leave_loop: bool) -> list[Proposal]:
-        """One at a time. deadline: when what is there is handed over, by time.perf_counter."""
+        """Draft token by token until the deadline (time.perf_counter)."""
         ids = list(ids)
         proposals: list[Proposal] = []
         for n in range(count):
@@ -67,47 +68,48 @@ class Drafter:
                 break
             if self._cancellation is not None:
                 self._cancellation.check()
-            row = self._reader.extend(ids, 1)[0]
-            proposals.append(self._propose(row, ids, leave_loop=leave_loop and n == 0))
+            logits = self._sequence.extend(ids, 1)[0]
+            proposals.append(self._propose(logits, ids, leave_loop=leave_loop and n == 0))
             ids.append(proposals[-1].token)
             if ids[-1] in self._policy.processors.eos_ids:
                 break
         return proposals
 
     def _draft_on_device(self, ids: list[int], count: int) -> list[Proposal]:
-        """All at once. What the cache holds behind an EOS is dropped by `rollback_to`."""
+        """Draft all tokens in one call. `rollback_to` drops the cache behind an EOS."""
         assert self._device_sampler is not None
-        seq_input = self._reader.next_input(ids, 1)
+        seq_input = self._sequence.next_input(ids, 1)
         return self._device_sampler.draft(
             seq_input.slot, seq_input.ids, count, self._policy, with_signals=self._needs_signals
         )
 
     def _prefill_chunks(self, ids: list[int], cancellation: Cancellation) -> None:
-        """Read all but the last part of what the cache lacks."""
+        """Prefill the missing tokens in chunks, except for the last chunk."""
         cancellation.check()
-        while len(ids) - (known := self._reader.cached_len) > PREFILL_CHUNK:
-            self._reader.extend(ids[: known + PREFILL_CHUNK], 1)
+        while len(ids) - (cached := self._sequence.cached_len) > PREFILL_CHUNK:
+            self._sequence.extend(ids[: cached + PREFILL_CHUNK], 1)
             cancellation.check()
 
     def rollback_to(self, length: int) -> None:
         """Roll the cache back to a proper prefix of the first `length` tokens."""
-        self._reader.rollback_to(length)
+        self._sequence.rollback_to(length)
 
     def close(self) -> None:
-        self._reader.close()
+        """Free the drafter's slot."""
+        self._sequence.close()
 
-    def _propose(self, row: Tensor, ids: list[int], *, leave_loop: bool) -> Proposal:
+    def _propose(self, logits: Tensor, ids: list[int], *, leave_loop: bool) -> Proposal:
         q = None
         if leave_loop:
-            token = self._policy.leave_loop(row, ids, len(ids))
+            token = self._policy.leave_loop(logits, ids, len(ids))
         else:
-            distribution = self._policy.distribution(row, ids, len(ids))
-            if self._needs_q:  # cut q first, then draw from what is cut: what is sent is what was drawn from
+            distribution = self._policy.distribution(logits, ids, len(ids))
+            if self._needs_q:  # truncate q, then draw from it: rejection sampling needs the q that was drawn from
                 q = distribution.support.top_k(REJECTION_SHORTLIST)
                 token = q.draw(distribution.sampling.seed, distribution.position)
             else:
                 token = distribution.token
         signals = None
         if self._needs_signals:
-            signals = compute_signals(row[: self._policy.vocab_size], token, self._policy.sampling.temperature)
+            signals = compute_signals(logits[: self._policy.vocab_size], token, self._policy.sampling.temperature)
         return Proposal(token, signals, q, leave_loop)

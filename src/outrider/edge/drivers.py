@@ -1,4 +1,4 @@
-"""Drivers: they do what the decoder asks for, and hand back what came of it."""
+"""Drivers: they execute the decoder's actions and return the results to it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from outrider.sampling.acceptance import Verdict
 
 log = logging.getLogger(__name__)
 
-VerifyFunction = Callable[[Verify], Verdict | None]  # None: the cloud is lost, and the edge is to go on alone
+VerifyFunction = Callable[[Verify], Verdict | None]  # None: the cloud is lost, and the edge continues alone
 
 
 def sequential(
     decoder: Decoder, drafter: Drafter | None, verify: VerifyFunction | None, observer: RoundObserver | None = None
 ) -> Iterator[Event]:
-    """Draft, wait for the verdict, draft on. Edge-only without `verify`, cloud-only without `drafter`."""
+    """Draft a block, wait for its verdict, and so on. Edge-only without `verify`, cloud-only without `drafter`."""
     while True:
         action = decoder.next()
         if drafter is not None:
@@ -35,13 +35,13 @@ def sequential(
             case Verify() if verify is not None:
                 _verify(decoder, verify, action, observer)
             case _:
-                raise StateError(f"{action} was asked of nobody")
+                raise StateError(f"{action} needs a drafter or verifier that is missing")
 
 
 def pipelined(
     decoder: Decoder, drafter: Drafter, session: VerifierSession, observer: RoundObserver | None = None
 ) -> Iterator[Event]:
-    """The same, but draft on while the verdict is in flight: a right guess costs no round trip."""
+    """Draft ahead during the wait for a verdict. A correct guess of the bonus token hides the round trip."""
 
     def verify(request: Verify) -> Verdict | None:
         pending = session.submit(request)

@@ -1,4 +1,4 @@
-"""Who decodes with whom: both sides as they describe themselves, and a cloud that is not there yet."""
+"""The pair of drafter and verifier, and the handshake with a cloud that may not be reachable yet."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from outrider.verifiers.local import describe
 
 log = logging.getLogger(__name__)
 
-BRIEF_OUTAGE_S = 0.5  # s that every generation may wait for a cloud that is away
-OUTAGE_FACTOR = 3  # after a longer wait in vain, for so many times as long nobody waits again
+BRIEF_OUTAGE_S = 0.5  # every generation waits this long for an unreachable cloud
+OUTAGE_FACTOR = 3  # after a longer outage of t seconds, generations skip the cloud for OUTAGE_FACTOR · t seconds
 
 
 @dataclass(frozen=True)
 class Handshake:
-    """Who is there. A generation goes by what was there when it began, whatever comes later.
+    """The models that are connected. A generation relies on those at its start.
 
-    models: drafter, then verifier, as far as they are there. draft_vocabulary, target_vocabulary: how many ids the one
-    may draft and the other emit. is_complete: nobody is missing.
+    models: drafter, then verifier, as far as connected. draft_vocabulary, target_vocabulary: the number of ids that the
+    drafter may draft and the target may emit. is_complete: the verifier is connected, or there is none.
     """
 
     models: tuple[ModelInfo, ...]
@@ -37,15 +37,16 @@ class Handshake:
 
     @property
     def target(self) -> ModelInfo:
-        """Whose output it is to be."""
+        """The model that defines the output."""
         return self.models[-1]
 
     def check(self, prompt: Prompt, settings: GenerationSettings) -> None:
-        """All must be able to read the prompt, and to hold what follows.
+        """Check that all models can read the prompt and hold the output.
 
         Raises:
-            PromptError, AudioError: they are not. ContextError: what follows does not fit.
-            SettingsError: an id that the target does not have.
+            PromptError, AudioError: a model cannot read the prompt.
+            ContextError: prompt and output are longer than a model's context.
+            SettingsError: suppress_tokens holds an id that the target does not have.
         """
         highest = max(prompt.ids)
         for side in reversed(self.models):
@@ -55,7 +56,7 @@ class Handshake:
             raise SettingsError(f"suppress_tokens: ids go up to {self.target_vocabulary - 1}")
         if prompt.audio is not None:
             if not self.target.audio_seconds:
-                raise PromptError(f"{self.target.name} takes no audio, so it cannot verify what was heard")
+                raise PromptError(f"{self.target.name} takes no audio, so it cannot verify drafts about a recording")
             check_length(prompt.audio, self.target.audio_seconds, self.target.name)
         total = len(prompt.ids) + settings.max_new_tokens
         for side in self.models:
@@ -67,12 +68,11 @@ class Handshake:
 
 
 class ModelPair:
-    """Drafter and verifier, at least one of them. Each is described once: a description lists the whole vocabulary.
+    """Drafter and verifier, at least one of them. Each is described once, as a description lists the whole vocabulary.
 
-    state: who is there. on_loss: where the verifier cannot be reached, "fail" raises, "wait" asks on, and "edge-only"
-    leaves the drafter on its own until `connect` succeeds, and for a while after each loss: not every generation waits
-    for a cloud that is away. reader: who writes the verifier's prompts where there is no
-    drafter. lazy: nobody is asked before the first `connect`.
+    state: the connected models. on_loss: the policy for an unreachable verifier. "fail" raises, "wait" retries, and
+    "edge-only" decodes without it until `connect` succeeds, and after an outage does not retry for a while. reader: the
+    engine that encodes the prompts without a drafter. lazy: connect at the first `connect`, not at construction.
 
     Raises: as `connect`, unless it is lazy.
     """
@@ -98,12 +98,12 @@ class ModelPair:
             self.connect()
 
     def connect(self, cancellation: Cancellation | None = None) -> Handshake:
-        """Who is there; asks a verifier that was not. Who asks meanwhile waits for the same answer.
+        """Connect to the verifier if necessary, and return the connected models. Concurrent calls share one attempt.
 
         Raises:
-            CloudLost: on "fail".
-            VocabularyMismatch: they do not share a vocabulary.
-            CancelledError: it was cancelled.
+            CloudLost: the verifier cannot be reached, and on_loss is "fail".
+            VocabularyMismatch: the models do not share a vocabulary.
+            CancelledError: the generation was cancelled.
         """
         warned, started = False, time.monotonic()
         if started < self._retry_at:
@@ -115,7 +115,7 @@ class ModelPair:
                 if self._on_loss == "fail":
                     raise
                 if not warned:
-                    log.warning("%s; %s", lost, "asking on" if self._on_loss == "wait" else "the edge begins alone")
+                    log.warning("%s; %s", lost, "retrying" if self._on_loss == "wait" else "the edge starts alone")
                 warned = True
                 if self._on_loss == "edge-only":
                     self.record_outage(time.monotonic() - started)
@@ -123,12 +123,12 @@ class ModelPair:
         return state
 
     def record_outage(self, seconds: float) -> None:
-        """The verifier was waited for in vain, for so long: on "edge-only" the next generations begin without it."""
+        """Note an outage of `seconds`. With "edge-only", the next generations then start without the verifier."""
         if self._on_loss == "edge-only" and seconds > BRIEF_OUTAGE_S:
             self._retry_at = time.monotonic() + OUTAGE_FACTOR * seconds
 
     def _attempt(self, cancellation: Cancellation) -> None:
-        """One attempt, in a thread of its own if it may take its time: who waits for it must be free to leave."""
+        """Make one attempt, in a thread of its own if it may be slow, so that waiting generations can be cancelled."""
         with self._lock:
             if self.state.is_complete:
                 return
@@ -143,7 +143,7 @@ class ModelPair:
         cancellation.wait(chain_future(connecting))
 
     def _run_handshake(self, connecting: Future[None]) -> None:
-        failure: OutriderError = StateError("the verifier could not be asked who it is: a bug, told where it happened")
+        failure: OutriderError = StateError("the handshake with the verifier failed unexpectedly")
         try:
             self._handshake()
         except OutriderError as error:
@@ -157,7 +157,7 @@ class ModelPair:
                 connecting.set_exception(failure)
 
     def _handshake(self) -> None:
-        assert self._verifier is not None  # else it was met
+        assert self._verifier is not None  # otherwise the handshake was complete from the start
         cloud, edge = self._verifier.describe(self._edge), self._edge
         vocabularies = match_vocabularies(edge, cloud) if edge is not None else (cloud.vocab_size, cloud.vocab_size)
         self.state = Handshake((*self.state.models, cloud), *vocabularies, is_complete=True)

@@ -1,4 +1,4 @@
-"""What a generation teaches the lookahead: how long drafts and verdicts took, and what was accepted."""
+"""The observer of rounds, which reports times and acceptances to the draft length controller."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ Clock = Callable[[], float]
 
 
 class RoundObserver:
-    """Tells `decoder`'s lookahead what came of its blocks, by `clock`.
+    """Reports the rounds of one generation to its decoder's draft length controller.
 
-    Where the output depends on how it is cut into blocks, nothing is told: no clock may decide on an output. The first
-    draft and the first verdict also read the prompt, so that their seconds say nothing about the next ones. lock: of
-    what generations that run at once tell the same lookahead; it is read without, and a figure half told does no harm.
+    Nothing is reported if the output depends on its division into blocks: no clock may influence an output. The seconds
+    of the first draft and the first verdict include the prefill, so they are left out. lock: serialises the reports of
+    concurrent generations. The controller is read without it, since a partial update does no harm.
     """
 
     def __init__(
         self, decoder: Decoder, clock: Clock = time.perf_counter, *, lock: threading.Lock | None = None
     ) -> None:
         self._lock = lock or threading.Lock()
-        draft_length, free = decoder.plan.draft_length, decoder.plan.is_block_invariant
-        self._controller = draft_length.controller if draft_length is not None and free else None
+        draft_length, is_block_invariant = decoder.plan.draft_length, decoder.plan.is_block_invariant
+        self._controller = draft_length.controller if draft_length is not None and is_block_invariant else None
         self._decoder, self.clock = decoder, clock
-        self._drafted_since_verdict = 0  # drafted since the last verdict
+        self._drafted_since_verdict = 0
 
     def record_draft(self, count: int, started: float) -> None:
-        """`count` tokens were drafted, and the decoder does not have them yet."""
+        """Report a draft of `count` tokens. Call it before the decoder gets them."""
         self._drafted_since_verdict += count
         if self._controller is not None and self._decoder.stats.drafted:
             with self._lock:
                 self._controller.drafted(count, self.clock() - started)
 
     def record_verdict(self, verdict: Verdict, started: float) -> None:
-        """The verdict is there, and the decoder does not have it yet."""
+        """Report a verdict. Call it before the decoder gets it."""
         drafted, self._drafted_since_verdict = self._drafted_since_verdict, 0
         if self._controller is not None:
             seconds = self.clock() - started if verdict.round > 1 else None

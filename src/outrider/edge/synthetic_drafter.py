@@ -1,4 +1,4 @@
-"""A drafter that is right as often as it is told: to measure the speed of engines at a chosen acceptance rate."""
+"""A synthetic drafter with a chosen acceptance rate, for benchmarks of the engines."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from outrider.sampling.sampler import uniforms
 
 
 class SyntheticDrafter:
-    """Replays what the target says, with errors at rate 1 − alpha, in the time that a real drafter takes.
+    """Replays the target's output with errors at rate 1 − alpha, in the time of a real drafter.
 
-    The drafter does its work, and its tokens are thrown away: its cache holds as many as it should, but not those of
-    the output. output: the target's own continuation of the prompt; where it ends, the drafter's tokens stand. Whether
-    the token at a position is wrong depends on (seed, position) alone: the chance that a block's first i tokens are
-    accepted is alphaⁱ, however blocks are cut. Signals stay the drafter's own, and say nothing about acceptance.
+    The real drafter runs, and its tokens are replaced. Its cache has the right length, but holds its own tokens.
+    output: the target's continuation of the prompt. Behind its end the drafter's tokens stay. An error depends on
+    (seed, position) alone, so the first i tokens of any block are accepted with probability alphaⁱ. Signals are the
+    real drafter's and do not predict acceptance.
 
     Raises:
-        SettingsError: alpha is no probability.
+        SettingsError: alpha is not a probability.
     """
 
     def __init__(self, drafter: Drafter, prompt_length: int, output: Seq[int], alpha: float, seed: int = 0) -> None:
@@ -31,14 +31,16 @@ class SyntheticDrafter:
 
     @property
     def seconds(self) -> float:
+        """Seconds of drafting."""
         return self._drafter.seconds
 
     @property
     def prefill_seconds(self) -> float:
+        """Seconds of drafting until the first token."""
         return self._drafter.prefill_seconds
 
     def draft(self, ids: list[int], action: Draft) -> list[Proposal]:
-        """As many proposals as the drafter makes."""
+        """Return as many proposals as the real drafter makes."""
         offset = len(ids) - self._prompt_length
         drafted = self._drafter.draft(ids, action)
         target_tokens = self._tokens[offset : offset + len(drafted)]
@@ -46,17 +48,19 @@ class SyntheticDrafter:
         return replaced + drafted[len(replaced) :]
 
     def rollback_to(self, length: int) -> None:
+        """Roll the real drafter's cache back."""
         self._drafter.rollback_to(length)
 
     def close(self) -> None:
+        """Free the real drafter's slot."""
         self._drafter.close()
 
 
 def corrupt_tokens(output: Seq[int], alpha: float, seed: int) -> list[int]:
-    """`output`, each token wrong with probability 1 − alpha, drawn from (seed, position) alone.
+    """Return `output` with each token wrong with probability 1 − alpha, drawn by (seed, position) alone.
 
     Raises:
-        SettingsError: alpha is no probability.
+        SettingsError: alpha is not a probability.
     """
     if not 0.0 <= alpha <= 1.0:
         raise SettingsError(f"alpha is a probability, not {alpha}")

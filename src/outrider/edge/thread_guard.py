@@ -1,4 +1,4 @@
-"""One generating thread at a time, for engines that serve one caller."""
+"""A guard that admits one generating thread at a time, for engines that serve one caller."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.errors import StateError
 
 
 class ThreadGuard:
-    """The threads with unfinished generations. engines: those in this process, None for an absent one."""
+    """The threads with unfinished generations. engines: those in this process, None for a missing one."""
 
     def __init__(self, *engines: Any) -> None:
         self._allows_threads = all(getattr(engine, "serves_threads", False) for engine in engines if engine is not None)

@@ -1,4 +1,4 @@
-"""The edge's end of a session with the verifier, and what the loss of the cloud leads to."""
+"""The edge's end of a session with the verifier, and the policy for the loss of the cloud."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ T = TypeVar("T")
 
 @runtime_checkable
 class PipelinedVerifier(Verifier, Protocol):
-    """A verifier that can be asked without waiting for its answer.
+    """A verifier that accepts requests without blocking.
 
-    A session has one request in flight at a time. Only where something else failed is it closed before the answer.
+    A session has one request in flight at a time. It is closed before the answer only after another failure.
     """
 
     def submit(self, session: int, request: Verify) -> Future[Verdict]:
-        """The verdict that `verify` would give, later."""
+        """Send a request and return the future of its verdict."""
         ...
 
     def byte_counts(self, session: int) -> ByteCounts:
-        """The bytes that the session has cost so far."""
+        """Return the session's bytes on the network so far."""
         ...
 
 
 @runtime_checkable
 class StreamingVerifier(PipelinedVerifier, Protocol):
-    """One that sends the tokens of cloud-only decoding as a stream."""
+    """A pipelined verifier that streams the tokens of cloud-only decoding."""
 
     def next_token(self, session: int) -> Future[Verdict]:
-        """The stream's next verdict. After a loss a new stream continues behind the last one that came."""
+        """Return the stream's next verdict. After a loss, a new stream continues behind the last verdict."""
         ...
 
 
 class PendingVerdict:
-    """A verdict in flight. `send` asks for it, again after a loss that `apply_loss_policy` does not give in to."""
+    """A verdict in flight. `send` requests it, and again if `apply_loss_policy` retries after a loss."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class PendingVerdict:
         self._future: Future[Verdict] | None = send()
 
     def done(self) -> bool:
-        """Whether `result` would answer at once."""
+        """Return whether `result` returns without waiting."""
         return self._future is not None and self._future.done()
 
     def result(self) -> Verdict | None:
-        """Wait for the verdict; None where the edge is to go on alone."""
+        """Wait for the verdict. Return None if the edge continues alone."""
         return self._apply_loss_policy(self._attempt)
 
     def _attempt(self) -> Verdict:
@@ -72,11 +72,11 @@ class PendingVerdict:
 
 
 class VerifierSession:
-    """The session with the verifier, opened by the first block that is escalated and not before.
+    """The session with the verifier, opened by the first escalated block.
 
-    on_loss: what a `CloudLost` leads to. "fail": it goes through to the caller. "wait": the same is asked again until
-    it is answered; requests are idempotent, and the verifier paces itself. "edge-only": the answer is None, and the
-    edge is to go on alone; the verifier is not spoken to again. cancellation: ends every wait.
+    on_loss: the policy for a `CloudLost`. "fail" raises it. "wait" retries the request, which is idempotent, until it
+    is answered. The verifier does the back-off. "edge-only" returns None instead of a verdict, and the edge continues
+    alone without the verifier. cancellation: ends every wait.
     """
 
     def __init__(
@@ -92,31 +92,32 @@ class VerifierSession:
         self._session: int | None = None
         self._in_flight: Future[Verdict] | None = None
         self._is_lost = False
-        self.seconds = 0.0  # spent waiting for verdicts
-        self.loss_wait_s = 0.0  # s of these, the last ones, if the edge then went on alone
+        self.seconds = 0.0  # of waiting for verdicts
+        self.loss_wait_s = 0.0  # of these, the last wait if the edge then continued alone
 
     @property
     def session(self) -> int:
+        """The session's id. The first access opens the session."""
         if self._session is None:
             self._session = self._open(self._verifier)
         return self._session
 
     def verify(self, request: Verify) -> Verdict | None:
-        """The verdict on a block; None where the edge is to go on alone."""
+        """Return the verdict on a block, or None if the edge continues alone."""
         remote = self._remote
         if remote is not None:
             return self._send_and_wait(lambda: remote.submit(self.session, request))
         return self._apply_loss_policy(lambda: self._verifier.verify(self.session, request))
 
     def submit(self, request: Verify) -> PendingVerdict:
-        """The same, without waiting.
+        """Send a request for the verdict on a block without waiting for it.
 
         Raises:
-            SettingsError: this verifier answers only while one waits.
+            SettingsError: the verifier is not across a network.
         """
         remote = self._remote
         if remote is None:
-            raise SettingsError("the pipelined driver needs a verifier that is asked over a network")
+            raise SettingsError("the pipelined driver needs a verifier across a network")
 
         def send() -> Future[Verdict]:
             return self._send(lambda: remote.submit(self.session, request))
@@ -124,31 +125,31 @@ class VerifierSession:
         return PendingVerdict(send, self._apply_loss_policy, self._cancellation)
 
     def generate(self, request: Verify) -> Verdict | None:
-        """The next verdict of cloud-only decoding; as one stream for the whole output, where the verifier can."""
+        """Return the next verdict of cloud-only decoding, from one stream for the whole output if possible."""
         remote = self._remote
         if isinstance(remote, StreamingVerifier):
             return self._send_and_wait(lambda: remote.next_token(self.session))
         return self.verify(request)
 
     def byte_counts(self) -> ByteCounts:
-        """What the session has cost on the network; nothing where there is none, or nothing was asked."""
+        """Return the session's bytes on the network, zero for a verifier in this process or an unopened session."""
         if self._session is None or self._remote is None:
             return ByteCounts()
         return self._remote.byte_counts(self._session)
 
     def close(self) -> None:
-        """End the session. The output is complete or has failed: a cloud that does not hear of it changes neither."""
+        """Close the session. A cloud that cannot be reached is only logged, as the generation has ended already."""
         if self._session is None:
             return
         if self._in_flight is not None:
-            self._in_flight.cancel()  # nobody waits for it any more
+            self._in_flight.cancel()
         try:
             self._verifier.close(self._session)
         except CloudError as error:
             log.debug("session %d was not closed: %s", self._session, error)
 
     def _apply_loss_policy(self, attempt: Callable[[], T]) -> T | None:
-        """What `attempt` answers, as far as `on_loss` goes to get it."""
+        """Return the result of `attempt`. After a loss raise, retry or return None, as `on_loss` requires."""
         while True:
             started = time.perf_counter()
             try:
@@ -167,16 +168,16 @@ class VerifierSession:
                 self.seconds += time.perf_counter() - started
 
     def _log_loss(self, lost: CloudLost) -> None:
-        """One warning per loss, however often it is asked again; "fail" has its exception."""
+        """Log one warning per loss, not per retry. "fail" raises instead."""
         if not self._is_lost and self._on_loss != "fail":
-            log.warning("%s; %s", lost, "asking on" if self._on_loss == "wait" else "the edge goes on alone")
+            log.warning("%s; %s", lost, "retrying" if self._on_loss == "wait" else "the edge continues alone")
         self._is_lost = True
 
     def _send_and_wait(self, attempt: Callable[[], Future[Verdict]]) -> Verdict | None:
         return self._apply_loss_policy(lambda: self._cancellation.wait(self._send(attempt)))
 
     def _send(self, attempt: Callable[[], Future[Verdict]]) -> Future[Verdict]:
-        """Ask; a loss at once and a loss later look the same to who waits."""
+        """Send a request. An immediate loss becomes the future's exception, like a later one."""
         self._cancellation.check()
         try:
             self._in_flight = attempt()

@@ -1,1 +1,1 @@
-"""Deciding with numbers: what is evaluated, and how it is scored."""
+"""Evaluation of decoding modes: data sets, runs, metrics and reports."""

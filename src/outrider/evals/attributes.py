@@ -1,7 +1,7 @@
-"""What the captions of the bundled pair say: their phrases, and the attributes that a text states in them.
+"""Attributes that captions state, in the phrases of the bundled pair.
 
-The phrases are those that the pair was trained to write (training/phrases.py; a test keeps the two alike). A text in
-other words states none of these attributes: for other models, give `metrics.score` a parser of their own.
+The phrases are those that the pair was trained to write (training/phrases.py, which a test compares). A text in other
+words states none of these attributes. For other models, pass a parser to `metrics.score`.
 
 Timbre and tension are attributes of emotion captions that the bundled pair does not write. `evals.voice_quality` reads
 them from any wording that has one of its words beside a noun of the voice. Words of two attributes:
@@ -25,7 +25,7 @@ from outrider.evals.manifest import Item
 from outrider.evals.voice_quality import QUALITIES, TENSION_NOUN_ZH, qualities
 from outrider.evals.word_segmentation import primary_language
 
-Parse = Callable[[str, str], dict[str, str]]  # text, language -> what it states
+Parse = Callable[[str, str], dict[str, str]]  # (text, language) -> attributes
 
 # attribute -> value -> the phrases that state it
 _PHRASES: Final[dict[str, dict[str, dict[str, str]]]] = {
@@ -190,13 +190,13 @@ NAMES: Final = (*_PHRASES["en"], *QUALITIES)
 
 
 def parse(text: str, lang: str) -> dict[str, str]:
-    """Return the attributes that a caption in Chinese or English states, without those it states in unknown words.
+    """Return the attributes that a caption in Chinese or English states in known phrases.
 
-    The longest phrase of an attribute that the text holds wins, so that "not loud" could never be read as "loud".
+    The longest matching phrase of an attribute wins, so that "not loud" cannot be read as "loud".
     """
     found: dict[str, str] = {}
     taken: list[tuple[int, int]] = []
-    plain = re.sub(TENSION_NOUN_ZH, lambda match: "\0" * len(match[0]), text)  # 紧张 is an emotion, 紧张度 is none
+    plain = re.sub(TENSION_NOUN_ZH, lambda match: "\0" * len(match[0]), text)  # 紧张 is an emotion, 紧张度 is not
     for name, phrases in _lexicon(primary_language(lang)).items():
         hits = [(phrase, value) for phrase, value in phrases if phrase in plain]
         if hits:
@@ -217,23 +217,23 @@ def _lexicon(lang: str) -> dict[str, list[tuple[str, str]]]:
 def accuracy(
     items: Sequence[Item], texts: Sequence[str], how: Resampling, parse: Parse = parse, names: Sequence[str] = NAMES
 ) -> dict[str, Measure | None]:
-    """Per attribute, the share of the texts that state it, and rightly, of the items that are labelled with it.
+    """Return, per attribute, the share of correct texts among the items with a label for it.
 
-    attribute_all: the share that state all their item's labels among `names` rightly, and of `names` nothing more.
+    attribute_all: the share of texts that state exactly the labels of their item among `names`.
     """
     judged = [
         ({name: item.labels[name] for name in names if name in item.labels}, parse(text, item.lang), item.lang)
         for item, text in zip(items, texts, strict=True)
     ]
-    judged = [(truth, said, lang) for truth, said, lang in judged if truth]
+    judged = [(truth, stated, lang) for truth, stated, lang in judged if truth]
     scores = {}
     for name in names:
-        rows = [(float(said.get(name) == truth[name]), lang) for truth, said, lang in judged if name in truth]
+        rows = [(float(stated.get(name) == truth[name]), lang) for truth, stated, lang in judged if name in truth]
         scores[f"attribute_{name}"] = measure([row for row, _ in rows], [lang for _, lang in rows], how)
-    exact = [float(_restrict(said, names) == truth) for truth, said, _ in judged]
+    exact = [float(_restrict(stated, names) == truth) for truth, stated, _ in judged]
     scores["attribute_all"] = measure(exact, [lang for *_, lang in judged], how)
     return scores
 
 
-def _restrict(said: dict[str, str], names: Sequence[str]) -> dict[str, str]:
-    return {name: said[name] for name in names if name in said}
+def _restrict(stated: dict[str, str], names: Sequence[str]) -> dict[str, str]:
+    return {name: stated[name] for name in names if name in stated}

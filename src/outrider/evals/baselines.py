@@ -1,4 +1,4 @@
-"""transformers' own `generate` on the same weights, plain and assisted, under the same decode policy."""
+"""Baselines: transformers' own `generate` on the same weights and settings, plain and assisted."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from outrider.evals.manifest import Item
 from outrider.evals.modes import Encoder, Inapplicable, ItemResult, gaps
 
 FRAMES_PER_SECOND = 100
-GUARANTEE = "reference"  # it is what ours is held against, and promises nothing itself
+GUARANTEE = "reference"  # a baseline has no guarantee of its own
 _SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 _TRANSFORMERS_ERRORS = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError)
 
 
 @dataclass(frozen=True)
 class Assistance:
-    """How transformers drafts: its own names and defaults.
+    """Settings of transformers' assisted generation, with its own defaults.
 
     Raises:
-        SettingsError: a value that it would not take.
+        SettingsError: a value that transformers would reject.
     """
 
     tokens: int = 20
@@ -50,6 +50,7 @@ class Assistance:
             raise SettingsError(f"assistant confidence is 0 (off) or more and below 1, not {self.confidence}")
 
     def config(self) -> GenerationConfig:
+        """Return the assistant's generation settings."""
         return GenerationConfig(
             num_assistant_tokens=self.tokens,
             num_assistant_tokens_schedule=self.schedule,
@@ -58,7 +59,7 @@ class Assistance:
 
 
 def unsupported_reason(mode: str, draft: Any, target: Any) -> str | None:
-    """Why transformers cannot run with these engines; None where it can."""
+    """Return why transformers cannot run a mode with these engines, or None if it can."""
     sides = {"plain": [target], "assisted": [target, draft]}[mode]
     for engine in sides:
         if not isinstance(engine, TorchEngine):
@@ -71,7 +72,7 @@ def unsupported_reason(mode: str, draft: Any, target: Any) -> str | None:
 
 
 class TransformersBaseline:
-    """transformers' generate on an engine's weights. assistant: the drafter, for assisted generation."""
+    """A mode that runs transformers' generate on an engine's weights. assistant: the drafter of assisted generation."""
 
     def __init__(
         self,
@@ -91,6 +92,7 @@ class TransformersBaseline:
         self._config = _config(settings, eos)
 
     def run(self, item: Item) -> ItemResult:
+        """Generate for an item. Errors of transformers become DecodingErrors."""
         prompt = self._encoder(item)
         self._check(prompt)
         try:
@@ -100,7 +102,7 @@ class TransformersBaseline:
             raise DecodingError(f"transformers {transformers.__version__}: {type(error).__name__}: {error}") from error
 
     def _check(self, prompt: Prompt) -> None:
-        """Raises ContextError for what does not fit, Inapplicable for what transformers' assistant cannot be given."""
+        """Raise ContextError if the prompt does not fit, Inapplicable if the assistant cannot take it."""
         total, limit = len(prompt.ids) + self._settings.max_new_tokens, self._target.max_length
         if limit is not None and total > limit:
             raise ContextError(f"prompt and max_new_tokens make {total} tokens: {self._target.name} holds {limit}")
@@ -139,7 +141,7 @@ class TransformersBaseline:
         features = torch.from_numpy(audio_encoder.features(prompt.audio))
         padding = _padding_frames(audio_encoder)
         valid = features.shape[1] - padding
-        if padding:  # an encoder with a window: what follows is masked
+        if padding:  # an encoder with a window: the frames beyond it are masked
             window = audio_encoder.max_frames - padding
             rest = features[:, -1:].expand(-1, max(0, window - features.shape[1]))
             features = torch.cat([features, rest], dim=1)[:, :window]
@@ -167,20 +169,20 @@ class TransformersBaseline:
 
     @contextmanager
     def _isolated(self) -> Iterator[None]:
-        """Without the checkpoints' own generation settings, and without a trace in torch's generator."""
+        """Replace the checkpoints' generation settings, and restore torch's random state afterwards."""
         device = self._target.model.device
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
             stack.enter_context(_with_config(self._target.model, GenerationConfig()))
-            if self._assistant is not None:  # a new one each time: a schedule writes what it learns into it
+            if self._assistant is not None:  # a new one each time, because a schedule changes it
                 stack.enter_context(_with_config(self._assistant.model, self._assistance.config()))
             yield
 
 
 def _config(settings: GenerationSettings, eos: tuple[int, ...]) -> GenerationConfig:
-    """Our settings in transformers' words."""
+    """Translate the settings for transformers."""
     if settings.repetition_window:
-        raise SettingsError("repetition_window: transformers' generate has none, so there is nothing to compare with")
+        raise SettingsError("repetition_window: transformers' generate has no such setting, so it cannot be a baseline")
     drawn = settings.temperature > 0
     warped = {
         "temperature": settings.temperature,
@@ -211,7 +213,7 @@ def _with_config(model: Any, config: GenerationConfig) -> Iterator[None]:
 
 
 class _StopCriteria(StoppingCriteria):
-    """Our stop rules, token by token: assisted generation adds several at once, and asks after the last of them."""
+    """The stop rules, applied to each token. Assisted generation appends several tokens before it calls this."""
 
     def __init__(self, rules: StopRules, prompt_length: int, decode: Any) -> None:
         self._rules, self._start, self._decode = rules, prompt_length, decode
@@ -228,28 +230,29 @@ class _StopCriteria(StoppingCriteria):
             self._reason = find_finish_reason(self._rules, ids[: self._seen], self._decode)
 
     def end(self, ids: list[int]) -> tuple[list[int], FinishReason]:
-        """The output up to where the rules ended it, and which did."""
+        """Return the output up to the token at which a rule ended it, and the reason."""
         self._check_stop(ids)
         if self._reason is None:
-            raise DecodingError(f"transformers stopped after {len(ids)} tokens, where no rule ends the output")
+            raise DecodingError(f"transformers stopped after {len(ids)} tokens without a stop rule")
         return ids[: self._seen], self._reason
 
 
 class _ArrivalTimes(BaseStreamer):
-    """When each token came, in seconds from `started`. What is put first is the prompt."""
+    """A streamer that records the arrival of each token in seconds since `started`. The first value is the prompt."""
 
     def __init__(self) -> None:
         self.started = 0.0
         self.arrivals: list[float] = []
-        self._prompt_came = False
+        self._prompt_seen = False
 
     def put(self, value: Tensor) -> None:
-        if self._prompt_came:
+        """Record the arrival of tokens."""
+        if self._prompt_seen:
             self.arrivals += [time.perf_counter() - self.started] * value.numel()
-        self._prompt_came = True
+        self._prompt_seen = True
 
     def end(self) -> None:
-        pass
+        """Do nothing at the end of the output."""
 
 
 def _timing(arrivals: list[float], total: float) -> dict[str, Any]:
@@ -258,12 +261,12 @@ def _timing(arrivals: list[float], total: float) -> dict[str, Any]:
 
 
 def _padding_frames(audio_encoder: Any) -> int:
-    """Frames of padding that the model's encoder looks at behind the valid ones."""
+    """Return the number of padding frames that the model's encoder attends to."""
     return int(audio_encoder.max_frames) - round(audio_encoder.max_seconds * FRAMES_PER_SECOND)
 
 
 def _shares_audio_encoding(assistant: TorchEngine, target: TorchEngine, prompt: Prompt) -> bool:
-    """Whether the assistant takes the target's features, and makes as many tokens of them."""
+    """Return whether the assistant takes the target's features and encodes them as the same number of tokens."""
     own, audio_encoder = assistant.audio, target.audio
     if own is None or (own.placeholder, own.mels, _padding_frames(own)) != (
         audio_encoder.placeholder,

@@ -1,8 +1,8 @@
 """BERTScore from an encoder in a local folder.
 
 Zhang, Kishore, Wu, Weinberger & Artzi, BERTScore: Evaluating Text Generation with BERT, ICLR 2020 (arXiv:1904.09675),
-equation 1: greedy matching of contextual embeddings by cosine; no idf weights, no rescaling by a baseline. As in the
-authors' code, the first and last special tokens may be matched with but are not averaged over.
+equation 1: greedy matching of contextual embeddings by cosine, without idf weights and baseline rescaling. As in the
+authors' code, special tokens may be matched but do not count in the mean.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from outrider.evals.overlap import Pair, referenced
 
 
 class Encoder:
-    """A pretrained encoder with its tokenizer. layer: which hidden state is used, −1 the last, 0 the embeddings.
+    """A pretrained encoder with its tokenizer. layer: the hidden state to use, −1 for the last, 0 for the embeddings.
 
-    Which layer agrees best with people depends on the model (table 8 of the paper: 17 of roberta-large's 24).
+    The layer that agrees best with human judgement depends on the model (table 8 of the paper: 17 of 24 for
+    roberta-large).
 
     Raises:
-        ModelError: the folder does not hold such a model, or the model has no such layer.
+        ModelError: the folder does not contain such a model, or the model has no such layer.
     """
 
     def __init__(self, folder: Path, layer: int = -1, device: str = "cpu") -> None:
@@ -46,7 +47,7 @@ class Encoder:
 
     @torch.inference_mode()
     def embed(self, text: str) -> tuple[Tensor, Tensor]:
-        """Unit vectors [tokens, width], and which of them count: bool [tokens]."""
+        """Return unit vectors, float32 [tokens, width], and whether each counts in the mean, bool [tokens]."""
         limit = min(self._tokenizer.model_max_length, self._model.config.max_position_embeddings - 2)
         given: Any = self._tokenizer(
             text, return_tensors="pt", truncation=True, max_length=limit, return_special_tokens_mask=True
@@ -57,15 +58,18 @@ class Encoder:
 
 
 def bertscore(pairs: Sequence[Pair], encoder: Encoder, how: Resampling) -> Measure | None:
-    """Mean over items of the best reference's F1. Items without references are left out."""
+    """Return the mean over items of the best reference's F1. Items without references are left out."""
     pairs = referenced(pairs)
     rows = [max(f1(encoder.embed(p.text), encoder.embed(ref)) for ref in p.references) for p in pairs]
     return measure(rows, [p.lang for p in pairs], how)
 
 
-def f1(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> float:
-    """F1 of precision (each of our tokens with its nearest of theirs) and recall; 0 for an empty text."""
-    (a, a_counts), (b, b_counts) = ours, theirs
+def f1(text: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor]) -> float:
+    """Return the F1 of precision (each token of the text with its nearest in the reference) and recall.
+
+    It is 0 for an empty text.
+    """
+    (a, a_counts), (b, b_counts) = text, reference
     if not a_counts.any() or not b_counts.any():
         return 0.0
     near = a @ b.T

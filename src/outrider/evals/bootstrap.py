@@ -1,11 +1,11 @@
-"""A figure with its sample size and its uncertainty, per language and pooled.
+"""Scores with bootstrap confidence intervals, per language and pooled.
 
-Every metric is a function of sums over items: a mean (sum ÷ n) or a corpus score (BLEU of summed counts). So one
-bootstrap serves all: draw n items with replacement, sum, score; the interval is between percentiles of the draws
-(Efron & Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13).
+Every metric is a function of sums over items: a mean (sum ÷ n) or a corpus score (BLEU of summed counts). One bootstrap
+therefore serves all metrics. Each draw takes n items with replacement, sums and scores them. The interval lies between
+percentiles of the draws (Efron & Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13).
 
-Pooling: a language's score is computed on its own items only. The pooled score is the mean of the languages' scores,
-each weighted by its number of items; its draws keep those numbers fixed (a stratified bootstrap).
+A language's score uses its own items only. The pooled score is the mean over languages, weighted by their numbers of
+items. Its draws keep these numbers fixed (a stratified bootstrap).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Array = npt.NDArray[np.float64]
 Finish = Callable[[Array, int], float]  # sums [S] over n items, n -> score
 
 LEVEL = 0.95
-CHUNK = 64  # draws that are in memory at once
+CHUNK = 64  # draws in memory at once
 
 
 @dataclass(frozen=True)
 class Resampling:
-    """How intervals are computed: seeded, hence repeatable."""
+    """Settings of the bootstrap. The seed makes intervals repeatable."""
 
     draws: int = 1000
     seed: int = 0
@@ -38,7 +38,7 @@ class Resampling:
 
 @dataclass(frozen=True)
 class Score:
-    """A figure over n items with the ends of its 95 % interval; no interval (None) with fewer than two items."""
+    """A score over n items with its 95 % interval, which is None with fewer than two items."""
 
     value: float
     n: int
@@ -54,23 +54,23 @@ class Measure:
     by_lang: dict[str, Score]
 
     def to_json(self) -> dict[str, Any]:
-        """The pooled score's figures, and by_lang, those of each language."""
+        """Return the pooled score as a JSON object, with the scores of each language as `by_lang`."""
         return {**asdict(self.pooled), "by_lang": {lang: asdict(score) for lang, score in self.by_lang.items()}}
 
 
 def mean(sums: Array, n: int) -> float:
-    """The score of a per-item metric."""
+    """Return the score of a per-item metric."""
     return float(sums[0] / n)
 
 
 def measure(
     rows: Sequence[Sequence[float] | float], langs: Sequence[str], how: Resampling, finish: Finish = mean
 ) -> Measure | None:
-    """Score items from what each adds to the sums; None without items.
+    """Score items from their contributions to the sums. Returns None without items.
 
     Args:
-        rows: per item a number, or the S numbers that `finish` needs summed.
-        langs: the language of each item; "zh-CN" counts as "zh".
+        rows: per item a number, or S numbers. `finish` takes their sums.
+        langs: the language of each item. "zh-CN" counts as "zh".
     """
     grouped: dict[str, list[Sequence[float] | float]] = defaultdict(list)
     for row, lang in zip(rows, langs, strict=True):
@@ -79,7 +79,7 @@ def measure(
 
 
 def pool(tables: dict[str, Array], how: Resampling, finish: dict[str, Finish]) -> Measure | None:
-    """As `measure`, from a table [n, S] per language, scored by a function of its own."""
+    """Score a table [n, S] per language, each with its own function. Otherwise as `measure`."""
     if not tables:
         return None
     scores, draws = {}, {}
@@ -99,7 +99,7 @@ def _table(rows: Sequence[Sequence[float] | float]) -> Array:
 
 
 def resampled(table: Array, how: Resampling, finish: Finish, name: str = "") -> Array:
-    """The score of each draw of n items with replacement: float64 [draws]. `name` sets languages' draws apart."""
+    """Return the scores of draws of n items with replacement: float64 [draws]. name: part of the seed."""
     rng = np.random.default_rng([how.seed, zlib.crc32(name.encode())])
     n = len(table)
     scores: list[float] = []
@@ -110,7 +110,7 @@ def resampled(table: Array, how: Resampling, finish: Finish, name: str = "") -> 
 
 
 def interval(drawn: Array, n: int) -> tuple[float | None, float | None]:
-    """The ends of the 95 % interval, from the draws of a score over n items."""
+    """Return the ends of the 95 % interval from the draws of a score over n items."""
     if n < 2 or not len(drawn):
         return None, None
     low, high = np.percentile(drawn, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])

@@ -1,4 +1,4 @@
-"""Where acceptance, bytes and seconds go: by position in the block, by kind of frame, by stage."""
+"""Report sections that break down acceptance by position, bytes by kind of frame, and time by stage."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from outrider.evals.report_sections import (
 )
 from outrider.evals.results import Answer, EvalRun, Timing
 
-FEW = 20  # drafts, below which a rate is drawn hollow
-LONGEST = 64  # tokens that a block can have
+MIN_DRAFTS = 20  # a rate over fewer drafts is drawn hollow
+MAX_BLOCK = 64  # tokens
 TWO_SIDED = 1.959964  # standard deviations to each side of 95 %
-KINDS = 7  # of bytes, that one bar can tell apart
+MAX_KINDS = 7  # colours of one bar
 STAGES = ("edge prefill", "draft", "cloud prefill", "verify", "queue", "network", "rest")
 
 
@@ -41,6 +41,7 @@ Tally = dict[int, tuple[int, int]]  # position: (accepted, judged)
 
 
 def acceptance(runs: Sequence[EvalRun]) -> Section:
+    """Return the acceptance rate by position in the block."""
     title = "Acceptance by position in the block"
     shown = [(name, run, mode) for name, run, mode in labels(runs) if not uses_repair(run)]
     tallies = [(name, by_position(of_mode(run.answers, mode))) for name, run, mode in shown]
@@ -48,18 +49,17 @@ def acceptance(runs: Sequence[EvalRun]) -> Section:
     tallies = [(name, tally) for name, tally in tallies if tally]
     if not tallies:
         missing = (
-            "It needs the sources of tokens that verdicts decided, each verdict ending with "
-            "a token of its own (so not those of a pipelined driver, nor with --scope repair, whose verdicts reach "
-            "back over several blocks), or traces.jsonl."
+            "It needs traces.jsonl, or the sources of tokens of a run in which each verdict ends with a token of the "
+            "cloud. The pipelined driver and --scope repair do not have such verdicts."
         )
         return Section("acceptance", title, "", missing=missing)
-    beside = [0.06 * (n - (len(tallies) - 1) / 2) for n in range(len(tallies))]  # so that intervals do not cover others
+    beside = [0.06 * (n - (len(tallies) - 1) / 2) for n in range(len(tallies))]  # so that intervals do not overlap
     last = max(position for _, tally in tallies for position in tally)
     pairs = zip(tallies, beside, strict=True)
     series = [Series(name, tuple(_acceptance_points(name, tally, shift))) for (name, tally), shift in pairs]
     lead = (
-        "Of the drafts that a verdict reached at this position, how many it accepted; with 95 % intervals (Wilson). "
-        f"Hollow: fewer than {FEW} drafts."
+        "The share of accepted drafts among those that a verdict reached at this position, with 95 % Wilson intervals. "
+        f"Hollow: fewer than {MIN_DRAFTS} drafts."
     )
     rows = tuple(
         (Cell(name), count(position), count(judged), percent(accepted / judged))
@@ -77,12 +77,15 @@ def acceptance(runs: Sequence[EvalRun]) -> Section:
 
 
 def uses_repair(run: EvalRun) -> bool:
-    """Whether verdicts may have covered tokens of earlier blocks."""
+    """Return whether verdicts may have covered tokens of earlier blocks."""
     return run.configured("speculation", "scope") == "repair"
 
 
 def by_position(answers: Sequence[Answer]) -> Tally:
-    """Empty where blocks cannot be told apart: a verdict without a token of its own joins two of them."""
+    """Count accepted and judged drafts by position.
+
+    The result is empty if the blocks cannot be reconstructed: a verdict without a token of the cloud joins two blocks.
+    """
     runs: list[tuple[int, bool]] = []
     for answer in answers:
         if not answer.count("verified"):
@@ -91,11 +94,11 @@ def by_position(answers: Sequence[Answer]) -> Tally:
         if answer.sources and answer.count("escalated") - own > 1:
             return {}
         runs += _blocks(answer.sources)
-    return _tally(runs) if all(length <= LONGEST for length, _ in runs) else {}
+    return _tally(runs) if all(length <= MAX_BLOCK for length, _ in runs) else {}
 
 
 def _blocks(sources: Sequence[Source]) -> Iterator[tuple[int, bool]]:
-    """Per verified block: how many drafts were accepted, and whether the next one was rejected."""
+    """Yield, per verified block, the number of accepted drafts and whether the next draft was rejected."""
     length = 0
     for source in sources:
         if source is Source.ACCEPTED:
@@ -117,7 +120,7 @@ def _tally(runs: Iterable[tuple[int, bool]]) -> Tally:
 
 
 def _tally_traces(run: EvalRun) -> Tally:
-    """Blocks of the run's own k (5 where it has none) along the traces."""
+    """Count the blocks along the traces, with the k of the run, or 5."""
     configuration = run.about.get("configuration", {})
     places = (configuration, configuration.get("speculation"))
     given = [place["k"] for place in places if isinstance(place, dict) and isinstance(place.get("k"), int)]
@@ -126,7 +129,7 @@ def _tally_traces(run: EvalRun) -> Tally:
 
 
 def replay_blocks(agrees: Sequence[bool], k: int) -> Iterator[tuple[int, bool]]:
-    """The verdicts on blocks of k along a trace, each with a token of the target's own behind it."""
+    """Yield the verdicts on blocks of k along a trace, each followed by a correction or bonus token."""
     at = 0
     while at < len(agrees):
         block = list(agrees[at : at + k])
@@ -136,7 +139,7 @@ def replay_blocks(agrees: Sequence[bool], k: int) -> Iterator[tuple[int, bool]]:
 
 
 def _position(tick: float) -> str:
-    """Positions are whole; ticks between them have no number."""
+    """Return the label of a tick, empty between positions."""
     return plain(tick) if tick.is_integer() and tick > 0 else ""
 
 
@@ -144,13 +147,14 @@ def _acceptance_points(name: str, tally: Tally, shift: float) -> Iterator[Point]
     for position, (accepted, judged) in sorted(tally.items()):
         tip = f"{name}, position {position}\n{accepted} of {judged}: {percent(accepted / judged).text}"
         low, high = wilson_interval(accepted / judged, judged, TWO_SIDED)
-        yield Point(position + shift, accepted / judged, tip, low, high, faint=judged < FEW)
+        yield Point(position + shift, accepted / judged, tip, low, high, faint=judged < MIN_DRAFTS)
 
 
 # Bytes ------------------------------------------------------------------------------------------------------
 
 
 def ledger(runs: Sequence[EvalRun]) -> Section:
+    """Return the mean bytes per item by kind of frame."""
     title = "Bytes by kind"
     sums = [
         (f"{name} {sign}", _bytes(of_mode(run.timings, mode), sign))
@@ -159,14 +163,14 @@ def ledger(runs: Sequence[EvalRun]) -> Section:
     ]
     sums = [(name, spent) for name, spent in sums if spent]
     if not sums:
-        return Section("ledger", title, "", missing="There is no timings.jsonl with bytes, or nothing crossed.")
+        return Section("ledger", title, "", missing="There is no timings.jsonl with transferred bytes.")
     whole = Counter[str]()
     for _, spent in sums:
         whole.update(spent)
     kinds = [kind for kind, _ in whole.most_common()]
-    shown, others = kinds[:KINDS], kinds[KINDS:]
+    shown, others = kinds[:MAX_KINDS], kinds[MAX_KINDS:]
     groups = [_ledger_bars("", sums, shown, others)]
-    if "media" in whole and len(whole) > 1:  # beside a recording all else is too small to be seen
+    if "media" in whole and len(whole) > 1:  # next to a recording the other kinds are too small to see
         small = [(name, {kind: n for kind, n in spent.items() if kind != "media"}) for name, spent in sums]
         groups = [replace(groups[0], title="All"), _ledger_bars("Without media", small, shown, others)]
     lead = "Mean bytes per item by kind of frame, ↑ from edge to cloud and ↓ back; transport is HTTP/2 and TLS."
@@ -182,7 +186,7 @@ def _ledger_bars(title: str, sums: Sequence[tuple[str, dict[str, float]]], shown
 
 
 def _bytes(timings: Sequence[Timing], sign: str) -> dict[str, float]:
-    """Mean bytes of one direction by kind."""
+    """Return the mean bytes of one direction by kind."""
     total = Counter[str]()
     for timing in timings:
         total.update(timing.up if sign == "↑" else timing.down)
@@ -201,14 +205,15 @@ def _kinds(spent: dict[str, float], shown: list[str], others: list[str]) -> list
 
 
 def stages(runs: Sequence[EvalRun]) -> Section:
+    """Return the mean time per item by stage."""
     title = "Time by stage"
     means = [(name, _mean_stages(of_mode(run.timings, mode))) for name, run, mode in labels(runs)]
     means = [(name, spent) for name, spent in means if spent]
     if not means:
         return Section("stages", title, "", missing="There is no timings.jsonl with draft_s or wait_s.")
     lead = (
-        "Mean seconds per item on the edge's clock. Network is the waiting that the cloud's own clock does not account "
-        "for; what the cloud does while the edge drafts on costs no time and is not drawn."
+        "Mean seconds per item on the edge's clock. Network is the part of the wait that the cloud's clock does not "
+        "cover. Work of the cloud while the edge drafts costs no time and is not drawn."
     )
     names = [stage for stage in STAGES if any(stage in spent for _, spent in means)]
     rows = [(name, seconds(sum(spent.values())).text, _segments(spent)) for name, spent in means]
@@ -231,5 +236,5 @@ def _mean_stages(timings: Sequence[Timing]) -> dict[str, float]:
 
 
 def stages_of(timing: Timing) -> dict[str, float]:
-    """The total, by what it was spent on."""
+    """Return the total time by stage."""
     return split_total(timing.total_s, timing.stages)

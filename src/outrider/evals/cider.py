@@ -1,9 +1,9 @@
-"""CIDEr-D: how much of the informative n-grams of a caption its references share.
+"""CIDEr-D: similarity of a caption to its references by tf-idf weighted n-grams.
 
 Vedantam, Zitnick & Parikh, CIDEr: Consensus-based Image Description Evaluation, CVPR 2015 (arXiv:1411.5726),
-equations 1 to 4 and 6; details as in the authors' code (github.com/vrama91/cider), which captioning papers report:
-n = 1…4, sigma = 6, times 10; a document is the references of one item; tf are raw counts; the length that the penalty
-compares is the number of bigrams. The package aac-metrics has the same, but depends on four large packages.
+equations 1 to 4 and 6. Details follow the authors' code (github.com/vrama91/cider), which captioning papers use:
+n = 1…4, sigma = 6, a factor of 10, one document per item's references, raw counts as tf, and the number of bigrams as
+the length in the penalty. The package aac-metrics has the same metric, but depends on four large packages.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ SCALE = 10.0
 
 
 def cider_d(candidates: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> list[float]:
-    """The score of each candidate, 0 to 10; the corpus score is their mean.
+    """Return the score of each candidate, 0 to 10. The corpus score is their mean.
 
     Args:
         candidates: the words of each text.
-        references: the words of each text's references, at least one. Together they set what is informative: an
-            n-gram that every item's references share weighs nothing, so with a single item every score is 0.
+        references: the words of each text's references, at least one. They determine the idf weights. An n-gram that
+            occurs in the references of every item has weight 0, so that with a single item every score is 0.
     """
     documents = Counter(gram for refs in references for gram in {g for ref in refs for g in _grams(ref)})
     scores = []
@@ -49,7 +49,7 @@ def _vector(words: Sequence[str], documents: Counter[Gram], total: int) -> Vecto
 
 
 def _similarity(ours: Vector, our_words: Sequence[str], theirs: Vector, their_words: Sequence[str]) -> float:
-    """Mean over n of the clipped cosine, times the Gaussian penalty of a difference in length."""
+    """Return the mean over n of the clipped cosine, times the Gaussian penalty for a difference in length."""
     apart = max(0, len(our_words) - 1) - max(0, len(their_words) - 1)
     cosines = [_clipped_cosine(a, b) for a, b in zip(ours, theirs, strict=True)]
     return math.exp(-(apart**2) / (2 * SIGMA**2)) * sum(cosines) / N

@@ -1,4 +1,4 @@
-"""The report's first section: the gain over the cloud alone, in sentences."""
+"""The first section of a report: the gain over cloud-only decoding, in sentences."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from outrider.evals.report_sections import Section, label, of_mode
 from outrider.evals.results import Answer, EvalRun, SweepPoint
 from outrider.evals.summary import REFERENCE
 
-FOREIGN = ("plain", "assisted")  # transformers' own decoding, which has no verdicts to count
-NOT_COMPARED = "Nothing here compares speculation with the cloud alone: run it with the modes exact and cloud-only."
+FOREIGN = ("plain", "assisted")  # transformers' own decoding has no verdicts
+NOT_COMPARED = "Speculation is not compared with the cloud alone: run the modes exact and cloud-only."
 
 
 def conclusion(runs: Sequence[EvalRun]) -> Section:
-    """Return a sentence for each mode, from its measured texts and times, then one for each network of a sweep."""
+    """Return a sentence per mode from its measured texts and times, then one per network of a sweep."""
     points = [*_measured(runs), *_modelled(runs)]
     lead = (
         "Measured on the items that both modes answered. Modelled: simulated from recorded traces and measured times."
@@ -26,9 +26,9 @@ def conclusion(runs: Sequence[EvalRun]) -> Section:
 def _measured(runs: Sequence[EvalRun]) -> Iterator[str]:
     for run in runs:
         for mode in run.modes:
-            if mode not in (REFERENCE, *FOREIGN) and (said := _sentence(run, mode)):
+            if mode not in (REFERENCE, *FOREIGN) and (sentence := _sentence(run, mode)):
                 gate = run.configured("speculation", "gate")
-                yield f"{label(run, f'{mode} ({gate})' if mode == 'gated' and gate else mode, runs)}: {said}"
+                yield f"{label(run, f'{mode} ({gate})' if mode == 'gated' and gate else mode, runs)}: {sentence}"
 
 
 def _sentence(run: EvalRun, mode: str) -> str:
@@ -57,7 +57,7 @@ def _gain(answers: Sequence[Answer], seconds: float) -> Gain:
 
 
 def _seconds(run: EvalRun, mode: str, items: Sequence[str]) -> float:
-    """Return the sum, or 0 if one is unknown, so that no speed is stated."""
+    """Return the total time, or 0 if one is unknown. Without it, no speed is stated."""
     times = {timing.id: timing.total_s for timing in of_mode(run.timings, mode)}
     return sum(times[name] for name in items) if all(name in times for name in items) else 0.0
 

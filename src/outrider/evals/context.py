@@ -1,4 +1,4 @@
-"""From loaded models to the modes of a run, and to what run.json says of it."""
+"""The models and settings of a run: its modes, and the contents of its run.json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outrider.verifiers.local import LocalVerifier
 
 @dataclass(frozen=True)
 class EvalContext:
-    """What a run needs: its models, loaded once and shared, and how they decode. draft or verifier may be None."""
+    """The models of a run, loaded once for all modes, and the decoding settings. draft or verifier may be None."""
 
     draft: Any
     verifier: Any
@@ -29,18 +29,19 @@ class EvalContext:
 
     @property
     def target(self) -> Any:
-        """The verifier's engine where it is in this process, else None."""
+        """Return the verifier's engine if it is in this process, else None."""
         return self.verifier.engine if isinstance(self.verifier, LocalVerifier) else None
 
     @property
     def settings(self) -> GenerationSettings:
+        """Return the generation settings."""
         return GenerationSettings.build(self.setup.generation)
 
     def modes(self, names: Sequence[str], requested: Sequence[str]) -> tuple[list[Mode], dict[str, str]]:
-        """The modes of these names, but for those that transformers cannot run on these models: they are the second.
+        """Build the modes of these names. Returns them, and the reasons for those that transformers cannot run.
 
         Raises:
-            SettingsError: one of those was asked for.
+            SettingsError: a requested mode cannot run.
         """
         kept, left_out = select_modes(
             requested, lambda name: self._unsupported_reason(name) if name in names else "not chosen"
@@ -59,12 +60,12 @@ class EvalContext:
         return TransformersBaseline(self.target, encoder, self.settings, assistant, self.assistance)
 
     def tracer(self) -> Tracer:
-        """What takes traces of the pair."""
+        """Return the function that records an item's trace."""
         recorder = Recorder(self.draft, self.verifier, self.settings)
         return lambda item: recorder.trace(item.id, item_prompt(item)).to_json()
 
     def models(self) -> dict[str, Any]:
-        """Who edge and cloud are."""
+        """Return the descriptions of edge and cloud."""
         edge = None if self.draft is None else environment.model(self.draft)
         if self.target is not None:
             return {"edge": edge, "cloud": environment.model(self.target)}
@@ -79,7 +80,7 @@ class EvalContext:
 def describe_run(
     context: EvalContext, data: str, items: Sequence[Item], modes: Sequence[Mode], left_out: dict[str, str], **more: Any
 ) -> Row:
-    """What run.json holds. more: further fields of the configuration."""
+    """Return the contents of run.json. more: further fields of the configuration."""
     configuration = {
         "data": {"name": data, "items": len(items), "hash": environment.data_hash(items)},
         "modes": [mode.name for mode in modes],
@@ -101,6 +102,6 @@ def describe_run(
 
 
 def _gate_file(gate: str) -> str | None:
-    """A hash of what a calibrated gate is read from."""
+    """Return a hash of the file of a calibrated gate, None for other gates."""
     kind, _, path = gate.partition(":")
     return environment.file_hash(Path(path)) if kind == "calibrated" else None

@@ -1,10 +1,10 @@
-"""From the layouts in which corpora of described speech are published to manifests. Nothing is downloaded here.
+"""Conversion of published corpora of described speech to manifests. Nothing is downloaded.
 
 SECap (github.com/thuhcsi/SECap, its 600 test clips, in Chinese), by `from_secap`:
 
     fid2captions.json   {"tx_emotion_00201000015": "…", …}, or lines "id<space or tab>caption"
-    text.txt            lines "id<space or tab>what is said"
-    wav/ID.wav          a folder of recordings; or wav.scp, lines "id<space or tab>path"
+    text.txt            lines "id<space or tab>transcript"
+    wav/ID.wav          a folder of recordings, or wav.scp with lines "id<space or tab>path"
 
 MER2024 and its relatives (MER2023, EMER, OV-MERD, MER2025's MER-Caption+), by `from_mer`: CSV files that share a
 column of names, each with some of the columns below, and a folder of recordings NAME.wav:
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,13 +27,13 @@ from typing import Any, Final
 
 from outrider.errors import DataError, SettingsError
 from outrider.evals.manifest import ErrorCollector, Item
-from outrider.files import read_text
+from outrider.files import parse_json, read_text
 from outrider.prompts.captions import LANGUAGES
 
 AUDIO: Final = (".wav", ".flac", ".ogg", ".mp3")
-_EMPTY: Final = frozenset({"", "[]", "nan"})  # cells that hold nothing, as these corpora write it
+_EMPTY: Final = frozenset({"", "[]", "nan"})  # how these corpora write an empty cell
 
-# field -> the columns that hold it, the first that a file has; "caption:zh" is a caption in Chinese
+# field -> its possible columns, of which the first in a file counts. "caption:zh" is a caption in Chinese.
 MER_COLUMNS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "name": ("name", "names"),
@@ -52,7 +51,7 @@ MER_COLUMNS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 
 @dataclass
 class _Rows:
-    """Values by id with the line each stands on, faults collected."""
+    """Values by id with their lines, and the collected errors."""
 
     errors: ErrorCollector
     values: dict[str, Any] = field(default_factory=dict)
@@ -60,36 +59,37 @@ class _Rows:
     fields: frozenset[str] = frozenset()
 
     def put(self, where: str, key: str, value: Any) -> None:
-        if key in self.values:
+        """Store a value, or collect an error if the key is empty or not unique."""
+        if not key:
+            self.errors.add(where, "no name")
+        elif key in self.values:
             self.errors.add(where, f"{key} is on {self.lines[key]} already")
-        elif not value:
-            self.errors.add(where, f"{key} has nothing behind it")
         else:
             self.values[key], self.lines[key] = value, where
 
 
 def from_secap(captions: Path, audio: Path, transcripts: Path | None = None, *, lang: str = "zh") -> list[Item]:
-    """Items of a corpus in SECap's layout; every caption is an item.
+    """Return an item for every caption of a corpus in SECap's layout.
 
     Args:
         captions: a JSON object, or lines "id caption".
-        audio: the folder of recordings, or a .scp file, whose paths are relative to its folder or the one above.
-        transcripts: as captions. An id without one has none; one without a caption is ignored.
+        audio: the folder of recordings, or a .scp file with paths relative to its folder or to the parent folder.
+        transcripts: in the same form as captions. Those without a caption are ignored.
 
     Raises:
-        DataError: a line (named) that is no such line, an id twice, or a recording that is not there.
+        DataError: an invalid line, a repeated id, or a missing recording.
     """
     _check_lang(lang)
     found = _table(captions)
-    said = _table(transcripts).values if transcripts else {}
+    spoken = _table(transcripts).values if transcripts else {}
     listed = _table(audio) if audio.is_file() else None
     items = []
     for key, caption in found.values.items():
         path = _listed(audio, listed.values.get(key)) if listed else _recording(audio, key)
         if path is None:
-            found.errors.add(found.lines[key], f"{key}: there is no recording of it in {audio}")
+            found.errors.add(found.lines[key], f"{key}: no recording in {audio}")
         else:
-            items.append(Item(key, path, lang=lang, references=(caption,), transcript=said.get(key)))
+            items.append(Item(key, path, lang=lang, references=(caption,), transcript=spoken.get(key)))
     found.errors.check()
     return items
 
@@ -97,24 +97,24 @@ def from_secap(captions: Path, audio: Path, transcripts: Path | None = None, *, 
 def from_mer(
     tables: Sequence[Path], audio: Path, *, lang: str, columns: Mapping[str, str | Sequence[str]] | None = None
 ) -> list[Item]:
-    """Items of a corpus in MER's layout: the names that have a caption in `lang`, in the order of the first table.
+    """Return an item for every name with a caption in `lang`, of a corpus in MER's layout.
 
     Args:
         tables: CSV files that are joined by their column of names, such as track3_train_ovmerd.csv (captions),
-            track2_train_ovmerd.csv (labels) and subtitle_chieng.csv (transcripts).
+            track2_train_ovmerd.csv (labels) and subtitle_chieng.csv (transcripts). The first sets the order.
         audio: the folder of recordings.
-        lang: of the captions. A column of captions that is bound to no language is taken to be in it.
-        columns: field -> column or columns, in place of those of `MER_COLUMNS` for that field; "label:X" adds a label
-            X. A column that is named here must be in one of the tables.
+        lang: the language of the captions, also of a caption column without a language in its name.
+        columns: field -> column or columns that replace those of `MER_COLUMNS`. "label:X" adds a label X. A column
+            that is named here must be in one of the tables.
 
     Raises:
-        DataError: a table without names, without anything known, a row (its line is named) that is not as long as the
-            header, a name twice in a table, no caption in any table, or a recording that is not there.
-        SettingsError: a field of `columns` that does not exist, or a language that is not spoken here.
+        DataError: a table without a column of names or without known columns, a row of another length than the
+            header, a repeated name, no caption in any table, or a missing recording.
+        SettingsError: an unknown field in `columns`, or an unknown language.
     """
     _check_lang(lang)
-    wanted = _columns(columns or {})
-    read = [_csv(path, wanted) for path in tables]
+    fields = _columns(columns or {})
+    read = [_csv(path, fields) for path in tables]
     if not read:
         raise DataError("no table is given")
     absent = sorted(set(columns or {}).difference(*(rows.fields for rows in read)))
@@ -130,7 +130,7 @@ def from_mer(
             continue
         path = _recording(audio, key)
         if path is None:
-            read[0].errors.add(read[0].lines[key], f"{key}: there is no recording of it in {audio}")
+            read[0].errors.add(read[0].lines[key], f"{key}: no recording in {audio}")
         else:
             items.append(_mer_item(key, path, lang, caption, merged))
     read[0].errors.check()
@@ -159,13 +159,16 @@ def _columns(given: Mapping[str, str | Sequence[str]]) -> dict[str, tuple[str, .
 
 
 def _table(path: Path) -> _Rows:
-    """A JSON object of texts, or lines "id value", where the first white space divides."""
+    """Read a JSON object of strings, or lines "id value" that are split at the first white space."""
     rows = _Rows(ErrorCollector(path))
     for where, key, value in _entries(path, read_text(path)):
-        rows.put(where, key, value)
+        if value:
+            rows.put(where, key, value)
+        else:
+            rows.errors.add(where, f"{key} has no value")
     rows.errors.check()
     if not rows.values:
-        raise DataError(f"{path} holds no line")
+        raise DataError(f"{path} has no lines")
     return rows
 
 
@@ -176,49 +179,37 @@ def _entries(path: Path, text: str) -> Iterator[tuple[str, str, str]]:
                 key, *rest = line.strip().split(maxsplit=1)
                 yield f"line {n}", key, rest[0] if rest else ""
         return
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is no JSON: {error}") from error
+    value = parse_json(text, str(path))
     if not isinstance(value, dict) or not all(isinstance(caption, str) for caption in value.values()):
-        raise DataError(f"{path} is no object of texts by id")
+        raise DataError(f"{path}: expected an object of texts by id")
     for n, (key, caption) in enumerate(value.items(), 1):
         yield f"entry {n}", key, caption.strip()
 
 
-def _csv(path: Path, wanted: Mapping[str, tuple[str, ...]]) -> _Rows:
-    """The fields of each row by its name; empty cells are left out."""
+def _csv(path: Path, fields: Mapping[str, tuple[str, ...]]) -> _Rows:
+    """Read the fields of each row by its name, without empty cells."""
     rows = _Rows(ErrorCollector(path))
     table = _csv_rows(csv.reader(io.StringIO(read_text(path), newline=""), strict=True), rows.errors)
     header = [column.strip() for column in next(table, ("", []))[1]]
-    has = {name: next((header.index(c) for c in columns if c in header), None) for name, columns in wanted.items()}
+    has = {name: next((header.index(c) for c in columns if c in header), None) for name, columns in fields.items()}
     places = {name: place for name, place in has.items() if place is not None}
     rows.fields = frozenset(places)
     if "name" not in places or len(places) < 2:
-        known = ", ".join(column for columns in wanted.values() for column in columns)
-        raise DataError(f"{path} has the columns {', '.join(header)}: a name and one more are needed of {known}")
+        known = ", ".join(column for columns in fields.values() for column in columns)
+        raise DataError(f"{path} has the columns {', '.join(header)}: it needs a name and one other of {known}")
     for where, row in table:
         if len(row) == len(header):
-            _add(rows, where, {name: row[place].strip() for name, place in places.items()})
+            cells = {name: row[place].strip() for name, place in places.items()}
+            name = cells.pop("name")
+            rows.put(where, name, {field: text for field, text in cells.items() if text.lower() not in _EMPTY})
         else:
             rows.errors.add(where, f"{len(row)} cells under {len(header)} columns")
     rows.errors.check()
     return rows
 
 
-def _add(rows: _Rows, where: str, cells: dict[str, str]) -> None:
-    key = cells.pop("name")
-    if not key:
-        rows.errors.add(where, "no name")
-    elif key in rows.values:
-        rows.errors.add(where, f"{key} is on {rows.lines[key]} already")
-    else:
-        rows.values[key] = {name: text for name, text in cells.items() if text.lower() not in _EMPTY}
-        rows.lines[key] = where
-
-
 def _csv_rows(reader: Any, errors: ErrorCollector) -> Iterator[tuple[str, list[str]]]:
-    """Rows that are not blank, each with the line it starts on (a cell may span several)."""
+    """Yield the rows that are not blank with their first lines. A cell may span several lines."""
     while True:
         start = f"line {reader.line_num + 1}"
         try:
@@ -226,20 +217,20 @@ def _csv_rows(reader: Any, errors: ErrorCollector) -> Iterator[tuple[str, list[s
         except StopIteration:
             return
         except csv.Error as error:
-            errors.add(start, f"no CSV: {error}")
+            errors.add(start, f"not valid CSV: {error}")
             return
         if row:
             yield start, row
 
 
 def _recording(folder: Path, key: str) -> Path | None:
-    """The recording of an id in a folder; the id may carry the file's ending already."""
+    """Return the recording of an id in a folder. The id may include the file's suffix."""
     names = [key] if key.lower().endswith(AUDIO) else [key + ending for ending in AUDIO]
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def _listed(scp: Path, path: str | None) -> Path | None:
-    """A path of a .scp file, relative to its folder or to the one above."""
+    """Resolve a path of a .scp file, relative to its folder or to the parent folder."""
     if path is None:
         return None
     return next((base / path for base in (scp.parent, scp.parent.parent) if (base / path).is_file()), None)

@@ -1,4 +1,4 @@
-"""What a run ran on and with: hardware, versions, models, data, as run.json keeps them."""
+"""Description of a run's hardware, versions, models and data, for run.json."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from outrider.evals.manifest import Item
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of outrider and its main dependencies."""
     return {
         "outrider": outrider.__version__,
         "python": platform.python_version(),
@@ -27,7 +28,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> dict[str, Any]:
-    """cores: those that this process may use. memory_bytes: None where the system does not say."""
+    """Describe the machine. cores: usable by this process. memory_bytes: None if unknown."""
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -39,7 +40,7 @@ def hardware() -> dict[str, Any]:
 
 
 def data_hash(items: Sequence[Item]) -> str:
-    """A hash of the items and their recordings, wherever these lie."""
+    """Return a hash of the items and their recordings, independent of their paths."""
     digest = hashlib.sha256()
     for item in items:
         facts: list[Any] = [item.id, item.prompt, item.messages, item.lang, item.task]
@@ -51,7 +52,7 @@ def data_hash(items: Sequence[Item]) -> str:
 
 
 def model(engine: Any) -> dict[str, Any]:
-    """An engine: what tells its weights and its vocabulary apart, and how it computes."""
+    """Describe an engine: identity of its weights and vocabulary, dtype and device."""
     return {
         "name": engine.name,
         "identity": getattr(engine, "identity", None),
@@ -62,7 +63,7 @@ def model(engine: Any) -> dict[str, Any]:
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256 in hexadecimal; empty where the file cannot be read."""
+    """Return the SHA-256 of a file in hexadecimal, empty if it cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

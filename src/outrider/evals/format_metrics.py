@@ -1,4 +1,4 @@
-"""The form of a text, whatever it says: its language, its repetitions, and whether it is fit to show."""
+"""Metrics of a text's form: language, repetition and format rules."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _ENDED: Final = re.compile(r"[.!?…。！？｡][\"'”’»」』）)\]】*]*\
 
 @dataclass(frozen=True)
 class FormatRules:
-    """What a text fit to show is like: its length lies between these, in words."""
+    """Limits of a text's length, in words."""
 
     shortest: int = 2
     longest: int = 400
 
 
 def language_match(texts: Sequence[str], langs: Sequence[str], how: Resampling) -> Measure | None:
-    """Share of texts written in the script of their language; where that is not known, the item is left out."""
+    """Return the share of texts in the script of their language. Languages of unknown script are left out."""
     judged = [(in_language(text, lang), lang) for text, lang in zip(texts, langs, strict=True)]
     known = [(match, lang) for match, lang in judged if match is not None]
     return measure([float(match) for match, _ in known], [lang for _, lang in known], how)
 
 
 def repetition(texts: Sequence[str], langs: Sequence[str], how: Resampling) -> dict[str, Measure | None]:
-    """distinct_1, distinct_2: per text, different n-grams ÷ n-grams (texts without any left out), then the mean.
+    """Return distinct_1 and distinct_2, the mean of different n-grams ÷ n-grams, and the mean of `longest_loop`.
 
-    After Li et al., A Diversity-Promoting Objective Function for Neural Conversation Models, NAACL 2016, but per text:
-    over a whole corpus the figure would fall with its size. longest_loop: mean of `longest_loop`, in words.
+    Distinct-n follows Li et al., A Diversity-Promoting Objective Function for Neural Conversation Models, NAACL 2016,
+    but per text, because over a whole corpus it falls with the corpus's size. Texts without n-grams are left out.
     """
     found: dict[str, Measure | None] = {}
     for n in (1, 2):
@@ -49,15 +49,15 @@ def repetition(texts: Sequence[str], langs: Sequence[str], how: Resampling) -> d
 
 
 def distinct(tokens: Sequence[str], n: int) -> float | None:
-    """Different n-grams ÷ n-grams; None where there are none."""
+    """Return different n-grams ÷ n-grams, or None without any."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if grams else None
 
 
 def longest_loop(tokens: Sequence[str]) -> int:
-    """The length of the longest stretch that one phrase fills by being repeated, at least twice in a row; else 0.
+    """Return the length of the longest run of a repeated phrase, or 0 without repetition.
 
-    "a b c b c b" has a stretch of 5 ("b c", two and a half times).
+    "a b c b c b" has a run of 5 ("b c", two and a half times).
     """
     longest = 0
     for period in range(1, len(tokens) // 2 + 1):
@@ -72,7 +72,7 @@ def longest_loop(tokens: Sequence[str]) -> int:
 def compliance(
     texts: Sequence[str], langs: Sequence[str], how: Resampling, rules: FormatRules
 ) -> dict[str, Measure | None]:
-    """Shares of texts that keep each rule of `check_rules`, and of those that keep all (format_all)."""
+    """Return the share of texts that keep each rule of `check_rules`, and all of them (format_all)."""
     kept = [check_rules(text, rules) for text in texts]
     names = list(check_rules("", rules))
     rows = {f"format_{name}": [float(rules[name]) for rules in kept] for name in names}
@@ -81,8 +81,11 @@ def compliance(
 
 
 def check_rules(text: str, rules: FormatRules) -> dict[str, bool]:
-    """present: not blank. clean: no leftovers of a chat template, no broken character. ended: ends as sentences do.
-    length: as `rules` says."""
+    """Check a text against each rule.
+
+    present: not blank. clean: no leftovers of a chat template and no replacement character. ended: ends with sentence
+    punctuation. length: within `rules`.
+    """
     return {
         "present": bool(text.strip()),
         "clean": not _LEFTOVER.search(text),

@@ -1,4 +1,4 @@
-"""How long answers took, and on what the time went."""
+"""Latency metrics of answers, and the division of their time into stages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHARES: Final = ("prefill", "draft", "network", "queue", "verify", "rest")
 
 @dataclass(frozen=True)
 class Timing:
-    """One answer's times in seconds. arrivals: when each token came, from the start; empty if nobody looked."""
+    """Times of one answer in seconds. arrivals: of each token, since the start, or empty if they were not recorded."""
 
     stats: Stats
     tokens: int
@@ -25,7 +25,7 @@ class Timing:
 
     @property
     def gaps(self) -> list[float]:
-        """Times between tokens; without arrivals their mean, once; none for a single token."""
+        """Return the times between tokens. Without arrivals this is their mean alone. A single token has none."""
         if self.arrivals:
             return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
         if self.tokens < 2:
@@ -34,10 +34,10 @@ class Timing:
 
 
 def latency(timings: Sequence[Timing], how: Resampling) -> dict[str, Score]:
-    """ttft_p50 … total_p99 in seconds, and share_prefill … share_rest of the total time.
+    """Return ttft_p50 … total_p99 in seconds, and share_prefill … share_rest of the total time.
 
-    Draws are of answers, not of gaps: the gaps of one answer are not independent. A quantile is numpy's linear one.
-    What cannot be computed (no token came, no time was spent) is absent.
+    The bootstrap draws answers instead of gaps, because the gaps of one answer are not independent. Quantiles are
+    numpy's linear ones. A score without data is absent.
     """
     series = {
         "ttft": [[t.stats.ttft_s] for t in timings if t.tokens],
@@ -52,7 +52,7 @@ def latency(timings: Sequence[Timing], how: Resampling) -> dict[str, Score]:
 
 
 def spent(stats: Stats) -> dict[str, float]:
-    """Seconds by what they were spent on: `split_total`, with both prefills as one."""
+    """Return the seconds by stage, as `split_total` does, with both prefills in one."""
     names = ("prefill", "draft", "wait", "verify_prefill", "verify", "queue")
     parts = split_total(stats.total_s, {name: getattr(stats, f"{name}_s") for name in names})
     prefill = parts["edge prefill"] + parts["cloud prefill"]
@@ -60,15 +60,15 @@ def spent(stats: Stats) -> dict[str, float]:
 
 
 def split_total(total_s: float, seconds: Mapping[str, float]) -> dict[str, float]:
-    """A total, divided into what is known of it, and the rest.
+    """Divide a total time into the known stages and the rest.
 
-    edge prefill: until the drafter had its first token; cloud prefill: what the verifier's first verdict took: both
-    read the prompt. draft: the drafter's other forward passes. verify, queue: as the verifier reports them, as far as
-    the edge waited for it: what the cloud does while a pipelined edge drafts on costs no time. network: what is left of
-    the wait. Where stages together exceed the total, as clocks of two machines may, the later ones give way.
+    edge prefill: until the drafter's first token. cloud prefill: the verifier's first verdict. draft: the drafter's
+    other forward passes. verify, queue: as the verifier reports them, but at most the wait of the edge, as work of
+    the cloud while the edge drafts costs no time. network: the remainder of the wait. If the stages exceed the total,
+    because clocks of two machines differ, later stages are shortened.
 
-    seconds: prefill (a part of draft), draft, wait, verify_prefill (a part of verify), verify, queue, as far as they
-    are known; what is not known is absent from the result.
+    seconds: prefill (a part of draft), draft, wait, verify_prefill (a part of verify), verify and queue. Unknown stages
+    are absent from the result.
     """
     spent: dict[str, float] = {}
     left = total_s
@@ -85,7 +85,7 @@ def split_total(total_s: float, seconds: Mapping[str, float]) -> dict[str, float
 
 
 def _within(seconds: Mapping[str, float], name: str, part: str, whole: str) -> Iterator[tuple[str, float]]:
-    """A stage, divided into a part that has a name of its own, if it was measured, and the rest."""
+    """Yield the named part of a stage, if it was measured, and the remainder of the stage."""
     if part in seconds:
         yield name, seconds[part]
     if whole in seconds:
@@ -93,7 +93,7 @@ def _within(seconds: Mapping[str, float], name: str, part: str, whole: str) -> I
 
 
 def _quantiles(name: str, values: Sequence[Sequence[float]], how: Resampling) -> dict[str, Score]:
-    """Quantiles of all values, which come in groups, one per answer."""
+    """Return quantiles over all values. values: a group per answer."""
     rng = np.random.default_rng(how.seed)
     groups = [np.asarray(group, dtype=np.float64) for group in values]
     point = np.percentile(np.concatenate(groups), QUANTILES)
@@ -110,7 +110,7 @@ def _draw(groups: list[Array], rng: np.random.Generator) -> Array:
 
 
 def _shares(timings: Sequence[Timing], how: Resampling) -> dict[str, Score]:
-    """Summed seconds of each part ÷ summed total seconds: long answers count for more, as they do for a machine."""
+    """Return the summed seconds of each stage ÷ the summed total, so that long answers weigh more."""
     timed = [t.stats for t in timings if t.stats.total_s > 0]
     if not timed:
         return {}

@@ -1,6 +1,6 @@
-"""What is evaluated: items with their input, references and labels, in a file that people can read and write.
+"""Manifests of items to evaluate, with their input, references and labels.
 
-A manifest is a JSON list, or JSON lines, of objects with the names of `Item`; what is left out takes its default:
+A manifest is a JSON list, or JSON lines, of objects with the fields of `Item`. Absent fields take their defaults:
 
     {"id": "a1", "audio": "clips/a1.flac", "lang": "zh", "references": ["语速缓慢。"], "labels": {"rate": "slow"}}
     {"id": "q1", "prompt": "Once upon a time", "lang": "en"}
@@ -27,12 +27,11 @@ _QUESTION: Final = ("question_id", "category", "turns")
 
 @dataclass(frozen=True)
 class Item:
-    """One thing to generate for. Exactly one of audio (a recording), prompt (plain text) and messages (a chat) is set.
+    """One input. Exactly one of audio (a recording), prompt (plain text) and messages (a chat) is set.
 
-    lang: the language that the answer is expected in, "zh", "en" or another tag; a recording's is "zh" or "en".
-    references: texts that a good answer resembles, none if there are none. labels: facts about the item, for accuracy
-    and for slices; those of a recording are what a right caption of its task states. transcript: what is said in it.
-    task: the caption task of a recording.
+    lang: the language of the answer, "zh", "en" or another tag, of which a recording takes "zh" or "en" only.
+    references: texts of good answers. labels: facts about the item, for accuracy and for slices. Those of a recording
+    are the attributes of a correct caption. transcript: of a recording. task: the caption task of a recording.
     """
 
     id: str
@@ -47,7 +46,7 @@ class Item:
 
     def __post_init__(self) -> None:
         if sum(getattr(self, source) is not None for source in SOURCES) != 1:
-            raise DataError(f"item {self.id!r}: one of {', '.join(SOURCES)} is needed")
+            raise DataError(f"item {self.id!r}: exactly one of {', '.join(SOURCES)} is required")
 
 
 KEYS: Final = tuple(f.name for f in fields(Item))
@@ -55,29 +54,30 @@ KEYS: Final = tuple(f.name for f in fields(Item))
 
 @dataclass
 class ErrorCollector:
-    """What is wrong with a file, collected; raised together."""
+    """Collects the errors of a file, to raise them together."""
 
     path: Path
     found: list[str] = field(default_factory=list)
 
-    def add(self, where: str, what: str) -> None:
-        self.found.append(f"{where}: {what}")
+    def add(self, where: str, error: str) -> None:
+        """Collect an error."""
+        self.found.append(f"{where}: {error}")
 
     def check(self) -> None:
-        """Raises DataError if anything was found."""
+        """Raise DataError if any error was collected."""
         if self.found:
             count = f"{len(self.found)} faults" if len(self.found) > 1 else "1 fault"
             raise DataError(f"{self.path}: {count}\n" + "\n".join(f"  {fault}" for fault in self.found))
 
 
 def load_set(name: str | Path) -> list[Item]:
-    """The items of a named set ("demo", the bundled clips), a manifest, or a file in Spec-Bench's form.
+    """Load a named set ("demo", the bundled clips), a manifest, or a file in Spec-Bench's form.
 
-    Spec-Bench's form is {"question_id", "category", "turns"} per line: the first turn becomes the chat, the category
-    a label, the language English.
+    Spec-Bench's form is {"question_id", "category", "turns"} per line. The first turn becomes the chat, the category
+    a label, and the language is English.
 
     Raises:
-        DataError: no such set or file, or faults in it, each named.
+        DataError: no such set or file, or errors in it, all of which are listed.
     """
     if str(name) == "demo":
         return _demo()
@@ -92,16 +92,16 @@ def load_set(name: str | Path) -> list[Item]:
 
 
 def read_manifest(path: str | Path) -> list[Item]:
-    """The items of a manifest; audio paths in it are relative to it.
+    """Read the items of a manifest. Audio paths are relative to its folder.
 
     Raises:
-        DataError: it cannot be read, is empty, or has errors: all of them, each with the number and id of its item.
+        DataError: the file cannot be read, is empty, or has errors, all of which are listed with their items.
     """
     return _build(Path(path), read_records(Path(path)), _item, "id")
 
 
 def write_manifest(path: str | Path, items: Iterable[Item]) -> None:
-    """Write a manifest: a JSON list if the file's name ends in .json, else JSON lines. `read_manifest` inverts it."""
+    """Write a manifest, as a JSON list if the file's name ends in .json, else as JSON lines."""
     path = Path(path)
     rows = [json.dumps(_row(item, path.parent), ensure_ascii=False) for item in items]
     text = "[\n" + ",\n".join(rows) + "\n]\n" if path.suffix == ".json" else "".join(row + "\n" for row in rows)
@@ -109,15 +109,15 @@ def write_manifest(path: str | Path, items: Iterable[Item]) -> None:
 
 
 def read_records(path: Path) -> list[tuple[str, Any]]:
-    """The values in a JSON list or in JSON lines, each with where it stands.
+    """Return the values of a JSON list or of JSON lines with their places in the file.
 
     Raises:
-        DataError: it cannot be read, holds nothing, or is no JSON; every such line is named.
+        DataError: the file cannot be read, is empty, or is not valid JSON.
     """
     text = read_text(path)
     records = _list(path, text) if text.lstrip().startswith("[") else _lines(path, text)
     if not records:
-        raise DataError(f"{path} holds no item")
+        raise DataError(f"{path} has no items")
     return records
 
 
@@ -125,7 +125,7 @@ def _list(path: Path, text: str) -> list[tuple[str, Any]]:
     try:
         values = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is no JSON list: {error}") from error
+        raise DataError(f"{path} is not a valid JSON list: {error}") from error
     return [(f"item {n}", value) for n, value in enumerate(values, 1)]
 
 
@@ -137,13 +137,13 @@ def _lines(path: Path, text: str) -> list[tuple[str, Any]]:
             try:
                 records.append((f"item {len(records) + 1} (line {n})", json.loads(line, object_pairs_hook=_unique)))
             except (ValueError, RecursionError) as error:
-                errors.add(f"line {n}", f"no JSON: {error}")
+                errors.add(f"line {n}", f"not valid JSON: {error}")
     errors.check()
     return records
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object, unless a key appears twice: one of the two would be lost in silence."""
+    """Return an object. Raise ValueError for a repeated key, of which json.loads would drop one."""
     keys = [key for key, _ in pairs]
     twice = sorted({key for key in keys if keys.count(key) > 1})
     if twice:
@@ -151,16 +151,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-ItemOrErrors = Item | list[str]  # or what is wrong with it
+ItemOrErrors = Item | list[str]
 
 
 def _build(
     path: Path, records: list[tuple[str, Any]], make: Callable[[dict[str, Any], Path], ItemOrErrors], key: str
 ) -> list[Item]:
-    """The items that `make` makes of the records, whose `key` names them."""
+    """Build items from records with `make`. key: the field of the record's id."""
     errors, items, seen = ErrorCollector(path), [], set()
     for where, value in records:
-        made = make(value, path.parent) if isinstance(value, dict) else ["no object"]
+        made = make(value, path.parent) if isinstance(value, dict) else ["not an object"]
         name = value.get(key) if isinstance(value, dict) else None
         where = where if name is None else f"{where}, id {name!r}"
         if name is not None and str(name) in seen:
@@ -169,16 +169,16 @@ def _build(
         if isinstance(made, Item):
             items.append(made)
         else:
-            for what in made:
-                errors.add(where, what)
+            for error in made:
+                errors.add(where, error)
     errors.check()
     return items
 
 
 def _item(value: dict[str, Any], folder: Path) -> ItemOrErrors:
-    wrong = list(_find_errors(value, folder))
-    if wrong:
-        return wrong
+    errors = list(_find_errors(value, folder))
+    if errors:
+        return errors
     known = {key: given for key, given in value.items() if given is not None}
     if "audio" in known:
         known["audio"] = folder / known["audio"]
@@ -202,7 +202,7 @@ def _find_errors(value: dict[str, Any], folder: Path) -> Iterator[str]:
     yield from _find_field_errors(value)
     sources = [key for key in SOURCES if value.get(key) is not None]
     if len(sources) != 1:
-        yield f"one of {', '.join(SOURCES)} is needed, found {' and '.join(sources) or 'none'}"
+        yield f"exactly one of {', '.join(SOURCES)} is required, found {' and '.join(sources) or 'none'}"
     yield from _find_recording_errors(value, folder) if sources == ["audio"] else _find_text_errors(value)
 
 
@@ -221,8 +221,8 @@ def _find_field_errors(value: dict[str, Any]) -> Iterator[str]:
 
 
 def _find_recording_errors(value: dict[str, Any], folder: Path) -> Iterator[str]:
-    if is_text(value["audio"]) and not os.path.isfile(folder / value["audio"]):  # false also for impossible names
-        yield f"there is no file {folder / value['audio']}"
+    if is_text(value["audio"]) and not os.path.isfile(folder / value["audio"]):  # also false for invalid names
+        yield f"no such file: {folder / value['audio']}"
     if is_text(value.get("lang")) and value["lang"] not in LANGUAGES:
         yield f"the lang of a recording is one of {', '.join(LANGUAGES)}, not {value['lang']!r}"
     if is_text(value.get("task")) and value["task"] not in TASKS:
@@ -231,11 +231,11 @@ def _find_recording_errors(value: dict[str, Any], folder: Path) -> Iterator[str]
 
 def _find_text_errors(value: dict[str, Any]) -> Iterator[str]:
     if is_text(value.get("task")) and value["task"] != "default":
-        yield "task is for a recording: a prompt says itself what to do"
+        yield "task is for a recording: put the instruction of a text into its prompt"
 
 
 def is_text(value: Any) -> bool:
-    """A text that is not blank and can be written as UTF-8."""
+    """Return whether a value is a string that is not blank and can be encoded in UTF-8."""
     return isinstance(value, str) and bool(value.strip()) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
@@ -247,29 +247,29 @@ def _row(item: Item, folder: Path) -> dict[str, Any]:
 
 
 def _relative(audio: Path, folder: Path) -> str:
-    """The path from the manifest's folder where the recording lies in it, so that the folder can be moved."""
+    """Return the recording's path, relative if it is inside the manifest's folder, so that the folder can move."""
     audio, folder = audio.absolute(), folder.absolute()
     return str(audio.relative_to(folder) if audio.is_relative_to(folder) else audio)
 
 
 def _question(value: dict[str, Any], _folder: Path) -> ItemOrErrors:
-    """A question of Spec-Bench. Its "reference" is not taken: what it refers to differs from category to category."""
+    """Build an item from a question of Spec-Bench. Its "reference" differs in meaning by category and is ignored."""
     number, category, turns = value.get("question_id"), value.get("category"), value.get("turns")
-    wrong = [f"unknown key {key}" for key in sorted(set(value) - {*_QUESTION, "reference"})]
+    errors = [f"unknown key {key}" for key in sorted(set(value) - {*_QUESTION, "reference"})]
     if isinstance(number, bool) or not (isinstance(number, int) or is_text(number)):
-        wrong.append(f"question_id is a number or a text, not {number!r}")
+        errors.append(f"question_id is a number or a text, not {number!r}")
     if not is_text(category):
-        wrong.append(f"category is a text, not {category!r}")
+        errors.append(f"category is a text, not {category!r}")
     if not isinstance(turns, list) or not turns or not all(map(is_text, turns)):
-        return [*wrong, "turns is a list of texts, at least one"]
-    if wrong:
-        return wrong
+        return [*errors, "turns is a list of texts, at least one"]
+    if errors:
+        return errors
     chat = ({"role": "user", "content": turns[0]},)
     return Item(str(number), lang="en", messages=chat, labels={"category": str(category)})
 
 
 def _demo() -> list[Item]:
-    """The bundled clips, each asked for the default caption. clips.json has their order, attributes and references."""
+    """Return the bundled clips with the default task. clips.json has their order, attributes and references."""
     clips = read_json(BUNDLED / "clips.json")
     return [
         Item(

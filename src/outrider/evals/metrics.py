@@ -1,4 +1,4 @@
-"""All metrics of a run in one call. Definitions: docs/metrics.md."""
+"""All text metrics of a run in one call. docs/metrics.md has the definitions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Measure", "Resampling", "Score", "Scoring", "Timing", "agreement", "
 
 @dataclass(frozen=True)
 class Scoring:
-    """How to score. parse, names: what reads attributes from a text, and which labels are such attributes."""
+    """Settings of the metrics. parse: reads attributes from a text. names: the labels that are attributes."""
 
     resampling: Resampling = field(default_factory=Resampling)
     rules: FormatRules = field(default_factory=FormatRules)
@@ -30,14 +30,14 @@ class Scoring:
 def score(
     items: Sequence[Item], texts: Sequence[str], cloud_texts: Sequence[str] | None = None, how: Scoring | None = None
 ) -> dict[str, Measure]:
-    """Every metric that these items allow, by name; what has no item to be computed on is absent.
+    """Return all metrics by name, except those without an item to compute them on.
 
     Args:
         texts: the answer to each item.
-        cloud_texts: what the cloud model alone answered, for agreement.
+        cloud_texts: the answers of the cloud model alone, for the agreement.
 
     Raises:
-        ValueError: not one text per item.
+        ValueError: texts and items differ in number.
         SettingsError: a package of the extra `eval` is missing.
     """
     how = how or Scoring()
@@ -61,7 +61,7 @@ def score(
 def agreement(
     texts: Sequence[str], cloud_texts: Sequence[str], langs: Sequence[str], how: Resampling
 ) -> dict[str, Measure | None]:
-    """same_text: share of texts equal to what the cloud alone wrote; cloud_chrf: corpus chrF with that as reference."""
+    """Return same_text, the share of texts equal to the cloud's, and cloud_chrf, the chrF against the cloud's texts."""
     pairs = [Pair(text, (cloud,), lang) for text, cloud, lang in zip(texts, cloud_texts, langs, strict=True)]
     same = [float(text == cloud) for text, cloud in zip(texts, cloud_texts, strict=True)]
     return {"same_text": measure(same, langs, how), "cloud_chrf": chrf(pairs, how)}

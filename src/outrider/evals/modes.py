@@ -1,11 +1,11 @@
-"""What is compared: ways to answer the same items with the same weights, under one decode policy.
+"""Modes of an evaluation: decoders that answer the same items with the same weights and settings.
 
 edge-only    the drafter alone
-cloud-only   the verifier alone, in our loop
-exact        drafts, all verified
-gated        drafts, verified where the gate asks, judged by the acceptance rule that was given
-plain        transformers' generate, on the target's weights
-assisted     the same with the drafter as its assistant
+cloud-only   the verifier alone, in Outrider's loop
+exact        speculation with every block verified
+gated        speculation with the given gate and acceptance rule
+plain        transformers' generate on the target's weights
+assisted     transformers' assisted generation with the drafter as its assistant
 """
 
 from __future__ import annotations
@@ -33,68 +33,70 @@ _NO_COUNTERS: Final = (*TIME_FIELDS, "bytes_up", "bytes_down", "media_bytes_up")
 
 
 class Inapplicable(OutriderError):
-    """A mode cannot answer this item, whatever the models do; the message says why."""
+    """A mode cannot answer this item. The message names the reason."""
 
 
 @dataclass(frozen=True)
 class ItemResult:
-    """What came of one item. result: the same on every run. timing: how long it took, and bytes on the network."""
+    """Result of one item. result: repeatable fields. timing: seconds, and bytes on the network."""
 
     result: dict[str, Any]
     timing: dict[str, Any]
 
 
 class Mode(Protocol):
-    """A way to answer an item."""
+    """A decoder under evaluation."""
 
     name: str
 
     def run(self, item: Item) -> ItemResult:
-        """Raises Inapplicable where it cannot, another OutriderError where it failed."""
+        """Answer an item. Raises Inapplicable if the mode cannot take it, another OutriderError if it failed."""
         ...
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The decoding of all modes. generation: fields of GenerationSettings. Only gated uses gate, accept and scope."""
+    """Decoding settings of all modes. generation: fields of GenerationSettings. Only gated uses gate, accept, scope."""
 
     generation: dict[str, Any] = field(default_factory=dict)
     options: DecodingOptions = DecodingOptions()
 
     @property
     def repeatable(self) -> bool:
-        """Whether the sources of tokens do not depend on the speed of the machine."""
+        """Return whether the sources of tokens are independent of the machine's speed."""
         return self.options.k != "auto" and self.options.driver == "sequential"
 
 
-# Which modes ------------------------------------------------------------------------------------------------
+# Selection ------------------------------------------------------------------------------------------------
 
 
 def unsupported_reason(
     mode: str, options: DecodingOptions, *, edge: bool, cloud: str, limited: bool = False
 ) -> str | None:
-    """Why a mode cannot be had at all with these options; None where it can. cloud: none, local, or a kind of remote.
+    """Return why a mode cannot run with these options, or None if it can.
 
-    limited: the edge is held to threads of its own.
+    cloud: "none", "local", or a kind of remote verifier. limited: the edge is pinned to threads of its own.
     """
     if mode in ("edge-only", "exact", "gated", "assisted") and not edge:
         return "there is no edge model"
     if mode != "edge-only" and cloud == "none":
         return "there is no cloud model"
     if mode == "gated" and (str(options.gate), options.accept) == ("always", "exact"):
-        return "without a --gate or --accept it would be the exact mode again"
+        return "without --gate or --accept it equals the exact mode"
     if mode in ("plain", "assisted") and cloud != "local":
         return "transformers needs the target in this process: --cloud local:MODEL"
     if mode == "assisted" and limited:
-        return "transformers' assistant cannot be held to --edge-threads"
+        return "transformers' assistant cannot be limited by --edge-threads"
     return None
 
 
 def select_modes(requested: Sequence[str], reason_for: Callable[[str], str | None]) -> tuple[list[str], dict[str, str]]:
-    """The modes to run, in canonical order, and those that cannot be had, with the reason. None asked for: all.
+    """Return the modes to run, in canonical order, and the reasons of the modes that cannot run.
+
+    requested: names of modes, or none for all that can run.
 
     Raises:
-        SettingsError: an unknown mode, or one that was asked for and cannot be had.
+        SettingsError: a requested mode is unknown or cannot run.
     """
     for name in requested:
         if name not in NAMES:
@@ -110,51 +112,52 @@ def select_modes(requested: Sequence[str], reason_for: Callable[[str], str | Non
 
 
 class Encoder:
-    """Prompts of items, made once for all models by the first of them that can."""
+    """Encodes the prompts of items for all models, with the first engine that can."""
 
     def __init__(self, *engines: Any) -> None:
         self._engines = [engine for engine in engines if engine is not None]
 
     @property
     def reader(self) -> Any:
-        """The engine whose tokenizer texts are written with."""
+        """Return the engine that provides the tokenizer."""
         return self._engines[0]
 
     def __call__(self, item: Item) -> Prompt:
-        """The prompt.
+        """Return the encoded prompt of an item.
 
         Raises:
-            InputError: a recording that cannot be used, or a prompt that no model here can read.
+            InputError: an unusable recording, or a prompt that none of the models can read.
         """
-        able = [engine for engine in self._engines if item.audio is None or getattr(engine, "audio", None) is not None]
-        return encode((able or self._engines)[0], item_prompt(item))
+        engines = [e for e in self._engines if item.audio is None or getattr(e, "audio", None) is not None]
+        return encode((engines or self._engines)[0], item_prompt(item))
 
 
 def item_prompt(item: Item) -> Any:
-    """What an item asks, as a prompt that can be encoded."""
+    """Return the prompt of an item: audio, messages or text."""
     if item.audio is not None:
         return Audio(item.audio, task=item.task, lang=item.lang)
     return list(item.messages) if item.messages is not None else item.prompt
 
 
-# Our modes --------------------------------------------------------------------------------------------------
+# Outrider's modes --------------------------------------------------------------------------------------------------
 
 
 class EncodedDecoder(SpeculativeDecoder):
-    """A decoder whose prompts are encoded already."""
+    """A decoder that takes encoded prompts."""
 
     def encode(self, prompt: Any) -> Prompt:
+        """Return the prompt unchanged."""
         assert isinstance(prompt, Prompt)
         return prompt
 
     @property
     def target(self) -> ModelInfo:
-        """Whose output it is to be."""
+        """Return the description of the target model."""
         return self._target
 
     def generate_timed(self, prompt: Prompt, settings: dict[str, Any]) -> tuple[Result, list[float]]:
-        """Generate; with the seconds after which each token stood."""
-        # The audits of this result alone: a resumed run does not have those of earlier results.
+        """Generate. Returns the result, and the seconds until each token was final."""
+        # Count the audits of this result alone, because a resumed run lacks those of earlier results.
         self._guarantees = GuaranteeTracker(self.options.gate)
         started = time.perf_counter()
         arrivals: list[float] = []
@@ -168,13 +171,14 @@ class EncodedDecoder(SpeculativeDecoder):
 
 
 class DecoderMode:
-    """One of our own modes."""
+    """A mode of Outrider's own decoder."""
 
     def __init__(self, name: str, decoder: EncodedDecoder, encoder: Encoder, settings: dict[str, Any]) -> None:
         self.name, self.decoder = name, decoder
         self._encoder, self._settings = encoder, settings
 
     def run(self, item: Item) -> ItemResult:
+        """Answer an item."""
         result, arrivals = self.decoder.generate_timed(self._encoder(item), self._settings)
         return ItemResult(self._result(result), _timing(result, arrivals))
 
@@ -194,7 +198,7 @@ class DecoderMode:
         }
 
     def _pieces(self, ids: list[int]) -> list[str]:
-        """Each token's text; none without a tokenizer."""
+        """Return the text of each token, or none without a tokenizer."""
         if self.decoder.tokenizer is None or not ids:
             return []
         transcript = IncrementalDetokenizer(self.decoder.decode)
@@ -204,7 +208,7 @@ class DecoderMode:
 
 
 def build(name: str, draft: Any, verifier: Any, setup: Setup, encoder: Encoder) -> DecoderMode:
-    """Build one of our modes on loaded models."""
+    """Build one of Outrider's modes on loaded models."""
     options, sides = setup.options, (draft, verifier)
     if name == "edge-only":
         options, sides = options.for_mode("edge-only"), (draft, None)
@@ -223,5 +227,5 @@ def _timing(result: Result, arrivals: list[float]) -> dict[str, Any]:
 
 
 def gaps(arrivals: list[float]) -> list[float]:
-    """Seconds between each token and the next."""
+    """Return the seconds between successive tokens."""
     return [round(later - earlier, 6) for earlier, later in pairwise(arrivals)]

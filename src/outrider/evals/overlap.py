@@ -1,7 +1,7 @@
-"""Overlap with references: BLEU, chrF, ROUGE-L, CIDEr-D, each computed as suits the language.
+"""Overlap with references: BLEU, chrF, ROUGE-L and CIDEr-D, with the tokenization of each language.
 
-BLEU and chrF are corpus scores by sacrebleu (0 to 100), ROUGE-L is the mean of rouge-score's F1 (0 to 1), CIDEr-D the
-mean of `evals.cider` (0 to 10). Items without references are left out, and n says how many were not.
+BLEU and chrF are corpus scores by sacrebleu (0 to 100), ROUGE-L is the mean of rouge-score's F1 (0 to 1), and CIDEr-D
+the mean of `evals.cider` (0 to 10). Items without references are left out and not counted in n.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BLEU_TOKENS: Final = {"zh": "zh", **dict.fromkeys(("ja", "th", "lo", "km", "my"
 
 @dataclass(frozen=True)
 class Pair:
-    """A text to score, and what it is compared with."""
+    """A text with its references."""
 
     text: str
     references: tuple[str, ...]
@@ -31,29 +31,29 @@ class Pair:
 
 
 def bleu(pairs: Sequence[Pair], how: Resampling) -> Measure | None:
-    """Corpus BLEU, 0 to 100.
+    """Return corpus BLEU, 0 to 100.
 
-    Tokens: sacrebleu's "zh" for Chinese, its "char" for Japanese and others without spaces, else its "13a".
+    Tokenization is sacrebleu's "zh" for Chinese, "char" for Japanese and others without spaces, else "13a".
     """
     return _corpus(pairs, how, lambda lang: _bleu(_BLEU_TOKENS.get(lang, "13a")))
 
 
 def chrf(pairs: Sequence[Pair], how: Resampling) -> Measure | None:
-    """Corpus chrF2, 0 to 100: character n-grams up to 6, no word n-grams, white space ignored."""
+    """Return corpus chrF2, 0 to 100: character n-grams up to 6, no word n-grams, white space ignored."""
     return _corpus(pairs, how, lambda _lang: _chrf())
 
 
 def rouge_l(pairs: Sequence[Pair], how: Resampling) -> Measure | None:
-    """Mean F1 of the longest common subsequence of words, with the best reference, 0 to 1."""
+    """Return the mean F1 of the longest common subsequence of words with the best reference, 0 to 1."""
     pairs = referenced(pairs)
     rows = [_rouge().score_multi(list(p.references), p.text)["rougeL"].fmeasure for p in pairs]
     return measure(rows, [p.lang for p in pairs], how)
 
 
 def cider_d(pairs: Sequence[Pair], how: Resampling) -> Measure | None:
-    """Mean CIDEr-D, 0 to 10.
+    """Return mean CIDEr-D, 0 to 10.
 
-    All references of a language set its weights, in every draw alike; a language with a single item is left out.
+    All references of a language determine its idf weights in every draw. A language with a single item is left out.
     """
     scored: dict[str, Array] = {}
     for lang, group in _by_lang(pairs).items():
@@ -64,6 +64,7 @@ def cider_d(pairs: Sequence[Pair], how: Resampling) -> Measure | None:
 
 
 def referenced(pairs: Sequence[Pair]) -> list[Pair]:
+    """Return the pairs with references."""
     return [pair for pair in pairs if pair.references]
 
 
@@ -75,7 +76,7 @@ def _by_lang(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
 
 
 def _corpus(pairs: Sequence[Pair], how: Resampling, metric: Callable[[str], Any]) -> Measure | None:
-    """A corpus metric of sacrebleu, from each item's counts, which it sums itself to score a corpus."""
+    """Compute a corpus metric of sacrebleu from the counts of each item, which sacrebleu sums to score a corpus."""
     tables: dict[str, Array] = {}
     finish: dict[str, Finish] = {}
     for lang, group in _by_lang(pairs).items():
@@ -107,9 +108,10 @@ def _chrf() -> Any:
 
 
 class _Words:
-    """Our words as rouge-score's tokenizer: its own drops whatever is not ASCII."""
+    """A tokenizer for rouge-score, as its own drops everything that is not ASCII."""
 
     def tokenize(self, text: str) -> list[str]:
+        """Return the words of a text."""
         return list(words(text))
 
 

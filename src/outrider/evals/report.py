@@ -1,4 +1,4 @@
-"""One self-contained page about one or several evaluations: it needs no network, and trusts no text that it shows."""
+"""Reports: a self-contained HTML page about evaluation runs. It needs no network, and escapes all texts."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from outrider.evals.report_sections import Section, label
 from outrider.evals.results import Answer, EvalRun, read_run
 from outrider.files import check_writable, write_file
 
-ITEMS = 12  # whose tokens are shown
-TOKENS = 2_000  # of one answer
-EMPTY = "◌"  # stands for a token without a text of its own
-KINDS = {source: source.value[0] for source in Source}  # the page's classes
+MAX_ITEMS = 12  # with token strips
+MAX_TOKENS = 2_000  # of one answer
+EMPTY = "◌"  # shown for a token without text
+KINDS = {source: source.value[0] for source in Source}  # CSS classes
 NAMES = {
     Source.EDGE: "edge, unverified",
     Source.SAMPLED: "edge, drawn to leave a loop",
@@ -40,7 +40,11 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Token:
-    """kind: the class of who decided it. signals: numbers, joined by spaces, in the order of the strip's names."""
+    """A token of a strip.
+
+    kind: CSS class of its source. void: it has no text. signals: space-separated numbers, in the order of the strip's
+    names.
+    """
 
     kind: str
     id: int
@@ -50,8 +54,8 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Strip:
-    """The tokens of one answer. signals: names, joined by spaces. cut: what is not shown, if anything."""
+class TokenStrip:
+    """The tokens of one answer. signals: space-separated names. cut: a note on omitted tokens, or empty."""
 
     name: str
     about: str
@@ -61,10 +65,10 @@ class Strip:
 
 
 def read_runs(folders: Sequence[Path]) -> list[EvalRun]:
-    """The runs, each with a name of its own.
+    """Read runs and make their names unique.
 
     Raises:
-        DataError: no folder, the same one twice, or one that is no evaluation.
+        DataError: no folder, a repeated folder, or one that is not an evaluation.
     """
     if not folders:
         raise DataError("no folder was given: outrider report DIR… --out report.html")
@@ -79,7 +83,7 @@ def read_runs(folders: Sequence[Path]) -> list[EvalRun]:
 
 
 def render(runs: Sequence[EvalRun]) -> str:
-    """The page."""
+    """Return the page of some runs."""
     strips, lead = _strips(runs)
     sections = [
         conclusion(runs),
@@ -97,7 +101,7 @@ def render(runs: Sequence[EvalRun]) -> str:
     sources = [(KINDS[source], NAMES[source]) for source in Source if source in present]
     missing = [(section.title, section.missing) for section in sections if section.missing]
     if not strips:
-        missing.append(("Who decided each token", "results.jsonl has no answer with sources."))
+        missing.append(("Source of each token", "results.jsonl has no answer with sources."))
     return str(
         _template().render(
             runs=runs,
@@ -113,7 +117,7 @@ def render(runs: Sequence[EvalRun]) -> str:
 
 
 def _wide(sections: Sequence[Section]) -> set[str]:
-    """Sections that take a whole row of a laptop's two: tables, and the last of an odd number of charts."""
+    """Return the sections that span both columns: tables, and the last of an odd number of charts."""
     charts = [section.id for section in sections if section.drawing or section.bars]
     return {section.id for section in sections} - set(charts[: len(charts) // 2 * 2])
 
@@ -128,7 +132,7 @@ def _template() -> Any:
 
 
 def _csp_hash(script: str) -> str:
-    """What a Content-Security-Policy names a script by: no other one runs."""
+    """Return the hash by which a Content-Security-Policy admits this script alone."""
     return "sha256-" + b64encode(hashlib.sha256(str(script).encode()).digest()).decode()
 
 
@@ -148,37 +152,37 @@ def _writable(text: str) -> str:
 # Token strips -----------------------------------------------------------------------------------------------
 
 
-def _strips(runs: Sequence[EvalRun]) -> tuple[list[tuple[str, list[Strip]]], str]:
-    """By item, in the order of the files, the first `ITEMS` of them; and what the page says about them."""
-    by_item: dict[str, list[Strip]] = {}
+def _strips(runs: Sequence[EvalRun]) -> tuple[list[tuple[str, list[TokenStrip]]], str]:
+    """Return the strips of the first MAX_ITEMS items, in the order of the files, and a note on omitted items."""
+    by_item: dict[str, list[TokenStrip]] = {}
     for run in runs:
         for answer in run.answers:
-            if answer.sources and (answer.id in by_item or len(by_item) < ITEMS):
+            if answer.sources and (answer.id in by_item or len(by_item) < MAX_ITEMS):
                 strip = _strip(label(run, answer.mode, runs), _with_signals(answer, run))
                 by_item.setdefault(answer.id, []).append(strip)
     total = len({answer.id for run in runs for answer in run.answers if answer.sources})
-    lead = f"The first {len(by_item)} of {total} items, in the order of results.jsonl." if total > ITEMS else ""
+    lead = f"The first {len(by_item)} of {total} items, in the order of results.jsonl." if total > MAX_ITEMS else ""
     return list(by_item.items()), lead
 
 
 def _with_signals(answer: Answer, run: EvalRun) -> Answer:
-    """The answer; where it has no signals of its own and is what a trace was taken along, with the trace's."""
+    """Return the answer. If it has no signals and equals the output of a trace, it gets the trace's signals."""
     for trace in run.traces:
         if trace.id == answer.id and trace.target == answer.token_ids and not answer.signals:
             return replace(answer, signals=tuple(map(asdict, trace.signals)))
     return answer
 
 
-def _strip(name: str, answer: Answer) -> Strip:
-    names = [name for name in SIGNALS if any(name in entry for entry in answer.signals[:TOKENS])]
+def _strip(name: str, answer: Answer) -> TokenStrip:
+    names = [name for name in SIGNALS if any(name in entry for entry in answer.signals[:MAX_TOKENS])]
     count = len(answer.token_ids)
-    cut = f"The first {TOKENS:,} of {count:,} tokens are shown." if count > TOKENS else ""
+    cut = f"The first {MAX_TOKENS:,} of {count:,} tokens are shown." if count > MAX_TOKENS else ""
     about = f"{answer.guarantee} · {count:,} tokens · ended by {answer.finish_reason}"
-    return Strip(name, about, tuple(_tokens(answer, names)), " ".join(names), cut)
+    return TokenStrip(name, about, tuple(_tokens(answer, names)), " ".join(names), cut)
 
 
 def _tokens(answer: Answer, names: Sequence[str]) -> Iterator[Token]:
-    for n, (token, source) in enumerate(zip(answer.token_ids[:TOKENS], answer.sources, strict=False)):
+    for n, (token, source) in enumerate(zip(answer.token_ids[:MAX_TOKENS], answer.sources, strict=False)):
         piece = answer.pieces[n] if answer.pieces else f"{token} "
         entry = answer.signals[n] if answer.signals else {}
         signals = " ".join(f"{entry[name]:.3g}" if name in entry else "-" for name in names) if entry else ""
@@ -193,7 +197,7 @@ def write_report(folders: Sequence[Path], out: Path) -> list[EvalRun]:
 
     Raises:
         DataError: a folder is not an evaluation, or the page cannot be written.
-        OutriderError: the file system refuses.
+        OutriderError: the file system rejects the write.
     """
     check_writable(out)
     runs = read_runs(folders)

@@ -1,4 +1,4 @@
-"""What a report shows, as numbers: the parts that every section shares, the overview, and the metrics."""
+"""Sections of a report: the parts that all sections share, the overview, and the metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Row = TypeVar("Row", Answer, Timing)
 
 @dataclass(frozen=True)
 class Cell:
-    """key: what a column is sorted by; None for a text."""
+    """A cell of a table. key: the number by which a column is sorted, None for a text."""
 
     text: str
     key: float | None = None
@@ -26,18 +26,20 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
+    """A table with its column heads."""
+
     head: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
 
     @property
     def numeric(self) -> set[int]:
-        """The columns that hold numbers."""
+        """Return the columns with numbers."""
         return {n for row in self.rows for n, cell in enumerate(row) if cell.key is not None}
 
 
 @dataclass(frozen=True)
 class Section:
-    """One chart with its table. missing: what to say where there is no data for it."""
+    """One chart with its table. missing: the note that replaces a section without data."""
 
     id: str
     title: str
@@ -52,25 +54,25 @@ class Section:
 
 
 def label(run: EvalRun, name: str, runs: Sequence[EvalRun]) -> str:
-    """The name, after its run's where there are several."""
+    """Return the name, with the run's name in front if there are several runs."""
     return f"{run.name} · {name}" if len(runs) > 1 else name
 
 
 def labels(runs: Sequence[EvalRun]) -> Iterator[tuple[str, EvalRun, str]]:
-    """(label, run, mode) of all modes."""
+    """Yield (label, run, mode) of all modes."""
     for run in runs:
         for mode in run.modes:
             yield label(run, mode, runs), run, mode
 
 
 def extent(run: EvalRun) -> str:
-    """How much of a run there is."""
+    """Return the size of a run as a text."""
     answers, modes = len(run.answers), len(run.modes)
     return f"{answers:,} answer{'s' * (answers != 1)} in {modes} mode{'s' * (modes != 1)}"
 
 
 def unfinished(run: EvalRun) -> str:
-    """What to say of a run that was stopped; empty for one that is whole."""
+    """Return a note on an incomplete run, empty for a complete one."""
     if not run.missing:
         return ""
     are = "is" if run.missing == 1 else "are"
@@ -79,10 +81,12 @@ def unfinished(run: EvalRun) -> str:
 
 
 def of_mode(rows: Sequence[Row], mode: str) -> list[Row]:
+    """Return the rows of a mode."""
     return [row for row in rows if row.mode == mode]
 
 
 def legend(series: Sequence[Series]) -> tuple[tuple[Markup | str, str], ...]:
+    """Return the legend of a plot."""
     return tuple((swatch(n, line=one.line), one.name) for n, one in enumerate(series))
 
 
@@ -92,20 +96,24 @@ NOTHING = Cell("–")
 
 
 def count(number: int) -> Cell:
+    """Return a cell with an integer."""
     return Cell(f"{number:,}", number)
 
 
 def percent(share: float | None) -> Cell:
+    """Return a cell with a share in percent."""
     return NOTHING if share is None else Cell(f"{100 * share:.1f} %", share)
 
 
 def seconds(value: float | None) -> Cell:
+    """Return a cell with a time."""
     if value is None:
         return NOTHING
     return Cell(f"{value:.2f} s" if value >= 1 else f"{1000 * value:.0f} ms", value)
 
 
 def size(value: float | None) -> Cell:
+    """Return a cell with a number of bytes."""
     if value is None:
         return NOTHING
     unit, written = next(
@@ -115,7 +123,7 @@ def size(value: float | None) -> Cell:
 
 
 def figure(value: Figure | None, unit: str = "", scale: float = 1.0, digits: str = ".3g") -> Cell:
-    """Return a number with its interval. An interval of no width is left out: items without variation say nothing."""
+    """Return a cell with a number and its interval. An interval of no width is left out."""
     if value is None:
         return NOTHING
     number, *ends = (None if one is None else f"{scale * one:{digits}}" for one in (value.value, value.low, value.high))
@@ -124,7 +132,7 @@ def figure(value: Figure | None, unit: str = "", scale: float = 1.0, digits: str
 
 
 def named_figure(name: str, value: Figure | None) -> Cell:
-    """Return a figure of summary.json in the unit that its name implies."""
+    """Return a cell with a figure of summary.json, in the unit that its name implies."""
     if value is not None and name.startswith(TIMES):
         long = value.value >= 1
         return figure(value, " s" if long else " ms", 1 if long else 1000, ".2f" if long else ".0f")
@@ -134,14 +142,17 @@ def named_figure(name: str, value: Figure | None) -> Cell:
 
 
 def over(part: float, whole: float) -> float | None:
+    """Return a ratio, or None if the denominator is 0."""
     return part / whole if whole else None
 
 
 def tick_percent(value: float) -> str:
+    """Format a tick in percent."""
     return f"{100 * value:.4g} %"
 
 
 def plain(value: float) -> str:
+    """Format a tick as a number."""
     return f"{value:.6g}"
 
 
@@ -155,6 +166,7 @@ OUT_OF_100 = ("bleu", "chrf", "cloud_chrf")
 
 
 def overview(runs: Sequence[EvalRun]) -> Section:
+    """Return the table of all modes."""
     head = ("mode", "by cloud", "accepted", "escalated", "TTFT", "total", "bytes up", "items", "tokens", "guarantee")
     rows = tuple(_overview_row(name, run, mode) for name, run, mode in labels(runs))
     lead = "Per mode: sums over all items for the shares, the median item for times, the mean item for bytes."
@@ -167,8 +179,8 @@ def _overview_row(name: str, run: EvalRun, mode: str) -> tuple[Cell, ...]:
     stats = Counter[str]()
     for answer in answers:
         stats.update({name: int(value) for name, value in answer.stats.items()})
-    promises = Counter(answer.guarantee for answer in answers)
-    given = ", ".join(which if len(promises) == 1 else f"{which} {n}" for which, n in promises.most_common())
+    guarantees = Counter(answer.guarantee for answer in answers)
+    given = ", ".join(name if len(guarantees) == 1 else f"{name} {n}" for name, n in guarantees.most_common())
     tokens = sum(len(answer.token_ids) for answer in answers)
     return (
         Cell(name),
@@ -185,14 +197,14 @@ def _overview_row(name: str, run: EvalRun, mode: str) -> tuple[Cell, ...]:
 
 
 def metrics(runs: Sequence[EvalRun]) -> Section:
-    """What summary.json says of the texts."""
+    """Return the text metrics of summary.json."""
     lead = "Quality of the texts, with 95 % intervals where items differ. docs/metrics.md defines each figure."
     columns = [(label(run, mode, runs), run.metrics[mode]) for run in runs for mode in run.metrics]
     return _figures("metrics", "Metrics", lead, columns, "There is no summary.json with metrics.")
 
 
 def durations(runs: Sequence[EvalRun]) -> Section:
-    """What summary.json says of the times."""
+    """Return the latency metrics of summary.json."""
     lead = (
         "TTFT: to the first token. ITL: between tokens. Total: the whole answer; p50 is the median. With 95 % "
         "intervals. Shares are of the total."
@@ -204,7 +216,7 @@ def durations(runs: Sequence[EvalRun]) -> Section:
 def _figures(
     id_: str, title: str, lead: str, columns: Sequence[tuple[str, dict[str, Figure]]], missing: str
 ) -> Section:
-    """A row for each figure, a column for each mode."""
+    """Return a section with a row per figure and a column per mode."""
     names = list(dict.fromkeys(name for _, figures in columns for name in figures))
     if not names:
         return Section(id_, title, lead, missing=missing)
@@ -215,6 +227,6 @@ def _figures(
 
 
 def _named(metric: str) -> str:
-    """As it is read, abbreviations in capitals."""
+    """Return the display name of a metric, with abbreviations in capitals."""
     words = (word.upper() if word in ("ttft", "itl", "bleu") else word for word in metric.split("_"))
     return " ".join(words)

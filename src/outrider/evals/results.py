@@ -1,21 +1,20 @@
-"""The files of an evaluation's folder, read and validated. One folder is one run:
+"""Reading and validation of an evaluation's folder. One folder is one run:
 
     run.json        {"configuration": {…}, "versions": {…}, "hardware": {…}}
     results.jsonl   one line per (item, mode): {"id", "mode", "text", "token_ids", "guarantee", "finish_reason",
-                    "stats": {counters}}; and, one entry per token: "sources" (who decided it), "pieces" (its text),
-                    "signals" (an object of numbers or null; or, as in a trace, a list for each signal)
+                    "stats": {counters}}, and with one entry per token: "sources", "pieces" (texts) and "signals" (an
+                    object of numbers or null, or a list for each signal, as in a trace)
     timings.jsonl   {"id", "mode", "ttft_s", "total_s", "draft_s", "wait_s", "queue_s", "verify_s",
-                    "bytes": {"up": {kind: n}, "down": {kind: n}}}; where they are known also "prefill_s", a part of
-                    draft_s, and "verify_prefill_s", a part of verify_s
+                    "bytes": {"up": {kind: n}, "down": {kind: n}}}, and optionally "prefill_s", a part of draft_s, and
+                    "verify_prefill_s", a part of verify_s
     traces.jsonl    see planning/traces.py
     sweep.jsonl     {"gate", "k", "driver", "rtt_s", "cloud_share", "disagreement" (of tokens), "changed_outputs",
-                    "total_s"}; the gate "cloud-only" is the cloud alone
+                    "total_s"}. The gate "cloud-only" stands for cloud-only decoding.
     summary.json    {"modes": {mode: {metric: figure}}, "latency": {mode: {metric: figure}}}
 
-An item that a mode did not answer has "error" (a text, or {"type", "message"}) or "skipped" (a text) in place of all
-but id and mode. Only run.json and results.jsonl must be there. A figure is a number, or {"value", "low", "high"} with
-the ends of its confidence interval; beside a number of a sweep, "NAME_ci": [low, high] says the same. Keys that are
-not named here are left alone.
+An item that a mode did not answer has only "id", "mode", and "error" (a text, or {"type", "message"}) or "skipped" (a
+text). Only run.json and results.jsonl are required. A figure is a number, or {"value", "low", "high"} with the ends of
+its confidence interval. In a sweep, "NAME_ci": [low, high] has the interval of NAME. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ SOURCES = {source.value: source for source in Source}
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured number, with its confidence interval where one is given."""
+    """A measured number with its confidence interval, if known."""
 
     value: float
     low: float | None = None
@@ -59,7 +58,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one mode answered for one item. sources, pieces, signals: one entry per token, or none at all."""
+    """The answer of one mode to one item. sources, pieces and signals have one entry per token, or none."""
 
     id: str
     mode: str
@@ -73,13 +72,13 @@ class Answer:
     signals: tuple[dict[str, float], ...] = ()
 
     def count(self, name: str) -> int:
-        """A counter of `stats`; 0 where it is missing."""
+        """Return a counter of `stats`, 0 if it is missing."""
         return int(self.stats.get(name, 0))
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An item that a mode did not answer, and why."""
+    """An item that a mode did not answer, with the reason."""
 
     id: str
     mode: str
@@ -88,7 +87,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds and bytes of one (item, mode). stages: seconds by name, as far as the file has them."""
+    """Seconds and bytes of one (item, mode). stages: the seconds by name that the file has."""
 
     id: str
     mode: str
@@ -101,7 +100,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One setting of a sweep. rtt_s, total_s, cloud_share, disagreement: None where that was not swept."""
+    """One setting of a sweep. rtt_s, total_s, cloud_share and disagreement are None if absent from the file."""
 
     gate: str
     k: str
@@ -115,7 +114,7 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class EvalRun:
-    """One evaluation, as its folder holds it."""
+    """The contents of one evaluation's folder."""
 
     name: str
     about: dict[str, Row]
@@ -128,34 +127,34 @@ class EvalRun:
     latency: dict[str, dict[str, Figure]] = field(default_factory=dict)
 
     def configured(self, group: str, name: str) -> str:
-        """From run.json's configuration; empty where it is not there."""
+        """Return a value of run.json's configuration, empty if it is missing."""
         found = self._configuration.get(group)
         return str(found.get(name, "")) if isinstance(found, dict) else ""
 
     @property
     def modes(self) -> list[str]:
-        """In the order of their first answer."""
+        """Return the modes in the order of their first answer."""
         return list(dict.fromkeys(answer.mode for answer in self.answers))
 
     @property
     def expected(self) -> int:
-        """Lines of results.jsonl when all is done, by run.json; 0 where it does not say."""
+        """Return the lines of a complete results.jsonl, as run.json implies, 0 if unknown."""
         data = self._configuration.get("data")
         items: Any = data.get("items") if isinstance(data, dict) else None
-        return int(items) * len(self._wanted) if is_integer(items) else 0
+        return int(items) * len(self._configured_modes) if is_integer(items) else 0
 
     @property
     def missing(self) -> int:
-        """Of those, how many are not there yet. What failed is there: the same command would not try it again."""
+        """Return the number of missing lines. Failures have lines, as the same command does not retry them."""
         lines = [*(answer.mode for answer in self.answers), *(failure.mode for failure in self.failures)]
-        return max(self.expected - sum(mode in self._wanted for mode in lines), 0)
+        return max(self.expected - sum(mode in self._configured_modes for mode in lines), 0)
 
     @property
     def _configuration(self) -> Row:
         return self.about.get("configuration", {})
 
     @property
-    def _wanted(self) -> list[Any]:
+    def _configured_modes(self) -> list[Any]:
         modes = self._configuration.get("modes")
         return modes if isinstance(modes, list) else []
 
@@ -167,10 +166,10 @@ def read_run(folder: Path) -> EvalRun:
     """Read an evaluation's folder.
 
     Raises:
-        DataError: a file that is missing or is not what it must be; it names the file and the line.
+        DataError: a missing or invalid file. The message names the file and the line.
     """
     if not folder.is_dir():
-        raise DataError(f"{folder} is no folder: outrider report takes what outrider eval wrote")
+        raise DataError(f"no such directory: {folder} (outrider report reads the output of outrider eval)")
     about = read_object(folder / "run.json")
     lines = _distinct(rows(folder / "results.jsonl", _line), folder / "results.jsonl")
     traces, sweep, timings, summary = (
@@ -228,7 +227,7 @@ def _answer(row: Row) -> Answer:
 def _timing(row: Row) -> Timing:
     known = ("prefill_s", "draft_s", "wait_s", "queue_s", "verify_s", "verify_prefill_s")
     spent = mapping(row, "bytes") if row.get("bytes") is not None else {"up": {}, "down": {}}
-    up, down = ({kind: whole_number(n, "bytes") for kind, n in mapping(spent, way).items()} for way in ("up", "down"))
+    up, down = ({kind: whole_number(n, "bytes") for kind, n in mapping(spent, sign).items()} for sign in ("up", "down"))
     return Timing(
         id=text(row, "id"),
         mode=text(row, "mode"),
@@ -254,14 +253,14 @@ def _swept(row: Row) -> SweepPoint:
 
 
 def _summary(path: Path) -> dict[str, dict[str, dict[str, Figure]]]:
-    """summary.json, by the names that an `EvalRun` has for its groups."""
+    """Return the groups of summary.json by their names in `EvalRun`."""
     whole_file = read_object(path)
     with error_prefix(str(path)):
         return {"metrics": _metrics(whole_file, "modes"), "latency": _metrics(whole_file, "latency")}
 
 
 def _metrics(whole_file: Row, group: str) -> dict[str, dict[str, Figure]]:
-    """Figures by mode and metric; what is no figure (a text, a list, null) is left alone."""
+    """Return the figures by mode and metric. Other values (texts, lists, null) are ignored."""
     modes = mapping(whole_file, group) if group in whole_file else {}
     found = {mode: {name: _figure(v, name) for name, v in mapping(modes, mode).items()} for mode in modes}
     return {mode: {name: f for name, f in figures.items() if f is not None} for mode, figures in found.items()}
@@ -293,7 +292,7 @@ def _source(value: Any) -> Source:
 
 
 def _signals(value: Any) -> tuple[dict[str, float], ...]:
-    if isinstance(value, dict):  # as traces have them
+    if isinstance(value, dict):  # the form of traces
         value = _transposed(value)
     if not isinstance(value, list) and value is not None:
         raise DataError(f"signals: expected a list, not {shorten(value)}")
@@ -301,7 +300,7 @@ def _signals(value: Any) -> tuple[dict[str, float], ...]:
 
 
 def _transposed(columns: Row) -> list[Row]:
-    """One object per token, from one list per signal."""
+    """Convert one list per signal to one object per token."""
     lists = [entries(columns, name) for name in columns]
     if len({len(column) for column in lists}) > 1:
         raise DataError(f"signals: lists of different length, {', '.join(columns)}")
@@ -322,7 +321,7 @@ def _about(about: Row, key: str, path: Path) -> Row:
 
 
 def _distinct(rows: tuple[Keyed, ...], path: Path) -> tuple[Keyed, ...]:
-    """The rows, of which no two may be of the same item and mode."""
+    """Return the rows. Raise DataError if two have the same item and mode."""
     seen: set[tuple[str, str]] = set()
     for row in rows:
         key = (row.id, row.mode)

@@ -1,4 +1,4 @@
-"""The loop of an evaluation: every item in every mode, interleaved, each written when it is there."""
+"""The loop of an evaluation: every item in every mode, interleaved, with each result stored at once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from outrider.evals.modes import Inapplicable, Mode
 from outrider.evals.store import TRACE, Row, Store
 
 Tracer = Callable[[Item], Row]
-WARM_UPS = 3  # items tried, for a mode that fails on the first
-_FAILURES = (OutriderError, RuntimeError, MemoryError)  # the latter two: how torch and Python say out of memory
+WARM_UPS = 3  # items to try if a mode fails on the first
+_FAILURES = (OutriderError, RuntimeError, MemoryError)  # the latter two are out-of-memory errors of torch and Python
 
 
 def run(
@@ -22,9 +22,9 @@ def run(
     tracer: Tracer | None = None,
     advance: Callable[[], Any] = lambda: None,
 ) -> None:
-    """Answer what the store lacks, and put it in order. A failure is an answer; whatever else is raised ends the run.
+    """Answer the items that the store lacks, and sort its files. A failure is stored as a result.
 
-    tracer: takes an item's trace. advance: called when a step, one of `count_steps`, is done.
+    tracer: records an item's trace. advance: called after each of `count_steps` steps.
     """
     warm_up(items, [mode for mode in modes if not all(store.is_done(item.id, mode.name) for item in items)])
     for n, item in enumerate(items):
@@ -40,17 +40,18 @@ def run(
 
 
 def count_steps(items: Sequence[Item], modes: Sequence[Mode], tracer: Tracer | None) -> int:
+    """Return the number of steps of a run, for a progress bar."""
     return len(items) * (len(modes) + (tracer is not None))
 
 
 def rotate_modes(modes: Sequence[Mode], n: int) -> list[Mode]:
-    """The order for item n: each mode comes first as often as any other."""
+    """Return the order of modes for item n, so that each mode comes first equally often."""
     at = n % len(modes) if modes else 0
     return [*modes[at:], *modes[:at]]
 
 
 def warm_up(items: Sequence[Item], modes: Sequence[Mode]) -> None:
-    """Run each mode once, unmeasured: caches grow, and libraries set themselves up, at their first use."""
+    """Run each mode once without measuring, because caches and libraries are set up at their first use."""
     for mode in modes:
         for item in items[:WARM_UPS]:
             if "token_ids" in answer(mode, item)[0]:
@@ -58,7 +59,7 @@ def warm_up(items: Sequence[Item], modes: Sequence[Mode]) -> None:
 
 
 def answer(mode: Mode, item: Item) -> tuple[Row, Row | None]:
-    """The line of an item in a mode, and its timing if it was answered."""
+    """Return the result line of an item in a mode, and its timing if it was answered."""
     names = {"id": item.id, "mode": mode.name}
     try:
         outcome = mode.run(item)

@@ -1,4 +1,4 @@
-"""From a run's lines to its metrics, as summary.json keeps them. Definitions: docs/metrics.md."""
+"""Metrics of a run from its lines, for summary.json. docs/metrics.md has the definitions."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from outrider.evals.metrics import Scoring, score
 from outrider.evals.store import Key, Row
 from outrider.evals.summary import REFERENCE
 
-Figures = dict[str, dict[str, Any]]  # by metric: value, n, low, high; a text's also by_lang
+Figures = dict[str, dict[str, Any]]  # by metric: value, n, low, high, and by_lang for texts
 
 
 def quality(
     items: Sequence[Item], modes: Sequence[str], results: Mapping[Key, Row], how: Scoring
 ) -> dict[str, Figures]:
-    """By mode, what its texts are worth; nothing where models came without a tokenizer.
+    """Return the text metrics by mode, which are empty without a tokenizer.
 
-    All modes are scored on the same items: those that each mode answered that answered any. `n` says how many.
+    All modes are scored on the same items, those that every mode with answers has answered. `n` is their number.
 
     Raises:
         SettingsError: a package of the extra `eval` is missing.
@@ -37,12 +37,12 @@ def quality(
 def times(
     items: Sequence[Item], modes: Sequence[str], results: Mapping[Key, Row], timings: Mapping[Key, Row], how: Scoring
 ) -> dict[str, Figures]:
-    """By mode, how long its answers took and on what the time went."""
+    """Return the latency metrics by mode."""
     found: dict[str, Figures] = {}
     for mode in modes:
         keys = [(item.id, mode) for item in items if (item.id, mode) in timings]
         measured = [_timing(timings[key], len(results[key]["token_ids"])) for key in keys]
-        divided = all("wait_s" in timings[key] for key in keys)  # transformers does not say on what its time went
+        divided = all("wait_s" in timings[key] for key in keys)  # transformers does not report its stages
         scores = latency(measured, how.resampling).items()
         found[mode] = {name: asdict(one) for name, one in scores if divided or not name.startswith("share_")}
     return found
@@ -54,8 +54,8 @@ def _texts(items: Sequence[Item], mode: str, results: Mapping[Key, Row]) -> dict
 
 
 def _quality(items: Sequence[Item], texts: dict[str, str], cloud: dict[str, str] | None, how: Scoring) -> Figures:
-    theirs = None if cloud is None else [cloud[item.id] for item in items]
-    found = score(items, [texts[item.id] for item in items], theirs, how)
+    cloud_texts = None if cloud is None else [cloud[item.id] for item in items]
+    found = score(items, [texts[item.id] for item in items], cloud_texts, how)
     return {name: measure.to_json() for name, measure in found.items()}
 
 

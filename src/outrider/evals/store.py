@@ -1,14 +1,14 @@
-"""The folder of a run: written line by line as answers come, so that a run that was killed goes on where it was.
+"""The folder of a run. Each result is written at once, so that a killed run can resume.
 
-    run.json        the configuration, the versions and the hardware: a run goes on only under the same ones
-    results.jsonl   one line per (item, mode): what came of it, and no times
-    timings.jsonl   how long it took, for those that gave an answer
+    run.json        configuration, versions and hardware. A run resumes only if they are the same.
+    results.jsonl   one line per (item, mode): the result, without times
+    timings.jsonl   the times of answered items
     traces.jsonl    one line per item, with --trace (planning/traces.py)
-    summary.json    what all of it comes to (evals/scoring.py), made anew at every end of the run
-    lock            held by whoever writes
+    summary.json    the metrics (evals/scoring.py), written at every end of the run
+    lock            locked by the writing process
 
-An answer is there when its line in results.jsonl is; its timing is written first. A line that is torn at the end of a
-file is dropped when the run goes on. When all is done, the files are put in canonical order.
+An answer is complete when its line in results.jsonl is written. Its timing is written before. On resume, an incomplete
+last line of a file is dropped. At the end of a run, the files are sorted in canonical order.
 """
 
 from __future__ import annotations
@@ -25,24 +25,26 @@ from outrider.files import read_json, write_file
 
 Row = dict[str, Any]
 Key = tuple[str, ...]
-TRACE = "trace"  # what stands for a mode in the line of a trace that failed
+TRACE = "trace"  # the mode in the line of a failed trace
 _MISSING = object()
 NOT_COMPARED = ("configuration.data.name", "hardware.memory_bytes")
 
 
 def pair_key(row: Row) -> Key:
+    """Return (id, mode) of a line."""
     return str(row["id"]), str(row["mode"])
 
 
 def item_key(row: Row) -> Key:
+    """Return (id,) of a line."""
     return (str(row["id"]),)
 
 
 class JsonLinesFile:
-    """A file of JSON lines, one per key, to which lines are added for good.
+    """A file of JSON lines with unique keys, to which lines are appended durably.
 
     Raises:
-        DataError: a line before the last one is no such line, or repeats a key.
+        DataError: a line before the last is invalid or repeats a key.
     """
 
     def __init__(self, path: Path, key: Callable[[Row], Key]) -> None:
@@ -55,11 +57,11 @@ class JsonLinesFile:
     def _read(self, data: bytes) -> None:
         self._size = data.rfind(b"\n") + 1
         if self._size < len(data):
-            os.truncate(self.path, self._size)  # the torn line of a writer that was killed
+            os.truncate(self.path, self._size)  # the incomplete line of a killed writer
         for n, line in enumerate(data[: self._size].split(b"\n")[:-1], 1):
             key, row = self._parse(line, n)
             if key in self.rows:
-                raise DataError(f"{self.path}, line {n}: {' '.join(key)} is there twice")
+                raise DataError(f"{self.path}, line {n}: {' '.join(key)} appears twice")
             self.rows[key] = row
 
     def _parse(self, line: bytes, n: int) -> tuple[Key, Row]:
@@ -67,19 +69,19 @@ class JsonLinesFile:
             row = json.loads(line)
             return self._key(row), row
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DataError(f"{self.path}, line {n}: no line of a run ({type(error).__name__}: {error})") from error
+            raise DataError(f"{self.path}, line {n}: not a line of a run ({type(error).__name__}: {error})") from error
 
     def add(self, row: Row) -> None:
-        """Write a line, for good."""
+        """Append a line and sync it to disk."""
         line = _encode(row) + b"\n"
         with _writing(self.path), self.path.open("ab", buffering=0) as file:
             if file.write(line) != len(line):
-                raise OSError("the file system took only part of a line")
+                raise OSError("the file system wrote only part of a line")
             os.fsync(file.fileno())
         self.rows[self._key(row)] = row
 
     def retain(self, keys: Iterable[Key]) -> None:
-        """Keep only the lines of these keys, in this order; all of the file or nothing of it changes."""
+        """Keep only the lines of these keys, in this order. The file changes atomically."""
         rows = {key: self.rows[key] for key in keys if key in self.rows}
         if list(rows) != list(self.rows):
             write_file(self.path, b"".join(_encode(row) + b"\n" for row in rows.values()))
@@ -87,12 +89,12 @@ class JsonLinesFile:
 
 
 class Store:
-    """A run's folder, locked for as long as it is open.
+    """A run's folder, locked while it is open.
 
     Raises:
-        SettingsError: the folder cannot be used, belongs to a run with another configuration (the first field that
-            differs is named), or another process writes to it.
-        DataError: what is in it is not what a run leaves.
+        SettingsError: the folder cannot be used, belongs to a run with another configuration (the message names the
+            first different field), or another process writes to it.
+        DataError: the folder contains invalid files.
     """
 
     def __init__(self, folder: Path, about: Row) -> None:
@@ -109,7 +111,7 @@ class Store:
             raise
 
     def _drop_incomplete(self) -> None:
-        """Forget timings whose answer was not written any more, and answers whose timing is not there."""
+        """Drop timings without an answer, and answers without a timing."""
         complete = {key for key, row in self.results.rows.items() if "token_ids" not in row or key in self.timings.rows}
         self.results.retain([key for key in self.results.rows if key in complete])
         self.timings.retain([key for key in self.timings.rows if key in complete])
@@ -121,26 +123,29 @@ class Store:
         self.close()
 
     def close(self) -> None:
+        """Release the lock."""
         os.close(self._lock)
 
     def is_done(self, item: str, mode: str) -> bool:
+        """Return whether an item has a result in a mode."""
         return (item, mode) in self.results.rows or (mode == TRACE and (item,) in self.traces.rows)
 
     def add(self, result: Row, timing: Row | None = None) -> None:
-        """An answer with its timing; a failure, or an item that a mode does not take, without one."""
+        """Store an answer with its timing, or a failed or skipped item without one."""
         if timing is not None:
             self.timings.add(timing)
         self.results.add(result)
 
     def add_trace(self, trace: Row) -> None:
+        """Store a trace."""
         self.traces.add(trace)
 
     def forget_failures(self) -> None:
-        """So that they are tried again."""
+        """Drop failures, so that the run retries them."""
         self.results.retain([key for key, row in self.results.rows.items() if "error" not in row])
 
     def finish(self, items: Sequence[str], modes: Sequence[str]) -> None:
-        """Put the lines in the order of the items and, for each, of the modes."""
+        """Sort the lines by item and mode."""
         pairs = [(item, mode) for item in items for mode in (*modes, TRACE)]
         self.results.retain(pairs)
         self.timings.retain(pairs)
@@ -152,7 +157,7 @@ class Store:
 
 
 def difference(old: Row, new: Row) -> tuple[str, Any, Any] | None:
-    """The first field that differs, by its path, with both values; None where nothing does."""
+    """Return the path of the first different field with both values, or None."""
     before, now = _flatten(old), _flatten(new)
     for name in [*now, *before]:
         if name not in NOT_COMPARED and before.get(name, _MISSING) != now.get(name, _MISSING):
@@ -161,11 +166,11 @@ def difference(old: Row, new: Row) -> tuple[str, Any, Any] | None:
 
 
 def _check_run_file(folder: Path, about: Row) -> None:
-    """Write run.json, or compare with the one that is there."""
+    """Write run.json, or compare with the existing one."""
     path = folder / "run.json"
     if not path.exists():
         if any((folder / name).exists() for name in ("results.jsonl", "timings.jsonl", "traces.jsonl")):
-            raise DataError(f"{folder} holds results but no run.json that says what they are of")
+            raise DataError(f"{folder} has results but no run.json, so their configuration is unknown")
         write_file(path, _document(about))
         return
     recorded = read_json(path)
@@ -173,7 +178,7 @@ def _check_run_file(folder: Path, about: Row) -> None:
     if found is not None:
         name, old, new = found
         raise SettingsError(
-            f"{folder} holds another run: {name} is {old!r} there and {new!r} now; use another folder, or what was used"
+            f"{folder} holds another run: {name} is {old!r} there and {new!r} now; change the folder or the options"
         )
 
 
@@ -186,7 +191,7 @@ def _flatten(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def _lock(folder: Path) -> int:
-    """An open lock file; the system gives it back when this process ends, however it does."""
+    """Return a locked file. The system releases the lock when this process ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -208,17 +213,17 @@ def _lock(folder: Path) -> int:
 
 
 def _encode(row: Row) -> bytes:
-    """A line; halves of surrogate pairs, which are no UTF-8, stay in it as JSON's escapes."""
+    """Encode a line. Lone surrogates, which UTF-8 cannot encode, stay JSON escapes."""
     return json.dumps(row, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
 
 
 def _document(row: Row) -> bytes:
-    """A whole file, for people too."""
+    """Encode a file with indentation."""
     return json.dumps(row, ensure_ascii=False, allow_nan=False, indent=2).encode("utf-8", "backslashreplace") + b"\n"
 
 
 class _writing:
-    """What the file system refuses, as an error that names the file."""
+    """Converts an OSError to an OutriderError that names the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""A run's figures per mode, computed from its lines."""
+"""Counts and rates of a run per mode, computed from its lines."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ REFERENCE = "cloud-only"
 def summarise(
     modes: Sequence[str], results: Mapping[Key, Row], timings: Mapping[Key, Row]
 ) -> dict[str, dict[str, Any]]:
-    """Figures by mode; one that has no base is None.
+    """Return figures by mode. A figure without data is None.
 
-    items, failures, skipped: lines. agreement: of the items that both answered, how many have cloud-only's very
-    tokens. tokens_per_s: all tokens ÷ all seconds. acceptance and cloud_share as in `Stats`, over all items.
-    bytes_up, bytes_down: on the network.
+    items, failures, skipped: numbers of lines. agreement: share of items with the tokens of cloud-only, among those
+    that both answered. tokens_per_s: all tokens ÷ all seconds. acceptance, cloud_share: as in `Stats`, over all
+    items. bytes_up, bytes_down: on the network.
     """
     return {mode: _figures(mode, results, timings) for mode in modes}
 
 
 def failures(results: Mapping[Key, Row]) -> int:
-    """Lines that say what failed, those of traces included."""
+    """Return the number of failures, including traces."""
     return sum("error" in row for row in results.values())
 
 
@@ -63,8 +63,8 @@ def _sum(stats: Sequence[Row], name: str) -> int:
     return sum(int(one.get(name, 0)) for one in stats)
 
 
-def _bytes(times: Sequence[Row], way: str) -> int:
-    return sum(sum(time.get("bytes", {}).get(way, {}).values()) for time in times)
+def _bytes(times: Sequence[Row], direction: str) -> int:
+    return sum(sum(time.get("bytes", {}).get(direction, {}).values()) for time in times)
 
 
 def _ratio(part: float, whole: float) -> float | None:

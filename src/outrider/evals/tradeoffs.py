@@ -1,4 +1,4 @@
-"""What is given up for what: quality against cloud share, latency against the network."""
+"""Report sections of trade-offs: quality against cloud share, latency against round-trip time."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from outrider.evals.report_sections import (
 from outrider.evals.results import Answer, EvalRun, Figure, SweepPoint
 from outrider.evals.summary import REFERENCE
 
-LINES = 8  # that one chart can tell apart
-QUALITIES = {  # measures for the chart (the first one that two modes have is used), and their counted unit
+MAX_LINES = 8  # colours of one chart
+QUALITIES = {  # measures and their labels, of which the first that two modes have is drawn
     "attribute_all": "captions with every attribute right",
     "same_text": "outputs equal to the cloud's",
     "agreement": "tokens equal to the cloud's",
@@ -37,7 +37,7 @@ QUALITIES = {  # measures for the chart (the first one that two modes have is us
     "rouge_l": "ROUGE-L",
     "bleu": "BLEU",
 }
-POINT = 0.01  # of a share
+POINT = 0.01  # one percentage point
 
 
 # Quality against cloud share --------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ POINT = 0.01  # of a share
 
 @dataclass(frozen=True)
 class _Setting:
-    """One point of the quality chart. data: what it was measured on."""
+    """One point of the quality chart. data: hash of the data set."""
 
     family: str
     name: str
@@ -55,11 +55,11 @@ class _Setting:
 
 
 def measured(runs: Sequence[EvalRun]) -> Section:
-    """What runs came to, by the first measure of quality that they have."""
+    """Plot the measured quality of runs, by the first measure that they have."""
     title = "Measured quality against cloud share"
     settings, measure = _summed_settings(runs)
     if len(settings) < 2:
-        missing = "There is no summary.json with a known metric of quality for two modes at least."
+        missing = "There is no summary.json with a known metric of quality for at least two modes."
         return Section("measured", title, "", missing=missing)
     title = f"Measured: {QUALITIES[measure]}, against cloud share"
     return _quality_section("measured", title, measure, QUALITIES[measure], settings, _reach(settings, measure))
@@ -85,8 +85,8 @@ def _quality_section(
     families = list(dict.fromkeys(s.family for s in settings))
     series = [_quality_series(name, family, settings, set(best)) for family in families]
     lead = (
-        "Up is better, left is cheaper. The stepped line is the Pareto frontier (filled marks): no other setting gives "
-        f"more for less.{more}"
+        "Up is better, left is cheaper. The stepped line is the Pareto frontier (filled marks): no other setting is "
+        f"both better and cheaper.{more}"
     )
     drawing = plot(title, series, Axis("cloud share", tick_percent, 0, 1), _quality_axis(settings), best)
     rows = tuple(
@@ -103,7 +103,7 @@ def _quality_section(
 
 
 def _reach(settings: Sequence[_Setting], measure: str) -> str:
-    """How little of the cloud comes within a point of the cloud alone, on the same data."""
+    """Return a sentence on the smallest cloud share within a point of the cloud alone, on the same data."""
     alone = next((s for s in settings if s.family == REFERENCE), None)
     if alone is None:
         return ""
@@ -117,7 +117,7 @@ def _reach(settings: Sequence[_Setting], measure: str) -> str:
 
 
 def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The (cost, quality) that nothing cheaper or equal beats or equals, in rising order of both."""
+    """Return the Pareto frontier of (cost, quality), in rising order."""
     kept: list[tuple[float, float]] = []
     for cost, value in sorted(set(points), key=lambda point: (point[0], -point[1])):
         if not kept or value > kept[-1][1]:
@@ -126,7 +126,7 @@ def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _swept_settings(runs: Sequence[EvalRun], lost: str) -> list[_Setting]:
-    """One for each gate and k: drivers and networks change neither share nor quality."""
+    """Return a setting for each gate and k, as drivers and networks change neither share nor quality."""
     found: dict[tuple[str, float, Figure], _Setting] = {}
     for run in runs:
         for row in run.sweep:
@@ -188,7 +188,7 @@ def _quality_axis(settings: Sequence[_Setting]) -> Axis:
 
 
 def latency(runs: Sequence[EvalRun]) -> Section:
-    """One line per driver and gate: at each round-trip time the k that was fastest."""
+    """Plot a line per driver and gate, with the fastest k at each round-trip time."""
     title = "Latency against round-trip time"
     rows = [(run, row) for run in runs for row in run.sweep if row.rtt_s is not None and row.total_s is not None]
     if not rows:
@@ -198,11 +198,11 @@ def latency(runs: Sequence[EvalRun]) -> Section:
         name = row.gate if row.gate == REFERENCE else f"{row.driver}, {row.gate}"
         grouped.setdefault(label(run, name, runs), []).append(row)
     alone = [name for name in grouped if name.endswith(REFERENCE)]
-    chosen = alone + _spread([name for name in grouped if name not in alone], LINES - len(alone))
+    chosen = alone + _spread([name for name in grouped if name not in alone], MAX_LINES - len(alone))
     series = [Series(name, tuple(_latency_points(name, grouped[name]))) for name in chosen]
     lead = "Simulated seconds for a whole answer, by driver and gate, at each round-trip time with the fastest k."
     if not alone:
-        lead += " The sweep has no cloud-only rows to compare with: repeat it."
+        lead += " The sweep has no cloud-only rows to compare with: run outrider sweep again."
     if len(chosen) < len(grouped):
         lead += f" {len(chosen)} of {len(grouped)} lines are drawn; the table has all."
     cells = tuple(
@@ -224,7 +224,7 @@ def _latency_points(name: str, rows: Sequence[SweepPoint]) -> Iterator[Point]:
 
 
 def _spread(names: list[str], count: int) -> list[str]:
-    """At most `count` of them, the first and the last among them."""
+    """Return at most `count` names, evenly spaced, with the first and the last."""
     if len(names) <= count:
         return names
     return [names[round(n * (len(names) - 1) / (count - 1))] for n in range(count)]

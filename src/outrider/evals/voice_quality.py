@@ -1,4 +1,4 @@
-"""Timbre and tension of a voice, as a caption states them. `evals.attributes` documents words of two attributes."""
+"""Timbre and tension of a voice in captions. `evals.attributes` documents words of two attributes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ _EN_AFTER: Final = rf":?(?: (?!(?:{_EN_OTHERS})\b)[\w-]+){{0,4}}? "
 
 
 def qualities(text: str, lang: str, taken: Sequence[tuple[int, int]] = ()) -> dict[str, str]:
-    """Return the timbre and the tension that a text states. Of several values, the first in the text counts.
+    """Return the timbre and the tension that a text states. The first of several values counts.
 
     Args:
         taken: half-open ranges of the text that state another attribute. A word inside one does not count.

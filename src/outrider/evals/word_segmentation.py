@@ -1,4 +1,4 @@
-"""Words of a text in any language, and the script it is written in."""
+"""Segmentation of a text in any language into words, and detection of its script."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _WRITTEN_IN: Final = {
 
 
 def primary_language(lang: str) -> str:
-    """The language of a tag: "zh" of "zh-CN"."""
+    """Return the language of a tag, such as "zh" of "zh-CN"."""
     return re.split("[-_]", lang)[0].lower()
 
 
 @lru_cache(maxsize=65_536)
 def words(text: str) -> tuple[str, ...]:
-    """The words of a text, lower-cased, without punctuation; Chinese ones are found by rjieba, whatever surrounds them.
+    """Return the words of a text in lower case, without punctuation. rjieba segments Chinese.
 
     On ASCII text these are the tokens of rouge-score's own tokenizer without stemming.
     """
@@ -61,10 +61,10 @@ def _segmenter() -> Any:
 
 
 def import_extra(package: str) -> Any:
-    """A package of the extra `eval`, imported.
+    """Import a package of the extra `eval`.
 
     Raises:
-        SettingsError: it is not installed.
+        SettingsError: the package is not installed.
     """
     import importlib
 
@@ -75,10 +75,10 @@ def import_extra(package: str) -> Any:
 
 
 def in_language(text: str, lang: str, share: float = 0.8) -> bool | None:
-    """Whether at least `share` of a text is in the script of `lang`; None where its script is not known here.
+    """Return whether at least `share` of a text is in the script of `lang`, or None for an unknown script.
 
-    A character of Han, kana, hangul or Thai counts one, and so does a word of another script. Text without letters is
-    in no language. Languages of one script (English and French) are not told apart.
+    Characters of Han, kana, hangul and Thai count one each, as do words of other scripts. A text without letters is in
+    no language. Languages of one script, such as English and French, are not distinguished.
     """
     scripts = _WRITTEN_IN.get(primary_language(lang))
     if scripts is None:

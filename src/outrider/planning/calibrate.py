@@ -150,7 +150,7 @@ def _allowed_loss(epsilon: float, n: int) -> float:
 
 
 def _fit_signal(first: BlockTable, table: BlockTable, signal: SignalName, loss: Loss, allowed: float) -> SignalFit:
-    """Return the loosest of a signal's thresholds (from `first`) whose mean loss on `table` is at most `allowed`.
+    """Return the loosest of a signal's thresholds (from `first`) with a mean loss of at most `allowed` on `table`.
 
     Its escalation rate is an estimate from whole blocks of the traces, not a bound.
     """

@@ -214,7 +214,7 @@ def summarise(outcomes: Seq[Outcome]) -> Summary:
 
 
 def _upper_bound(outcomes: Seq[Outcome], share: float) -> float:
-    """Return the share of wrong tokens plus two standard errors over outputs: errors within one are correlated."""
+    """Return the share of wrong tokens plus two standard errors over outputs."""
     if len(outcomes) < 2:
         return 1.0
     tokens = math.fsum(outcome.tokens for outcome in outcomes)

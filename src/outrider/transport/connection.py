@@ -1,4 +1,4 @@
-"""An edge's connection to our own cloud: one gRPC channel whose bytes are counted."""
+"""An edge's connection to `outrider cloud`: one gRPC channel over a counting endpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.transport.tls import ClientTls
 
 
 class Connection(EventLoopThread):
-    """token: sent as a bearer token with every call."""
+    """The gRPC connection to one cloud. token: sent as a bearer token with every call."""
 
     def __init__(
         self, host: str, port: int, *, tls: ClientTls | None = None, token: str | None = None, network: Network = TCP
@@ -34,16 +34,17 @@ class Connection(EventLoopThread):
         await asyncio.get_running_loop().create_connection(factory, sock=connected, ssl=context, server_hostname=name)
 
     async def open_stream(self) -> Stream:
-        """A new session stream."""
+        """Open a session stream."""
         return await self._channel.stream(f"/{schema.SERVICE}/Session")
 
     async def describe(self, timeout: float) -> schema.DescribeAnswer:
+        """Return the cloud's description."""
         request = schema.DescribeRequest().SerializeToString()
         data = await self._channel.unary(f"/{schema.SERVICE}/Describe", request, timeout)
         return schema.DescribeAnswer.FromString(data)
 
     async def vocabulary(self, most: int, timeout: float) -> list[str]:
-        """Return the cloud's token strings. Reading ends once there are more than `most`."""
+        """Return the cloud's token strings. Reading stops after more than `most`."""
         names: list[str] = []
         async for data in self._channel.unary_stream(f"/{schema.SERVICE}/Vocabulary", b"", timeout):
             names += schema.VocabularyPart.FromString(data).tokens
@@ -52,17 +53,18 @@ class Connection(EventLoopThread):
         return names
 
     def drain(self) -> None:
-        """Let present calls finish on the present TCP connection; the next call makes a new one."""
+        """Let present calls finish on the present TCP connection. The next call opens a new one."""
         self._channel.drain()
 
     def reconnect(self) -> None:
-        """Give up the present TCP connection; the next call makes a new one."""
+        """Abort the present TCP connection. The next call opens a new one."""
         self._channel.drop_connection()
 
     async def cut(self) -> None:
-        """Give up the present TCP connection, and make no other."""
+        """Abort the present TCP connection and fail all further attempts to connect."""
         self.endpoint.cut = True
         self._channel.drop_connection()
 
     async def close_clients(self) -> None:
+        """Close the channel."""
         await self._channel.close()

@@ -1,4 +1,4 @@
-"""One host that a client connects to: TCP connections whose bytes are counted at the socket, below TLS."""
+"""TCP connections to one host, with bytes counted at the socket, below TLS."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any, Protocol
 from outrider.transport.byte_counts import ByteAccounting
 from outrider.transport.hosts import ascii_host
 
-HEAD_START = 0.25  # s before the next address of a host is tried as well (RFC 8305, 5)
+HEAD_START = 0.25  # s between connection attempts to the addresses of a host (RFC 8305, 5)
 
 
 class Network(Protocol):
-    """The way from this process to its hosts."""
+    """The network interface for connections. `outrider.netem` implements it with an emulated link."""
 
     async def connect(self, host: str, port: int) -> socket.socket:
         """Return a connected, non-blocking stream socket.
@@ -29,7 +29,7 @@ class Network(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release what the connections needed besides their sockets."""
+        """Release all resources except the connected sockets."""
         ...
 
 
@@ -37,7 +37,7 @@ class Tcp:
     """The network of this machine."""
 
     async def connect(self, host: str, port: int) -> socket.socket:
-        """Connect to the first address that answers. IPv6 and IPv4 take turns (happy eyeballs, RFC 8305)."""
+        """Connect to the first address that answers. IPv6 and IPv4 alternate (happy eyeballs, RFC 8305)."""
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         attempts = [partial(_connect, *address) for address in _interleave(found)]
         connected, _, errors = await staggered_race(attempts, HEAD_START)
@@ -46,18 +46,17 @@ class Tcp:
         return connected
 
     async def close(self) -> None:
-        pass
+        """Do nothing. There are no further resources."""
 
 
 TCP = Tcp()
 
 
 class Endpoint:
-    """A host and port, and the counts of its connections. Use it in one event loop.
+    """A host and port with the counts of its connections. Use it in one event loop.
 
-    up, down: bytes that its sockets have sent and received. accounting: how sessions share these. connections: number
-    made so far. trouble: why the last attempt to connect failed; None once one has succeeded. cut: whether all further
-    attempts fail.
+    up, down: bytes sent and received by its sockets. accounting: assigns them to sessions. connections: number made so
+    far. connect_error: why the last connection attempt failed, None after a success. cut: fail all further attempts.
     """
 
     def __init__(self, host: str, port: int, network: Network = TCP) -> None:
@@ -71,7 +70,7 @@ class Endpoint:
         """Make a connection.
 
         Raises:
-            OSError: no connection could be made; the message is the reason alone.
+            OSError: no connection could be made. The message has the reason only.
         """
         try:
             if self.cut:
@@ -86,9 +85,9 @@ class Endpoint:
 
 
 class CountingSocket(socket.socket):
-    """A socket that adds each byte to the counts of its endpoint.
+    """A socket that adds its bytes to the counts of an endpoint.
 
-    The methods are those that asyncio's selector event loop calls. TLS lies above them.
+    It overrides the methods that asyncio's selector event loop calls. TLS is above them.
     """
 
     def __init__(self, connected: socket.socket, endpoint: Endpoint) -> None:
@@ -96,21 +95,25 @@ class CountingSocket(socket.socket):
         self._endpoint = endpoint
 
     def recv(self, size: int, flags: int = 0) -> bytes:
+        """Receive and count."""
         data = super().recv(size, flags)
         self._endpoint.down += len(data)
         return data
 
     def recv_into(self, buffer: Any, size: int = 0, flags: int = 0) -> int:
+        """Receive into a buffer and count."""
         count = super().recv_into(buffer, size, flags)
         self._endpoint.down += count
         return count
 
     def send(self, data: Any, flags: int = 0) -> int:
+        """Send and count."""
         count = super().send(data, flags)
         self._endpoint.up += count
         return count
 
     def sendmsg(self, *args: Any) -> int:
+        """Send several buffers and count."""
         count = super().sendmsg(*args)
         self._endpoint.up += count
         return count
@@ -128,14 +131,14 @@ async def _connect(family: int, kind: int, protocol: int, _: str, address: Any) 
 
 
 def _interleave(found: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Order addresses so that their families take turns, each in the order of the resolver."""
+    """Order addresses with alternating families, each family in the resolver's order."""
     families = dict.fromkeys(address[0] for address in found)
     columns = [[address for address in found if address[0] == family] for family in families]
     return [address for address in chain(*zip_longest(*columns)) if address is not None]
 
 
 def _reason(error: OSError) -> str:
-    """Return the message of the system. That of asyncio only names the address."""
+    """Return the operating system's message, since asyncio's has only the address."""
     if error.errno is not None and error.errno > 0:  # errors of name resolution have negative numbers
         return os.strerror(error.errno)
     return error.strerror or str(error)

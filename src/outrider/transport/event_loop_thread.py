@@ -1,4 +1,4 @@
-"""A thread with an event loop, in which all connections to a cloud live."""
+"""A thread with an event loop, for all connections to a cloud."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from outrider.transport.endpoint import TCP, Endpoint, Network
 
 T = TypeVar("T")
 
-CLOSE_TIMEOUT = 1.0  # s that closing frames may take to leave
-CLOSING_TASK_NAME = "outrider-goodbye"  # tasks of this name may finish while the connection is closed
+CLOSE_TIMEOUT = 1.0  # s for closing frames to be sent
+CLOSING_TASK_NAME = "outrider-goodbye"  # `close` waits for tasks of this name
 
 
 class EventLoopThread:
-    """Run coroutines in a thread of their own. name: as in error messages. endpoints: one for each host, in order."""
+    """A thread that runs coroutines. name: the server, for error messages. endpoints: one per host, in order."""
 
     def __init__(self, name: str, hosts: Sequence[tuple[str, int]], network: Network = TCP) -> None:
         self.name = name
@@ -29,15 +29,15 @@ class EventLoopThread:
         self._lock = threading.Lock()
         self._closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._loop = asyncio.SelectorEventLoop()  # others do not call the methods of a socket, where bytes are counted
+        self._loop = asyncio.SelectorEventLoop()  # other loops bypass the methods of CountingSocket
         self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-connection", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the worker's loop.
+        """Run a coroutine in the thread's event loop.
 
         Raises:
-            CloudError: the connection is closed; if it closes before the work is done, the future raises it.
+            CloudError: the connection is closed. The future raises it too, if the connection closes during the work.
             StateError: the connection was made before a fork, in another process.
         """
         if self.is_forked:
@@ -58,7 +58,7 @@ class EventLoopThread:
         return os.getpid() != self._process
 
     def close(self) -> None:
-        """End running calls, all connections and the thread. Inherited ones belong to the parent and stay open."""
+        """End running calls, all connections and the thread. After a fork, the parent's connections stay open."""
         if self.is_forked:
             return
         with self._lock:
@@ -72,7 +72,7 @@ class EventLoopThread:
         self._loop.close()
 
     async def close_clients(self) -> None:
-        """Close the clients of the endpoints, in the loop. `close` calls it once."""
+        """Close the clients of the endpoints, in the event loop. `close` calls it once."""
 
     async def _until_closed(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()
@@ -91,7 +91,7 @@ class EventLoopThread:
         return CloudError(f"{self.name} was disconnected")
 
     async def _stop(self) -> None:
-        """Goodbyes may leave; who waits for an answer is told that none comes."""
+        """Cancel the running calls, wait for the closing tasks, and close the clients."""
         closing = {task for task in self._tasks if task.get_name() == CLOSING_TASK_NAME}
         for task in self._tasks - closing:
             task.cancel()

@@ -27,7 +27,7 @@ def preface(settings: Mapping[int, int]) -> bytes:
 
 
 class NotHttp2(ProtocolError):
-    """The error for a peer whose first bytes are not HTTP/2. The message names its protocol."""
+    """The error for a peer that does not begin with HTTP/2. The message names its protocol."""
 
 
 class FrameReader:

@@ -1,4 +1,4 @@
-"""HTTP with one endpoint, JSON in and out. All bytes count, those of TLS as well."""
+"""An HTTP client for JSON over one counting endpoint."""
 
 from __future__ import annotations
 
@@ -25,19 +25,15 @@ from outrider.transport.tls import ClientTls
 Json = dict[str, Any]
 MAX_CONNECTIONS = 256  # requests in flight to one host
 IDLE = 5.0  # s for which an unused connection is kept
-_NOT_TLS_REASONS = (
-    "WRONG_VERSION_NUMBER",
-    "HTTP_REQUEST",
-    "PACKET_LENGTH_TOO_LONG",
-)  # OpenSSL: what came is no TLS record
+_NOT_TLS_REASONS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")  # OpenSSL's, not a TLS record
 
 
 @dataclass(frozen=True)
 class HttpResponse:
-    """status: HTTP's. content: the object in the body; empty where there is none. retry_after: seconds to wait
-    (Retry-After).
+    """An HTTP response.
 
-    up, down: bytes of the two bodies. has_token: whether a token went with the request.
+    content: the JSON object in the body, empty for any other body. retry_after: seconds of the Retry-After header. up,
+    down: bytes of the bodies of request and response. has_token: whether the request had a token.
     """
 
     status: int
@@ -49,25 +45,27 @@ class HttpResponse:
 
     @property
     def reason(self) -> str:
-        """What the server says is wrong, and HTTP's status, once."""
+        """Return the server's error message with the HTTP status."""
         status = f"HTTP {self.status}"
         return status if self.error == status else f"{self.error} ({status})"
 
     @property
     def error(self) -> str:
-        """What the server says is wrong."""
+        """Return the server's error message, or the HTTP status without one."""
         detail = self.content.get("error", self.content)
         message = detail.get("message") or detail.get("detail") if isinstance(detail, dict) else detail
         return str(message or f"HTTP {self.status}")
 
 
 class HttpClient:
-    """token: sent as a bearer token with every request. deadline: seconds for `get`. Use it in one event loop.
+    """An HTTP client for one server. Use it in one event loop.
+
+    token: sent as a bearer token with every request. deadline: seconds for `get`.
 
     Raises (every request):
-        UntrustedServer: the server's certificate is not what it must be, or it speaks no TLS.
-        Disconnected: no connection, or it broke before the response was complete.
-        TimeoutError: no complete response within the time.
+        UntrustedServer: the server's certificate is invalid, or the server does not speak TLS.
+        Disconnected: no connection could be made, or it broke before the response was complete.
+        TimeoutError: the response was not complete in time.
     """
 
     def __init__(
@@ -81,16 +79,18 @@ class HttpClient:
         self._client: httpx2.AsyncClient | None = None
 
     async def get(self, path: str) -> HttpResponse:
+        """Send a GET request."""
         return await self._request("GET", path, None, self._deadline, {})
 
     async def post(
         self, path: str, body: Json | bytes, seconds: float, headers: Mapping[str, str] | None = None
     ) -> HttpResponse:
-        """body: an object, or what `encode_json` made of one."""
+        """Send a POST request. body: a JSON object or its encoding. seconds: time limit."""
         data = body if isinstance(body, bytes) else encode_json(body)
         return await self._request("POST", path, data, seconds, headers or {})
 
     async def close(self) -> None:
+        """Close all connections."""
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()
@@ -135,7 +135,7 @@ class HttpClient:
 
 
 class _Transport(httpx2.AsyncBaseTransport):
-    """The transport of an httpx2 client whose connections an endpoint makes. It reads each response to its end."""
+    """The transport of an httpx2 client over an endpoint's connections. It reads each response completely."""
 
     def __init__(self, endpoint: Endpoint, context: ssl.SSLContext | None) -> None:
         self._pool = httpcore2.AsyncConnectionPool(
@@ -166,7 +166,7 @@ class _Transport(httpx2.AsyncBaseTransport):
 
 
 class _Backend(httpcore2.AsyncNetworkBackend):
-    """Make the connections of a pool."""
+    """The network backend of a connection pool over an endpoint."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -180,7 +180,7 @@ class _Backend(httpcore2.AsyncNetworkBackend):
 
 
 class _Stream(httpcore2.AsyncNetworkStream):
-    """One connection of a pool, as anyio's stream over a counting socket. `HttpClient` sets the time limits."""
+    """One connection of a pool: an anyio stream over a counting socket. `HttpClient` enforces the time limits."""
 
     def __init__(self, connected: CountingSocket, stream: ByteStream) -> None:
         self._socket, self._stream = connected, stream
@@ -214,7 +214,7 @@ class _Stream(httpcore2.AsyncNetworkStream):
         return _Stream(self._socket, secured)
 
     def get_extra_info(self, info: str) -> Any:
-        """Return whether the server has sent something, or hung up, for "is_readable"; None for all else."""
+        """Return for "is_readable" whether the server has sent data or closed the connection, else None."""
         if info != "is_readable":
             return None
         with selectors.DefaultSelector() as selector:
@@ -224,7 +224,7 @@ class _Stream(httpcore2.AsyncNetworkStream):
 
 @contextmanager
 def _as_error(kind: type[Exception]) -> Iterator[None]:
-    """Raise the errors of a stream as one of the pool's. Those of anyio have the reason as their cause."""
+    """Map the errors of a stream to an error of the pool. anyio's errors have the reason as their cause."""
     try:
         yield
     except (anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream, ssl.SSLError) as error:
@@ -233,11 +233,12 @@ def _as_error(kind: type[Exception]) -> Iterator[None]:
 
 
 def encode_json(body: Json) -> bytes:
+    """Encode a JSON object."""
     return json.dumps(body).encode()
 
 
 def _parse_object(data: bytes) -> Json:
-    """The JSON object in a body; empty for anything else."""
+    """Return the JSON object in a body, or an empty one for any other content."""
     try:
         found = json.loads(data)
     except ValueError:
