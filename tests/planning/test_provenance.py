@@ -84,7 +84,7 @@ def test_traces_that_do_not_say_whose_they_are(
 ) -> None:
     assert calibrated(folder(tmp_path, run) / "traces.jsonl") == 0
     (line,) = capsys.readouterr().err.splitlines()
-    assert "no run.json beside" in line
+    assert "no run.json next to" in line
 
 
 def test_a_run_json_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
