@@ -10,7 +10,6 @@ import torch
 from generation import Scheduled, block
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outrider.edge.generation import Generation
 
 from fakes import HashRows, OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain
 from outrider import Result, SpeculativeDecoder, StateError, local
@@ -23,6 +22,7 @@ from outrider.decoding.sequence import Source
 from outrider.decoding.stopping import StopRules
 from outrider.edge.drafter import Drafter
 from outrider.edge.drivers import sequential
+from outrider.edge.generation import Generation
 from outrider.edge.verifier_session import VerifierSession
 from outrider.engines.base import CachedSequence, Prompt
 from outrider.sampling.acceptance import Verdict, parse_acceptance_rule
