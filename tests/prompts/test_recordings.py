@@ -522,7 +522,7 @@ def test_what_phones_and_browsers_record_is_read(av: Any, kind: str, container: 
     assert not found.warnings
     spectrum = np.abs(np.fft.rfft(found.waveform[8_000:24_000]))
     assert abs(int(np.argmax(spectrum)) - 220) < 3
-    with pytest.raises(RequestError, match="format is wav, the data is"):
+    with pytest.raises(RequestError, match="format is wav, but the data is"):
         decode_recording(base64.b64encode(data).decode(), "wav", 30.0)
     with pytest.raises(AudioError, match="lasts more than 1 s"):
         decode_recording(base64.b64encode(data).decode(), kind, 1.0)
