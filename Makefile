@@ -70,7 +70,7 @@ test-chaos: $(STAMP)
 test-chaos-long: $(STAMP)
 	$(BIN)/pytest -m chaos -n auto
 
-# How many of 200 single faults in src/outrider/core its tests notice: about two hours of one core.
+# The share of 200 single faults in sampling/ and decoding/ that the tests detect: about two hours of one core.
 mutate: $(STAMP)
 	$(BIN)/python tools/mutate.py
 

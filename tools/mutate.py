@@ -1,11 +1,11 @@
-"""Mutation testing of `src/outrider/core`: the share of single faults that its tests detect.
+"""Mutation testing of `outrider.sampling` and `outrider.decoding`: the share of single faults that its tests detect.
 
     python tools/mutate.py [--count 200] [--seed 13] [--only N,N…] [--start N] [--budget SECONDS] [--log FILE]
 
 A mutant differs from the source in one operator, constant, condition, returned value or statement. Each runs the tests
-of core and the equivalence tests (stopping at the first failure) on a copy of the package; a mutant that all of them
-pass has survived. `EQUIVALENT` lists survivors that change no output, but perhaps its speed, each with the reason. The
-last line on stdout is a JSON object. Exit code 1 where less than 90 % of the other mutants are killed.
+of both packages and the equivalence tests (stopping at the first failure) on a copy of the package; a mutant that all
+of them pass has survived. `EQUIVALENT` lists survivors that change no output, but perhaps its speed, each with the
+reason. The last line on stdout is a JSON object. Exit code 1 where less than 90 % of the other mutants are killed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-CORE = ROOT / "src" / "outrider" / "core"
+SOURCE = ROOT / "src"
+PACKAGES = [SOURCE / "outrider" / name for name in ("sampling", "decoding")]
 TESTS = (
     *(f"tests/edge/test_{name}.py" for name in ("drivers", "pipelined", "auto_k")),
     *(f"tests/equivalence/test_{name}.py" for name in ("greedy", "sampled")),
@@ -39,14 +40,15 @@ GOAL = 0.9
 
 SAME_ZERO = "0 × penalty and 0 ÷ penalty are the same 0: penalties are 0.01 to 100"
 EQUIVALENT = {  # "module original → mutant", of the whole line where the rest would be ambiguous: why no output differs
-    "rows row.device.type == \"cpu\" → (row.device.type != 'cpu')": "NumPy or torch does the same arithmetic",
-    "pace chance * (fixed + each * k) > each * tokens → (chance * (fixed + each * k) >= each * tokens)": (
+    "logits logits.device.type == \"cpu\" → (logits.device.type != 'cpu')": "NumPy or torch does the same arithmetic",
+    "adaptive_draft_length survival * (fixed + per_token * k) > per_token * tokens → "
+    "(survival * (fixed + per_token * k) >= per_token * tokens)": (
         "where both sides are equal, a longer block brings as many tokens a second"
     ),
-    "pace 2.5 → 3.5": "a choice: the border between two kinds of tokens; k auto affects speed alone",
-    "constraints scores < 0 → (scores <= 0)": SAME_ZERO,
-    "choosing scores < 0 → (scores <= 0)": SAME_ZERO,
-    "choosing tail = history.gather(1, torch.clamp(lengths - ngram + 1 + n, min=0 → 1))": (
+    "adaptive_draft_length 2.5 → 3.5": "a choice: the border between two kinds of tokens; k auto affects speed alone",
+    "logits_processors scores < 0 → (scores <= 0)": SAME_ZERO,
+    "batched_sampler scores < 0 → (scores <= 0)": SAME_ZERO,
+    "batched_sampler tail = history.gather(1, torch.clamp(lengths - ngram + 1 + n, min=0 → 1))": (
         "where the index is below 1, the prefix is shorter than an n-gram, and all its entries are masked already"
     ),
 }
@@ -169,8 +171,8 @@ def _unparse(node: ast.AST) -> str:
 
 
 def sample(count: int, seed: int) -> list[Mutant]:
-    """Random mutants of all modules of core, each equally likely."""
-    found = [mutant for path in sorted(CORE.glob("*.py")) for mutant in mutants(path)]
+    """Return random mutants of all modules of both packages, each equally likely."""
+    found = [mutant for package in PACKAGES for path in sorted(package.glob("*.py")) for mutant in mutants(path)]
     chosen = random.Random(seed).sample(range(len(found)), min(count, len(found)))
     return [found[n] for n in chosen]
 
@@ -180,7 +182,7 @@ def survives(mutant: Mutant, copy: Path) -> bool:
 
     They run in a fork of this process, which has imported the slow libraries but not outrider.
     """
-    target = copy / "outrider" / "core" / mutant.path.name
+    target = copy / mutant.path.relative_to(SOURCE)
     target.write_text(mutant.source())
     child = os.fork()
     if not child:
