@@ -14,11 +14,10 @@ import statistics
 import time
 from typing import Any
 
-from outrider.edge.generation import Generation
-
 from benchmarks.random_models import random_model
 from outrider.api import SpeculativeDecoder
 from outrider.edge.drafter import Drafter
+from outrider.edge.generation import Generation
 from outrider.engines.torch.engine import TorchEngine
 
 

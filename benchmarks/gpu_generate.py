@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 import transformers
-from outrider.edge.generation import Generation
 
 from benchmarks.gpu_engine import CONSTRAINED
 from benchmarks.random_models import counting, random_model
+from benchmarks.synthetic_drafter import SyntheticDrafter, corrupt_tokens
 from outrider.api import SpeculativeDecoder, local
-from outrider.edge.synthetic_drafter import SyntheticDrafter, corrupt_tokens
+from outrider.edge.generation import Generation
 from outrider.engines.torch.engine import TorchEngine
 
 ASSISTANT_TOKENS = (3, 4, 5, 6)

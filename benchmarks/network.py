@@ -1,9 +1,9 @@
 """Latency per token across a network: sequential and pipelined, against the formula with measured inputs.
 
-MATHS: sequential latency per token = [k·t_d + S_up/B_up + RTT + t_queue + t_v + S_dn/B_dn] / E. Every input is measured
-here: t_d from the drafter's own steps in the same run, t_queue and t_v from the verdicts, RTT by an echo through a link
-of the same conditions, E as tokens per round. The first round (prefill, media) is left out on both sides. Drivers are
-interleaved; medians over clips and repeats; ends with one JSON line.
+docs/design/maths.md: sequential latency per token = [k·t_d + S_up/B_up + RTT + t_queue + t_v + S_dn/B_dn] / E.
+Every input is measured here: t_d from the drafter's own steps in the same run, t_queue and t_v from the verdicts, RTT
+by an echo through a link of the same conditions, E as tokens per round. The first round (prefill, media) is left
+out on both sides. Drivers are interleaved; medians over clips and repeats; ends with one JSON line.
 
     python benchmarks/network.py [--net rtt=50ms] [--k 5] [--repeats 3] [--edge demo:edge] [--cloud demo:cloud]
 """

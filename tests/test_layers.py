@@ -83,3 +83,9 @@ def imported_modules(path: Path, known: set[str]) -> set[str]:
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names} & known
     return found
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if path.parts[0] == "cli"], ids=str)
+def test_only_the_cloud_command_imports_the_cloud(path: Path) -> None:
+    own = {name for name in imported(path) if name.startswith("outrider.cloud")}
+    assert not own or path.name == "cloud.py"

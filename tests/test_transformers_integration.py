@@ -29,8 +29,8 @@ from outrider import (
 )
 from outrider.engines.base import Prompt
 from outrider.integrations.transformers import engines, generation
-from outrider.integrations.transformers.call import recover_generate_kwargs
 from outrider.integrations.transformers.engines import EngineView, exclusive, get_engine
+from outrider.integrations.transformers.generation import CustomGenerate
 from outrider.integrations.transformers.settings import _CONVERTERS as read_by_outrider
 from tests.engines.tiny import VOCAB, model
 
@@ -42,8 +42,11 @@ SPECULATE = for_transformers(DRAFT, k=3)
 
 
 def call(custom: Any = SPECULATE, target: Any = TARGET, ids: torch.Tensor = IDS, **options: Any) -> Any:
-    options = {"max_new_tokens": 8, "do_sample": False, "custom_generate": custom, **options}
-    return target.generate(input_ids=ids, **options)
+    """Generate with a loop's own `generate`, or with another function as `custom_generate`."""
+    options = {"input_ids": ids, "max_new_tokens": 8, "do_sample": False, **options}
+    if isinstance(custom, CustomGenerate):
+        return custom.generate(target, **options)
+    return target.generate(custom_generate=custom, **options)
 
 
 class Own(LogitsProcessor):
@@ -329,11 +332,12 @@ def test_a_view_has_its_own_eos_and_may_be_deaf() -> None:
     assert engine.opened is prompt
 
 
-def test_outside_of_generate_nothing_is_withheld() -> None:
-    def generate(streamer: Any) -> dict[str, Any]:
-        return recover_generate_kwargs("streamer")
-
-    assert generate("mine") == {}
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 5}])
+def test_custom_generate_and_the_loop_s_own_generate_agree(options: dict[str, Any]) -> None:
+    seeded = for_transformers(DRAFT, k=3, seed=7)
+    own = call(seeded, **options)
+    assert own.tolist() == TARGET.generate(IDS, custom_generate=seeded, max_new_tokens=8, **options).tolist()
+    assert own.tolist() == seeded.generate(TARGET, IDS, max_new_tokens=8, **options).tolist()
 
 
 def test_of_two_calls_of_generate_the_inner_one_counts() -> None:

@@ -243,7 +243,7 @@ class TestOverGrpc:
         assert self.who(None, None, tokens, LAB) == "lab"
 
     def test_a_refusal_reaches_the_caller(self, tokens: Tokens) -> None:
-        with pytest.raises(grpc.aio.AioRpcError, match="not known") as caught:
+        with pytest.raises(grpc.aio.AioRpcError, match="unknown token") as caught:
             self.who(None, None, tokens, "x" * 20)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 

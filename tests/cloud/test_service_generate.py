@@ -64,7 +64,7 @@ def test_generating_past_the_end_is_refused(channel: grpc.Channel) -> None:
         stream.opened(open_(max_new_tokens=2, ignore_eos=True))
         stream.verdict(verifying(1, 5, said(1)))
         error = stream.refused(generating(2, 7))
-        assert (code(error.code), "complete" in error.message) == ("INVALID", True)
+        assert (code(error.code), "reached its limit" in error.message) == ("INVALID", True)
 
 
 @pytest.mark.parametrize(("base", "expected"), [(4, "BASE_LENGTH"), (200, "BASE_LENGTH"), (2**32 - 1, "PROMPT")])

@@ -200,7 +200,7 @@ def test_exact_acceptance_keeps_the_distribution_too() -> None:
 
 
 def test_residual_accepts_more_than_exact_and_as_much_as_theory_says() -> None:
-    """MATHS: acceptance is 1 − TV(p, q)."""
+    """docs/design/maths.md, "Rejection sampling": acceptance is 1 − TV(p, q)."""
     size, draft = 800, drafter_of(Q, Q)
     accepted = {}
     for accept in (RejectionSampling(), Exact()):

@@ -107,7 +107,7 @@ def test_a_good_drafter_makes_long_blocks() -> None:
 
 @pytest.mark.parametrize("alpha", [0.5, 0.8, 0.9])
 def test_the_length_is_near_the_best_constant_one(alpha: float) -> None:
-    """Where every token is alike, the rule is that of k* (MATHS): its rate is within 3 % of the best."""
+    """Where every token is alike, the rule is that of k* (docs/design/maths.md): its rate is within 3 % of the best."""
     found = length(learnt(wait=0.1, alpha=alpha, rounds=2000))
     rates = [(1 - alpha ** (k + 1)) / (1 - alpha) / (0.1 + 0.01 * k) for k in range(MAX_K)]
     best = max(rates)

@@ -343,7 +343,7 @@ def test_draws_follow_temperature_and_filters() -> None:
 
 
 def test_equal_distributions_give_equal_tokens_and_near_ones_nearly_always() -> None:
-    """MATHS: acceptance is at least (1−TV)/(1+TV); independent draws would only agree in Σpq."""
+    """docs/design/maths.md, "Shared randomness": at least (1 − TV)/(1 + TV); independent draws agree in Σ p·q."""
     q = torch.tensor([0.5, 0.35, 0.15])
     tv = float((P - q).abs().sum() / 2)
     size = 1_000

@@ -75,12 +75,14 @@ def test_any_schedule_keeps_the_arithmetic(prompt: list[int], schedule: list[tup
         same(sequence, model)
 
 
-def test_accept_returns_the_first_pending_token() -> None:
+def test_accept_commits_the_first_pending_token() -> None:
     sequence = Sequence([7, 8])
     sequence.draft(1)
     sequence.draft(2)
-    assert sequence.accept(Source.ACCEPTED) == 1
-    assert sequence.accept(Source.ACCEPTED) == 2
+    sequence.accept(Source.ACCEPTED)
+    assert (sequence.generated, sequence.pending) == ([1], [2])
+    sequence.accept(Source.ACCEPTED)
+    assert (sequence.generated, sequence.pending) == ([1, 2], [])
     with pytest.raises(StateError, match="nothing is pending"):
         sequence.accept(Source.ACCEPTED)
 

@@ -1,14 +1,14 @@
-"""The oracle is right as often as it was told, wherever blocks are cut, and takes a real drafter's time."""
+"""The synthetic drafter has the chosen acceptance rate for any block length, and takes a real drafter's time."""
 
 from __future__ import annotations
 
 import pytest
+from benchmarks.synthetic_drafter import SyntheticDrafter
 from generation import block
 
 from fakes import HashRows, ScriptedEngine, plain
 from outrider.config import GenerationSettings
 from outrider.edge.drafter import Drafter
-from outrider.edge.synthetic_drafter import SyntheticDrafter
 from outrider.engines.base import CachedSequence, Prompt
 from outrider.errors import SettingsError
 from outrider.sampling.policy import Policy

@@ -56,7 +56,7 @@ def test_a_budget_for_less_than_one_sequence_is_refused_with_the_smallest_that_w
     made = fresh()
     with pytest.raises(ModelError, match=rf"{made.position_bytes * 100} bytes of cache; the budget is 99"):
         made.reserve(99, 100)
-    with pytest.raises(ModelError, match="at most 0 positions"):
+    with pytest.raises(ModelError, match="at least 1 position, not 0"):
         made.reserve(10**9, 0)
     made.open(PROMPT)
     with pytest.raises(StateError, match="before slots are opened"):

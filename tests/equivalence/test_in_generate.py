@@ -40,12 +40,19 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 
 
 def call(model: Any, draft: Any = None, ids: tuple[int, ...] = PROMPT, *, k: int = 3, **options: Any) -> list[int]:
-    """What `generate` adds to the prompt: its own loop, or ours with a draft."""
-    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, **options}
-    if draft is not None:
-        options["custom_generate"] = for_transformers(draft, k=k)
+    """Return the new tokens of `generate`, with its own loop, or with Outrider's if there is a draft.
+
+    Outrider's loop is the `custom_generate`, unless transformers would not hand all options on to it.
+    """
     given = torch.tensor([ids])
-    out = model.generate(input_ids=given, attention_mask=torch.ones_like(given), **options)
+    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, **options}
+    options |= {"input_ids": given, "attention_mask": torch.ones_like(given)}
+    if draft is None:
+        out = model.generate(**options)
+    elif {"streamer", "tokenizer"} & options.keys():
+        out = for_transformers(draft, k=k).generate(model, **options)
+    else:
+        out = model.generate(custom_generate=for_transformers(draft, k=k), **options)
     assert out[0, : len(ids)].tolist() == list(ids)
     return out[0, len(ids) :].tolist()
 

@@ -245,7 +245,7 @@ def test_the_frequency_test_can_fail() -> None:
 
 
 def test_residual_accepts_as_often_as_the_distributions_overlap() -> None:
-    """MATHS: acceptance 1 − TV(p, q), here at the first position and k = 1."""
+    """docs/design/maths.md, "Rejection sampling": acceptance 1 − TV(p, q), here at the first position and k = 1."""
     p, q = (torch.softmax(rows((0,)), -1) for rows in (SMALL, SMALL_OTHER))
     overlap = float(torch.minimum(p, q).sum())
     decoder = SpeculativeDecoder(engine(SMALL_OTHER, 3), local(engine(SMALL, 3)), k=1, accept="residual")
@@ -256,7 +256,7 @@ def test_residual_accepts_as_often_as_the_distributions_overlap() -> None:
 
 
 def test_exact_accepts_at_least_what_shared_noise_promises() -> None:
-    """MATHS: acceptance is at least (1 − TV)/(1 + TV), well above the Σ p·q of independent draws."""
+    """docs/design/maths.md, "Shared randomness": at least (1 − TV)/(1 + TV), well above Σ p·q."""
     p, q = (torch.softmax(rows((0,)), -1) for rows in (SMALL, SMALL_OTHER))
     tv = 0.5 * float((p - q).abs().sum())
     decoder = SpeculativeDecoder(engine(SMALL_OTHER, 3), local(engine(SMALL, 3)), k=1)

@@ -49,7 +49,7 @@ REMOTE = {"cloud": "grpc://127.0.0.1:1"}
         ({"evaluation": {"modes": "exact"}, "models": {"cloud": "none"}}, "mode exact: there is no cloud"),
         ({"evaluation": {"trace": True}, "models": {"cloud": "none"}}, "--trace needs"),
         ({"evaluation": {"limit": 0}}, "--limit"),
-        ({"evaluation": {"edge_threads": 4096}}, "--edge-threads 4096: between 1 and"),
+        ({"evaluation": {"edge_threads": 4096}}, "--edge-threads 4096: expected 1 to"),
         ({"evaluation": {"edge_threads": 1}, "models": {"edge": "none"}}, "--edge-threads: there is no edge"),
         ({"evaluation": {"edge_memory": "4GiB"}}, "the cloud model is in this process too"),
         ({"evaluation": {"edge_memory": "4G"}, "models": REMOTE}, "4G"),

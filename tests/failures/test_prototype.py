@@ -1,4 +1,4 @@
-"""The bugs of the prototype behind the project (FAILURES.md, first table), one test per symptom.
+"""The bugs of the prototype behind the project (docs/design/failures.md, "Errors of state"), one test per symptom.
 
 Each test breaks a small part on purpose, in the way in which the prototype was broken, and shows that it is caught:
 by a StateError, or by tokens that are not those of the reference. The same check passes with the part as it is.

@@ -1,4 +1,4 @@
-"""What went wrong in other engines (FAILURES.md, second list), class by class, tried on ours."""
+"""Classes of errors reported for other engines (docs/design/failures.md), each applied to Outrider."""
 
 from __future__ import annotations
 

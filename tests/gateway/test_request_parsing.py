@@ -500,19 +500,19 @@ def test_a_body_with_many_faults_is_refused_for_one_of_them(name: str, monkeypat
     body = json.dumps({"model": "outrider", **fields}, separators=(",", ":")).encode()
     counts, found = [], pydantic.ValidationError.errors
 
-    class Told(Exception):
+    class Refused(Exception):
         pass
 
-    def refused(error: pydantic.ValidationError, *_: Any) -> Told:
+    def refused(error: pydantic.ValidationError, *_: Any) -> Refused:
         counts.append(len(found(error)))
-        return Told()
+        return Refused()
 
-    started = time.perf_counter()
+    started = time.thread_time()  # processor time: load leaves it alone
     with pytest.raises(RequestError):
         validate_body(kind, body)
-    assert time.perf_counter() - started < 0.1
+    assert time.thread_time() - started < 1.0, "an error per fault takes many seconds"
     monkeypatch.setattr("outrider.gateway.request_parsing._to_request_error", refused)
-    with pytest.raises(Told):
+    with pytest.raises(Refused):
         validate_body(kind, body)
     assert counts[0] <= 6, "one; and one for each form that a field may have, or that is missing"
 

@@ -331,7 +331,7 @@ def test_the_same_traces_and_seed_give_the_same_gate() -> None:
 def test_too_few_traces_are_refused_with_how_many_it_takes(epsilon: float, setting: int) -> None:
     enough = min_traces(epsilon)
     assert len(split(enough, epsilon, 0)[1]) >= setting
-    with pytest.raises(DataError, match=rf"{enough - 1} traces are too few .* it takes {enough} or more"):
+    with pytest.raises(DataError, match=rf"{enough - 1} traces are too few .* record {enough} or more"):
         split(enough - 1, epsilon, 0)
     if enough > 2:
         assert enough - 1 - max((enough - 1) // 4, 1) < setting

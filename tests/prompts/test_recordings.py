@@ -21,7 +21,7 @@ import soxr
 from outrider.errors import AudioError
 from outrider.gateway.errors import RequestError
 from outrider.gateway.recordings import decode_recording
-from outrider.prompts import audio, media_decoder
+from outrider.prompts import audio, containers, media_decoder
 from outrider.prompts.audio import SAMPLE_RATE, Audio, quantize
 from outrider.prompts.recordings import Downmix, Limits, decode_bytes, decode_path
 from outrider.prompts.sound_file import SUPPORTED
@@ -436,6 +436,22 @@ def test_a_chunk_that_ends_beyond_64_bits_is_beyond_the_end(
             found = outcomes(damaged, tmp_path / "a", monkeypatch)
             assert found == [found[-1]] * 2, (at, size)
             assert at != data_size or found[0] == healthy
+
+
+@pytest.mark.parametrize("name", ["W64-PCM_16", "RF64-PCM_16", "CAF-PCM_16"])
+def test_a_size_of_3_gib_that_the_file_holds_is_known(name: str, tmp_path: Path) -> None:
+    """A sparse file with a chunk behind the data, which is not audio."""
+    order, data_size = WIDE_FORMATS[name]
+    size, header = 3 << 30, 24 if name.startswith("W64") else 0
+    head = with_bytes(SOUNDS[name], data_size, (size + header).to_bytes(8, order))  # type: ignore[arg-type]
+    start = head.index(b"data") + {"W64-PCM_16": 24, "RF64-PCM_16": 8, "CAF-PCM_16": 12}[name]
+    with (tmp_path / "a").open("w+b") as file:
+        file.write(head[:start])
+        file.seek(start + size)
+        file.write(b"LIST" + bytes(2**15))
+        data = containers.find_audio_data(file, file.tell())
+    assert data is not None
+    assert (data.claimed, data.present) == (size, size)
 
 
 @pytest.mark.parametrize("name", BOXES)

@@ -44,7 +44,7 @@ def _no_trailers(server: Fake, number: int) -> None:
         (_headers((b":status", b"503"), (b"grpc-status", b"8")), Status.RESOURCE_EXHAUSTED, ""),
         (_html, Status.UNKNOWN, "an answer of content type text/html instead of gRPC's"),
         (_no_trailers, Status.UNKNOWN, "the server ended the call without a status"),
-        (_answer(b"\1\0\0\0\1x"), Status.UNIMPLEMENTED, "the server sent a compressed message, and was not told"),
+        (_answer(b"\1\0\0\0\1x"), Status.UNIMPLEMENTED, "the server sent a compressed message"),
         (_answer(b"\7\0\0\0\1x"), Status.INTERNAL, "a message that begins with 0x07 is not a gRPC message"),
         (_answer(b"\0\4\0\0\1x"), Status.RESOURCE_EXHAUSTED, "a message of 67108865 bytes; 67108864 are accepted"),
         (_answer(b"\0\0\0\0\2x"), Status.INTERNAL, "the server ended the call within a message"),

@@ -154,7 +154,7 @@ class Batcher:
         for group in group_by_width(
             limit_to_share(short, _identity, self._remaining, SHORT_BLOCK_TOKENS), self._remaining, self._max_batch
         ):
-            self._attempt(group, self._read, group, [self._remaining(job) for job in group])
+            self._attempt(group, self._forward, group, [self._remaining(job) for job in group])
         permitted = self._fair_share.permitted(_identities(long), _identities(short))
         long = [job for job in long if job.identity in permitted]
         if long:
@@ -222,33 +222,33 @@ class Batcher:
             self._fair_share.charge(identity, seconds)
 
     def _prefill(self, jobs: Seq[Job]) -> None:
-        self._read(jobs, self._chunk_sizes(jobs), heavy=True)
+        self._forward(jobs, self._chunk_sizes(jobs), heavy=True)
 
     def _chunk_sizes(self, jobs: Seq[Job]) -> list[int]:
         """Return the tokens of each long prefill to read now. The last part contains all positions with logits."""
         share = max(1, self._chunk // len(jobs))
         return [next_chunk_size(self._remaining(job), share, self._plan_of(job).rows) for job in jobs]
 
-    def _read(self, jobs: Seq[Job], counts: Seq[int], *, heavy: bool = False) -> None:
+    def _forward(self, jobs: Seq[Job], counts: Seq[int], *, heavy: bool = False) -> None:
         started = time.perf_counter()
-        inputs = [self._feed(job, count) for job, count in zip(jobs, counts, strict=True)]
-        rows = forward_or_sample(self._engine, inputs, [job.entry.session.sampling_policy for job in jobs])
+        inputs = [self._next_input(job, count) for job, count in zip(jobs, counts, strict=True)]
+        outputs = forward_or_sample(self._engine, inputs, [job.entry.session.sampling_policy for job in jobs])
         seconds = time.perf_counter() - started
         self._metrics.observe_batch(len(jobs), sum(counts), seconds)
         for job, count in zip(jobs, counts, strict=True):
             self._account(job.identity, seconds * count / sum(counts), heavy=heavy)
-        for job, job_rows in zip(jobs, rows, strict=True):
+        for job, output in zip(jobs, outputs, strict=True):
             if not self._remaining(job):
-                self._attempt([job], self._judge, job, job_rows)
+                self._attempt([job], self._judge, job, output)
 
-    def _feed(self, job: Job, count: int) -> SequenceInput:
-        plan, known = self._plan_of(job), self._sequence(job).cached_len
+    def _next_input(self, job: Job, count: int) -> SequenceInput:
+        plan, cached = self._plan_of(job), self._sequence(job).cached_len
         rows = plan.rows if count == self._remaining(job) else 1
-        return SequenceInput(self._sequence(job).slot, plan.ids[known : known + count], rows)
+        return SequenceInput(self._sequence(job).slot, plan.ids[cached : cached + count], rows)
 
-    def _judge(self, job: Job, rows: ForwardOutput) -> None:
+    def _judge(self, job: Job, output: ForwardOutput) -> None:
         plan, session = self._plan_of(job), job.entry.session
-        verdict = session.judge(plan, rows)
+        verdict = session.judge(plan, output)
         self._sequence(job).rollback_to(len(session.ids))
         now, admitted = time.perf_counter(), job.admitted or 0.0
         verdict = replace(verdict, queue_s=admitted - job.arrived, compute_s=now - admitted)

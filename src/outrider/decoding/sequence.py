@@ -64,12 +64,11 @@ class Sequence:
         """Append a drafted token, which is pending until it is accepted or discarded."""
         self.ids.append(token)
 
-    def accept(self, source: Source) -> int:
-        """Commit the first pending token and return it."""
+    def accept(self, source: Source) -> None:
+        """Commit the first pending token."""
         if not self.pending_count:
             raise StateError("nothing is pending: there is no token to accept")
         self.sources.append(source)
-        return self.ids[self.committed_length - 1]
 
     def replace_pending(self, token: int, source: Source) -> None:
         """Replace the pending tokens by the verifier's own token and commit it."""

@@ -43,8 +43,8 @@ def load_engine(
 ) -> TorchEngine | GgufEngine:
     """Load a model and give it KV slots.
 
-    Calls from several threads load one after another. A `.gguf` file runs in llama.cpp on the CPU, quantised as it is;
-    with a dtype, or on a cuda device, it is made dense and runs in transformers.
+    Calls from several threads load one after another. A `.gguf` file runs in llama.cpp on the CPU, quantised as it is.
+    With a dtype, or on a cuda device, it is dequantised and runs in transformers.
 
     Args:
         model: a directory or hub id of transformers checkpoints, a `.gguf` file, "demo:edge" (or "demo") or

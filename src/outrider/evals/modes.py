@@ -82,7 +82,7 @@ def unsupported_reason(
     if mode != "edge-only" and cloud == "none":
         return "there is no cloud model"
     if mode == "gated" and (str(options.gate), options.accept) == ("always", "exact"):
-        return "without --gate or --accept it equals the exact mode"
+        return "without a --gate or --accept it equals the exact mode"
     if mode in ("plain", "assisted") and cloud != "local":
         return "transformers needs the target in this process: --cloud local:MODEL"
     if mode == "assisted" and limited:

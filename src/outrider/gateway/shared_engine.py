@@ -73,7 +73,7 @@ class _ForwardCall(_Call):
 
     def __init__(self, seq_input: SequenceInput, policy: Policy | None, do: Callable[[], Any]) -> None:
         super().__init__(do)
-        self.feed, self.policy, self.width = seq_input, policy, len(seq_input.ids)
+        self.input, self.policy, self.width = seq_input, policy, len(seq_input.ids)
 
 
 class SharedEngine:
@@ -120,28 +120,28 @@ class SharedEngine:
         check_truncation(slot, length, self.kv_len(slot))
         self._lengths[slot] = length
 
-    # Reading ------------------------------------------------------------------------------------------------
+    # Forwards -----------------------------------------------------------------------------------------------
 
     def forward(self, slot: int, ids: Seq[int], rows: int | None = None) -> Tensor:
         """Append tokens to a slot, and return the logits of the last `rows` positions: float32 [rows, V]."""
-        return cast(Tensor, self._read(SequenceInput(slot, ids, len(ids) if rows is None else rows)))
+        return cast(Tensor, self._run(SequenceInput(slot, ids, len(ids) if rows is None else rows)))
 
     def forward_many(self, inputs: Seq[SequenceInput]) -> list[Tensor]:
         """Run the inputs one after another. Only inputs of different threads are batched."""
         check_inputs(inputs)
-        return [cast(Tensor, self._read(seq_input)) for seq_input in inputs]
+        return [cast(Tensor, self._run(seq_input)) for seq_input in inputs]
 
     def sample_many(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> list[list[SampledToken]]:
         """Run the inputs one after another, and return the tokens that the policies sample on the device."""
         check_inputs(inputs)
         return [
-            cast("list[SampledToken]", self._read(seq_input, policy))
+            cast("list[SampledToken]", self._run(seq_input, policy))
             for seq_input, policy in zip(inputs, policies, strict=True)
         ]
 
     def draft(self, slot: int, ids: Seq[int], count: int, policy: Policy, *, with_signals: bool) -> list[Proposal]:
         """Draft a block on the device, in a turn of its own."""
-        rest, engine = self._read_chunks(SequenceInput(slot, ids, 1)), cast(DeviceSampler, self._engine)
+        rest, engine = self._prefill_chunks(SequenceInput(slot, ids, 1)), cast(DeviceSampler, self._engine)
 
         def draft() -> list[Proposal]:
             self._sync_slot(slot)
@@ -151,17 +151,17 @@ class SharedEngine:
 
         return cast("list[Proposal]", self._submit(_Call(draft)))
 
-    def _read(self, seq_input: SequenceInput, policy: Policy | None = None) -> Any:
+    def _run(self, seq_input: SequenceInput, policy: Policy | None = None) -> Any:
         """Return an input's logits, or the tokens that the policy samples. After a failure the slot is unchanged."""
         check_inputs([seq_input])
         before = self.kv_len(seq_input.slot)
         try:
-            return self._submit(self._forward_call(self._read_chunks(seq_input), policy))
+            return self._submit(self._forward_call(self._prefill_chunks(seq_input), policy))
         except BaseException:
             self._lengths[seq_input.slot] = before
             raise
 
-    def _read_chunks(self, seq_input: SequenceInput) -> SequenceInput:
+    def _prefill_chunks(self, seq_input: SequenceInput) -> SequenceInput:
         """Prefill a long input in chunks up to its last part, which has all requested logits. Return that part."""
         ids = seq_input.ids
         while (part := next_chunk_size(len(ids), PREFILL_CHUNK, seq_input.logits_to_keep)) < len(ids):
@@ -174,16 +174,16 @@ class SharedEngine:
         return call
 
     def _forward_calls(self, calls: Seq[_ForwardCall]) -> Seq[Any]:
-        inputs = [call.feed for call in calls]
+        inputs = [call.input for call in calls]
         for seq_input in inputs:
             self._sync_slot(seq_input.slot)
         if any(call.policy is not None for call in calls):
-            rows: Seq[Any] = forward_or_sample(self._engine, inputs, [call.policy for call in calls])
+            outputs: Seq[Any] = forward_or_sample(self._engine, inputs, [call.policy for call in calls])
         else:
-            rows = self._engine.forward_many(inputs)
+            outputs = self._engine.forward_many(inputs)
         for seq_input in inputs:
             self._lengths[seq_input.slot] += len(seq_input.ids)
-        return rows
+        return outputs
 
     def _sync_slot(self, slot: int) -> None:
         """Roll the engine's slot back to its owner's length, after `truncate` or a failed forward."""

@@ -1,4 +1,4 @@
-"""What a network does to the bytes: frozen, read from and written as `rtt=50ms,bw=2Mbit`."""
+"""Network conditions, and their text form `rtt=50ms,bw=2Mbit`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)\s*([^\d\s.].*)", re.ASCII)
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a link does to all that passes it; the default does nothing.
+    """Conditions of a link. The default delays and limits nothing.
 
-    rtt: round-trip time in seconds, half of it each way. jitter: each chunk's one-way delay differs from rtt/2 by up
-    to that many seconds, either way; so at most rtt/2. up (client to target), down: bit/s, None is unlimited.
-    stall_every, stall_for: after every stall_every seconds nothing moves for stall_for seconds. cut_after: every
-    connection is cut that many seconds after it was made.
+    rtt: round-trip time in seconds, half of it each way. jitter: largest deviation of a chunk's one-way delay from
+    rtt/2, in seconds, at most rtt/2. up (client to target), down: bit/s, None is unlimited.
+    stall_every, stall_for: after every stall_every seconds nothing moves for stall_for seconds. cut_after: age in
+    seconds at which every connection is cut.
 
     Raises:
         SettingsError: a value out of range, or one that contradicts another.
@@ -53,7 +53,7 @@ class Conditions:
             _require(length < every, f"a stall is shorter than the time between stalls, {every:g} s, not {length:g} s")
 
     def __str__(self) -> str:
-        """Text that `parse_conditions` reads back to the same value, such as `rtt=50ms,bw=2Mbit`, or `none`."""
+        """Return text that `parse_conditions` reads back to the same value, such as `rtt=50ms,bw=2Mbit`, or `none`."""
         return ",".join(self._items()) or NONE
 
     def _items(self) -> list[str]:
@@ -69,19 +69,19 @@ class Conditions:
 
 
 def parse_conditions(text: str) -> Conditions:
-    """Read `rtt=50ms,jitter=5ms,bw=2Mbit,stall=5s:800ms,cut=10s`; bw is up and down; `none` is no condition.
+    """Parse `rtt=50ms,jitter=5ms,bw=2Mbit,stall=5s:800ms,cut=10s`, or `none` for no conditions.
 
-    Times are in us, ms or s, bandwidths in bit, kbit, Mbit or Gbit per second, in any case.
+    bw sets both up and down. Times are in us, ms or s, bandwidths in bit, kbit, Mbit or Gbit per second, in any case.
 
     Raises:
-        SettingsError: an unknown or repeated key, a missing unit, a value out of range; says what would be right.
+        SettingsError: an unknown or repeated key, a missing unit, or a value out of range.
     """
     if text.strip().lower() == NONE:
         return Conditions()
     values: dict[str, float] = {}
     for item in text.split(","):
         for name, value in _parse_item(item.strip()).items():
-            _require(name not in values, f"{item.strip()!r} sets again what stood before it in {text!r}")
+            _require(name not in values, f"network conditions {text!r}: {item.strip()!r} sets {name} a second time")
             values[name] = value
     return Conditions(**values)
 
@@ -111,7 +111,7 @@ def _parse_stall(value: str) -> dict[str, float]:
 
 
 def _parse_quantity(key: str, text: str, units: dict[str, int], example: str) -> float:
-    """A number with its unit, in seconds or bit/s: the float nearest to what is written."""
+    """Return a number with its unit as the nearest float, in seconds or bit/s."""
     found = NUMBER.fullmatch(text)
     power = {unit.lower(): power for unit, power in units.items()}.get(found[2].lower()) if found else None
     if found is None or power is None:
@@ -129,7 +129,7 @@ def _format_rate(bits: float) -> str:
 
 
 def _format_quantity(value: float, units: dict[str, int]) -> str:
-    """`value` in the largest unit that makes it 1 or more, with every digit it takes to read it again."""
+    """Return `value` in the largest unit that makes it 1 or more, with all digits that a round trip needs."""
     fitting = [unit for unit, power in units.items() if value >= 10.0**power]
     unit = fitting[-1] if fitting else next(iter(units))
     number = format(Decimal(repr(value)).scaleb(-units[unit]), "f")
@@ -137,7 +137,7 @@ def _format_quantity(value: float, units: dict[str, int]) -> str:
 
 
 def _validate(name: str, value: Any) -> float:
-    """`value` as a float in the range of the field `name`."""
+    """Return `value` as a float. Raise SettingsError if it is outside the range of the field `name`."""
     _require(not isinstance(value, bool) and isinstance(value, (int, float)), f"{name} is a number, not {value!r}")
     if name in ("up", "down"):
         _require(MIN_RATE <= value <= MAX_RATE, f"{name} is between 1 bit/s and 1000 Gbit/s, not {value} bit/s")

@@ -1,4 +1,4 @@
-"""One client's connection to the target: two sockets and the two lines between them."""
+"""One client's connection to the target: two sockets and the two delay lines between them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from outrider.netem.link_state import LinkState
 
 
 class RelayProtocol(asyncio.Protocol):
-    """One of the two sockets: what it reads goes into one line, what it writes comes from the other.
+    """One of the two sockets. It feeds the incoming delay line with its reads, and the outgoing line writes to it.
 
-    asyncio sets TCP_NODELAY on every TCP socket it makes a transport of.
+    asyncio sets TCP_NODELAY on the TCP sockets of its transports.
     """
 
     def __init__(
@@ -24,40 +24,47 @@ class RelayProtocol(asyncio.Protocol):
         self._incoming, self._outgoing, self._on_made, self._on_lost = incoming, outgoing, on_made, on_lost
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Start reading from the socket into the incoming line."""
         assert isinstance(transport, asyncio.Transport)
         self.transport, self.is_closed = transport, False
         self._incoming.read_from(transport)
         self._on_made()
 
     def data_received(self, data: bytes) -> None:
+        """Feed bytes to the incoming line."""
         self._incoming.feed(data)
 
     def eof_received(self) -> bool:
+        """Close the incoming line, and keep the socket open for writing."""
         self._incoming.close(StreamEnd.EOF)
-        return True  # stay open for the other way
+        return True
 
     def pause_writing(self) -> None:
+        """Hold the outgoing line, as the socket's buffer is full."""
         self._outgoing.set_sink_full(True)
 
     def resume_writing(self) -> None:
+        """Resume the outgoing line, as the socket's buffer has room."""
         self._outgoing.set_sink_full(False)
 
     def connection_lost(self, _: Exception | None) -> None:
+        """Drop the outgoing line, and reset the incoming one."""
         self.is_closed = True
         self._outgoing.drop()
         self._incoming.close(StreamEnd.RESET)
         self._on_lost()
 
     def abort(self) -> None:
+        """Reset the socket, if it is open."""
         if self.transport is not None:
             abort(self.transport)
 
 
 class RelayConnection:
-    """From the client's connect to the end of both sockets.
+    """A relayed connection, from the client's connect to the end of both sockets.
 
-    The handshake takes a round trip: the target is connected one RTT after the client came, the client's first byte
-    reaches it half an RTT later, and what the target says first reaches the client two RTTs after it came.
+    The handshake takes a round trip. The target is connected one RTT after the client, the client's first byte reaches
+    it half an RTT later, and the target's first byte reaches the client two RTTs after its connect.
     """
 
     def __init__(
@@ -82,14 +89,14 @@ class RelayConnection:
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes in both delay lines."""
+        """Number of bytes in both delay lines."""
         return self._up.buffered_bytes + self._down.buffered_bytes
 
     async def connected(self) -> None:
-        """Wait until the target has accepted.
+        """Wait until the target has accepted the connection.
 
         Raises:
-            OSError: it has not, or this connection was cut.
+            OSError: the target refused it, or the connection was cut.
         """
         if self._connecting is not None:
             await asyncio.wait([self._connecting])
@@ -104,7 +111,7 @@ class RelayConnection:
         self._target.abort()
 
     def reschedule(self) -> None:
-        """The medium's conditions have changed."""
+        """Apply changed conditions of the link to bytes that wait, and to the time of the cut."""
         self._up.reschedule()
         self._down.reschedule()
         self._arm_cut_timer()
@@ -118,7 +125,7 @@ class RelayConnection:
         self._connecting.add_done_callback(lambda _: self._close_if_done())
 
     def _arm_cut_timer(self) -> None:
-        """Set the time of the cut."""
+        """Schedule the cut that the conditions demand, if any."""
         if self._cut_timer is not None:
             self._cut_timer.cancel()
         after = self._state.conditions.cut_after
@@ -129,32 +136,32 @@ class RelayConnection:
         await self._wait_handshake()
         try:
             await asyncio.get_running_loop().create_connection(lambda: self._target, *self._address)
-        except OSError as error:  # refused, unreachable, unknown: a client of the relay sees a reset
+        except OSError as error:  # refused, unreachable or unknown, which the relay's client sees as a reset
             self._refusal = error
             self.client.abort()
 
     async def _wait_handshake(self) -> None:
-        """One round trip, and the rest of a stall."""
+        """Wait for one round trip, and for the end of a stall."""
         due = monotonic() + self._state.conditions.rtt
         while (wait := self._state.next_active_time(due) - monotonic()) > 0:
             await asyncio.sleep(wait)
 
     def _on_target_connected(self) -> None:
-        """The target is there."""
+        """Connect both delay lines to the sockets that they write to."""
         assert self.client.transport is not None
         assert self._target.transport is not None
         self._down.write_to(self.client.transport, monotonic() + self._state.conditions.rtt)
         self._up.write_to(self._target.transport)
 
     def _close_if_ended(self) -> None:
-        """Both sides have said all: close both, once their buffers are written."""
+        """Close both sockets once both streams have ended. asyncio writes their buffers first."""
         if self._up.ended and self._down.ended:
             for side in (self.client, self._target):
                 assert side.transport is not None
                 side.transport.close()
 
     def _on_client_closed(self) -> None:
-        """The client is is_closed; a target that is not there yet is not needed any more."""
+        """Cancel the connect to the target if it is still pending, as the client is gone."""
         if self._connecting is not None and self._target.transport is None:
             self._connecting.cancel()
         self._close_if_done()

@@ -1,9 +1,9 @@
-"""A delay line: one way of one connection, from the socket that is read to the one that is written.
+"""A delay line: one direction of one connection, from the source socket to the sink socket.
 
-    source ─ feed ─▶ │ waits for the bottleneck │ under way, rtt/2 ± jitter │ ─ forward ─▶ sink
+    source ─ feed ─▶ │ waits for the bottleneck │ in flight, rtt/2 ± jitter │ ─ forward ─▶ sink
                        departure > now             departure <= now < arrival
 
-What departs in order arrives in order: an arrival is never before the one ahead of it.
+Order is kept: no entry arrives before the one ahead of it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from outrider.netem.link_state import Direction, LinkState
 
 
 class StreamEnd(Enum):
-    """What travels like a byte without being one."""
+    """Marker of a stream's end, which travels in order with the bytes."""
 
-    EOF = "eof"  # the source has no more to say
+    EOF = "eof"  # the source sends no more
     RESET = "reset"  # the source is gone
 
 
 class Entry(NamedTuple):
-    """One thing in the line; times in seconds of the monotonic clock."""
+    """A chunk or an end in the line. Times are in seconds of the monotonic clock."""
 
     departure: float
     arrival: float
@@ -38,32 +38,33 @@ class Entry(NamedTuple):
 
 
 class DelayLine:
-    """Bytes of one way; without conditions they go from socket to socket at once, uncopied.
+    """Delay line of one direction. Without conditions, bytes pass from socket to socket at once, uncopied.
 
-    Bounded: the source is not read while more than `Direction.max_buffered` bytes are held, so that at most this and
-    one read (256 KiB) are in memory, nor while the sink's own buffer is full.
+    Memory is bounded: the source is not read while more than `Direction.max_buffered` bytes are held, or while the
+    sink's own buffer is full. At most that and one read (256 KiB) are in memory.
     """
 
     def __init__(self, state: LinkState, direction: Direction, on_end: Callable[[], None]) -> None:
-        self.ended = False  # END was handed to the sink
-        self.buffered_bytes = 0  # bytes
+        self.ended = False  # EOF was forwarded to the sink
+        self.buffered_bytes = 0
         self._state, self._direction, self._on_end = state, direction, on_end
         self._loop = asyncio.get_running_loop()
         self._source: asyncio.Transport | None = None
         self._sink: asyncio.Transport | None = None
-        self._pending: list[memoryview | StreamEnd] = []  # taken before the sink was there
+        self._pending: list[memoryview | StreamEnd] = []  # received before the sink was connected
         self._queue: deque[Entry] = deque()
         self._timer: asyncio.TimerHandle | None = None
-        self._last = -math.inf  # nothing arrives before this
-        self._sink_is_full = False  # the sink takes no more for now
-        self._closing: StreamEnd | None = None  # what the source ended with
+        self._last = -math.inf  # earliest time of the next arrival
+        self._sink_is_full = False
+        self._closing: StreamEnd | None = None  # how the source ended
         self._dropped = False
 
     def read_from(self, source: asyncio.Transport) -> None:
+        """Set the source, which backpressure pauses."""
         self._source = source
 
     def write_to(self, sink: asyncio.Transport, not_before: float = -math.inf) -> None:
-        """The far side is there; nothing reaches it before `not_before` (s, monotonic clock)."""
+        """Set the sink. Nothing reaches it before `not_before` (s, monotonic clock)."""
         if self._dropped:
             return
         self._sink, self._last = sink, not_before
@@ -71,7 +72,7 @@ class DelayLine:
         self._schedule(pending)
 
     def feed(self, data: bytes) -> None:
-        """What the source said."""
+        """Take bytes that the source received."""
         if self._sink is not None and not self._queue and self._state.is_passthrough():
             self._direction.byte_count += len(data)
             self._sink.write(data)
@@ -80,26 +81,26 @@ class DelayLine:
             self._enqueue(memoryview(data))
 
     def close(self, end: StreamEnd) -> None:
-        """The source says no more; RESET after END counts, anything else after either does not."""
+        """End the stream. A RESET after EOF is forwarded. Any other repeat is ignored."""
         if self._dropped or self._closing in (end, StreamEnd.RESET):
             return
         self._closing = end
         self._enqueue(end)
 
     def drop(self) -> None:
-        """The sink is gone: what is under way is lost, and so is what still comes."""
+        """Discard all bytes, also those that still come, as the sink is gone."""
         self._dropped, self._sink, self.buffered_bytes = True, None, 0
         self._pending.clear()
         self._queue.clear()
         self._set_timer(None)
 
     def set_sink_full(self, full: bool) -> None:
-        """The sink's buffer is full, or has room again."""
+        """Set whether the sink's buffer is full, and deliver if it is not."""
         self._sink_is_full = full
         self._deliver()
 
     def reschedule(self) -> None:
-        """Conditions have changed: what has not passed the bottleneck comes under the new ones."""
+        """Apply changed conditions to the entries that have not passed the bottleneck."""
         now = monotonic()
         waiting = [entry for entry in self._queue if entry.departure > now]
         for _ in waiting:
@@ -126,7 +127,7 @@ class DelayLine:
         self._deliver()
 
     def _deliver(self) -> None:
-        """Hand over what has arrived, and come back for the rest."""
+        """Forward the entries that have arrived, and set a timer for the next."""
         now = monotonic()
         due = self._due(now)
         while due is not None and due <= now:
@@ -136,12 +137,10 @@ class DelayLine:
         self._apply_backpressure()
 
     def _due(self, now: float) -> float | None:
-        """When the head of the line may be handed over; None while nobody takes it."""
+        """Return when the first entry may be forwarded, or None while the sink accepts nothing."""
         if not self._queue or self._sink is None or self._sink.is_closing():
             return None
-        if (
-            self._sink_is_full and self._closing is not StreamEnd.RESET
-        ):  # a reset does not wait for a sink that reads nothing
+        if self._sink_is_full and self._closing is not StreamEnd.RESET:  # a reset does not wait for a full sink
             return None
         return self._state.next_active_time(max(self._queue[0].arrival, now))
 
@@ -159,7 +158,7 @@ class DelayLine:
     def _forward_eof(self, sink: asyncio.Transport) -> None:
         try:
             sink.write_eof()
-        except OSError:  # reset by its peer a moment ago, and asyncio does not know yet
+        except OSError:  # reset by its peer, and asyncio has not noticed yet
             abort(sink)
         self.ended = True
         self._on_end()
@@ -170,7 +169,7 @@ class DelayLine:
         self._timer = None if due is None else self._loop.call_at(due, self._deliver)
 
     def _apply_backpressure(self) -> None:
-        if self._source is None or self._closing is not None:  # resuming after its end, asyncio would read that again
+        if self._source is None or self._closing is not None:  # after EOF, resuming would make asyncio read it again
             return
         if not self._dropped and (self._sink_is_full or self.buffered_bytes > self._direction.max_buffered):
             self._source.pause_reading()
@@ -179,8 +178,8 @@ class DelayLine:
 
 
 def abort(transport: asyncio.Transport) -> None:
-    """End a connection at once, unsent bytes dropped: by RST over TCP; a Unix socket only has an end."""
-    with suppress(OSError):  # the socket is closed, or its peer is: there is nothing left to reset
+    """End a connection at once and drop unsent bytes. TCP sends RST. A Unix socket is just closed."""
+    with suppress(OSError):  # the socket or its peer is closed already
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     transport.abort()
 

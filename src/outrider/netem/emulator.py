@@ -1,4 +1,4 @@
-"""A network to connect through: one emulated link for each host."""
+"""An emulated network: a transport that connects to each host through a link."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.netem.link import Link
 
 
 class EmulatedNetwork:
-    """Connections to any host, each through a link of the given conditions. Use it in one event loop."""
+    """A network with one emulated link per host and port. Use it in one event loop."""
 
     def __init__(self, conditions: Conditions) -> None:
         self._conditions = conditions

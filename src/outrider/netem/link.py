@@ -11,26 +11,26 @@ from outrider.netem.connection import RelayConnection, RelayProtocol
 from outrider.netem.link_state import LinkState
 
 NO_CONDITIONS = Conditions()
-ACCEPT_ITERATIONS = 3  # turns of the event loop that asyncio takes from accepting a socket to connection_made
+ACCEPT_ITERATIONS = 3  # iterations of the event loop between accepting a socket and connection_made
 
 
 class Link:
-    """Forwards every connection to host:port, counts the bytes, and does to them what `conditions` says.
+    """A relay to host:port that counts bytes and emulates network conditions.
 
-    All connections share the link: one bottleneck each way, first come, first served. Bytes are never lost, changed or
-    reordered; delays are exact to a millisecond each way, the event loop's resolution. Bytes count when they are handed
-    to the outgoing socket. A target that refuses or dies has the client's connection aborted. `seed` is the jitter's.
-    To be used in one event loop only; see LinkThread for other threads.
+    All connections share one bottleneck per direction, first come, first served. Bytes are never lost, changed or
+    reordered. Delays are exact to a millisecond each way, the event loop's resolution. Bytes count when they are
+    written to the outgoing socket. If the target refuses or dies, the client's connection is aborted. `seed` seeds the
+    jitter. A link belongs to one event loop. LinkThread serves other threads.
 
     Raises:
-        SettingsError: a port that is none.
+        SettingsError: an invalid port.
     """
 
     def __init__(self, host: str, port: int, conditions: Conditions = NO_CONDITIONS, *, seed: int = 0) -> None:
         if not 0 < port < 65536:
-            raise SettingsError(f"a port is between 1 and 65535, not {port}")
+            raise SettingsError(f"port {port}: expected 1 to 65535")
         self.connections = 0  # accepted so far
-        self.port: int | None = None  # where it listens, after start
+        self.port: int | None = None  # set by `start`
         self._address = (host, port)
         self._state = LinkState(conditions, seed)
         self._servers: list[asyncio.Server] = []
@@ -39,31 +39,32 @@ class Link:
 
     @property
     def up(self) -> int:
-        """Bytes forwarded from clients to the target."""
+        """Number of bytes forwarded from clients to the target."""
         return self._state.up.byte_count
 
     @property
     def down(self) -> int:
-        """Bytes forwarded from the target to clients."""
+        """Number of bytes forwarded from the target to clients."""
         return self._state.down.byte_count
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes in the delay lines of all present connections; bounded, see DelayLine."""
+        """Number of bytes in the delay lines of all connections. DelayLine bounds it."""
         return sum(connection.buffered_bytes for connection in self._open_connections)
 
     @property
     def conditions(self) -> Conditions:
-        """Assignable at any time: bytes that have not passed the bottleneck yet obey the new ones."""
+        """Present conditions. New ones apply to bytes that have not passed the bottleneck."""
         return self._state.conditions
 
     @conditions.setter
     def conditions(self, conditions: Conditions) -> None:
+        """Set the conditions."""
         self._state.set_conditions(conditions)
         self._reschedule()
 
     async def start(self, listen: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen on TCP; port 0 is any free one, found in `port` afterwards.
+        """Listen on TCP. With port 0 the system chooses a free one. `port` holds it afterwards.
 
         Raises:
             OSError: the address cannot be listened on.
@@ -91,7 +92,7 @@ class Link:
         return near
 
     async def close(self) -> None:
-        """RelayProtocol listener and connections, and wait until their sockets are closed; twice is once."""
+        """Close listeners and connections, and wait until their sockets are closed. A second call does nothing."""
         self._closed = True
         await self._stop_accepting()
         closing = [connection.closed for connection in self._open_connections]
@@ -101,29 +102,29 @@ class Link:
             await server.wait_closed()
 
     def cut(self) -> None:
-        """Abort all present connections (RST); new ones are accepted."""
+        """Abort all present connections (RST). New ones are accepted."""
         for connection in list(self._open_connections):
             connection.cut()
 
     def stall(self, seconds: float) -> None:
-        """Nothing moves for so long, both ways; no byte is lost.
+        """Hold all bytes back for a time, in both directions. None are lost.
 
         Raises:
             SettingsError: a time that is negative, not finite, or longer than a day.
         """
         if not 0 <= seconds <= MAX_SECONDS:
-            raise SettingsError(f"a stall takes between 0 s and a day ({MAX_SECONDS:g} s), not {seconds:g} s")
+            raise SettingsError(f"a stall of {seconds:g} s: expected 0 s to a day ({MAX_SECONDS:g} s)")
         self._state.stall(seconds)
         self._reschedule()
 
     def block(self, blocked: bool) -> None:
-        """While blocked, there are no connections: present ones are cut and new ones aborted at once."""
+        """Block or unblock the link. Blocking cuts present connections, and new ones are aborted at once."""
         self._blocked = blocked
         if blocked:
             self.cut()
 
     async def _stop_accepting(self) -> None:
-        """Close the listeners, once a client accepted a moment ago has turned up: a closed server loses its socket."""
+        """Close the listeners, after asyncio has registered clients accepted last. A closed server would leak them."""
         loop = asyncio.get_running_loop()
         for listener in [listener for server in self._servers for listener in server.sockets]:
             loop.remove_reader(listener.fileno())
@@ -134,7 +135,7 @@ class Link:
 
     def _add_server(self, server: asyncio.Server) -> None:
         self._servers.append(server)
-        self._state.set_conditions(self.conditions)  # the time between stalls counts from the start
+        self._state.set_conditions(self.conditions)  # restarts the time between stalls
 
     def _reschedule(self) -> None:
         for connection in self._open_connections:
@@ -147,7 +148,7 @@ class Link:
         return RelayConnection(self._state, self._address, self._register, self._open_connections.discard)
 
     def _register(self, connection: RelayConnection) -> bool:
-        """Whether a new client may stay."""
+        """Register a new client. Return whether its connection may stay."""
         self.connections += 1
         self._open_connections.add(connection)
         return not (self._blocked or self._closed)

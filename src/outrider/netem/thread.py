@@ -16,13 +16,13 @@ T = TypeVar("T")
 
 
 class LinkThread:
-    """A Link in a thread and event loop of its own, from `with` to its end; every method from any thread.
+    """A Link in a thread and event loop of its own, as a context manager with methods for any thread.
 
-    It listens on 127.0.0.1 at `port`. A change is in force when the method returns. It shares the interpreter lock:
-    while another thread computes in pure Python, a hop may wait for sys.getswitchinterval() (5 ms).
+    It listens on 127.0.0.1 at `port`. A change is in force when the method returns. The thread shares the interpreter
+    lock: while another thread computes in pure Python, a hop may wait for sys.getswitchinterval() (5 ms).
 
     Raises:
-        OSError: on entering, if it cannot listen.
+        OSError: on entering, if the link cannot listen.
     """
 
     def __init__(self, host: str, port: int, conditions: Conditions = NO_CONDITIONS, *, seed: int = 0) -> None:
@@ -41,43 +41,44 @@ class LinkThread:
 
     @property
     def port(self) -> int | None:
-        """Where it listens."""
+        """Port that the link listens on."""
         return self._link.port
 
     @property
     def up(self) -> int:
-        """Bytes forwarded from clients to the target."""
+        """Number of bytes forwarded from clients to the target."""
         return self._link.up
 
     @property
     def down(self) -> int:
-        """Bytes forwarded from the target to clients."""
+        """Number of bytes forwarded from the target to clients."""
         return self._link.down
 
     @property
     def connections(self) -> int:
-        """Connections accepted so far."""
+        """Number of connections accepted so far."""
         return self._link.connections
 
     @property
     def conditions(self) -> Conditions:
-        """Assignable at any time, as in Link."""
+        """Present conditions. New ones apply to bytes that have not passed the bottleneck."""
         return self._link.conditions
 
     @conditions.setter
     def conditions(self, conditions: Conditions) -> None:
+        """Set the conditions."""
         self._call(lambda: setattr(self._link, "conditions", conditions))
 
     def cut(self) -> None:
-        """As Link.cut."""
+        """Abort all present connections, as `Link.cut` does."""
         self._call(self._link.cut)
 
     def stall(self, seconds: float) -> None:
-        """As Link.stall."""
+        """Hold all bytes back for a time, as `Link.stall` does."""
         self._call(lambda: self._link.stall(seconds))
 
     def block(self, blocked: bool) -> None:
-        """As Link.block."""
+        """Block or unblock the link, as `Link.block` does."""
         self._call(lambda: self._link.block(blocked))
 
     def _call(self, function: Callable[[], T]) -> T:

@@ -61,7 +61,7 @@ def median_costs(several: list[StepCosts]) -> StepCosts:
         SettingsError: the list is empty.
     """
     if not several:
-        raise SettingsError("no step times were measured")
+        raise SettingsError("no step costs were measured")
     found: dict[str, Any] = {
         field.name: _median([getattr(one, field.name) for one in several]) for field in fields(StepCosts)
     }

@@ -218,9 +218,10 @@ def _data(claimed: int, rest: int, at: int, length: str, extra: int = 0) -> Data
 
     rest: bytes from the beginning of the data to the end of the file. extra: of the header, if the size includes it.
     """
-    is_known = 0 < claimed < STREAMED or 2**32 < claimed < 2**48
+    is_wide = length[1] == "q"
+    is_known = 0 < claimed < STREAMED or 2**32 < claimed < 2**48 or (is_wide and 0 < claimed <= rest)
     present = min(rest, claimed) if is_known else rest
-    true_size = struct.pack(length, present + extra) if present + extra < 2**32 or length[1] == "q" else b""
+    true_size = struct.pack(length, present + extra) if present + extra < 2**32 or is_wide else b""
     return Data(claimed if is_known else None, present, at, true_size)
 
 

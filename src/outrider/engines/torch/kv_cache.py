@@ -47,8 +47,8 @@ class _Layer(CacheLayerMixin):
     @property
     def needs_growth(self) -> bool:
         """Return whether the buffers do not exist yet, or are smaller than the owner's size."""
-        held, owner = self.keys, self._owner
-        return held is None or held.shape[0] < owner.slots or held.shape[2] < owner.capacity
+        keys, owner = self.keys, self._owner
+        return keys is None or keys.shape[0] < owner.slots or keys.shape[2] < owner.capacity
 
     def _grow(self, old: Tensor | None, like: Tensor) -> Tensor:
         owner = self._owner
@@ -105,8 +105,8 @@ class SlotKVCache(Cache):
     @property
     def buffers(self) -> list[Tensor]:
         """Buffers of keys and values that are allocated, each [slots, heads, capacity, dim]."""
-        held = [buffer for layer in self.layers for buffer in (layer.keys, layer.values)]
-        return [buffer for buffer in held if buffer is not None]
+        buffers = [buffer for layer in self.layers for buffer in (layer.keys, layer.values)]
+        return [buffer for buffer in buffers if buffer is not None]
 
     def allocate(self) -> int:
         """Return a slot of length 0.

@@ -9,7 +9,7 @@ export async function decode(bytes) {
   try {
     buffer = await context.decodeAudioData(bytes);
   } catch (problem) {
-    throw new Error(`This is no recording that the browser can read (${problem.message}).`);
+    throw new Error(`The browser cannot read this recording (${problem.message}).`);
   }
   return { samples: mono(buffer), seconds: buffer.duration };
 }

@@ -5,8 +5,8 @@ const RANGES = { // of the thresholds: [highest, step, where a person begins]
   entropy: [4, 0.05, 0.3], margin: [1, 0.01, 0.8], maxprob: [1, 0.01, 0.1], logprob: [6, 0.05, 0.1],
 };
 const HELP = {
-  entropy: "Lower asks the cloud more often.", maxprob: "Lower asks the cloud more often.",
-  logprob: "Lower asks the cloud more often.", margin: "Higher asks the cloud more often.",
+  entropy: "A lower threshold verifies more blocks.", maxprob: "A lower threshold verifies more blocks.",
+  logprob: "A lower threshold verifies more blocks.", margin: "A higher threshold verifies more blocks.",
 };
 const RTTS = ["", "10ms", "50ms", "100ms", "200ms", "500ms"];
 const BANDWIDTHS = ["", "50Mbit", "10Mbit", "2Mbit", "500kbit", "64kbit"];

@@ -9,8 +9,8 @@ export class Refusal extends Error {
 }
 
 const PLAIN = {
-  401: "The gateway asks for a key.",
-  404: "The gateway does not know this address.",
+  401: "The gateway requires an API key.",
+  404: "The gateway has no such address.",
   413: "The request is larger than the gateway takes.",
   429: "The gateway is busy: all its slots and its queue are full.",
   503: "The cloud cannot be reached.",

@@ -94,7 +94,7 @@ export class Strip {
     if (!token) return [];
     const lines = [`token ${n + 1}, id ${token.id}`, token.settled ? NAMES[token.source] : "drafted, not yet decided"];
     if (token.draft !== undefined) lines.push(`the edge had drafted “${token.draft}”`);
-    if (token.differs) lines.push("the cloud alone writes something else here");
+    if (token.differs) lines.push("the cloud alone writes another token here");
     const signals = Object.entries(token.signals || {}).map(([name, value]) => `${name} ${value.toPrecision(3)}`);
     return signals.length ? [...lines, signals.join(" · ")] : lines;
   }

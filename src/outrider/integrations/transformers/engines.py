@@ -1,4 +1,4 @@
-"""Engines of the models in a `generate` call: made once for a model, seen by each call in its own way."""
+"""Engines of the models in a `generate` call, cached on the models, and a view of an engine per call."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from outrider.engines.load import load_engine
 from outrider.errors import ModelError
 
 _ENGINE_ATTRIBUTE = "_outrider"
-OMNI_SECONDS = 300  # as its processor: its encoder has no window
+OMNI_SECONDS = 300  # as in its processor, since its encoder has no window
 POSITIONS_PER_SECOND = 50  # of Whisper's encoder
 
 
-_engine_lock = RLock()  # making an engine may fuse the model's weights: once
+_engine_lock = RLock()  # making an engine may fuse the model's weights, which must happen once
 
 
 class _EngineHolder:
-    """An engine, kept on its model, so that both go together; a copy or a pickle of the model leaves it behind."""
+    """Holder of an engine on its model, so that both are freed together. Copies and pickles of the model lack it."""
 
     def __init__(self, engine: Any = None) -> None:
         self.engine = engine
@@ -33,10 +33,10 @@ class _EngineHolder:
 
 
 def get_engine(model: Any, tokenizer: Any = None) -> Any:
-    """Return the model's engine. It is cached, and made again if the model has changed or has another tokenizer.
+    """Return the model's engine from the cache, or a new one if the model or its tokenizer changed.
 
     Raises:
-        ModelError: an encoder-decoder, or a model whose cache cannot be truncated.
+        ModelError: an encoder-decoder, or a model with a cache that cannot be truncated.
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ModelError(f"{type(model).__name__} is an encoder-decoder; outrider takes decoder-only models")
@@ -54,7 +54,7 @@ def _is_current(engine: Any, model: Any, tokenizer: Any) -> bool:
 
 
 def _feature_extractor(model: Any) -> Any:
-    """The shape of a model's recordings. Features come ready-made here: only their sizes are asked for."""
+    """Return a feature extractor with the model's sizes, or None. It computes nothing, as calls bring features."""
     audio = getattr(getattr(model, "config", None), "audio_config", None)
     if audio is None:
         return None
@@ -65,7 +65,7 @@ def _feature_extractor(model: Any) -> Any:
 
 @contextmanager
 def eval_mode(*models: Any) -> Iterator[None]:
-    """Models are in evaluation mode meanwhile, without dropout. Afterwards each module returns to its earlier mode."""
+    """Put models into evaluation mode, without dropout, and restore each module's mode afterwards."""
     modules = [module for model in models if hasattr(model, "modules") for module in model.modules()]
     training = [module for module in modules if module.training]
     try:
@@ -78,7 +78,10 @@ def eval_mode(*models: Any) -> Iterator[None]:
 
 
 class EngineView:
-    """An engine as one call sees it: with the EOS ids of that call, and deaf where it cannot read the recording."""
+    """View of an engine for one call, with that call's EOS ids.
+
+    reads_audio: False drops the recording, for a drafter that cannot read it.
+    """
 
     def __init__(self, engine: Any, eos_ids: tuple[int, ...], *, reads_audio: bool = True) -> None:
         self._engine, self.eos_ids, self._reads_audio = engine, eos_ids, reads_audio
@@ -87,6 +90,7 @@ class EngineView:
         return getattr(self._engine, name)
 
     def open(self, prompt: Prompt) -> int:
+        """Return a free slot for the prompt, without its recording unless the engine reads audio."""
         return int(self._engine.open(prompt if self._reads_audio else Prompt(prompt.ids)))
 
 
@@ -95,8 +99,8 @@ _locks: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 @contextmanager
 def exclusive(*engines: Any) -> Iterator[None]:
-    """No other call uses these engines meanwhile: their caches belong to one thread at a time."""
+    """Lock engines for one call, as their caches belong to one thread at a time."""
     with ExitStack() as stack:
-        for engine in sorted(set(engines), key=id):  # one order for all, or two calls could wait for each other
+        for engine in sorted(set(engines), key=id):  # the same order in all calls, so that none deadlock
             stack.enter_context(_locks.setdefault(engine, RLock()))
         yield

@@ -1,9 +1,10 @@
-"""`for_transformers`: speculative decoding for whoever calls `generate`."""
+"""`for_transformers`: speculative decoding as the decoding loop of transformers' `generate`."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,10 @@ from outrider.decoding.result import Result
 from outrider.engines.base import Prompt
 from outrider.errors import ModelError, SettingsError
 from outrider.integrations.transformers import settings as call_settings
-from outrider.integrations.transformers.call import recover_generate_kwargs
 from outrider.integrations.transformers.engines import EngineView, eval_mode, exclusive, get_engine
 from outrider.integrations.transformers.inputs import accepts_features, check_inputs, read_prompt
 
-_UNSUPPORTED_KWARGS = ("assistant_model", "cache", "past_key_values")
+_UNSUPPORTED_KWARGS = ("assistant_model", "cache", "past_key_values", "synced_gpus")
 
 
 def for_transformers(
@@ -36,32 +36,38 @@ def for_transformers(
     on_loop: OnLoop | None = None,
     seed: int | None = None,
 ) -> CustomGenerate:
-    """A decoding loop for `model.generate(..., custom_generate=for_transformers(draft_model))`. Make it once.
+    """Return a decoding loop with a drafter, to be made once and used for any number of calls.
 
-    With the defaults, greedy output is that of plain `generate`, token for token (in float32; docs/guarantees.md has
-    the short formats). With do_sample=True tokens are drawn from the target's own distribution, as `generate` does, but
-    by Outrider's seeded noise: they are not the tokens that `generate` would draw after the same `torch.manual_seed`.
+    `loop.generate(model, ...)` takes the arguments of `model.generate(...)`. The loop is also a `custom_generate` of
+    `model.generate`, but transformers does not hand all arguments on to it (see `CustomGenerate.generate`).
+
+    With the defaults, greedy output is that of plain `generate`, token for token, in float32. docs/guarantees.md covers
+    the short formats. With do_sample=True, tokens are drawn from the target's own distribution, as `generate` does, but
+    by Outrider's seeded noise. They differ from those that `generate` draws after the same `torch.manual_seed`.
 
     Args:
-        draft: the drafter: a transformers model, or an engine from `load_engine`. One without audio drafts for a
-            target that hears from the ids alone.
-        tokenizer: what both models' ids mean. Ids beyond it are padding, and never emitted. Needed where the models
-            differ in padding; by default the tokenizer of a draft engine, or none: every id of the target may come.
+        draft: the drafter: a transformers model, or an engine from `load_engine`. A drafter without an audio encoder
+            drafts for an audio target from the ids alone.
+        tokenizer: the tokenizer of both models. Ids beyond its vocabulary are padding, and never emitted. It is needed
+            if the models differ in padding. The default is the tokenizer of a draft engine, or none: every id of the
+            target may be emitted.
         gate, k, accept, scope, on_loop: as in `SpeculativeDecoder`.
-        seed: of the draws with do_sample=True, 0 to 2^64 − 1; by default one from torch's generator for each call, so
+        seed: of the draws with do_sample=True, 0 to 2^64 − 1. By default each call takes one from torch's generator, so
             that `torch.manual_seed` governs it.
 
     Raises:
-        ModelError: a drafter that is no loaded model, or cannot draft; when called, a target that cannot be driven.
-        SettingsError: settings that contradict each other, or a tokenizer that is none; when called, anything in the
-            call that would change the output and is not Outrider's, by name, before any model work.
+        ModelError: the drafter is not a loaded model, or cannot draft. When called: the target cannot be driven.
+        SettingsError: the settings contradict each other, or the tokenizer is invalid. When called: an argument would
+            change the output and is not supported. The message names it, and no model has run.
         PromptError: when called, a batch, padding, or inputs other than ids and one recording.
         VocabularyMismatch: when called, the drafter does not share the target's vocabulary.
     """
     if isinstance(draft, (str, Path)):
-        raise ModelError(f"draft is a loaded transformers model or an engine, as from load_engine({str(draft)!r})")
+        raise ModelError(
+            f"draft: expected a loaded transformers model, or an engine as from load_engine({str(draft)!r})"
+        )
     if tokenizer is not None and not hasattr(tokenizer, "convert_ids_to_tokens"):
-        raise SettingsError(f"tokenizer is a loaded one, as from AutoTokenizer, not {type(tokenizer).__name__}")
+        raise SettingsError(f"tokenizer: expected a loaded one, as from AutoTokenizer, not {type(tokenizer).__name__}")
     with eval_mode(draft):
         engine = draft if hasattr(draft, "forward_many") else get_engine(draft, tokenizer)
     options = DecodingOptions(gate=gate, k=k, accept=accept, scope=scope, on_loop=on_loop)
@@ -69,15 +75,28 @@ def for_transformers(
 
 
 class CustomGenerate:
-    """What `for_transformers` makes: a function with the signature that `generate` calls."""
+    """The decoding loop of `for_transformers`: a function of transformers' `custom_generate` convention."""
 
     def __init__(
         self, draft_model: Any, draft: Any, tokenizer: Any, options: DecodingOptions, seed: int | None
     ) -> None:
         self._draft_model, self._tokenizer, self._options, self._seed = draft_model, tokenizer, options, seed
-        # Bad options are refused now, with the drafter in the target's place; what k="auto" learns outlives a call.
         self._draft_tokenizer = draft.tokenizer
+        # A decoder made now, with the drafter as its target, refuses bad options early. It also keeps the adaptive
+        # draft length, which outlives a call.
         self._lookahead = SpeculativeDecoder(draft, local(draft), **options.keywords()).draft_length
+
+    def generate(self, model: Any, *args: Any, streamer: Any = None, tokenizer: Any = None, **kwargs: Any) -> Any:
+        """Run `model.generate` with this decoding loop. All arguments are those of `model.generate`.
+
+        This supports arguments that transformers (5.17 to 5.24) does not hand on to a `custom_generate` function:
+        `streamer`, and `tokenizer` for `stop_strings`. It refuses those that Outrider does not support, which would be
+        dropped silently there: `assistant_model`, `synced_gpus`, and a cache.
+        """
+        _refuse([name for name in _UNSUPPORTED_KWARGS if kwargs.get(name) not in (None, False)])
+        loop = partial(self, streamer=streamer, tokenizer=tokenizer)
+        # generate itself needs the streamer too, as it puts the prompt there.
+        return model.generate(*args, custom_generate=loop, streamer=streamer, tokenizer=tokenizer, **kwargs)
 
     def __call__(
         self,
@@ -88,14 +107,15 @@ class CustomGenerate:
         generation_config: Any,
         synced_gpus: bool = False,
         streamer: Any = None,
-        stop_strings: Any = None,  # not among _sample's: generate leaves it to us, and needs no tokenizer for it
+        tokenizer: Any = None,
+        stop_strings: Any = None,  # `_sample` has no such parameter, so generate hands it on
         **model_kwargs: Any,
     ) -> Any:
-        recovered = recover_generate_kwargs("streamer", "tokenizer", "synced_gpus", *_UNSUPPORTED_KWARGS)
-        _refuse([name for name in _UNSUPPORTED_KWARGS if name in recovered])
-        _refuse(["synced_gpus"] if synced_gpus or recovered.get("synced_gpus") else [])
-        tokenizer = recovered.get("tokenizer", self._tokenizer)
-        criteria = call_settings.stop_strings(stop_strings, tokenizer, stopping_criteria)
+        """Decode for `model.generate`, which has put the prompt into the streamer."""
+        _refuse(["synced_gpus"] if synced_gpus else [])
+        criteria = call_settings.stop_strings(
+            stop_strings, self._tokenizer if tokenizer is None else tokenizer, stopping_criteria
+        )
         parsed = call_settings.parse(generation_config, logits_processor, criteria, input_ids.shape[1])
         check_inputs(input_ids, model_kwargs)
         with eval_mode(model, self._draft_model):
@@ -103,7 +123,7 @@ class CustomGenerate:
             prompt = read_prompt(input_ids, model_kwargs, target.audio)
             with exclusive(draft, target):
                 call = _Call(self._decoder(draft, target, prompt, parsed), prompt, self._with_seed(parsed.settings))
-                call.run(input_ids, parsed.criteria, streamer if streamer is not None else recovered.get("streamer"))
+                call.run(input_ids, parsed.criteria, streamer)
         if not generation_config.return_dict_in_generate:
             return call.ids
         output = GenerateDecoderOnlyOutput(sequences=call.ids)
@@ -128,7 +148,7 @@ class CustomGenerate:
         return decoder
 
     def _with_seed(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The settings, with a seed where one is needed."""
+        """Return the settings, with a seed added if they sample."""
         if "temperature" not in settings:
             return settings
         return {**settings, "seed": int(torch.randint(2**63 - 1, ())) if self._seed is None else self._seed}
@@ -136,26 +156,27 @@ class CustomGenerate:
 
 def _refuse(names: list[str]) -> None:
     if names:
-        raise SettingsError(f"{', '.join(names)}: not together with Outrider, which brings its own drafter and caches")
+        raise SettingsError(f"{', '.join(names)}: not supported with Outrider, which has its own drafter and caches")
 
 
 class _EncodedDecoder(SpeculativeDecoder):
-    """A decoder whose prompts are encoded already."""
+    """A decoder of prompts that are encoded already."""
 
     def encode(self, prompt: Any) -> Prompt:
+        """Return the prompt unchanged."""
         assert isinstance(prompt, Prompt)
         return prompt
 
 
 class _Call:
-    """One call: the sequence so far, for criteria and streamer. result: None where a criterion ended the output."""
+    """One call of the loop. ids: the sequence so far. result: None if a stopping criterion ended the output."""
 
     def __init__(self, decoder: _EncodedDecoder, prompt: Prompt, settings: dict[str, Any]) -> None:
         self._events = decoder.stream(prompt, **settings)  # type: ignore[arg-type]
         self.result: Result | None = None
 
     def run(self, prompt_ids: Tensor, criteria: Any, streamer: Any) -> None:
-        """Generate, in the order of `generate`: append a token, ask the criteria, stream it. The prompt is streamed."""
+        """Generate as `generate` does: append a token, evaluate the criteria, stream the token."""
         self.ids = prompt_ids
         with closing(self._tokens()) as tokens:
             for token in tokens:
@@ -170,7 +191,7 @@ class _Call:
             streamer.end()
 
     def _tokens(self) -> Generator[int, None, None]:
-        """The tokens in order, each one as soon as nothing can revise it any more."""
+        """Yield the tokens in order, each as soon as it is final."""
         tokens: list[int] = []
         emitted = 0
         with closing(self._events) as events:
@@ -182,7 +203,7 @@ class _Call:
         yield from tokens[emitted:]
 
     def _confirmed(self, events: Generator[StreamEvent, None, Result]) -> Generator[StreamEvent, None, None]:
-        """The events that stand for more than a draft; at the end, the result is kept."""
+        """Yield all events but provisional ones, and keep the result at the end."""
         while True:
             try:
                 event = next(events)

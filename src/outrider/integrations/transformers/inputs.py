@@ -1,4 +1,4 @@
-"""The prompt of a `generate` call: its ids, and the recording that may come with them."""
+"""Prompt of a `generate` call: its ids, and optionally one recording."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from torch import Tensor
 from outrider.engines.base import Prompt
 from outrider.errors import PromptError
 
-_IGNORED_INPUTS = ("use_cache", "logits_to_keep", "cache_position")  # how to compute, not what
+_IGNORED_INPUTS = ("use_cache", "logits_to_keep", "cache_position")  # they do not change the output
 _CACHES = ("cache", "past_key_values")
 _USED_INPUTS = ("attention_mask", "position_ids", "input_features", "feature_attention_mask")
 FRAMES_PER_SECOND = 100
 
 
 def check_inputs(ids: Tensor, given: dict[str, Any]) -> None:
-    """ids int64 [1, T], and the model's other inputs by name.
+    """Check the inputs of a call. ids: int64 [1, T]. given: the model's other inputs by name.
 
     Raises:
-        PromptError: a batch, padding, positions or a cache of the caller's, or an input that we cannot pass on.
+        PromptError: a batch, padding, the caller's own positions or cache, or an unsupported input.
     """
     for name, value in given.items():
-        absent = (
-            value is None or value is False or (isinstance(value, dict) and not value)
-        )  # an empty mm_encoder_outputs
+        is_empty = isinstance(value, dict) and not value  # as mm_encoder_outputs without media
+        absent = value is None or value is False or is_empty
         if not absent and name not in (*_IGNORED_INPUTS, *_CACHES, *_USED_INPUTS):
-            raise PromptError(f"{name}: Outrider takes token ids, and one recording as input_features")
+            raise PromptError(f"{name}: not supported: Outrider takes token ids, and one recording as input_features")
     if ids.shape[0] != 1:
         raise PromptError(f"a batch of {ids.shape[0]} sequences: Outrider decodes one at a time")
     if not ids.shape[1]:
@@ -40,7 +39,7 @@ def check_inputs(ids: Tensor, given: dict[str, Any]) -> None:
 
 
 def read_prompt(ids: Tensor, given: dict[str, Any], audio_encoder: Any) -> Prompt:
-    """The prompt, from inputs that were checked. audio_encoder: the target's `AudioInput`, or None.
+    """Return the prompt from checked inputs. audio_encoder: the target's `AudioInput`, or None.
 
     Raises:
         PromptError: a recording for a model that takes none.
@@ -52,7 +51,7 @@ def _check_caches(given: dict[str, Any]) -> None:
     for name in _CACHES:
         cache = given.get(name)
         if cache is not None and cache.get_seq_length():
-            raise PromptError(f"{name}: Outrider keeps its own cache, and cannot go on from yours")
+            raise PromptError(f"{name}: Outrider keeps its own cache, and cannot continue from this one: leave it out")
 
 
 def _check_mask(mask: Any, ids: Tensor) -> None:
@@ -63,7 +62,7 @@ def _check_mask(mask: Any, ids: Tensor) -> None:
 
 
 def _check_positions(positions: Any, ids: Tensor) -> None:
-    """Audio and text count on together in all families that we take, so that positions are 0, 1, 2 … on every axis."""
+    """Raise PromptError unless positions are 0, 1, 2 … on every axis, as in all supported families."""
     if positions is None:
         return
     plain = torch.arange(ids.shape[1], device=positions.device)
@@ -83,19 +82,19 @@ def _check_features(batch: Any, mask: Any) -> None:
 
 
 def _features(given: dict[str, Any], audio_encoder: Any) -> np.ndarray | None:
-    """float32 [mels, frames] as the engine takes them: the valid frames, and as much padding as is looked at."""
+    """Return the features as the engine takes them, float32 [mels, frames]: valid frames, and `tail` of padding."""
     batch = given.get("input_features")
     if batch is None:
         return None
     if audio_encoder is None:
         raise PromptError("input_features: the model takes no audio that Outrider can pass on")
-    wanted = int(given["feature_attention_mask"].sum()) + tail(audio_encoder)
-    found = batch[0, :, :wanted].float().cpu().numpy()
-    return np.pad(found, ((0, 0), (0, wanted - found.shape[1])), mode="edge")
+    frames = int(given["feature_attention_mask"].sum()) + tail(audio_encoder)
+    found = batch[0, :, :frames].float().cpu().numpy()
+    return np.pad(found, ((0, 0), (0, frames - found.shape[1])), mode="edge")
 
 
 def tail(audio_encoder: Any) -> int:
-    """Frames of padding that the model's encoder looks at behind the valid ones."""
+    """Return the number of padding frames behind the valid ones that the model's encoder attends to."""
     return int(audio_encoder.max_frames) - round(audio_encoder.max_seconds * FRAMES_PER_SECOND)
 
 

@@ -1,7 +1,7 @@
-"""What a `generate` call asks for, in our settings; what we do not do is refused by name.
+"""Conversion of a `generate` call's settings to Outrider's. Unsupported settings are refused by name.
 
-transformers has turned its settings into logits processors and stopping criteria by now. Reading those, and not the
-settings, also covers what a caller brings along: a processor that is not in `_CONVERTERS` is refused, whatever made it.
+transformers has turned its settings into logits processors and stopping criteria at this point. Reading those, and not
+the settings, also covers processors of the caller. A processor that is not in `_CONVERTERS` is refused.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from transformers.generation import stopping_criteria as stopping
 from outrider.config import GenerationSettings
 from outrider.errors import SettingsError
 
-_NEUTRAL_VALUES: dict[
-    str, tuple[Any, ...]
-] = {  # settings that change the loop itself, and the values that leave it alone
+# Settings that change the loop itself, and the values with which they do not.
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "num_beam_groups": (None, 1),
     "num_return_sequences": (None, 1),
@@ -31,12 +30,15 @@ _NEUTRAL_VALUES: dict[
     "force_words_ids": (None,),
 }
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-_QUANTIZED = "quantized"  # the only kind of cache that changes what the model computes
+_QUANTIZED = "quantized"  # the only kind of cache that changes the model's output
 
 
 @dataclass(frozen=True)
 class ParsedSettings:
-    """settings: fields of `GenerationSettings`. criteria: the stopping criteria that are asked after each token."""
+    """Settings of one call.
+
+    settings: fields of `GenerationSettings`. criteria: stopping criteria to evaluate after each token.
+    """
 
     settings: dict[str, Any]
     eos_ids: tuple[int, ...]
@@ -44,10 +46,10 @@ class ParsedSettings:
 
 
 def parse(config: Any, processor_list: Any, criteria: Any, prompt_length: int) -> ParsedSettings:
-    """The settings behind a generation config, a list of processors and a list of stopping criteria.
+    """Return the settings of a generation config, a list of processors and a list of stopping criteria.
 
     Raises:
-        SettingsError: something that would change the output and that we do not do, or a value that we do not take.
+        SettingsError: an unsupported setting that would change the output, or a value out of range.
     """
     check_config(config)
     eos = _eos(criteria)
@@ -57,7 +59,7 @@ def parse(config: Any, processor_list: Any, criteria: Any, prompt_length: int) -
     longest = [criterion.max_length for criterion in criteria if type(criterion) is stopping.MaxLengthCriteria]
     if not longest:
         raise SettingsError("generate sets no max_length: give max_new_tokens")
-    max_new = max(1, min(longest) - prompt_length)  # generate, too, asks its criteria after a token only
+    max_new = max(1, min(longest) - prompt_length)  # generate too evaluates its criteria after a token only
     settings["max_new_tokens"] = max_new
     settings["min_new_tokens"] = min(settings.get("min_new_tokens", 0), max_new)
     handled = (stopping.MaxLengthCriteria, stopping.EosTokenCriteria)
@@ -67,10 +69,10 @@ def parse(config: Any, processor_list: Any, criteria: Any, prompt_length: int) -
 
 
 def check_config(config: Any) -> None:
-    """Refuse what is neither greedy decoding nor plain sampling, and outputs that are not there.
+    """Refuse decoding modes other than greedy decoding and plain sampling, and unsupported outputs.
 
     Raises:
-        SettingsError: naming the setting.
+        SettingsError: the message names the setting.
     """
     for name, neutral in _NEUTRAL_VALUES.items():
         if getattr(config, name, None) not in neutral:
@@ -78,33 +80,31 @@ def check_config(config: Any) -> None:
                 f"{name}={getattr(config, name)}: Outrider decodes one sequence, greedily or by sampling"
             )
     if getattr(config, "cache_implementation", None) == _QUANTIZED:
-        raise SettingsError(
-            "cache_implementation='quantized' changes what the model computes: Outrider keeps no such one"
-        )
+        raise SettingsError("cache_implementation='quantized' changes the model's output: Outrider does not support it")
     if config.return_dict_in_generate:
         for name in _OUTPUTS:
             if getattr(config, name, None):
-                raise SettingsError(f"{name}: Outrider returns the sequence alone")
+                raise SettingsError(f"{name}: not supported: Outrider returns the sequence alone")
 
 
 def parse_processors(processor_list: Any, prompt_length: int, eos: tuple[int, ...], *, sampled: bool) -> dict[str, Any]:
-    """The settings of a list of logits processors.
+    """Return the settings of a list of logits processors.
 
     Raises:
-        SettingsError: a processor that we do not have, twice the same, or an order that means something else.
+        SettingsError: an unsupported processor, a second one of the same kind, or another order than Outrider's.
     """
     settings: dict[str, Any] = {}
     rank = 0
     for processor in processor_list:
         name = type(processor).__name__
         if type(processor) not in _CONVERTERS:
-            raise SettingsError(f"{name}: Outrider does not have this logits processor, and will not leave it out")
+            raise SettingsError(f"{name}: Outrider does not support this logits processor, and does not ignore it")
         _check_plain(processor, name, eos)
         order = _WARPER_ORDER.index(type(processor)) + 1 if type(processor) in _WARPER_ORDER else 0
         if order and not sampled:
-            raise SettingsError(f"{name} needs do_sample=True: greedy decoding has no use for it")
+            raise SettingsError(f"{name} needs do_sample=True: it has no effect on greedy decoding")
         if order < rank:
-            raise SettingsError(f"{name} comes after {_WARPER_ORDER[rank - 1].__name__}: Outrider applies it before")
+            raise SettingsError(f"{name} comes after {_WARPER_ORDER[rank - 1].__name__}: Outrider applies it first")
         rank = order
         for field, value in _CONVERTERS[type(processor)](processor, prompt_length).items():
             if field in settings and field != "min_new_tokens":
@@ -116,12 +116,12 @@ def parse_processors(processor_list: Any, prompt_length: int, eos: tuple[int, ..
 def _check_plain(processor: Any, name: str, eos: tuple[int, ...]) -> None:
     """Refuse options of a known processor that only its own constructor can set."""
     if getattr(processor, "filter_value", -torch.inf) != -torch.inf or getattr(processor, "min_tokens_to_keep", 1) != 1:
-        raise SettingsError(f"{name}: filter_value and min_tokens_to_keep are −inf and 1 here")
+        raise SettingsError(f"{name}: expected filter_value −inf and min_tokens_to_keep 1")
     ignored = getattr(processor, "prompt_ignore_length", None)
     if ignored is not None and bool(torch.as_tensor(ignored).any()):
-        raise SettingsError(f"{name}: prompt_ignore_length is not Outrider's: its penalty counts the whole prompt")
+        raise SettingsError(f"{name}: prompt_ignore_length is not supported: the penalty counts the whole prompt")
     if hasattr(processor, "eos_token_id") and _ids(processor.eos_token_id) != eos:
-        raise SettingsError(f"{name}: its eos_token_id are not those that end the output")
+        raise SettingsError(f"{name}: its eos_token_id differ from those that end the output")
 
 
 def _eos(criteria: Any) -> tuple[int, ...]:
@@ -130,26 +130,26 @@ def _eos(criteria: Any) -> tuple[int, ...]:
 
 
 def _ids(ids: Any) -> tuple[int, ...]:
-    """Token ids, sorted; negative ones stand for "none" and never match."""
+    """Return the token ids, sorted, without negative ones, which stand for "none"."""
     return tuple(sorted({int(token) for token in torch.as_tensor(ids).flatten().tolist() if token >= 0}))
 
 
 def stop_strings(texts: Any, tokenizer: Any, criteria: Any) -> Any:
-    """The list of criteria with transformers' own criterion for these texts, unless the caller brought one.
+    """Return the criteria with transformers' own criterion for stop strings added, unless they have one.
 
     Raises:
-        SettingsError: there is no tokenizer.
+        SettingsError: there are stop strings, but no tokenizer.
     """
     if texts is None or any(type(criterion) is stopping.StopStringCriteria for criterion in criteria):
         return criteria
     if tokenizer is None:
-        raise SettingsError("stop_strings need a tokenizer: give it to generate, or to for_transformers")
+        raise SettingsError("stop_strings need a tokenizer: give it to for_transformers, or to the loop's own generate")
     return stopping.StoppingCriteriaList([*criteria, stopping.StopStringCriteria(tokenizer, texts)])
 
 
 Converter = Callable[[Any, int], Mapping[str, Any]]
 
-_WARPER_ORDER = [  # in our order, which is that of generate
+_WARPER_ORDER = [  # Outrider's order, which is that of generate
     processors.TemperatureLogitsWarper,
     processors.TopKLogitsWarper,
     processors.TopPLogitsWarper,
