@@ -117,14 +117,14 @@ def test_a_cloud_that_cannot_be_reached_is_named_before_a_model_is_loaded(
     with socket.socket() as taken:  # bound and not listening: refused at once
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        assert run("generate", "hi", "--cloud", f"grpc://127.0.0.1:{port}", "--patience", "0.3") == 1
+        assert run("generate", "--prompt-ids", "5", "--cloud", f"grpc://127.0.0.1:{port}", "--patience", "0.3") == 1
     err = capsys.readouterr().err
     assert f"127.0.0.1:{port} cannot be reached" in err
     assert "refused" in err.lower(), "the reason is not named"
 
 
 def test_a_name_that_does_not_resolve_is_said_to_be_one(capsys: pytest.CaptureFixture[str], no_models: None) -> None:
-    assert run("generate", "hi", "--cloud", "grpc://no.such.host.invalid:7070", "--patience", "0.3") == 1
+    assert run("generate", "--prompt-ids", "5", "--cloud", "grpc://no.such.host.invalid:7070", "--patience", "0.3") == 1
     assert "lost at once" not in capsys.readouterr().err
 
 

@@ -231,7 +231,7 @@ def test_a_drafter_computes_where_it_is_held() -> None:
 
 def test_threads_that_are_not_there_and_an_edge_elsewhere_are_refused() -> None:
     for count in (0, 4096):
-        with pytest.raises(SettingsError, match=f"--edge-threads {count}: between 1 and"):
+        with pytest.raises(SettingsError, match=f"--edge-threads {count}: expected 1 to"):
             check_threads(count)
 
     class Elsewhere:

@@ -240,13 +240,13 @@ def test_without_a_cloud_it_is_an_edge_alone() -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        (["--edge", "none"], "give one"),
+        (["--edge", "none"], "give --edge MODEL"),
         (["--slots", "0"], "--slots 0"),
         (["--gate", "luck"], "gate 'luck'"),
         (["--listen", "0.0.0.0:0"], "--api-keys"),
         (["--token-file", "x"], "--token-file"),
         (["--allow-origin", "example.org"], "--allow-origin"),
-        (["--max-body", "much"], "no size"),
+        (["--max-body", "much"], "is not a size"),
         (["--max-body", "0"], "1 byte or more"),
     ],
 )

@@ -15,7 +15,6 @@ from outrider.cli.options import (
     Output,
     Speculation,
     build_decoder,
-    check_accepts_text,
 )
 from outrider.cli.terminal import STDERR, print_json
 from outrider.config import GenerationSettings
@@ -37,11 +36,10 @@ def run_generate(
     """Run `outrider generate`: decode one prompt and print its output."""
     model_input = _prompt(prompt, prompt_ids, chat)
     GenerationSettings.build(decoding.settings())
-    if prompt_ids is None:
-        check_accepts_text(models)
-    build = partial(build_decoder, models, speculation, network, watch=output.verbose)
+    for_text = prompt_ids is None
+    build = partial(build_decoder, models, speculation, network, watch=output.verbose, for_text=for_text)
     with loaded_decoder(Loading(build, describe_models(models)), output) as decoder:
-        if prompt_ids is None:  # for a hub id only the loaded model shows whether it accepts text
+        if for_text:  # for a hub id only the loaded model shows whether it accepts text
             decoder.check_accepts_text()
         if rendering.is_interactive(output):
             result = rendering.stream_to_terminal(decoder, model_input, decoding)

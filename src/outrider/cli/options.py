@@ -258,17 +258,25 @@ class Output:
 
 
 def build_decoder(
-    models: Models, speculation: Speculation, network: Network, *, watch: bool = False
+    models: Models, speculation: Speculation, network: Network, *, watch: bool = False, for_text: bool = False
 ) -> SpeculativeDecoder:
-    """Check the settings, connect to the cloud, load the models and return the decoder, in this order."""
+    """Check the settings, connect to the cloud, load the models and return the decoder, in this order.
+
+    for_text: the prompt is a text, which captions-only models refuse before a model is loaded or a cloud is reached.
+    """
     loss = check(models, speculation, network).on_cloud_loss
     from outrider.api import SpeculativeDecoder
     from outrider.engines.load import resolve_path
     from outrider.verifiers.base import Connectable
+    from outrider.verifiers.connect import parse_cloud_address
 
     if models.edge != "none":
         resolve_path(models.edge)
+    if for_text and not parse_cloud_address(models.cloud).is_remote:
+        check_accepts_text(models)
     with closed_on_failure(connect_verifier(models, network)) as verifier:
+        if for_text:  # behind the checks of the connection's options
+            check_accepts_text(models)
         if isinstance(verifier, Connectable) and loss == "fail":
             verifier.probe()  # detect an unreachable cloud before a model is loaded
         options = build_options(speculation, network)
