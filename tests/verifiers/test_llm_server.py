@@ -52,7 +52,7 @@ PASSING: dict[str, dict[str, Any]] = {
     "busy-without-a-time": {"status": 429},
     "busy-until-a-date": {"status": 429, "headers": (("retry-after", "Wed, 21 Oct 2026 07:28:00 GMT"),)},
     "failed": {"status": 500},
-    "failed-unread": {"status": 500, "deaf": True, "raw": b"Internal Server Error"},
+    "failed-unread": {"status": 500, "drop": True, "raw": b"Internal Server Error"},
     "overloaded": {"status": 503, "headers": SOON, "times": 3},
     "slow": {"delay": 1.5},
     "cut": {"cut": True},

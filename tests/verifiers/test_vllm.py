@@ -25,11 +25,11 @@ pytestmark = pytest.mark.network
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 WAYS: dict[str, dict[str, Any]] = {
-    "tail-v2": {"max_logprobs": -1},
-    "tail-v1-lies": {"runner": "v1", "garbage": "lies", "max_logprobs": -1},
+    "prompt_logprobs-v2": {"max_logprobs": -1},
+    "prompt_logprobs-v1-lies": {"runner": "v1", "garbage": "lies", "max_logprobs": -1},
     "per_prefix": {"scale_out": 403, "max_logprobs": -1},
-    "tail-logprobs": {"logits": False, "max_logprobs": 256},
-    "spread-logprobs": {"logits": False, "scale_out": 404, "max_logprobs": -1},
+    "prompt_logprobs-normalised": {"logits": False, "max_logprobs": 256},
+    "per_prefix-normalised": {"logits": False, "scale_out": 404, "max_logprobs": -1},
 }
 PROMPTS = ([33], [20, 30, 40, 50], [60, 61, 62] * 6, list(range(20, 63)))
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -92,7 +92,7 @@ def test_each_way_is_found_out(served: tuple[VllmServer, LlmServerVerifier], req
     verifier.probe()
     capabilities = verifier.replicas[0].capabilities
     assert capabilities is not None
-    assert capabilities.mode == ("prompt_logprobs" if "prompt_logprobs" in request.node.callspec.id else "per_prefix")
+    assert capabilities.mode == request.node.callspec.params["served"].split("-")[0]
     assert capabilities.normalised is not server.logits
     assert (capabilities.top, capabilities.model, capabilities.max_length, capabilities.noise) == (
         server.max_logprobs,
@@ -128,7 +128,7 @@ OTHERS = st.fixed_dictionaries(
     drift=st.sampled_from([0.0, 0.05, 0.3]),
 )
 @hypothesis_settings(max_examples=8)
-@pytest.mark.parametrize("served", ["tail-v1-lies", "per_prefix"], indirect=True)
+@pytest.mark.parametrize("served", ["prompt_logprobs-v1-lies", "per_prefix"], indirect=True)
 def test_any_prompt_and_any_settings(
     served: tuple[VllmServer, LlmServerVerifier],
     prompt: Any,
