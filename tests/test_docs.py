@@ -15,7 +15,7 @@ import soundfile
 
 from outrider.cli.subprocess_cloud import cloud_process
 from tests.support.certificates import Authority
-from tests.support.gateway_process import edge
+from tests.support.gateway_process import running_gateway
 from tests.support.processes import HANG_S, started
 
 ROOT = Path(__file__).parents[1]
@@ -92,7 +92,7 @@ def reachable(text: str) -> Iterator[str]:
             port = stack.enter_context(cloud_process("demo", *options)).rpartition(":")[2]
             text = text.replace(SECURED, f"localhost:{port}")
         if GATEWAY in text:
-            text = text.replace(GATEWAY, stack.enter_context(edge())[0])
+            text = text.replace(GATEWAY, stack.enter_context(running_gateway())[0])
         yield text
 
 

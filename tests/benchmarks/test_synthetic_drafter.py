@@ -10,11 +10,11 @@ from outrider.edge.drafter import Drafter
 from outrider.engines.base import CachedSequence, Prompt
 from outrider.errors import SettingsError
 from outrider.sampling.policy import Policy
-from tests.support.fakes import HashRows, ScriptedEngine, plain
+from tests.support.fakes import HashRows, ScriptedEngine, reference_output
 from tests.support.generation import block
 
 V, PROMPT = 24, [3, 1, 4]
-OUTPUT = plain(HashRows(1, V), PROMPT, V, max_new_tokens=600)
+OUTPUT = reference_output(HashRows(1, V), PROMPT, V, max_new_tokens=600)
 
 
 def oracle(alpha: float, seed: int = 0, output: list[int] = OUTPUT) -> SyntheticDrafter:
@@ -62,7 +62,7 @@ def test_behind_the_output_the_drafters_tokens_stand() -> None:
     tokens = [p.token for p in block(drafter, PROMPT, 4)]
     assert tokens[:2] == OUTPUT[:2]
     # handed over as one and three: the three follow the first, which is the output's
-    assert tokens[2:] == plain(HashRows(2, V), [*PROMPT, OUTPUT[0]], V, max_new_tokens=3)[1:]
+    assert tokens[2:] == reference_output(HashRows(2, V), [*PROMPT, OUTPUT[0]], V, max_new_tokens=3)[1:]
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan")])

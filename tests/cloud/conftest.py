@@ -8,13 +8,13 @@ import grpc
 import pytest
 
 from tests.support.cloud_server import Served, serving
-from tests.support.cloud_service import Held, clear
+from tests.support.cloud_service import HeldEngine, clear
 from tests.support.raw_stream import RawStream
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Served]:
-    with serving(Held(padding=4)) as served:
+    with serving(HeldEngine(padding=4)) as served:
         yield served
 
 

@@ -17,7 +17,7 @@ from outrider.decoding.actions import Verify
 from outrider.protocol import schema
 from outrider.protocol.messages import ErrorCode, FrameError, unpack_ids
 from outrider.sampling.acceptance import Verdict
-from tests.support.batcher import SOON, Watched, batching, entry, long_prompt, together
+from tests.support.batcher import SOON, RecordingEngine, long_prompt, running_batcher, session_entry, submit_together
 
 jobs = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 96)), max_size=40)
 
@@ -90,18 +90,18 @@ def test_an_identity_in_debt_goes_on_where_nobody_else_can() -> None:
 # In the batcher -------------------------------------------------------------------------------------------------
 
 
-def of(identity: str, engine: Watched, prompt: list[int]) -> SessionEntry:
-    made = entry(engine, prompt)
+def of(identity: str, engine: RecordingEngine, prompt: list[int]) -> SessionEntry:
+    made = session_entry(engine, prompt)
     made.identity = identity
     return made
 
 
 def test_a_newcomer_does_not_wait_behind_hundreds_of_requests() -> None:
-    engine, done = Watched(), []
-    with batching(engine, 4) as batcher:
+    engine, done = RecordingEngine(), []
+    with running_batcher(engine, 4) as batcher:
         work = [(of("greedy", engine, [n % 32, 1, *long_prompt(300)]), Verify(1, 302, (), ())) for n in range(60)]
         work.append((of("modest", engine, [9]), Verify(1, 1, (), ())))
-        answers = together(batcher, *work)
+        answers = submit_together(batcher, *work)
         for n, answer in enumerate(answers):
             answer.add_done_callback(lambda _, n=n: done.append(n))  # type: ignore[misc]
         for answer in answers:
@@ -110,12 +110,12 @@ def test_a_newcomer_does_not_wait_behind_hundreds_of_requests() -> None:
 
 
 def test_a_newcomer_gets_a_slot_though_one_identity_fills_them_with_long_prefills() -> None:
-    engine, done = Watched(), []
-    with batching(engine, 3) as batcher:
+    engine, done = RecordingEngine(), []
+    with running_batcher(engine, 3) as batcher:
         started: Future[None] = Future()
         engine.before = lambda feeds: started.done() or started.set_result(None)
         greedy = [(of("greedy", engine, [n, *long_prompt(3000)]), Verify(1, 3001, (), ())) for n in range(3)]
-        answers = together(batcher, *greedy)
+        answers = submit_together(batcher, *greedy)
         started.result(SOON)
         modest = of("modest", engine, [9])
         answers.append(batcher.submit(modest, Verify(1, 1, (), ())))
@@ -128,8 +128,8 @@ def test_a_newcomer_gets_a_slot_though_one_identity_fills_them_with_long_prefill
 
 
 def test_the_identity_with_the_most_slots_gives_way() -> None:
-    engine = Watched()
-    with batching(engine, 4) as batcher:
+    engine = RecordingEngine()
+    with running_batcher(engine, 4) as batcher:
         mine = of("modest", engine, [9])
         batcher.submit(mine, Verify(1, 1, (), ())).result(SOON)
         for n in range(20):
@@ -139,8 +139,8 @@ def test_the_identity_with_the_most_slots_gives_way() -> None:
 
 def test_everyone_is_answered_whatever_is_heavy() -> None:
     """Debts and shares never leave a request without an end."""
-    engine = Watched()
-    with batching(engine, 2) as batcher:
+    engine = RecordingEngine()
+    with running_batcher(engine, 2) as batcher:
         answers: list[Future[Verdict]] = []
         for n in range(30):
             prompt = [n, *long_prompt((n * 37) % 700)]

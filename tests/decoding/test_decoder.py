@@ -34,7 +34,7 @@ from tests.support.decoder_steps import (
     looping,
     models,
     propose,
-    run,
+    run_loop,
     start,
     worlds,
 )
@@ -518,7 +518,7 @@ def test_exact_gates_reproduce_the_target_whatever_the_schedule(world: dict, alw
     gate = Always() if always else Trigger(Script(world["answers"]))
     plan = Plan(world["rules"], gate, Exact(), world["draft_length"], True, on_loop)  # type: ignore[arg-type]
     drafter, target = models(world)
-    decoder, consumer, reason = run(plan, drafter, target)
+    decoder, consumer, reason = run_loop(plan, drafter, target)
     assert (reason, decoder.sequence.generated) == alone(target, world["rules"])
     assert consumer.shown[: consumer.final] == decoder.sequence.generated
     assert decoder.stats.edge_tokens == 0
@@ -529,7 +529,7 @@ def test_exact_gates_reproduce_the_target_whatever_the_schedule(world: dict, alw
 def test_skip_gates_keep_the_books_and_the_events_straight(world: dict, scope: str, on_loop: str) -> None:
     plan = Plan(world["rules"], Script(world["answers"]), Exact(), world["draft_length"], True, on_loop, scope)  # type: ignore[arg-type]
     drafter, target = models(world)
-    decoder, consumer, reason = run(plan, drafter, target)
+    decoder, consumer, reason = run_loop(plan, drafter, target)
     output = decoder.sequence.generated
     assert consumer.shown[: consumer.final] == output
     assert 1 <= len(output) <= world["rules"].max_new_tokens
@@ -549,7 +549,7 @@ def test_skip_gates_keep_the_books_and_the_events_straight(world: dict, scope: s
 @given(worlds, st.sampled_from(["block", "repair"]), st.integers(0, 6))
 def test_once_the_cloud_is_lost_everything_is_settled_as_it_comes(world: dict, scope: str, verdicts: int) -> None:
     plan = Plan(world["rules"], Script(world["answers"]), Exact(), world["draft_length"], True, "ignore", scope)  # type: ignore[arg-type]
-    decoder, consumer, _ = run(plan, *models(world), verdicts=verdicts)
+    decoder, consumer, _ = run_loop(plan, *models(world), verdicts=verdicts)
     if decoder.stats.cloud_lost:
         assert consumer.settled == decoder.sequence.generated
 
@@ -559,7 +559,7 @@ def test_once_the_cloud_is_lost_everything_is_settled_as_it_comes(world: dict, s
 def test_edge_only_reproduces_the_drafter_but_for_loops(world: dict, on_loop: str) -> None:
     plan = Plan(world["rules"], Always(), Exact(), world["draft_length"], False, on_loop)  # type: ignore[arg-type]
     drafter, target = models(world)
-    decoder, consumer, reason = run(plan, drafter, target)
+    decoder, consumer, reason = run_loop(plan, drafter, target)
     assert consumer.shown[: consumer.final] == decoder.sequence.generated
     if reason != "loop" and not decoder.stats.loop_sampled:
         assert (reason, decoder.sequence.generated) == alone(drafter, world["rules"])

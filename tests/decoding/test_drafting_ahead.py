@@ -37,7 +37,7 @@ from tests.support.decoder_steps import (
     looping,
     models,
     propose,
-    run,
+    run_loop,
     start,
     worlds,
 )
@@ -345,7 +345,9 @@ def test_without_a_drafter_there_is_nobody_left() -> None:
 # Any schedule ---------------------------------------------------------------------------------------------------
 
 
-def far(plan: Plan, drafter: Model, target: Model, looks: list[int], lost: int) -> tuple[Decoder, Consumer, str]:
+def run_pipelined(
+    plan: Plan, drafter: Model, target: Model, looks: list[int], lost: int
+) -> tuple[Decoder, Consumer, str]:
     """The pipelined driver: `looks` tokens are drafted before each verdict; the one numbered `lost` never comes."""
     decoder, cloud, consumer = Decoder(PROMPT, plan, letters), Cloud(target), Consumer()
     while not isinstance(action := decoder.next(), Done):
@@ -393,8 +395,8 @@ def planned(world: dict, mode: str, on_loop: str) -> Plan:
 @given(worlds, modes, st.sampled_from(["escalate", "sample", "stop", "ignore"]), looking)
 def test_drafting_ahead_changes_nothing(world: dict, mode: str, on_loop: str, looks: list[int]) -> None:
     drafter, target = models(world)
-    one, _, reason = run(planned(world, mode, on_loop), drafter, target)
-    other, consumer, other_reason = far(planned(world, mode, on_loop), drafter, target, looks, 0)
+    one, _, reason = run_loop(planned(world, mode, on_loop), drafter, target)
+    other, consumer, other_reason = run_pipelined(planned(world, mode, on_loop), drafter, target, looks, 0)
     assert (other_reason, other.sequence.generated) == (reason, one.sequence.generated)
     assert consumer.shown[: consumer.final] == one.sequence.generated
     balanced(one)
@@ -407,7 +409,7 @@ def test_drafting_ahead_changes_nothing(world: dict, mode: str, on_loop: str, lo
 @given(worlds, modes, st.sampled_from(["escalate", "stop", "ignore"]), looking, st.integers(1, 9))
 def test_a_loss_at_any_round(world: dict, mode: str, on_loop: str, looks: list[int], lost: int) -> None:
     drafter, target = models(world)
-    decoder, consumer, reason = far(planned(world, mode, on_loop), drafter, target, looks, lost)
+    decoder, consumer, reason = run_pipelined(planned(world, mode, on_loop), drafter, target, looks, lost)
     sequence, stats = decoder.sequence, decoder.stats
     assert stats.cloud_lost == (stats.rounds == lost)
     assert consumer.shown[: consumer.final] == sequence.generated

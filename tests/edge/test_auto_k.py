@@ -19,7 +19,7 @@ from outrider.decoding.gate import Gate, Signals, gate
 from outrider.decoding.stopping import StopRules
 from outrider.edge.round_observer import RoundObserver
 from outrider.sampling.acceptance import AcceptanceRule, Exact, Verdict, parse_acceptance_rule
-from tests.support.fakes import HashRows, ScriptedEngine, blend, plain
+from tests.support.fakes import HashRows, ScriptedEngine, blend, reference_output
 
 V = 24
 PROMPT = [3, 1, 4, 1, 5]
@@ -72,7 +72,7 @@ def test_exact_output_does_not_depend_on_what_was_learnt(share: float, spec: str
     decoder = SpeculativeDecoder(ScriptedEngine(blend(TARGET, OTHER, share), V), local(target), k="auto", gate=spec)
     for _ in range(3):
         result = decoder.generate(PROMPT, **wanted)
-        assert result.token_ids == plain(TARGET, PROMPT, V, eos=(0,), **wanted)
+        assert result.token_ids == reference_output(TARGET, PROMPT, V, eos=(0,), **wanted)
         assert result.guarantee == "exact"
 
 

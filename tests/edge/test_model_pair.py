@@ -19,7 +19,7 @@ from outrider.sampling.acceptance import Verdict
 from outrider.transport.byte_counts import ByteCounts
 from outrider.verifiers.base import ModelInfo
 from outrider.verifiers.local import LocalVerifier
-from tests.support.fakes import rest
+from tests.support.fakes import exhaust
 from tests.support.tiny_text_models import engine
 
 
@@ -48,7 +48,7 @@ def test_who_comes_later_is_no_part_of_what_has_begun() -> None:
     early = decoder.stream([3, 4, 5], max_new_tokens=8, ignore_eos=True)
     cloud.there = True
     assert decoder.generate([3, 4, 5], max_new_tokens=8, ignore_eos=True).guarantee == "exact"
-    result = rest(early)
+    result = exhaust(early)
     assert (result.guarantee, result.stats.cloud_lost, result.stats.cloud_tokens) == ("edge-only", True, 0)
 
 

@@ -16,7 +16,7 @@ from outrider.decoding.sequence import Source
 from outrider.edge.verifier_session import VerifierSession
 from outrider.errors import SettingsError
 from outrider.sampling.acceptance import Verdict
-from tests.support.fakes import OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain
+from tests.support.fakes import OracleEngine, ScriptedEngine, ScriptedVerifier, blend, reference_output
 from tests.support.generation import LOOPY, OTHER, PROMPT, TARGET, Case, Generation, V
 
 FAR = (10_000,)  # a verdict that arrives when nothing is left to draft
@@ -27,7 +27,7 @@ def mixed(rows: Any, share: float) -> Callable[[], ScriptedEngine]:
 
 
 def oracle(errors: Any = (), length: int = 40) -> Callable[[], ScriptedEngine]:
-    output = plain(TARGET, PROMPT, V, eos=(0,), max_new_tokens=length)
+    output = reference_output(TARGET, PROMPT, V, eos=(0,), max_new_tokens=length)
     return lambda: OracleEngine(len(PROMPT), output, V, errors)
 
 

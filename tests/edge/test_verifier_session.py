@@ -23,7 +23,7 @@ from outrider.errors import CloudLost, CloudRefused
 from outrider.sampling.acceptance import Exact, Verdict
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import LocalVerifier
-from tests.support.fakes import FarVerifier, ScriptedEngine, ScriptedVerifier, blend, plain
+from tests.support.fakes import FarVerifier, ScriptedEngine, ScriptedVerifier, blend, reference_output
 from tests.support.generation import LOOPY, OTHER, PROMPT, TARGET, Case, Generation, V
 
 FOR_EVER = 10**9
@@ -243,7 +243,7 @@ def stream(losses: Collection[int], on_loss: OnCloudLoss) -> tuple[Decoder, FarV
 
 
 def test_a_stream_is_begun_again_behind_what_it_brought() -> None:
-    right = plain(TARGET, PROMPT, V, max_new_tokens=12)
+    right = reference_output(TARGET, PROMPT, V, max_new_tokens=12)
     for at in range(13):
         decoder, verifier = stream(range(at, at + 2), "wait")
         assert decoder.sequence.generated == right

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from outrider import Result, SpeculativeDecoder, local
-from tests.support.fakes import HashRows, OracleEngine, Rows, ScriptedEngine, blend, plain
+from tests.support.fakes import HashRows, OracleEngine, Rows, ScriptedEngine, blend, reference_output
 from tests.support.tiny_models import VOCAB, tiny_engine
 
 V = 40
@@ -66,7 +66,7 @@ def test_one_seed_gives_the_targets_own_draws(options: dict[str, Any]) -> None:
     options = {"max_new_tokens": 20, **options}
     target = engine(TARGET, eos_ids=eos)
     for seed in (0, 2**63 + 5):
-        wanted = plain(TARGET, PROMPT, V, eos=eos, seed=seed, **options)
+        wanted = reference_output(TARGET, PROMPT, V, eos=eos, seed=seed, **options)
         for (name, rows), (k, gate) in product(drafters().items(), zip((1, 4, "auto", 3), GATES, strict=True)):
             decoder = SpeculativeDecoder(engine(rows), local(target), k=k, gate=gate)
             result = decoder.generate(list(PROMPT), seed=seed, **options)
@@ -91,7 +91,7 @@ def test_any_seed_prompt_and_drafter(
     seed: int, prompt: list[int], options: dict[str, Any], errors: set[int], k: int | str, gate: str
 ) -> None:
     options = {"max_new_tokens": 20, "seed": seed, **options}
-    wanted = plain(TARGET, prompt, V, **options)
+    wanted = reference_output(TARGET, prompt, V, **options)
     drafter = OracleEngine(len(prompt), wanted, V, errors)
     result = SpeculativeDecoder(drafter, local(engine(TARGET)), k=k, gate=gate).generate(prompt, **options)
     assert result.token_ids == wanted

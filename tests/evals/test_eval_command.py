@@ -19,7 +19,7 @@ from outrider.cli.subprocess_cloud import cloud_process
 from outrider.errors import InputError
 from outrider.evals.manifest import load_set
 from outrider.evals.modes import NAMES
-from tests.support.eval_process import evaluate, start
+from tests.support.eval_process import evaluate, start_eval
 
 SHORT = ("--max-new-tokens", "5", "--gate", "entropy:1.5")
 
@@ -117,7 +117,7 @@ def lines(path: Path) -> int:
 
 def killed(at: int, out: Path, *arguments: str) -> None:
     """Run the command until it has written so many results, then kill -9."""
-    process = start(*arguments, "--out", out)
+    process = start_eval(*arguments, "--out", out)
     deadline = time.monotonic() + 240
     while lines(out / "results.jsonl") < at:
         assert process.poll() is None, process.communicate()
@@ -202,7 +202,7 @@ def test_failures_are_shown_counted_and_tried_again_only_when_asked(tmp_path: Pa
 def test_another_configuration_a_second_writer_and_bad_usage_exit_with_2(tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = ("demo", "--modes", "edge-only", "--cloud", "none", "--out", out)
-    writer = start(*arguments)
+    writer = start_eval(*arguments)
     while not (out / "run.json").exists():
         assert writer.poll() is None, writer.communicate()
         time.sleep(0.002)

@@ -34,7 +34,15 @@ from outrider.sampling.acceptance import Verdict
 from outrider.sampling.logits_processors import LogitsProcessors, PrefixIndex
 from outrider.sampling.policy import Policy
 from outrider.verifiers.local import LocalVerifier
-from tests.support.fakes import HashRows, OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain, replay
+from tests.support.fakes import (
+    HashRows,
+    OracleEngine,
+    ScriptedEngine,
+    ScriptedVerifier,
+    blend,
+    reference_output,
+    replay,
+)
 from tests.support.tiny_models import (
     byte_tokenizer,
     clip,
@@ -54,7 +62,7 @@ EDGE_READER, CLOUD_READER = "outrider.edge.generation.CachedSequence", "outrider
 Patch = pytest.MonkeyPatch
 
 
-def alone(rows: Any = TARGET, **options: Any) -> Result:
+def generate_edge_only(rows: Any = TARGET, **options: Any) -> Result:
     """Edge-only."""
     decoder = SpeculativeDecoder(ScriptedEngine(rows, V), k=4, on_loop="ignore")
     return decoder.generate(list(PROMPT), max_new_tokens=LENGTH, **options)
@@ -66,8 +74,8 @@ def verified(share: float = 0.25, **options: Any) -> Result:
     return SpeculativeDecoder(draft, local(target), k=4).generate(list(PROMPT), max_new_tokens=LENGTH, **options)
 
 
-def wanted(**options: Any) -> list[int]:
-    return plain(TARGET, PROMPT, V, max_new_tokens=LENGTH, **options)
+def target_output(**options: Any) -> list[int]:
+    return reference_output(TARGET, PROMPT, V, max_new_tokens=LENGTH, **options)
 
 
 def caught(attempt: Callable[[], Result], right: list[int]) -> bool:
@@ -106,10 +114,10 @@ class AdvancesOnCommit(CachedSequence):
 
 @pytest.mark.parametrize("mutant", [FeedsTwice, AdvancesOnCommit])
 def test_abab_loops_because_the_cache_advanced_twice(monkeypatch: Patch, mutant: type[CachedSequence]) -> None:
-    right = wanted()
-    assert alone().token_ids == verified().token_ids == right
+    right = target_output()
+    assert generate_edge_only().token_ids == verified().token_ids == right
     monkeypatch.setattr(EDGE_READER, mutant)
-    assert caught(alone, right)
+    assert caught(generate_edge_only, right)
     monkeypatch.setattr(EDGE_READER, CachedSequence)
     monkeypatch.setattr(CLOUD_READER, mutant)
     assert caught(verified, right)
@@ -132,12 +140,12 @@ class StaleSeed(Drafter):
 
 
 def test_the_same_token_opens_every_block(monkeypatch: Patch) -> None:
-    right = wanted()
+    right = target_output()
     perfect = verified(share=0.0)
     assert perfect.token_ids == right
     assert perfect.stats.acceptance_rate == 1.0
     monkeypatch.setattr("outrider.edge.generation.Drafter", StaleSeed)
-    assert caught(alone, right)
+    assert caught(generate_edge_only, right)
     broken = verified(share=0.0)
     assert broken.token_ids == right, "a bad drafter costs time, never correctness"
     assert broken.stats.acceptance_rate < 0.5
@@ -161,7 +169,7 @@ def test_repeats_after_a_correction(side: str, mutant: type[ScriptedEngine]) -> 
     kinds = {"drafter": ScriptedEngine, "verifier": ScriptedEngine, side: mutant}
     draft, target = kinds["drafter"](blend(TARGET, OTHER, 0.25), V), kinds["verifier"](TARGET, V)
     result = verified()
-    assert result.token_ids == wanted()
+    assert result.token_ids == target_output()
     assert result.stats.corrected > 2, "the case must occur"
     with pytest.raises(StateError, match=f"{side}: the cache holds"):
         SpeculativeDecoder(draft, local(target), k=4).generate(list(PROMPT), max_new_tokens=LENGTH)
@@ -178,10 +186,10 @@ class PrefillsTwice(CachedSequence):
 
 def test_the_last_prompt_token_is_seen_twice(monkeypatch: Patch) -> None:
     monkeypatch.setattr(EDGE_READER, PrefillsTwice)
-    assert caught(alone, wanted())
+    assert caught(generate_edge_only, target_output())
     monkeypatch.setattr(EDGE_READER, CachedSequence)
     monkeypatch.setattr(CLOUD_READER, PrefillsTwice)
-    assert caught(verified, wanted())
+    assert caught(verified, target_output())
 
 
 def test_prefill_feeds_every_prompt_token_once() -> None:
@@ -284,7 +292,9 @@ def test_no_penalty_that_was_not_asked_for(monkeypatch: Patch) -> None:
     known = {"repetition_penalty", "repetition_window", "no_repeat_ngram_size", "min_new_tokens", "suppress_tokens"}
     others = {"max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "sentences", "ignore_eos"}
     assert {f.name for f in fields(GenerationSettings)} == known | others
-    right = plain(lambda prefix: TARGET(prefix) + 3.0 * (torch.arange(V) == 7), PROMPT, V, max_new_tokens=LENGTH)
+    right = reference_output(
+        lambda prefix: TARGET(prefix) + 3.0 * (torch.arange(V) == 7), PROMPT, V, max_new_tokens=LENGTH
+    )
 
     def attempt() -> Result:
         commas = ScriptedEngine(lambda prefix: TARGET(prefix) + 3.0 * (torch.arange(V) == 7), V)
@@ -375,7 +385,7 @@ class StopsPerBlock(Decoder):
 
 
 def test_tokens_after_eos_are_kept(monkeypatch: Patch) -> None:
-    free = wanted()
+    free = target_output()
     eos = free[6]
     right = free[: free.index(eos) + 1]
 
@@ -385,7 +395,7 @@ def test_tokens_after_eos_are_kept(monkeypatch: Patch) -> None:
         return SpeculativeDecoder(draft, local(target), k=4).generate(list(PROMPT), max_new_tokens=LENGTH)
 
     result = attempt()
-    assert result.token_ids == right == wanted(eos=(eos,))
+    assert result.token_ids == right == target_output(eos=(eos,))
     assert result.finish_reason == "eos"
     monkeypatch.setattr("outrider.edge.generation.Decoder", StopsPerBlock)
     assert caught(attempt, right)

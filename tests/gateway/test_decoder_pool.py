@@ -21,7 +21,7 @@ from outrider.verifiers.local import LocalVerifier
 from tests.support.cloud_server import Served, serving
 from tests.support.cloud_service import SOON
 from tests.support.fakes import HashRows, ScriptedEngine, ScriptedVerifier
-from tests.support.gateway_pair import PROMPTS, clouded, pooled, reach, said
+from tests.support.gateway_pair import PROMPTS, connector, reference_tokens, running_pool, serving_demo_cloud
 
 V = 32
 LENGTH = 24
@@ -29,13 +29,13 @@ LENGTH = 24
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with clouded() as running:
+    with serving_demo_cloud() as running:
         yield running
 
 
 @pytest.fixture
 def pool(served: Served) -> Iterator[DecoderPool]:
-    with pooled(served) as made:
+    with running_pool(served) as made:
         yield made
 
 
@@ -327,7 +327,7 @@ class Named(ScriptedEngine):
 
 def test_a_vocabulary_is_fetched_once_for_all_decoders(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(Named("theirs")) as served:
-        pool = DecoderPool(Named("ours"), reach(served))
+        pool = DecoderPool(Named("ours"), connector(served))
         first: Any = pool.decoder(RequestOptions())
         fetched, fetch = [], first.verifier.connection.vocabulary
 
@@ -347,14 +347,14 @@ def test_a_vocabulary_is_fetched_once_for_all_decoders(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("prompt", PROMPTS[:3])
 def test_each_way_says_what_it_should(pool: DecoderPool, prompt: str) -> None:
-    cloud = list(said("cloud-only", prompt, LENGTH))
+    cloud = list(reference_tokens("cloud-only", prompt, LENGTH))
     for driver in ("sequential", "pipelined"):
         result = pool.decoder(RequestOptions(driver=driver)).generate(prompt, max_new_tokens=LENGTH)  # type: ignore[arg-type]
         assert (result.token_ids, result.guarantee) == (cloud, "exact")
     remote = pool.decoder(RequestOptions("cloud-only")).generate(prompt, max_new_tokens=LENGTH)
     assert (remote.token_ids, remote.guarantee, bool(remote.text)) == (cloud, "exact", True)
     alone = pool.decoder(RequestOptions("edge-only")).generate(prompt, max_new_tokens=LENGTH)
-    assert (alone.token_ids, alone.guarantee) == (list(said("edge-only", prompt, LENGTH)), "edge-only")
+    assert (alone.token_ids, alone.guarantee) == (list(reference_tokens("edge-only", prompt, LENGTH)), "edge-only")
 
 
 def test_an_emulated_network_is_in_between(pool: DecoderPool) -> None:
@@ -371,7 +371,10 @@ def test_without_a_cable_the_edge_goes_on_alone_within_a_second_and_says_so(pool
         started = time.monotonic()
         result = decoder.generate("Hello there", max_new_tokens=LENGTH)
         assert time.monotonic() - started < 3.0, "about half a second, and what the tokens take on a busy machine"
-        assert (result.guarantee, result.token_ids) == ("edge-only", list(said("edge-only", "Hello there", LENGTH)))
+        assert (result.guarantee, result.token_ids) == (
+            "edge-only",
+            list(reference_tokens("edge-only", "Hello there", LENGTH)),
+        )
         assert any("the cloud was lost" in warning for warning in result.warnings)
     assert pool.decoder(RequestOptions()).generate("rain", max_new_tokens=4).guarantee == "exact", (
         "the others' cable is in"
@@ -388,7 +391,7 @@ def test_without_a_cable_an_exact_gate_fails_unless_told_otherwise(pool: Decoder
 def test_one_decoder_counts_right_while_many_use_it(pool: DecoderPool) -> None:
     """Its lookahead learns from all of them, and its outputs stay what they are."""
     decoder = pool.decoder(RequestOptions(k="auto", driver="pipelined"))
-    alone = {prompt: list(said("cloud-only", prompt, LENGTH)) for prompt in PROMPTS}
+    alone = {prompt: list(reference_tokens("cloud-only", prompt, LENGTH)) for prompt in PROMPTS}
     with ThreadPoolExecutor(8) as threads:
         results = list(threads.map(lambda prompt: decoder.generate(prompt, max_new_tokens=LENGTH), PROMPTS))
     assert [result.token_ids for result in results] == [alone[prompt] for prompt in PROMPTS]
@@ -430,7 +433,7 @@ def test_watching_tells_how_sure_the_drafter_was_of_each_token_and_changes_nothi
             for watch in (False, True)
         )
         assert [tokens(events) for events in (unwatched, watched)] == [
-            list(said("cloud-only", "Hello there", LENGTH))
+            list(reference_tokens("cloud-only", "Hello there", LENGTH))
         ] * 2
         assert not any(event.signals for event in unwatched)
         for event in watched:

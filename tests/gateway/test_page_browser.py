@@ -18,7 +18,7 @@ import soundfile
 from outrider.engines.load import BUNDLED
 from tests.support import chromium
 from tests.support.chromium import Page
-from tests.support.gateway_page import CHROMIUM, NEEDS, TEXT, faults, run, status, strip, tip
+from tests.support.gateway_page import CHROMIUM, NEEDS, TEXT, faults, shown_text, status, submit_prompt, tooltip
 
 pytestmark = NEEDS
 MICROPHONE = ("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream")  # it beeps
@@ -107,9 +107,9 @@ def test_a_clip_is_captioned_by_a_click_and_streams(fresh: Page) -> None:
     assert fresh.evaluate("document.getElementById('output').getAttribute('aria-busy')") == "true"
     assert fresh.evaluate("document.querySelector('.verdict').hidden")
     assert wait(fresh) == "Done"
-    assert len(strip(fresh)) > 20
+    assert len(shown_text(fresh)) > 20
     assert text_of(fresh, ".word") == "exact"
-    assert strip(fresh).strip() in fresh.evaluate("document.getElementById('said').textContent")
+    assert shown_text(fresh).strip() in fresh.evaluate("document.getElementById('said').textContent")
 
 
 def test_tokens_are_coloured_by_who_decided_them(fresh: Page) -> None:
@@ -132,7 +132,7 @@ def test_tokens_are_coloured_by_who_decided_them(fresh: Page) -> None:
 
 
 def test_what_is_set_goes_with_the_next_run(fresh: Page) -> None:
-    run(fresh, "Hello")
+    submit_prompt(fresh, "Hello")
     wait(fresh)
     put(fresh, "gate", "signal")
     put(fresh, "signal", "margin")
@@ -310,17 +310,17 @@ def test_a_token_says_who_decided_it(fresh: Page) -> None:
     caption(fresh)
     wait(fresh)
     fresh.evaluate("document.querySelector('.strip .t').focus()")
-    assert (tip(fresh) or "").startswith("token 1, id ")
-    assert "entropy" in (tip(fresh) or "")
+    assert (tooltip(fresh) or "").startswith("token 1, id ")
+    assert "entropy" in (tooltip(fresh) or "")
     fresh.press("ArrowRight")
-    assert (tip(fresh) or "").startswith("token 2, id ")
+    assert (tooltip(fresh) or "").startswith("token 2, id ")
     assert fresh.evaluate("document.querySelectorAll('.line .cursor').length") == 1
     fresh.press("Escape")
-    assert tip(fresh) is None
+    assert tooltip(fresh) is None
     x, y = fresh.evaluate("""(box => [box.left + 60, box.top + 40])(document.querySelector('.line svg')
         .getBoundingClientRect())""")
     fresh.hover(x, y)
-    assert (tip(fresh) or "").startswith("token ")
+    assert (tooltip(fresh) or "").startswith("token ")
 
 
 @pytest.mark.parametrize("width", [1280, 390, 320])
@@ -353,7 +353,10 @@ def test_a_file_is_sent_as_16_khz_mono(fresh: Page, tmp_path: Path) -> None:
     assert np.corrcoef(sent[: len(wave)], wave[: len(sent)])[0, 1] > 0.99
     (tmp_path / "none.wav").write_bytes(b"this is no recording")
     fresh.upload("#file", tmp_path / "none.wav")
-    fresh.until("document.getElementById('status').textContent.startsWith('none.wav: The browser cannot read this recording')", 10)
+    fresh.until(
+        "document.getElementById('status').textContent.startsWith('none.wav: The browser cannot read this recording')",
+        10,
+    )
 
 
 def test_a_clip_can_be_played_and_stopped(fresh: Page) -> None:

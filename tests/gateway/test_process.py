@@ -16,7 +16,7 @@ import httpx2
 import psutil
 import pytest
 
-from tests.support.gateway_process import edge
+from tests.support.gateway_process import running_gateway
 from tests.support.processes import HANG_S, started
 
 COMMAND = [sys.executable, "-m", "outrider", "edge", "--listen", "127.0.0.1:0"]
@@ -62,7 +62,7 @@ def test_a_signal_during_the_start_ends_it_with_its_code_and_leaves_no_child(mom
 
 def test_a_cloud_of_its_own_that_dies_is_started_again_and_health_says_so_meanwhile() -> None:
     body = {"model": "outrider", "prompt": "hello", "max_tokens": 5}
-    with edge() as (url, child):
+    with running_gateway() as (url, child):
         health = httpx2.get(f"{url}/health").json()
         assert (health["status"], health["reason"]) == ("ok", None)
         for _ in range(2):
@@ -99,7 +99,7 @@ def test_cutting_a_run_cuts_that_run(driver: str, loss: str, guarantee: str | No
 
 @pytest.fixture(scope="module")
 def own() -> Iterator[str]:
-    with edge() as (url, _):
+    with running_gateway() as (url, _):
         yield url
 
 
@@ -108,7 +108,10 @@ def test_a_run_that_there_is_not_cannot_be_cut(own: str) -> None:
 
 
 def test_a_remote_cloud_that_is_away_degrades_health() -> None:
-    with edge("--cloud", "grpc://127.0.0.1:9", "--patience", "0.2", "--on-cloud-loss", "edge-only") as (url, _):
+    with running_gateway("--cloud", "grpc://127.0.0.1:9", "--patience", "0.2", "--on-cloud-loss", "edge-only") as (
+        url,
+        _,
+    ):
         health = httpx2.get(f"{url}/health").json()
     assert health["status"] == "degraded"
     assert health["reason"] == "the cloud has not been reached yet"

@@ -31,7 +31,7 @@ from outrider.verifiers.connect import connect
 from tests.support.cloud_server import Served, serving
 from tests.support.cloud_service import SOON
 from tests.support.fakes import HashRows, ScriptedEngine
-from tests.support.gateway_pair import PROMPTS, clouded, edge, pooled, said
+from tests.support.gateway_pair import PROMPTS, demo_edge, reference_tokens, running_pool, serving_demo_cloud
 
 V = 32
 ALONE = RequestOptions("edge-only")
@@ -89,7 +89,7 @@ def threads() -> int:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with clouded() as running:
+    with serving_demo_cloud() as running:
         yield running
 
 
@@ -101,7 +101,7 @@ def test_32_at_once_say_what_they_say_one_at_a_time(served: Served, options: Req
     way = "cloud-only" if options.way == "speculative" else "edge-only"
 
     async def body() -> None:
-        with pooled(served) as pool:
+        with running_pool(served) as pool:
             scheduler = RequestScheduler(pool, slots=8, queue=64)
             results = await asyncio.gather(
                 *(
@@ -109,18 +109,18 @@ def test_32_at_once_say_what_they_say_one_at_a_time(served: Served, options: Req
                     for n, prompt in enumerate(prompts)
                 )
             )
-            assert [tuple(result.token_ids) for result in results] == [said(way, p, 20) for p in prompts]
+            assert [tuple(result.token_ids) for result in results] == [reference_tokens(way, p, 20) for p in prompts]
             assert {result.guarantee for result in results} == {"exact" if way == "cloud-only" else "edge-only"}
             assert (scheduler.active, scheduler.waiting) == (0, 0)
             await scheduler.close()
 
     work(body)
-    assert edge()._cache.in_use == 0
+    assert demo_edge()._cache.in_use == 0
 
 
 def test_events_come_in_order_and_make_the_text(served: Served) -> None:
     async def body() -> None:
-        with pooled(served) as pool:
+        with running_pool(served) as pool:
             scheduler = RequestScheduler(pool)
             task = await scheduler.start("me", "Hello there", {"max_new_tokens": 20}, RequestOptions(watch=True))
             with pytest.raises(StateError):
@@ -139,7 +139,7 @@ def test_events_come_in_order_and_make_the_text(served: Served) -> None:
 @pytest.mark.parametrize("provisional", [False, True])
 def test_drafted_tokens_are_told_at_once_to_who_wants_them(served: Served, provisional: bool) -> None:
     async def body() -> None:
-        with pooled(served) as pool:
+        with running_pool(served) as pool:
             scheduler, options = RequestScheduler(pool), RequestOptions(net="rtt=50ms")
             task = await scheduler.start("me", "Hello there", {"max_new_tokens": 20}, options, provisional=provisional)
             first = await anext(task)
@@ -433,7 +433,7 @@ def test_a_generation_s_time_is_limited() -> None:
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_a_network_of_long_delays_holds_a_slot_no_longer_than_the_limit(served: Served, driver: Any) -> None:
     async def body() -> None:
-        with pooled(served) as pool:
+        with running_pool(served) as pool:
             scheduler = RequestScheduler(pool, slots=1, seconds=0.5)
             options = RequestOptions(net="rtt=3600s", on_cloud_loss="wait", driver=driver)
             with pytest.raises(GenerationTimeout):

@@ -20,14 +20,14 @@ from outrider.engines.base import Prompt, SequenceInput
 from outrider.sampling.acceptance import Verdict
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import LocalVerifier, open_session
-from tests.support.fakes import HashRows, ScriptedEngine
+from tests.support.fakes import HashRows, ScriptedEngine, greedy_tokens
 
 V = 32
 TARGET = HashRows(5, V)
 SOON = 60.0  # s; only a hang takes that long
 
 
-class Watched(ScriptedEngine):
+class RecordingEngine(ScriptedEngine):
     """Notes who was read in which forward, and can be told to wait or to fail before one."""
 
     def __init__(self, rows: Any = TARGET) -> None:
@@ -41,7 +41,7 @@ class Watched(ScriptedEngine):
         return super().forward_many(feeds)
 
 
-def entry(engine: Any, prompt: Seq[int], accept: str = "exact", **options: Any) -> SessionEntry:
+def session_entry(engine: Any, prompt: Seq[int], accept: str = "exact", **options: Any) -> SessionEntry:
     asked = Prompt(tuple(prompt))
     conditions = SessionParams(GenerationSettings(**options), accept, engine.vocab_size)
     return SessionEntry(
@@ -53,7 +53,7 @@ def entry(engine: Any, prompt: Seq[int], accept: str = "exact", **options: Any) 
 
 
 @contextmanager
-def batching(engine: Any, slots: int = 4, **options: Any) -> Iterator[Batcher]:
+def running_batcher(engine: Any, slots: int = 4, **options: Any) -> Iterator[Batcher]:
     """A running batcher. No forward of it uses more slots than there are, and none is left at the end."""
     engine.reserve(slots * engine.position_bytes * 4096, 4096)
     batcher = Batcher(engine, slots, Metrics(), **options)
@@ -65,32 +65,25 @@ def batching(engine: Any, slots: int = 4, **options: Any) -> Iterator[Batcher]:
         assert not getattr(engine, "open_slots", [])
 
 
-def together(batcher: Batcher, *jobs: tuple[SessionEntry, Verify]) -> list[Future[Verdict]]:
+def submit_together(batcher: Batcher, *jobs: tuple[SessionEntry, Verify]) -> list[Future[Verdict]]:
     """Ask for all of them within one step."""
     with batcher._wake:
         return [batcher.submit(entry, request) for entry, request in jobs]
 
 
-def wrong(token: int) -> int:
-    return (token + 1) % V
-
-
-def own(ids: Seq[int], count: int, rows: Any = TARGET) -> list[int]:
+def target_tokens(ids: Seq[int], count: int, rows: Any = TARGET) -> list[int]:
     """The next tokens that the target would say."""
-    out = list(ids)
-    for _ in range(count):
-        out.append(int(rows(tuple(out)).argmax()))
-    return out[len(ids) :]
+    return greedy_tokens(rows, ids, count)
 
 
 def long_prompt(count: int = 2000) -> list[int]:
     return [n % V for n in range(count)]
 
 
-class Held:
+class EngineHold:
     """Holds the engine in its next forward until it is released."""
 
-    def __init__(self, engine: Watched) -> None:
+    def __init__(self, engine: RecordingEngine) -> None:
         self.entered, self._release = threading.Event(), threading.Event()
         engine.before = self._wait
 
@@ -109,7 +102,7 @@ class Edge:
     """One session's edge, and the verdicts that it must get: those of a verifier that serves nobody else."""
 
     def __init__(self, engine: Any, prompt: Seq[int], **options: Any) -> None:
-        self.entry = entry(engine, prompt, **options)
+        self.entry = session_entry(engine, prompt, **options)
         self.alone = LocalVerifier(ScriptedEngine(TARGET, V))
         conditions = SessionParams(GenerationSettings(**options), "exact", V)
         self.session = self.alone.open(Prompt(tuple(prompt)), conditions)
@@ -120,7 +113,7 @@ class Edge:
         """A new request. None stands for what the target would say next."""
         ids = list(self.ids)
         for token in (*skipped, *drafts):
-            ids += own(ids, 1) if token is None else [token]
+            ids += target_tokens(ids, 1) if token is None else [token]
         self.round += 1
         base = len(self.ids) + len(skipped)
         self.request = Verify(self.round, base, tuple(ids[len(self.ids) : base]), tuple(ids[base:]))

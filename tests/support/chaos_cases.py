@@ -14,7 +14,7 @@ from outrider.decoding.sequence import Source
 from outrider.engines.load import BUNDLED
 from outrider.sampling.policy import Policy
 from outrider.verifiers.base import Verifier
-from tests.support.locked_engine import Guarded
+from tests.support.locked_engine import LockedEngine
 
 CLIPS = json.loads((BUNDLED / "clips" / "clips.json").read_text(encoding="utf-8"))
 TEXTS = ("the speaker talks slowly", "说话很慢, 嗓音低沉", "a calm voice", "他")
@@ -46,7 +46,7 @@ class Case:
         return self.decoder(edge, local(target)).generate(self.prompt, **self.settings)
 
 
-def draw(seed: int, *, longest: int = 40, lossy: bool = True) -> Case:
+def draw_case(seed: int, *, longest: int = 40, lossy: bool = True) -> Case:
     """The case of a seed. lossy: gates that skip, and residual acceptance, are among them."""
     random = Random(seed)
     drafts = random.random() < 0.9
@@ -104,13 +104,13 @@ def _settings(random: Random, longest: int, *, texts: bool) -> dict[str, Any]:
 # What must hold -------------------------------------------------------------------------------------------------------
 
 
-def said(result: Result) -> tuple[Any, ...]:
+def comparable(result: Result) -> tuple[Any, ...]:
     """What a disturbance must not change. The text is the ids', and cloud-only decoding over a network has none."""
     by = [source.by_cloud for source in result.sources]
     return result.token_ids, by, result.finish_reason, result.guarantee, result.prompt_tokens
 
 
-def check_books(result: Result) -> None:
+def check_counters(result: Result) -> None:
     stats, ledger = result.stats, result.ledger
     assert stats.cloud_tokens + stats.edge_tokens == len(result.token_ids) == len(result.sources)
     assert stats.accepted + stats.corrected + stats.bonus == stats.cloud_tokens
@@ -122,7 +122,7 @@ def check_books(result: Result) -> None:
     assert all(count > 0 for way in ledger.values() for count in way.values())
 
 
-def check_alone(case: Case, result: Result, undisturbed: Result, edge: Any) -> None:
+def check_edge_continuation(case: Case, result: Result, undisturbed: Result, edge: Any) -> None:
     """The cloud was lost: up to its last word the output is the undisturbed one's, from there on the edge's own."""
     sources, ids = result.sources, result.token_ids
     decided = max((n + 1 for n, source in enumerate(sources) if source.by_cloud), default=0)
@@ -148,5 +148,5 @@ def _own_choices(case: Case, ids: list[int], edge: Any) -> list[int]:
 
 
 @cache
-def reference(seed: int, edge: Guarded, target: Guarded, longest: int = 40) -> Result:
-    return draw(seed, longest=longest).undisturbed(edge, target)
+def undisturbed_result(seed: int, edge: LockedEngine, target: LockedEngine, longest: int = 40) -> Result:
+    return draw_case(seed, longest=longest).undisturbed(edge, target)

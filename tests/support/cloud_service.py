@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.engines.base import SequenceInput
 from outrider.protocol import schema
 from tests.support.cloud_server import Served, serving
-from tests.support.fakes import HashRows, ScriptedEngine, plain
+from tests.support.fakes import HashRows, ScriptedEngine, reference_output
 from tests.support.raw_stream import opening
 
 V, EOS = 32, 31
@@ -24,7 +24,7 @@ TARGET = HashRows(2, V)
 SOON = 60.0  # s; only a hang takes that long
 
 
-class Held(ScriptedEngine):
+class HeldEngine(ScriptedEngine):
     """An engine that can be held before a forward."""
 
     def __init__(self, **options: Any) -> None:
@@ -49,11 +49,11 @@ def eventually(holds: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def open_(prompt: Seq[int] = PROMPT, **options: Any) -> schema.Request:
+def open_request(prompt: Seq[int] = PROMPT, **options: Any) -> schema.Request:
     return opening(prompt, V, **options)
 
 
-def change(**values: Any) -> Callable[[schema.Open], None]:
+def change_open(**values: Any) -> Callable[[schema.Open], None]:
     """Spoils an Open."""
 
     def spoil(frame: schema.Open) -> None:
@@ -63,20 +63,20 @@ def change(**values: Any) -> Callable[[schema.Open], None]:
     return spoil
 
 
-def said(count: int, prompt: Seq[int] = PROMPT, **options: Any) -> tuple[int, ...]:
+def target_output(count: int, prompt: Seq[int] = PROMPT, **options: Any) -> tuple[int, ...]:
     """The target's own tokens."""
-    return tuple(plain(TARGET, prompt, V, max_new_tokens=count, **options))
+    return tuple(reference_output(TARGET, prompt, V, max_new_tokens=count, **options))
 
 
-def wrong(token: int) -> int:
+def wrong_token(token: int) -> int:
     return (token + 1) % V
 
 
-def code(number: int) -> str:
+def error_name(number: int) -> str:
     return schema.Error.Code.Name(number)
 
 
-def figure(served: Served, name: str) -> float:
+def metric_total(served: Served, name: str) -> float:
     """A metric, summed over its labels."""
     lines = [line.rsplit(" ", 1) for line in served.server.metrics.text().splitlines() if not line.startswith("#")]
     return sum(float(value) for label, value in lines if label.split("{")[0] == name)

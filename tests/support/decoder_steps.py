@@ -153,7 +153,7 @@ def mostly(target: Model, seed: int, sides: int) -> Model:
     return lambda ids: 1 + chance(seed, ids, 4) if not chance(seed + 3, ids, sides) else target(ids)
 
 
-def run(plan: Plan, drafter: Model, target: Model, verdicts: int | None = None) -> tuple[Decoder, Consumer, str]:
+def run_loop(plan: Plan, drafter: Model, target: Model, verdicts: int | None = None) -> tuple[Decoder, Consumer, str]:
     """The sequential driver, with every invariant checked after every step. verdicts: then the cloud is lost."""
     decoder, cloud, consumer = Decoder(PROMPT, plan, letters), Cloud(target), Consumer()
     while not isinstance(action := decoder.next(), Done):

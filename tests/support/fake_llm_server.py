@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider import SpeculativeDecoder, local
+from outrider import SpeculativeDecoder, connect, local
 from outrider.engines.base import Prompt
 from tests.support.fakes import ScriptedEngine
 from tests.support.tiny_models import byte_tokenizer, tiny_engine
@@ -77,14 +77,14 @@ EOS = (41, 99)
 TOKENS = 12  # in an output
 
 
-def cloud(family: str = "qwen2", *, eos: tuple[int, ...] = EOS, **options: Any) -> Any:
+def target_engine(family: str = "qwen2", *, eos: tuple[int, ...] = EOS, **options: Any) -> Any:
     return tiny_engine(family, vocab=266, tokenizer=byte_tokenizer(), eos=eos, **options)
 
 
 @cache
-def edge(family: str = "qwen2", *, drift: float = 0.05, eos: tuple[int, ...] = EOS) -> Any:
+def draft_engine(family: str = "qwen2", *, drift: float = 0.05, eos: tuple[int, ...] = EOS) -> Any:
     """A drafter that is often right; for texts, one that has what was read before by heart."""
-    engine = cloud(family, eos=eos, drift=drift)
+    engine = target_engine(family, eos=eos, drift=drift)
     if family != "qwen2":
         return engine
     return Remembering(engine)
@@ -103,23 +103,36 @@ class Remembering(ScriptedEngine):
         return str(self._fingerprint)
 
 
-def said(prompt: Any, engine: Any = None, *, drafter: Any = None, **options: Any) -> Any:
+def reference_result(prompt: Any, engine: Any = None, *, drafter: Any = None, **options: Any) -> Any:
     """The result with the same model in this process. options: the decoder's, then those of `generate`."""
     options = {"max_new_tokens": TOKENS, **options}
     frozen = tuple(sorted((name, tuple(v) if isinstance(v, list) else v) for name, v in options.items()))
     prompt = tuple(prompt) if isinstance(prompt, list) else prompt
-    return (_said if isinstance(prompt, tuple) else _said.__wrapped__)(
-        prompt, engine or cloud(), drafter or edge(), frozen
+    return (_cached_reference if isinstance(prompt, tuple) else _cached_reference.__wrapped__)(
+        prompt, engine or target_engine(), drafter or draft_engine(), frozen
     )
 
 
 @cache
-def _said(prompt: Any, engine: Any, drafter: Any, frozen: tuple[tuple[str, Any], ...]) -> Any:
+def _cached_reference(prompt: Any, engine: Any, drafter: Any, frozen: tuple[tuple[str, Any], ...]) -> Any:
     options = dict(frozen)
     own = {name: options.pop(name) for name in ("k", "accept", "gate") if name in options}
     decoder = SpeculativeDecoder(drafter, local(engine), **own)
     with ENGINES:
         return decoder.generate(list(prompt) if isinstance(prompt, tuple) else prompt, **options)
+
+
+def connect_servers(*servers: Server, patience: float = 3.0, deadline: float = 5.0, **options: Any) -> Any:
+    """Connect to one server, or to several replicas of one."""
+    hosts = ",".join(f"127.0.0.1:{server.port}" for server in servers)
+    return connect(f"{servers[0].scheme}://{hosts}", patience=patience, deadline=deadline, **options)
+
+
+def generate(verifier: Any, prompt: Any, *, drafter: Any = None, **options: Any) -> Any:
+    """Generate with a verifier. options: the decoder's, then those of `generate`."""
+    own = {n: options.pop(n) for n in ("k", "accept", "gate", "driver", "on_cloud_loss", "privacy") if n in options}
+    decoder = SpeculativeDecoder(draft_engine() if drafter is None else drafter, verifier, **own)
+    return decoder.generate(prompt, **{"max_new_tokens": TOKENS, **options})
 
 
 def rows_of(engine: Any, tokens: list[int], audio: np.ndarray | None = None) -> torch.Tensor:
@@ -163,7 +176,7 @@ def ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(whole(0, 2**63 - 1), value))
 
 
-def check(body: Any, fields: dict[str, Check], where: str, needed: tuple[str, ...] = ()) -> None:
+def check_fields(body: Any, fields: dict[str, Check], where: str, needed: tuple[str, ...] = ()) -> None:
     """Raise Bad for a field that is unknown, lacking, or holds what it must not."""
     if not isinstance(body, dict):
         raise Bad(f"{where}: Input should be a valid dictionary")

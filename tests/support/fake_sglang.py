@@ -13,7 +13,7 @@ from tests.support.fake_llm_server import (
     PrefixCache,
     Server,
     best,
-    check,
+    check_fields,
     exactly,
     flag,
     ids,
@@ -62,13 +62,13 @@ class SglangServer(Server):
         return {"error": {"message": message}}
 
     def _detokenize(self, body: Json) -> Json:
-        check(body, {"model": text, "tokens": ids, "skip_special_tokens": flag}, "detokenize", ("tokens",))
+        check_fields(body, {"model": text, "tokens": ids, "skip_special_tokens": flag}, "detokenize", ("tokens",))
         tokens, hidden = body["tokens"], body.get("skip_special_tokens", True)
         return {"text": self.model.tokenizer.decode(tokens, skip_special_tokens=hidden)}
 
     def _generate(self, body: Json) -> Json:
-        check(body, GENERATE, "generate", ("input_ids", "sampling_params"))
-        check(body["sampling_params"], SAMPLING, "sampling_params", ("temperature", "max_new_tokens"))
+        check_fields(body, GENERATE, "generate", ("input_ids", "sampling_params"))
+        check_fields(body["sampling_params"], SAMPLING, "sampling_params", ("temperature", "max_new_tokens"))
         tokens = body["input_ids"]
         if len(tokens) >= self.length:
             raise Bad(

@@ -18,7 +18,7 @@ from tests.support.fake_llm_server import (
     PrefixCache,
     Server,
     best,
-    check,
+    check_fields,
     exactly,
     flag,
     ids,
@@ -114,7 +114,7 @@ class VllmServer(Server):
         return {"object": "list", "data": [adapter, own]}
 
     def _detokenize(self, body: Json) -> Json:
-        check(body, {"model": text, "tokens": ids}, "detokenize", ("tokens",))
+        check_fields(body, {"model": text, "tokens": ids}, "detokenize", ("tokens",))
         self._check_model(body)
         return {"prompt": self.model.decode(body["tokens"])}
 
@@ -126,9 +126,11 @@ class VllmServer(Server):
         if self.scale_out != 200:
             message = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
             raise Bad(message, self.scale_out)
-        check(body, GENERATE, "generate", ("token_ids", "sampling_params"))
+        check_fields(body, GENERATE, "generate", ("token_ids", "sampling_params"))
         params = body["sampling_params"]
-        check(params, GENERATE_SAMPLING, "sampling_params", tuple(SAMPLING))  # or the server's defaults would apply
+        check_fields(
+            params, GENERATE_SAMPLING, "sampling_params", tuple(SAMPLING)
+        )  # or the server's defaults would apply
         self._check_model(body)
         self._check_counts(params)
         tokens, audio, uuid = self._expanded(body)
@@ -187,7 +189,7 @@ class VllmServer(Server):
         if "content_parts" not in body:
             return body["token_ids"], None, None
         (part,) = body["content_parts"]
-        check(part, PART, "content_parts.0", ("type", "uuid"))
+        check_fields(part, PART, "content_parts.0", ("type", "uuid"))
         uuid, front = part["uuid"], self.model.engine.audio
         if part.get("url") is not None:
             self.media[uuid] = _recording(part["url"])
@@ -201,7 +203,7 @@ class VllmServer(Server):
     # POST /v1/completions -----------------------------------------------------------------------------------
 
     def _completions(self, body: Json) -> Json:
-        check(body, COMPLETIONS, "completions", ("prompt", *SAMPLING))
+        check_fields(body, COMPLETIONS, "completions", ("prompt", *SAMPLING))
         self._check_model(body)
         self._check_counts(body)
         if max(body.get("allowed_token_ids", [0])) >= self.model.rows:

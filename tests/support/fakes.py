@@ -2,7 +2,7 @@
 
 `ScriptedEngine` has the methods of an `Engine` and watches its own contract: whoever breaks it gets an
 AssertionError where it happens. Its logits are a pure function of the prefix, so that plain decoding can be worked
-out without it (`plain`), and a cache that holds the wrong tokens shows in the output.
+out without it (`reference_output`), and a cache that holds the wrong tokens shows in the output.
 """
 
 from __future__ import annotations
@@ -342,7 +342,9 @@ class FarVerifier:
             raise CloudLost(f"call {number} was lost")
 
 
-def plain(rows: Rows, prompt: Seq[int], vocab_size: int, *, eos: Collection[int] = (), **settings: Any) -> list[int]:
+def reference_output(
+    rows: Rows, prompt: Seq[int], vocab_size: int, *, eos: Collection[int] = (), **settings: Any
+) -> list[int]:
     """What a model says alone: one token after another, without cache, blocks or verdicts."""
     wanted = GenerationSettings(**settings)
     policy = Policy.build(wanted, tuple(eos), vocab_size, len(prompt))
@@ -354,7 +356,15 @@ def plain(rows: Rows, prompt: Seq[int], vocab_size: int, *, eos: Collection[int]
             return ids[len(prompt) :]
 
 
-def rest(stream: Generator[Any, None, Result]) -> Result:
+def greedy_tokens(rows: Rows, ids: Seq[int], count: int) -> list[int]:
+    """Return the `count` tokens of highest logit that follow `ids`."""
+    out = list(ids)
+    for _ in range(count):
+        out.append(int(rows(tuple(out)).argmax()))
+    return out[len(ids) :]
+
+
+def exhaust(stream: Generator[Any, None, Result]) -> Result:
     """Exhaust a stream."""
     while True:
         try:

@@ -30,7 +30,7 @@ class Cloud:
 
     host = "127.0.0.1"
 
-    def __init__(self, nursery: Nursery, spec: dict[str, Any]) -> None:
+    def __init__(self, nursery: CloudForker, spec: dict[str, Any]) -> None:
         self._nursery, self._spec = nursery, spec
         self.pid: int | None = None
         with socket.create_server((self.host, 0)) as free:
@@ -80,7 +80,7 @@ class Cloud:
             time.sleep(0.005)
 
 
-class Nursery:
+class CloudForker:
     """The process that loads `model` once and forks servers of it."""
 
     def __init__(self, model: str = "demo:cloud") -> None:

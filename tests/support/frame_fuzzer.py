@@ -10,7 +10,7 @@ import numpy as np
 
 from outrider.prompts.media import pack_audio, pack_features
 from outrider.protocol import schema
-from tests.support.fakes import HashRows
+from tests.support.fakes import HashRows, greedy_tokens
 from tests.support.raw_stream import CLOSE, carrying, generating, opening, resuming, verifying
 
 V = 32
@@ -24,11 +24,8 @@ TEXTS = ("", "exact", "residual", "rank:3", "margin:0.5", "rank:" + "9" * 60, "r
 Live = dict[bytes, list[int]]  # sessions that there are, and their tokens
 
 
-def said(ids: list[int], count: int) -> list[int]:
-    out = list(ids)
-    for _ in range(count):
-        out.append(int(ROWS(tuple(out)).argmax()))
-    return out[len(ids) :]
+def target_tokens(ids: list[int], count: int) -> list[int]:
+    return greedy_tokens(ROWS, ids, count)
 
 
 def frames(seed: int, stream: int, live: Live) -> list[bytes]:
@@ -58,9 +55,9 @@ def talk(rng: random.Random, live: Live) -> list[schema.Request]:
 def going_on(rng: random.Random, ids: list[int], round_: int = 1) -> list[schema.Request]:
     made, ids = [], list(ids)
     for n in range(round_, round_ + rng.randint(0, 5)):
-        new, drafts = said(ids, rng.choice((0, 0, 2))), rng.choice((0, 1, 3))
+        new, drafts = target_tokens(ids, rng.choice((0, 0, 2))), rng.choice((0, 1, 3))
         ids += new
-        block = said(ids, drafts + 1)
+        block = target_tokens(ids, drafts + 1)
         made.append(verifying(n, len(ids), block[:-1], new))
         if rng.random() < 0.1:
             made[-1].verify.q.extend(schema.Shortlist(ids=[token], logp=[0.0]) for token in block[:-1])

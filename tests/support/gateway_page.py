@@ -24,7 +24,7 @@ TEXT = (
 )
 
 
-def run(page: Page, prompt: str) -> None:
+def submit_prompt(page: Page, prompt: str) -> None:
     """Write a prompt and press Run."""
     page.evaluate(TEXT)
     page.evaluate(f"document.getElementById('prompt').value = {json.dumps(prompt)}")
@@ -35,12 +35,12 @@ def status(page: Page) -> str:
     return str(page.evaluate("document.getElementById('status').textContent"))
 
 
-def strip(page: Page) -> str:
+def shown_text(page: Page) -> str:
     """The text of the first run that is shown; a token without text counts as none."""
     return str(page.evaluate("[...document.querySelectorAll('.strip')][0].textContent")).replace("◌", "")
 
 
-def tip(page: Page) -> str | None:
+def tooltip(page: Page) -> str | None:
     text: str | None = page.evaluate("(t => t.hidden ? null : t.innerText)(document.getElementById('tip'))")
     return text
 

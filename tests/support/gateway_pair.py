@@ -16,37 +16,37 @@ PROMPTS = ("你好", "Hello there", "The bird sings, and", "rain", "一只狗", 
 
 
 @cache
-def edge() -> Any:
+def demo_edge() -> Any:
     return load_engine("demo:edge")
 
 
 @cache
-def said(way: str, prompt: str, length: int) -> tuple[int, ...]:
+def reference_tokens(way: str, prompt: str, length: int) -> tuple[int, ...]:
     """What each way says, one at a time, without a pool or a network."""
-    draft, verifier = (edge(), None) if way == "edge-only" else (None, local(target()))
+    draft, verifier = (demo_edge(), None) if way == "edge-only" else (None, local(demo_cloud()))
     return tuple(SpeculativeDecoder(draft, verifier).generate(prompt, max_new_tokens=length).token_ids)
 
 
 @cache
-def target() -> Any:
+def demo_cloud() -> Any:
     return load_engine("demo:cloud")
 
 
 @contextmanager
-def clouded(**options: Any) -> Iterator[Served]:
+def serving_demo_cloud(**options: Any) -> Iterator[Served]:
     """The bundled pair's larger model as a service."""
     with serving(load_engine("demo:cloud"), slots=16, max_length=512, **options) as served:
         yield served
 
 
-def reach(served: Served, **options: Any) -> Callable[[str], Any]:
+def connector(served: Served, **options: Any) -> Callable[[str], Any]:
     """How a pool reaches it."""
     return lambda net: connect(f"grpc://{served.address}", net=net, **{"patience": 5.0, "deadline": 10.0, **options})
 
 
 @contextmanager
-def pooled(served: Served | None, **options: Any) -> Iterator[DecoderPool]:
-    pool = DecoderPool(edge(), None if served is None else reach(served, **options))
+def running_pool(served: Served | None, **options: Any) -> Iterator[DecoderPool]:
+    pool = DecoderPool(demo_edge(), None if served is None else connector(served, **options))
     try:
         yield pool
     finally:

@@ -21,7 +21,7 @@ CLIPS = Path(outrider.__file__).parent / "demo" / "clips"
 
 
 @contextmanager
-def edge(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def running_gateway(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Yields its URL and the process; at the end it must end in order, and have said no word too many."""
     command = [sys.executable, "-m", "outrider", "edge", "--listen", "127.0.0.1:0", "--json", *options]
     with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
@@ -37,14 +37,14 @@ def edge(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         assert "Traceback" not in said, said
 
 
-def heard(clip: str, **more: Any) -> dict[str, Any]:
+def audio_request(clip: str, **more: Any) -> dict[str, Any]:
     """A chat request with a bundled clip."""
     data = base64.b64encode((CLIPS / clip).read_bytes()).decode()
     part = {"type": "input_audio", "input_audio": {"data": data, "format": "ogg"}}
     return {"model": "outrider", "messages": [{"role": "user", "content": [part]}], **more}
 
 
-def figure(url: str, name: str) -> float:
+def metric_total(url: str, name: str) -> float:
     """A figure of /metrics."""
     found = re.search(rf"^{name} (\S+)$", httpx2.get(f"{url}/metrics").text, re.M)
     assert found, name

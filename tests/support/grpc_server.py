@@ -123,12 +123,12 @@ async def relayed(port: int) -> AsyncIterator[tuple[int, Link]]:
         await link.close()
 
 
-def run(work: Coroutine[object, object, None]) -> None:
+def run_with_deadline(work: Coroutine[object, object, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 2 * LONG))
 
 
 async def until(holds: Callable[[], object]) -> None:
-    """Wait for something to become true; `run` bounds it."""
+    """Wait for something to become true; `run_with_deadline` bounds it."""
     while not holds():
         await asyncio.sleep(0.001)
 

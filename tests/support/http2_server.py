@@ -16,10 +16,10 @@ DONE = ((b"grpc-status", b"0"),)
 LIMIT = 3  # streams at once
 
 
-class Fake(asyncio.Protocol):
+class ScriptedServer(asyncio.Protocol):
     """An HTTP/2 server that does what `script` says with each request."""
 
-    def __init__(self, script: Callable[[Fake, int], None], mute: bool, stop_reading: bool) -> None:
+    def __init__(self, script: Callable[[ScriptedServer, int], None], mute: bool, stop_reading: bool) -> None:
         self.h2 = H2Connection(H2Configuration(client_side=False))
         self.pongs: list[bytes] = []
         self.requests = 0
@@ -63,13 +63,13 @@ class Fake(asyncio.Protocol):
 
 
 @asynccontextmanager
-async def fake(
-    script: Callable[[Fake, int], None] = lambda *_: None, *, mute: bool = False, stop_reading: bool = False
-) -> AsyncIterator[tuple[int, list[Fake]]]:
-    made: list[Fake] = []
+async def scripted_server(
+    script: Callable[[ScriptedServer, int], None] = lambda *_: None, *, mute: bool = False, stop_reading: bool = False
+) -> AsyncIterator[tuple[int, list[ScriptedServer]]]:
+    made: list[ScriptedServer] = []
 
-    def make() -> Fake:
-        made.append(Fake(script, mute, stop_reading))
+    def make() -> ScriptedServer:
+        made.append(ScriptedServer(script, mute, stop_reading))
         return made[-1]
 
     server = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)

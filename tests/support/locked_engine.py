@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.engines.base import Prompt, SequenceInput
 
 
-class Guarded:
+class LockedEngine:
     """`engine` behind a lock. Calls on different slots do not depend on their order."""
 
     def __init__(self, engine: Any) -> None:

@@ -12,7 +12,7 @@ from outrider.evals.results import Answer, EvalRun
 VOID = {"meta", "link", "img", "br", "input", "hr"}
 
 
-class Reader(HTMLParser):
+class PageParser(HTMLParser):
     """What a browser would make of the page: tags, attributes, the texts of strips, and elements left open."""
 
     def __init__(self, page: str) -> None:
@@ -46,12 +46,12 @@ class Reader(HTMLParser):
             self.strips[-1][-1] += data
 
 
-def answer(mode: str = "exact", n: int = 3, **changes: Any) -> Answer:
+def eval_answer(mode: str = "exact", n: int = 3, **changes: Any) -> Answer:
     sources = (Source.ACCEPTED, Source.CORRECTION, Source.BONUS, Source.EDGE, Source.SAMPLED)
     stats = {"verified": 2.0, "escalated": 2.0, "corrected": 1.0, "bonus": 1.0, "cloud_tokens": 2.0, "edge_tokens": 2.0}
     made = Answer("a1", mode, "text", tuple(range(n)), "exact", "eos", stats)
     return replace(made, **{"sources": tuple(sources[i % 5] for i in range(n)), **changes})
 
 
-def run(*answers: Answer, name: str = "run", **parts: Any) -> EvalRun:
-    return EvalRun(name, {"configuration": {}, "versions": {}, "hardware": {}}, answers or (answer(),), **parts)
+def eval_run(*answers: Answer, name: str = "run", **parts: Any) -> EvalRun:
+    return EvalRun(name, {"configuration": {}, "versions": {}, "hardware": {}}, answers or (eval_answer(),), **parts)

@@ -15,7 +15,7 @@ from outrider.cloud.service import Service
 from outrider.protocol import schema
 from outrider.serving.tokens import Tokens
 from tests.support.fakes import ScriptedAudioEncoder, ScriptedEngine
-from tests.support.frame_fuzzer import ROWS, V, frames, said
+from tests.support.frame_fuzzer import ROWS, V, frames, target_tokens
 from tests.support.raw_stream import CLOSE, opening, verifying
 
 SEED = 20_261_128
@@ -63,7 +63,7 @@ class Bystander:
     def next(self) -> schema.Request:
         """The next request, with two good drafts and a bad one."""
         self.round += 1
-        self.block = said(self.ids, 3)
+        self.block = target_tokens(self.ids, 3)
         return verifying(self.round, len(self.ids), (*self.block[:2], (self.block[2] + 1) % V))
 
     def check(self, data: bytes) -> None:

@@ -15,7 +15,7 @@ from typing import Self
 RESET = struct.pack("ii", 1, 0)
 
 
-class Tap:
+class Wiretap:
     """Listens on `port` and relays to host:port, from `with` to its end.
 
     up, down: all that passed, over all connections. cut_up, cut_down: when so many bytes have passed that way, every

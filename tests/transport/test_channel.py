@@ -20,7 +20,7 @@ from tests.support.grpc_server import (
     connected,
     echo_of,
     failure_of,
-    run,
+    run_with_deadline,
     serving,
     until,
     until_ended,
@@ -42,7 +42,7 @@ def test_unary_calls_share_a_connection() -> None:
             assert all(seen["user-agent"] == "outrider" for seen in handler.metadata)
             assert all(0 < left <= LONG for left in handler.left)
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_a_stream_of_answers_in_order() -> None:
@@ -52,7 +52,7 @@ def test_a_stream_of_answers_in_order() -> None:
             assert got == [str(number).encode() for number in range(1000)]
             assert [data async for data in c.unary_stream(MANY, b"0", LONG)] == []
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_a_status_after_answers() -> None:
@@ -63,7 +63,7 @@ def test_a_status_after_answers() -> None:
             with pytest.raises(CallFailed, match="data_loss: all empty"):
                 await anext(answers)
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_a_stream_of_answers_may_be_left_early() -> None:
@@ -75,7 +75,7 @@ def test_a_stream_of_answers_may_be_left_early() -> None:
             await until_ended(handler)
             assert await c.unary(UNARY, b"on", LONG) == b"on"
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_echo_and_half_close() -> None:
@@ -93,7 +93,7 @@ def test_echo_and_half_close() -> None:
             await last.send(b"x", last=True)
             assert [await last.receive() for _ in range(3)] == [b"x", b"end", None]
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_several_messages_arrive_before_they_are_read() -> None:
@@ -106,7 +106,7 @@ def test_several_messages_arrive_before_they_are_read() -> None:
             assert [await stream.receive() for _ in range(100)] == [str(number).encode() for number in range(100)]
             stream.cancel()
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_failed_calls_have_status_and_details() -> None:
@@ -125,7 +125,7 @@ def test_failed_calls_have_status_and_details() -> None:
             await stream.send(b"into the void")  # the call is over: receive says so
             assert (await failure_of(stream.receive())).status is Status.RESOURCE_EXHAUSTED
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_a_server_that_ends_while_we_send_is_heard() -> None:
@@ -139,7 +139,7 @@ def test_a_server_that_ends_while_we_send_is_heard() -> None:
             stream.cancel()
             assert await c.unary(UNARY, b"on", LONG) == b"on"
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_a_deadline_is_ours_and_the_servers() -> None:
@@ -150,7 +150,7 @@ def test_a_deadline_is_ours_and_the_servers() -> None:
             assert handler.left[0] <= 1.0
             assert await c.unary(UNARY, b"on", LONG) == b"on"
 
-    run(work())
+    run_with_deadline(work())
 
 
 @pytest.mark.parametrize("size", [65535, 5 * MEGABYTE])
@@ -164,7 +164,7 @@ def test_large_messages_both_ways(size: int) -> None:
             assert await c.unary(UNARY, data, LONG) == data
             stream.cancel()
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_a_message_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_a_message_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) 
             assert failure.status is Status.RESOURCE_EXHAUSTED
             assert await c.unary(UNARY, b"on", LONG) == b"on"
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_two_hundred_streams_at_once() -> None:
@@ -194,7 +194,7 @@ def test_two_hundred_streams_at_once() -> None:
             await asyncio.gather(*(one(c, number) for number in range(200)))
             assert endpoint.connections == 1
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_a_stream_that_nobody_reads_does_not_stop_the_others() -> None:
@@ -209,7 +209,7 @@ def test_a_stream_that_nobody_reads_does_not_stop_the_others() -> None:
             for answers in idle:
                 assert len([len(answer) async for answer in answers]) == 4999
 
-    run(work())
+    run_with_deadline(work())
 
 
 # Bytes ------------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_a_small_round_costs_a_frame_and_nothing_more() -> None:
             assert endpoint.up <= 100 * (9 + 5 + 18) + 300
             stream.cancel()
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_headers_cost_little_the_second_time() -> None:
@@ -236,7 +236,7 @@ def test_headers_cost_little_the_second_time() -> None:
             await c.unary(UNARY, b"", LONG)
             assert endpoint.up - before <= (9 + 12) + (9 + 5)  # an index per header
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_small_messages_leave_in_one_write() -> None:
@@ -255,7 +255,7 @@ def test_small_messages_leave_in_one_write() -> None:
             c._http._transport = transport  # type: ignore[union-attr]
             stream.cancel()
 
-    run(work())
+    run_with_deadline(work())
 
 
 class Recorder:

@@ -21,12 +21,12 @@ from tests.support.grpc_server import (
     echo_of,
     failure_of,
     relayed,
-    run,
+    run_with_deadline,
     serving,
     until,
     until_ended,
 )
-from tests.support.http2_server import fake
+from tests.support.http2_server import scripted_server
 
 
 def test_cancel_reaches_the_server() -> None:
@@ -39,7 +39,7 @@ def test_cancel_reaches_the_server() -> None:
             assert (await failure_of(stream.receive())).status is Status.CANCELLED
             await until_ended(handler)
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_a_cancelled_receive_loses_nothing() -> None:
@@ -52,12 +52,12 @@ def test_a_cancelled_receive_loses_nothing() -> None:
                 await echo_of(stream, b"x")
             stream.cancel()
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_a_cancelled_send_cancels_its_call_only() -> None:
     async def work() -> None:
-        async with fake(stop_reading=True) as (port, _), connected(port) as (c, _):
+        async with scripted_server(stop_reading=True) as (port, _), connected(port) as (c, _):
             stream = await c.stream(ECHO)
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(stream.send(bytes(MEGABYTE)), 0.2)
@@ -68,7 +68,7 @@ def test_a_cancelled_send_cancels_its_call_only() -> None:
             cut.cancel()
             await echo_of(await c.stream(ECHO), bytes(MEGABYTE))
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_a_cancelled_wait_for_the_connection_takes_nobody_along() -> None:
@@ -81,7 +81,7 @@ def test_a_cancelled_wait_for_the_connection_takes_nobody_along() -> None:
             assert await second == b"2"
             assert endpoint.connections == 1
 
-    run(work())
+    run_with_deadline(work())
 
 
 # Losses -----------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_refused_then_served() -> None:
             with pytest.raises(Disconnected):
                 await (await c.stream(ECHO)).receive()
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_a_server_that_stops_in_order_finishes_its_calls() -> None:
@@ -115,7 +115,7 @@ def test_a_server_that_stops_in_order_finishes_its_calls() -> None:
             assert [await stream.receive() for _ in range(3)] == [b"last", b"end", None]
             await stopping
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_a_server_that_stops_at_once() -> None:
@@ -127,7 +127,7 @@ def test_a_server_that_stops_at_once() -> None:
             with pytest.raises((Disconnected, CallFailed)):
                 await stream.receive()
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_a_lost_connection_loses_all_calls_and_the_next_makes_a_new_one() -> None:
@@ -147,12 +147,16 @@ def test_a_lost_connection_loses_all_calls_and_the_next_makes_a_new_one() -> Non
             assert await c.unary(UNARY, b"new", LONG) == b"new"
             assert endpoint.connections == 2
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_a_send_that_waits_hears_of_the_loss() -> None:
     async def work() -> None:
-        async with fake(stop_reading=True) as (port, _), relayed(port) as (relay, link), connected(relay) as (c, _):
+        async with (
+            scripted_server(stop_reading=True) as (port, _),
+            relayed(port) as (relay, link),
+            connected(relay) as (c, _),
+        ):
             stream = await c.stream(ECHO)
             sending = asyncio.create_task(stream.send(bytes(20 * MEGABYTE)))
             await asyncio.sleep(0.1)
@@ -160,7 +164,7 @@ def test_a_send_that_waits_hears_of_the_loss() -> None:
             with pytest.raises(Disconnected):
                 await sending
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_drop_abandons_the_connection() -> None:
@@ -182,7 +186,7 @@ def test_drop_abandons_the_connection() -> None:
                 await waiting
             assert await c.unary(UNARY, b"newer", LONG) == b"newer"
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_close_ends_calls_and_is_final() -> None:
@@ -197,7 +201,7 @@ def test_close_ends_calls_and_is_final() -> None:
             with pytest.raises(Disconnected, match="the channel is closed"):
                 await c.stream(ECHO)
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_a_connection_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,11 +215,11 @@ def test_a_connection_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(Disconnected, match=r"no connection within 0\.05 s"):
             await Channel(forever, "nowhere:1").unary(UNARY, b"", LONG)
         monkeypatch.setattr(channel_module, "CONNECT_TIMEOUT", LONG)
-        async with fake(mute=True) as (port, _), connected(port) as (c, _):
+        async with scripted_server(mute=True) as (port, _), connected(port) as (c, _):
             with pytest.raises(Disconnected, match=r"no HTTP/2 within 0\.05 s"):
                 await c.unary(UNARY, b"", LONG)
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_a_header_that_cannot_be_sent_is_refused_early() -> None:
@@ -239,5 +243,5 @@ def test_nothing_is_left_behind() -> None:
             await server.stop(None)
             await asyncio.sleep(0.05)
 
-    run(work())
+    run_with_deadline(work())
     gc.collect()

@@ -9,24 +9,24 @@ import pytest
 
 from outrider.transport import message_reader
 from outrider.transport.status import Disconnected, Status
-from tests.support.grpc_server import ECHO, LONG, MANY, MEGABYTE, UNARY, connected, failure_of, run, until
-from tests.support.http2_server import DONE, LIMIT, OK, Fake, fake
+from tests.support.grpc_server import ECHO, LONG, MANY, MEGABYTE, UNARY, connected, failure_of, run_with_deadline, until
+from tests.support.http2_server import DONE, LIMIT, OK, ScriptedServer, scripted_server
 
 
-def _headers(*headers: tuple[bytes, bytes]) -> Callable[[Fake, int], None]:
+def _headers(*headers: tuple[bytes, bytes]) -> Callable[[ScriptedServer, int], None]:
     return lambda server, number: server.h2.send_headers(number, headers, end_stream=True)
 
 
-def _answer(data: bytes, *trailers: tuple[bytes, bytes]) -> Callable[[Fake, int], None]:
+def _answer(data: bytes, *trailers: tuple[bytes, bytes]) -> Callable[[ScriptedServer, int], None]:
     return lambda server, number: server.answer(number, data, trailers or DONE)
 
 
-def _html(server: Fake, number: int) -> None:
+def _html(server: ScriptedServer, number: int) -> None:
     server.h2.send_headers(number, [(b":status", b"200"), (b"content-type", b"text/html")])
     server.h2.send_data(number, b"<html>", end_stream=True)
 
 
-def _no_trailers(server: Fake, number: int) -> None:
+def _no_trailers(server: ScriptedServer, number: int) -> None:
     server.h2.send_headers(number, OK)
     server.h2.send_data(number, b"\0\0\0\0\1x", end_stream=True)
 
@@ -53,20 +53,22 @@ def _no_trailers(server: Fake, number: int) -> None:
         (_answer(b"\0\0\0\0\1x", (b"grpc-status", b"13")), Status.INTERNAL, ""),
     ],
 )
-def test_answers_that_are_no_success(script: Callable[[Fake, int], None], status: Status, details: str) -> None:
+def test_answers_that_are_no_success(
+    script: Callable[[ScriptedServer, int], None], status: Status, details: str
+) -> None:
     async def work() -> None:
-        async with fake(script) as (port, made), connected(port) as (c, endpoint):
+        async with scripted_server(script) as (port, made), connected(port) as (c, endpoint):
             for _ in range(2):  # the connection survives
                 failure = await failure_of(c.unary(UNARY, b"", LONG))
                 assert failure.status is status
                 assert failure.details.startswith(details)
             assert (endpoint.connections, len(made)) == (1, 1)
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_messages_are_found_wherever_frames_begin() -> None:
-    def script(server: Fake, number: int) -> None:
+    def script(server: ScriptedServer, number: int) -> None:
         server.h2.send_headers(number, OK)
         for byte in b"".join(message_reader.frame_message(bytes(size)) for size in range(10)):
             server.h2.send_data(number, bytes([byte]), pad_length=3)
@@ -76,32 +78,32 @@ def test_messages_are_found_wherever_frames_begin() -> None:
             server.transport.write(whole[at : at + 1])
 
     async def work() -> None:
-        async with fake(script) as (port, _), connected(port) as (c, _):
+        async with scripted_server(script) as (port, _), connected(port) as (c, _):
             assert [len(data) async for data in c.unary_stream(MANY, b"", LONG)] == list(range(10))
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_a_reset_loses_one_call() -> None:
     async def work() -> None:
-        def script(server: Fake, number: int) -> None:
+        def script(server: ScriptedServer, number: int) -> None:
             if number == 1:
                 server.h2.reset_stream(number, 7)
             else:
                 server.answer(number, message_reader.frame_message(b"x"))
 
-        async with fake(script) as (port, _), connected(port) as (c, endpoint):
+        async with scripted_server(script) as (port, _), connected(port) as (c, endpoint):
             with pytest.raises(Disconnected, match="the stream was reset: REFUSED_STREAM"):
                 await c.unary(UNARY, b"", LONG)
             assert await c.unary(UNARY, b"", LONG) == b"x"
             assert endpoint.connections == 1
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_going_away_loses_what_was_not_processed_and_finishes_the_rest() -> None:
     async def work() -> None:
-        async with fake() as (port, made), connected(port) as (c, endpoint):
+        async with scripted_server() as (port, made), connected(port) as (c, endpoint):
             kept, lost = await c.stream(ECHO), await c.stream(ECHO)
             for stream in (kept, lost):
                 await stream.send(b"x")
@@ -118,7 +120,7 @@ def test_going_away_loses_what_was_not_processed_and_finishes_the_rest() -> None
             fresh.cancel()
             await until(lambda: made[0].transport.is_closing())  # nobody needs it any more
 
-    run(work())
+    run_with_deadline(work())
 
 
 @pytest.mark.parametrize(
@@ -134,41 +136,41 @@ def test_going_away_loses_what_was_not_processed_and_finishes_the_rest() -> None
     ],
 )
 def test_a_server_that_breaks_the_protocol_is_left(data: bytes, reason: str) -> None:
-    def script(server: Fake, number: int) -> None:
+    def script(server: ScriptedServer, number: int) -> None:
         server.flush()
         server.transport.write(data)
 
     async def work() -> None:
-        async with fake(script) as (port, _), connected(port) as (c, endpoint):
+        async with scripted_server(script) as (port, _), connected(port) as (c, endpoint):
             for turn in range(2):
                 with pytest.raises(Disconnected) as caught:
                     await c.unary(UNARY, b"", LONG)
                 assert str(caught.value).startswith(reason)
                 assert endpoint.connections == turn + 1
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_a_ping_is_answered() -> None:
-    def script(server: Fake, number: int) -> None:
+    def script(server: ScriptedServer, number: int) -> None:
         server.h2.ping(b"12345678")
 
     async def work() -> None:
-        async with fake(script) as (port, made), connected(port) as (c, _):
+        async with scripted_server(script) as (port, made), connected(port) as (c, _):
             stream = await c.stream(ECHO)
             await stream.send(b"")
             await until(lambda: made and made[0].pongs)
             assert made[0].pongs == [b"12345678"]
             stream.cancel()
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_a_request_of_several_frames_that_are_never_acknowledged() -> None:
     """The window ends, and the rest waits; nothing else is sent."""
 
     async def work() -> None:
-        async with fake(stop_reading=True) as (port, _), connected(port) as (c, endpoint):
+        async with scripted_server(stop_reading=True) as (port, _), connected(port) as (c, endpoint):
             stream = await c.stream(ECHO)
             sending = asyncio.create_task(stream.send(bytes(MEGABYTE)))
             await until(lambda: endpoint.up > 65_535)
@@ -178,19 +180,19 @@ def test_a_request_of_several_frames_that_are_never_acknowledged() -> None:
             await asyncio.sleep(0.05)
             assert (await failure_of(stream.receive())).status is Status.CANCELLED
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_a_socket_that_takes_no_more_stops_the_sender() -> None:
     """However large the window is: what waits in memory is bounded."""
 
-    def script(server: Fake, number: int) -> None:
+    def script(server: ScriptedServer, number: int) -> None:
         server.h2.increment_flow_control_window(2**30)
         server.h2.increment_flow_control_window(2**30, number)
         server.transport.pause_reading()
 
     async def work() -> None:
-        async with fake(script) as (port, made), connected(port) as (c, endpoint):
+        async with scripted_server(script) as (port, made), connected(port) as (c, endpoint):
             stream = await c.stream(ECHO)
             sending = asyncio.create_task(stream.send(bytes(48 * MEGABYTE)))
             await asyncio.sleep(0.3)
@@ -202,28 +204,28 @@ def test_a_socket_that_takes_no_more_stops_the_sender() -> None:
                 await asyncio.sleep(0.01)
             sending.cancel()
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_streams_beyond_the_servers_limit_wait() -> None:
     present, peak = 0, 0
 
-    def answer(server: Fake, number: int) -> None:
+    def answer(server: ScriptedServer, number: int) -> None:
         nonlocal present
         present -= 1
         server.answer(number, message_reader.frame_message(b"x"))
         server.flush()
 
-    def script(server: Fake, number: int) -> None:
+    def script(server: ScriptedServer, number: int) -> None:
         nonlocal present, peak
         present += 1
         peak = max(peak, present)
         asyncio.get_running_loop().call_later(0.005, answer, server, number)
 
     async def work() -> None:
-        async with fake(script) as (port, _), connected(port) as (c, endpoint):
+        async with scripted_server(script) as (port, _), connected(port) as (c, endpoint):
             assert await c.unary(UNARY, b"", LONG) == b"x"  # the limit is known now
             assert await asyncio.gather(*(c.unary(UNARY, b"", LONG) for _ in range(20))) == [b"x"] * 20
             assert (peak, endpoint.connections) == (LIMIT, 1)
 
-    run(work())
+    run_with_deadline(work())

@@ -11,12 +11,7 @@ import pytest
 from outrider.transport.status import Disconnected
 from outrider.transport.tls import ClientTls, ServerTls
 from tests.support.certificates import Authority
-from tests.support.grpc_server import ECHO, LONG, MEGABYTE, UNARY, connected, echo_of, run, serving
-
-
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
+from tests.support.grpc_server import ECHO, LONG, MEGABYTE, UNARY, connected, echo_of, run_with_deadline, serving
 
 
 def test_tls(authority: Authority) -> None:
@@ -30,7 +25,7 @@ def test_tls(authority: Authority) -> None:
                     await echo_of(stream, bytes(MEGABYTE))
                     stream.cancel()
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_tls_of_another_name_or_authority(authority: Authority, tmp_path: Path) -> None:
@@ -44,7 +39,7 @@ def test_tls_of_another_name_or_authority(authority: Authority, tmp_path: Path) 
                 with pytest.raises(Disconnected, match="certificate verify failed: unable to get local issuer"):
                     await c.unary(UNARY, b"", LONG)
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_mutual_tls(authority: Authority) -> None:
@@ -59,7 +54,7 @@ def test_mutual_tls(authority: Authority) -> None:
                 ):
                     await c.unary(UNARY, b"who", LONG)
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_tls_where_there_is_none(authority: Authority) -> None:
@@ -72,7 +67,7 @@ def test_tls_where_there_is_none(authority: Authority) -> None:
             with pytest.raises(Disconnected):
                 await c.unary(UNARY, b"", LONG)
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_tls_where_nobody_listens(authority: Authority) -> None:
@@ -82,7 +77,7 @@ def test_tls_where_nobody_listens(authority: Authority) -> None:
             with pytest.raises(Disconnected, match="no connection: Connection refused"):
                 await c.unary(UNARY, b"", LONG)
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_a_server_that_speaks_tls_but_not_http2(authority: Authority) -> None:
@@ -96,4 +91,4 @@ def test_a_server_that_speaks_tls_but_not_http2(authority: Authority) -> None:
             with pytest.raises(Disconnected, match="the server does not agree to HTTP/2"):
                 await c.unary(UNARY, b"", LONG)
 
-    run(work())
+    run_with_deadline(work())

@@ -15,7 +15,7 @@ from outrider.transport.endpoint import CountingSocket, Endpoint, _interleave
 from outrider.transport.event_loop_thread import EventLoopThread
 from outrider.transport.tls import ClientTls
 from tests.support.certificates import Authority
-from tests.support.grpc_server import LONG, MEGABYTE, run
+from tests.support.grpc_server import LONG, MEGABYTE, run_with_deadline
 
 
 @asynccontextmanager
@@ -54,7 +54,7 @@ def test_bytes_are_counted_over_all_connections_both_ways() -> None:
             assert (endpoint.up, endpoint.down) == (8 + 3 * MEGABYTE,) * 2
             assert endpoint.connections == 3
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_buffered_protocols_are_counted_too() -> None:
@@ -80,7 +80,7 @@ def test_buffered_protocols_are_counted_too() -> None:
             assert (endpoint.up, endpoint.down) == (4, 4)
             transport.abort()
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_connections_live_in_a_loop_that_counts_whatever_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_what_tls_adds_is_counted(tmp_path: Path) -> None:
         writer.close()
         server.close()
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_sockets_send_small_packets_at_once() -> None:
@@ -149,7 +149,7 @@ def test_sockets_send_small_packets_at_once() -> None:
             assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             writer.close()
 
-    run(work())
+    run_with_deadline(work())
 
 
 # Addresses --------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_the_next_address_is_used_where_one_refuses(monkeypatch: pytest.MonkeyPa
             connected.close()
             assert (endpoint.connections, endpoint.connect_error) == (1, None)
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_the_next_address_is_tried_where_one_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def test_the_next_address_is_tried_where_one_is_silent(monkeypatch: pytest.Monke
             (await Endpoint("cloud.example", port).connect()).close()
         assert given_up == ["127.0.0.1"]
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_families_take_turns() -> None:
@@ -253,7 +253,7 @@ def test_a_cut_endpoint_makes_no_connection_and_trouble_ends_with_success() -> N
             await exchange(endpoint, b"x")
             assert endpoint.connect_error is None
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_names_are_resolved_in_ascii(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from outrider.transport.http_client import HttpClient
 from outrider.transport.status import Disconnected, UntrustedServer
 from outrider.transport.tls import ClientTls
 from tests.support.certificates import Authority
-from tests.support.grpc_server import LONG, MEGABYTE, run
+from tests.support.grpc_server import LONG, MEGABYTE, run_with_deadline
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -91,11 +91,6 @@ async def connected(
         await network.close()
 
 
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
-
-
 def server_context(authority: Authority) -> ssl.SSLContext:
     issued = authority.server()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -113,7 +108,7 @@ def test_bytes_are_those_that_the_server_sees() -> None:
             assert (client.endpoint.up, client.endpoint.down) == (served.received, served.sent)
             assert client.endpoint.connections == len(served.writers) == 1
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_requests_at_once_have_connections_of_their_own() -> None:
@@ -123,7 +118,7 @@ def test_requests_at_once_have_connections_of_their_own() -> None:
             assert client.endpoint.connections == len(served.writers) > 1
             assert (client.endpoint.up, client.endpoint.down) == (served.received, served.sent)
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_tls_is_counted_and_verified(authority: Authority, tmp_path: Path) -> None:
@@ -142,7 +137,7 @@ def test_tls_is_counted_and_verified(authority: Authority, tmp_path: Path) -> No
                     with pytest.raises(UntrustedServer, match="its certificate: "):
                         await client.get("/x")
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_compressed_answers_are_read() -> None:
@@ -155,7 +150,7 @@ def test_compressed_answers_are_read() -> None:
             with pytest.raises(Disconnected):
                 await client.get("/x")
 
-    run(work())
+    run_with_deadline(work())
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
@@ -176,7 +171,7 @@ def test_an_idle_connection_that_the_server_has_ended_is_not_used_again(
             assert (await client.get("/x")).status == 200
             assert client.endpoint.connections == 2
 
-    run(work())
+    run_with_deadline(work())
 
 
 async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -210,7 +205,7 @@ def test_a_server_that_breaks_off_is_an_error_with_a_reason(
             assert len(str(caught.value)) > 10
         server.close()
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_a_request_out_of_time_has_its_connection_closed() -> None:
@@ -229,7 +224,7 @@ def test_a_request_out_of_time_has_its_connection_closed() -> None:
             await gone.wait()
         server.close()
 
-    run(work())
+    run_with_deadline(work())
 
 
 def test_an_emulated_network_lies_in_between() -> None:
@@ -245,4 +240,4 @@ def test_an_emulated_network_lies_in_between() -> None:
             with pytest.raises(Disconnected, match=r"^Connection refused$"):
                 await client.get("/x")
 
-    run(work())
+    run_with_deadline(work())

@@ -30,11 +30,6 @@ from tests.support.certificates import DAY, Authority, private_pem
 METHOD = "/test/Who"
 
 
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
-
-
 @contextmanager
 def serving(tls: ServerTls) -> Iterator[str]:
     """A server that answers with its caller's common name; its address."""
