@@ -195,7 +195,7 @@ def watch(work: Any, seed: int) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(GENERATIONS), ids=lambda seed: f"seed-{seed}-")
-def test_nothing_is_lost_and_nothing_is_wrong(
+def test_output_is_the_undisturbed_one_under_random_faults(
     seed: int, world: World, edge: LockedEngine, target: LockedEngine
 ) -> None:
     case, random = draw_case(seed), Random(f"troubles of {seed}")

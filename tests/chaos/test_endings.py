@@ -143,7 +143,7 @@ def test_waiting_begins_without_a_cloud(cloud: Cloud, edge: LockedEngine, target
     verifier.disconnect()
 
 
-def test_failing_says_so_at_once(cloud: Cloud, edge: LockedEngine) -> None:
+def test_an_unreachable_cloud_fails_at_once(cloud: Cloud, edge: LockedEngine) -> None:
     cloud.kill()
     verifier: Any = connect(cloud.address, deadline=0.5, patience=0.5)
     with pytest.raises(CloudLost):

@@ -21,7 +21,7 @@ def planned(capsys: pytest.CaptureFixture[str], aim: Any) -> str:
     return capsys.readouterr().out
 
 
-def test_a_best_that_costs_nothing_is_said_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_free_best_option_is_described_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     said = planned(capsys, "privacy")
     assert "inf" not in said
     advice = "Stay on the edge (--cloud none): by this goal it costs nothing, and every other option costs something."

@@ -54,13 +54,13 @@ CAPTIONS_ONLY = [
 
 @pytest.mark.parametrize("models", CAPTIONS_ONLY)
 @pytest.mark.parametrize("run", [generate, partial(generate, chat=True)])
-def test_generate(models: Models, run: Callable[[Models], int]) -> None:
+def test_generate_refuses_a_text_for_a_captioner(models: Models, run: Callable[[Models], int]) -> None:
     with pytest.raises(PromptError, match="only writes captions of recordings"):
         run(models)
 
 
 @pytest.mark.parametrize("models", CAPTIONS_ONLY[:4])
-def test_eval(models: Models, tmp_path: Path) -> None:
+def test_eval_refuses_a_text_for_a_captioner(models: Models, tmp_path: Path) -> None:
     with pytest.raises(PromptError, match="only writes captions of recordings"):
         evaluate(models, tmp_path)
     assert not (tmp_path / "run").exists()

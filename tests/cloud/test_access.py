@@ -59,7 +59,7 @@ def test_a_session_is_its_owners(tokens: Tokens) -> None:
 
 
 @pytest.mark.parametrize("metadata", [[], bearer("x" * 20), [("authorization", LAB)]])
-def test_nobody_comes_in_without_a_token(tokens: Tokens, metadata: list[tuple[str, str]]) -> None:
+def test_calls_without_a_token_are_refused(tokens: Tokens, metadata: list[tuple[str, str]]) -> None:
     with reached(HeldEngine(), tokens=tokens) as (served, channel):
         with RawStream(channel, metadata) as stream:
             stream.send(open_request())
@@ -99,7 +99,7 @@ def test_mutual_tls_and_tokens(tmp_path: Path, tokens: Tokens) -> None:
 # Limits ---------------------------------------------------------------------------------------------------------
 
 
-def test_haste_is_told_when_to_come_back() -> None:
+def test_rate_limited_calls_are_given_a_retry_delay() -> None:
     clock = [0.0]
     with reached(HeldEngine(), limits=Limits(max_rate=8, burst=3)) as (served, channel):
         served.service._rate._clock = lambda: clock[0]
@@ -128,7 +128,7 @@ def test_opening_counts_as_a_request() -> None:
 
 
 @pytest.mark.parametrize("limit", ["max_sessions", "max_sessions_per_identity"])
-def test_so_many_sessions(limit: str) -> None:
+def test_the_number_of_sessions_is_limited(limit: str) -> None:
     with (
         reached(HeldEngine(), limits=Limits(**{limit: 2})) as (served, channel),
         RawStream(channel) as one,

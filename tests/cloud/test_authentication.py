@@ -40,7 +40,7 @@ class TestTokens:
     @pytest.mark.parametrize(
         "wrong", ["", "lab", LAB[:-1], LAB + "l", LAB.upper(), f"{LAB} ", "词" * 20, "\ud800" * 20]
     )
-    def test_any_other_has_none(self, tokens: Tokens, wrong: str) -> None:
+    def test_an_unknown_token_has_no_identity(self, tokens: Tokens, wrong: str) -> None:
         assert tokens.identity(wrong) is None
 
     def test_comments_blank_lines_tabs_and_a_byte_order_mark_are_fine(self, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ class TestTokens:
 
 
 class TestIdentity:
-    def test_the_tokens_name(self, tokens: Tokens) -> None:
+    def test_a_bearer_token_names_its_identity(self, tokens: Tokens) -> None:
         metadata = (("user-agent", "x"), ("authorization", f"Bearer {LAB}"))
         assert authenticate({}, metadata, tokens) == "lab"
 
@@ -238,7 +238,7 @@ class TestOverGrpc:
         finally:
             await server.stop(None)
 
-    def test_plain(self, tokens: Tokens) -> None:
+    def test_calls_without_tls_are_identified_by_their_token(self, tokens: Tokens) -> None:
         assert self.who(None, None, None) == "anonymous"
         assert self.who(None, None, tokens, LAB) == "lab"
 
@@ -247,7 +247,7 @@ class TestOverGrpc:
             self.who(None, None, tokens, "x" * 20)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
-    def test_certificates(self, tmp_path: Path, tokens: Tokens) -> None:
+    def test_calls_with_a_client_certificate_are_identified_by_its_name(self, tmp_path: Path, tokens: Tokens) -> None:
         authority = Authority(tmp_path)
         issued = authority.server()
         one_way = ServerTls(issued.cert, issued.key)

@@ -39,7 +39,7 @@ def broken_rows(prefix: tuple[int, ...]) -> Tensor:
     return torch.full((V,), float("nan")) if prefix[0] == 13 else TARGET(prefix)
 
 
-def test_a_session_that_fails_harms_nobody_in_its_batch() -> None:
+def test_a_failing_session_fails_no_other_in_its_batch() -> None:
     engine = RecordingEngine(broken_rows)
     with running_batcher(engine, 4) as batcher:
         nan, base, good = session_entry(engine, [13, 1]), session_entry(engine, [2, 2]), session_entry(engine, [3, 3])

@@ -74,7 +74,7 @@ def test_a_session_without_a_slot_gets_one_though_all_others_keep_asking() -> No
     assert waited[0] <= 8  # a few steps
 
 
-def test_who_waits_for_a_slot_gets_it_in_order() -> None:
+def test_slots_are_granted_in_order_of_arrival() -> None:
     engine = RecordingEngine()
     done: list[int] = []
     with running_batcher(engine, 1) as batcher:
@@ -104,7 +104,7 @@ def test_two_long_prefills_share_the_chunk_and_a_third_waits() -> None:
     assert done[-1] == 2
 
 
-def test_who_asks_and_has_a_slot_keeps_it_as_far_as_places_go() -> None:
+def test_active_sessions_keep_their_slots() -> None:
     """Three ask for two slots: the first to come takes one, and one slot, not two, changes hands."""
     engine = RecordingEngine()
     with running_batcher(engine, 2) as batcher:

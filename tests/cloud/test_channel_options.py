@@ -55,7 +55,7 @@ def test_a_compressed_message_is_not_inflated(method: str, encoding: str | None,
 
 
 @pytest.mark.parametrize("method", [SESSION, DESCRIBE, f"/{schema.SERVICE}/Vocabulary"])
-def test_a_stranger_is_refused_before_its_request_has_come(method: str) -> None:
+def test_an_unauthenticated_call_is_refused_before_its_request_arrives(method: str) -> None:
     """So nothing is kept of it."""
     with serving(HeldEngine(), tokens=TOKENS) as served, PlainHttp2(served.port) as client:
         call = client.call(method)
@@ -128,7 +128,7 @@ def comes_in(port: int) -> bool:
         return client.terminated is None
 
 
-def test_a_stranger_costs_little() -> None:
+def test_an_unauthenticated_client_costs_little_memory() -> None:
     """Connections that say nothing, and some that open streams without a token and do not read the answers."""
     count, calls = 100, 5
     process = psutil.Process()

@@ -27,7 +27,7 @@ def name(job: tuple[str, int]) -> str:
 
 
 @given(jobs)
-def test_places_go_round(items: list[tuple[str, int]]) -> None:
+def test_round_robin_is_fair_at_every_prefix(items: list[tuple[str, int]]) -> None:
     order = round_robin(items, name, {})
     assert sorted(order) == sorted(items)
     for each in "abc":
@@ -38,7 +38,7 @@ def test_places_go_round(items: list[tuple[str, int]]) -> None:
         assert all(given_[a] <= given_[b] + 1 for a in "abc" for b in "abc" if given_[b] < totals[b])
 
 
-def test_who_has_places_comes_later() -> None:
+def test_identities_that_hold_slots_come_later() -> None:
     assert round_robin(["a1", "a2", "b1"], lambda item: item[0], {"a": 1}) == ["b1", "a1", "a2"]
     assert round_robin(["a1", "a2", "b1"], lambda item: item[0], {"b": 2}) == ["a1", "a2", "b1"]
 

@@ -44,7 +44,7 @@ def health(channel: grpc.Channel, service: str = "") -> int:
     )
 
 
-def test_draining_takes_nobody_new_and_lets_those_at_work_finish() -> None:
+def test_draining_refuses_new_sessions_and_finishes_running_rounds() -> None:
     with reached(HeldEngine(), grace=20.0) as (served, channel):
         with RawStream(channel) as one, RawStream(channel) as waiting:
             id_ = one.opened(open_request())
@@ -66,7 +66,7 @@ def test_draining_takes_nobody_new_and_lets_those_at_work_finish() -> None:
         assert not served.service.engine.open_slots  # type: ignore[attr-defined]
 
 
-def test_not_serving_is_said_before_anybody_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_reports_not_serving_before_streams_end(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(HeldEngine()) as served:
         said_: list[tuple[int, bool]] = []
         tell = served.server._serve_health
@@ -80,7 +80,7 @@ def test_not_serving_is_said_before_anybody_is_sent_away(monkeypatch: pytest.Mon
         assert said_ == [(health_pb2.HealthCheckResponse.NOT_SERVING, False)]
 
 
-def test_grace_ends() -> None:
+def test_streams_are_cut_when_the_grace_period_ends() -> None:
     with reached(HeldEngine(), grace=0.3) as (served, channel):
         with RawStream(channel) as idle:
             idle.opened(open_request())
@@ -118,7 +118,7 @@ def test_a_service_can_be_restarted_at_its_port() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", ""])
-def test_where_it_listens(host: str) -> None:
+def test_the_service_listens_on_the_given_host(host: str) -> None:
     """ "" is every interface, as in --listen :7070, which gRPC itself cannot bind."""
     with serving(HeldEngine(), host=host) as served, grpc.insecure_channel(f"localhost:{served.port}") as channel:
         assert health(channel) == health_pb2.HealthCheckResponse.SERVING

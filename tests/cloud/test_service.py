@@ -30,7 +30,7 @@ from tests.support.raw_stream import CLOSE, RawStream, generating, resuming, ver
 # Unary ----------------------------------------------------------------------------------------------------------
 
 
-def test_who_the_cloud_is(shared: Served, channel: grpc.Channel) -> None:
+def test_the_description_names_model_and_limits(shared: Served, channel: grpc.Channel) -> None:
     data = channel.unary_unary(f"/{schema.SERVICE}/Describe")(b"", timeout=SOON)
     answer = schema.DescribeAnswer.FromString(data)
     assert answer == schema.DescribeAnswer(
@@ -56,7 +56,7 @@ def test_the_vocabulary_in_parts() -> None:
         assert tokens == engine.vocabulary  # type: ignore[attr-defined]
 
 
-def test_health(channel: grpc.Channel) -> None:
+def test_health_check_serves(channel: grpc.Channel) -> None:
     for name in ("", schema.SERVICE):
         asked = health_pb2.HealthCheckRequest(service=name)
         answer = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=SOON)

@@ -66,7 +66,7 @@ def test_chances_stay_chances_after_any_number_of_extremes(logprob: float, accep
     assert all(0.0 <= found.acceptance_probability(kind) <= 1.0 for kind in (*KINDS, 0.0, math.inf))
 
 
-def test_what_follows_a_rejection_says_nothing() -> None:
+def test_tokens_after_a_rejection_are_not_counted() -> None:
     one, other = AcceptanceModel(), AcceptanceModel()
     one.update([0.1, 0.2, 0.3, 3.0], 1)
     other.update([0.1, 0.2], 1)
@@ -92,7 +92,7 @@ def test_a_block_survives_by_the_product() -> None:
     assert found.survival_probability(1, [math.inf]) == 0.0
 
 
-def test_what_is_no_longer_seen_is_forgotten() -> None:
+def test_old_observations_decay() -> None:
     """Else a kind of token behind which drafting once stopped would be held for bad for ever."""
     found = AcceptanceModel()
     for _ in range(100):

@@ -214,7 +214,7 @@ def test_it_decides_as_its_threshold_and_is_not_exact(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"), [("calibrated:", "names no file"), ("entropy:1|calibrated:{}", "calibrated:FILE alone")]
 )
-def test_it_stands_alone(spec: str, message: str) -> None:
+def test_a_calibrated_gate_needs_a_file_and_stands_alone(spec: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         gate(spec)
 
@@ -357,7 +357,7 @@ def test_another_k_vocabulary_or_setting_voids_the_budget(changes: dict[str, Any
     assert [message in warning for warning in result.warnings] == [True]
 
 
-def test_another_name_which_may_be_the_same_model_s_is_told() -> None:
+def test_another_model_name_gives_a_warning() -> None:
     result = generate(decoder_with(calibrated(gate="entropy:3.1", cloud=replace(MODEL, name="other"))))
     assert result.guarantee == "bounded"
     assert ["with other as the cloud, not scripted: its budget is promised only if" in w for w in result.warnings] == [

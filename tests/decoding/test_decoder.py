@@ -42,7 +42,7 @@ from tests.support.decoder_steps import (
 # One round ------------------------------------------------------------------------------------------------------
 
 
-def test_draft_verify_draft() -> None:
+def test_a_round_drafts_verifies_and_drafts_again() -> None:
     decoder = start()
     assert decoder.next() == Draft(3)
     propose(decoder, 1, 2, 3)
@@ -67,7 +67,7 @@ def test_roll_back_to_any_length(accepted: int) -> None:
     assert decoder.next() == Verify(2, 3 + accepted, (), (4, 5, 6))
 
 
-def test_asking_again_changes_nothing() -> None:
+def test_next_is_idempotent() -> None:
     decoder = start(gate=Script([False, True]))
     steps = (
         lambda: decoder.drafted([Proposal(1)]),
@@ -447,7 +447,7 @@ def test_a_verdict_that_answers_something_else_is_refused(bad: Verdict) -> None:
     assert decoder.sequence.generated == []
 
 
-def test_a_verdict_that_nobody_asked_for_is_refused() -> None:
+def test_an_unrequested_verdict_is_refused() -> None:
     decoder = start()
     with pytest.raises(StateError):
         decoder.decided(Verdict(1, 0, 7))
@@ -577,7 +577,7 @@ def test_a_trigger_gate_leaves_at_most_so_many_tokens_provisional() -> None:
 
 
 @pytest.mark.parametrize("drafted", [1, 2])
-def test_a_block_that_the_cloud_s_loss_cuts_short_counts_once(drafted: int) -> None:
+def test_a_block_cut_short_by_a_lost_cloud_counts_once(drafted: int) -> None:
     """Its tokens stand; the next token begins a block of its own, with all its length."""
     decoder = start()
     propose(decoder, *[A] * drafted)

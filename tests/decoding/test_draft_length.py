@@ -47,7 +47,7 @@ def test_an_impossible_token_ends_the_block() -> None:
     assert ConfidenceStop().tokens_to_draft(1, [Signals(0.0, 0.0, 0.0, math.inf)]) == 0
 
 
-def test_the_two_ways() -> None:
+def test_draft_length_is_parsed_as_a_number_or_auto() -> None:
     assert parse_draft_length(7) == FixedDraftLength(7)
     assert not parse_draft_length(7).needs_signals
     auto = parse_draft_length("auto")
@@ -90,7 +90,7 @@ def test_until_times_are_known_confidence_alone_decides() -> None:
     assert auto.tokens_to_draft(3, sure(0.9, 0.9, 0.9)) == 1
 
 
-def test_asking_is_not_learning() -> None:
+def test_tokens_to_draft_changes_no_state() -> None:
     auto = learnt(wait=0.1, alpha=0.8)
     assert len({tuple(auto.tokens_to_draft(n, sure(*[0.9] * n)) for n in range(12)) for _ in range(5)}) == 1
 

@@ -94,7 +94,7 @@ def test_no_further_than_the_room(limit: int, useful: int) -> None:
     assert decoder.stats.drafted == 3 + useful
 
 
-def test_not_behind_an_end() -> None:
+def test_nothing_is_drafted_ahead_behind_an_end() -> None:
     decoder = waiting(4, EOS)
     assert decoder.ahead() is None
     early = start()
@@ -144,7 +144,7 @@ def test_a_refused_verdict_leaves_what_was_drafted_ahead() -> None:
     assert decoder.next() == Draft(2)
 
 
-def test_the_end_drops_it() -> None:
+def test_the_end_drops_tokens_drafted_ahead() -> None:
     decoder = waiting(4, 5, 6, stop=("c",))
     decide(decoder, 3, 4)
     ended(decoder, "stop", 1, 2, 3)
@@ -256,7 +256,7 @@ def test_what_would_have_been_drawn_to_leave_a_loop_is_not_taken_from_ahead() ->
 # The verifier is lost -------------------------------------------------------------------------------------------
 
 
-def test_what_is_provisional_stands_on_the_edges_word() -> None:
+def test_provisional_tokens_are_committed_unverified_after_a_loss() -> None:
     decoder = waiting(4, 5)
     decoder.events()
     decoder.on_verifier_lost()
@@ -335,7 +335,7 @@ def test_skipped_tokens_stay_as_they_were(scope: str) -> None:
     balanced(decoder)
 
 
-def test_without_a_drafter_there_is_nobody_left() -> None:
+def test_without_a_drafter_a_lost_verifier_is_an_error() -> None:
     decoder = start(draft_length=None)
     decoder.next()
     with pytest.raises(StateError, match="no drafter"):

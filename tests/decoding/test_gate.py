@@ -73,7 +73,7 @@ def test_the_drawn_token_matters_to_logprob_only() -> None:
     assert other.logprob - one.logprob == pytest.approx(2.0)
 
 
-def test_the_two_extremes() -> None:
+def test_signals_of_uniform_and_one_hot_logits() -> None:
     sure = compute_signals(torch.tensor([50.0, 0.0, 0.0, 0.0]), 0, 0.0)
     assert (sure.entropy, sure.margin, sure.maxprob, sure.logprob) == pytest.approx((0.0, 1.0, 0.0, 0.0), abs=1e-6)
     unsure = compute_signals(torch.zeros(4), 0, 0.0)
@@ -128,7 +128,7 @@ def test_reasons_name_signal_value_and_limit() -> None:
 @pytest.mark.parametrize(
     ("entropy", "logprob", "escalate"), [(0.0, 0.0, False), (2.0, 0.0, True), (0.0, 3.0, True), (2.0, 3.0, True)]
 )
-def test_any_of(entropy: float, logprob: float, escalate: bool) -> None:
+def test_any_of_escalates_when_one_gate_does(entropy: float, logprob: float, escalate: bool) -> None:
     block = [token(), token(entropy=entropy, logprob=logprob), token()]
     assert gate("entropy:1.5|logprob:2").decide(block).escalate is escalate
 
@@ -147,7 +147,7 @@ def test_a_trigger_decides_as_its_inner_gate_and_stays_exact() -> None:
             assert trigger.decide(block) == inner.decide(block)
 
 
-def test_who_needs_signals_and_who_is_exact() -> None:
+def test_needs_signals_and_exact_of_each_gate() -> None:
     assert [(g.needs_signals, g.exact) for g in (Always(), Never(), gate("entropy:1"))] == [
         (False, True),
         (False, False),
@@ -185,7 +185,7 @@ def test_a_block_is_judged_by_its_value(name: str, mean: bool) -> None:
         ("trigger:entropy:1|margin:2", Trigger(AnyOf((Threshold("entropy", 1.0), Threshold("margin", 2.0))))),
     ],
 )
-def test_parsing(spec: str, expected: object) -> None:
+def test_gate_texts_are_parsed(spec: str, expected: object) -> None:
     assert gate(spec) == expected
 
 
@@ -203,7 +203,7 @@ def test_printing_and_parsing_again_changes_nothing(inner: object, wrapped: bool
 
 
 @pytest.mark.parametrize("spec", ["entropy:1.5", "margin.mean:0.25", "entropy:1|logprob:2", "trigger:never", "always"])
-def test_what_people_write_is_printed_as_they_wrote_it(spec: str) -> None:
+def test_str_of_a_parsed_gate_is_its_text(spec: str) -> None:
     assert str(gate(spec)) == spec
 
 

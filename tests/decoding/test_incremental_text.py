@@ -64,7 +64,7 @@ def test_a_character_belongs_to_the_token_that_completes_it() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(texts, cuts)
-def test_any_text_cut_anywhere(text: str, cut: list[int]) -> None:
+def test_text_cut_at_any_token_is_joined_without_damage(text: str, cut: list[int]) -> None:
     transcript = written(Tokens(text, cut))
     assert transcript.text == text
     assert len(transcript.pieces) == len(transcript.ids)

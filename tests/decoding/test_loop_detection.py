@@ -77,13 +77,13 @@ def test_a_period_beyond_the_longest_is_not_sought() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 2), max_size=WINDOW + 8))
-def test_equal_to_the_definition(tokens: list[int]) -> None:
+def test_detection_equals_the_definition(tokens: list[int]) -> None:
     assert loop_period(tokens) == by_definition(tokens)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 9), min_size=1, max_size=12))
-def test_what_loops_is_found_whatever_came_before(before: list[int], phrase: list[int]) -> None:
+def test_a_loop_is_found_after_any_prefix(before: list[int], phrase: list[int]) -> None:
     period = loop_period(before + phrase * 20)
     assert period is not None
     assert period <= len(phrase)

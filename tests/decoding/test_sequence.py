@@ -97,7 +97,7 @@ def test_the_prompt_is_copied_and_never_reopened() -> None:
     assert sequence.generated == []
 
 
-def test_who_decided() -> None:
+def test_accepted_corrected_and_bonus_tokens_are_by_the_cloud() -> None:
     assert {source for source in Source if source.by_cloud} == {Source.ACCEPTED, Source.CORRECTION, Source.BONUS}
 
 

@@ -103,7 +103,7 @@ def test_the_token_that_completes_the_string_is_the_last(parts: tuple[str, ...],
     assert stop(("STOP",), *parts) == ("stop", length)
 
 
-def test_any_of_several_strings() -> None:
+def test_the_first_of_several_stop_strings_ends_the_output() -> None:
     assert stop(("\n\n", "###"), "a\n", "b#", "##", "\n\n") == ("stop", 3)
     assert stop(("\n\n", "###"), "a\n", "\nb", "###") == ("stop", 2)
 
@@ -178,7 +178,7 @@ def test_stop_strings_do_not_wait_for_min_new_tokens() -> None:
         ("Hello. 你好。", 2),
     ],
 )
-def test_counting(text: str, expected: int) -> None:
+def test_sentences_are_counted(text: str, expected: int) -> None:
     assert count_sentences(text) == expected
 
 

@@ -135,7 +135,7 @@ def test_the_time_of_the_prompt_is_no_pace() -> None:
     assert auto.controller.acceptance.mean > 0.7
 
 
-def test_what_was_learnt_outlives_the_generation() -> None:
+def test_learned_costs_outlive_the_generation() -> None:
     decoder = SpeculativeDecoder(
         ScriptedEngine(blend(TARGET, OTHER, 0.1), V), local(ScriptedEngine(TARGET, V)), k="auto"
     )

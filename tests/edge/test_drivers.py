@@ -230,7 +230,7 @@ def test_requests_carry_round_base_and_what_is_new() -> None:
     assert second == Verify(2, 11, (3, 4, 5, 6), (7, 8))
 
 
-def test_an_action_that_nobody_can_do_is_a_state_error() -> None:
+def test_an_action_without_its_engine_is_a_state_error() -> None:
     decoder, drafter, _ = parts([1, 2, 3])
     with pytest.raises(StateError, match=r"Draft.* needs a drafter or verifier that is missing"):
         list(sequential(decoder, None, lambda request: Verdict(1, 0, 1)))
@@ -411,7 +411,7 @@ def test_a_session_that_cannot_be_opened_leaves_no_slot() -> None:
     assert not draft.open_slots
 
 
-def test_a_stream_says_what_generate_says() -> None:
+def test_stream_equals_generate() -> None:
     draft, target = pair()
     decoder = SpeculativeDecoder(draft, local(target), k=3)
     whole = decoder.generate(list(PROMPT), max_new_tokens=20)

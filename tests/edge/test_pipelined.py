@@ -68,7 +68,7 @@ def cases(draw: Any) -> Case:
 
 @settings(max_examples=400)
 @given(case=cases(), polls=st.lists(st.integers(0, 25), min_size=1, max_size=8))
-def test_pipelined_says_what_sequential_says(case: Case, polls: list[int]) -> None:
+def test_pipelined_output_equals_sequential_output(case: Case, polls: list[int]) -> None:
     one, other = Generation(case, "sequential").run(), Generation(case, "pipelined", polls=polls).run()
     assert other.said() == one.said()
     if not case.merges:
@@ -134,7 +134,7 @@ def test_a_request_holds_no_more_than_the_protocol_allows() -> None:
     assert lengths[:2] == [7, 63]
 
 
-def test_a_stranger_costs_drafts_but_no_request() -> None:
+def test_a_useless_drafter_costs_drafts_but_no_request() -> None:
     case = replace(PERFECT, draft=mixed(TARGET, 1.0))
     one, other = Generation(case, "sequential").run(), Generation(case, "pipelined", polls=(5,)).run()
     assert other.decoder.stats.rounds == one.decoder.stats.rounds

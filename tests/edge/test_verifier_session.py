@@ -74,7 +74,7 @@ def test_wait_comes_to_the_same_output(driver: str, gate: Any, heard: bool, capl
         assert f"call {at} was lost; retrying" in caplog.text
 
 
-def test_every_loss_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_loss_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     start("pipelined", case(), (1, 3, 4), "wait").run()
     assert [record.getMessage()[:6] for record in caplog.records] == ["call 1", "call 3"]
 
@@ -170,7 +170,7 @@ class Says(FarVerifier):
 @pytest.mark.parametrize("on_loss", ["fail", "wait", "edge-only"])
 @pytest.mark.parametrize("error", [CloudRefused("another model"), KeyboardInterrupt(), RuntimeError("a bug")])
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_everything_else_goes_through(driver: str, on_loss: OnCloudLoss, error: BaseException) -> None:
+def test_other_errors_propagate(driver: str, on_loss: OnCloudLoss, error: BaseException) -> None:
     run = start(driver, case(), (), on_loss)
     run.verifier.__class__ = Says
     run.verifier.error = error  # type: ignore[attr-defined]
@@ -221,7 +221,7 @@ def test_closing_masks_no_result_and_swallows_nothing_else(caplog: pytest.LogCap
         link.close()
 
 
-def test_who_can_be_asked_without_waiting() -> None:
+def test_the_local_verifier_is_not_pipelined() -> None:
     assert isinstance(FarVerifier(ScriptedVerifier([], V)), PipelinedVerifier)
     assert not isinstance(LocalVerifier(ScriptedEngine(TARGET, V)), PipelinedVerifier)
 

@@ -221,7 +221,7 @@ def test_as_a_target_its_output_is_that_of_its_own_plain_decoding(folder: Path, 
 
 @needs_llama
 @pytest.mark.filterwarnings("ignore")  # of transformers, about reading a file of ours
-def test_it_says_what_the_dense_engine_says_of_the_same_file(folder: Path) -> None:
+def test_gguf_engine_equals_the_dense_engine_on_the_same_file(folder: Path) -> None:
     path = written(folder, "named")
     here, dense = load_engine(path), load_engine(path, dtype="float32")
     assert isinstance(dense, TorchEngine)

@@ -96,7 +96,7 @@ def check_exact(result: Result, wanted: list[int], why: object = "") -> None:
 
 @pytest.mark.parametrize("shift", range(len(SETTINGS)), ids=lambda n: f"{n}-" + "-".join(SETTINGS[n]))
 @pytest.mark.parametrize("family", ["qwen2", "phi", "omni"])
-def test_every_setting(family: str, shift: int) -> None:
+def test_every_setting_gives_the_target_s_tokens(family: str, shift: int) -> None:
     """With every prompt, and with drafters and block lengths in rotation."""
     options = {"max_new_tokens": 16, **SETTINGS[shift]}
     verifier = local(tiny_engine(family))
@@ -124,7 +124,7 @@ def test_every_k_with_every_exact_gate(family: str, k: int | str) -> None:
 
 
 @pytest.mark.parametrize("family", TEXT)
-def test_a_stranger_as_drafter(family: str) -> None:
+def test_an_unrelated_drafter_changes_nothing(family: str) -> None:
     """Another random model, of another family: nearly every block is rejected at its first token."""
     prompt, verifier = PROMPTS[1], local(tiny_engine(family))
     wanted = expected(family, prompt, max_new_tokens=16)
@@ -226,7 +226,7 @@ def test_stop_strings_wherever_they_begin_and_end(family: str) -> None:
 
 @pytest.mark.parametrize("seconds", [0.1, 0.777, 1.9])
 @pytest.mark.parametrize("family", ["omni", "qwen2-audio"])
-def test_a_recording(family: str, seconds: float) -> None:
+def test_recordings_give_the_target_s_tokens(family: str, seconds: float) -> None:
     tokenizer, waveform = subword_tokenizer(), clip(seconds, seed=3)
     prompt = Audio(waveform, instruction="tell the emotion.")
     verifier = local(tiny_engine(family, tokenizer=tokenizer))
@@ -289,7 +289,7 @@ def test_half_precision_differs_only_at_reported_near_ties(family: str, dtype: t
 
 @settings(max_examples=100)
 @given(data=st.data())
-def test_anything_with_anything(data: st.DataObject) -> None:
+def test_random_combinations_of_options_give_the_target_s_tokens(data: st.DataObject) -> None:
     """Random settings, prompts, EOS sets, drafters, k and exact gates."""
     family = data.draw(st.sampled_from(("qwen2", "llama", "phi")))
     ids = st.integers(0, VOCAB - 1)

@@ -139,7 +139,7 @@ def test_transformers_models_draw_alike_too() -> None:
     assert all(0 <= token < VOCAB for output in outputs for token in output)
 
 
-def test_seeds_differ() -> None:
+def test_different_seeds_give_different_tokens() -> None:
     decoder = SpeculativeDecoder(engine(blend(TARGET, HashRows(2, V), 0.3)), local(engine(TARGET)), k=3)
     outputs = {
         tuple(decoder.generate(list(PROMPT), temperature=1.0, max_new_tokens=12, seed=seed).token_ids)

@@ -242,7 +242,7 @@ def test_longest_loop_is_the_one_that_all_stretches_give(tokens: list[str]) -> N
         ("a " * 500 + ".", {"length"}),
     ],
 )
-def test_the_rules_of_form(text: str, broken: set[str]) -> None:
+def test_format_rules_find_violations(text: str, broken: set[str]) -> None:
     assert {name for name, kept in check_rules(text, FormatRules()).items() if not kept} == broken
 
 

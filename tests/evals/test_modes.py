@@ -75,7 +75,7 @@ def test_all_modes_with_the_target_s_word_give_its_tokens(family: str, generatio
 
 @pytest.mark.parametrize("family", ["omni", "qwen2-audio"])
 @pytest.mark.parametrize("seconds", [0.7, 2.0])
-def test_recordings_too(tmp_path: Path, family: str, seconds: float) -> None:
+def test_exact_modes_agree_on_recordings(tmp_path: Path, family: str, seconds: float) -> None:
     soundfile.write(tmp_path / "a.wav", clip(seconds), 16_000)
     found = answers(context(family), Item("a", tmp_path / "a.wav"))
     for name in ("exact", "plain", "assisted"):

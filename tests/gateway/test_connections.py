@@ -294,7 +294,7 @@ def test_a_closed_connection_makes_room_though_it_is_still_referenced() -> None:
 
 SERVER = """
 import sys, threading
-from gateway.scripted import serving
+from tests.support.scripted_gateway import serving
 with serving() as running:
     print(running.url, flush=True)
     sys.stdin.read()

@@ -155,7 +155,7 @@ def test_eight_clients_at_once_get_the_same_texts_as_one(client: openai.OpenAI, 
         assert list(threads.map(caption, NAMES)) == expected
 
 
-def test_tokens_say_who_decided_them_and_provisional_ones_come_first(client: openai.OpenAI) -> None:
+def test_tokens_carry_their_source_and_provisional_ones_come_first(client: openai.OpenAI) -> None:
     options = {"tokens": True, "provisional": True}
     stream = list(
         client.chat.completions.create(**audio_request("en-1.ogg", stream=True, extra_body={"outrider": options}))
@@ -174,7 +174,7 @@ def test_tokens_say_who_decided_them_and_provisional_ones_come_first(client: ope
     assert "".join(stands[:length]) == content(stream)
 
 
-def test_what_leaves_with_a_request_can_be_chosen_for_it(client: openai.OpenAI) -> None:
+def test_privacy_can_be_chosen_per_request(client: openai.OpenAI) -> None:
     def outcome(**options: Any) -> dict[str, Any]:
         return client.chat.completions.create(**audio_request("en-1.ogg", extra_body={"outrider": options})).outrider  # type: ignore[no-any-return, attr-defined]
 

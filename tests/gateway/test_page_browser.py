@@ -112,7 +112,7 @@ def test_a_clip_is_captioned_by_a_click_and_streams(fresh: Page) -> None:
     assert shown_text(fresh).strip() in fresh.evaluate("document.getElementById('said').textContent")
 
 
-def test_tokens_are_coloured_by_who_decided_them(fresh: Page) -> None:
+def test_tokens_are_coloured_by_their_source(fresh: Page) -> None:
     put(fresh, "gate", "signal")
     put(fresh, "threshold", "0.3")
     caption(fresh)
@@ -131,7 +131,7 @@ def test_tokens_are_coloured_by_who_decided_them(fresh: Page) -> None:
     assert text_of(fresh, ".word") == "best-effort"
 
 
-def test_what_is_set_goes_with_the_next_run(fresh: Page) -> None:
+def test_changed_settings_apply_to_the_next_run(fresh: Page) -> None:
     submit_prompt(fresh, "Hello")
     wait(fresh)
     put(fresh, "gate", "signal")
@@ -186,7 +186,7 @@ def test_cutting_the_cable_cuts_the_run_in_progress(fresh: Page) -> None:
     assert faults(fresh) == []
 
 
-def test_what_was_gained_is_said_in_one_sentence(fresh: Page) -> None:
+def test_the_gain_is_shown_in_one_sentence(fresh: Page) -> None:
     put(fresh, "gate", "signal")
     assert text_of(fresh, "#threshold-said") == "0.30", "the threshold that the documentation shows"
     caption(fresh)
@@ -233,7 +233,7 @@ def test_a_column_that_fails_leaves_the_others(fresh: Page) -> None:
     assert fresh.evaluate(failed) == [False, False, True]
 
 
-def test_an_error_is_said_in_words(fresh: Page) -> None:
+def test_an_error_is_shown_as_a_sentence(fresh: Page) -> None:
     put(fresh, "max-tokens", "1000000")
     caption(fresh)
     said = wait(fresh)
@@ -248,7 +248,7 @@ def test_an_error_is_said_in_words(fresh: Page) -> None:
     assert "k) is 1 to 64, or auto, not “65”" in wait(fresh)
 
 
-def test_everything_works_by_keys(fresh: Page) -> None:
+def test_every_control_works_with_the_keyboard(fresh: Page) -> None:
     put(fresh, "max-tokens", "12")
     fresh.evaluate("document.querySelectorAll('.clip')[1].focus()")
     fresh.press("Enter")
@@ -306,7 +306,7 @@ def test_every_stop_of_the_tab_key_has_a_name(fresh: Page) -> None:
     assert [node for node in shown if not node.get("name", {}).get("value")] == []
 
 
-def test_a_token_says_who_decided_it(fresh: Page) -> None:
+def test_a_token_s_tooltip_names_its_source(fresh: Page) -> None:
     caption(fresh)
     wait(fresh)
     fresh.evaluate("document.querySelector('.strip .t').focus()")

@@ -90,7 +90,7 @@ def test_drafts_are_faint_until_they_are_decided(page: Page, server: StandIn) ->
     assert shown_text(page) == " w0 w1", "what is still provisional at the end is void"
 
 
-def test_an_error_in_mid_stream_is_said_and_the_text_stays(page: Page, server: StandIn) -> None:
+def test_an_error_in_mid_stream_is_shown_and_the_text_stays(page: Page, server: StandIn) -> None:
     error = {"message": "the cloud does not answer", "type": "cloud_error", "param": None, "code": None}
     broken = b"data: " + json.dumps({"error": error}).encode() + b"\n\n"
     play(page, server, Script([tokens(*text(["so", " far"])), broken]))
@@ -114,7 +114,7 @@ def test_a_stream_that_ends_too_early_is_no_answer(page: Page, server: StandIn) 
         (429, {"Retry-After": "3"}, "outrider.gate: no such gate. Try again in 3 s."),
     ],
 )
-def test_a_refusal_is_said_in_words(
+def test_a_refusal_is_shown_as_a_sentence(
     page: Page, server: StandIn, status_: int, headers: dict[str, str], said: str
 ) -> None:
     error = {"message": "no such gate", "type": "invalid_request_error", "param": "outrider.gate", "code": None}
@@ -251,7 +251,7 @@ def test_a_piece_is_text_and_nothing_else(page: Page, server: StandIn) -> None:
     assert faults(page) == []
 
 
-def test_a_gateway_that_is_gone_is_said(page: Page) -> None:
+def test_a_lost_gateway_is_shown(page: Page) -> None:
     with standing_in() as server:
         page.open(server.url, 1280)
         page.until("document.getElementById('version').textContent", 5)

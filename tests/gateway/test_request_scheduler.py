@@ -96,7 +96,7 @@ def served() -> Iterator[Served]:
 @pytest.mark.parametrize(
     "options", [RequestOptions(), RequestOptions(driver="pipelined", k="auto"), RequestOptions("edge-only")], ids=str
 )
-def test_32_at_once_say_what_they_say_one_at_a_time(served: Served, options: RequestOptions) -> None:
+def test_32_concurrent_generations_equal_sequential_ones(served: Served, options: RequestOptions) -> None:
     prompts = PROMPTS * 4
     way = "cloud-only" if options.way == "speculative" else "edge-only"
 
@@ -137,7 +137,7 @@ def test_events_come_in_order_and_make_the_text(served: Served) -> None:
 
 
 @pytest.mark.parametrize("provisional", [False, True])
-def test_drafted_tokens_are_told_at_once_to_who_wants_them(served: Served, provisional: bool) -> None:
+def test_drafted_tokens_are_sent_at_once_on_request(served: Served, provisional: bool) -> None:
     async def body() -> None:
         with running_pool(served) as pool:
             scheduler, options = RequestScheduler(pool), RequestOptions(net="rtt=50ms")
@@ -176,7 +176,7 @@ def test_what_cannot_be_used_is_raised_from_start_and_computes_nothing() -> None
     work(body)
 
 
-def test_a_cloud_that_is_lost_is_told_where_it_is_lost() -> None:
+def test_an_unreachable_cloud_is_raised_from_start() -> None:
     async def body() -> None:
         pool = DecoderPool(Held(), lambda net: connect("grpc://127.0.0.1:9", patience=0.1, net=net))
         scheduler = RequestScheduler(pool)
@@ -189,7 +189,7 @@ def test_a_cloud_that_is_lost_is_told_where_it_is_lost() -> None:
     work(body)
 
 
-def test_what_breaks_in_the_middle_ends_the_iteration_with_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_during_generation_is_raised_by_the_iterator(caplog: pytest.LogCaptureFixture) -> None:
     class Breaks(Held):
         def forward_many(self, feeds: Seq[SequenceInput]) -> list[Tensor]:
             if self.forwards == 9:
@@ -444,7 +444,7 @@ def test_a_network_of_long_delays_holds_a_slot_no_longer_than_the_limit(served: 
     work(body)
 
 
-def test_who_leaves_the_queue_is_not_called() -> None:
+def test_a_task_that_left_the_queue_is_never_started() -> None:
     engine = Held()
 
     async def body() -> None:
@@ -465,7 +465,7 @@ def test_who_leaves_the_queue_is_not_called() -> None:
     work(body)
 
 
-def test_who_is_cancelled_at_the_moment_of_being_called_passes_the_slot_on() -> None:
+def test_a_task_cancelled_while_starting_passes_its_slot_on() -> None:
     engine = Held()
 
     async def body() -> None:
@@ -606,7 +606,7 @@ STALLED = [
 
 @pytest.mark.parametrize("options", STALLED, ids=str)
 @pytest.mark.parametrize("again", [False, True], ids=["first", "later"])
-def test_who_waits_for_a_silent_cloud_is_let_go_at_once(options: RequestOptions, again: bool) -> None:
+def test_a_task_waiting_for_a_silent_cloud_is_cancelled_at_once(options: RequestOptions, again: bool) -> None:
     settings = {"max_new_tokens": 240, "ignore_eos": True}
     with stalling(Quiet(seconds=0.03)) as (pool, served, link, engine):
 
@@ -659,7 +659,7 @@ def test_the_cloud_session_ends_within_a_second(options: RequestOptions) -> None
         work(body)
 
 
-def test_a_cloud_that_does_not_even_say_who_it_is_is_left_at_once() -> None:
+def test_a_cloud_without_a_handshake_is_given_up_at_once() -> None:
     with stalling(Quiet()) as (pool, _, link, _):
 
         async def body() -> None:

@@ -11,7 +11,7 @@ def test_hostile_requests_do_no_harm() -> None:
     assert fuzz(15, seed=1)
 
 
-def test_what_was_found_stays_fixed() -> None:
+def test_earlier_findings_stay_fixed() -> None:
     import random
 
     from tests.support.scripted_gateway import serving

@@ -70,7 +70,7 @@ def check(decoder: SpeculativeDecoder, stop: tuple[str, ...], limit: int) -> Res
 
 @pytest.mark.parametrize("kind", BYTES)
 @pytest.mark.parametrize("text", TEXTS)
-def test_every_limit(kind: str, text: str) -> None:
+def test_every_length_limit_cuts_at_a_complete_character(kind: str, text: str) -> None:
     tokenizer = BYTES[kind]()
     said = ids_of(text, tokenizer)
     decoder = pair(tokenizer, said, 4)

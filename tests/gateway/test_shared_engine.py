@@ -93,7 +93,7 @@ def row(*prefix: int) -> Tensor:
 # Together ---------------------------------------------------------------------------------------------------------
 
 
-def test_who_waits_is_read_in_one_forward_by_whoever_has_the_turn(threads: ThreadPoolExecutor) -> None:
+def test_waiting_requests_share_one_forward(threads: ThreadPoolExecutor) -> None:
     held = Held6(threads)
     others = [held.ask(n, [1, n]) for n in range(1, 6)]
     held.engine.go.set()
@@ -148,7 +148,7 @@ def test_rolling_back_and_asking_for_the_length_do_not_wait(threads: ThreadPoolE
     assert torch.equal(held.ask(1, [7]).result(SOON)[0], row(1, 7))
 
 
-def test_nobody_is_passed_over(threads: ThreadPoolExecutor) -> None:
+def test_the_oldest_request_is_in_the_next_forward(threads: ThreadPoolExecutor) -> None:
     """The oldest is always in the next forward, however many that would fit together have come after it."""
     held = Held6(threads)
     wide = held.ask(1, [1] * 60)
@@ -162,7 +162,7 @@ def test_nobody_is_passed_over(threads: ThreadPoolExecutor) -> None:
 # Failures ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_feed_that_fails_fails_nobody_else(threads: ThreadPoolExecutor) -> None:
+def test_a_failing_input_fails_no_other_request(threads: ThreadPoolExecutor) -> None:
     held = Held6(threads, bad=31)
     good = [held.ask(n, [1, n]) for n in (1, 2)]
     bad = held.ask(3, [1, 31])

@@ -267,7 +267,7 @@ def test_alone_with_the_same_engine_twice() -> None:
 # What comes back ----------------------------------------------------------------------------------------------
 
 
-def test_the_result_comes_along() -> None:
+def test_the_result_comes_with_return_dict_in_generate() -> None:
     out = call(return_dict_in_generate=True)
     assert out.sequences.tolist() == call(None).tolist()
     assert out.outrider.token_ids == out.sequences[0, 4:].tolist()

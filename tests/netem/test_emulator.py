@@ -311,7 +311,7 @@ def test_a_stall_holds_everything_and_loses_nothing() -> None:
     run(scenario())
 
 
-def test_stalls_return() -> None:
+def test_stalls_recur() -> None:
     async def scenario() -> None:
         async with echoing("stall=100ms:60ms") as (_, _, reader, writer):
             start, times = monotonic(), []
@@ -615,7 +615,7 @@ def knock(peer: socket.socket, data: bytes = b"x") -> float:
     return real_time() - start
 
 
-def test_a_link_in_a_thread_is_told_from_outside() -> None:
+def test_a_link_in_a_thread_is_controlled_from_outside() -> None:
     with echo_thread() as port, LinkThread("127.0.0.1", port) as link:
         with socket.create_connection(("127.0.0.1", link.port or 0)) as peer:
             knock(peer)

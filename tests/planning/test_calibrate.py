@@ -367,7 +367,9 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+def test_calibrate_command_writes_a_gate_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], as_json: bool
+) -> None:
     file, out = tmp_path / "traces.jsonl", str(tmp_path / "gate.json")
     write_requests(file)
     pair = {"edge": EDGE, "cloud": CLOUD, "settings": GenerationSettings()}

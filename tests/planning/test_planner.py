@@ -104,7 +104,7 @@ def test_a_root_is_found_to_a_millisecond_on_lines_and_steps() -> None:
         (lambda: Planner(TRACES, COSTS, gates=["sometimes"]), "gate"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(make: Any, named: str) -> None:
+def test_invalid_goals_and_gates_are_refused_by_name(make: Any, named: str) -> None:
     with pytest.raises(SettingsError, match=named):
         make()
 

@@ -54,7 +54,7 @@ def test_an_exact_gate_brings_the_targets_output(
 
 @pytest.mark.parametrize("gate", LOSSY)
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_what_is_skipped_is_told_from_what_the_target_says(gate: str, driver: Any) -> None:
+def test_skipped_and_escalated_blocks_add_up(gate: str, driver: Any) -> None:
     for text, done in zip(TRACES, outcomes(Setup(gate=gate, driver=driver)), strict=True):
         assert done.cloud_tokens + done.edge_tokens == done.tokens <= len(text.target) + 1
         assert done.disagreements <= sum(not same for same in text.agrees)

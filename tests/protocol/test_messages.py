@@ -273,7 +273,7 @@ def test_a_verdict_comes_back_as_it_was(verdict: Verdict) -> None:
 
 
 @pytest.mark.parametrize(("accepted", "drafts", "name"), [(0, 0, "BONUS"), (3, 3, "BONUS"), (2, 3, "CORRECTION")])
-def test_why_a_token_follows(accepted: int, drafts: int, name: str) -> None:
+def test_verdicts_name_the_reason_of_their_token(accepted: int, drafts: int, name: str) -> None:
     frame = messages.pack_verdict(acceptance.Verdict(1, accepted, 5), drafts).verdict
     assert frame.DESCRIPTOR.fields_by_name["reason"].enum_type.values_by_number[frame.reason].name == name
 

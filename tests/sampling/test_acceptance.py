@@ -267,7 +267,7 @@ def tolerated(accept: AcceptanceRule, row: Tensor = ROW) -> set[int]:
         (Typical(0.25), {0, 1}),  # 0.160
     ],
 )
-def test_what_is_good_enough(accept: AcceptanceRule, expected: set[int]) -> None:
+def test_tokens_accepted_by_each_rule(accept: AcceptanceRule, expected: set[int]) -> None:
     assert tolerated(accept) == expected
 
 
@@ -359,7 +359,7 @@ def test_rules_print_as_they_are_written(spec: str) -> None:
     assert parse_acceptance_rule(str(parse_acceptance_rule(spec))) == parse_acceptance_rule(spec)
 
 
-def test_parsing() -> None:
+def test_acceptance_rules_are_parsed() -> None:
     assert (parse_acceptance_rule("exact"), parse_acceptance_rule("residual")) == (Exact(), RejectionSampling())
     assert (parse_acceptance_rule("rank:3"), parse_acceptance_rule("margin:0"), parse_acceptance_rule("typical:1")) == (
         Rank(3),

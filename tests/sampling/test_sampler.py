@@ -245,7 +245,7 @@ def one(seed: int, position: int, stream: NoiseStream = NoiseStream.TOKEN, token
 
 
 @pytest.mark.parametrize(("key", "expected"), KNOWN.items())
-def test_known_answers(key: tuple[int, int, int], expected: list[float]) -> None:
+def test_uniforms_and_noise_have_known_values(key: tuple[int, int, int], expected: list[float]) -> None:
     seed, position, stream = key
     assert uniforms(seed, position, KNOWN_TOKENS, NoiseStream(stream)).tolist() == expected
     noise = gumbel_noise(seed, position, torch.from_numpy(KNOWN_TOKENS), NoiseStream(stream))

@@ -40,7 +40,7 @@ def test_captions_are_varied() -> None:
         assert len({caption(a, task, lang) for a in combinations()}) == len(list(combinations()))
 
 
-def test_parse_ignores_what_is_not_said() -> None:
+def test_parse_ignores_unstated_attributes() -> None:
     assert parse("", "en") == {}
     assert parse("The speaker talks fast", "en") == {"rate": "fast"}
 

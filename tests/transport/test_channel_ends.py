@@ -71,7 +71,7 @@ def test_a_cancelled_send_cancels_its_call_only() -> None:
     run_with_deadline(work())
 
 
-def test_a_cancelled_wait_for_the_connection_takes_nobody_along() -> None:
+def test_cancelling_one_wait_for_the_connection_cancels_no_other() -> None:
     async def work() -> None:
         async with serving() as (port, _, _), connected(port) as (c, endpoint):
             first = asyncio.create_task(c.unary(UNARY, b"1", LONG))

@@ -14,7 +14,7 @@ from tests.support.certificates import Authority
 from tests.support.grpc_server import ECHO, LONG, MEGABYTE, UNARY, connected, echo_of, run_with_deadline, serving
 
 
-def test_tls(authority: Authority) -> None:
+def test_calls_work_over_tls(authority: Authority) -> None:
     async def work() -> None:
         issued = authority.server()
         async with serving(ServerTls(issued.cert, issued.key)) as (port, _, _):
@@ -42,7 +42,7 @@ def test_tls_of_another_name_or_authority(authority: Authority, tmp_path: Path) 
     run_with_deadline(work())
 
 
-def test_mutual_tls(authority: Authority) -> None:
+def test_calls_work_over_mutual_tls(authority: Authority) -> None:
     async def work() -> None:
         issued, edge = authority.server(), authority.client("edge-7")
         async with serving(ServerTls(issued.cert, issued.key, authority.ca)) as (port, _, _):
@@ -70,7 +70,7 @@ def test_tls_where_there_is_none(authority: Authority) -> None:
     run_with_deadline(work())
 
 
-def test_tls_where_nobody_listens(authority: Authority) -> None:
+def test_tls_to_a_closed_port_is_unavailable(authority: Authority) -> None:
     async def work() -> None:
         async with serving() as (port, _, server), connected(port, ClientTls(authority.ca)) as (c, _):
             await server.stop(None)

@@ -61,7 +61,7 @@ PASSING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PASSING)
 @pytest.mark.parametrize("driver", ["sequential", "pipelined"])
-def test_what_passes_is_waited_for(server: VllmServer, name: str, driver: Any) -> None:
+def test_transient_failures_are_retried(server: VllmServer, name: str, driver: Any) -> None:
     with connect_patiently(server, deadline=1.0 if name == "slow" else LONG) as verifier:
         decoder = SpeculativeDecoder(draft_engine(), verifier, k=3, driver=driver)
         server.faults.append(Fault(GENERATE, skip=2, **PASSING[name]))
@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[OutriderError], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_pass_is_refused_at_once(server: VllmServer, name: str) -> None:
+def test_permanent_failures_are_not_retried(server: VllmServer, name: str) -> None:
     fault, error, match = REFUSED[name]
     with connect_patiently(server) as verifier:
         decoder = SpeculativeDecoder(draft_engine(), verifier, on_cloud_loss="edge-only")
@@ -146,7 +146,7 @@ STRANGE = [
 
 @pytest.mark.parametrize("path", ["/v1/models", "/detokenize", GENERATE, COMPLETIONS])
 @pytest.mark.parametrize("raw", STRANGE)
-def test_a_stranger_is_refused_by_name(server: VllmServer, path: str, raw: bytes) -> None:
+def test_another_http_service_is_refused_by_name(server: VllmServer, path: str, raw: bytes) -> None:
     """Whatever answers 200 with something else, at any step of the meeting."""
     server.faults.append(Fault(path, raw=raw, times=99))
     server.scale_out = 200 if path != COMPLETIONS else 403
@@ -159,7 +159,7 @@ def test_a_stranger_is_refused_by_name(server: VllmServer, path: str, raw: bytes
                 SpeculativeDecoder(draft_engine(), verifier)
 
 
-def test_a_token_is_wanted() -> None:
+def test_a_server_that_requires_a_token_is_named() -> None:
     with VllmServer(Model(target_engine()), key="secret") as server:
         for given in ({}, {"token": "wrong"}):
             with connect_patiently(server, **given) as verifier, pytest.raises(CloudRefused, match="Unauthorized; "):
@@ -211,7 +211,7 @@ def midway(decoder: SpeculativeDecoder, then: Callable[[], object]) -> Any:
 
 
 @pytest.mark.parametrize("driver", ["sequential", "pipelined"])
-def test_fail(server: VllmServer, driver: Any) -> None:
+def test_on_cloud_loss_fail_raises(server: VllmServer, driver: Any) -> None:
     with connect_patiently(server, patience=0.3) as verifier:
         decoder = SpeculativeDecoder(draft_engine(), verifier, k=3, driver=driver)
         with pytest.raises(CloudLost, match=r"cannot be reached: .*tried for 0\.3 s"):
@@ -221,7 +221,7 @@ def test_fail(server: VllmServer, driver: Any) -> None:
 
 
 @pytest.mark.parametrize("driver", ["sequential", "pipelined"])
-def test_edge_only(server: VllmServer, driver: Any) -> None:
+def test_on_cloud_loss_edge_only_continues_without_the_server(server: VllmServer, driver: Any) -> None:
     with connect_patiently(server, patience=0.3) as verifier:
         decoder = SpeculativeDecoder(draft_engine(), verifier, k=3, driver=driver, on_cloud_loss="edge-only")
         result = midway(decoder, server.stop)
@@ -239,7 +239,7 @@ def test_edge_only(server: VllmServer, driver: Any) -> None:
 
 
 @pytest.mark.parametrize("driver", ["sequential", "pipelined"])
-def test_wait(server: VllmServer, driver: Any) -> None:
+def test_on_cloud_loss_wait_continues_after_the_restart(server: VllmServer, driver: Any) -> None:
     with connect_patiently(server, patience=0.2) as verifier:
         decoder = SpeculativeDecoder(draft_engine(), verifier, k=3, driver=driver, on_cloud_loss="wait")
 
@@ -280,7 +280,7 @@ def test_another_model_at_the_same_address_is_never_mixed_in(server: VllmServer,
 
 
 @pytest.mark.parametrize("changed", [{"model": Model(target_engine(seed=5))}, {"logits": False}])
-def test_a_restart_that_nobody_noticed(server: VllmServer, changed: dict[str, Any]) -> None:
+def test_a_changed_server_after_a_restart_is_refused(server: VllmServer, changed: dict[str, Any]) -> None:
     with connect_patiently(server) as verifier:
         decoder = SpeculativeDecoder(draft_engine(), verifier)
         server.stop()

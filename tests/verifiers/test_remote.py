@@ -200,7 +200,7 @@ def test_a_fault_of_the_cloud_is_not_passed_off_as_the_edges(caplog: pytest.LogC
     assert any(record.levelname == "ERROR" for record in caplog.records)
 
 
-def test_a_draining_cloud_is_left_for_whoever_takes_the_next_connection() -> None:
+def test_after_draining_the_next_connection_is_used() -> None:
     """As behind a balancer: the next connection may lead to another server."""
     with serving(engine()) as old, LinkThread("127.0.0.1", old.port) as balancer:
         cloud = connect(f"grpc://127.0.0.1:{balancer.port}", patience=5.0, deadline=5.0)

@@ -121,7 +121,7 @@ def test_recordings_are_refused() -> None:
     [{"status": 429, "headers": (("retry-after", "0.01"),)}, {"status": 503}, {"cut": True}, {"delay": 0.6}],
     ids=str,
 )
-def test_what_passes_is_waited_for(fault: dict[str, Any]) -> None:
+def test_transient_failures_are_retried(fault: dict[str, Any]) -> None:
     with SglangServer(Model(target_engine())) as server, connect_servers(server, deadline=0.5) as verifier:
         decoder = SpeculativeDecoder(draft_engine(), verifier, k=3)
         server.faults.append(Fault(GENERATE, skip=1, **fault))
@@ -144,7 +144,7 @@ def _other(answer: Any) -> Any:
         ({"status": 400, "message": "longer than the model's context length"}, PromptError, "context length"),
     ],
 )
-def test_what_does_not_pass_is_refused(fault: dict[str, Any], error: type[Exception], match: str) -> None:
+def test_permanent_failures_are_not_retried(fault: dict[str, Any], error: type[Exception], match: str) -> None:
     with SglangServer(Model(target_engine())) as server, connect_servers(server) as verifier:
         decoder = SpeculativeDecoder(draft_engine(), verifier, k=3)
         server.faults.append(Fault(GENERATE, **fault))
@@ -154,7 +154,7 @@ def test_what_does_not_pass_is_refused(fault: dict[str, Any], error: type[Except
 
 @pytest.mark.parametrize("path", ["/get_model_info", "/get_server_info", GENERATE, "/v1/detokenize"])
 @pytest.mark.parametrize("raw", [b"<html>", b'{"model_path": "x", "context_length": "long", "meta_info": 5}'])
-def test_a_stranger_is_refused_by_name(path: str, raw: bytes) -> None:
+def test_another_http_service_is_refused_by_name(path: str, raw: bytes) -> None:
     with SglangServer(Model(target_engine())) as server, connect_servers(server, patience=0.2) as verifier:
         server.faults.append(Fault(path, raw=raw, times=99))
         if (path, raw) == ("/get_server_info", b"<html>") or (path == "/get_model_info" and raw[:1] == b"{"):

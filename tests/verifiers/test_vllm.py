@@ -195,7 +195,9 @@ SAMPLE = {"temperature": 1.0, "seed": 1}
         (SettingsError, "accept typical:0.1", {"accept": "typical:0.1"}),
     ],
 )
-def test_what_rows_cannot_settle(scale_out: int, error: Any, match: str, options: dict[str, Any]) -> None:
+def test_settings_that_truncated_rows_cannot_decide_are_refused(
+    scale_out: int, error: Any, match: str, options: dict[str, Any]
+) -> None:
     refused(VllmServer(Model(target_engine()), scale_out=scale_out), error, match, **options)
 
 

@@ -36,7 +36,7 @@ def verifier(pair_of_servers: tuple[Server, Server]):
         yield verifier
 
 
-def test_what_the_probe_finds(verifier, edge) -> None:
+def test_the_probe_finds_the_server_s_capabilities(verifier, edge) -> None:
     verifier.describe(SpeculativeDecoder(edge, verifier)._pair.state.models[0])
     capabilities = verifier.replicas[0].capabilities
     assert (capabilities.mode, capabilities.top, capabilities.normalised, capabilities.noise) == (
