@@ -199,14 +199,14 @@ def as_device_sampler(engine: Engine) -> DeviceSampler | None:
 def forward_or_sample(engine: Engine, inputs: Seq[SequenceInput], policies: Seq[Policy | None]) -> list[ForwardOutput]:
     """Return the logits of each input, or its sampled tokens if it has a policy and the engine can sample."""
     sampler = as_device_sampler(engine)
-    sampled = [n for n, policy in enumerate(policies) if sampler is not None and policy is not None]
+    sampled = {n: policy for n, policy in enumerate(policies) if policy is not None}
+    if sampler is None or not sampled:
+        return [*engine.forward_many(inputs)]
     others = [n for n in range(len(inputs)) if n not in sampled]
     found: dict[int, ForwardOutput] = {}
     if others:
         found |= zip(others, engine.forward_many([inputs[n] for n in others]), strict=True)
-    if sampled and sampler is not None:
-        present = [policy for policy in policies if policy is not None]
-        found |= zip(sampled, sampler.sample_many([inputs[n] for n in sampled], present), strict=True)
+    found |= zip(sampled, sampler.sample_many([inputs[n] for n in sampled], [*sampled.values()]), strict=True)
     return [found[n] for n in range(len(inputs))]
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.engines.batching import (
+from outrider.engines.scheduler import (
     FREE_PADDING_TOKENS,
     batch_with_first,
     group_by_width,
