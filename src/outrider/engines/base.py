@@ -196,12 +196,11 @@ def as_device_sampler(engine: Engine) -> DeviceSampler | None:
     return cast(DeviceSampler, engine) if getattr(engine, "samples_on_device", False) else None
 
 
-def forward_or_sample(engine: Engine, inputs: Seq[SequenceInput], policies: Seq[Policy | None]) -> list[ForwardOutput]:
+def forward_or_sample(engine: Engine, inputs: Seq[SequenceInput], policies: Seq[Policy | None]) -> Seq[ForwardOutput]:
     """Return the logits of each input, or its sampled tokens if it has a policy and the engine can sample."""
-    sampler = as_device_sampler(engine)
     sampled = {n: policy for n, policy in enumerate(policies) if policy is not None}
-    if sampler is None or not sampled:
-        return [*engine.forward_many(inputs)]
+    if not sampled or (sampler := as_device_sampler(engine)) is None:
+        return engine.forward_many(inputs)
     others = [n for n in range(len(inputs)) if n not in sampled]
     found: dict[int, ForwardOutput] = {}
     if others:

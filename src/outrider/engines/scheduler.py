@@ -5,7 +5,7 @@ It calls no engine and takes no lock. Two drivers run its batches:
     gateway/shared_engine.py   `next_batch`: one forward at a time, always with the oldest request
     cloud/batcher.py           `admit`, `plan_step`: slots and steps that are shared between clients
 
-In both, long prompts are prefilled in chunks, and only inputs of similar width share a forward.
+Chunked prefill: a long prompt is computed over several forwards. Only inputs of similar width share a forward.
 """
 
 from __future__ import annotations
@@ -91,12 +91,13 @@ class Request:
 
     def next_input(self, count: int) -> SequenceInput:
         """Return the next `count` tokens as a part of a forward. Parts before the last keep one row of logits."""
-        start = len(self.ids) - self.remaining
-        rows = self.logits_to_keep if count == self.remaining else 1
+        remaining = self.remaining
+        start = len(self.ids) - remaining
+        rows = self.logits_to_keep if count == remaining else 1
         return SequenceInput(self.slot, self.ids[start : start + count], rows)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Batch(Generic[R]):
     """The requests of one forward, and how many tokens each appends. is_prefill: chunks of long prefills."""
 

@@ -190,6 +190,7 @@ class SharedEngine:
                     self._busy = False
 
     def _run_batch(self, batch: Batch[_Call]) -> None:
+        """Run a batch. Calls with further chunks go to the end of the queue, those of a failed batch to its head."""
         try:
             outputs = self._execute(batch)
         except Exception:  # each call of a batch then runs alone, and raises its own error there
@@ -199,16 +200,12 @@ class SharedEngine:
                 self._scheduler.isolate(batch)
             return
         for call, count, output in zip(batch.requests, batch.counts, outputs, strict=True):
-            self._advance(call, count, output)
-
-    def _advance(self, call: _Call, count: int, output: Any) -> None:
-        """Complete a call, or put it at the end of the queue if its prompt has further chunks."""
-        if call.remaining == count:
-            call.complete(output)
-            return
-        call.ids, call.alone = call.ids[count:], False
-        with self._lock:
-            self._scheduler.requests.append(call)
+            if call.remaining == count:
+                call.complete(output)
+            else:
+                call.ids, call.alone = call.ids[count:], False
+                with self._lock:
+                    self._scheduler.requests.append(call)
 
     def _execute(self, batch: Batch[_Call]) -> Seq[Any]:
         if (do := batch.requests[0].do) is not None:
@@ -216,8 +213,10 @@ class SharedEngine:
         inputs = batch.inputs
         for seq_input in inputs:
             self._sync_slot(seq_input.slot)
-        is_last = [call.remaining == count for call, count in zip(batch.requests, batch.counts, strict=True)]
-        policies = [call.policy if last else None for call, last in zip(batch.requests, is_last, strict=True)]
+        policies = [
+            call.policy if call.remaining == count else None
+            for call, count in zip(batch.requests, batch.counts, strict=True)
+        ]
         outputs = forward_or_sample(self._engine, inputs, policies)
         for seq_input in inputs:
             self._lengths[seq_input.slot] += len(seq_input.ids)
