@@ -37,16 +37,7 @@ def skinny_tiling(tokens: int, width: int, size: int, gated: bool) -> tuple[int,
 
 @triton.jit
 def embed(
-    ids,
-    table,
-    x,
-    positions,
-    slots,
-    history,
-    capacity,
-    size: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    ids, table, x, positions, slots, history, capacity, size: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ) -> None:
     """Copy a token's embedding to x [N, size], and its id to history [slots, capacity]. One token per program."""
     token, k = tl.program_id(0), tl.arange(0, BLOCK)
@@ -284,15 +275,7 @@ def attend(
 
 @triton.jit
 def combine(
-    partial,
-    maxima,
-    sums,
-    slots,
-    out,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    EARLY: tl.constexpr,
+    partial, maxima, sums, slots, out, HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr
 ) -> None:
     """Combine the chunks (a power of two) of one token and head: out [N, HEADS, DIM]."""
     if EARLY:
