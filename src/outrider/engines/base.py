@@ -52,6 +52,11 @@ class SequenceInput:
     ids: Seq[int]
     logits_to_keep: int
 
+    @property
+    def kept(self) -> range:
+        """Indices of the ids that need logits."""
+        return range(len(self.ids) - self.logits_to_keep, len(self.ids))
+
 
 def grow_to_fit(size: int, required: int, limit: int | None = None) -> int:
     """Return `size`, doubled until it is at least `required`, but at most `limit`."""

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from outrider.engines.base import Prompt
+from outrider.engines.torch.kv_cache import SlotKVCache
 from outrider.errors import ModelError, PromptError
 
 MaskLike = Tensor | dict[str, Tensor]
+Media = tuple[Tensor, Tensor]  # of a batch: their positions, bool [B, T], and [positions, hidden]
 
 
 class TextModel:
@@ -31,11 +33,11 @@ class TextModel:
             raise ModelError(f"{type(model).__name__} takes no position_ids: its cache cannot be rolled back by slot")
 
     def logits(
-        self, ids: Tensor, positions: Tensor, mask: MaskLike, cache: Any, columns: Tensor, media: Any = None
+        self, ids: Tensor, positions: Tensor, mask: MaskLike, cache: SlotKVCache, columns: Tensor, media: Media | None
     ) -> Tensor:
         """Return the logits of some columns, [B, C, V], in the model's dtype.
 
-        ids, positions: int64 [B, T]. columns: int64 [C]. media: audio embeddings to place in the batch, or None.
+        ids, positions: int64 [B, T]. columns: int64 [C].
         """
         kwargs: dict[str, Any] = {self._cache_argument: cache, "use_cache": True, "return_dict": True}
         if self._takes_logits_to_keep:
@@ -66,12 +68,13 @@ class AudioModel(TextModel):
         self.audio = AudioInput(model, tower, extractor, int(placeholder)) if extractor is not None else None
 
     def logits(
-        self, ids: Tensor, positions: Tensor, mask: MaskLike, cache: Any, columns: Tensor, media: Any = None
+        self, ids: Tensor, positions: Tensor, mask: MaskLike, cache: SlotKVCache, columns: Tensor, media: Media | None
     ) -> Tensor:
         """Return the logits of some columns, [B, C, V], as `TextModel.logits` does."""
         embeds = self.model.get_input_embeddings()(ids)
         if media is not None:
-            embeds = embeds.masked_scatter(media.mask[..., None], media.embeds.to(embeds.dtype))
+            audio_mask, audio_embeds = media
+            embeds = embeds.masked_scatter(audio_mask[..., None], audio_embeds.to(embeds.dtype))
         if self._has_mrope:  # time, height and width advance together for text and for audio
             positions = positions.expand(3, *positions.shape)
         kwargs: dict[str, Any] = {self._cache_argument: cache, "use_cache": True, "return_dict": True}
