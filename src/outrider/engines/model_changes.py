@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-State = dict[str, Any]
+State = dict[str, object]
 
 
 def capture_state(model: Any) -> State:
