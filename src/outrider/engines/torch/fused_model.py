@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from outrider.engines.base import SequenceInput
 from outrider.engines.torch.kv_cache import SlotKVCache
@@ -33,7 +34,7 @@ MIN_SPAN, MIN_CHUNK = 256, 64
 LOG2E = 1.4426950408889634
 
 
-def unsupported_reason(model: Any, language: Any, head: Any, config: Any) -> str | None:
+def unsupported_reason(model: PreTrainedModel, language: Any, head: object, config: PretrainedConfig) -> str | None:
     """Return the reason why `FusedModel` cannot run a model, or None if it can."""
     if config.model_type not in MODEL_TYPES:
         return f"it is a {config.model_type}"
@@ -70,7 +71,7 @@ def missing_requirement(device: torch.device) -> str | None:
     return None
 
 
-def _linear_layers(language: Any) -> list[Any]:
+def _linear_layers(language: Any) -> list[nn.Module]:
     return [
         getattr(owner, f"{name}_proj")
         for layer in language.layers
@@ -79,7 +80,7 @@ def _linear_layers(language: Any) -> list[Any]:
     ]
 
 
-def _head_dim(config: Any) -> int:
+def _head_dim(config: PretrainedConfig) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
@@ -214,7 +215,7 @@ def _merge_weights(weights: list[nn.Parameter]) -> Tensor:
 class FusedModel:
     """The decoder, from token ids to logits. It writes keys and values into a cache, and moves no lengths."""
 
-    def __init__(self, language: Any, head: Any, config: Any) -> None:
+    def __init__(self, language: Any, head: nn.Linear, config: PretrainedConfig) -> None:
         from outrider.engines.torch import kernels  # needs Triton, which a machine without a GPU may lack
 
         self._kernels = kernels
