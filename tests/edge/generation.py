@@ -13,7 +13,7 @@ from outrider.decoding.actions import Done, Draft, Plan, Proposal
 from outrider.decoding.decoder import Decoder
 from outrider.decoding.draft_length import parse_draft_length
 from outrider.decoding.gate import Decision, Gate
-from outrider.decoding.gate import gate as parse_gate
+from outrider.decoding.gate_parsing import gate as parse_gate
 from outrider.decoding.result import Guarantee, derive_guarantee
 from outrider.decoding.sequence import Source
 from outrider.decoding.stopping import StopRules

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from fakes import OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain
 from outrider.decoding.actions import Verify
-from outrider.decoding.decoder import MAX_PROVISIONAL, Decoder
+from outrider.decoding.decoder import Decoder
+from outrider.decoding.draft_buffer import MAX_PROVISIONAL
 from outrider.decoding.sequence import Source
 from outrider.edge.verifier_session import VerifierSession
 from outrider.errors import SettingsError

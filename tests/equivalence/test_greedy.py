@@ -27,7 +27,7 @@ from tiny_models import (
 
 from fakes import OracleEngine
 from outrider import Audio, Result, SpeculativeDecoder, local
-from outrider.decoding.gate import gate as parse_gate
+from outrider.decoding.gate_parsing import gate as parse_gate
 
 TEXT = ("qwen2", "llama", "omni")
 SLIDING = ("mistral", "gemma2", "gemma3", "qwen2-mixed")

@@ -9,7 +9,8 @@ from html import escape
 from typing import Any, Literal
 
 from outrider.config import GenerationSettings
-from outrider.decoding.gate import Calibrated, CalibrationFit, Gate, ModelIdentity
+from outrider.decoding.calibrated_gate import Calibrated, CalibrationFit, ModelIdentity
+from outrider.decoding.gate import Gate
 from outrider.decoding.options import DecodingOptions
 from outrider.decoding.risk_estimate import AuditTrail, RiskEstimator
 from outrider.decoding.risk_estimate import Risk as Risk

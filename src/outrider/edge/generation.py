@@ -11,11 +11,11 @@ from typing import Any
 
 from outrider.config import GenerationSettings
 from outrider.decoding.actions import Plan
+from outrider.decoding.calibrated_gate import Calibrated
 from outrider.decoding.decoder import Decoder
 from outrider.decoding.detokenizer import get_detokenizer
 from outrider.decoding.draft_length import DraftLength
 from outrider.decoding.events import Event, StreamEvent
-from outrider.decoding.gate import Calibrated
 from outrider.decoding.incremental_text import IncrementalDetokenizer
 from outrider.decoding.options import ResolvedOptions
 from outrider.decoding.result import GuaranteeTracker, Result
