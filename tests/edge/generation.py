@@ -99,11 +99,10 @@ class Generation:
         losses: Collection[int] = (),
         heard: bool = False,
         on_loss: OnCloudLoss = "fail",
-        make: type[Decoder] = Decoder,
     ) -> None:
         self.case, self.driver, wanted = case, driver, case.wanted
         self.plan = self._plan(wanted)
-        self.decoder = make(PROMPT, self.plan, letters)
+        self.decoder = Decoder(PROMPT, self.plan, letters)
         self.draft, self.target = case.draft(), ScriptedEngine(case.target, V, eos_ids=(0,))
         self.policy = Policy.build(wanted, (0,), V, len(PROMPT))
         self.drafter = self._drafter()

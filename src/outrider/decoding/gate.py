@@ -68,6 +68,12 @@ def compute_signals(logits: Tensor, token: int, temperature: float) -> Signals:
     return Signals(max(entropy, 0.0), float(best[0]) - second, 1.0 - float(best[0]), -float(logq[token]))
 
 
+def least_confident(block: Seq[Signals], signal: SignalName) -> float:
+    """Return the signal of a block's least confident token, or the least possible confidence for an empty one."""
+    values: list[float] = [getattr(token, signal) for token in block]
+    return min(values, default=-math.inf) if signal == "margin" else max(values, default=math.inf)
+
+
 @dataclass(frozen=True)
 class Always:
     """Verify every block."""
@@ -121,12 +127,9 @@ class Threshold:
 
     def value(self, block: Seq[Signals]) -> float:
         """Return the block's signal. A block without tokens has the least possible confidence."""
-        values = [getattr(token, self.signal) for token in block]
-        if not values:
-            return math.inf if self.signal != "margin" else -math.inf
-        if self.mean:
-            return sum(values) / len(values)
-        return min(values) if self.signal == "margin" else max(values)
+        if self.mean and block:
+            return float(sum(getattr(token, self.signal) for token in block)) / len(block)
+        return least_confident(block, self.signal)
 
     def __str__(self) -> str:
         return f"{self.signal}{'.mean' if self.mean else ''}:{format_number(self.limit)}"

@@ -8,15 +8,13 @@ from collections.abc import Sequence as Seq
 from outrider.decoding.actions import Proposal, Verify
 from outrider.decoding.draft_buffer import measured_signals
 from outrider.decoding.events import Event, EventKind
-from outrider.decoding.gate import SIGNAL_NAMES, Decision, Signals
+from outrider.decoding.gate import SIGNAL_NAMES, Decision, Signals, least_confident
 from outrider.decoding.result import Stats
 from outrider.decoding.risk_estimate import AuditTrail
 from outrider.decoding.sequence import Sequence, Source
 from outrider.sampling.acceptance import Verdict
 
 log = logging.getLogger(__name__)
-
-LEAST_CONFIDENT = {name: min if name == "margin" else max for name in SIGNAL_NAMES}  # of a block's tokens
 
 
 class Recorder:
@@ -63,7 +61,7 @@ class Recorder:
             return
         signals = measured_signals(block)
         outcome = f"verified{f' ({decision.reason})' if decision.reason else ''}" if decision.escalate else "skipped"
-        least = [f"{n} {LEAST_CONFIDENT[n](getattr(one, n) for one in signals):.3g}" for n in SIGNAL_NAMES if signals]
+        least = [f"{name} {least_confident(signals, name):.3g}" for name in SIGNAL_NAMES if signals]
         log.debug("block %d: %d drafted, %s", stats.blocks, len(block), ", ".join([outcome, *least]))
 
     def begin_round(self) -> int:

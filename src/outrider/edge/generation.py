@@ -7,13 +7,13 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from outrider.config import GenerationSettings
 from outrider.decoding.actions import Plan
 from outrider.decoding.calibrated_gate import Calibrated
 from outrider.decoding.decoder import Decoder
-from outrider.decoding.detokenizer import get_detokenizer
+from outrider.decoding.detokenizer import Tokenizer, get_detokenizer
 from outrider.decoding.draft_length import DraftLength
 from outrider.decoding.events import Event, StreamEvent
 from outrider.decoding.incremental_text import IncrementalDetokenizer
@@ -34,6 +34,9 @@ from outrider.sampling.policy import Policy
 from outrider.transport.byte_counts import ByteCounts
 from outrider.verifiers.base import SessionParams, Verifier
 
+if TYPE_CHECKING:  # a module that loads transformers
+    from outrider.engines.torch.model_families import AudioInput
+
 
 @dataclass(frozen=True)
 class GenerationContext:
@@ -52,8 +55,8 @@ class GenerationContext:
     thread_guard: ThreadGuard
     guarantees: GuaranteeTracker
     lock: threading.Lock
-    tokenizer: Any
-    audio_encoder: Any
+    tokenizer: Tokenizer | None
+    audio_encoder: AudioInput | None
 
     def decode(self, ids: list[int], *, skip_special: bool = True) -> str:
         """Return the text of token ids, empty without a tokenizer."""
@@ -211,7 +214,9 @@ class Generation:
             return prompt
         if privacy == "tokens":
             return Prompt(prompt.ids)
-        return Prompt(prompt.ids, features=self._context.audio_encoder.features(prompt.audio))
+        encoder = self._context.audio_encoder
+        assert encoder is not None  # it encoded the recording
+        return Prompt(prompt.ids, features=encoder.features(prompt.audio))
 
     def _run_driver(self, drafter: Drafter | None, session: VerifierSession | None) -> Iterator[Event]:
         observer = RoundObserver(self._decoder, lock=self._context.lock)
