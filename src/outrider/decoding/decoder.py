@@ -35,10 +35,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from outrider.config import OnLoop
-from outrider.decoding.actions import Action, Done, Draft, Plan, Proposal, Verify
+from outrider.decoding.actions import Action, Done, Draft, Plan, Proposal, Verify, measured_signals
 from outrider.decoding.calibrated_gate import Calibrated
 from outrider.decoding.committer import Committer
-from outrider.decoding.draft_buffer import MAX_PROVISIONAL, DraftBuffer, measured_signals
+from outrider.decoding.draft_buffer import MAX_PROVISIONAL, DraftBuffer
 from outrider.decoding.events import Event as Event
 from outrider.decoding.gate import MAX_UNREPAIRED, Decision
 from outrider.decoding.recorder import Recorder
@@ -185,8 +185,7 @@ class Decoder:
     def _draft(self, proposal: Proposal) -> None:
         """Make the proposal pending. Without a verifier, commit it at once."""
         self.sequence.draft(proposal.token)
-        begins_block = not self._drafts.block
-        self._drafts.add(proposal)
+        begins_block = self._drafts.add(proposal)
         self._recorder.record_pending(proposal, self._committer.settled_length, begins_block=begins_block)
         if proposal.left_loop:
             self._committer.restart_loop_search()
@@ -223,17 +222,13 @@ class Decoder:
         gate = self.plan.gate
         if self._committer.loop_found and self.plan.on_loop == "escalate":
             return "loop"
-        if gate.exact and self._must_verify():
+        ends = self._room <= 0 or self.sequence.ids[-1] in self.plan.stop_rules.eos_ids
+        if gate.exact and (ends or self.sequence.pending_count >= MAX_PROVISIONAL):
             return "end of the provisional stretch"
         unverified = len(self.sequence.ids) - self._committer.verifier_length
         if self.plan.scope == "repair" and unverified >= MAX_UNREPAIRED:
             return "repair"
         return "audit" if isinstance(gate, Calibrated) and gate.is_audited_at(len(self.sequence.sources)) else ""
-
-    def _must_verify(self) -> bool:
-        """Return whether provisional tokens need a verdict now: the output may end, or they are too many."""
-        ends = self._room <= 0 or self.sequence.ids[-1] in self.plan.stop_rules.eos_ids
-        return ends or self.sequence.pending_count >= MAX_PROVISIONAL
 
     # Verify or skip -----------------------------------------------------------------------------------------
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from outrider.decoding.actions import Proposal
+from outrider.decoding.actions import Proposal, measured_signals
 from outrider.decoding.draft_length import DraftLength
-from outrider.sampling.sampler import Signals
 
 MAX_PROVISIONAL = 64  # limit of pending tokens without a verdict, and of tokens drafted ahead
 
@@ -42,9 +41,10 @@ class DraftBuffer:
             return 0
         return max(0, min(room, self._draft_length.tokens_to_draft(len(block), measured_signals(block))))
 
-    def add(self, proposal: Proposal) -> None:
-        """Add the next token of the block."""
+    def add(self, proposal: Proposal) -> bool:
+        """Add the next token of the block. Return whether it begins the block."""
         self.pending.append(proposal)
+        return len(self.pending) == self._block_start + 1
 
     def end_block(self, *, awaits_verdict: bool) -> None:
         """Begin a new block. awaits_verdict: a later verdict may still decide the pending tokens."""
@@ -84,8 +84,3 @@ class DraftBuffer:
         length = next((n for n in lengths if not self._missing(self.ahead[:n], room - n)), 0)
         block, self.ahead = self.ahead[:length], self.ahead[length:]
         return block
-
-
-def measured_signals(proposals: Seq[Proposal]) -> list[Signals]:
-    """Return the signals of the proposals that have any."""
-    return [proposal.signals for proposal in proposals if proposal.signals is not None]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Seq
 
-from outrider.decoding.actions import Proposal, Verify
-from outrider.decoding.draft_buffer import measured_signals
+from outrider.decoding.actions import Proposal, Verify, measured_signals
 from outrider.decoding.events import Event, EventKind
 from outrider.decoding.gate import SIGNAL_NAMES, Decision, Signals, least_confident
 from outrider.decoding.result import Stats

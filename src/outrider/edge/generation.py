@@ -130,7 +130,8 @@ class Generation:
                     transcript.truncate(event.index)
                 if event.index == len(transcript.ids):
                     transcript.append(event.token)
-                yield StreamEvent.of(event, transcript.pieces[event.index])
+                kind, text = event.kind, transcript.pieces[event.index]
+                yield StreamEvent(kind, event.index, event.token, text, event.source, event.signals, event.settled)
         return self.result()
 
     def result(self) -> Result:
