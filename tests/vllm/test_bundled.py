@@ -115,6 +115,6 @@ def test_one_of_two_replicas_is_killed(pair_of_servers, start: Start, edge) -> N
                     found.append(decoder.generate(ids, max_new_tokens=16).token_ids)
                 continue
             found.append(decoder.generate(ids, max_new_tokens=16).token_ids)
-        served = [replica.web.endpoint.up for replica in verifier.replicas]
+        served = [replica.client.endpoint.up for replica in verifier.replicas]
     assert found == expected
     assert min(served) > 0  # both had sessions before
