@@ -19,9 +19,11 @@ from outrider.cli.calibrate import _show, model_ids, run_calibrate
 from outrider.cli.options import Models
 from outrider.config import GateFile, GenerationSettings, Loss, ModelId, read_gate_file
 from outrider.decoding.actions import Done, Draft, Plan, Proposal
+from outrider.decoding.calibrated_gate import Calibrated, draw_audits
 from outrider.decoding.decoder import Decoder
 from outrider.decoding.draft_length import FixedDraftLength
-from outrider.decoding.gate import SIGNAL_NAMES, Calibrated, Signals, Threshold, draw_audits, gate
+from outrider.decoding.gate import SIGNAL_NAMES, Signals, Threshold
+from outrider.decoding.gate_parsing import gate
 from outrider.decoding.sequence import Source
 from outrider.decoding.stopping import StopRules
 from outrider.errors import DataError, SettingsError
