@@ -16,7 +16,7 @@ from outrider.engines.base import SequenceInput
 from outrider.errors import DecodingError, StateError
 from outrider.protocol.messages import ErrorCode, FrameError
 from outrider.sampling.acceptance import Verdict
-from tests.cloud.batching import (
+from tests.support.batcher import (
     SOON,
     TARGET,
     Edge,

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fakes import HashRows, ScriptedEngine
 from outrider.decoding.actions import Proposal
 from outrider.engines.base import Prompt, SequenceInput, as_device_sampler, forward_or_sample
 from outrider.engines.scheduler import PREFILL_CHUNK
@@ -24,9 +23,10 @@ from outrider.errors import ModelError, StateError
 from outrider.gateway.shared_engine import SharedEngine
 from outrider.sampling.policy import Policy
 from outrider.sampling.sampler import SampledToken
-from tests.cloud.common import SOON, eventually
-from tests.engines.tiny import engine as tiny
-from tests.engines.tiny import model
+from tests.support.cloud_service import SOON, eventually
+from tests.support.fakes import HashRows, ScriptedEngine
+from tests.support.tiny_text_models import engine as tiny
+from tests.support.tiny_text_models import model
 
 V = 32
 ROWS = HashRows(7, V, memory=6)
