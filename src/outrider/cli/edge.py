@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,17 +16,8 @@ from cyclopts import Group, Parameter
 
 from outrider.cli import interrupts
 from outrider.cli.escape import one_line
-from outrider.cli.options import (
-    Decoding,
-    Models,
-    Network,
-    Speculation,
-    Whole,
-    build_options,
-    check,
-    enable_gc,
-    load_drafter,
-)
+from outrider.cli.options import Models, Network, Pair, Whole, build_options, check, enable_gc, load_drafter
+from outrider.config import DecodingMode
 from outrider.errors import SettingsError
 from outrider.hints import check_extra
 
@@ -37,7 +28,7 @@ if TYPE_CHECKING:
     from outrider.engines.base import Engine
     from outrider.gateway.access import Access
     from outrider.gateway.connections import Listener
-    from outrider.gateway.decoder_pool import DecoderPool, RequestOptions
+    from outrider.gateway.decoder_pool import DecoderPool
     from outrider.gateway.request_scheduler import RequestScheduler
     from outrider.verifiers.base import Verifier
 
@@ -89,15 +80,12 @@ class Serving:
     verbose: Annotated[bool, Parameter(negative="", alias="-v")] = False
 
 
+@Parameter(name="*")
 @dataclass(frozen=True)
-class EdgeOptions:
+class EdgeOptions(Pair):
     """The options of the command line."""
 
-    models: Models
-    speculation: Speculation
-    network: Network
-    decoding: Decoding
-    serving: Serving
+    serving: Serving = Serving()
 
 
 def run_edge(listen: str, options: EdgeOptions) -> int:
@@ -172,11 +160,11 @@ def _check(options: EdgeOptions) -> None:
     target = parse_cloud_address(models.cloud)
     if target.kind == "local":
         resolve_path(target.model)
-        _check_local_cloud(network)
+        network.check_own_cloud("the gateway's")
         own_process = "grpc://127.0.0.1:1"  # stands for the address of the process that will serve the cloud
-        check(Models(models.edge, own_process), options.speculation, network)
+        check(replace(options, models=Models(models.edge, own_process)))
     else:
-        check(models, options.speculation, network)
+        check(options)
     resolve_path(models.edge)
 
 
@@ -189,12 +177,6 @@ def _check_serving(serving: Serving) -> None:
     for origin in serving.allow_origin:
         if "://" not in origin or origin.endswith("/"):
             raise SettingsError(f"--allow-origin {origin!r}: write SCHEME://HOST, as in https://example.org")
-
-
-def _check_local_cloud(network: Network) -> None:
-    given = [name for name in ("token_file", "tls", "ca", "cert", "key") if getattr(network, name)]
-    if given:
-        raise SettingsError(f"--{given[0].replace('_', '-')}: the gateway's own cloud has no TLS and no tokens")
 
 
 class _CloudConnection:
@@ -297,6 +279,7 @@ def _application(
     access: Access, pool: DecoderPool, cloud_state: _CloudState, options: EdgeOptions
 ) -> tuple[RequestScheduler, FastAPI]:
     from outrider.gateway.app import GatewayInfo, build_overview, create_app
+    from outrider.gateway.decoder_pool import RequestOptions
     from outrider.gateway.handlers import Gateway
     from outrider.gateway.metrics import Metrics
     from outrider.gateway.request_parsing import Defaults
@@ -304,7 +287,9 @@ def _application(
 
     engine, serving = pool.engine, options.serving
     scheduler = RequestScheduler(pool, slots=serving.slots, queue=serving.queue, seconds=serving.time_limit)
-    decoding_options = _decoding_options(options.speculation, options.network, has_cloud=cloud_state.name() != "none")
+    mode: DecodingMode = "edge-only" if cloud_state.name() == "none" else "speculative"
+    chosen = asdict(build_options(options.speculation, options.network))
+    decoding_options = RequestOptions(mode, net=options.network.net or "none", **chosen)
     pool.pin(decoding_options)
     audio = getattr(engine, "audio", None)
     seconds, text = 0.0 if audio is None else audio.max_seconds, not getattr(engine, "captions_only", False)
@@ -313,13 +298,6 @@ def _application(
     overview = build_overview(defaults, cloud_state.name(), serving.slots, cut=pool.cuttable)
     info = GatewayInfo(overview, serving.allow_origin, cloud_state.name, cloud_state.trouble)
     return scheduler, create_app(Gateway(scheduler, access, defaults, metrics), info)
-
-
-def _decoding_options(speculation: Speculation, network: Network, *, has_cloud: bool) -> RequestOptions:
-    from outrider.gateway.decoder_pool import RequestOptions
-
-    chosen = asdict(build_options(speculation, network))
-    return RequestOptions("speculative" if has_cloud else "edge-only", net=network.net or "none", **chosen)
 
 
 @dataclass(frozen=True)
