@@ -25,11 +25,11 @@ from random import Random
 from typing import Any
 
 import pytest
+from benchmarks.link_thread import LinkThread
 
 from fakes import rest
 from outrider import CloudLost, Result, connect
 from outrider.netem.conditions import Conditions
-from outrider.netem.thread import LinkThread
 from tests.chaos.cases import Case, check_alone, check_books, draw, reference, said
 from tests.chaos.guarded import Guarded
 from tests.chaos.nursery import Cloud, Nursery

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from benchmarks.link_thread import LinkThread
 
 from outrider import CloudError, CloudLost, Result, SpeculativeDecoder, connect, local
 from outrider.edge.model_pair import OUTAGE_FACTOR
 from outrider.netem.conditions import Conditions
-from outrider.netem.thread import LinkThread
 from tests.chaos.cases import check_books, said
 from tests.chaos.guarded import Guarded
 from tests.chaos.nursery import Cloud, Nursery

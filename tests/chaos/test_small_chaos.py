@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from benchmarks.link_thread import LinkThread
 
 from outrider import Audio, CloudLost, Result, SpeculativeDecoder, connect, local
 from outrider.engines.load import BUNDLED
-from outrider.netem.thread import LinkThread
 from tests.chaos.cases import CLIPS, Case, check_alone, check_books, said
 from tests.chaos.guarded import Guarded
 from tests.chaos.nursery import Cloud

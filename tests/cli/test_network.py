@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from benchmarks.link_thread import LinkThread
 
 import outrider
 import outrider.verifiers.connect  # before anything below patches what it imports
@@ -24,7 +25,6 @@ from outrider.cli.exit_codes import run_guarded
 from outrider.cli.subprocess_cloud import cloud_process
 from outrider.engines.load import BUNDLED
 from outrider.netem.conditions import Conditions
-from outrider.netem.thread import LinkThread
 from tests.processes import started
 
 pytestmark = pytest.mark.network

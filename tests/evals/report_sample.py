@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import transformers
+from benchmarks.link_thread import LinkThread
 
 import outrider
 from outrider.api import SpeculativeDecoder, local
@@ -28,7 +29,6 @@ from outrider.decoding.result import Result
 from outrider.engines.base import CachedSequence
 from outrider.engines.load import BUNDLED, load_engine
 from outrider.netem.conditions import Conditions
-from outrider.netem.thread import LinkThread
 from outrider.planning.traces import Trace
 from outrider.prompts.audio import Audio
 from outrider.verifiers.base import Verifier

@@ -6,12 +6,12 @@ import threading
 import time
 
 import pytest
+from benchmarks.link_thread import LinkThread
 
 from fakes import HashRows, ScriptedEngine, ScriptedVerifier
 from outrider import CloudLost, VocabularyMismatch, connect
 from outrider.gateway import cloud_monitor as meetings
 from outrider.gateway.cloud_monitor import UNKNOWN_NAME, CloudMonitor
-from outrider.netem.thread import LinkThread
 from outrider.verifiers.base import ModelInfo
 from tests.cloud.common import SOON
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
+from benchmarks.link_thread import LinkThread
 from torch import Tensor
 
 from fakes import HashRows, ScriptedEngine
@@ -27,7 +28,6 @@ from outrider.gateway.request_scheduler import (
     RequestScheduler,
     ShuttingDown,
 )
-from outrider.netem.thread import LinkThread
 from outrider.verifiers.connect import connect
 from tests.cloud.common import SOON
 from tests.cloud.serving import Served, serving

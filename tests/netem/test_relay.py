@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager, contextmanager
 from time import monotonic as real_time
 
 import pytest
+from benchmarks.link_thread import LinkThread
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +28,6 @@ from outrider.netem.conditions import Conditions, parse_conditions
 from outrider.netem.emulator import EmulatedNetwork
 from outrider.netem.link import Link
 from outrider.netem.link_state import BOTTLENECK_BUFFER, LinkState
-from outrider.netem.thread import LinkThread
 from virtual_time import monotonic
 
 LONG = 60.0  # s of real time; only a hang takes that long

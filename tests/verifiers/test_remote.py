@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
+from benchmarks.link_thread import LinkThread
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +27,6 @@ from outrider.config import GenerationSettings
 from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.errors import DecodingError, PromptError, SettingsError, StateError
-from outrider.netem.thread import LinkThread
 from outrider.protocol import schema
 from outrider.transport.status import CallFailed, Disconnected, Status
 from outrider.verifiers.base import SessionParams
