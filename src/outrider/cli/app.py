@@ -9,9 +9,9 @@ from cyclopts import App, Parameter
 
 from outrider import __version__
 from outrider.cli.cloud import Capacity, Operation, Security
-from outrider.cli.edge import EdgeOptions
+from outrider.cli.edge import Serving
 from outrider.cli.evaluate import Assistant, Evaluation
-from outrider.cli.options import Decoding, DemoNetwork, Measurement, Models, Output, Run, Speculation, Whole
+from outrider.cli.options import Decoding, DemoNetwork, Measurement, Models, Output, Pair, Run, Speculation, Whole
 from outrider.cli.plan import Drivers, Measured
 from outrider.cli.shell import add_completion, format_default
 from outrider.config import DEFAULT_K
@@ -153,7 +153,8 @@ def cloud(
 def edge(
     *,
     listen: str = "127.0.0.1:8080",
-    options: EdgeOptions = EdgeOptions(),
+    pair: Pair = Pair(),
+    serving: Serving = Serving(),
 ) -> int:
     """Serve the pair to OpenAI clients and browsers until SIGTERM.
 
@@ -172,7 +173,7 @@ def edge(
     """
     from outrider.cli.edge import run_edge
 
-    return run_edge(listen, options)
+    return run_edge(listen, pair, serving)
 
 
 @app.command(name="eval")
