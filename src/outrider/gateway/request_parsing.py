@@ -95,10 +95,7 @@ def validate_body(kind: type[R], body: bytes) -> R:
         raise _to_request_error(error, kind, data) from None
     if request.model != MODEL:
         raise RequestError(
-            f"no such model: {request.model!r}: use {MODEL!r}",
-            param="model",
-            code="model_not_found",
-            status=404,
+            f"no such model: {request.model!r}: use {MODEL!r}", param="model", code="model_not_found", status=404
         )
     return request
 
@@ -229,8 +226,7 @@ def _decode_recording(request: ChatRequest, options: OutriderOptions, defaults: 
         raise RequestError(f"{defaults.edge} takes no audio: give an audio-language model as --edge", param="messages")
     if len(request.messages) > 1 or request.messages[0].role != "user":
         raise RequestError(
-            "a request with a recording has one message, of the user: remove the others",
-            param="messages",
+            "a request with a recording has one message, of the user: remove the others", param="messages"
         )
     message = request.messages[0]
     found = _audio_parts(message)

@@ -62,11 +62,7 @@ class GenerationTask:
     """
 
     def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        provisional: bool = False,
-        cancellation: Cancellation | None = None,
+        self, loop: asyncio.AbstractEventLoop, *, provisional: bool = False, cancellation: Cancellation | None = None
     ) -> None:
         self.started = loop.create_future()  # the prompt and the settings are valid
         self._loop, self._provisional = loop, provisional

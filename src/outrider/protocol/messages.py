@@ -179,11 +179,7 @@ def pack_verify(request: Verify) -> schema.Request:
     """Build the Verify frame of a request."""
     q = [schema.Shortlist(ids=part.ids.tolist(), logp=part.logp.tolist()) for part in request.q]
     frame = schema.Verify(
-        round=request.round,
-        base_length=request.base_length,
-        new_ids=request.new_ids,
-        draft_ids=request.draft_ids,
-        q=q,
+        round=request.round, base_length=request.base_length, new_ids=request.new_ids, draft_ids=request.draft_ids, q=q
     )
     return schema.Request(verify=frame)
 

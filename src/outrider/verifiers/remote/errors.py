@@ -26,12 +26,7 @@ _ERROR_TYPES: dict[int, type[OutriderError]] = {
     ErrorCode.BASE_LENGTH: StateError,
 }
 _RETRYABLE_CODES = (ErrorCode.LIMIT, ErrorCode.DRAINING, ErrorCode.INTERNAL, ErrorCode.UNKNOWN_SESSION)
-_FINAL_STATUSES = (
-    Status.UNAUTHENTICATED,
-    Status.PERMISSION_DENIED,
-    Status.UNIMPLEMENTED,
-    Status.INVALID_ARGUMENT,
-)
+_FINAL_STATUSES = (Status.UNAUTHENTICATED, Status.PERMISSION_DENIED, Status.UNIMPLEMENTED, Status.INVALID_ARGUMENT)
 
 
 def map_call_error(name: str, error: CallFailed | Disconnected, *, token: bool = False) -> Exception:
