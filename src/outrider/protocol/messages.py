@@ -146,9 +146,8 @@ def unpack_settings(packed: schema.Settings, vocab_size: int) -> GenerationSetti
         SettingsError: a value is out of range or contradicts another.
     """
     if len(packed.suppress_tokens) > vocab_size:  # each costs time at every position
-        raise FrameError(
-            ErrorCode.SETTINGS, f"{len(packed.suppress_tokens)} suppress_tokens, but the target has {vocab_size} tokens"
-        )
+        message = f"{len(packed.suppress_tokens)} suppress_tokens, but the target has {vocab_size} tokens"
+        raise FrameError(ErrorCode.SETTINGS, message)
     check_ids(packed.suppress_tokens, vocab_size, "suppress_tokens", ErrorCode.SETTINGS)
     values: dict[str, Any] = {name: getattr(packed, name) for name in _SENT_FIELDS}
     for name in _OPTIONAL_FIELDS:
@@ -165,9 +164,8 @@ def unpack_accept(spec: str) -> str:
         SettingsError: the rule is unknown.
     """
     if len(spec) > MAX_RULE_LENGTH:
-        raise FrameError(
-            ErrorCode.SETTINGS, f"accept: a rule has at most {MAX_RULE_LENGTH} characters, not {len(spec)}"
-        )
+        message = f"accept: a rule has at most {MAX_RULE_LENGTH} characters, not {len(spec)}"
+        raise FrameError(ErrorCode.SETTINGS, message)
     acceptance.parse_acceptance_rule(spec or "exact")
     return spec or "exact"
 
@@ -193,9 +191,8 @@ def unpack_verify(frame: schema.Verify, vocab_size: int, row_count: int) -> Veri
     if frame.round < 1:
         raise FrameError(ErrorCode.INVALID, "rounds count from 1")
     if len(frame.draft_ids) > schema.MAX_DRAFTS:
-        raise FrameError(
-            ErrorCode.TOO_LARGE, f"{len(frame.draft_ids)} drafts: at most {schema.MAX_DRAFTS} in one request"
-        )
+        message = f"{len(frame.draft_ids)} drafts: at most {schema.MAX_DRAFTS} in one request"
+        raise FrameError(ErrorCode.TOO_LARGE, message)
     check_ids(frame.new_ids, row_count, "new_ids")
     check_ids(frame.draft_ids, vocab_size, "draft_ids")
     if frame.q and len(frame.q) != len(frame.draft_ids):
@@ -206,9 +203,8 @@ def unpack_verify(frame: schema.Verify, vocab_size: int, row_count: int) -> Veri
 
 def _unpack_shortlist(part: schema.Shortlist, vocab_size: int) -> Support:
     if not part.ids or len(part.ids) != len(part.logp) or len(part.ids) > acceptance.REJECTION_SHORTLIST:
-        raise FrameError(
-            ErrorCode.INVALID, f"a distribution of {len(part.ids)} ids and {len(part.logp)} log-probabilities"
-        )
+        message = f"a distribution of {len(part.ids)} ids and {len(part.logp)} log-probabilities"
+        raise FrameError(ErrorCode.INVALID, message)
     check_ids(part.ids, vocab_size, "q")
     logp = torch.tensor(list(part.logp), dtype=torch.float32)
     if len(set(part.ids)) < len(part.ids) or not abs(float(torch.logsumexp(logp, -1))) < 1e-3:
