@@ -286,7 +286,7 @@ class Listener(socket.socket):
         """Listen. asyncio's `backlog` is too small here, since it is also the number to accept in one turn."""
         super().listen(max(backlog, ACCEPT_BACKLOG))
 
-    def accept(self) -> tuple[socket.socket, Any]:
+    def accept(self) -> tuple[socket.socket, object]:
         """Accept a connection.
 
         Raises:

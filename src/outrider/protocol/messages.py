@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import fields
-from typing import Any
 
 import numpy as np
 import torch
@@ -131,7 +130,7 @@ _SENT_FIELDS = tuple(f.name for f in fields(GenerationSettings) if f.name not in
 
 def pack_settings(settings: GenerationSettings) -> schema.Settings:
     """Pack the settings that the target's sampling needs. Stop strings and sentence limits stay on the edge."""
-    values: dict[str, Any] = {name: getattr(settings, name) for name in _SENT_FIELDS}
+    values = {name: getattr(settings, name) for name in _SENT_FIELDS}
     for name in _OPTIONAL_FIELDS:
         if values[name] == 1.0:
             del values[name]
@@ -149,7 +148,7 @@ def unpack_settings(packed: schema.Settings, vocab_size: int) -> GenerationSetti
         message = f"{len(packed.suppress_tokens)} suppress_tokens, but the target has {vocab_size} tokens"
         raise FrameError(ErrorCode.SETTINGS, message)
     check_ids(packed.suppress_tokens, vocab_size, "suppress_tokens", ErrorCode.SETTINGS)
-    values: dict[str, Any] = {name: getattr(packed, name) for name in _SENT_FIELDS}
+    values = {name: getattr(packed, name) for name in _SENT_FIELDS}
     for name in _OPTIONAL_FIELDS:
         if not packed.HasField(name):
             del values[name]
