@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from typing import Final
 
 from outrider.config import GenerationSettings
-from outrider.decoding.gate import gate
+from outrider.decoding.gate_parsing import gate
 from outrider.errors import SettingsError
 from outrider.gateway.decoder_pool import RequestOptions, Settings
 from outrider.gateway.errors import JsonObject, RequestError

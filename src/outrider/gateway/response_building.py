@@ -233,7 +233,7 @@ def outcome(result: Result, notes: Seq[str] = ()) -> JsonObject:
     }
     fields = {name: data[name] for name in ("guarantee", "finish_reason", "stats", "risk", "ledger", "near_ties")}
     rounded = {name: None if rate is None else round(rate, 6) for name, rate in rates.items()}
-    return {**fields, "warnings": [*data["warnings"], *notes], **rounded}
+    return {**fields, "warnings": [*result.warnings, *notes], **rounded}
 
 
 def usage(result: Result) -> dict[str, int]:
