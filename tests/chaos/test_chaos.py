@@ -26,9 +26,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.link_thread import LinkThread
 from outrider import CloudLost, Result, connect
 from outrider.netem.conditions import Conditions
-from outrider.netem.thread import LinkThread
 from tests.support.chaos_cases import (
     Case,
     check_counters,

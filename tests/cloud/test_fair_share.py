@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.cloud.fair_share import FairShare, limit_to_share, round_robin
 from outrider.cloud.identity_semaphore import IdentitySemaphore, Pace
 from outrider.cloud.sessions import SessionEntry
 from outrider.decoding.actions import Verify
+from outrider.engines.fair_share import FairShare, limit_to_share, round_robin
 from outrider.protocol import schema
 from outrider.protocol.messages import ErrorCode, FrameError, unpack_ids
 from outrider.sampling.acceptance import Verdict

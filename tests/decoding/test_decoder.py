@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.decoding.actions import Draft, Plan, Proposal, Verify
-from outrider.decoding.decoder import MAX_PROVISIONAL, MAX_UNREPAIRED, Decoder
+from outrider.decoding.decoder import Decoder
+from outrider.decoding.draft_buffer import MAX_PROVISIONAL
 from outrider.decoding.draft_length import ConfidenceStop, FixedDraftLength
-from outrider.decoding.gate import Always, Gate, Never, Signals, Trigger
+from outrider.decoding.gate import MAX_UNREPAIRED, Always, Gate, Never, Signals, Trigger
 from outrider.decoding.sequence import Source
 from outrider.decoding.stopping import StopRules, find_finish_reason
 from outrider.errors import StateError

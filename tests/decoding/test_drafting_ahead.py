@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.decoding.actions import Done, Draft, Plan, Proposal, Verify
-from outrider.decoding.decoder import MAX_PROVISIONAL, Decoder
+from outrider.decoding.decoder import Decoder
+from outrider.decoding.draft_buffer import MAX_PROVISIONAL
 from outrider.decoding.draft_length import ConfidenceStop, FixedDraftLength
 from outrider.decoding.gate import Always, Never, Signals, Trigger
 from outrider.decoding.result import derive_guarantee

@@ -20,8 +20,8 @@ from outrider.decoding.gate import (
     Threshold,
     Trigger,
     compute_signals,
-    gate,
 )
+from outrider.decoding.gate_parsing import gate
 from outrider.errors import SettingsError
 
 INF = math.inf

@@ -15,7 +15,8 @@ from outrider import SpeculativeDecoder, local
 from outrider.decoding.actions import Plan, Proposal
 from outrider.decoding.decoder import Decoder
 from outrider.decoding.draft_length import AdaptiveDraftLength, ConfidenceStop
-from outrider.decoding.gate import Gate, Signals, gate
+from outrider.decoding.gate import Gate, Signals
+from outrider.decoding.gate_parsing import gate
 from outrider.decoding.stopping import StopRules
 from outrider.edge.round_observer import RoundObserver
 from outrider.sampling.acceptance import AcceptanceRule, Exact, Verdict, parse_acceptance_rule

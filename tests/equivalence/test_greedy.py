@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import Audio, Result, SpeculativeDecoder, local
-from outrider.decoding.gate import gate as parse_gate
+from outrider.decoding.gate_parsing import gate as parse_gate
 from tests.support.fakes import OracleEngine
 from tests.support.tiny_models import (
     VOCAB,

@@ -307,7 +307,7 @@ def in_a_process(before: str = "") -> Iterator[tuple[str, subprocess.Popen[str]]
     code = before + textwrap.dedent(SERVER)
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=ROOT / "tests"
+        [sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=ROOT
     ) as child:
         assert child.stdout is not None
         url = child.stdout.readline().strip()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.decoding.actions import Proposal
 from outrider.engines.base import Prompt, SequenceInput, as_device_sampler, forward_or_sample
-from outrider.engines.batching import PREFILL_CHUNK
+from outrider.engines.scheduler import PREFILL_CHUNK
 from outrider.engines.torch.engine import TorchEngine
 from outrider.errors import ModelError, StateError
 from outrider.gateway.shared_engine import SharedEngine
@@ -80,9 +80,11 @@ class Held6:
 
     def ask(self, n: int, ids: Seq[int], rows: int = 1) -> Future[Tensor]:
         """One more that waits."""
-        before = len(self.shared._waiting)
+        before = len(self.shared._scheduler.requests)
         future = self._threads.submit(self.shared.forward, self.slots[n], ids, rows)
-        eventually(lambda: len(self.shared._waiting) > before or future.done() or not self.shared._busy or n == 0)
+        eventually(
+            lambda: len(self.shared._scheduler.requests) > before or future.done() or not self.shared._busy or n == 0
+        )
         return future
 
 

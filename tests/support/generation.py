@@ -12,7 +12,7 @@ from outrider.decoding.actions import Done, Draft, Plan, Proposal
 from outrider.decoding.decoder import Decoder
 from outrider.decoding.draft_length import parse_draft_length
 from outrider.decoding.gate import Decision, Gate
-from outrider.decoding.gate import gate as parse_gate
+from outrider.decoding.gate_parsing import gate as parse_gate
 from outrider.decoding.result import Guarantee, derive_guarantee
 from outrider.decoding.sequence import Source
 from outrider.decoding.stopping import StopRules
@@ -99,11 +99,10 @@ class Generation:
         losses: Collection[int] = (),
         heard: bool = False,
         on_loss: OnCloudLoss = "fail",
-        make: type[Decoder] = Decoder,
     ) -> None:
         self.case, self.driver, wanted = case, driver, case.wanted
         self.plan = self._plan(wanted)
-        self.decoder = make(PROMPT, self.plan, letters)
+        self.decoder = Decoder(PROMPT, self.plan, letters)
         self.draft, self.target = case.draft(), ScriptedEngine(case.target, V, eos_ids=(0,))
         self.policy = Policy.build(wanted, (0,), V, len(PROMPT))
         self.drafter = self._drafter()
