@@ -13,9 +13,9 @@ from outrider import CloudError, CloudLost, Result, SpeculativeDecoder, connect,
 from outrider.edge.model_pair import OUTAGE_FACTOR
 from outrider.netem.conditions import Conditions
 from outrider.netem.thread import LinkThread
-from tests.chaos.cases import check_books, said
-from tests.chaos.guarded import Guarded
-from tests.chaos.nursery import Cloud, Nursery
+from tests.support.chaos_cases import check_books, said
+from tests.support.forked_clouds import Cloud, Nursery
+from tests.support.locked_engine import Guarded
 
 pytestmark = pytest.mark.network
 

@@ -23,8 +23,8 @@ import pytest
 
 from outrider import Result, connect
 from outrider.cli.subprocess_cloud import cloud_process
-from tests.chaos.cases import Case, check_books, draw, reference, said
-from tests.chaos.guarded import Guarded
+from tests.support.chaos_cases import Case, check_books, draw, reference, said
+from tests.support.locked_engine import Guarded
 
 pytestmark = pytest.mark.soak
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from generation import LOOPY, OTHER, PROMPT, TARGET, Case, Generation, V
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes import OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain
 from outrider.decoding.actions import Verify
 from outrider.decoding.draft_buffer import MAX_PROVISIONAL, DraftBuffer
 from outrider.decoding.sequence import Source
 from outrider.edge.verifier_session import VerifierSession
 from outrider.errors import SettingsError
+from tests.support.fakes import OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain
+from tests.support.generation import LOOPY, OTHER, PROMPT, TARGET, Case, Generation, V
 
 FAR = (10_000,)  # a verdict that arrives when nothing is left to draft
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.evals.eval_process import evaluate, start
 
 from outrider.cli.evaluate import Assistant, Evaluation, run_eval
 from outrider.cli.options import Connection, Decoding, Models, Network, Output, Speculation
@@ -20,6 +19,7 @@ from outrider.cli.subprocess_cloud import cloud_process
 from outrider.errors import InputError
 from outrider.evals.manifest import load_set
 from outrider.evals.modes import NAMES
+from tests.support.eval_process import evaluate, start
 
 SHORT = ("--max-new-tokens", "5", "--gate", "entropy:1.5")
 

@@ -15,18 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import (
-    byte_tokenizer,
-    clip,
-    reference,
-    reference_audio,
-    subword_tokenizer,
-    tiny_engine,
-    tiny_model,
-)
 
 import outrider
-from fakes import HashRows, OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain, replay
 from outrider import Audio, PromptError, Result, SpeculativeDecoder, StateError, connect, local
 from outrider.config import GenerationSettings
 from outrider.decoding import committer, stopping
@@ -44,6 +34,16 @@ from outrider.sampling.acceptance import Verdict
 from outrider.sampling.logits_processors import LogitsProcessors, PrefixIndex
 from outrider.sampling.policy import Policy
 from outrider.verifiers.local import LocalVerifier
+from tests.support.fakes import HashRows, OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain, replay
+from tests.support.tiny_models import (
+    byte_tokenizer,
+    clip,
+    reference,
+    reference_audio,
+    subword_tokenizer,
+    tiny_engine,
+    tiny_model,
+)
 
 V = 32
 PROMPT = (3, 1, 4, 1, 5)

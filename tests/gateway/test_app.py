@@ -15,7 +15,6 @@ import httpx2
 import openai
 import pytest
 
-from gateway.scripted import Running, Script, event, result_of, serving, spoken
 from outrider import errors
 from outrider.errors import (
     CloudLost,
@@ -35,6 +34,7 @@ from outrider.gateway.handlers import UploadLimiter
 from outrider.gateway.request_scheduler import GenerationTimeout, QueueFull, ShuttingDown
 from outrider.gateway.server import bound
 from outrider.serving.tokens import Tokens
+from tests.support.scripted_gateway import Running, Script, event, result_of, serving, spoken
 
 KEY = "a-key-that-is-long-enough"
 HELLO: dict[str, Any] = {"model": "outrider", "messages": [{"role": "user", "content": "hello"}]}

@@ -19,7 +19,6 @@ import psutil
 import pytest
 from starlette.requests import Request
 
-from gateway.scripted import Running, Script, serving
 from outrider.gateway import connections, handlers
 from outrider.gateway.access import Access
 from outrider.gateway.connections import (
@@ -34,6 +33,7 @@ from outrider.gateway.connections import (
 from outrider.gateway.handlers import UploadLimiter
 from outrider.gateway.request_scheduler import QueueFull
 from outrider.serving.tokens import Tokens
+from tests.support.scripted_gateway import Running, Script, serving
 
 KEY = "a-key-that-is-long-enough"
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"

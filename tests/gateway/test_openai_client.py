@@ -17,9 +17,9 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.process import CLIPS, edge, figure, heard
 from outrider import Audio, SpeculativeDecoder, load_engine, local
 from outrider.decoding.detokenizer import REPLACEMENT_CHARACTER
+from tests.support.gateway_process import CLIPS, edge, figure, heard
 
 pytestmark = pytest.mark.network
 

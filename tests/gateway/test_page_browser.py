@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import soundfile
 
-import chromium
-from chromium import Page
 from outrider.engines.load import BUNDLED
-from tests.gateway.page_common import CHROMIUM, NEEDS, TEXT, faults, run, status, strip, tip
+from tests.support import chromium
+from tests.support.chromium import Page
+from tests.support.gateway_page import CHROMIUM, NEEDS, TEXT, faults, run, status, strip, tip
 
 pytestmark = NEEDS
 MICROPHONE = ("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream")  # it beeps

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from fakes import HashRows, ScriptedEngine
 from outrider import CloudLost, PromptError, Result, SettingsError, StreamEvent
 from outrider.edge import drafter as drafting
 from outrider.engines.base import SequenceInput
@@ -29,9 +28,10 @@ from outrider.gateway.request_scheduler import (
 )
 from outrider.netem.thread import LinkThread
 from outrider.verifiers.connect import connect
-from tests.cloud.common import SOON
-from tests.cloud.serving import Served, serving
-from tests.gateway.pairs import PROMPTS, clouded, edge, pooled, said
+from tests.support.cloud_server import Served, serving
+from tests.support.cloud_service import SOON
+from tests.support.fakes import HashRows, ScriptedEngine
+from tests.support.gateway_pair import PROMPTS, clouded, edge, pooled, said
 
 V = 32
 ALONE = RequestOptions("edge-only")

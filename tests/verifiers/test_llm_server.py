@@ -15,8 +15,8 @@ from outrider.engines.base import Prompt
 from outrider.errors import CloudError, CloudLost, CloudRefused, OutriderError, PromptError, SettingsError, StateError
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.llm_server import replicas
-from verifiers.servers import Fault, Model, cloud, edge, said
-from verifiers.vllm_server import VllmServer
+from tests.support.fake_llm_server import Fault, Model, cloud, edge, said
+from tests.support.fake_vllm import VllmServer
 
 pytestmark = pytest.mark.network
 

@@ -18,8 +18,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloud.serving import Served, serving
-from fakes import HashRows, ScriptedEngine, plain
 from outrider import CloudLost, CloudRefused, SpeculativeDecoder, VocabularyMismatch, connect
 from outrider.cloud.limits import Limits
 from outrider.config import GenerationSettings
@@ -33,6 +31,8 @@ from outrider.verifiers.base import SessionParams
 from outrider.verifiers.remote.errors import map_call_error
 from outrider.verifiers.remote.verifier import RemoteVerifier, _find_inconsistency
 from outrider.verifiers.retry import Retryable
+from tests.support.cloud_server import Served, serving
+from tests.support.fakes import HashRows, ScriptedEngine, plain
 
 V = 32
 PROMPT = (3, 1, 4, 1, 5)
