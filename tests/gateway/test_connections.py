@@ -294,7 +294,7 @@ def test_a_closed_connection_makes_room_though_it_is_still_referenced() -> None:
 
 SERVER = """
 import sys, threading
-from gateway.scripted import serving
+from tests.support.scripted_gateway import serving
 with serving() as running:
     print(running.url, flush=True)
     sys.stdin.read()
@@ -307,7 +307,7 @@ def in_a_process(before: str = "") -> Iterator[tuple[str, subprocess.Popen[str]]
     code = before + textwrap.dedent(SERVER)
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=ROOT / "tests"
+        [sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=ROOT
     ) as child:
         assert child.stdout is not None
         url = child.stdout.readline().strip()
