@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.link_thread import LinkThread
 from outrider import Audio, Result, SpeculativeDecoder, connect
 from outrider.engines.load import BUNDLED
-from outrider.netem.thread import LinkThread
 from outrider.prompts.audio import load
 from outrider.prompts.media import pack_audio, pack_features
 from tests.support.certificates import Authority

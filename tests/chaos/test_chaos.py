@@ -26,9 +26,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.link_thread import LinkThread
 from outrider import CloudLost, Result, connect
 from outrider.netem.conditions import Conditions
-from outrider.netem.thread import LinkThread
 from tests.support.chaos_cases import Case, check_alone, check_books, draw, reference, said
 from tests.support.fakes import rest
 from tests.support.forked_clouds import Cloud, Nursery

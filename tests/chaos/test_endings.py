@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.link_thread import LinkThread
 from outrider import CloudError, CloudLost, Result, SpeculativeDecoder, connect, local
 from outrider.edge.model_pair import OUTAGE_FACTOR
 from outrider.netem.conditions import Conditions
-from outrider.netem.thread import LinkThread
 from tests.support.chaos_cases import check_books, said
 from tests.support.forked_clouds import Cloud, Nursery
 from tests.support.locked_engine import Guarded

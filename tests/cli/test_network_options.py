@@ -18,12 +18,12 @@ import pytest
 
 import outrider
 import outrider.verifiers.connect  # before anything below patches what it imports
+from benchmarks.link_thread import LinkThread
 from outrider.cli import main
 from outrider.cli.exit_codes import run_guarded
 from outrider.cli.subprocess_cloud import cloud_process
 from outrider.engines.load import BUNDLED
 from outrider.netem.conditions import Conditions
-from outrider.netem.thread import LinkThread
 from tests.support.certificates import Authority
 from tests.support.processes import started
 

@@ -11,7 +11,7 @@ import pytest
 
 from outrider.cli.evaluate import Assistant, Evaluation, run_eval
 from outrider.cli.generate import run_generate
-from outrider.cli.options import Decoding, Models, Network, Output, Speculation
+from outrider.cli.options import Models, Run
 from outrider.engines import load
 from outrider.errors import ModelError, PromptError
 
@@ -32,14 +32,13 @@ def copy(folder: Path, config: object) -> str:
 
 
 def generate(models: Models, text: str | None = "Hello", ids: str | None = None, chat: bool = False) -> int:
-    return run_generate(text, ids, chat, models, Speculation(), Network(), Decoding(), Output())
+    return run_generate(text, ids, chat, Run(models))
 
 
 def evaluate(models: Models, folder: Path) -> int:
     data = folder / "set.jsonl"
     data.write_text('{"id": "q", "prompt": "Hello", "lang": "en"}\n')
-    groups = (Assistant(), models, Speculation(), Network(), Decoding(), Output())
-    return run_eval(str(data), Evaluation(str(folder / "run")), *groups)
+    return run_eval(str(data), Evaluation(str(folder / "run")), Assistant(), Run(models))
 
 
 CAPTIONS_ONLY = [

@@ -267,9 +267,12 @@ def test_the_parser_is_that_of_training(lang: str) -> None:
 
 @pytest.mark.parametrize("lang", ["zh", "en"])
 def test_the_phrases_are_those_of_training(lang: str) -> None:
-    from outrider.evals.attributes import _lexicon
+    from outrider.evals.attributes import _PHRASES
 
-    ours = {name: set(phrases) for name, phrases in _lexicon(lang).items()}
+    ours = {
+        name: {(phrase, value) for value, phrases in values.items() for phrase in phrases}
+        for name, values in _PHRASES[lang].items()
+    }
     tables = (DEFAULT[lang], DETAILED[lang], CONCISE[lang])
     theirs = {
         name: {(word, value) for table in tables for value, words_ in table[name].items() for word in words_}

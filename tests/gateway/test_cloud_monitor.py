@@ -7,10 +7,10 @@ import time
 
 import pytest
 
+from benchmarks.link_thread import LinkThread
 from outrider import CloudLost, VocabularyMismatch, connect
 from outrider.gateway import cloud_monitor as meetings
 from outrider.gateway.cloud_monitor import UNKNOWN_NAME, CloudMonitor
-from outrider.netem.thread import LinkThread
 from outrider.verifiers.base import ModelInfo
 from tests.support.cloud_service import SOON
 from tests.support.fakes import HashRows, ScriptedEngine, ScriptedVerifier

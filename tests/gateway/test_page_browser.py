@@ -353,7 +353,8 @@ def test_a_file_is_sent_as_16_khz_mono(fresh: Page, tmp_path: Path) -> None:
     assert np.corrcoef(sent[: len(wave)], wave[: len(sent)])[0, 1] > 0.99
     (tmp_path / "none.wav").write_bytes(b"this is no recording")
     fresh.upload("#file", tmp_path / "none.wav")
-    fresh.until("document.getElementById('status').textContent.startsWith('none.wav: The browser cannot read this recording')", 10)
+    refusal = "none.wav: The browser cannot read this recording"
+    fresh.until(f"document.getElementById('status').textContent.startsWith('{refusal}')")
 
 
 def test_a_clip_can_be_played_and_stopped(fresh: Page) -> None:

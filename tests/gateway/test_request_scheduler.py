@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from benchmarks.link_thread import LinkThread
 from outrider import CloudLost, PromptError, Result, SettingsError, StreamEvent
 from outrider.edge import drafter as drafting
 from outrider.engines.base import SequenceInput
@@ -26,7 +27,6 @@ from outrider.gateway.request_scheduler import (
     RequestScheduler,
     ShuttingDown,
 )
-from outrider.netem.thread import LinkThread
 from outrider.verifiers.connect import connect
 from tests.support.cloud_server import Served, serving
 from tests.support.cloud_service import SOON

@@ -20,13 +20,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.link_thread import LinkThread
 from outrider import SettingsError
 from outrider.netem import connection, delay_line, link_state
 from outrider.netem.conditions import Conditions, parse_conditions
 from outrider.netem.emulator import EmulatedNetwork
 from outrider.netem.link import Link
 from outrider.netem.link_state import BOTTLENECK_BUFFER, LinkState
-from outrider.netem.thread import LinkThread
 from tests.support import virtual_time
 from tests.support.virtual_time import monotonic
 

@@ -384,7 +384,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], as_json
 def test_the_seed_of_the_command_is_that_of_the_traces_too(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr("outrider.cli.calibrate.model_ids", lambda models, network: (EDGE, CLOUD))
-    monkeypatch.setattr("outrider.cli.calibrate.run_calibrate", lambda *args, **given: asked.update(given) or 0)
+    monkeypatch.setattr(
+        "outrider.cli.calibrate.run_calibrate",
+        lambda traces, out, epsilon, k, edge, cloud, settings, **given: asked.update(given, settings=settings) or 0,
+    )
     tokens = ["calibrate", "traces.jsonl", "--out", "gate.json", "--seed", "5", "--temperature", "0.8"]
     assert app(tokens, exit_on_error=False, print_error=False, result_action="return_value") == 0
     assert (asked["seed"], asked["settings"].seed, asked["settings"].temperature) == (5, 5, 0.8)
@@ -393,7 +396,7 @@ def test_the_seed_of_the_command_is_that_of_the_traces_too(monkeypatch: pytest.M
 def test_the_pair_is_identified_as_a_run_would_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = engine("qwen2"), engine("llama")
     monkeypatch.setattr("outrider.cli.calibrate.load_drafter", lambda models: small)
-    monkeypatch.setattr("outrider.cli.calibrate.connect_verifier", lambda models, network: local(large))
+    monkeypatch.setattr("outrider.cli.options.connect_verifier", lambda models, network: local(large))
     assert model_ids(Models()) == (ModelId("qwen2", small.fingerprint), ModelId("llama", large.fingerprint))
     with pytest.raises(SettingsError, match="give --edge and --cloud"):
         model_ids(Models(cloud="none"))

@@ -22,6 +22,7 @@ import torch
 import transformers
 
 import outrider
+from benchmarks.link_thread import LinkThread
 from outrider.api import SpeculativeDecoder, local
 from outrider.cli.rendering import pieces
 from outrider.cli.subprocess_cloud import cloud_process
@@ -30,7 +31,6 @@ from outrider.decoding.result import Result
 from outrider.engines.base import CachedSequence
 from outrider.engines.load import BUNDLED, load_engine
 from outrider.netem.conditions import Conditions
-from outrider.netem.thread import LinkThread
 from outrider.planning.traces import Trace
 from outrider.prompts.audio import Audio
 from outrider.verifiers.base import Verifier

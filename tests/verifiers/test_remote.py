@@ -18,13 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.link_thread import LinkThread
 from outrider import CloudLost, CloudRefused, SpeculativeDecoder, VocabularyMismatch, connect
 from outrider.cloud.limits import Limits
 from outrider.config import GenerationSettings
 from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.errors import DecodingError, PromptError, SettingsError, StateError
-from outrider.netem.thread import LinkThread
 from outrider.protocol import schema
 from outrider.transport.status import CallFailed, Disconnected, Status
 from outrider.verifiers.base import SessionParams

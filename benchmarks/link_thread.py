@@ -1,4 +1,4 @@
-"""A link for code that has no event loop: synchronous clients, tests and benchmarks."""
+"""A link for code that has no event loop: benchmarks, and tests with synchronous clients."""
 
 from __future__ import annotations
 
