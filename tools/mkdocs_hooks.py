@@ -26,6 +26,7 @@ def _outside() -> dict[str, str]:
         "CONTRIBUTING.md": "contributing.md",
         "SECURITY.md": "security.md",
         "src/outrider/demo/MODEL_CARD.md": "model-card.md",
+        "src/outrider/transport/README.md": "transport.md",
         proto: "outrider.proto",
     }
 

@@ -337,6 +337,27 @@ def test_many_threads_at_once_are_all_answered() -> None:
     assert max(map(len, engine.batches)) > 1
 
 
+def test_long_prompts_of_many_threads_are_computed_to_their_end() -> None:
+    engine = ScriptedEngine(ROWS, V)
+    shared = SharedEngine(engine)
+
+    def work(n: int) -> bool:
+        slot = shared.open(Prompt((1,)))
+        for count in (300 + 100 * n, 5, 700, 256 + n):
+            shared.truncate(slot, 0)
+            ids = [1, *((n * i) % V for i in range(1, count))]
+            rows = shared.forward(slot, ids, 2)
+            if shared.kv_len(slot) != count or not torch.equal(rows, torch.stack([row(*ids[-7:-1]), row(*ids[-6:])])):
+                return False
+        shared.close(slot)
+        return True
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(work, range(8)))
+    assert not engine.slots
+    assert not shared._busy
+
+
 def test_closing_frees_the_engines_slot_at_once() -> None:
     engine = Held()
     shared = SharedEngine(engine)

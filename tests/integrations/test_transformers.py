@@ -260,7 +260,7 @@ def test_turns_may_be_nested_in_a_thread() -> None:
 
 
 def test_alone_with_the_same_engine_twice() -> None:
-    with exclusive(SPECULATE._draft_engine(), SPECULATE._draft_engine()):
+    with exclusive(get_engine(DRAFT), get_engine(DRAFT)):
         pass
 
 

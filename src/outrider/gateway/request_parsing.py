@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from outrider.errors import AudioError, ContextError, InputError, PromptError
-from outrider.gateway.base64_data import extract_base64
 from outrider.gateway.decoder_pool import RequestOptions, Settings
 from outrider.gateway.errors import JsonObject, RequestError, with_param
 from outrider.gateway.generation_options import (
@@ -22,7 +21,7 @@ from outrider.gateway.generation_options import (
     find_length_field,
     use_request_names,
 )
-from outrider.gateway.recordings import decode_recording
+from outrider.gateway.recordings import decode_recording, extract_base64
 from outrider.gateway.request_schema import (
     MODEL,
     PARTS_MESSAGE,
