@@ -82,7 +82,7 @@ def test_a_narrow_terminal_folds_a_gate_and_cuts_none(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = sweep(TRACES[:2], COSTS, gates=[LONG])
-    monkeypatch.setattr(plan, "_console", lambda: Console(width=60))
+    monkeypatch.setattr(plan, "stdout", lambda: Console(width=60))
     plan._show_sweep(rows, rows)
     said = capsys.readouterr().out
     assert "…" not in said
