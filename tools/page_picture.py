@@ -11,8 +11,8 @@ import sys
 from base64 import b64decode
 from pathlib import Path
 
-from tests.chromium import browsing, found
-from tests.gateway.process import edge
+from tests.support.chromium import browsing, found
+from tests.support.gateway_process import running_gateway
 
 WIDTH, HEIGHT = 1280, 858  # pixels of the part that is saved
 CLIP = 0  # in English
@@ -29,7 +29,7 @@ def main(out: Path) -> None:
     browser = found()
     if browser is None:
         raise SystemExit("no Chromium found; install it with: apt-get install chromium")
-    with edge("--net", "rtt=50ms") as (url, _), browsing(browser) as page:
+    with running_gateway("--net", "rtt=50ms") as (url, _), browsing(browser) as page:
         page.open(f"{url}/", WIDTH)
         page.until("document.querySelectorAll('.clip').length === 12", SECONDS)
         page.evaluate(f"document.querySelectorAll('.clip')[{CLIP}].click()")

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from outrider.engines.load import load_engine
-from tests.chaos.guarded import Guarded
-from tests.chaos.nursery import Cloud, Nursery
+from tests.support.forked_clouds import Cloud, CloudForker
+from tests.support.locked_engine import LockedEngine
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
+def nursery() -> Iterator[CloudForker]:
+    nursery = CloudForker()
     yield nursery
     said = nursery.said()
     nursery.close()
@@ -21,17 +21,17 @@ def nursery() -> Iterator[Nursery]:
 
 
 @pytest.fixture(scope="session")
-def edge() -> Guarded:
-    return Guarded(load_engine("demo:edge", dtype="float32", device="cpu"))
+def edge() -> LockedEngine:
+    return LockedEngine(load_engine("demo:edge", dtype="float32", device="cpu"))
 
 
 @pytest.fixture(scope="session")
-def target() -> Guarded:
-    return Guarded(load_engine("demo:cloud", dtype="float32", device="cpu"))
+def target() -> LockedEngine:
+    return LockedEngine(load_engine("demo:cloud", dtype="float32", device="cpu"))
 
 
 @pytest.fixture
-def cloud(nursery: Nursery) -> Iterator[Cloud]:
+def cloud(nursery: CloudForker) -> Iterator[Cloud]:
     cloud = nursery.cloud()
     yield cloud
     cloud.close()

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
+from benchmarks.link_thread import LinkThread
 from outrider import Audio, Result, SpeculativeDecoder, connect
 from outrider.engines.load import BUNDLED
-from outrider.netem.thread import LinkThread
 from outrider.prompts.audio import load
 from outrider.prompts.media import pack_audio, pack_features
-from tests.certificates import Authority
-from tests.chaos.cases import CLIPS, check_books
-from tests.chaos.guarded import Guarded
-from tests.chaos.nursery import Cloud, Nursery
-from tests.chaos.tap import Tap
+from tests.support.certificates import Authority
+from tests.support.chaos_cases import CLIPS, check_counters
+from tests.support.forked_clouds import Cloud, CloudForker
+from tests.support.locked_engine import LockedEngine
+from tests.support.wiretap import Wiretap
 
 pytestmark = pytest.mark.network
 
@@ -41,7 +41,7 @@ class Wire:
 
     verifier: Any
     link: LinkThread
-    tap: Tap
+    tap: Wiretap
 
     def check_sum(self, results: list[Result]) -> None:
         """Ledgers and what nobody claimed are the bytes that crossed, to the byte; closes the verifier."""
@@ -64,7 +64,7 @@ class Wire:
 def wired(cloud: Cloud, **options: Any) -> Iterator[Wire]:
     """edge → link → tap → cloud."""
     with ExitStack() as stack:
-        tap = stack.enter_context(Tap(cloud.port))
+        tap = stack.enter_context(Wiretap(cloud.port))
         link = stack.enter_context(LinkThread("127.0.0.1", tap.port))
         verifier: Any = connect(f"grpc://127.0.0.1:{link.port}", **options)
         stack.callback(verifier.connection.close)
@@ -72,7 +72,7 @@ def wired(cloud: Cloud, **options: Any) -> Iterator[Wire]:
 
 
 @pytest.fixture(params=["plain", "tls"])
-def wire(request: pytest.FixtureRequest, nursery: Nursery, tmp_path: Path) -> Iterator[Wire]:
+def wire(request: pytest.FixtureRequest, nursery: CloudForker, tmp_path: Path) -> Iterator[Wire]:
     spec: dict[str, Any] = {}
     options: dict[str, Any] = {}
     if request.param == "tls":
@@ -97,17 +97,17 @@ def open_wire(cloud: Cloud) -> Iterator[Wire]:
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_ledgers_and_the_unclaimed_rest_are_what_crossed(wire: Wire, edge: Guarded, driver: Any) -> None:
+def test_ledgers_and_the_unclaimed_rest_are_what_crossed(wire: Wire, edge: LockedEngine, driver: Any) -> None:
     decoder = SpeculativeDecoder(edge, wire.verifier, driver=driver)
     results = [decoder.generate(prompt, max_new_tokens=24) for prompt in (TEXT, clip(6), [30, 40, 50], clip(0))]
     for result in results:
-        check_books(result)
+        check_counters(result)
         assert result.stats.bytes_up > 0 < result.stats.bytes_down
     wire.check_sum(results)
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_the_same_with_several_sessions_at_once(wire: Wire, edge: Guarded, driver: Any) -> None:
+def test_the_same_with_several_sessions_at_once(wire: Wire, edge: LockedEngine, driver: Any) -> None:
     def generate(number: int) -> Result:
         decoder = SpeculativeDecoder(edge, wire.verifier, driver=driver, k=2 + number % 4)
         return decoder.generate(clip(number) if number % 2 else TEXT, max_new_tokens=16)
@@ -115,15 +115,15 @@ def test_the_same_with_several_sessions_at_once(wire: Wire, edge: Guarded, drive
     with ThreadPoolExecutor(6) as pool:
         results = list(pool.map(generate, range(12)))
     for result in results:
-        check_books(result)
+        check_counters(result)
     wire.check_sum(results)
 
 
-def test_cloud_only_decoding_is_booked_too(wire: Wire, edge: Guarded) -> None:
+def test_cloud_only_decoding_is_booked_too(wire: Wire, edge: LockedEngine) -> None:
     decoder = SpeculativeDecoder(None, wire.verifier)
     results = [decoder.generate([30, 40, 50 + n], max_new_tokens=12, ignore_eos=True) for n in range(3)]
     for result in results:
-        check_books(result)
+        check_counters(result)
         assert result.ledger["up"]["generate"] > 0
         assert "verify" not in result.ledger["up"]
     wire.check_sum(results)
@@ -132,7 +132,7 @@ def test_cloud_only_decoding_is_booked_too(wire: Wire, edge: Guarded) -> None:
 # What of a recording crosses ------------------------------------------------------------------------------------------
 
 
-def test_audio_crosses_once_per_session(open_wire: Wire, edge: Guarded) -> None:
+def test_audio_crosses_once_per_session(open_wire: Wire, edge: LockedEngine) -> None:
     decoder = SpeculativeDecoder(edge, open_wire.verifier)
     for number in (1, 7, 1):
         before = open_wire.tap.up.count(MAGIC)
@@ -146,7 +146,7 @@ def test_audio_crosses_once_per_session(open_wire: Wire, edge: Guarded) -> None:
 
 @pytest.mark.parametrize("gate", ["never", "entropy:50"], ids=["never", "a sure block"])
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_nothing_crosses_where_nothing_escalates(open_wire: Wire, edge: Guarded, gate: str, driver: Any) -> None:
+def test_nothing_crosses_where_nothing_escalates(open_wire: Wire, edge: LockedEngine, gate: str, driver: Any) -> None:
     decoder = SpeculativeDecoder(edge, open_wire.verifier, gate=gate, driver=driver)
     greeting = len(open_wire.tap.up)
     result = decoder.generate(clip(6), max_new_tokens=20)
@@ -158,7 +158,7 @@ def test_nothing_crosses_where_nothing_escalates(open_wire: Wire, edge: Guarded,
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_privacy_tokens_keeps_the_recording_here(open_wire: Wire, edge: Guarded, driver: Any) -> None:
+def test_privacy_tokens_keeps_the_recording_here(open_wire: Wire, edge: LockedEngine, driver: Any) -> None:
     decoder = SpeculativeDecoder(edge, open_wire.verifier, privacy="tokens", driver=driver)
     result = decoder.generate(clip(6), max_new_tokens=20)
     assert result.guarantee == "best-effort"
@@ -174,7 +174,7 @@ def test_privacy_tokens_keeps_the_recording_here(open_wire: Wire, edge: Guarded,
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_privacy_features_sends_features_and_nothing_else(open_wire: Wire, edge: Guarded, driver: Any) -> None:
+def test_privacy_features_sends_features_and_nothing_else(open_wire: Wire, edge: LockedEngine, driver: Any) -> None:
     decoder = SpeculativeDecoder(edge, open_wire.verifier, privacy="features", driver=driver)
     result = decoder.generate(clip(6), max_new_tokens=20)
     features = pack_features(edge.audio.features(load(clip(6))))
@@ -197,7 +197,7 @@ def words(text: str) -> list[bytes]:
 
 @pytest.mark.parametrize("driver", DRIVERS)
 @pytest.mark.parametrize("cut", [False, True], ids=["one session", "lost and opened again"])
-def test_no_text_ever_crosses(open_wire: Wire, edge: Guarded, cloud: Cloud, driver: Any, cut: bool) -> None:
+def test_no_text_ever_crosses(open_wire: Wire, edge: LockedEngine, cloud: Cloud, driver: Any, cut: bool) -> None:
     """Neither the prompt's, nor the output's, nor a stop string's; in any encoding that we would use by accident."""
     decoder = SpeculativeDecoder(edge, open_wire.verifier, driver=driver, on_cloud_loss="wait")
     texts = [TEXT, "unmistakable"]

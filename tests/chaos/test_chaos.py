@@ -26,13 +26,20 @@ from typing import Any
 
 import pytest
 
-from fakes import rest
+from benchmarks.link_thread import LinkThread
 from outrider import CloudLost, Result, connect
 from outrider.netem.conditions import Conditions
-from outrider.netem.thread import LinkThread
-from tests.chaos.cases import Case, check_alone, check_books, draw, reference, said
-from tests.chaos.guarded import Guarded
-from tests.chaos.nursery import Cloud, Nursery
+from tests.support.chaos_cases import (
+    Case,
+    check_counters,
+    check_edge_continuation,
+    comparable,
+    draw_case,
+    undisturbed_result,
+)
+from tests.support.fakes import exhaust
+from tests.support.forked_clouds import Cloud, CloudForker
+from tests.support.locked_engine import LockedEngine
 
 GENERATIONS = int(os.environ.get("CHAOS_GENERATIONS", "200"))
 HANGS = 90.0  # s; what no generation may take
@@ -137,7 +144,7 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(nursery: CloudForker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     base = tmp_path_factory.getbasetemp()
     tally = Tally(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
     cloud = nursery.cloud(slots=4)
@@ -158,7 +165,7 @@ def no_connection_is_left(world: World) -> Iterator[None]:
     assert left <= own, "connections that nobody closed"
 
 
-def outcome(case: Case, edge: Guarded, verifier: Any, on_loss: Any) -> Result | CloudLost:
+def outcome(case: Case, edge: LockedEngine, verifier: Any, on_loss: Any) -> Result | CloudLost:
     decoder = case.decoder(edge, verifier, driver=case.driver, on_cloud_loss=on_loss)
     try:
         return decoder.generate(case.prompt, **case.settings)
@@ -188,10 +195,12 @@ def watch(work: Any, seed: int) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(GENERATIONS), ids=lambda seed: f"seed-{seed}-")
-def test_nothing_is_lost_and_nothing_is_wrong(seed: int, world: World, edge: Guarded, target: Guarded) -> None:
-    case, random = draw(seed), Random(f"troubles of {seed}")
+def test_output_is_the_undisturbed_one_under_random_faults(
+    seed: int, world: World, edge: LockedEngine, target: LockedEngine
+) -> None:
+    case, random = draw_case(seed), Random(f"troubles of {seed}")
     on_loss = random.choice(("wait", "fail", "edge-only") if case.drafts else ("wait", "fail"))
-    undisturbed = reference(seed, edge, target)
+    undisturbed = undisturbed_result(seed, edge, target)
     verifier = world.connect(anew=random.random() < 0.3)
     if random.random() < 0.7:
         world.link.conditions = Conditions(rtt=random.uniform(0.02, 0.08))
@@ -209,25 +218,25 @@ def test_nothing_is_lost_and_nothing_is_wrong(seed: int, world: World, edge: Gua
     assert not verifier._sessions, "every session was let go"
 
 
-def check(case: Case, on_loss: str, result: Any, undisturbed: Result, edge: Guarded) -> None:
+def check(case: Case, on_loss: str, result: Any, undisturbed: Result, edge: LockedEngine) -> None:
     if isinstance(result, CloudLost):
         assert on_loss == "fail"
         seen["CloudLost"] += 1
         return
-    check_books(result)
+    check_counters(result)
     if result.stats.cloud_lost:
         assert on_loss == "edge-only"
         seen["alone"] += 1
         if case.options.get("accept") != "residual":  # its drafts are drawn otherwise
-            check_alone(case, result, undisturbed, edge)
+            check_edge_continuation(case, result, undisturbed, edge)
         return
-    assert said(result) == said(undisturbed), f"{case}"
+    assert comparable(result) == comparable(undisturbed), f"{case}"
     seen["whole"] += 1
 
 
-def test_the_real_command_killed_and_started_again(edge: Guarded, target: Guarded) -> None:
+def test_the_real_command_killed_and_started_again(edge: LockedEngine, target: LockedEngine) -> None:
     """`outrider cloud demo`, twice on one port: a restart takes seconds, and waiting is worth it."""
-    case = next(case for case in map(draw, range(10**6)) if case.heard and case.settings["max_new_tokens"] > 30)
+    case = next(case for case in map(draw_case, range(10**6)) if case.heard and case.settings["max_new_tokens"] > 30)
     first, port = command(0)
     verifier: Any = connect(f"grpc://127.0.0.1:{port}", deadline=DEADLINE, patience=PATIENCE)
     decoder = case.decoder(edge, verifier, driver=case.driver, on_cloud_loss="wait")
@@ -241,14 +250,14 @@ def test_the_real_command_killed_and_started_again(edge: Guarded, target: Guarde
     restart = threading.Thread(target=lambda: processes.append(command(port)[0]))
     restart.start()
     try:
-        result = rest(stream)
+        result = exhaust(stream)
     finally:
         restart.join()
         verifier.disconnect()
         for process in processes:
             process.kill()
             process.communicate()
-    assert said(result) == said(reference(case.seed, edge, target))
+    assert comparable(result) == comparable(undisturbed_result(case.seed, edge, target))
 
 
 def command(port: int) -> tuple[Any, int]:

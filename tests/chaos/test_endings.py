@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.link_thread import LinkThread
 from outrider import CloudError, CloudLost, Result, SpeculativeDecoder, connect, local
 from outrider.edge.model_pair import OUTAGE_FACTOR
 from outrider.netem.conditions import Conditions
-from outrider.netem.thread import LinkThread
-from tests.chaos.cases import check_books, said
-from tests.chaos.guarded import Guarded
-from tests.chaos.nursery import Cloud, Nursery
+from tests.support.chaos_cases import check_counters, comparable
+from tests.support.forked_clouds import Cloud, CloudForker
+from tests.support.locked_engine import LockedEngine
 
 pytestmark = pytest.mark.network
 
@@ -34,7 +34,7 @@ def address(link: LinkThread) -> str:
     return f"grpc://127.0.0.1:{link.port}"
 
 
-class Fails(Guarded):
+class Fails(LockedEngine):
     """A drafter whose engine gives up after so many forwards."""
 
     left = 10**9
@@ -46,7 +46,7 @@ class Fails(Guarded):
         return super().forward(*args)
 
 
-def test_a_drafter_that_fails_while_a_verdict_is_in_flight(cloud: Cloud, far: LinkThread, edge: Guarded) -> None:
+def test_a_drafter_that_fails_while_a_verdict_is_in_flight(cloud: Cloud, far: LinkThread, edge: LockedEngine) -> None:
     """The session is closed before its answer: it must not be opened again for a request that nobody waits for."""
     far.conditions = Conditions(rtt=0.2)
     drafter = Fails(edge._engine)
@@ -67,7 +67,7 @@ def test_a_drafter_that_fails_while_a_verdict_is_in_flight(cloud: Cloud, far: Li
 @pytest.mark.parametrize("driver", ["sequential", "pipelined"])
 @pytest.mark.parametrize("on_loss", ["fail", "wait"])
 def test_a_verifier_that_is_disconnected_under_a_generation(
-    far: LinkThread, edge: Guarded, on_loss: Any, driver: Any
+    far: LinkThread, edge: LockedEngine, on_loss: Any, driver: Any
 ) -> None:
     verifier: Any = connect(address(far))
     decoder = SpeculativeDecoder(edge, verifier, driver=driver, on_cloud_loss=on_loss)
@@ -90,7 +90,7 @@ def test_a_verifier_that_is_disconnected_under_a_generation(
     assert "disconnected" in str(ends[0])
 
 
-def test_a_verifier_that_is_disconnected_before(far: LinkThread, edge: Guarded) -> None:
+def test_a_verifier_that_is_disconnected_before(far: LinkThread, edge: LockedEngine) -> None:
     verifier: Any = connect(address(far))
     decoder = SpeculativeDecoder(edge, verifier, on_cloud_loss="wait")
     verifier.disconnect()
@@ -99,7 +99,7 @@ def test_a_verifier_that_is_disconnected_before(far: LinkThread, edge: Guarded) 
         decoder.generate(TEXT, **SETTINGS)
 
 
-def test_patience_ends_though_the_cloud_asks_for_more(nursery: Nursery, edge: Guarded) -> None:
+def test_patience_ends_though_the_cloud_asks_for_more(nursery: CloudForker, edge: LockedEngine) -> None:
     """One request in a hundred seconds is all that this service allows."""
     cloud = nursery.cloud(limits={"max_rate": 0.01, "burst": 2})
     verifier: Any = connect(cloud.address, patience=1.0)
@@ -116,34 +116,34 @@ def test_patience_ends_though_the_cloud_asks_for_more(nursery: Nursery, edge: Gu
 
 
 def test_edge_only_begins_without_a_cloud_and_takes_it_when_it_comes(
-    cloud: Cloud, edge: Guarded, target: Guarded
+    cloud: Cloud, edge: LockedEngine, target: LockedEngine
 ) -> None:
     cloud.kill()
     verifier: Any = connect(cloud.address, deadline=0.5, patience=0.5)
     decoder = SpeculativeDecoder(edge, verifier, on_cloud_loss="edge-only")
     alone = decoder.generate(TEXT, **SETTINGS)
-    check_books(alone)
+    check_counters(alone)
     assert (alone.guarantee, alone.stats.cloud_lost) == ("edge-only", True)
     assert alone.token_ids == SpeculativeDecoder(edge).generate(TEXT, **SETTINGS).token_ids
     assert "cloud was lost" in " ".join(alone.warnings)
     cloud.start()
     time.sleep(OUTAGE_FACTOR * 1.0)  # after a loss of half a second and a little it is not asked for at once
     together: Result = decoder.generate(TEXT, **SETTINGS)
-    assert said(together) == said(SpeculativeDecoder(edge, local(target)).generate(TEXT, **SETTINGS))
+    assert comparable(together) == comparable(SpeculativeDecoder(edge, local(target)).generate(TEXT, **SETTINGS))
     assert together.guarantee == "exact"
     verifier.disconnect()
 
 
-def test_waiting_begins_without_a_cloud(cloud: Cloud, edge: Guarded, target: Guarded) -> None:
+def test_waiting_begins_without_a_cloud(cloud: Cloud, edge: LockedEngine, target: LockedEngine) -> None:
     cloud.kill()
     verifier: Any = connect(cloud.address, deadline=0.5, patience=0.5)
     threading.Timer(1.5, cloud.start).start()
     result = SpeculativeDecoder(edge, verifier, on_cloud_loss="wait").generate(TEXT, **SETTINGS)
-    assert said(result) == said(SpeculativeDecoder(edge, local(target)).generate(TEXT, **SETTINGS))
+    assert comparable(result) == comparable(SpeculativeDecoder(edge, local(target)).generate(TEXT, **SETTINGS))
     verifier.disconnect()
 
 
-def test_failing_says_so_at_once(cloud: Cloud, edge: Guarded) -> None:
+def test_an_unreachable_cloud_fails_at_once(cloud: Cloud, edge: LockedEngine) -> None:
     cloud.kill()
     verifier: Any = connect(cloud.address, deadline=0.5, patience=0.5)
     with pytest.raises(CloudLost):

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.link_thread import LinkThread
 from outrider import Audio, CloudLost, Result, SpeculativeDecoder, connect, local
 from outrider.engines.load import BUNDLED
-from outrider.netem.thread import LinkThread
-from tests.chaos.cases import CLIPS, Case, check_alone, check_books, said
-from tests.chaos.guarded import Guarded
-from tests.chaos.nursery import Cloud
-from tests.chaos.tap import Tap
+from tests.support.chaos_cases import CLIPS, Case, check_counters, check_edge_continuation, comparable
+from tests.support.forked_clouds import Cloud
+from tests.support.locked_engine import LockedEngine
+from tests.support.wiretap import Wiretap
 
 pytestmark = pytest.mark.network
 
@@ -41,7 +41,7 @@ def connected(address: str, **options: Any) -> Iterator[Any]:
         verifier.disconnect()
 
 
-def undisturbed(edge: Guarded, target: Guarded, prompt: Any, **options: Any) -> Result:
+def undisturbed(edge: LockedEngine, target: LockedEngine, prompt: Any, **options: Any) -> Result:
     return SpeculativeDecoder(edge, local(target), **options).generate(prompt, **SETTINGS)
 
 
@@ -54,7 +54,7 @@ def watched(decoder: SpeculativeDecoder, prompt: Any, at: int, strike: Callable[
             event = next(stream)
         except StopIteration as end:
             result: Result = end.value
-            check_books(result)
+            check_counters(result)
             return result
         confirmed += event.kind != "provisional"
         if confirmed == at:
@@ -69,13 +69,13 @@ def watched(decoder: SpeculativeDecoder, prompt: Any, at: int, strike: Callable[
 @prompts
 @pytest.mark.parametrize("at", [1, 9])
 def test_a_server_that_is_killed_and_comes_back(
-    cloud: Cloud, edge: Guarded, target: Guarded, prompt: Any, driver: Any, at: int
+    cloud: Cloud, edge: LockedEngine, target: LockedEngine, prompt: Any, driver: Any, at: int
 ) -> None:
-    with Tap(cloud.port) as tap, connected(tap.address) as verifier:
+    with Wiretap(cloud.port) as tap, connected(tap.address) as verifier:
         decoder = SpeculativeDecoder(edge, verifier, driver=driver, on_cloud_loss="wait")
         result = watched(decoder, prompt, at, cloud.restart)
         assert cloud.starts == 2
-        assert said(result) == said(undisturbed(edge, target, prompt))
+        assert comparable(result) == comparable(undisturbed(edge, target, prompt))
         assert result.guarantee == "exact"
         assert tap.connections == 2 or at > 1, "a pipelined request may have all the rest in it"
         assert tap.up.count(MAGIC) == (tap.connections if prompt is CLIP else 0), "the recording, for each server once"
@@ -83,7 +83,7 @@ def test_a_server_that_is_killed_and_comes_back(
 
 @drivers
 def test_a_server_that_is_away_for_longer_than_patience(
-    cloud: Cloud, edge: Guarded, target: Guarded, driver: Any
+    cloud: Cloud, edge: LockedEngine, target: LockedEngine, driver: Any
 ) -> None:
     def strike() -> None:
         cloud.kill()
@@ -91,20 +91,20 @@ def test_a_server_that_is_away_for_longer_than_patience(
 
     with connected(cloud.address, deadline=0.5, patience=0.5) as verifier:
         decoder = SpeculativeDecoder(edge, verifier, driver=driver, on_cloud_loss="wait")
-        assert said(watched(decoder, CLIP, 4, strike)) == said(undisturbed(edge, target, CLIP))
+        assert comparable(watched(decoder, CLIP, 4, strike)) == comparable(undisturbed(edge, target, CLIP))
 
 
 @drivers
 @prompts
 def test_a_server_that_does_not_come_back(
-    cloud: Cloud, edge: Guarded, target: Guarded, prompt: Any, driver: Any
+    cloud: Cloud, edge: LockedEngine, target: LockedEngine, prompt: Any, driver: Any
 ) -> None:
     with connected(cloud.address, deadline=0.4, patience=0.4) as verifier:
         alone = SpeculativeDecoder(edge, verifier, driver=driver, on_cloud_loss="edge-only")
         failing = SpeculativeDecoder(edge, verifier, driver=driver, on_cloud_loss="fail")
         result = watched(alone, prompt, 1, cloud.kill)
         case = Case(0, prompt, driver, settings=SETTINGS)
-        check_alone(case, result, undisturbed(edge, target, prompt), edge)
+        check_edge_continuation(case, result, undisturbed(edge, target, prompt), edge)
         assert result.stats.cloud_tokens >= 1
         started = time.monotonic()
         with pytest.raises(CloudLost):
@@ -112,7 +112,7 @@ def test_a_server_that_does_not_come_back(
         assert time.monotonic() - started < 5
 
 
-def test_cloud_only_over_a_killed_server(cloud: Cloud, target: Guarded) -> None:
+def test_cloud_only_over_a_killed_server(cloud: Cloud, target: LockedEngine) -> None:
     prompt = [30, 40, 50]
     expected = SpeculativeDecoder(None, local(target)).generate(prompt, **SETTINGS)
     with connected(cloud.address) as verifier:
@@ -126,14 +126,14 @@ def test_cloud_only_over_a_killed_server(cloud: Cloud, target: Guarded) -> None:
 
 @pytest.mark.parametrize(("prompt", "driver"), [(TEXT, "sequential"), (CLIP, "pipelined")], ids=DRIVERS)
 def test_a_connection_that_is_cut_at_any_byte(
-    cloud: Cloud, edge: Guarded, target: Guarded, prompt: Any, driver: Any
+    cloud: Cloud, edge: LockedEngine, target: LockedEngine, prompt: Any, driver: Any
 ) -> None:
     """Between frames and within them, each way."""
-    expected = said(undisturbed(edge, target, prompt))
-    with Tap(cloud.port) as tap, connected(tap.address) as verifier:
+    expected = comparable(undisturbed(edge, target, prompt))
+    with Wiretap(cloud.port) as tap, connected(tap.address) as verifier:
         decoder = SpeculativeDecoder(edge, verifier, driver=driver, on_cloud_loss="wait")
         before = len(tap.up), len(tap.down)
-        assert said(decoder.generate(prompt, **SETTINGS)) == expected
+        assert comparable(decoder.generate(prompt, **SETTINGS)) == expected
         sizes = {"cut_up": len(tap.up) - before[0], "cut_down": len(tap.down) - before[1]}
         for way, size in sizes.items():
             for n in range(POINTS):
@@ -142,18 +142,18 @@ def test_a_connection_that_is_cut_at_any_byte(
                 setattr(tap, way, passed + 1 + n * size // POINTS)
                 result = decoder.generate(prompt, **SETTINGS)
                 setattr(tap, way, None)
-                assert said(result) == expected, f"{way} at {n}/{POINTS}"
-                check_books(result)
+                assert comparable(result) == expected, f"{way} at {n}/{POINTS}"
+                check_counters(result)
                 assert tap.up.count(MAGIC) - sent <= 1 + tap.cuts - cuts, f"{way} at {n}/{POINTS}"
 
 
 @drivers
 @prompts
 def test_a_connection_that_is_cut_at_every_round(
-    cloud: Cloud, edge: Guarded, target: Guarded, prompt: Any, driver: Any
+    cloud: Cloud, edge: LockedEngine, target: LockedEngine, prompt: Any, driver: Any
 ) -> None:
     """The session is resumed each time: the recording crosses once."""
-    with Tap(cloud.port) as tap, connected(tap.address) as verifier:
+    with Wiretap(cloud.port) as tap, connected(tap.address) as verifier:
         decoder = SpeculativeDecoder(edge, verifier, driver=driver, on_cloud_loss="wait", k=3)
         stream = decoder.stream(prompt, **SETTINGS)
         try:
@@ -162,30 +162,30 @@ def test_a_connection_that_is_cut_at_every_round(
                     tap.cut()
         except StopIteration as end:
             result: Result = end.value
-        assert said(result) == said(undisturbed(edge, target, prompt, k=3))
+        assert comparable(result) == comparable(undisturbed(edge, target, prompt, k=3))
         assert tap.connections > (3 if driver == "sequential" else 1)
         assert tap.up.count(MAGIC) == (prompt is CLIP)
-        check_books(result)
+        check_counters(result)
 
 
 @drivers
-def test_a_stalled_link_and_a_slow_one(cloud: Cloud, edge: Guarded, target: Guarded, driver: Any) -> None:
+def test_a_stalled_link_and_a_slow_one(cloud: Cloud, edge: LockedEngine, target: LockedEngine, driver: Any) -> None:
     """A stall longer than the deadline is a loss; a delay shorter than it is none."""
-    expected = said(undisturbed(edge, target, CLIP))
+    expected = comparable(undisturbed(edge, target, CLIP))
     with LinkThread("127.0.0.1", cloud.port) as link, connected(f"grpc://127.0.0.1:{link.port}", deadline=1.0) as far:
         decoder = SpeculativeDecoder(edge, far, driver=driver, on_cloud_loss="wait")
-        assert said(watched(decoder, CLIP, 1, lambda: link.stall(2.0))) == expected
+        assert comparable(watched(decoder, CLIP, 1, lambda: link.stall(2.0))) == expected
         link.conditions = type(link.conditions)(rtt=0.1)
         connections = link.connections
-        assert said(decoder.generate(CLIP, **SETTINGS)) == expected
+        assert comparable(decoder.generate(CLIP, **SETTINGS)) == expected
         assert link.connections == connections, "nobody gave up"
 
 
 def test_a_recording_that_takes_longer_than_the_deadline_crosses_once(
-    cloud: Cloud, edge: Guarded, target: Guarded
+    cloud: Cloud, edge: LockedEngine, target: LockedEngine
 ) -> None:
-    with Tap(cloud.port) as tap, connected(tap.address, net="bw=150kbit", deadline=1.0, patience=1.0) as verifier:
+    with Wiretap(cloud.port) as tap, connected(tap.address, net="bw=150kbit", deadline=1.0, patience=1.0) as verifier:
         result = SpeculativeDecoder(edge, verifier).generate(CLIP, **SETTINGS)
-        assert said(result) == said(undisturbed(edge, target, CLIP))
+        assert comparable(result) == comparable(undisturbed(edge, target, CLIP))
         assert result.stats.media_bytes_up * 8 / 150_000 > 1.0, "the clip is too small to show anything"
         assert tap.up.count(MAGIC) == 1

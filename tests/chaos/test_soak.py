@@ -23,8 +23,8 @@ import pytest
 
 from outrider import Result, connect
 from outrider.cli.subprocess_cloud import cloud_process
-from tests.chaos.cases import Case, check_books, draw, reference, said
-from tests.chaos.guarded import Guarded
+from tests.support.chaos_cases import Case, check_counters, comparable, draw_case, undisturbed_result
+from tests.support.locked_engine import LockedEngine
 
 pytestmark = pytest.mark.soak
 
@@ -59,7 +59,7 @@ class Service:
 
 
 @pytest.fixture(scope="module")
-def service(target: Guarded) -> Iterator[Service]:
+def service(target: LockedEngine) -> Iterator[Service]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     budget = SLOTS * CONTEXT * target.position_bytes
@@ -75,10 +75,10 @@ def say(text: str) -> None:
 # At once --------------------------------------------------------------------------------------------------------------
 
 
-def test_64_sessions_at_once_are_each_as_if_alone(service: Service, edge: Guarded, target: Guarded) -> None:
-    cases = list(map(draw, range(10**6, 10**6 + AT_ONCE)))
+def test_64_sessions_at_once_are_each_as_if_alone(service: Service, edge: LockedEngine, target: LockedEngine) -> None:
+    cases = list(map(draw_case, range(10**6, 10**6 + AT_ONCE)))
     begun = time.monotonic()
-    expected = [reference(case.seed, edge, target) for case in cases]
+    expected = [undisturbed_result(case.seed, edge, target) for case in cases]
     alone, begun = time.monotonic() - begun, time.monotonic()
     together, over = threading.Barrier(AT_ONCE), threading.Event()
     peak = [0.0]
@@ -111,8 +111,8 @@ def test_64_sessions_at_once_are_each_as_if_alone(service: Service, edge: Guarde
         f"{evictions:g} evictions, {rebuilt:g} caches rebuilt, {verdicts:g} verdicts"
     )
     for case, result, wanted in zip(cases, results, expected, strict=True):
-        assert said(result) == said(wanted), f"{case}"
-        check_books(result)
+        assert comparable(result) == comparable(wanted), f"{case}"
+        check_counters(result)
     assert evictions > 0, "slots were short"
     assert rebuilt > 0
     assert peak[0] > SLOTS
@@ -123,9 +123,9 @@ def test_64_sessions_at_once_are_each_as_if_alone(service: Service, edge: Guarde
 # In turn --------------------------------------------------------------------------------------------------------------
 
 
-def test_2000_sessions_leave_nothing_behind(service: Service, edge: Guarded, target: Guarded) -> None:
+def test_2000_sessions_leave_nothing_behind(service: Service, edge: LockedEngine, target: LockedEngine) -> None:
     seeds = [2 * 10**6 + n for n in range(DIFFERENT)]
-    expected = {seed: reference(seed, edge, target, SHORT) for seed in seeds}
+    expected = {seed: undisturbed_result(seed, edge, target, SHORT) for seed in seeds}
     numbers = count()
     connections: dict[int, Any] = {}
 
@@ -135,10 +135,10 @@ def test_2000_sessions_leave_nothing_behind(service: Service, edge: Guarded, tar
             connections.pop(me).disconnect()
         if me not in connections:
             connections[me] = connect(service.address, **PATIENT)
-        case = draw(seeds[number % DIFFERENT], longest=SHORT)
+        case = draw_case(seeds[number % DIFFERENT], longest=SHORT)
         decoder = case.decoder(edge, connections[me], driver=case.driver)
         result = decoder.generate(case.prompt, **case.settings)
-        assert said(result) == said(expected[case.seed]), f"{case}"
+        assert comparable(result) == comparable(expected[case.seed]), f"{case}"
 
     def run(sessions: int) -> None:
         with ThreadPoolExecutor(THREADS) as pool:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from outrider.engines.load import BUNDLED
-from tests.processes import HANG_S, started
+from tests.support.processes import HANG_S, started
 
 pytestmark = pytest.mark.network  # each starts a process, which takes seconds
 
@@ -86,7 +86,7 @@ def test_where_it_would_be_swallowed(code: str) -> None:
 
 
 @pytest.mark.parametrize("cloud", ["local:demo", "none"])
-def test_while_tokens_come(cloud: str) -> None:
+def test_ctrl_c_while_tokens_are_generated(cloud: str) -> None:
     code = """
     import os, signal, sys
     from outrider.edge import generation

@@ -38,7 +38,7 @@ def _cpu_seconds(*arguments: str) -> float:
     return after.children_user + after.children_system - before.children_user - before.children_system
 
 
-def test_version() -> None:
+def test_version_is_printed() -> None:
     from outrider import __version__
 
     assert outrider("--version").stdout.strip() == __version__

@@ -34,7 +34,7 @@ def test_a_caption_alone_goes_to_stdout() -> None:
     assert "verdict 1:" in said
 
 
-def test_another_question_is_asked() -> None:
+def test_an_instruction_changes_the_prompt_and_excludes_a_task() -> None:
     _, out, _ = outrider("caption", CLIP, "--instruction", "How fast?", "--json", "--max-new-tokens", "4")
     _, plain, _ = outrider("caption", CLIP, "--json", "--max-new-tokens", "4")
     assert json.loads(out)["prompt_tokens"] != json.loads(plain)["prompt_tokens"]

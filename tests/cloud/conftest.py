@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from tests.cloud.common import Held, clear
-from tests.cloud.raw import RawStream
-from tests.cloud.serving import Served, serving
+from tests.support.cloud_server import Served, serving
+from tests.support.cloud_service import HeldEngine, clear
+from tests.support.raw_stream import RawStream
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Served]:
-    with serving(Held(padding=4)) as served:
+    with serving(HeldEngine(padding=4)) as served:
         yield served
 
 

@@ -15,8 +15,17 @@ from outrider.sampling.acceptance import Verdict
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import LocalVerifier
 from outrider.verifiers.session import MAX_AUDITED
-from tests.cloud.batching import SOON, Edge, V, Watched, batching, entry, own, together
-from tests.engines import tiny
+from tests.support import tiny_text_models
+from tests.support.batcher import (
+    SOON,
+    Edge,
+    RecordingEngine,
+    V,
+    running_batcher,
+    session_entry,
+    submit_together,
+    target_tokens,
+)
 
 tokens = st.lists(st.integers(0, V - 1) | st.none(), max_size=5)
 moves = st.one_of(st.none(), st.just("again"), st.tuples(st.just([]) | tokens, tokens))
@@ -33,8 +42,8 @@ def test_verdicts_are_those_that_each_session_would_get_alone(
     prompts: list[list[int]], waves: list[list[Any]], slots: int, options: dict[str, Any]
 ) -> None:
     """Skipped tokens, repeats, and fewer slots than sessions included."""
-    engine = Watched()
-    with batching(engine, slots, chunk=100) as batcher:
+    engine = RecordingEngine()
+    with running_batcher(engine, slots, chunk=100) as batcher:
         edges = [Edge(engine, prompt, **options) for prompt in prompts]
         for wave in waves:
             asked = []
@@ -44,37 +53,37 @@ def test_verdicts_are_those_that_each_session_would_get_alone(
                 request = edge.request if move == "again" else edge.next(*move)
                 assert request is not None
                 asked.append((edge, request))
-            answers = together(batcher, *((edge.entry, request) for edge, request in asked))
+            answers = submit_together(batcher, *((edge.entry, request) for edge, request in asked))
             for (edge, _), answer in zip(asked, answers, strict=True):
                 edge.check(answer.result(SOON))
 
 
 def test_a_real_model_gives_the_verdicts_of_a_local_verifier() -> None:
-    model = tiny.model("qwen2")
+    model = tiny_text_models.model("qwen2")
     engine, alone = TorchEngine(model), LocalVerifier(TorchEngine(model))
-    prompts = [tiny.tokens(count, count) for count in (1, 7, 40, 150, 9)]
-    with batching(engine, 3, chunk=64) as batcher:
+    prompts = [tiny_text_models.tokens(count, count) for count in (1, 7, 40, 150, 9)]
+    with running_batcher(engine, 3, chunk=64) as batcher:
         settings_ = [{}, {"temperature": 1.0, "seed": 9}, {"repetition_penalty": 1.2}, {}, {"no_repeat_ngram_size": 2}]
-        entries = [entry(engine, prompt, **own) for prompt, own in zip(prompts, settings_, strict=True)]
+        entries = [session_entry(engine, prompt, **own) for prompt, own in zip(prompts, settings_, strict=True)]
         sessions = [
-            alone.open(Prompt(tuple(prompt)), SessionParams(GenerationSettings(**own), "exact", tiny.VOCAB))
+            alone.open(Prompt(tuple(prompt)), SessionParams(GenerationSettings(**own), "exact", tiny_text_models.VOCAB))
             for prompt, own in zip(prompts, settings_, strict=True)
         ]
         accepted = 0
         for round_ in range(1, 7):
             asked = []
             for n, each in enumerate(entries):
-                drafts = tiny.tokens(round_ - 1, 10 * round_ + n)
+                drafts = tiny_text_models.tokens(round_ - 1, 10 * round_ + n)
                 if round_ % 2:  # what the target itself would say, then something else
                     probe = LocalVerifier(alone.engine)
                     copy = probe.open(
-                        Prompt(tuple(each.session.ids)), SessionParams(each.settings, "exact", tiny.VOCAB)
+                        Prompt(tuple(each.session.ids)), SessionParams(each.settings, "exact", tiny_text_models.VOCAB)
                     )
                     stream = probe.generate(copy)
                     drafts = [*(next(stream).next_token for _ in range(n)), *drafts][:5]
                     probe.close(copy)
                 asked.append(Verify(round_, len(each.session.ids), (), tuple(drafts)))
-            answers = together(batcher, *zip(entries, asked, strict=True))
+            answers = submit_together(batcher, *zip(entries, asked, strict=True))
             for session, request, answer in zip(sessions, asked, answers, strict=True):
                 verdict = answer.result(SOON)
                 accepted += verdict.accepted
@@ -83,10 +92,10 @@ def test_a_real_model_gives_the_verdicts_of_a_local_verifier() -> None:
 
 
 def test_blocks_of_different_lengths_are_one_forward() -> None:
-    engine = Watched()
-    with batching(engine, 5) as batcher:
-        entries = [entry(engine, [n, 1, 2]) for n in range(5)]
-        for each in together(batcher, *((r, Verify(1, 3, (), (1,) * k)) for k, r in enumerate(entries))):
+    engine = RecordingEngine()
+    with running_batcher(engine, 5) as batcher:
+        entries = [session_entry(engine, [n, 1, 2]) for n in range(5)]
+        for each in submit_together(batcher, *((r, Verify(1, 3, (), (1,) * k)) for k, r in enumerate(entries))):
             each.result(SOON)
     assert [[(len(feed.ids), feed.logits_to_keep) for feed in batch] for batch in engine.batches] == [
         [(3 + k, k + 1) for k in range(5)]
@@ -94,18 +103,18 @@ def test_blocks_of_different_lengths_are_one_forward() -> None:
 
 
 def test_no_forward_has_more_sessions_than_the_batch_may() -> None:
-    engine = Watched()
-    with batching(engine, 5, max_batch=2) as batcher:
-        answers = together(batcher, *((entry(engine, [n]), Verify(1, 1, (), ())) for n in range(5)))
+    engine = RecordingEngine()
+    with running_batcher(engine, 5, max_batch=2) as batcher:
+        answers = submit_together(batcher, *((session_entry(engine, [n]), Verify(1, 1, (), ())) for n in range(5)))
         assert all(answer.result(SOON) for answer in answers)
     assert [len(batch) for batch in engine.batches] == [2, 2, 1]
 
 
 def test_skipped_tokens_beyond_what_is_audited_cost_no_rows() -> None:
-    engine = Watched()
-    with batching(engine) as batcher:
-        ids = own([1], 300)
-        (answer,) = together(batcher, (entry(engine, [1]), Verify(1, 301, tuple(ids), ())))
+    engine = RecordingEngine()
+    with running_batcher(engine) as batcher:
+        ids = target_tokens([1], 300)
+        (answer,) = submit_together(batcher, (session_entry(engine, [1]), Verify(1, 301, tuple(ids), ())))
         verdict = answer.result(SOON)
-    assert verdict == Verdict(1, 0, own([1, *ids], 1)[0], (), MAX_AUDITED, 0)
+    assert verdict == Verdict(1, 0, target_tokens([1, *ids], 1)[0], (), MAX_AUDITED, 0)
     assert max(feed.logits_to_keep for batch in engine.batches for feed in batch) == MAX_AUDITED + 1

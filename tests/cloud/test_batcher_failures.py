@@ -16,20 +16,20 @@ from outrider.engines.base import SequenceInput
 from outrider.errors import DecodingError, StateError
 from outrider.protocol.messages import ErrorCode, FrameError
 from outrider.sampling.acceptance import Verdict
-from tests.cloud.batching import (
+from tests.support.batcher import (
     SOON,
     TARGET,
     Edge,
-    Held,
+    EngineHold,
+    RecordingEngine,
     V,
-    Watched,
-    batching,
-    entry,
     long_prompt,
-    own,
-    together,
-    wrong,
+    running_batcher,
+    session_entry,
+    submit_together,
+    target_tokens,
 )
+from tests.support.cloud_service import wrong_token
 
 # Failures -------------------------------------------------------------------------------------------------------
 
@@ -39,17 +39,17 @@ def broken_rows(prefix: tuple[int, ...]) -> Tensor:
     return torch.full((V,), float("nan")) if prefix[0] == 13 else TARGET(prefix)
 
 
-def test_a_session_that_fails_harms_nobody_in_its_batch() -> None:
-    engine = Watched(broken_rows)
-    with batching(engine, 4) as batcher:
-        nan, base, good = entry(engine, [13, 1]), entry(engine, [2, 2]), entry(engine, [3, 3])
-        residual = entry(engine, [4, 4], "residual")
-        answers = together(
+def test_a_failing_session_fails_no_other_in_its_batch() -> None:
+    engine = RecordingEngine(broken_rows)
+    with running_batcher(engine, 4) as batcher:
+        nan, base, good = session_entry(engine, [13, 1]), session_entry(engine, [2, 2]), session_entry(engine, [3, 3])
+        residual = session_entry(engine, [4, 4], "residual")
+        answers = submit_together(
             batcher,
             (nan, Verify(1, 2, (), (5,))),
             (base, Verify(1, 3, (), (5,))),
             (residual, Verify(1, 2, (), (5,))),
-            (good, Verify(1, 2, (), (wrong(own([3, 3], 1)[0]),))),
+            (good, Verify(1, 2, (), (wrong_token(target_tokens([3, 3], 1)[0]),))),
         )
         with pytest.raises(DecodingError):
             answers[0].result(SOON)
@@ -57,15 +57,15 @@ def test_a_session_that_fails_harms_nobody_in_its_batch() -> None:
             answers[1].result(SOON)
         with pytest.raises(Exception, match="residual acceptance needs"):
             answers[2].result(SOON)
-        assert answers[3].result(SOON) == Verdict(1, 0, own([3, 3], 1)[0])
-        assert batcher.submit(base, Verify(1, 2, (), ())).result(SOON).next_token == own([2, 2], 1)[0]
-        assert not batcher._jobs
+        assert answers[3].result(SOON) == Verdict(1, 0, target_tokens([3, 3], 1)[0])
+        assert batcher.submit(base, Verify(1, 2, (), ())).result(SOON).next_token == target_tokens([2, 2], 1)[0]
+        assert not batcher._scheduler.requests
 
 
 def test_a_request_out_of_place_costs_no_slot_and_disturbs_no_cache() -> None:
-    engine = Watched()
-    with batching(engine, 1) as batcher:
-        one, other = entry(engine, [1]), entry(engine, [2])
+    engine = RecordingEngine()
+    with running_batcher(engine, 1) as batcher:
+        one, other = session_entry(engine, [1]), session_entry(engine, [2])
         batcher.submit(one, Verify(1, 1, (), ())).result(SOON)
         with pytest.raises(StateError):
             batcher.submit(other, Verify(1, 7, (), ())).result(SOON)
@@ -76,20 +76,20 @@ def test_a_request_out_of_place_costs_no_slot_and_disturbs_no_cache() -> None:
 
 @pytest.mark.parametrize("when", ["before", "half way"])
 def test_sessions_recover_from_a_failed_forward_by_being_rebuilt(when: str, caplog: pytest.LogCaptureFixture) -> None:
-    engine = Watched()
+    engine = RecordingEngine()
 
     def fail(feeds: list[SequenceInput]) -> None:
         if when == "half way":  # one cache has moved on, the other has not
             engine.forward(feeds[0].slot, feeds[0].ids)
         raise RuntimeError("out of memory")
 
-    with batching(engine, 4) as batcher:
+    with running_batcher(engine, 4) as batcher:
         edges = [Edge(engine, [n, 1]) for n in range(3)]
         for wave in range(3):
-            requests = [edge.next([], [None, wrong(5)]) for edge in edges]
+            requests = [edge.next([], [None, wrong_token(5)]) for edge in edges]
             for again in range(2 if wave == 1 else 1):
                 engine.before = fail if wave == 1 and not again else lambda feeds: None
-                answers = together(batcher, *((e.entry, r) for e, r in zip(edges, requests, strict=True)))
+                answers = submit_together(batcher, *((e.entry, r) for e, r in zip(edges, requests, strict=True)))
                 if engine.before is fail:
                     for answer in answers:
                         with pytest.raises(RuntimeError, match="out of memory"):
@@ -104,14 +104,14 @@ def test_sessions_recover_from_a_failed_forward_by_being_rebuilt(when: str, capl
 def test_a_failure_of_the_batcher_itself_leaves_the_thread_alive(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = Watched()
-    with batching(engine) as batcher:
-        one = entry(engine, [1])
-        monkeypatch.setattr("outrider.cloud.batcher.group_by_width", lambda *_: 1 / 0)
+    engine = RecordingEngine()
+    with running_batcher(engine) as batcher:
+        one = session_entry(engine, [1])
+        monkeypatch.setattr("outrider.engines.scheduler.group_by_width", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             batcher.submit(one, Verify(1, 1, (), ())).result(SOON)
         monkeypatch.undo()
-        assert batcher.submit(one, Verify(1, 1, (), ())).result(SOON).next_token == own([1], 1)[0]
+        assert batcher.submit(one, Verify(1, 1, (), ())).result(SOON).next_token == target_tokens([1], 1)[0]
     assert "the engine failed" in caplog.text
 
 
@@ -119,10 +119,10 @@ def test_a_failure_of_the_batcher_itself_leaves_the_thread_alive(
 
 
 def test_a_session_that_leaves_gives_its_slot_back() -> None:
-    engine = Watched()
-    with batching(engine, 2) as batcher:
-        one, other = entry(engine, [1]), entry(engine, [2])
-        for each in together(batcher, (one, Verify(1, 1, (), ())), (other, Verify(1, 1, (), ()))):
+    engine = RecordingEngine()
+    with running_batcher(engine, 2) as batcher:
+        one, other = session_entry(engine, [1]), session_entry(engine, [2])
+        for each in submit_together(batcher, (one, Verify(1, 1, (), ())), (other, Verify(1, 1, (), ()))):
             each.result(SOON)
         batcher.release(one)
         batcher.submit(other, Verify(2, 2, (), ())).result(SOON)
@@ -130,11 +130,11 @@ def test_a_session_that_leaves_gives_its_slot_back() -> None:
 
 
 def test_a_session_that_leaves_while_it_is_read_is_refused_and_forgotten() -> None:
-    engine = Watched()
-    held = Held(engine)
-    with batching(engine, 2) as batcher:
-        closed, other = entry(engine, long_prompt(700)), entry(engine, [2])
-        lost, good = together(batcher, (closed, Verify(1, 700, (), ())), (other, Verify(1, 1, (), ())))
+    engine = RecordingEngine()
+    held = EngineHold(engine)
+    with running_batcher(engine, 2) as batcher:
+        closed, other = session_entry(engine, long_prompt(700)), session_entry(engine, [2])
+        lost, good = submit_together(batcher, (closed, Verify(1, 700, (), ())), (other, Verify(1, 1, (), ())))
         held.wait()
         batcher.release(closed)
         held.release()
@@ -148,12 +148,12 @@ def test_a_session_that_leaves_while_it_is_read_is_refused_and_forgotten() -> No
 
 
 def test_what_is_cancelled_before_it_was_looked_at_is_never_read() -> None:
-    engine = Watched()
-    held = Held(engine)
-    with batching(engine, 2) as batcher:
-        first = batcher.submit(entry(engine, [1]), Verify(1, 1, (), ()))
+    engine = RecordingEngine()
+    held = EngineHold(engine)
+    with running_batcher(engine, 2) as batcher:
+        first = batcher.submit(session_entry(engine, [1]), Verify(1, 1, (), ()))
         held.wait()
-        second = batcher.submit(entry(engine, [2]), Verify(1, 1, (), ()))
+        second = batcher.submit(session_entry(engine, [2]), Verify(1, 1, (), ()))
         assert second.cancel()
         held.release()
         assert first.result(SOON)
@@ -163,13 +163,13 @@ def test_what_is_cancelled_before_it_was_looked_at_is_never_read() -> None:
 @pytest.mark.parametrize("slots", [1, 3])
 def test_stopping_leaves_no_future_hanging(slots: int) -> None:
     """One in a forward, some that wait for a slot, some that nobody has looked at, and one that comes late."""
-    engine = Watched()
-    held = Held(engine)
-    with batching(engine, slots) as batcher:
-        entries = [entry(engine, long_prompt(500)) for _ in range(5)]
-        answers = together(batcher, *((each, Verify(1, 500, (), ())) for each in entries[:3]))
+    engine = RecordingEngine()
+    held = EngineHold(engine)
+    with running_batcher(engine, slots) as batcher:
+        entries = [session_entry(engine, long_prompt(500)) for _ in range(5)]
+        answers = submit_together(batcher, *((each, Verify(1, 500, (), ())) for each in entries[:3]))
         held.wait()
-        answers += together(batcher, *((each, Verify(1, 500, (), ())) for each in entries[3:]))
+        answers += submit_together(batcher, *((each, Verify(1, 500, (), ())) for each in entries[3:]))
         assert batcher.queued >= 2
         stopping = threading.Thread(target=batcher.stop)
         stopping.start()
@@ -184,17 +184,17 @@ def test_stopping_leaves_no_future_hanging(slots: int) -> None:
 
 
 def test_a_batcher_that_never_started_can_be_stopped() -> None:
-    batcher = Batcher(Watched(), 1, Metrics())
-    answer = batcher.submit(entry(batcher._engine, [1]), Verify(1, 1, (), ()))
+    batcher = Batcher(RecordingEngine(), 1, Metrics())
+    answer = batcher.submit(session_entry(batcher._engine, [1]), Verify(1, 1, (), ()))
     batcher.stop()
     with pytest.raises(FrameError):
         answer.result(SOON)
 
 
 def test_the_least_recently_used_gives_way() -> None:
-    engine = Watched()
-    with batching(engine, 2) as batcher:
-        entries = [entry(engine, [n]) for n in range(3)]
+    engine = RecordingEngine()
+    with running_batcher(engine, 2) as batcher:
+        entries = [session_entry(engine, [n]) for n in range(3)]
         for n, (which, round_) in enumerate([(0, 1), (1, 1), (0, 2), (2, 1), (0, 3)]):
             batcher.submit(entries[which], Verify(round_, round_, (), ())).result(SOON)
             entries[which].last_used = float(n + 1)
@@ -208,12 +208,12 @@ def test_the_least_recently_used_gives_way() -> None:
 
 def test_waiting_jobs_are_planned_once() -> None:
     """A thousand sessions that wait for a slot must not cost a pass over their tokens in every step."""
-    engine = Watched()
-    with batching(engine, 1) as batcher:
-        entries = [entry(engine, [n % V]) for n in range(50)]
+    engine = RecordingEngine()
+    with running_batcher(engine, 1) as batcher:
+        entries = [session_entry(engine, [n % V]) for n in range(50)]
         asked: list[Job] = []
         plan = batcher._plan
         batcher._plan = lambda job: (asked.append(job), plan(job))[1]  # type: ignore[func-returns-value, method-assign]
-        for answer in together(batcher, *((each, Verify(1, 1, (), ())) for each in entries)):
+        for answer in submit_together(batcher, *((each, Verify(1, 1, (), ())) for each in entries)):
             answer.result(SOON)
     assert len(asked) == 50

@@ -8,19 +8,19 @@ from outrider.cloud.batcher import Batcher
 from outrider.cloud.sessions import SessionEntry
 from outrider.decoding.actions import Verify
 from outrider.sampling.acceptance import Verdict
-from tests.cloud.batching import SOON, Watched, batching, entry, long_prompt, together
+from tests.support.batcher import SOON, RecordingEngine, long_prompt, running_batcher, session_entry, submit_together
 
 
 def test_short_requests_are_answered_before_a_long_prefill_ends() -> None:
-    engine = Watched()
+    engine = RecordingEngine()
     done: list[str] = []
-    with batching(engine, 4) as batcher:
-        shorts = [entry(engine, [n]) for n in range(3)]
+    with running_batcher(engine, 4) as batcher:
+        shorts = [session_entry(engine, [n]) for n in range(3)]
         jobs = [
-            (entry(engine, long_prompt()), Verify(1, 2000, (), (3,))),
+            (session_entry(engine, long_prompt()), Verify(1, 2000, (), (3,))),
             *((r, Verify(1, 1, (), ())) for r in shorts),
         ]
-        answers = together(batcher, *jobs)
+        answers = submit_together(batcher, *jobs)
         for name, answer in zip(["long", *"abc"], answers, strict=True):
             answer.add_done_callback(lambda _, name=name: done.append(name))  # type: ignore[misc]
         for answer in answers:
@@ -43,13 +43,13 @@ def keep_asking(batcher: Batcher, each: SessionEntry, until: Future[Verdict], an
 
 
 def test_a_long_prefill_moves_on_under_a_continuous_load_of_short_requests() -> None:
-    engine = Watched()
+    engine = RecordingEngine()
     answered: list[SessionEntry] = []
-    with batching(engine, 4) as batcher:
+    with running_batcher(engine, 4) as batcher:
         with batcher._wake:
-            long = batcher.submit(entry(engine, long_prompt()), Verify(1, 2000, (), ()))
+            long = batcher.submit(session_entry(engine, long_prompt()), Verify(1, 2000, (), ()))
             for n in range(3):
-                keep_asking(batcher, entry(engine, [n]), long, answered)
+                keep_asking(batcher, session_entry(engine, [n]), long, answered)
         long.result(SOON)
     chunks = [batch[0].slot for batch in engine.batches if len(batch[0].ids) > 96 or batch[0].logits_to_keep > 50]
     assert len(chunks) == 8
@@ -57,29 +57,29 @@ def test_a_long_prefill_moves_on_under_a_continuous_load_of_short_requests() -> 
 
 
 def test_a_session_without_a_slot_gets_one_though_all_others_keep_asking() -> None:
-    engine = Watched()
+    engine = RecordingEngine()
     answered: list[SessionEntry] = []
-    with batching(engine, 2) as batcher:
+    with running_batcher(engine, 2) as batcher:
         never: Future[Verdict] = Future()
         with batcher._wake:
             for n in range(2):
-                keep_asking(batcher, entry(engine, [n]), never, answered)
+                keep_asking(batcher, session_entry(engine, [n]), never, answered)
         waited: list[int] = []
         with batcher._wake:
             before = len(answered)
-            late = batcher.submit(entry(engine, [9]), Verify(1, 1, (), ()))
+            late = batcher.submit(session_entry(engine, [9]), Verify(1, 1, (), ()))
         late.add_done_callback(lambda _: waited.append(len(answered) - before))
         assert late.result(SOON)
         never.cancel()
     assert waited[0] <= 8  # a few steps
 
 
-def test_who_waits_for_a_slot_gets_it_in_order() -> None:
-    engine = Watched()
+def test_slots_are_granted_in_order_of_arrival() -> None:
+    engine = RecordingEngine()
     done: list[int] = []
-    with batching(engine, 1) as batcher:
-        jobs = [(entry(engine, [n, *long_prompt(300)]), Verify(1, 301, (), ())) for n in range(5)]
-        answers = together(batcher, *jobs)
+    with running_batcher(engine, 1) as batcher:
+        jobs = [(session_entry(engine, [n, *long_prompt(300)]), Verify(1, 301, (), ())) for n in range(5)]
+        answers = submit_together(batcher, *jobs)
         for n, answer in enumerate(answers):
             answer.add_done_callback(lambda _, n=n: done.append(n))  # type: ignore[misc]
         for answer in answers:
@@ -88,11 +88,11 @@ def test_who_waits_for_a_slot_gets_it_in_order() -> None:
 
 
 def test_two_long_prefills_share_the_chunk_and_a_third_waits() -> None:
-    engine = Watched()
+    engine = RecordingEngine()
     done: list[int] = []
-    with batching(engine, 3) as batcher:
-        answers = together(
-            batcher, *((entry(engine, [n, *long_prompt(600)]), Verify(1, 601, (), ())) for n in range(3))
+    with running_batcher(engine, 3) as batcher:
+        answers = submit_together(
+            batcher, *((session_entry(engine, [n, *long_prompt(600)]), Verify(1, 601, (), ())) for n in range(3))
         )
         for n, answer in enumerate(answers):
             answer.add_done_callback(lambda _, n=n: done.append(n))  # type: ignore[misc]
@@ -104,15 +104,15 @@ def test_two_long_prefills_share_the_chunk_and_a_third_waits() -> None:
     assert done[-1] == 2
 
 
-def test_who_asks_and_has_a_slot_keeps_it_as_far_as_places_go() -> None:
+def test_active_sessions_keep_their_slots() -> None:
     """Three ask for two slots: the first to come takes one, and one slot, not two, changes hands."""
-    engine = Watched()
-    with batching(engine, 2) as batcher:
-        one, two, late = (entry(engine, [n]) for n in range(3))
+    engine = RecordingEngine()
+    with running_batcher(engine, 2) as batcher:
+        one, two, late = (session_entry(engine, [n]) for n in range(3))
         for each in (one, two):
             batcher.submit(each, Verify(1, 1, (), ())).result(SOON)
         before = len(engine.opened)
         jobs = [(late, Verify(1, 1, (), ())), (one, Verify(2, 2, (), ())), (two, Verify(2, 2, (), ()))]
-        for answer in together(batcher, *jobs):
+        for answer in submit_together(batcher, *jobs):
             answer.result(SOON)
         assert len(engine.opened) - before == 2, "one for who came, one for who gave way and asked again"

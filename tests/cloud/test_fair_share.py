@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.cloud.fair_share import FairShare, limit_to_share, round_robin
 from outrider.cloud.identity_semaphore import IdentitySemaphore, Pace
 from outrider.cloud.sessions import SessionEntry
 from outrider.decoding.actions import Verify
+from outrider.engines.fair_share import FairShare, limit_to_share, round_robin
 from outrider.protocol import schema
 from outrider.protocol.messages import ErrorCode, FrameError, unpack_ids
 from outrider.sampling.acceptance import Verdict
-from tests.cloud.batching import SOON, Watched, batching, entry, long_prompt, together
+from tests.support.batcher import SOON, RecordingEngine, long_prompt, running_batcher, session_entry, submit_together
 
 jobs = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 96)), max_size=40)
 
@@ -27,7 +27,7 @@ def name(job: tuple[str, int]) -> str:
 
 
 @given(jobs)
-def test_places_go_round(items: list[tuple[str, int]]) -> None:
+def test_round_robin_is_fair_at_every_prefix(items: list[tuple[str, int]]) -> None:
     order = round_robin(items, name, {})
     assert sorted(order) == sorted(items)
     for each in "abc":
@@ -38,7 +38,7 @@ def test_places_go_round(items: list[tuple[str, int]]) -> None:
         assert all(given_[a] <= given_[b] + 1 for a in "abc" for b in "abc" if given_[b] < totals[b])
 
 
-def test_who_has_places_comes_later() -> None:
+def test_identities_that_hold_slots_come_later() -> None:
     assert round_robin(["a1", "a2", "b1"], lambda item: item[0], {"a": 1}) == ["b1", "a1", "a2"]
     assert round_robin(["a1", "a2", "b1"], lambda item: item[0], {"b": 2}) == ["a1", "a2", "b1"]
 
@@ -90,18 +90,18 @@ def test_an_identity_in_debt_goes_on_where_nobody_else_can() -> None:
 # In the batcher -------------------------------------------------------------------------------------------------
 
 
-def of(identity: str, engine: Watched, prompt: list[int]) -> SessionEntry:
-    made = entry(engine, prompt)
+def of(identity: str, engine: RecordingEngine, prompt: list[int]) -> SessionEntry:
+    made = session_entry(engine, prompt)
     made.identity = identity
     return made
 
 
 def test_a_newcomer_does_not_wait_behind_hundreds_of_requests() -> None:
-    engine, done = Watched(), []
-    with batching(engine, 4) as batcher:
+    engine, done = RecordingEngine(), []
+    with running_batcher(engine, 4) as batcher:
         work = [(of("greedy", engine, [n % 32, 1, *long_prompt(300)]), Verify(1, 302, (), ())) for n in range(60)]
         work.append((of("modest", engine, [9]), Verify(1, 1, (), ())))
-        answers = together(batcher, *work)
+        answers = submit_together(batcher, *work)
         for n, answer in enumerate(answers):
             answer.add_done_callback(lambda _, n=n: done.append(n))  # type: ignore[misc]
         for answer in answers:
@@ -110,12 +110,12 @@ def test_a_newcomer_does_not_wait_behind_hundreds_of_requests() -> None:
 
 
 def test_a_newcomer_gets_a_slot_though_one_identity_fills_them_with_long_prefills() -> None:
-    engine, done = Watched(), []
-    with batching(engine, 3) as batcher:
+    engine, done = RecordingEngine(), []
+    with running_batcher(engine, 3) as batcher:
         started: Future[None] = Future()
         engine.before = lambda feeds: started.done() or started.set_result(None)
         greedy = [(of("greedy", engine, [n, *long_prompt(3000)]), Verify(1, 3001, (), ())) for n in range(3)]
-        answers = together(batcher, *greedy)
+        answers = submit_together(batcher, *greedy)
         started.result(SOON)
         modest = of("modest", engine, [9])
         answers.append(batcher.submit(modest, Verify(1, 1, (), ())))
@@ -128,8 +128,8 @@ def test_a_newcomer_gets_a_slot_though_one_identity_fills_them_with_long_prefill
 
 
 def test_the_identity_with_the_most_slots_gives_way() -> None:
-    engine = Watched()
-    with batching(engine, 4) as batcher:
+    engine = RecordingEngine()
+    with running_batcher(engine, 4) as batcher:
         mine = of("modest", engine, [9])
         batcher.submit(mine, Verify(1, 1, (), ())).result(SOON)
         for n in range(20):
@@ -139,8 +139,8 @@ def test_the_identity_with_the_most_slots_gives_way() -> None:
 
 def test_everyone_is_answered_whatever_is_heavy() -> None:
     """Debts and shares never leave a request without an end."""
-    engine = Watched()
-    with batching(engine, 2) as batcher:
+    engine = RecordingEngine()
+    with running_batcher(engine, 2) as batcher:
         answers: list[Future[Verdict]] = []
         for n in range(30):
             prompt = [n, *long_prompt((n * 37) % 700)]

@@ -21,10 +21,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.cloud.server import Server, ServerConfig, check_bindable, run
 from outrider.errors import SettingsError
 from outrider.protocol import schema
-from tests.cloud.common import PROMPT, SOON, Held, code, eventually, open_, reached, said
-from tests.cloud.plain_http2 import PlainHttp2
-from tests.cloud.raw import CLOSE, RawStream, opening, resuming, verifying
-from tests.cloud.serving import serving
+from tests.support.cloud_server import serving
+from tests.support.cloud_service import (
+    PROMPT,
+    SOON,
+    HeldEngine,
+    error_name,
+    eventually,
+    open_request,
+    reached,
+    target_output,
+)
+from tests.support.http2_client import PlainHttp2
+from tests.support.raw_stream import CLOSE, RawStream, opening, resuming, verifying
 
 pytestmark = pytest.mark.network
 
@@ -35,21 +44,21 @@ def health(channel: grpc.Channel, service: str = "") -> int:
     )
 
 
-def test_draining_takes_nobody_new_and_lets_those_at_work_finish() -> None:
-    with reached(Held(), grace=20.0) as (served, channel):
+def test_draining_refuses_new_sessions_and_finishes_running_rounds() -> None:
+    with reached(HeldEngine(), grace=20.0) as (served, channel):
         with RawStream(channel) as one, RawStream(channel) as waiting:
-            id_ = one.opened(open_())
+            id_ = one.opened(open_request())
             one.verdict(verifying(1, 5))
             drained = served.submit(served.server.drain())
             eventually(lambda: served.service.draining)
             for name in ("", schema.SERVICE):
                 assert health(channel, name) == health_pb2.HealthCheckResponse.NOT_SERVING
-            error = waiting.refused(open_())
-            assert code(error.code) == "DRAINING"
+            error = waiting.refused(open_request())
+            assert error_name(error.code) == "DRAINING"
             assert error.retry_after_ms > 0
             with RawStream(channel) as other:
-                assert code(other.refused(resuming(id_, PROMPT)).code) == "DRAINING"
-            assert one.verdict(verifying(2, 6, said(4)[1:3])).accepted == 2
+                assert error_name(other.refused(resuming(id_, PROMPT)).code) == "DRAINING"
+            assert one.verdict(verifying(2, 6, target_output(4)[1:3])).accepted == 2
             assert not drained.done()
             one.send(CLOSE)
             one.finish()
@@ -57,8 +66,8 @@ def test_draining_takes_nobody_new_and_lets_those_at_work_finish() -> None:
         assert not served.service.engine.open_slots  # type: ignore[attr-defined]
 
 
-def test_not_serving_is_said_before_anybody_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(Held()) as served:
+def test_health_reports_not_serving_before_streams_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(HeldEngine()) as served:
         said_: list[tuple[int, bool]] = []
         tell = served.server._serve_health
 
@@ -71,10 +80,10 @@ def test_not_serving_is_said_before_anybody_is_sent_away(monkeypatch: pytest.Mon
         assert said_ == [(health_pb2.HealthCheckResponse.NOT_SERVING, False)]
 
 
-def test_grace_ends() -> None:
-    with reached(Held(), grace=0.3) as (served, channel):
+def test_streams_are_cut_when_the_grace_period_ends() -> None:
+    with reached(HeldEngine(), grace=0.3) as (served, channel):
         with RawStream(channel) as idle:
-            idle.opened(open_())
+            idle.opened(open_request())
             served.run(served.server.drain())
             with pytest.raises(grpc.RpcError):
                 idle.receive()
@@ -82,9 +91,9 @@ def test_grace_ends() -> None:
 
 
 def test_stopping_while_a_verdict_is_being_computed(caplog: pytest.LogCaptureFixture) -> None:
-    engine = Held()
+    engine = HeldEngine()
     with reached(engine) as (served, channel), RawStream(channel) as stream:
-        stream.opened(open_())
+        stream.opened(open_request())
         engine.hold()
         stream.send(verifying(1, 5))
         assert engine.entered.wait(SOON)
@@ -98,33 +107,33 @@ def test_stopping_while_a_verdict_is_being_computed(caplog: pytest.LogCaptureFix
 
 
 def test_a_service_can_be_restarted_at_its_port() -> None:
-    with serving(Held()) as served:
+    with serving(HeldEngine()) as served:
         port = served.port
         for _ in range(2):
             with grpc.insecure_channel(served.address) as channel, RawStream(channel) as stream:
-                stream.opened(open_())
+                stream.opened(open_request())
                 stream.verdict(verifying(1, 5))
             served.restart()
             assert served.port == port
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", ""])
-def test_where_it_listens(host: str) -> None:
+def test_the_service_listens_on_the_given_host(host: str) -> None:
     """ "" is every interface, as in --listen :7070, which gRPC itself cannot bind."""
-    with serving(Held(), host=host) as served, grpc.insecure_channel(f"localhost:{served.port}") as channel:
+    with serving(HeldEngine(), host=host) as served, grpc.insecure_channel(f"localhost:{served.port}") as channel:
         assert health(channel) == health_pb2.HealthCheckResponse.SERVING
 
 
 def test_metrics_that_cannot_be_served_leave_nothing_behind() -> None:
-    with serving(Held()) as served:
-        taken = serving(Held(), metrics_address=("127.0.0.1", served.port))
+    with serving(HeldEngine()) as served:
+        taken = serving(HeldEngine(), metrics_address=("127.0.0.1", served.port))
         with pytest.raises(SettingsError, match="metrics cannot be served"):
             taken.__enter__()
 
 
 def test_an_address_that_is_taken_is_named() -> None:
-    with serving(Held()) as served:
-        taken = serving(Held(), port=served.port)
+    with serving(HeldEngine()) as served:
+        taken = serving(HeldEngine(), port=served.port)
         with pytest.raises(SettingsError, match=rf"cannot listen on 127.0.0.1:{served.port}"):
             taken.__enter__()
 
@@ -132,14 +141,14 @@ def test_an_address_that_is_taken_is_named() -> None:
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_signal_drains_and_a_second_one_ends_it_at_once(signals: int) -> None:
     """With a stream open, one signal waits for the grace to end."""
-    engine, grace = Held(), 1.0 if signals == 1 else 60.0
+    engine, grace = HeldEngine(), 1.0 if signals == 1 else 60.0
     engine.reserve(2000, 256)
     outcome: Future[Any] = Future()
 
     def edge(server: Server) -> None:
         try:
             with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel, RawStream(channel) as stream:
-                stream.opened(open_())
+                stream.opened(open_request())
                 for _ in range(signals):
                     os.kill(os.getpid(), signal.SIGTERM)
                     eventually(lambda: server.service.draining)
@@ -176,7 +185,7 @@ def test_the_command_serves_drains_on_sigterm_and_ends_with_0() -> None:
                 first = one.verdict(verifying(1, 5))
                 process.send_signal(signal.SIGTERM)
                 eventually(lambda: health(channel) == health_pb2.HealthCheckResponse.NOT_SERVING)
-                assert code(two.refused(frame).code) == "DRAINING"
+                assert error_name(two.refused(frame).code) == "DRAINING"
                 assert one.verdict(verifying(2, 6, (first.next_token,))).round == 2
                 one.send(CLOSE)
                 one.finish()
@@ -225,7 +234,7 @@ def test_an_address_that_is_taken_is_refused_before_a_model_is_loaded() -> None:
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
 def test_every_interface_is_both_families() -> None:
-    with serving(Held(), host="") as served:
+    with serving(HeldEngine(), host="") as served:
         for host in ("127.0.0.1", "::1"):
             with PlainHttp2(served.port, host) as client:
                 client.receive()

@@ -10,13 +10,22 @@ from io import StringIO
 import grpc
 import pytest
 
-from fakes import HashRows, ScriptedEngine
 from outrider.cloud.limits import Limits
 from outrider.protocol import schema
 from outrider.serving import logs
-from tests.cloud.common import Held, clear, code, eventually, figure, open_, reached, said
-from tests.cloud.raw import CLOSE, RawStream, generating, opening, resuming, verifying
-from tests.cloud.serving import Served
+from tests.support.cloud_server import Served
+from tests.support.cloud_service import (
+    HeldEngine,
+    clear,
+    error_name,
+    eventually,
+    metric_total,
+    open_request,
+    reached,
+    target_output,
+)
+from tests.support.fakes import HashRows, ScriptedEngine
+from tests.support.raw_stream import CLOSE, RawStream, generating, opening, resuming, verifying
 
 BIG = 60_000
 SECRET = (48_213, 51_904, 57_331)  # no other figure of a log looks like these
@@ -96,30 +105,30 @@ def test_the_log_holds_no_token_and_no_text(told: list[logging.LogRecord]) -> No
 
 
 def test_metrics_after_a_session() -> None:
-    with reached(Held()) as (served, channel):
-        a = said(9, ignore_eos=True)
+    with reached(HeldEngine()) as (served, channel):
+        a = target_output(9, ignore_eos=True)
         with RawStream(channel) as stream:
-            stream.opened(open_(max_new_tokens=9, ignore_eos=True))
+            stream.opened(open_request(max_new_tokens=9, ignore_eos=True))
             stream.verdict(verifying(1, 5, a[:3]))
             stream.send(generating(2, 9))
             for _ in range(5):
                 stream.receive()
             stream.refused(verifying(9, 99))
         clear(served)
-        sent = {name: figure(served, f"outrider_{name}_total") for name in ("verdicts", "drafts", "accepted")}
+        sent = {name: metric_total(served, f"outrider_{name}_total") for name in ("verdicts", "drafts", "accepted")}
         assert sent == {"verdicts": 6, "drafts": 3, "accepted": 3}
-        assert figure(served, "outrider_generated_total") == 5
-        assert figure(served, "outrider_sessions_opened_total") == 1
-        assert figure(served, "outrider_errors_total") == 1
-        assert figure(served, "outrider_forward_seconds_count") == 6
-        assert figure(served, "outrider_bytes_total") > 50
+        assert metric_total(served, "outrider_generated_total") == 5
+        assert metric_total(served, "outrider_sessions_opened_total") == 1
+        assert metric_total(served, "outrider_errors_total") == 1
+        assert metric_total(served, "outrider_forward_seconds_count") == 6
+        assert metric_total(served, "outrider_bytes_total") > 50
 
 
 def test_upkeep_reports_and_expires() -> None:
-    with reached(Held(), limits=Limits(idle_seconds=0.2)) as (served, channel), RawStream(channel) as stream:
-        stream.opened(open_())
+    with reached(HeldEngine(), limits=Limits(idle_seconds=0.2)) as (served, channel), RawStream(channel) as stream:
+        stream.opened(open_request())
         stream.verdict(verifying(1, 5))
-        eventually(lambda: figure(served, "outrider_sessions_expired_total") == 1)
+        eventually(lambda: metric_total(served, "outrider_sessions_expired_total") == 1)
         assert len(served.service.sessions) == 0
-        eventually(lambda: figure(served, "outrider_slots_total") == 8)
-        assert code(stream.refused(verifying(2, 6)).code) == "UNKNOWN_SESSION"
+        eventually(lambda: metric_total(served, "outrider_slots_total") == 8)
+        assert error_name(stream.refused(verifying(2, 6)).code) == "UNKNOWN_SESSION"

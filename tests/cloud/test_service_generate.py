@@ -8,17 +8,9 @@ import grpc
 import pytest
 
 from outrider.protocol import schema
-from tests.cloud.common import (
-    EOS,
-    SOON,
-    Held,
-    code,
-    eventually,
-    open_,
-    said,
-)
-from tests.cloud.raw import RawStream, generating, verifying
-from tests.cloud.serving import serving
+from tests.support.cloud_server import serving
+from tests.support.cloud_service import EOS, SOON, HeldEngine, error_name, eventually, open_request, target_output
+from tests.support.raw_stream import RawStream, generating, verifying
 
 
 def generated(stream: RawStream, frame: schema.Request) -> list[int]:
@@ -31,54 +23,54 @@ def generated(stream: RawStream, frame: schema.Request) -> list[int]:
 
 def test_generate_goes_on_until_eos(stream: RawStream) -> None:
     prompt = (9,)
-    output = said(200, prompt, eos=(EOS,))
+    output = target_output(200, prompt, eos=(EOS,))
     assert output[-1] == EOS  # or the test shows nothing
-    stream.opened(open_(prompt, max_new_tokens=200))
+    stream.opened(open_request(prompt, max_new_tokens=200))
     assert tuple(generated(stream, generating(1, 1))) == output
 
 
 def test_generate_goes_on_until_max_new_tokens(channel: grpc.Channel) -> None:
     with RawStream(channel) as stream:
-        stream.opened(open_(max_new_tokens=20, ignore_eos=True, repetition_penalty=1.2))
-        assert tuple(generated(stream, generating(1, 5))) == said(20, ignore_eos=True, repetition_penalty=1.2)
+        stream.opened(open_request(max_new_tokens=20, ignore_eos=True, repetition_penalty=1.2))
+        assert tuple(generated(stream, generating(1, 5))) == target_output(20, ignore_eos=True, repetition_penalty=1.2)
 
 
 def test_generate_counts_what_was_there_before(channel: grpc.Channel) -> None:
-    a = said(10, ignore_eos=True)
+    a = target_output(10, ignore_eos=True)
     with RawStream(channel) as stream:
-        stream.opened(open_(max_new_tokens=10, ignore_eos=True, committed=a[:3]))
+        stream.opened(open_request(max_new_tokens=10, ignore_eos=True, committed=a[:3]))
         stream.verdict(verifying(1, 8))
         assert tuple(generated(stream, generating(2, 11, new=a[4:6]))) == a[6:]
 
 
 def test_a_generate_that_is_repeated_begins_with_the_same_token(channel: grpc.Channel) -> None:
     with RawStream(channel) as stream:
-        stream.opened(open_(max_new_tokens=6, ignore_eos=True))
+        stream.opened(open_request(max_new_tokens=6, ignore_eos=True))
         first = stream.verdict(verifying(1, 5))
-        assert generated(stream, generating(1, 5)) == list(said(6, ignore_eos=True))
-        assert first.next_token == said(1)[0]
+        assert generated(stream, generating(1, 5)) == list(target_output(6, ignore_eos=True))
+        assert first.next_token == target_output(1)[0]
 
 
 def test_generating_past_the_end_is_refused(channel: grpc.Channel) -> None:
     with RawStream(channel) as stream:
-        stream.opened(open_(max_new_tokens=2, ignore_eos=True))
-        stream.verdict(verifying(1, 5, said(1)))
+        stream.opened(open_request(max_new_tokens=2, ignore_eos=True))
+        stream.verdict(verifying(1, 5, target_output(1)))
         error = stream.refused(generating(2, 7))
-        assert (code(error.code), "reached its limit" in error.message) == ("INVALID", True)
+        assert (error_name(error.code), "reached its limit" in error.message) == ("INVALID", True)
 
 
 @pytest.mark.parametrize(("base", "expected"), [(4, "BASE_LENGTH"), (200, "BASE_LENGTH"), (2**32 - 1, "PROMPT")])
 def test_generating_from_a_wrong_base_is_refused(stream: RawStream, base: int, expected: str) -> None:
     """Far beyond the end, too: there is always an answer."""
-    stream.opened(open_())
-    assert code(stream.refused(generating(1, base)).code) == expected
+    stream.opened(open_request())
+    assert error_name(stream.refused(generating(1, base)).code) == expected
 
 
 def test_generation_ends_with_the_stream_and_the_slot_is_free_for_others() -> None:
-    engine = Held()
+    engine = HeldEngine()
     with serving(engine, slots=1) as served, grpc.insecure_channel(served.address) as channel:
         with RawStream(channel) as stream:
-            stream.opened(open_(max_new_tokens=200, ignore_eos=True))
+            stream.opened(open_request(max_new_tokens=200, ignore_eos=True))
             stream.send(generating(1, 5))
             for _ in range(3):
                 stream.receive()
@@ -88,7 +80,7 @@ def test_generation_ends_with_the_stream_and_the_slot_is_free_for_others() -> No
         forwards = engine.forwards
         engine.go.set()
         with RawStream(channel) as other:
-            other.opened(open_((1, 2)))
+            other.opened(open_request((1, 2)))
             other.verdict(verifying(1, 2))
         time.sleep(0.05)
         assert engine.forwards == forwards + 2  # the one that was held, and the other session's

@@ -10,24 +10,24 @@ import grpc
 import numpy as np
 import pytest
 
-from fakes import ScriptedAudioEncoder, ScriptedEngine
 from outrider.cloud.limits import Limits
 from outrider.prompts.media import pack_audio, pack_features
 from outrider.protocol import schema
 from outrider.protocol.messages import digest
-from tests.cloud.common import (
+from tests.support.cloud_server import Served, serving
+from tests.support.cloud_service import (
     TARGET,
     V,
-    change,
+    change_open,
     clear,
-    code,
+    error_name,
     eventually,
-    figure,
-    open_,
-    said,
+    metric_total,
+    open_request,
+    target_output,
 )
-from tests.cloud.raw import CLOSE, RawStream, carrying, verifying
-from tests.cloud.serving import Served, serving
+from tests.support.fakes import ScriptedAudioEncoder, ScriptedEngine
+from tests.support.raw_stream import CLOSE, RawStream, carrying, verifying
 
 AUDIO_TOKENS = 3
 
@@ -55,7 +55,7 @@ HEARD = (5, *[1] * AUDIO_TOKENS, 6)
 
 def listen(media: bytes, kind: int, prompt: Seq[int] = HEARD, **options: Any) -> schema.Request:
     options.setdefault("media", media)
-    return open_(prompt, change=change(media=kind), **options)
+    return open_request(prompt, change=change_open(media=kind), **options)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def listen(media: bytes, kind: int, prompt: Seq[int] = HEARD, **options: Any) ->
 @pytest.mark.parametrize("part", [50, 10**6])
 def test_media_arrives_in_parts(hearing: Served, ear: RawStream, kind: int, data: bytes, part: int) -> None:
     ear.opened(listen(data, kind), *carrying(data, part))
-    assert ear.verdict(verifying(1, 5)).next_token == said(1, HEARD)[0]
+    assert ear.verdict(verifying(1, 5)).next_token == target_output(1, HEARD)[0]
     prompt = hearing.service.engine.opened[-1]  # type: ignore[attr-defined]
     heard = prompt.audio if kind == schema.AUDIO else prompt.features
     assert np.array_equal(heard, WAVE if kind == schema.AUDIO else FEATURES)
@@ -74,7 +74,7 @@ def test_media_arrives_in_parts(hearing: Served, ear: RawStream, kind: int, data
 
 def test_withheld_media_needs_none(ear: RawStream) -> None:
     ear.opened(listen(b"", schema.WITHHELD))
-    assert ear.verdict(verifying(1, 5)).next_token == said(1, HEARD)[0]
+    assert ear.verdict(verifying(1, 5)).next_token == target_output(1, HEARD)[0]
 
 
 GOOD = pack_audio(WAVE)
@@ -104,7 +104,7 @@ GOOD = pack_audio(WAVE)
 )
 def test_media_that_is_refused(hearing: Served, ear: RawStream, frames: list[Any], expected: str) -> None:
     error = ear.refused(*frames)
-    assert code(error.code) == expected, error.message
+    assert error_name(error.code) == expected, error.message
     assert not any(entry.media_bytes for entry in hearing.service.sessions)
 
 
@@ -124,7 +124,7 @@ def test_media_on_its_way_is_limited_in_all(hearing: Served) -> None:
             stream.send(listen(GOOD, schema.AUDIO), half)
             eventually(lambda n=n: hearing.service._pending_media == 15_000 * (n + 1))  # type: ignore[misc]
         error = streams[2].refused(listen(GOOD, schema.AUDIO), half)
-        assert code(error.code) == "LIMIT"
+        assert error_name(error.code) == "LIMIT"
         assert error.retry_after_ms > 0
         for stream in streams:
             stream.cancel()
@@ -137,7 +137,7 @@ def test_media_is_heard_again_where_a_slot_was_taken_away(hearing: Served) -> No
         streams = [RawStream(channel) for _ in range(3)]
         for stream in streams:
             stream.opened(listen(GOOD, schema.AUDIO), *carrying(GOOD))
-        a = said(4, HEARD)
+        a = target_output(4, HEARD)
         for round_ in (1, 2, 3):
             for stream in streams:
                 assert stream.verdict(verifying(round_, 4 + round_)).next_token == a[round_ - 1]
@@ -145,7 +145,7 @@ def test_media_is_heard_again_where_a_slot_was_taken_away(hearing: Served) -> No
             stream.send(CLOSE)
             stream.finish()
         eventually(lambda: len(hearing.service.sessions) == 0)
-    assert figure(hearing, "outrider_sessions_rebuilt_total") >= 6
+    assert metric_total(hearing, "outrider_sessions_rebuilt_total") >= 6
 
 
 def test_the_digest_covers_prompt_and_media() -> None:

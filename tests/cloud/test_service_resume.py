@@ -7,23 +7,15 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.cloud.common import (
-    PROMPT,
-    SOON,
-    code,
-    eventually,
-    open_,
-    said,
-    wrong,
-)
-from tests.cloud.raw import CLOSE, RawStream, generating, resuming, verifying
-from tests.cloud.serving import Served
+from tests.support.cloud_server import Served
+from tests.support.cloud_service import PROMPT, SOON, error_name, eventually, open_request, target_output, wrong_token
+from tests.support.raw_stream import CLOSE, RawStream, generating, resuming, verifying
 
 
 def test_a_session_is_resumed_on_a_new_stream_after_the_old_one_broke(shared: Served, channel: grpc.Channel) -> None:
-    a = said(8)
+    a = target_output(8)
     with RawStream(channel) as one:
-        id_ = one.opened(open_())
+        id_ = one.opened(open_request())
         one.verdict(verifying(1, 5, a[:2]))
     eventually(lambda: shared.service.streams == 0)
     with RawStream(channel) as other:
@@ -35,21 +27,21 @@ def test_a_session_is_resumed_on_a_new_stream_after_the_old_one_broke(shared: Se
 
 def test_resuming_rewinds_to_what_the_edge_has(channel: grpc.Channel) -> None:
     """The verdict was lost on its way: the same round is asked again, be it with other drafts."""
-    a = said(8)
+    a = target_output(8)
     with RawStream(channel) as one:
-        id_ = one.opened(open_())
+        id_ = one.opened(open_request())
         one.verdict(verifying(1, 5, a[:4]))
     with RawStream(channel) as other:
         other.opened(resuming(id_, PROMPT))
-        verdict = other.verdict(verifying(1, 5, (a[0], wrong(a[1]))))
+        verdict = other.verdict(verifying(1, 5, (a[0], wrong_token(a[1]))))
         assert (verdict.accepted, verdict.next_token) == (1, a[1])
 
 
 def test_a_resume_waits_for_the_verdict_that_is_being_computed(shared: Served, channel: grpc.Channel) -> None:
     engine: Any = shared.service.engine
-    a = said(8)
+    a = target_output(8)
     with RawStream(channel) as one, RawStream(channel) as other:
-        id_ = one.opened(open_())
+        id_ = one.opened(open_request())
         engine.hold()
         one.send(verifying(1, 5, a[:3]))
         assert engine.entered.wait(SOON)
@@ -67,9 +59,9 @@ def test_a_resume_waits_for_the_verdict_that_is_being_computed(shared: Served, c
 def test_of_two_streams_that_resume_at_once_the_last_has_it(shared: Served, channel: grpc.Channel) -> None:
     """Both wait for the verdict; the first must not rewind what the second is about to use."""
     engine: Any = shared.service.engine
-    a = said(8)
+    a = target_output(8)
     with RawStream(channel) as one, RawStream(channel) as two, RawStream(channel) as three:
-        id_ = one.opened(open_())
+        id_ = one.opened(open_request())
         first = one.verdict(verifying(1, 5, a[:1]))
         assert first.next_token == a[1]
         (entry,) = list(shared.service.sessions)
@@ -83,7 +75,7 @@ def test_of_two_streams_that_resume_at_once_the_last_has_it(shared: Served, chan
         three.send(resuming(id_, (*PROMPT, *a[:2])))
         eventually(lambda: entry.stream is not before)
         engine.go.set()
-        assert code(two.receive().error.code) == "UNKNOWN_SESSION"
+        assert error_name(two.receive().error.code) == "UNKNOWN_SESSION"
         assert three.receive().opened.session == id_
         assert three.verdict(verifying(2, 7, a[2:4])).accepted == 2
 
@@ -91,10 +83,10 @@ def test_of_two_streams_that_resume_at_once_the_last_has_it(shared: Served, chan
 def test_the_old_stream_is_out_when_another_resumes(shared: Served, channel: grpc.Channel) -> None:
     for last_word in (verifying(1, 5), generating(1, 5), CLOSE):
         with RawStream(channel) as one, RawStream(channel) as other:
-            id_ = one.opened(open_())
+            id_ = one.opened(open_request())
             other.opened(resuming(id_, PROMPT))
-            assert code(one.refused(last_word).code) == "UNKNOWN_SESSION"
-            assert other.verdict(verifying(1, 5)).next_token == said(1)[0]
+            assert error_name(one.refused(last_word).code) == "UNKNOWN_SESSION"
+            assert other.verdict(verifying(1, 5)).next_token == target_output(1)[0]
             other.send(CLOSE)
             eventually(lambda: len(shared.service.sessions) == 0)
 
@@ -102,18 +94,18 @@ def test_the_old_stream_is_out_when_another_resumes(shared: Served, channel: grp
 @pytest.mark.parametrize("tokens", [(3, 1, 4, 1, 6), PROMPT[:4], (*PROMPT, 1), ()])
 def test_other_tokens_than_the_sessions_end_it(shared: Served, channel: grpc.Channel, tokens: tuple[int, ...]) -> None:
     with RawStream(channel) as one, RawStream(channel) as other:
-        id_ = one.opened(open_())
-        assert code(other.refused(resuming(id_, tokens)).code) == "UNKNOWN_SESSION"
+        id_ = one.opened(open_request())
+        assert error_name(other.refused(resuming(id_, tokens)).code) == "UNKNOWN_SESSION"
         assert len(shared.service.sessions) == 0
-        assert code(one.refused(verifying(1, 5)).code) == "UNKNOWN_SESSION"
+        assert error_name(one.refused(verifying(1, 5)).code) == "UNKNOWN_SESSION"
 
 
 def test_a_session_that_never_was(stream: RawStream) -> None:
-    assert code(stream.refused(resuming(b"x" * 16, PROMPT)).code) == "UNKNOWN_SESSION"
+    assert error_name(stream.refused(resuming(b"x" * 16, PROMPT)).code) == "UNKNOWN_SESSION"
 
 
 def test_an_expired_session_is_unknown_on_its_own_stream_too(shared: Served, stream: RawStream) -> None:
-    stream.opened(open_())
+    stream.opened(open_request())
     stream.verdict(verifying(1, 5))
     (entry,) = list(shared.service.sessions)
     entry.last_used -= 601
@@ -122,5 +114,5 @@ def test_an_expired_session_is_unknown_on_its_own_stream_too(shared: Served, str
         return shared.service.sessions.expire()
 
     assert shared.run(expire()) == 1
-    assert code(stream.refused(verifying(2, 6)).code) == "UNKNOWN_SESSION"
+    assert error_name(stream.refused(verifying(2, 6)).code) == "UNKNOWN_SESSION"
     assert len(shared.service.sessions) == 0

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fakes import HashRows, ScriptedEngine
 from outrider.cloud.limits import Limits
 from outrider.cloud.sessions import SessionEntry, Sessions
 from outrider.config import GenerationSettings
@@ -21,6 +20,7 @@ from outrider.engines.base import Prompt
 from outrider.protocol.messages import ErrorCode, FrameError
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import open_session
+from tests.support.fakes import HashRows, ScriptedEngine
 
 V = 16
 ENGINE = ScriptedEngine(HashRows(1, V), V)
@@ -161,7 +161,7 @@ def test_media_makes_room_by_ending_the_longest_idle() -> None:
     assert all(entry in kept.sessions for entry in (first, text, third))
 
 
-def test_sessions_without_media_make_nobody_leave() -> None:
+def test_sessions_without_media_evict_no_other() -> None:
     kept = Kept(**media_limits(100))
     kept.add(media=100)
     kept.add()
@@ -179,7 +179,7 @@ def test_a_session_at_work_keeps_its_media() -> None:
     assert kept.gone == [second, first]
 
 
-def test_nobody_leaves_for_media_that_has_no_room_anyway() -> None:
+def test_media_that_cannot_fit_evicts_no_session() -> None:
     kept = Kept(**media_limits(200))
     entries = [kept.add(media=100), kept.add(media=60), kept.add(media=40)]
     busy(entries[0]), busy(entries[1])
@@ -223,7 +223,7 @@ def test_whatever_happens_the_limits_hold(moves: list[tuple[str, int]]) -> None:
         assert sorted(entry.id for entry in added) == sorted(entry.id for entry in (*now, *kept.gone))
 
 
-def test_nothing_is_kept_of_who_has_gone() -> None:
+def test_closed_sessions_are_freed_without_the_garbage_collector() -> None:
     kept = Kept()
     kept.gone = []
     kept.sessions = Sessions(Limits(), lambda entry: None, kept.clock)
@@ -247,7 +247,7 @@ def test_nothing_is_kept_of_who_has_gone() -> None:
 # Shares ---------------------------------------------------------------------------------------------------------
 
 
-def test_one_identitys_recordings_end_nobody_elses_session() -> None:
+def test_media_of_one_identity_evicts_no_session_of_another() -> None:
     kept = Kept(**media_limits(500))
     mine = kept.add("me", media=100)
     for _ in range(50):
@@ -327,7 +327,7 @@ def test_an_identity_does_not_take_anothers_place_under_its_own_limit() -> None:
 # What a review found --------------------------------------------------------------------------------------------
 
 
-def test_who_loses_a_session_is_told() -> None:
+def test_a_detached_stream_is_marked_lost() -> None:
     kept = Kept()
     entry = kept.add()
     first, second = entry.stream, Somebody()
@@ -338,7 +338,7 @@ def test_who_loses_a_session_is_told() -> None:
     assert second.lost
 
 
-def test_nobody_is_ended_for_who_is_refused_all_the_same() -> None:
+def test_a_refused_session_evicts_no_other() -> None:
     """At its own limit, an identity takes no orphan of another's away; nor does one whose media finds no room."""
     kept = Kept(max_sessions=3, max_sessions_per_identity=2, max_media_total=8 * 2**20)
     orphan = kept.add("they")

@@ -7,19 +7,20 @@ from itertools import count
 from typing import Any
 
 import pytest
-from benchmarks.k_sweep import Case, find, rate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes import HashRows, ScriptedEngine, blend, plain
+from benchmarks.k_sweep import Case, find, rate
 from outrider import SpeculativeDecoder, local
 from outrider.decoding.actions import Plan, Proposal
 from outrider.decoding.decoder import Decoder
 from outrider.decoding.draft_length import AdaptiveDraftLength, ConfidenceStop
-from outrider.decoding.gate import Gate, Signals, gate
+from outrider.decoding.gate import Gate, Signals
+from outrider.decoding.gate_parsing import gate
 from outrider.decoding.stopping import StopRules
 from outrider.edge.round_observer import RoundObserver
 from outrider.sampling.acceptance import AcceptanceRule, Exact, Verdict, parse_acceptance_rule
+from tests.support.fakes import HashRows, ScriptedEngine, blend, reference_output
 
 V = 24
 PROMPT = [3, 1, 4, 1, 5]
@@ -72,7 +73,7 @@ def test_exact_output_does_not_depend_on_what_was_learnt(share: float, spec: str
     decoder = SpeculativeDecoder(ScriptedEngine(blend(TARGET, OTHER, share), V), local(target), k="auto", gate=spec)
     for _ in range(3):
         result = decoder.generate(PROMPT, **wanted)
-        assert result.token_ids == plain(TARGET, PROMPT, V, eos=(0,), **wanted)
+        assert result.token_ids == reference_output(TARGET, PROMPT, V, eos=(0,), **wanted)
         assert result.guarantee == "exact"
 
 
@@ -135,7 +136,7 @@ def test_the_time_of_the_prompt_is_no_pace() -> None:
     assert auto.controller.acceptance.mean > 0.7
 
 
-def test_what_was_learnt_outlives_the_generation() -> None:
+def test_learned_costs_outlive_the_generation() -> None:
     decoder = SpeculativeDecoder(
         ScriptedEngine(blend(TARGET, OTHER, 0.1), V), local(ScriptedEngine(TARGET, V)), k="auto"
     )

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from generation import Scheduled, block
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes import HashRows, OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain
 from outrider import Result, SpeculativeDecoder, StateError, local
 from outrider.config import GenerationSettings
 from outrider.decoding.actions import Draft, Plan, Proposal, Verify
@@ -29,6 +27,8 @@ from outrider.sampling.acceptance import Verdict, parse_acceptance_rule
 from outrider.sampling.policy import Policy
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import LocalVerifier
+from tests.support.fakes import HashRows, OracleEngine, ScriptedEngine, ScriptedVerifier, blend, reference_output
+from tests.support.generation import Scheduled, block
 
 V = 24
 PROMPT = (3, 1, 4, 1, 5)
@@ -102,7 +102,7 @@ drafting = st.one_of(
         lambda share: ScriptedEngine(blend(TARGET, OTHER, share), V), st.sampled_from((0.0, 0.1, 0.25, 0.5, 1.0))
     ),
     st.builds(
-        lambda errors: OracleEngine(5, plain(TARGET, PROMPT, V, max_new_tokens=40), V, errors),
+        lambda errors: OracleEngine(5, reference_output(TARGET, PROMPT, V, max_new_tokens=40), V, errors),
         st.sets(st.integers(0, 39)),
     ),
 )
@@ -130,7 +130,7 @@ def test_a_trigger_gate_at_any_time_leaves_the_output_alone(
 ) -> None:
     run = Watched(draft, Scheduled(answers, exact=True), k, "block", **options)
     run.run()
-    assert run.decoder.sequence.generated == plain(TARGET, PROMPT, V, eos=(0,), **options)
+    assert run.decoder.sequence.generated == reference_output(TARGET, PROMPT, V, eos=(0,), **options)
     assert all(source.by_cloud for source in run.decoder.sequence.sources)
     assert draft.refed == run.target.refed == 0
     assert not draft.open_slots
@@ -230,7 +230,7 @@ def test_requests_carry_round_base_and_what_is_new() -> None:
     assert second == Verify(2, 11, (3, 4, 5, 6), (7, 8))
 
 
-def test_an_action_that_nobody_can_do_is_a_state_error() -> None:
+def test_an_action_without_its_engine_is_a_state_error() -> None:
     decoder, drafter, _ = parts([1, 2, 3])
     with pytest.raises(StateError, match=r"Draft.* needs a drafter or verifier that is missing"):
         list(sequential(decoder, None, lambda request: Verdict(1, 0, 1)))
@@ -311,7 +311,7 @@ def test_the_first_token_comes_alone_and_of_a_slow_drafter_every_one(
         found.append(drafter.draft(ids, Draft(count)))
         ids += [proposal.token for proposal in found[-1]]
     assert [len(piece) for piece in found] == pieces
-    assert ids[len(PROMPT) :] == plain(TARGET, PROMPT, V, max_new_tokens=sum(pieces))
+    assert ids[len(PROMPT) :] == reference_output(TARGET, PROMPT, V, max_new_tokens=sum(pieces))
     assert seconds <= drafter.prefill_seconds < drafter.seconds
 
 
@@ -329,7 +329,7 @@ def test_a_loop_is_left_by_one_random_draw_among_the_best() -> None:
         assert blocks[0] == blocks[1]
         tokens = [proposal.token for proposal in blocks[0]]
         assert [proposal.left_loop for proposal in blocks[0]] == [True, False, False]
-        assert tokens[1:] == plain(TARGET, (*PROMPT, tokens[0]), V, max_new_tokens=2)
+        assert tokens[1:] == reference_output(TARGET, (*PROMPT, tokens[0]), V, max_new_tokens=2)
         drawn.add(tokens[0])
     assert drawn <= set(best)
     assert len(drawn) > 1
@@ -411,7 +411,7 @@ def test_a_session_that_cannot_be_opened_leaves_no_slot() -> None:
     assert not draft.open_slots
 
 
-def test_a_stream_says_what_generate_says() -> None:
+def test_stream_equals_generate() -> None:
     draft, target = pair()
     decoder = SpeculativeDecoder(draft, local(target), k=3)
     whole = decoder.generate(list(PROMPT), max_new_tokens=20)

@@ -9,9 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from tests.engines.tiny import engine
 
-from fakes import rest
 from outrider import SpeculativeDecoder
 from outrider.decoding.actions import Verify
 from outrider.edge import model_pair
@@ -21,6 +19,8 @@ from outrider.sampling.acceptance import Verdict
 from outrider.transport.byte_counts import ByteCounts
 from outrider.verifiers.base import ModelInfo
 from outrider.verifiers.local import LocalVerifier
+from tests.support.fakes import exhaust
+from tests.support.tiny_text_models import engine
 
 
 class Late(LocalVerifier):
@@ -42,17 +42,17 @@ class Late(LocalVerifier):
         return ByteCounts()
 
 
-def test_who_comes_later_is_no_part_of_what_has_begun() -> None:
+def test_a_verifier_that_connects_later_does_not_join_a_running_generation() -> None:
     draft, cloud = engine("qwen2"), Late(engine("qwen2"))
     decoder = SpeculativeDecoder(draft, cloud, on_cloud_loss="edge-only", k=3)
     early = decoder.stream([3, 4, 5], max_new_tokens=8, ignore_eos=True)
     cloud.there = True
     assert decoder.generate([3, 4, 5], max_new_tokens=8, ignore_eos=True).guarantee == "exact"
-    result = rest(early)
+    result = exhaust(early)
     assert (result.guarantee, result.stats.cloud_lost, result.stats.cloud_tokens) == ("edge-only", True, 0)
 
 
-def test_what_was_there_does_not_change() -> None:
+def test_an_earlier_handshake_does_not_change() -> None:
     cloud = Late(engine("qwen2"))
     pair = ModelPair(engine("qwen2"), cloud, "edge-only")
     before = pair.connect()

@@ -7,11 +7,9 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
-from generation import LOOPY, OTHER, PROMPT, TARGET, Case, Generation, V
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes import FarVerifier, ScriptedEngine, ScriptedVerifier, blend, plain
 from outrider.config import GenerationSettings, OnCloudLoss
 from outrider.decoding.actions import Plan, Verify
 from outrider.decoding.decoder import Decoder
@@ -25,6 +23,8 @@ from outrider.errors import CloudLost, CloudRefused
 from outrider.sampling.acceptance import Exact, Verdict
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import LocalVerifier
+from tests.support.fakes import FarVerifier, ScriptedEngine, ScriptedVerifier, blend, reference_output
+from tests.support.generation import LOOPY, OTHER, PROMPT, TARGET, Case, Generation, V
 
 FOR_EVER = 10**9
 DRIVERS = ("sequential", "pipelined")
@@ -74,7 +74,7 @@ def test_wait_comes_to_the_same_output(driver: str, gate: Any, heard: bool, capl
         assert f"call {at} was lost; retrying" in caplog.text
 
 
-def test_every_loss_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_loss_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     start("pipelined", case(), (1, 3, 4), "wait").run()
     assert [record.getMessage()[:6] for record in caplog.records] == ["call 1", "call 3"]
 
@@ -170,7 +170,7 @@ class Says(FarVerifier):
 @pytest.mark.parametrize("on_loss", ["fail", "wait", "edge-only"])
 @pytest.mark.parametrize("error", [CloudRefused("another model"), KeyboardInterrupt(), RuntimeError("a bug")])
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_everything_else_goes_through(driver: str, on_loss: OnCloudLoss, error: BaseException) -> None:
+def test_other_errors_propagate(driver: str, on_loss: OnCloudLoss, error: BaseException) -> None:
     run = start(driver, case(), (), on_loss)
     run.verifier.__class__ = Says
     run.verifier.error = error  # type: ignore[attr-defined]
@@ -221,7 +221,7 @@ def test_closing_masks_no_result_and_swallows_nothing_else(caplog: pytest.LogCap
         link.close()
 
 
-def test_who_can_be_asked_without_waiting() -> None:
+def test_the_local_verifier_is_not_pipelined() -> None:
     assert isinstance(FarVerifier(ScriptedVerifier([], V)), PipelinedVerifier)
     assert not isinstance(LocalVerifier(ScriptedEngine(TARGET, V)), PipelinedVerifier)
 
@@ -243,7 +243,7 @@ def stream(losses: Collection[int], on_loss: OnCloudLoss) -> tuple[Decoder, FarV
 
 
 def test_a_stream_is_begun_again_behind_what_it_brought() -> None:
-    right = plain(TARGET, PROMPT, V, max_new_tokens=12)
+    right = reference_output(TARGET, PROMPT, V, max_new_tokens=12)
     for at in range(13):
         decoder, verifier = stream(range(at, at + 2), "wait")
         assert decoder.sequence.generated == right

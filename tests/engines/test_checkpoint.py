@@ -136,7 +136,7 @@ def hostile(folder: Path, name: str) -> Path:
     return path
 
 
-def test_no_code_of_a_checkpoint_runs_whoever_says_yes(tmp_path: Path) -> None:
+def test_no_code_of_a_checkpoint_runs_even_with_consent(tmp_path: Path) -> None:
     folders = {name: str(hostile(tmp_path, name)) for name in HOSTILE}
     done = subprocess.run(
         [sys.executable, "-c", LOADER, json.dumps(folders)],

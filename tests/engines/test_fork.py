@@ -17,7 +17,7 @@ import json, os, signal, sys, threading
 from outrider import OutriderError, SpeculativeDecoder, load_engine, local
 from outrider.engines.locking import LOAD_LOCK, get_lock
 from outrider.engines.torch.engine import TorchEngine
-from tests.engines.tiny import model
+from tests.support.tiny_text_models import model
 
 prompt = list(range(2, 96))
 made = model("qwen2")

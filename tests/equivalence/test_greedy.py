@@ -15,7 +15,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import (
+
+from outrider import Audio, Result, SpeculativeDecoder, local
+from outrider.decoding.gate_parsing import gate as parse_gate
+from tests.support.fakes import OracleEngine
+from tests.support.tiny_models import (
     VOCAB,
     clip,
     reference,
@@ -24,10 +28,6 @@ from tiny_models import (
     tiny_engine,
     tiny_model,
 )
-
-from fakes import OracleEngine
-from outrider import Audio, Result, SpeculativeDecoder, local
-from outrider.decoding.gate import gate as parse_gate
 
 TEXT = ("qwen2", "llama", "omni")
 SLIDING = ("mistral", "gemma2", "gemma3", "qwen2-mixed")
@@ -82,7 +82,7 @@ def oracles(prompt: tuple[int, ...], target: list[int], eos: tuple[int, ...] = (
     return {name: OracleEngine(len(prompt), target, VOCAB, errors, eos_ids=eos) for name, errors in ERRORS.items()}
 
 
-def check(result: Result, wanted: list[int], why: object = "") -> None:
+def check_exact(result: Result, wanted: list[int], why: object = "") -> None:
     """The tokens, and that the counters add up to them."""
     assert result.token_ids == wanted, why
     stats = result.stats
@@ -96,7 +96,7 @@ def check(result: Result, wanted: list[int], why: object = "") -> None:
 
 @pytest.mark.parametrize("shift", range(len(SETTINGS)), ids=lambda n: f"{n}-" + "-".join(SETTINGS[n]))
 @pytest.mark.parametrize("family", ["qwen2", "phi", "omni"])
-def test_every_setting(family: str, shift: int) -> None:
+def test_every_setting_gives_the_target_s_tokens(family: str, shift: int) -> None:
     """With every prompt, and with drafters and block lengths in rotation."""
     options = {"max_new_tokens": 16, **SETTINGS[shift]}
     verifier = local(tiny_engine(family))
@@ -108,7 +108,7 @@ def test_every_setting(family: str, shift: int) -> None:
             name, drafter = drafters[(shift + 2 * n + m) % len(drafters)]
             k = KS[(shift + n + m) % len(KS)]
             result = SpeculativeDecoder(drafter, verifier, k=k).generate(list(prompt), **options)
-            check(result, wanted, (name, k, prompt))
+            check_exact(result, wanted, (name, k, prompt))
             assert result.finish_reason == "length"
 
 
@@ -120,18 +120,18 @@ def test_every_k_with_every_exact_gate(family: str, k: int | str) -> None:
     wanted = expected(family, prompt, **options)
     for gate in EXACT_GATES:
         decoder = SpeculativeDecoder(tiny_engine(family, drift=0.05), verifier, k=k, gate=gate)
-        check(decoder.generate(list(prompt), **options), wanted, gate)
+        check_exact(decoder.generate(list(prompt), **options), wanted, gate)
 
 
 @pytest.mark.parametrize("family", TEXT)
-def test_a_stranger_as_drafter(family: str) -> None:
+def test_an_unrelated_drafter_changes_nothing(family: str) -> None:
     """Another random model, of another family: nearly every block is rejected at its first token."""
     prompt, verifier = PROMPTS[1], local(tiny_engine(family))
     wanted = expected(family, prompt, max_new_tokens=16)
     for k, gate in ((1, "always"), (3, "trigger:entropy:2"), (8, "always"), ("auto", "trigger:never")):
         drafter = tiny_engine("mistral" if family == "llama" else "llama", 7)
         result = SpeculativeDecoder(drafter, verifier, k=k, gate=gate).generate(list(prompt), max_new_tokens=16)
-        check(result, wanted, (k, gate))
+        check_exact(result, wanted, (k, gate))
         assert result.stats.corrected > 8
 
 
@@ -141,7 +141,7 @@ def test_cloud_only_and_edge_only(family: str) -> None:
     for n in (0, 2, 4, 7):
         prompt, options = PROMPTS[n % len(PROMPTS)], {"max_new_tokens": 16, **SETTINGS[n]}
         wanted = expected(family, prompt, **options)
-        check(SpeculativeDecoder(None, local(engine)).generate(list(prompt), **options), wanted)
+        check_exact(SpeculativeDecoder(None, local(engine)).generate(list(prompt), **options), wanted)
         alone = SpeculativeDecoder(engine, on_loop="ignore", k=4).generate(list(prompt), **options)
         assert alone.token_ids == wanted
         assert alone.guarantee == "edge-only"
@@ -158,7 +158,7 @@ def test_sliding_windows_are_passed_over_and_rolled_back(family: str) -> None:
         for m, (name, drafter) in enumerate(drafters[n % 2 :: 2]):
             k = KS[(n + 2 * m) % len(KS)]
             result = SpeculativeDecoder(drafter, verifier, k=k).generate(list(prompt), max_new_tokens=20)
-            check(result, wanted, (name, k, prompt))
+            check_exact(result, wanted, (name, k, prompt))
 
 
 # Ends ---------------------------------------------------------------------------------------------------------
@@ -176,10 +176,10 @@ def test_eos_at_every_place_in_a_block(family: str, at: int) -> None:
     verifier = local(tiny_engine(family, eos=eos))
     for (name, drafter), k in product(oracles(prompt, free).items(), (1, 3, 5, "auto")):
         result = SpeculativeDecoder(drafter, verifier, k=k).generate(list(prompt), max_new_tokens=16)
-        check(result, wanted, (name, k))
+        check_exact(result, wanted, (name, k))
         assert result.finish_reason == "eos"
     result = SpeculativeDecoder(drafter, verifier).generate(list(prompt), max_new_tokens=16, ignore_eos=True)
-    check(result, free)
+    check_exact(result, free)
     assert result.finish_reason == "length"
 
 
@@ -196,7 +196,7 @@ def test_eos_is_banned_until_min_new_tokens(family: str, least: int) -> None:
     drafters = {**oracles(prompt, free), "often right": tiny_engine(family, drift=0.05)}
     for n, (name, drafter) in enumerate(drafters.items()):
         result = SpeculativeDecoder(drafter, verifier, k=(2, 5, "auto")[n % 3]).generate(list(prompt), **options)
-        check(result, wanted, name)
+        check_exact(result, wanted, name)
 
 
 @pytest.mark.parametrize("family", TEXT)
@@ -215,7 +215,7 @@ def test_stop_strings_wherever_they_begin_and_end(family: str) -> None:
         drafter.vocabulary = verifier.engine.vocabulary
         decoder = SpeculativeDecoder(drafter, verifier, k=KS[n % 6], gate=EXACT_GATES[n % 2])
         result = decoder.generate(list(prompt), stop=stop, **options)
-        check(result, wanted, stop)
+        check_exact(result, wanted, stop)
         assert result.finish_reason == "stop"
         assert stop[0] in result.text
         assert stop[0] not in tokenizer.decode(wanted[:-1])
@@ -226,7 +226,7 @@ def test_stop_strings_wherever_they_begin_and_end(family: str) -> None:
 
 @pytest.mark.parametrize("seconds", [0.1, 0.777, 1.9])
 @pytest.mark.parametrize("family", ["omni", "qwen2-audio"])
-def test_a_recording(family: str, seconds: float) -> None:
+def test_recordings_give_the_target_s_tokens(family: str, seconds: float) -> None:
     tokenizer, waveform = subword_tokenizer(), clip(seconds, seed=3)
     prompt = Audio(waveform, instruction="tell the emotion.")
     verifier = local(tiny_engine(family, tokenizer=tokenizer))
@@ -238,8 +238,8 @@ def test_a_recording(family: str, seconds: float) -> None:
     for drift, seed, k, gate in ((0.0, 0, 4, "always"), (0.05, 0, "auto", "trigger:entropy:1"), (0.0, 7, 1, "always")):
         drafter = tiny_engine(family, seed, drift=drift, tokenizer=tokenizer)
         result = SpeculativeDecoder(drafter, verifier, k=k, gate=gate).generate(prompt, **options)
-        check(result, wanted, (drift, seed, k, gate))
-    check(SpeculativeDecoder(None, verifier).generate(prompt, **options), wanted)
+        check_exact(result, wanted, (drift, seed, k, gate))
+    check_exact(SpeculativeDecoder(None, verifier).generate(prompt, **options), wanted)
     alone = SpeculativeDecoder(verifier.engine, on_loop="ignore").generate(prompt, **options)
     assert alone.token_ids == wanted
 
@@ -257,10 +257,10 @@ def test_padding_rows_are_masked_on_both_sides(edge_rows: int, cloud_rows: int) 
     verifier = local(tiny_engine("qwen2", vocab=cloud_rows, tokenizer=tokenizer))
     for seed, k in ((0, 1), (7, 5)):
         drafter = tiny_engine("llama", seed, vocab=edge_rows, tokenizer=tokenizer)
-        check(SpeculativeDecoder(drafter, verifier, k=k).generate(list(prompt), max_new_tokens=16), wanted)
+        check_exact(SpeculativeDecoder(drafter, verifier, k=k).generate(list(prompt), max_new_tokens=16), wanted)
     perfect = tiny_engine("qwen2", vocab=cloud_rows, tokenizer=tokenizer)
     result = SpeculativeDecoder(perfect, verifier).generate(list(prompt), max_new_tokens=16)
-    check(result, wanted)
+    check_exact(result, wanted)
     assert result.stats.acceptance_rate == 1.0
 
 
@@ -289,7 +289,7 @@ def test_half_precision_differs_only_at_reported_near_ties(family: str, dtype: t
 
 @settings(max_examples=100)
 @given(data=st.data())
-def test_anything_with_anything(data: st.DataObject) -> None:
+def test_random_combinations_of_options_give_the_target_s_tokens(data: st.DataObject) -> None:
     """Random settings, prompts, EOS sets, drafters, k and exact gates."""
     family = data.draw(st.sampled_from(("qwen2", "llama", "phi")))
     ids = st.integers(0, VOCAB - 1)
@@ -318,6 +318,6 @@ def test_anything_with_anything(data: st.DataObject) -> None:
         if decoder.draft is not None:
             exact_gate = parse_gate(data.draw(st.sampled_from(EXACT_GATES), "gate"))
             decoder.options = replace(decoder.options, gate=exact_gate)
-        check(decoder.generate(list(prompt), **options), wanted)
+        check_exact(decoder.generate(list(prompt), **options), wanted)
     finally:
         target.eos_ids = ()

@@ -13,18 +13,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_models import (
-    VOCAB,
-    clip,
-    feature_extractor,
-    subword_tokenizer,
-    tiny_engine,
-    tiny_model,
-)
 
-from fakes import OracleEngine
 from outrider import Audio, SpeculativeDecoder, for_transformers, load_engine, local
 from outrider.engines.load import BUNDLED
+from tests.support.fakes import OracleEngine
+from tests.support.tiny_models import VOCAB, clip, feature_extractor, subword_tokenizer, tiny_engine, tiny_model
 
 pytestmark = pytest.mark.network
 
@@ -68,7 +61,7 @@ def drafters(family: str, target: list[int]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("k", KS)
 @pytest.mark.parametrize("family", ["qwen2", "llama", "omni"])
-def test_every_setting(family: str, k: int) -> None:
+def test_every_setting_gives_generate_s_tokens(family: str, k: int) -> None:
     model = tiny_model(family)
     for n, options in enumerate(SETTINGS):
         wanted = call(model, **options)
@@ -115,7 +108,7 @@ def test_the_generation_config_of_the_model_counts_as_in_generate() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "omni"])
-def test_stop_strings(family: str) -> None:
+def test_stop_strings_end_as_in_generate(family: str) -> None:
     """With generate's own tokenizer argument, which transformers does not hand on, and at every place in a block."""
     tokenizer, model = subword_tokenizer(), tiny_model(family)
     options = {"suppress_tokens": list(range(10))}
@@ -165,7 +158,7 @@ class Noting(transformers.generation.BaseStreamer):
 
 
 @pytest.mark.parametrize("options", [{}, {"max_new_tokens": 1}, {"stopping_criteria": [Watching(9)]}])
-def test_a_streamer_is_told_the_same(options: dict[str, Any]) -> None:
+def test_a_streamer_receives_the_same_calls(options: dict[str, Any]) -> None:
     model, plain = tiny_model("qwen2"), Noting()
     wanted = call(model, streamer=plain, **options)
     assert plain.told[-1] == "end"
@@ -230,7 +223,7 @@ def heard(family: str, seconds: float, seed: int = 3) -> tuple[tuple[int, ...], 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.777, 2.0])
 @pytest.mark.parametrize("family", ["omni", "qwen2-audio"])
-def test_a_recording_whoever_drafts(family: str, seconds: float) -> None:
+def test_recordings_give_generate_s_tokens_with_any_drafter(family: str, seconds: float) -> None:
     """Also a drafter without ears, and one with the other family's."""
     model = tiny_model(family)
     ids, inputs = heard(family, seconds)

@@ -18,7 +18,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
-from tiny_models import VOCAB, tiny_engine
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -27,8 +26,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from fakes import HashRows, OracleEngine, Rows, ScriptedEngine, blend, plain
 from outrider import Result, SpeculativeDecoder, local
+from tests.support.fakes import HashRows, OracleEngine, Rows, ScriptedEngine, blend, reference_output
+from tests.support.tiny_models import VOCAB, tiny_engine
 
 V = 40
 PROMPT = (3, 1, 4, 1, 5)
@@ -66,7 +66,7 @@ def test_one_seed_gives_the_targets_own_draws(options: dict[str, Any]) -> None:
     options = {"max_new_tokens": 20, **options}
     target = engine(TARGET, eos_ids=eos)
     for seed in (0, 2**63 + 5):
-        wanted = plain(TARGET, PROMPT, V, eos=eos, seed=seed, **options)
+        wanted = reference_output(TARGET, PROMPT, V, eos=eos, seed=seed, **options)
         for (name, rows), (k, gate) in product(drafters().items(), zip((1, 4, "auto", 3), GATES, strict=True)):
             decoder = SpeculativeDecoder(engine(rows), local(target), k=k, gate=gate)
             result = decoder.generate(list(PROMPT), seed=seed, **options)
@@ -91,7 +91,7 @@ def test_any_seed_prompt_and_drafter(
     seed: int, prompt: list[int], options: dict[str, Any], errors: set[int], k: int | str, gate: str
 ) -> None:
     options = {"max_new_tokens": 20, "seed": seed, **options}
-    wanted = plain(TARGET, prompt, V, **options)
+    wanted = reference_output(TARGET, prompt, V, **options)
     drafter = OracleEngine(len(prompt), wanted, V, errors)
     result = SpeculativeDecoder(drafter, local(engine(TARGET)), k=k, gate=gate).generate(prompt, **options)
     assert result.token_ids == wanted
@@ -139,7 +139,7 @@ def test_transformers_models_draw_alike_too() -> None:
     assert all(0 <= token < VOCAB for output in outputs for token in output)
 
 
-def test_seeds_differ() -> None:
+def test_different_seeds_give_different_tokens() -> None:
     decoder = SpeculativeDecoder(engine(blend(TARGET, HashRows(2, V), 0.3)), local(engine(TARGET)), k=3)
     outputs = {
         tuple(decoder.generate(list(PROMPT), temperature=1.0, max_new_tokens=12, seed=seed).token_ids)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from tiny_models import clip, subword_tokenizer, tiny_engine
 from transformers import GenerationConfig
 
 from outrider.api import local
@@ -26,6 +25,7 @@ from outrider.evals.manifest import Item
 from outrider.evals.modes import NAMES, Setup
 from outrider.evals.resource_limits import PinnedEngine, address_space, check_memory, check_threads
 from outrider.evals.runner import answer
+from tests.support.tiny_models import clip, subword_tokenizer, tiny_engine
 
 pytestmark = pytest.mark.network
 
@@ -75,7 +75,7 @@ def test_all_modes_with_the_target_s_word_give_its_tokens(family: str, generatio
 
 @pytest.mark.parametrize("family", ["omni", "qwen2-audio"])
 @pytest.mark.parametrize("seconds", [0.7, 2.0])
-def test_recordings_too(tmp_path: Path, family: str, seconds: float) -> None:
+def test_exact_modes_agree_on_recordings(tmp_path: Path, family: str, seconds: float) -> None:
     soundfile.write(tmp_path / "a.wav", clip(seconds), 16_000)
     found = answers(context(family), Item("a", tmp_path / "a.wav"))
     for name in ("exact", "plain", "assisted"):

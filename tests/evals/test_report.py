@@ -9,13 +9,11 @@ from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
-from html.parser import HTMLParser
 from pathlib import Path
 from shutil import copytree
 from typing import Any
 
 import pytest
-import report_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +25,7 @@ from outrider.evals import breakdown, report_sections, tradeoffs
 from outrider.evals.charts import bars, tag, ticks
 from outrider.evals.report import MAX_TOKENS, render
 from outrider.evals.results import Answer, EvalRun, Figure, SweepPoint, Timing, read_run
+from tests.support.report_page import PageParser, eval_answer, eval_run
 
 NASTY = [
     "</script><script>alert(1)</script>",
@@ -41,63 +40,10 @@ NASTY = [
     "e\u0301\u0301\u0301",
     "",
 ]
-VOID = {"meta", "link", "img", "br", "input", "hr"}
-
-
-class Reader(HTMLParser):
-    """What a browser would make of the page: tags, attributes, the texts of strips, and elements left open."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.strips: list[list[str]] = []
-        self.text: list[str] = []
-        self._in_token = False
-        self.feed(page)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        self.tags.append((tag, found))
-        if tag not in VOID:
-            self.open.append(tag)
-        if found.get("class") == "strip":
-            self.strips.append([])
-        self._in_token = tag == "span" and "data-id" in found
-        if self._in_token:
-            self.strips[-1].append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag, tag
-        self._in_token = False
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-        if self._in_token:
-            self.strips[-1][-1] += data
-
-
-def answer(mode: str = "exact", n: int = 3, **changes: Any) -> Answer:
-    sources = (Source.ACCEPTED, Source.CORRECTION, Source.BONUS, Source.EDGE, Source.SAMPLED)
-    stats = {"verified": 2.0, "escalated": 2.0, "corrected": 1.0, "bonus": 1.0, "cloud_tokens": 2.0, "edge_tokens": 2.0}
-    made = Answer("a1", mode, "text", tuple(range(n)), "exact", "eos", stats)
-    return replace(made, **{"sources": tuple(sources[i % 5] for i in range(n)), **changes})
 
 
 def swept(**changes: Any) -> SweepPoint:
     return replace(SweepPoint("always", "5", "sequential", 0.04, 1.0, Figure(0.0), Figure(2.0)), **changes)
-
-
-def run(*answers: Answer, name: str = "run", **parts: Any) -> EvalRun:
-    return EvalRun(name, {"configuration": {}, "versions": {}, "hardware": {}}, answers or (answer(),), **parts)
-
-
-@pytest.fixture(scope="session")
-def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sample")
-    report_sample.small(folder)
-    return folder
 
 
 # The whole page ---------------------------------------------------------------------------------------------
@@ -106,7 +52,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_report_of_a_real_run(sample: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.html"
     assert run_report([str(sample)], str(out)) == 0
-    page = Reader(out.read_text(encoding="utf-8"))
+    page = PageParser(out.read_text(encoding="utf-8"))
     assert page.open == []
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
@@ -118,7 +64,7 @@ def test_the_report_of_a_real_run(sample: Path, tmp_path: Path) -> None:
 def test_the_page_loads_nothing(sample: Path) -> None:
     page = render([read_run(sample)])
     assert not re.search(r"https?://|//[a-z]+\.|url\(|@import|\bsrc=|javascript:|eval\(|innerHTML|onclick", page)
-    tags = Reader(page).tags
+    tags = PageParser(page).tags
     assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & {name for name, _ in tags}
     assert all(not key.startswith("on") and key != "style" for _, attributes in tags for key in attributes)
     assert all((attributes["href"] or "").startswith("#") for name, attributes in tags if name == "a")
@@ -128,14 +74,14 @@ def test_only_its_own_script_may_run(sample: Path) -> None:
     page = render([read_run(sample)])
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.S)
     report_sections = b64encode(sha256(script.encode()).digest()).decode()
-    policy = next(a["content"] for name, a in Reader(page).tags if a.get("http-equiv") == "Content-Security-Policy")
+    policy = next(a["content"] for name, a in PageParser(page).tags if a.get("http-equiv") == "Content-Security-Policy")
     assert policy is not None
     assert f"script-src 'sha256-{report_sections}'" in policy
     assert "default-src 'none'" in policy
 
 
 def test_charts_have_names_and_tables(sample: Path) -> None:
-    page = Reader(render([read_run(sample)]))
+    page = PageParser(render([read_run(sample)]))
     pictures = [attributes for name, attributes in page.tags if attributes.get("role") == "img"]
     assert pictures
     assert all(attributes.get("aria-label") for attributes in pictures)
@@ -145,8 +91,8 @@ def test_charts_have_names_and_tables(sample: Path) -> None:
 
 
 def test_what_is_not_there_is_said(sample: Path) -> None:
-    bare = replace(read_run(sample), timings=(), traces=(), sweep=(), answers=(answer(sources=()),))
-    page = Reader(render([bare]))
+    bare = replace(read_run(sample), timings=(), traces=(), sweep=(), answers=(eval_answer(sources=()),))
+    page = PageParser(render([bare]))
     named = " ".join(page.text)
     titles = ("Metrics", "Times", "Measured quality", "Simulated", "Latency", "Acceptance")
     for title in (*titles, "Bytes by kind", "Time by stage", "Source of each token"):
@@ -168,20 +114,20 @@ def test_a_text_is_only_text(text: str, place: str) -> None:
     def at(name: str, usual: str = "x") -> str:
         return text if name == place else usual
 
-    one = answer(at("mode"), pieces=(at("piece"),) * 3, guarantee=at("guarantee"), id=at("id"))
+    one = eval_answer(at("mode"), pieces=(at("piece"),) * 3, guarantee=at("guarantee"), id=at("id"))
     page = render(
         [
-            run(
+            eval_run(
                 one,
                 name=at("name"),
                 timings=(Timing(at("id"), at("mode"), 0.1, 0.2, {"draft": 0.1}, {at("kind"): 5}, {}),),
                 sweep=(swept(gate=at("gate")), swept(gate=at("gate"), cloud_share=0.0)),
                 metrics={at("mode"): {at("metric"): Figure(1.0, 0.5, 1.5)}},
             ),
-            replace(run(name="other"), about={"configuration": {at("key"): at("key")}}),
+            replace(eval_run(name="other"), about={"configuration": {at("key"): at("key")}}),
         ]
     )
-    reader = Reader(page)
+    reader = PageParser(page)
     assert reader.open == []
     assert [name for name, _ in reader.tags].count("script") == 1
     assert {name for name, _ in reader.tags}.isdisjoint({"img"})
@@ -193,19 +139,19 @@ def test_a_text_is_only_text(text: str, place: str) -> None:
 @settings(max_examples=40)
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0\r"), min_size=1))
 def test_any_piece_is_shown_as_it_is(text: str) -> None:
-    assert Reader(render([run(answer(n=1, pieces=(text,)))])).strips[0] == [text]
+    assert PageParser(render([eval_run(eval_answer(n=1, pieces=(text,)))])).strips[0] == [text]
 
 
 def test_ten_thousand_tokens_are_cut_and_the_page_says_so() -> None:
-    page = render([run(answer(n=10_000, pieces=("w ",) * 10_000, signals=({"entropy": 0.5},) * 10_000))])
-    assert len(Reader(page).strips[0]) == MAX_TOKENS
+    page = render([eval_run(eval_answer(n=10_000, pieces=("w ",) * 10_000, signals=({"entropy": 0.5},) * 10_000))])
+    assert len(PageParser(page).strips[0]) == MAX_TOKENS
     assert "The first 2,000 of 10,000 tokens are shown." in page
     assert len(page) < 400_000
 
 
 def test_many_items_are_cut_and_the_page_says_so() -> None:
-    page = render([run(*(replace(answer(), id=f"a{n}") for n in range(30)))])
-    assert len(Reader(page).strips) == 12
+    page = render([eval_run(*(replace(eval_answer(), id=f"a{n}") for n in range(30)))])
+    assert len(PageParser(page).strips) == 12
     assert "The first 12 of 30 items" in page
 
 
@@ -305,13 +251,13 @@ def test_prefill_has_its_place_where_it_is_known() -> None:
             *(("network", 0.2), ("rest", 0.1)),
         ]
     }
-    section = breakdown.stages([run(timings=(Timing("a1", "exact", 0, 1.0, {"prefill": 0.4, "draft": 0.5}),))])
+    section = breakdown.stages([eval_run(timings=(Timing("a1", "exact", 0, 1.0, {"prefill": 0.4, "draft": 0.5}),))])
     assert [name for _, name in section.legend] == ["edge prefill", "draft", "network", "rest"]
 
 
 def test_many_kinds_of_bytes_are_gathered() -> None:
     up = {f"kind{n}": 100 - n for n in range(12)}
-    section = breakdown.ledger([run(timings=(Timing("a1", "exact", 0, 1, {}, up, {}),))])
+    section = breakdown.ledger([eval_run(timings=(Timing("a1", "exact", 0, 1, {}, up, {}),))])
     assert section.legend[-1] == ("s7", "other kinds")
     assert sum(width for _, width, _ in section.bars[0].bars[0].segments) == pytest.approx(100)
     assert section.table is not None
@@ -320,7 +266,7 @@ def test_many_kinds_of_bytes_are_gathered() -> None:
 
 def test_the_fastest_k_makes_the_line_and_the_table_has_all() -> None:
     rows = [swept(k=str(k), rtt_s=r, total_s=Figure(k * r)) for k in (3, 2) for r in (0.01, 0.02)]
-    section = tradeoffs.latency([run(sweep=tuple(rows))])
+    section = tradeoffs.latency([eval_run(sweep=tuple(rows))])
     assert section.drawing is not None
     assert "k 2" in section.drawing
     assert "k 3" not in section.drawing
@@ -330,7 +276,7 @@ def test_the_fastest_k_makes_the_line_and_the_table_has_all() -> None:
 
 def test_more_lines_than_one_can_tell_apart_are_thinned() -> None:
     rows = [swept(gate=f"entropy:{n}") for n in range(20)]
-    assert "8 of 20 lines are drawn" in tradeoffs.latency([run(sweep=tuple(rows))]).lead
+    assert "8 of 20 lines are drawn" in tradeoffs.latency([eval_run(sweep=tuple(rows))]).lead
 
 
 def measured(**shares: tuple[float, Figure]) -> EvalRun:
@@ -340,11 +286,11 @@ def measured(**shares: tuple[float, Figure]) -> EvalRun:
         return mode.replace("_", "-")
 
     answers = [
-        answer(mode=named(mode), stats={"cloud_tokens": float(share), "edge_tokens": 10.0 - share})
+        eval_answer(mode=named(mode), stats={"cloud_tokens": float(share), "edge_tokens": 10.0 - share})
         for mode, (share, _) in shares.items()
     ]
     metrics = {named(mode): {"attribute_all": figure} for mode, (_, figure) in shares.items()}
-    made = run(*answers, metrics=metrics)
+    made = eval_run(*answers, metrics=metrics)
     return replace(made, about={"configuration": {"speculation": {"gate": "entropy:0.5"}}})
 
 
@@ -380,16 +326,18 @@ def test_a_metric_that_one_mode_alone_has_does_not_hide_the_next() -> None:
 
 def test_verdicts_that_reach_back_over_blocks_are_no_positions() -> None:
     about = {"configuration": {"speculation": {"scope": "repair"}}}
-    assert breakdown.acceptance([replace(run(answer()), about=about)]).missing
-    assert not breakdown.acceptance([run(answer())]).missing
+    assert breakdown.acceptance([replace(eval_run(eval_answer()), about=about)]).missing
+    assert not breakdown.acceptance([eval_run(eval_answer())]).missing
 
 
 def test_one_mode_alone_shows_no_tradeoff() -> None:
-    assert "at least two modes" in tradeoffs.measured([run(metrics={"exact": {"chrf": Figure(60, 55, 65)}})]).missing
+    assert (
+        "at least two modes" in tradeoffs.measured([eval_run(metrics={"exact": {"chrf": Figure(60, 55, 65)}})]).missing
+    )
 
 
 def test_figures_of_the_summary_are_rows() -> None:
-    section = report_sections.durations([run(latency={"exact": {"ttft_p50": Figure(0.25, 0.2, 0.3)}})])
+    section = report_sections.durations([eval_run(latency={"exact": {"ttft_p50": Figure(0.25, 0.2, 0.3)}})])
     assert section.table is not None
     assert section.table.head == ("", "exact")
     assert [cell.text for cell in section.table.rows[0]] == ["TTFT p50", "250 [200, 300] ms"]

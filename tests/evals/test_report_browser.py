@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import report_sample
 
-import chromium
-from chromium import Page
 from outrider.cli.report import run_report
+from tests.support import chromium, report_sample
+from tests.support.chromium import Page
 
 CHROMIUM = chromium.found()
 pytestmark = [
@@ -88,7 +87,7 @@ def test_nothing_overflows(page: Page, report: Path, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_a_token_says_who_decided_it_on_focus(page: Page, report: Path, width: int) -> None:
+def test_a_focused_token_s_tooltip_names_its_source(page: Page, report: Path, width: int) -> None:
     page.open(report, width)
     page.evaluate("document.querySelector('.strip .t').focus()")
     assert (tip(page) or "").startswith("token 1, id ")

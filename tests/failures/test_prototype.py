@@ -15,23 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import (
-    byte_tokenizer,
-    clip,
-    reference,
-    reference_audio,
-    subword_tokenizer,
-    tiny_engine,
-    tiny_model,
-)
 
 import outrider
-from fakes import HashRows, OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain, replay
 from outrider import Audio, PromptError, Result, SpeculativeDecoder, StateError, connect, local
 from outrider.config import GenerationSettings
-from outrider.decoding import decoder as loop
-from outrider.decoding import stopping
-from outrider.decoding.actions import Draft, Proposal
+from outrider.decoding import committer, stopping
+from outrider.decoding.actions import Draft, Proposal, Verify
+from outrider.decoding.committer import Committer
 from outrider.decoding.decoder import Decoder, Event
 from outrider.decoding.gate import Decision
 from outrider.decoding.loop_detection import LoopRule
@@ -44,6 +34,24 @@ from outrider.sampling.acceptance import Verdict
 from outrider.sampling.logits_processors import LogitsProcessors, PrefixIndex
 from outrider.sampling.policy import Policy
 from outrider.verifiers.local import LocalVerifier
+from tests.support.fakes import (
+    HashRows,
+    OracleEngine,
+    ScriptedEngine,
+    ScriptedVerifier,
+    blend,
+    reference_output,
+    replay,
+)
+from tests.support.tiny_models import (
+    byte_tokenizer,
+    clip,
+    reference,
+    reference_audio,
+    subword_tokenizer,
+    tiny_engine,
+    tiny_model,
+)
 
 V = 32
 PROMPT = (3, 1, 4, 1, 5)
@@ -54,7 +62,7 @@ EDGE_READER, CLOUD_READER = "outrider.edge.generation.CachedSequence", "outrider
 Patch = pytest.MonkeyPatch
 
 
-def alone(rows: Any = TARGET, **options: Any) -> Result:
+def generate_edge_only(rows: Any = TARGET, **options: Any) -> Result:
     """Edge-only."""
     decoder = SpeculativeDecoder(ScriptedEngine(rows, V), k=4, on_loop="ignore")
     return decoder.generate(list(PROMPT), max_new_tokens=LENGTH, **options)
@@ -66,8 +74,8 @@ def verified(share: float = 0.25, **options: Any) -> Result:
     return SpeculativeDecoder(draft, local(target), k=4).generate(list(PROMPT), max_new_tokens=LENGTH, **options)
 
 
-def wanted(**options: Any) -> list[int]:
-    return plain(TARGET, PROMPT, V, max_new_tokens=LENGTH, **options)
+def target_output(**options: Any) -> list[int]:
+    return reference_output(TARGET, PROMPT, V, max_new_tokens=LENGTH, **options)
 
 
 def caught(attempt: Callable[[], Result], right: list[int]) -> bool:
@@ -106,10 +114,10 @@ class AdvancesOnCommit(CachedSequence):
 
 @pytest.mark.parametrize("mutant", [FeedsTwice, AdvancesOnCommit])
 def test_abab_loops_because_the_cache_advanced_twice(monkeypatch: Patch, mutant: type[CachedSequence]) -> None:
-    right = wanted()
-    assert alone().token_ids == verified().token_ids == right
+    right = target_output()
+    assert generate_edge_only().token_ids == verified().token_ids == right
     monkeypatch.setattr(EDGE_READER, mutant)
-    assert caught(alone, right)
+    assert caught(generate_edge_only, right)
     monkeypatch.setattr(EDGE_READER, CachedSequence)
     monkeypatch.setattr(CLOUD_READER, mutant)
     assert caught(verified, right)
@@ -132,12 +140,12 @@ class StaleSeed(Drafter):
 
 
 def test_the_same_token_opens_every_block(monkeypatch: Patch) -> None:
-    right = wanted()
+    right = target_output()
     perfect = verified(share=0.0)
     assert perfect.token_ids == right
     assert perfect.stats.acceptance_rate == 1.0
     monkeypatch.setattr("outrider.edge.generation.Drafter", StaleSeed)
-    assert caught(alone, right)
+    assert caught(generate_edge_only, right)
     broken = verified(share=0.0)
     assert broken.token_ids == right, "a bad drafter costs time, never correctness"
     assert broken.stats.acceptance_rate < 0.5
@@ -161,7 +169,7 @@ def test_repeats_after_a_correction(side: str, mutant: type[ScriptedEngine]) -> 
     kinds = {"drafter": ScriptedEngine, "verifier": ScriptedEngine, side: mutant}
     draft, target = kinds["drafter"](blend(TARGET, OTHER, 0.25), V), kinds["verifier"](TARGET, V)
     result = verified()
-    assert result.token_ids == wanted()
+    assert result.token_ids == target_output()
     assert result.stats.corrected > 2, "the case must occur"
     with pytest.raises(StateError, match=f"{side}: the cache holds"):
         SpeculativeDecoder(draft, local(target), k=4).generate(list(PROMPT), max_new_tokens=LENGTH)
@@ -178,10 +186,10 @@ class PrefillsTwice(CachedSequence):
 
 def test_the_last_prompt_token_is_seen_twice(monkeypatch: Patch) -> None:
     monkeypatch.setattr(EDGE_READER, PrefillsTwice)
-    assert caught(alone, wanted())
+    assert caught(generate_edge_only, target_output())
     monkeypatch.setattr(EDGE_READER, CachedSequence)
     monkeypatch.setattr(CLOUD_READER, PrefillsTwice)
-    assert caught(verified, wanted())
+    assert caught(verified, target_output())
 
 
 def test_prefill_feeds_every_prompt_token_once() -> None:
@@ -284,7 +292,9 @@ def test_no_penalty_that_was_not_asked_for(monkeypatch: Patch) -> None:
     known = {"repetition_penalty", "repetition_window", "no_repeat_ngram_size", "min_new_tokens", "suppress_tokens"}
     others = {"max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "sentences", "ignore_eos"}
     assert {f.name for f in fields(GenerationSettings)} == known | others
-    right = plain(lambda prefix: TARGET(prefix) + 3.0 * (torch.arange(V) == 7), PROMPT, V, max_new_tokens=LENGTH)
+    right = reference_output(
+        lambda prefix: TARGET(prefix) + 3.0 * (torch.arange(V) == 7), PROMPT, V, max_new_tokens=LENGTH
+    )
 
     def attempt() -> Result:
         commas = ScriptedEngine(lambda prefix: TARGET(prefix) + 3.0 * (torch.arange(V) == 7), V)
@@ -309,11 +319,11 @@ def escape(on_loop: str | None = None) -> Result:
     return decoder.generate(list(PROMPT), max_new_tokens=40)
 
 
-class BreaksOff(Decoder):
-    def _committed(self, source: Source, revised: bool = False) -> None:
-        super()._committed(source, revised)
-        if self._loop_found:
-            self._reason = "loop"
+class BreaksOff(Committer):
+    def _finish_commit(self, source: Source, *, revised: bool = False) -> None:
+        super()._finish_commit(source, revised=revised)
+        if self.loop_found:
+            self.finish_reason = "loop"
 
 
 def test_a_loop_is_detected_and_generation_is_cut_off(monkeypatch: Patch) -> None:
@@ -322,15 +332,15 @@ def test_a_loop_is_detected_and_generation_is_cut_off(monkeypatch: Patch) -> Non
     assert len(result.token_ids) == 40
     assert result.stats.forced_by_loop >= 1
     assert result.stats.cloud_tokens >= 1
-    monkeypatch.setattr("outrider.edge.generation.Decoder", BreaksOff)
+    monkeypatch.setattr("outrider.decoding.decoder.Committer", BreaksOff)
     assert len(escape().token_ids) < 40
 
 
 class ForgetsToForce(Decoder):
     """The flag that a loop set is overwritten by the gate's own answer."""
 
-    def _decision(self) -> Decision:
-        return self.plan.gate.decide([])
+    def _forced_reason(self) -> str:
+        return ""
 
 
 def test_the_force_flag_is_overwritten_before_use(monkeypatch: Patch) -> None:
@@ -364,18 +374,18 @@ def test_a_loop_that_the_verifier_confirms_is_not_sent_block_after_block() -> No
 # Ends -----------------------------------------------------------------------------------------------------------
 
 
-class StopsPerBlock(Decoder):
+class StopsPerBlock(Committer):
     """The stop rules look at the last token of what a verdict brought."""
 
-    def _commit_verdict(self, verdict: Verdict, drafts: int) -> None:
+    def commit_verdict(self, verdict: Verdict, request: Verify) -> None:
         for _ in range(verdict.accepted):
-            self.sequence.accept(Source.ACCEPTED)
-        self.sequence.replace_pending(verdict.next_token, Source.BONUS)
-        self._committed(Source.BONUS)
+            self._sequence.accept(Source.ACCEPTED)
+        self._sequence.replace_pending(verdict.next_token, Source.BONUS)
+        self._finish_commit(Source.BONUS)
 
 
 def test_tokens_after_eos_are_kept(monkeypatch: Patch) -> None:
-    free = wanted()
+    free = target_output()
     eos = free[6]
     right = free[: free.index(eos) + 1]
 
@@ -385,9 +395,9 @@ def test_tokens_after_eos_are_kept(monkeypatch: Patch) -> None:
         return SpeculativeDecoder(draft, local(target), k=4).generate(list(PROMPT), max_new_tokens=LENGTH)
 
     result = attempt()
-    assert result.token_ids == right == wanted(eos=(eos,))
+    assert result.token_ids == right == target_output(eos=(eos,))
     assert result.finish_reason == "eos"
-    monkeypatch.setattr("outrider.edge.generation.Decoder", StopsPerBlock)
+    monkeypatch.setattr("outrider.decoding.decoder.Committer", StopsPerBlock)
     assert caught(attempt, right)
 
 
@@ -414,7 +424,7 @@ def test_sentences_of_the_prompt_are_counted(monkeypatch: Patch) -> None:
         result = speak(prompt, text, tokenizer, sentences=count)
         assert result.text == text[: text.index(end) + len(end)]
         assert result.finish_reason == "sentences"
-    monkeypatch.setattr(loop, "find_finish_reason", with_the_prompt)
+    monkeypatch.setattr(committer, "find_finish_reason", with_the_prompt)
     assert speak(prompt, text, tokenizer, sentences=3).text != text[: text.index("end?") + 4]
 
 
@@ -428,7 +438,7 @@ def test_a_newline_or_a_role_name_is_taken_for_the_end(monkeypatch: Patch) -> No
     result = speak("Go: ", text, tokenizer)
     assert result.text == text
     assert result.finish_reason == "length"
-    monkeypatch.setattr(loop, "find_finish_reason", by_heuristics)
+    monkeypatch.setattr(committer, "find_finish_reason", by_heuristics)
     assert speak("Go: ", text, tokenizer).text != text
 
 

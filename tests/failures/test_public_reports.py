@@ -7,19 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import (
-    SPECIALS,
-    VOCAB,
-    byte_tokenizer,
-    clip,
-    reference,
-    reference_audio,
-    subword_tokenizer,
-    tiny_engine,
-    tiny_model,
-)
 
-from fakes import HashRows, OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain, replay
 from outrider import (
     Audio,
     PromptError,
@@ -42,6 +30,26 @@ from outrider.engines.base import Prompt, SequenceInput
 from outrider.sampling.acceptance import Verdict, parse_acceptance_rule
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import LocalVerifier
+from tests.support.fakes import (
+    HashRows,
+    OracleEngine,
+    ScriptedEngine,
+    ScriptedVerifier,
+    blend,
+    reference_output,
+    replay,
+)
+from tests.support.tiny_models import (
+    SPECIALS,
+    VOCAB,
+    byte_tokenizer,
+    clip,
+    reference,
+    reference_audio,
+    subword_tokenizer,
+    tiny_engine,
+    tiny_model,
+)
 
 V = 32
 PROMPT = (3, 1, 4, 1, 5)
@@ -202,7 +210,7 @@ def test_metrics_are_not_counted_past_the_end(k: int | str) -> None:
 def test_near_ties_are_indices_of_the_output(k: int | str) -> None:
     """Choices whose lead is below the engine's noise, whoever drafted them, and only those that were emitted."""
     noise = 0.5
-    wanted = plain(TARGET, PROMPT, V, max_new_tokens=40)
+    wanted = reference_output(TARGET, PROMPT, V, max_new_tokens=40)
     best = [TARGET((*PROMPT, *wanted[:n])).topk(2).values for n in range(40)]
     ties = [n for n, (first, second) in enumerate(best) if first - second < noise]
     assert 5 < len(ties) < 35
@@ -222,7 +230,7 @@ def test_near_ties_are_indices_of_the_output(k: int | str) -> None:
 
 @pytest.mark.parametrize("k", KS)
 def test_a_prompt_of_one_token(k: int | str) -> None:
-    wanted = plain(TARGET, (7,), V, max_new_tokens=10)
+    wanted = reference_output(TARGET, (7,), V, max_new_tokens=10)
     draft = ScriptedEngine(blend(TARGET, HashRows(2, V), 0.25), V)
     result = SpeculativeDecoder(draft, local(ScriptedEngine(TARGET, V)), k=k).generate([7], max_new_tokens=10)
     assert result.token_ids == wanted
@@ -257,7 +265,7 @@ def test_a_prompt_token_that_only_the_drafter_knows_is_refused() -> None:
 @pytest.mark.parametrize("kind", ["drafter only", "verifier only", "both"])
 def test_roll_back_to_every_place_in_a_block(k: int, kind: str) -> None:
     """0, 1, … k−1, k drafts accepted; caches roll back to just there, and nothing is computed twice."""
-    output = plain(TARGET, PROMPT, V, max_new_tokens=2 * k + 2)
+    output = reference_output(TARGET, PROMPT, V, max_new_tokens=2 * k + 2)
     for place in range(k + 1):
         draft, target = OracleEngine(len(PROMPT), output, V, errors=(place,)), ScriptedEngine(TARGET, V)
         verifier: Any = ScriptedVerifier(output, V) if kind == "drafter only" else local(target)
@@ -365,7 +373,7 @@ def test_two_sessions_interleaved_on_one_verifier() -> None:
             verdict = verifier.verify(sessions[n], Verify(round_, base, (), drafts))
             outputs[n] += [*drafts[: verdict.accepted], verdict.next_token]
     for n, prompt in enumerate(prompts):
-        assert outputs[n] == plain(TARGET, prompt, V, max_new_tokens=len(outputs[n]))
+        assert outputs[n] == reference_output(TARGET, prompt, V, max_new_tokens=len(outputs[n]))
 
 
 class Stutters(LocalVerifier):
@@ -397,7 +405,7 @@ def test_a_wrong_base_length_is_an_error_that_names_both() -> None:
         verifier.verify(session, Verify(1, 7, (9,), (1, 2)))
     assert (
         verifier.verify(session, Verify(1, 6, (9,), ())).next_token
-        == plain(TARGET, (*PROMPT, 9), V, max_new_tokens=1)[0]
+        == reference_output(TARGET, (*PROMPT, 9), V, max_new_tokens=1)[0]
     )
 
 
@@ -411,7 +419,7 @@ def test_padding_rows_are_never_emitted(temperature: float, accept: str) -> None
     draft = ScriptedEngine(blend(TARGET, HashRows(2, V), 0.25), V, padding=3)
     target = ScriptedEngine(TARGET, V, padding=7)
     options = {"max_new_tokens": 20, "temperature": temperature, "seed": 5}
-    wanted = plain(TARGET, PROMPT, V, **options)
+    wanted = reference_output(TARGET, PROMPT, V, **options)
     for gate in ("always", "trigger:margin:0.3"):
         decoder = SpeculativeDecoder(draft, local(target), k=3, gate=gate, accept=accept)
         result = decoder.generate(list(PROMPT), **options)

@@ -18,5 +18,5 @@ def test_damaged_checkpoints_load_or_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("seed", FOUND)
-def test_what_was_found_once(seed: int, tmp_path: Path) -> None:
+def test_earlier_findings_stay_fixed(seed: int, tmp_path: Path) -> None:
     assert models.attempt(seed, tmp_path) is None

@@ -15,7 +15,6 @@ import httpx2
 import openai
 import pytest
 
-from gateway.scripted import Running, Script, event, result_of, serving, spoken
 from outrider import errors
 from outrider.errors import (
     CloudLost,
@@ -35,6 +34,7 @@ from outrider.gateway.handlers import UploadLimiter
 from outrider.gateway.request_scheduler import GenerationTimeout, QueueFull, ShuttingDown
 from outrider.gateway.server import bound
 from outrider.serving.tokens import Tokens
+from tests.support.scripted_gateway import Running, Script, event, result_of, serving, spoken
 
 KEY = "a-key-that-is-long-enough"
 HELLO: dict[str, Any] = {"model": "outrider", "messages": [{"role": "user", "content": "hello"}]}
@@ -427,7 +427,7 @@ def test_a_request_may_take_longer_than_its_head(monkeypatch: pytest.MonkeyPatch
         assert b"200" in line.recv(1000).partition(b"\r\n")[0]
 
 
-def test_whoever_looks_for_the_page_may_leave_the_body_out(plain: Running) -> None:
+def test_head_requests_for_the_page_succeed(plain: Running) -> None:
     assert httpx2.head(plain.url).status_code == 200
 
 
@@ -563,6 +563,6 @@ def test_provisional_tokens_come_only_when_asked_for() -> None:
             assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "a b c"
 
 
-def test_what_is_sent_is_not_held_back_for_more() -> None:
+def test_listeners_are_tcp_so_that_nagle_is_switched_off() -> None:
     with bound("127.0.0.1", 0) as on:  # asyncio switches Nagle's algorithm off only where it sees that this is TCP
         assert on.proto == socket.IPPROTO_TCP

@@ -7,13 +7,13 @@ import time
 
 import pytest
 
-from fakes import HashRows, ScriptedEngine, ScriptedVerifier
+from benchmarks.link_thread import LinkThread
 from outrider import CloudLost, VocabularyMismatch, connect
 from outrider.gateway import cloud_monitor as meetings
 from outrider.gateway.cloud_monitor import UNKNOWN_NAME, CloudMonitor
-from outrider.netem.thread import LinkThread
 from outrider.verifiers.base import ModelInfo
-from tests.cloud.common import SOON
+from tests.support.cloud_service import SOON
+from tests.support.fakes import HashRows, ScriptedEngine, ScriptedVerifier
 
 V = 32
 
@@ -50,7 +50,7 @@ def test_a_cloud_that_is_there_is_known_at_once() -> None:
     assert (verifier.asked, verifier.gone) == (2, 1), "the second time was ours"
 
 
-def test_one_that_is_not_is_waited_for_once_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_cloud_is_waited_for_once_and_then_polled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meetings, "RETRY_DELAY_S", 0.05)
     verifier = Late(4)
     meeting = CloudMonitor(engine(), verifier)
@@ -64,7 +64,7 @@ def test_one_that_is_not_is_waited_for_once_and_asked_again(monkeypatch: pytest.
     meeting.close()
 
 
-def test_one_that_is_no_cloud_for_this_edge_is_told() -> None:
+def test_an_incompatible_cloud_is_reported() -> None:
     meeting = CloudMonitor(engine(), Late(1, size=V + 1000))
     with pytest.raises(VocabularyMismatch):
         meeting.wait(SOON)

@@ -19,7 +19,6 @@ import psutil
 import pytest
 from starlette.requests import Request
 
-from gateway.scripted import Running, Script, serving
 from outrider.gateway import connections, handlers
 from outrider.gateway.access import Access
 from outrider.gateway.connections import (
@@ -34,6 +33,7 @@ from outrider.gateway.connections import (
 from outrider.gateway.handlers import UploadLimiter
 from outrider.gateway.request_scheduler import QueueFull
 from outrider.serving.tokens import Tokens
+from tests.support.scripted_gateway import Running, Script, serving
 
 KEY = "a-key-that-is-long-enough"
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
@@ -294,7 +294,7 @@ def test_a_closed_connection_makes_room_though_it_is_still_referenced() -> None:
 
 SERVER = """
 import sys, threading
-from gateway.scripted import serving
+from tests.support.scripted_gateway import serving
 with serving() as running:
     print(running.url, flush=True)
     sys.stdin.read()
@@ -307,7 +307,7 @@ def in_a_process(before: str = "") -> Iterator[tuple[str, subprocess.Popen[str]]
     code = before + textwrap.dedent(SERVER)
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=ROOT / "tests"
+        [sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=ROOT
     ) as child:
         assert child.stdout is not None
         url = child.stdout.readline().strip()

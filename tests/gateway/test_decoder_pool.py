@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from fakes import HashRows, ScriptedEngine, ScriptedVerifier
 from outrider import CloudLost, SettingsError, SpeculativeDecoder, StreamEvent, local
 from outrider.edge.cancellation import Cancellation
 from outrider.gateway import decoder_pool as pools
@@ -19,9 +18,10 @@ from outrider.gateway.decoder_pool import DecoderPool, RequestOptions
 from outrider.gateway.shared_engine import SharedEngine
 from outrider.verifiers.base import ModelInfo
 from outrider.verifiers.local import LocalVerifier
-from tests.cloud.common import SOON
-from tests.cloud.serving import Served, serving
-from tests.gateway.pairs import PROMPTS, clouded, pooled, reach, said
+from tests.support.cloud_server import Served, serving
+from tests.support.cloud_service import SOON
+from tests.support.fakes import HashRows, ScriptedEngine, ScriptedVerifier
+from tests.support.gateway_pair import PROMPTS, connector, reference_tokens, running_pool, serving_demo_cloud
 
 V = 32
 LENGTH = 24
@@ -29,13 +29,13 @@ LENGTH = 24
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with clouded() as running:
+    with serving_demo_cloud() as running:
         yield running
 
 
 @pytest.fixture
 def pool(served: Served) -> Iterator[DecoderPool]:
-    with pooled(served) as made:
+    with running_pool(served) as made:
         yield made
 
 
@@ -99,7 +99,7 @@ def test_a_decoder_is_kept_and_so_is_its_verifier() -> None:
     assert [verifier.asked for verifier in reached.made] == [0, 0], "nothing is said to a cloud that nobody uses"
 
 
-def test_what_does_not_matter_for_a_way_makes_no_other_decoder() -> None:
+def test_options_without_effect_on_a_mode_share_its_decoder() -> None:
     pool = DecoderPool(scripted(), Reached())
     alone = pool.decoder(RequestOptions("edge-only"))
     assert (
@@ -127,7 +127,7 @@ def test_only_the_last_ones_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pool.decoder(RequestOptions(k=2)) is not second
 
 
-def test_networks_that_nobody_uses_are_closed_the_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_networks_are_closed_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "MAX_VERIFIERS", 2)
     reached = Reached()
     pool = DecoderPool(scripted(), reached)
@@ -170,7 +170,7 @@ class Plain(ScriptedVerifier):
     ],
     ids=str,
 )
-def test_what_is_refused_reaches_for_no_cloud(options: RequestOptions) -> None:
+def test_a_refused_request_does_not_connect_to_a_cloud(options: RequestOptions) -> None:
     reached = Reached()
     with pytest.raises(SettingsError), DecoderPool(scripted(), reached).checkout(options):
         pass
@@ -256,7 +256,7 @@ def test_a_cloud_in_this_process_is_shared_too_and_has_no_network() -> None:
         (RequestOptions(net="cut", on_cloud_loss="wait"), "wait forever"),
     ],
 )
-def test_what_cannot_be_had_is_refused_by_name(options: RequestOptions, why: str) -> None:
+def test_unavailable_options_are_refused_by_name(options: RequestOptions, why: str) -> None:
     with pytest.raises(SettingsError, match=why):
         DecoderPool(scripted(), Reached()).decoder(options)
 
@@ -285,7 +285,7 @@ def test_a_cloud_is_described_once_however_many_ask_at_once() -> None:
     assert len(decoder._pair.state.models) == 2
 
 
-def test_who_waits_for_a_cloud_to_describe_itself_can_leave_and_the_others_get_it() -> None:
+def test_a_request_cancelled_during_the_handshake_leaves_it_to_the_others() -> None:
     verifier = Connectable()
     verifier.go.clear()
     decoder = SpeculativeDecoder(scripted(), verifier, lazy=True)
@@ -302,7 +302,7 @@ def test_who_waits_for_a_cloud_to_describe_itself_can_leave_and_the_others_get_i
         assert stayer.result(SOON)
 
 
-def test_a_bug_in_the_meeting_leaves_nobody_waiting() -> None:
+def test_an_error_in_the_handshake_releases_all_waiting_requests() -> None:
     class Buggy(ScriptedVerifier):
         def describe(self, edge: ModelInfo | None = None) -> ModelInfo:
             raise ZeroDivisionError
@@ -327,7 +327,7 @@ class Named(ScriptedEngine):
 
 def test_a_vocabulary_is_fetched_once_for_all_decoders(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(Named("theirs")) as served:
-        pool = DecoderPool(Named("ours"), reach(served))
+        pool = DecoderPool(Named("ours"), connector(served))
         first: Any = pool.decoder(RequestOptions())
         fetched, fetch = [], first.verifier.connection.vocabulary
 
@@ -346,15 +346,15 @@ def test_a_vocabulary_is_fetched_once_for_all_decoders(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("prompt", PROMPTS[:3])
-def test_each_way_says_what_it_should(pool: DecoderPool, prompt: str) -> None:
-    cloud = list(said("cloud-only", prompt, LENGTH))
+def test_each_mode_generates_its_reference_output(pool: DecoderPool, prompt: str) -> None:
+    cloud = list(reference_tokens("cloud-only", prompt, LENGTH))
     for driver in ("sequential", "pipelined"):
         result = pool.decoder(RequestOptions(driver=driver)).generate(prompt, max_new_tokens=LENGTH)  # type: ignore[arg-type]
         assert (result.token_ids, result.guarantee) == (cloud, "exact")
     remote = pool.decoder(RequestOptions("cloud-only")).generate(prompt, max_new_tokens=LENGTH)
     assert (remote.token_ids, remote.guarantee, bool(remote.text)) == (cloud, "exact", True)
     alone = pool.decoder(RequestOptions("edge-only")).generate(prompt, max_new_tokens=LENGTH)
-    assert (alone.token_ids, alone.guarantee) == (list(said("edge-only", prompt, LENGTH)), "edge-only")
+    assert (alone.token_ids, alone.guarantee) == (list(reference_tokens("edge-only", prompt, LENGTH)), "edge-only")
 
 
 def test_an_emulated_network_is_in_between(pool: DecoderPool) -> None:
@@ -365,20 +365,23 @@ def test_an_emulated_network_is_in_between(pool: DecoderPool) -> None:
 
 
 @pytest.mark.parametrize("driver", ["sequential", "pipelined"])
-def test_without_a_cable_the_edge_goes_on_alone_within_a_second_and_says_so(pool: DecoderPool, driver: Any) -> None:
+def test_after_a_cut_the_edge_continues_within_a_second_with_a_warning(pool: DecoderPool, driver: Any) -> None:
     decoder = pool.decoder(RequestOptions(gate="entropy:0.1", driver=driver, net="cut"))
     for _ in range(2):
         started = time.monotonic()
         result = decoder.generate("Hello there", max_new_tokens=LENGTH)
         assert time.monotonic() - started < 3.0, "about half a second, and what the tokens take on a busy machine"
-        assert (result.guarantee, result.token_ids) == ("edge-only", list(said("edge-only", "Hello there", LENGTH)))
+        assert (result.guarantee, result.token_ids) == (
+            "edge-only",
+            list(reference_tokens("edge-only", "Hello there", LENGTH)),
+        )
         assert any("the cloud was lost" in warning for warning in result.warnings)
     assert pool.decoder(RequestOptions()).generate("rain", max_new_tokens=4).guarantee == "exact", (
         "the others' cable is in"
     )
 
 
-def test_without_a_cable_an_exact_gate_fails_unless_told_otherwise(pool: DecoderPool) -> None:
+def test_after_a_cut_an_exact_gate_fails_by_default(pool: DecoderPool) -> None:
     with pytest.raises(CloudLost, match="the network is cut"):
         pool.decoder(RequestOptions(net="cut")).generate("rain", max_new_tokens=4)
     told = pool.decoder(RequestOptions(net="cut", on_cloud_loss="edge-only")).generate("rain", max_new_tokens=4)
@@ -388,7 +391,7 @@ def test_without_a_cable_an_exact_gate_fails_unless_told_otherwise(pool: Decoder
 def test_one_decoder_counts_right_while_many_use_it(pool: DecoderPool) -> None:
     """Its lookahead learns from all of them, and its outputs stay what they are."""
     decoder = pool.decoder(RequestOptions(k="auto", driver="pipelined"))
-    alone = {prompt: list(said("cloud-only", prompt, LENGTH)) for prompt in PROMPTS}
+    alone = {prompt: list(reference_tokens("cloud-only", prompt, LENGTH)) for prompt in PROMPTS}
     with ThreadPoolExecutor(8) as threads:
         results = list(threads.map(lambda prompt: decoder.generate(prompt, max_new_tokens=LENGTH), PROMPTS))
     assert [result.token_ids for result in results] == [alone[prompt] for prompt in PROMPTS]
@@ -430,7 +433,7 @@ def test_watching_tells_how_sure_the_drafter_was_of_each_token_and_changes_nothi
             for watch in (False, True)
         )
         assert [tokens(events) for events in (unwatched, watched)] == [
-            list(said("cloud-only", "Hello there", LENGTH))
+            list(reference_tokens("cloud-only", "Hello there", LENGTH))
         ] * 2
         assert not any(event.signals for event in unwatched)
         for event in watched:

@@ -17,9 +17,9 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.process import CLIPS, edge, figure, heard
 from outrider import Audio, SpeculativeDecoder, load_engine, local
 from outrider.decoding.detokenizer import REPLACEMENT_CHARACTER
+from tests.support.gateway_process import CLIPS, audio_request, metric_total, running_gateway
 
 pytestmark = pytest.mark.network
 
@@ -33,7 +33,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(f"me {KEY}\n")
     keys.chmod(0o600)
-    with edge("--api-keys", str(keys)) as (url, _):
+    with running_gateway("--api-keys", str(keys)) as (url, _):
         yield url
 
 
@@ -95,7 +95,7 @@ def test_text_for_a_pair_that_only_captions_is_warned_about(client: openai.OpenA
 
 def test_a_recording_is_captioned_streaming_and_not(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
     expected = decoder.generate(Audio(CLIPS / "zh-2.ogg", "detailed", "zh"))
-    body = heard("zh-2.ogg", extra_body={"outrider": {"task": "detailed", "lang": "zh"}})
+    body = audio_request("zh-2.ogg", extra_body={"outrider": {"task": "detailed", "lang": "zh"}})
     assert client.chat.completions.create(**body).choices[0].message.content == expected.text
     chunks = list(client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True}))
     assert content(chunks) == expected.text
@@ -106,7 +106,7 @@ def test_a_recording_is_captioned_streaming_and_not(client: openai.OpenAI, decod
 
 def test_a_question_takes_the_task_s_place(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
     question = "Sum up in one short sentence how this person speaks and the emotion it suggests."
-    body = heard("en-3.ogg")
+    body = audio_request("en-3.ogg")
     body["messages"][0]["content"].insert(0, {"type": "text", "text": question})
     expected = decoder.generate(Audio(CLIPS / "en-3.ogg", instruction=question))
     assert client.chat.completions.create(**body).choices[0].message.content == expected.text
@@ -115,11 +115,11 @@ def test_a_question_takes_the_task_s_place(client: openai.OpenAI, decoder: Specu
 def test_a_stop_string_ends_the_text_before_itself(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
     whole = str(decoder.generate(Audio(CLIPS / "en-5.ogg")).text)
     word = whole.split()[5]
-    reply = client.chat.completions.create(**heard("en-5.ogg", stop=[word]))
+    reply = client.chat.completions.create(**audio_request("en-5.ogg", stop=[word]))
     assert reply.choices[0].message.content == whole[: whole.index(word)]
     assert (reply.choices[0].finish_reason, reply.outrider["finish_reason"]) == ("stop", "stop")
     assert (
-        content(client.chat.completions.create(**heard("en-5.ogg", stop=word), stream=True))
+        content(client.chat.completions.create(**audio_request("en-5.ogg", stop=word), stream=True))
         == whole[: whole.index(word)]
     )
 
@@ -148,16 +148,18 @@ def test_eight_clients_at_once_get_the_same_texts_as_one(client: openai.OpenAI, 
     expected = [decoder.generate(Audio(CLIPS / name, lang=name[:2])).text for name in NAMES]
 
     def caption(name: str) -> str:
-        body = heard(name, stream=True, extra_body={"outrider": {"lang": name[:2]}})
+        body = audio_request(name, stream=True, extra_body={"outrider": {"lang": name[:2]}})
         return content(client.chat.completions.create(**body))
 
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(caption, NAMES)) == expected
 
 
-def test_tokens_say_who_decided_them_and_provisional_ones_come_first(client: openai.OpenAI) -> None:
+def test_tokens_carry_their_source_and_provisional_ones_come_first(client: openai.OpenAI) -> None:
     options = {"tokens": True, "provisional": True}
-    stream = list(client.chat.completions.create(**heard("en-1.ogg", stream=True, extra_body={"outrider": options})))
+    stream = list(
+        client.chat.completions.create(**audio_request("en-1.ogg", stream=True, extra_body={"outrider": options}))
+    )
     told = [t for chunk in stream for t in (getattr(chunk, "outrider", None) or {}).get("tokens", [])]
     assert {token["kind"] for token in told} == {"provisional", "confirmed", "revised"}
     assert told[0]["kind"] == "provisional"
@@ -172,9 +174,9 @@ def test_tokens_say_who_decided_them_and_provisional_ones_come_first(client: ope
     assert "".join(stands[:length]) == content(stream)
 
 
-def test_what_leaves_with_a_request_can_be_chosen_for_it(client: openai.OpenAI) -> None:
+def test_privacy_can_be_chosen_per_request(client: openai.OpenAI) -> None:
     def outcome(**options: Any) -> dict[str, Any]:
-        return client.chat.completions.create(**heard("en-1.ogg", extra_body={"outrider": options})).outrider  # type: ignore[no-any-return, attr-defined]
+        return client.chat.completions.create(**audio_request("en-1.ogg", extra_body={"outrider": options})).outrider  # type: ignore[no-any-return, attr-defined]
 
     assert outcome(way="edge-only")["stats"]["bytes_up"] == 0
     assert outcome(privacy="tokens")["stats"]["media_bytes_up"] == 0
@@ -203,25 +205,28 @@ def test_errors_are_those_of_the_client(url: str, client: openai.OpenAI) -> None
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_slot_within_a_second(stream: bool) -> None:
-    with edge() as (url, _), openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    with running_gateway() as (url, _), openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         ask: dict[str, Any] = {"model": "outrider", "prompt": "hello", "max_tokens": 800, "extra_body": LONG}
         if stream:
             running = client.completions.create(**ask, stream=True)
             next(iter(running))
-            assert figure(url, "outrider_edge_active") == 1
+            assert metric_total(url, "outrider_edge_active") == 1
             running.close()
         else:
             with pytest.raises(openai.APITimeoutError):
                 client.completions.create(**ask, timeout=0.2)
         left = time.monotonic()
-        while figure(url, "outrider_edge_active"):
+        while metric_total(url, "outrider_edge_active"):
             assert time.monotonic() - left < 1
             time.sleep(0.01)
-        assert figure(url, "outrider_edge_disconnects_total") == 1
+        assert metric_total(url, "outrider_edge_disconnects_total") == 1
 
 
 def test_a_stream_that_the_gateway_s_end_cuts_short_says_so() -> None:
-    with edge() as (url, process), openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    with (
+        running_gateway() as (url, process),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
         stream = client.completions.create(
             model="outrider", prompt="hello", max_tokens=800, stream=True, extra_body=LONG
         )
@@ -232,7 +237,7 @@ def test_a_stream_that_the_gateway_s_end_cuts_short_says_so() -> None:
 
 
 def test_without_a_cloud_it_is_an_edge_alone() -> None:
-    with edge("--cloud", "none") as (url, _), openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+    with running_gateway("--cloud", "none") as (url, _), openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         reply = client.completions.create(model="outrider", prompt="hello", max_tokens=5)
         assert reply.outrider["guarantee"] == "edge-only"  # type: ignore[attr-defined]
 
@@ -268,7 +273,7 @@ def refused(*options: str) -> str:
 
 
 def test_logs_hold_no_user_s_text(tmp_path: Path) -> None:
-    with edge("--verbose", "--log-format", "json") as (url, process):
+    with running_gateway("--verbose", "--log-format", "json") as (url, process):
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             client.completions.create(model="outrider", prompt="secretword", max_tokens=3)
             with pytest.raises(openai.APIError):

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import soundfile
 
-import chromium
-from chromium import Page
 from outrider.engines.load import BUNDLED
-from tests.gateway.page_common import CHROMIUM, NEEDS, TEXT, faults, run, status, strip, tip
+from tests.support import chromium
+from tests.support.chromium import Page
+from tests.support.gateway_page import CHROMIUM, NEEDS, TEXT, faults, shown_text, status, submit_prompt, tooltip
 
 pytestmark = NEEDS
 MICROPHONE = ("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream")  # it beeps
@@ -107,12 +107,12 @@ def test_a_clip_is_captioned_by_a_click_and_streams(fresh: Page) -> None:
     assert fresh.evaluate("document.getElementById('output').getAttribute('aria-busy')") == "true"
     assert fresh.evaluate("document.querySelector('.verdict').hidden")
     assert wait(fresh) == "Done"
-    assert len(strip(fresh)) > 20
+    assert len(shown_text(fresh)) > 20
     assert text_of(fresh, ".word") == "exact"
-    assert strip(fresh).strip() in fresh.evaluate("document.getElementById('said').textContent")
+    assert shown_text(fresh).strip() in fresh.evaluate("document.getElementById('said').textContent")
 
 
-def test_tokens_are_coloured_by_who_decided_them(fresh: Page) -> None:
+def test_tokens_are_coloured_by_their_source(fresh: Page) -> None:
     put(fresh, "gate", "signal")
     put(fresh, "threshold", "0.3")
     caption(fresh)
@@ -131,8 +131,8 @@ def test_tokens_are_coloured_by_who_decided_them(fresh: Page) -> None:
     assert text_of(fresh, ".word") == "best-effort"
 
 
-def test_what_is_set_goes_with_the_next_run(fresh: Page) -> None:
-    run(fresh, "Hello")
+def test_changed_settings_apply_to_the_next_run(fresh: Page) -> None:
+    submit_prompt(fresh, "Hello")
     wait(fresh)
     put(fresh, "gate", "signal")
     put(fresh, "signal", "margin")
@@ -186,7 +186,7 @@ def test_cutting_the_cable_cuts_the_run_in_progress(fresh: Page) -> None:
     assert faults(fresh) == []
 
 
-def test_what_was_gained_is_said_in_one_sentence(fresh: Page) -> None:
+def test_the_gain_is_shown_in_one_sentence(fresh: Page) -> None:
     put(fresh, "gate", "signal")
     assert text_of(fresh, "#threshold-said") == "0.30", "the threshold that the documentation shows"
     caption(fresh)
@@ -233,7 +233,7 @@ def test_a_column_that_fails_leaves_the_others(fresh: Page) -> None:
     assert fresh.evaluate(failed) == [False, False, True]
 
 
-def test_an_error_is_said_in_words(fresh: Page) -> None:
+def test_an_error_is_shown_as_a_sentence(fresh: Page) -> None:
     put(fresh, "max-tokens", "1000000")
     caption(fresh)
     said = wait(fresh)
@@ -248,7 +248,7 @@ def test_an_error_is_said_in_words(fresh: Page) -> None:
     assert "k) is 1 to 64, or auto, not “65”" in wait(fresh)
 
 
-def test_everything_works_by_keys(fresh: Page) -> None:
+def test_every_control_works_with_the_keyboard(fresh: Page) -> None:
     put(fresh, "max-tokens", "12")
     fresh.evaluate("document.querySelectorAll('.clip')[1].focus()")
     fresh.press("Enter")
@@ -306,21 +306,21 @@ def test_every_stop_of_the_tab_key_has_a_name(fresh: Page) -> None:
     assert [node for node in shown if not node.get("name", {}).get("value")] == []
 
 
-def test_a_token_says_who_decided_it(fresh: Page) -> None:
+def test_a_token_s_tooltip_names_its_source(fresh: Page) -> None:
     caption(fresh)
     wait(fresh)
     fresh.evaluate("document.querySelector('.strip .t').focus()")
-    assert (tip(fresh) or "").startswith("token 1, id ")
-    assert "entropy" in (tip(fresh) or "")
+    assert (tooltip(fresh) or "").startswith("token 1, id ")
+    assert "entropy" in (tooltip(fresh) or "")
     fresh.press("ArrowRight")
-    assert (tip(fresh) or "").startswith("token 2, id ")
+    assert (tooltip(fresh) or "").startswith("token 2, id ")
     assert fresh.evaluate("document.querySelectorAll('.line .cursor').length") == 1
     fresh.press("Escape")
-    assert tip(fresh) is None
+    assert tooltip(fresh) is None
     x, y = fresh.evaluate("""(box => [box.left + 60, box.top + 40])(document.querySelector('.line svg')
         .getBoundingClientRect())""")
     fresh.hover(x, y)
-    assert (tip(fresh) or "").startswith("token ")
+    assert (tooltip(fresh) or "").startswith("token ")
 
 
 @pytest.mark.parametrize("width", [1280, 390, 320])
@@ -353,7 +353,8 @@ def test_a_file_is_sent_as_16_khz_mono(fresh: Page, tmp_path: Path) -> None:
     assert np.corrcoef(sent[: len(wave)], wave[: len(sent)])[0, 1] > 0.99
     (tmp_path / "none.wav").write_bytes(b"this is no recording")
     fresh.upload("#file", tmp_path / "none.wav")
-    fresh.until("document.getElementById('status').textContent.startsWith('none.wav: The browser cannot read this recording')", 10)
+    refusal = "none.wav: The browser cannot read this recording"
+    fresh.until(f"document.getElementById('status').textContent.startsWith('{refusal}')")
 
 
 def test_a_clip_can_be_played_and_stopped(fresh: Page) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-import chromium
-from chromium import Page
-from tests.gateway.fake_server import Script, StandIn, ended, standing_in, token, tokens
-from tests.gateway.page_common import CHROMIUM, NEEDS, faults, run, status, strip, tip
+from tests.support import chromium
+from tests.support.chromium import Page
+from tests.support.fake_gateway import Script, StandIn, ended, standing_in, token, tokens
+from tests.support.gateway_page import CHROMIUM, NEEDS, faults, shown_text, status, submit_prompt, tooltip
 
 pytestmark = NEEDS
 
@@ -35,7 +35,7 @@ def play(page: Page, server: StandIn, script: Script, *, width: int = 1280) -> S
     server.script = script
     page.open(server.url, width)
     page.until("document.getElementById('version').textContent", 5)
-    run(page, "Hello")
+    submit_prompt(page, "Hello")
     return script
 
 
@@ -54,7 +54,7 @@ def test_a_stream_may_be_cut_anywhere(page: Page, server: StandIn, size: int, en
     whole = (b": a comment\n\n" + tokens(*text(pieces)) + ended()).replace(b"\n", ending)
     play(page, server, Script([whole[at : at + size] for at in range(0, len(whole), size)]))
     wait(page, "Done")
-    assert strip(page) == "".join(pieces)
+    assert shown_text(page) == "".join(pieces)
     assert faults(page) == []
 
 
@@ -63,20 +63,20 @@ def test_a_revised_token_voids_what_is_behind_it(page: Page, server: StandIn) ->
     verdict = [token("confirmed", 0, " w0", "accepted"), token("revised", 1, " new", "correction", signals=None)]
     play(page, server, Script([tokens(*drafts), tokens(*verdict), ended()]))
     wait(page, "Done")
-    assert strip(page) == " w0 new"
+    assert shown_text(page) == " w0 new"
     page.evaluate("document.querySelector('.strip .c').focus()")
-    assert "the edge had drafted “ w1”" in (tip(page) or "")
-    assert "corrected by the cloud" in (tip(page) or "")
-    assert "entropy 0.100" in (tip(page) or "")
+    assert "the edge had drafted “ w1”" in (tooltip(page) or "")
+    assert "corrected by the cloud" in (tooltip(page) or "")
+    assert "entropy 0.100" in (tooltip(page) or "")
 
 
 def test_a_repair_takes_back_what_was_confirmed(page: Page, server: StandIn) -> None:
     repaired = tokens(token("revised", 1, " new", "correction", signals=None))
     play(page, server, Script([tokens(*text([" w0", " w1", " w2", " w3"], "edge")), repaired, ended()], pause=0.3))
     page.until("document.querySelectorAll('.strip .c').length === 1", 10)
-    assert strip(page) == " w0 new", "at once, not only at the end"
+    assert shown_text(page) == " w0 new", "at once, not only at the end"
     wait(page, "Done")
-    assert strip(page) == " w0 new"
+    assert shown_text(page) == " w0 new"
     assert "The cloud decided 1 of 2 tokens" in page.evaluate("document.querySelector('.share p').textContent")
 
 
@@ -87,16 +87,16 @@ def test_drafts_are_faint_until_they_are_decided(page: Page, server: StandIn) ->
     page.until("document.querySelectorAll('.strip .p').length === 3", 5)
     page.until("document.querySelectorAll('.strip .a').length === 2", 5)
     wait(page, "Done")
-    assert strip(page) == " w0 w1", "what is still provisional at the end is void"
+    assert shown_text(page) == " w0 w1", "what is still provisional at the end is void"
 
 
-def test_an_error_in_mid_stream_is_said_and_the_text_stays(page: Page, server: StandIn) -> None:
+def test_an_error_in_mid_stream_is_shown_and_the_text_stays(page: Page, server: StandIn) -> None:
     error = {"message": "the cloud does not answer", "type": "cloud_error", "param": None, "code": None}
     broken = b"data: " + json.dumps({"error": error}).encode() + b"\n\n"
     play(page, server, Script([tokens(*text(["so", " far"])), broken]))
     wait(page, "the cloud does not answer")
     assert page.evaluate("document.querySelector('.fault').textContent") == "the cloud does not answer"
-    assert strip(page) == "so far"
+    assert shown_text(page) == "so far"
     assert page.evaluate("document.getElementById('stop').getAttribute('aria-disabled')") == "true"
 
 
@@ -114,7 +114,7 @@ def test_a_stream_that_ends_too_early_is_no_answer(page: Page, server: StandIn) 
         (429, {"Retry-After": "3"}, "outrider.gate: no such gate. Try again in 3 s."),
     ],
 )
-def test_a_refusal_is_said_in_words(
+def test_a_refusal_is_shown_as_a_sentence(
     page: Page, server: StandIn, status_: int, headers: dict[str, str], said: str
 ) -> None:
     error = {"message": "no such gate", "type": "invalid_request_error", "param": "outrider.gate", "code": None}
@@ -130,9 +130,9 @@ def test_a_key_is_asked_for_only_when_it_is_needed(page: Page, server: StandIn) 
     page.type("sesame")
     page.press("Enter")
     page.until("document.getElementById('key-form').hidden", 5)
-    run(page, "Hello")
+    submit_prompt(page, "Hello")
     wait(page, "Done")
-    assert strip(page) == "in"
+    assert shown_text(page) == "in"
     assert page.evaluate("Object.keys(localStorage).length + Object.keys(sessionStorage).length") == 0
 
 
@@ -140,14 +140,14 @@ def test_a_key_that_is_no_longer_taken_is_asked_for_again(page: Page, server: St
     script = play(page, server, Script([tokens(*text(["in"])), ended()], audio=True))
     wait(page, "Done")
     script.key, script.status, script.error = "sesame", 401, {"message": "This key is not known.", "param": None}
-    run(page, "Hello")
+    submit_prompt(page, "Hello")
     wait(page, "This key is not known.")
     script.status = 200
     page.evaluate("document.getElementById('key').focus()")
     page.type("sesame")
     page.press("Enter")
     page.until("document.getElementById('key-form').hidden", 5)
-    run(page, "Hello")
+    submit_prompt(page, "Hello")
     wait(page, "Done")
     assert page.evaluate("document.getElementById('max-tokens').value") == "99", "as the gateway was started"
     assert faults(page)[-1]["params"]["entry"]["text"].startswith("Failed to load resource"), "the 401 alone"
@@ -213,7 +213,7 @@ def test_escape_stops_and_the_gateway_sees_it(page: Page, server: StandIn) -> No
     page.press("Escape")
     wait(page, "Stopped")
     assert script.left.wait(5)
-    assert len(strip(page)) > 20
+    assert len(shown_text(page)) > 20
 
 
 def test_another_run_stops_the_one_before(page: Page, server: StandIn) -> None:
@@ -221,9 +221,9 @@ def test_another_run_stops_the_one_before(page: Page, server: StandIn) -> None:
     first = play(page, server, Script([*pieces, ended()], pause=0.005))
     page.until("document.querySelectorAll('.strip .t').length > 5", 10)
     server.script = Script([tokens(*text(["new"])), ended()])
-    run(page, "Again")
+    submit_prompt(page, "Again")
     wait(page, "Done")
-    assert strip(page) == "new"
+    assert shown_text(page) == "new"
     assert first.left.wait(5)
 
 
@@ -235,7 +235,7 @@ def test_thousands_of_tokens_stay_fluid(page: Page, server: StandIn) -> None:
     page.evaluate("""(() => { window.gap = 0; let last = performance.now();
         (function frame() { const now = performance.now(); window.gap = Math.max(window.gap, now - last); last = now;
         requestAnimationFrame(frame); })(); })()""")
-    run(page, "Hello")
+    submit_prompt(page, "Hello")
     wait(page, "Done")
     assert page.evaluate("document.querySelectorAll('.strip .t').length") == 5000
     assert page.evaluate("window.gap") < 1000, "ms between two frames, on a machine that others use too"
@@ -251,11 +251,11 @@ def test_a_piece_is_text_and_nothing_else(page: Page, server: StandIn) -> None:
     assert faults(page) == []
 
 
-def test_a_gateway_that_is_gone_is_said(page: Page) -> None:
+def test_a_lost_gateway_is_shown(page: Page) -> None:
     with standing_in() as server:
         page.open(server.url, 1280)
         page.until("document.getElementById('version').textContent", 5)
-    run(page, "Hello")
+    submit_prompt(page, "Hello")
     wait(page, "The gateway cannot be reached")
     assert "Is outrider edge still running?" in status(page)
 

@@ -118,7 +118,7 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
     assert chat(**nothing, service_tier="auto").settings == chat().settings
 
 
-def test_what_was_not_used_is_told() -> None:
+def test_ignored_fields_are_reported() -> None:
     assert chat(user="me", metadata={"a": "b"}).notes == (
         "user was not used: the gateway stores nothing about users",
         "metadata was not used: the gateway stores nothing",
@@ -306,7 +306,7 @@ def test_a_setting_that_stands_in_outrider_is_pointed_at() -> None:
         chat(top_k=5)
 
 
-def test_a_model_that_does_not_hear_says_so() -> None:
+def test_audio_for_a_text_model_is_refused() -> None:
     with pytest.raises(RequestError, match="takes no audio"):
         chat(messages=said(recording()))
 
@@ -411,7 +411,7 @@ def test_what_is_no_recording_is_named_without_our_objects() -> None:
     assert "0x" not in str(refused.value)
 
 
-def test_a_way_that_nobody_chose_is_not_called_a_choice() -> None:
+def test_a_contradiction_of_the_default_mode_names_the_default() -> None:
     with pytest.raises(RequestError, match="this gateway's default"):
         chat(Defaults(RequestOptions("edge-only")), outrider={"gate": "entropy:1"})
 
@@ -467,7 +467,7 @@ def test_another_model_is_not_found() -> None:
         b'{"model":"outrider","messages":[{"role":"user","content":"\\ud800"}]}',
     ],
 )
-def test_what_is_no_request_is_refused(body: bytes) -> None:
+def test_a_body_of_another_shape_is_refused(body: bytes) -> None:
     with pytest.raises(RequestError) as refused:
         validate_body(ChatRequest, body)
     assert refused.value.status == 400
@@ -540,7 +540,7 @@ BODY = {"model": "outrider", "messages": [{"role": "user", "content": "hi"}]}
 
 @pytest.mark.parametrize("field", ["store", "logprobs"])
 @pytest.mark.parametrize("value", [0, 0.0, "", []])
-def test_what_only_equals_false_is_not_false(field: str, value: object) -> None:
+def test_values_that_equal_false_are_not_taken_as_false(field: str, value: object) -> None:
     with pytest.raises(RequestError) as refused:
         validate_body(ChatRequest, json.dumps({**BODY, field: value}).encode())
     assert refused.value.param == field

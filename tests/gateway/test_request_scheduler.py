@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from fakes import HashRows, ScriptedEngine
+from benchmarks.link_thread import LinkThread
 from outrider import CloudLost, PromptError, Result, SettingsError, StreamEvent
 from outrider.edge import drafter as drafting
 from outrider.engines.base import SequenceInput
@@ -27,11 +27,11 @@ from outrider.gateway.request_scheduler import (
     RequestScheduler,
     ShuttingDown,
 )
-from outrider.netem.thread import LinkThread
 from outrider.verifiers.connect import connect
-from tests.cloud.common import SOON
-from tests.cloud.serving import Served, serving
-from tests.gateway.pairs import PROMPTS, clouded, edge, pooled, said
+from tests.support.cloud_server import Served, serving
+from tests.support.cloud_service import SOON
+from tests.support.fakes import HashRows, ScriptedEngine
+from tests.support.gateway_pair import PROMPTS, demo_edge, reference_tokens, running_pool, serving_demo_cloud
 
 V = 32
 ALONE = RequestOptions("edge-only")
@@ -89,19 +89,19 @@ def threads() -> int:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with clouded() as running:
+    with serving_demo_cloud() as running:
         yield running
 
 
 @pytest.mark.parametrize(
     "options", [RequestOptions(), RequestOptions(driver="pipelined", k="auto"), RequestOptions("edge-only")], ids=str
 )
-def test_32_at_once_say_what_they_say_one_at_a_time(served: Served, options: RequestOptions) -> None:
+def test_32_concurrent_generations_equal_sequential_ones(served: Served, options: RequestOptions) -> None:
     prompts = PROMPTS * 4
     way = "cloud-only" if options.way == "speculative" else "edge-only"
 
     async def body() -> None:
-        with pooled(served) as pool:
+        with running_pool(served) as pool:
             scheduler = RequestScheduler(pool, slots=8, queue=64)
             results = await asyncio.gather(
                 *(
@@ -109,18 +109,18 @@ def test_32_at_once_say_what_they_say_one_at_a_time(served: Served, options: Req
                     for n, prompt in enumerate(prompts)
                 )
             )
-            assert [tuple(result.token_ids) for result in results] == [said(way, p, 20) for p in prompts]
+            assert [tuple(result.token_ids) for result in results] == [reference_tokens(way, p, 20) for p in prompts]
             assert {result.guarantee for result in results} == {"exact" if way == "cloud-only" else "edge-only"}
             assert (scheduler.active, scheduler.waiting) == (0, 0)
             await scheduler.close()
 
     work(body)
-    assert edge()._cache.in_use == 0
+    assert demo_edge()._cache.in_use == 0
 
 
 def test_events_come_in_order_and_make_the_text(served: Served) -> None:
     async def body() -> None:
-        with pooled(served) as pool:
+        with running_pool(served) as pool:
             scheduler = RequestScheduler(pool)
             task = await scheduler.start("me", "Hello there", {"max_new_tokens": 20}, RequestOptions(watch=True))
             with pytest.raises(StateError):
@@ -137,9 +137,9 @@ def test_events_come_in_order_and_make_the_text(served: Served) -> None:
 
 
 @pytest.mark.parametrize("provisional", [False, True])
-def test_drafted_tokens_are_told_at_once_to_who_wants_them(served: Served, provisional: bool) -> None:
+def test_drafted_tokens_are_sent_at_once_on_request(served: Served, provisional: bool) -> None:
     async def body() -> None:
-        with pooled(served) as pool:
+        with running_pool(served) as pool:
             scheduler, options = RequestScheduler(pool), RequestOptions(net="rtt=50ms")
             task = await scheduler.start("me", "Hello there", {"max_new_tokens": 20}, options, provisional=provisional)
             first = await anext(task)
@@ -176,7 +176,7 @@ def test_what_cannot_be_used_is_raised_from_start_and_computes_nothing() -> None
     work(body)
 
 
-def test_a_cloud_that_is_lost_is_told_where_it_is_lost() -> None:
+def test_an_unreachable_cloud_is_raised_from_start() -> None:
     async def body() -> None:
         pool = DecoderPool(Held(), lambda net: connect("grpc://127.0.0.1:9", patience=0.1, net=net))
         scheduler = RequestScheduler(pool)
@@ -189,7 +189,7 @@ def test_a_cloud_that_is_lost_is_told_where_it_is_lost() -> None:
     work(body)
 
 
-def test_what_breaks_in_the_middle_ends_the_iteration_with_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_during_generation_is_raised_by_the_iterator(caplog: pytest.LogCaptureFixture) -> None:
     class Breaks(Held):
         def forward_many(self, feeds: Seq[SequenceInput]) -> list[Tensor]:
             if self.forwards == 9:
@@ -433,7 +433,7 @@ def test_a_generation_s_time_is_limited() -> None:
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_a_network_of_long_delays_holds_a_slot_no_longer_than_the_limit(served: Served, driver: Any) -> None:
     async def body() -> None:
-        with pooled(served) as pool:
+        with running_pool(served) as pool:
             scheduler = RequestScheduler(pool, slots=1, seconds=0.5)
             options = RequestOptions(net="rtt=3600s", on_cloud_loss="wait", driver=driver)
             with pytest.raises(GenerationTimeout):
@@ -444,7 +444,7 @@ def test_a_network_of_long_delays_holds_a_slot_no_longer_than_the_limit(served: 
     work(body)
 
 
-def test_who_leaves_the_queue_is_not_called() -> None:
+def test_a_task_that_left_the_queue_is_never_started() -> None:
     engine = Held()
 
     async def body() -> None:
@@ -465,7 +465,7 @@ def test_who_leaves_the_queue_is_not_called() -> None:
     work(body)
 
 
-def test_who_is_cancelled_at_the_moment_of_being_called_passes_the_slot_on() -> None:
+def test_a_task_cancelled_while_starting_passes_its_slot_on() -> None:
     engine = Held()
 
     async def body() -> None:
@@ -606,7 +606,7 @@ STALLED = [
 
 @pytest.mark.parametrize("options", STALLED, ids=str)
 @pytest.mark.parametrize("again", [False, True], ids=["first", "later"])
-def test_who_waits_for_a_silent_cloud_is_let_go_at_once(options: RequestOptions, again: bool) -> None:
+def test_a_task_waiting_for_a_silent_cloud_is_cancelled_at_once(options: RequestOptions, again: bool) -> None:
     settings = {"max_new_tokens": 240, "ignore_eos": True}
     with stalling(Quiet(seconds=0.03)) as (pool, served, link, engine):
 
@@ -659,7 +659,7 @@ def test_the_cloud_session_ends_within_a_second(options: RequestOptions) -> None
         work(body)
 
 
-def test_a_cloud_that_does_not_even_say_who_it_is_is_left_at_once() -> None:
+def test_a_cloud_without_a_handshake_is_given_up_at_once() -> None:
     with stalling(Quiet()) as (pool, _, link, _):
 
         async def body() -> None:

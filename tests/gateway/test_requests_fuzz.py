@@ -11,10 +11,10 @@ def test_hostile_requests_do_no_harm() -> None:
     assert fuzz(15, seed=1)
 
 
-def test_what_was_found_stays_fixed() -> None:
+def test_earlier_findings_stay_fixed() -> None:
     import random
 
-    from gateway.scripted import serving
+    from tests.support.scripted_gateway import serving
 
     with serving() as running:
         for seed in FOUND:

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gateway.scripted import event, result_of
 from outrider.api import StreamEvent
 from outrider.decoding.detokenizer import REPLACEMENT_CHARACTER
 from outrider.decoding.incremental_text import IncrementalDetokenizer
@@ -23,6 +22,7 @@ from outrider.gateway.decoder_pool import RequestOptions
 from outrider.gateway.request_parsing import ParsedRequest
 from outrider.gateway.response_building import DONE, Answer, StableText, TokenReports, usage, visible_text
 from outrider.sampling.sampler import Signals
+from tests.support.scripted_gateway import event, result_of
 
 LETTERS = st.text(alphabet="ab社区👩‍👩‍👧é\n ", max_size=24)
 
@@ -89,7 +89,7 @@ def test_a_stop_string_ends_the_text_and_no_part_of_it_goes_out(
     assert "".join(deltas) + stable.end(result) == expected == visible_text(result, stop)
 
 
-def test_what_could_begin_a_stop_string_is_held_back_and_no_more() -> None:
+def test_only_a_possible_stop_string_prefix_is_held_back() -> None:
     stable = StableText(["END"])
     assert stable.add([event(0, "a E")]) == "a "
     assert stable.add([event(1, "N")]) == ""
@@ -142,7 +142,7 @@ def signalled(index: int, token: int, kind: str) -> StreamEvent:
     return StreamEvent(kind, index, token, "t", Source.ACCEPTED, Signals(1.0, 0.5, 0.2, 0.3))  # type: ignore[arg-type]
 
 
-def test_tokens_are_told_as_confirmed_with_the_signals_of_their_draft() -> None:
+def test_confirmed_tokens_carry_the_signals_of_their_draft() -> None:
     tokens = TokenReports()
     assert tokens.add([signalled(0, 7, "provisional")]) == []
     (report,) = tokens.add([event(0, "t", token=7)])
@@ -157,7 +157,7 @@ def test_a_token_in_another_s_place_has_not_its_signals() -> None:
     assert report["signals"] is None
 
 
-def test_provisional_tokens_are_told_when_asked_for() -> None:
+def test_provisional_tokens_are_sent_on_request() -> None:
     assert [r["kind"] for r in TokenReports(provisional=True).add([signalled(0, 7, "provisional")])] == ["provisional"]
 
 
@@ -197,7 +197,7 @@ def test_bodies_are_what_the_document_says(chat: bool, reply: type[response_sche
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_a_stream_says_who_speaks_then_text_then_why_it_ended_then_usage(chat: bool) -> None:
+def test_a_stream_sends_role_text_finish_reason_and_usage_in_order(chat: bool) -> None:
     answer = Answer(asked(stream=True, include_usage=True), chat=chat)
     said = events_of(answer.chunk([event(0, "a")]) + answer.chunk([event(1, "")]) + answer.chunk([event(2, "b")]))
     end = answer.last(result_of("ab", 3))
@@ -213,7 +213,7 @@ def test_a_stream_says_who_speaks_then_text_then_why_it_ended_then_usage(chat: b
     assert len({e["id"] for e in said}) == 1
 
 
-def test_without_a_word_said_a_stream_still_has_its_opening() -> None:
+def test_an_empty_stream_still_has_its_opening() -> None:
     said = events_of(Answer(asked(stream=True), chat=True).last(result_of("", 1)))
     assert said[0]["choices"][0]["delta"]["role"] == "assistant"
 

@@ -15,18 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fakes import HashRows, ScriptedEngine
 from outrider.decoding.actions import Proposal
 from outrider.engines.base import Prompt, SequenceInput, as_device_sampler, forward_or_sample
-from outrider.engines.batching import PREFILL_CHUNK
+from outrider.engines.scheduler import PREFILL_CHUNK
 from outrider.engines.torch.engine import TorchEngine
 from outrider.errors import ModelError, StateError
 from outrider.gateway.shared_engine import SharedEngine
 from outrider.sampling.policy import Policy
 from outrider.sampling.sampler import SampledToken
-from tests.cloud.common import SOON, eventually
-from tests.engines.tiny import engine as tiny
-from tests.engines.tiny import model
+from tests.support.cloud_service import SOON, eventually
+from tests.support.fakes import HashRows, ScriptedEngine
+from tests.support.tiny_text_models import engine as tiny
+from tests.support.tiny_text_models import model
 
 V = 32
 ROWS = HashRows(7, V, memory=6)
@@ -80,9 +80,11 @@ class Held6:
 
     def ask(self, n: int, ids: Seq[int], rows: int = 1) -> Future[Tensor]:
         """One more that waits."""
-        before = len(self.shared._waiting)
+        before = len(self.shared._scheduler.requests)
         future = self._threads.submit(self.shared.forward, self.slots[n], ids, rows)
-        eventually(lambda: len(self.shared._waiting) > before or future.done() or not self.shared._busy or n == 0)
+        eventually(
+            lambda: len(self.shared._scheduler.requests) > before or future.done() or not self.shared._busy or n == 0
+        )
         return future
 
 
@@ -93,7 +95,7 @@ def row(*prefix: int) -> Tensor:
 # Together ---------------------------------------------------------------------------------------------------------
 
 
-def test_who_waits_is_read_in_one_forward_by_whoever_has_the_turn(threads: ThreadPoolExecutor) -> None:
+def test_waiting_requests_share_one_forward(threads: ThreadPoolExecutor) -> None:
     held = Held6(threads)
     others = [held.ask(n, [1, n]) for n in range(1, 6)]
     held.engine.go.set()
@@ -148,7 +150,7 @@ def test_rolling_back_and_asking_for_the_length_do_not_wait(threads: ThreadPoolE
     assert torch.equal(held.ask(1, [7]).result(SOON)[0], row(1, 7))
 
 
-def test_nobody_is_passed_over(threads: ThreadPoolExecutor) -> None:
+def test_the_oldest_request_is_in_the_next_forward(threads: ThreadPoolExecutor) -> None:
     """The oldest is always in the next forward, however many that would fit together have come after it."""
     held = Held6(threads)
     wide = held.ask(1, [1] * 60)
@@ -162,7 +164,7 @@ def test_nobody_is_passed_over(threads: ThreadPoolExecutor) -> None:
 # Failures ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_feed_that_fails_fails_nobody_else(threads: ThreadPoolExecutor) -> None:
+def test_a_failing_input_fails_no_other_request(threads: ThreadPoolExecutor) -> None:
     held = Held6(threads, bad=31)
     good = [held.ask(n, [1, n]) for n in (1, 2)]
     bad = held.ask(3, [1, 31])
@@ -333,6 +335,27 @@ def test_many_threads_at_once_are_all_answered() -> None:
         assert all(threads.map(work, range(16)))
     assert not engine.slots
     assert max(map(len, engine.batches)) > 1
+
+
+def test_long_prompts_of_many_threads_are_computed_to_their_end() -> None:
+    engine = ScriptedEngine(ROWS, V)
+    shared = SharedEngine(engine)
+
+    def work(n: int) -> bool:
+        slot = shared.open(Prompt((1,)))
+        for count in (300 + 100 * n, 5, 700, 256 + n):
+            shared.truncate(slot, 0)
+            ids = [1, *((n * i) % V for i in range(1, count))]
+            rows = shared.forward(slot, ids, 2)
+            if shared.kv_len(slot) != count or not torch.equal(rows, torch.stack([row(*ids[-7:-1]), row(*ids[-6:])])):
+                return False
+        shared.close(slot)
+        return True
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(work, range(8)))
+    assert not engine.slots
+    assert not shared._busy
 
 
 def test_closing_frees_the_engines_slot_at_once() -> None:

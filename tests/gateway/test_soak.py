@@ -22,8 +22,8 @@ import openai
 import psutil
 import pytest
 
-from gateway.process import CLIPS, edge, figure, heard
 from outrider import Audio, SpeculativeDecoder, load_engine
+from tests.support.gateway_process import CLIPS, audio_request, metric_total, running_gateway
 
 pytestmark = pytest.mark.soak
 
@@ -62,7 +62,7 @@ def jobs() -> list[Job]:
     for clip in json.loads((CLIPS / "clips.json").read_text(encoding="utf-8")):
         options = {"outrider": {"lang": clip["lang"], "on_loop": "ignore"}}
         text = plain.generate(Audio(CLIPS / clip["file"], lang=clip["lang"])).text
-        made.append(Job(heard(clip["file"], extra_body=options), True, str(text)))
+        made.append(Job(audio_request(clip["file"], extra_body=options), True, str(text)))
     for prompt in PROMPTS:
         body = {"model": "outrider", "prompt": prompt, "max_tokens": 48}
         text = plain.generate(prompt, max_new_tokens=48).text
@@ -110,7 +110,7 @@ def releases(url: str, count: int = 10) -> list[float]:
             for lines in kept:
                 first_data(lines)
             waiting = stack.enter_context(httpx2.stream("POST", f"{url}/v1/completions", json=short, timeout=120))
-            assert figure(url, "outrider_edge_waiting") == 1, "it has no slot before somebody leaves"
+            assert metric_total(url, "outrider_edge_waiting") == 1, "it has no slot before somebody leaves"
             left = time.monotonic()
             streams[0].close()
             first_data(waiting.iter_lines())
@@ -130,7 +130,7 @@ def memory(process: psutil.Process) -> dict[str, int]:
 
 def test_many_clients_for_minutes() -> None:
     ready, found = jobs(), Found()
-    with edge("--slots", str(SLOTS), "--queue", str(2 * CLIENTS)) as (url, child):
+    with running_gateway("--slots", str(SLOTS), "--queue", str(2 * CLIENTS)) as (url, child):
         process, began = psutil.Process(child.pid), time.monotonic()
         until = began + SECONDS
         with ThreadPoolExecutor(CLIENTS) as threads:
@@ -141,9 +141,9 @@ def test_many_clients_for_minutes() -> None:
                 each.result()
         late = memory(process)
         deadline = time.monotonic() + 1
-        while figure(url, "outrider_edge_active") and time.monotonic() < deadline:
+        while metric_total(url, "outrider_edge_active") and time.monotonic() < deadline:
             time.sleep(0.02)
-        active = figure(url, "outrider_edge_active")
+        active = metric_total(url, "outrider_edge_active")
         found.freed = releases(url)
     figures = {
         "seconds": round(time.monotonic() - began, 1),

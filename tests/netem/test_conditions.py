@@ -55,7 +55,7 @@ def test_equal_bandwidths_are_written_once(rtt: float, bandwidth: float) -> None
         ("rtt=0ms", Conditions()),
     ],
 )
-def test_reading(text: str, wanted: Conditions) -> None:
+def test_conditions_are_parsed(text: str, wanted: Conditions) -> None:
     assert parse_conditions(text) == wanted
 
 
@@ -118,7 +118,7 @@ def test_stalls_need_both_times(values: dict[str, float]) -> None:
 
 
 @given(st.text(max_size=30) | st.from_regex(r"(rtt|bw|stall|cut)=[0-9.:a-zA-Z]*", fullmatch=True))
-def test_no_other_error(text: str) -> None:
+def test_any_text_is_parsed_or_is_a_settings_error(text: str) -> None:
     try:
         found = parse_conditions(text)
     except SettingsError:

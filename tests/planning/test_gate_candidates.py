@@ -6,8 +6,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from tests.planning import adversaries
-from tests.planning.test_simulator import COSTS
 
 from outrider.decoding.gate import SIGNAL_NAMES, Signals, Threshold
 from outrider.planning.gate_candidates import CLOUD_SHARES, evaluate_signal, frontier, thresholds
@@ -15,13 +13,15 @@ from outrider.planning.planner import Goal, Planner
 from outrider.planning.simulator import Setup, replay, summarise
 from outrider.planning.sweep import sweep
 from outrider.planning.traces import Trace
+from tests.support import adversaries
+from tests.support.synthetic_traces import COSTS
 
 TRACES = [adversaries.trace(adversaries.PAIRS["honest"](seed)) for seed in range(16)]
 
 
 @pytest.mark.parametrize("k", [1, 5])
 @pytest.mark.parametrize("signal", SIGNAL_NAMES)
-def test_what_is_tried_is_what_a_simulation_says(k: int, signal: str) -> None:
+def test_candidate_gates_are_rated_as_the_simulation_rates_them(k: int, signal: str) -> None:
     tried = evaluate_signal(TRACES, k, signal)  # type: ignore[arg-type]
     for n in range(0, len(tried.thresholds), 40):
         found = summarise(replay(TRACES, Setup(gate=tried.thresholds[n], k=k), COSTS))
@@ -82,7 +82,7 @@ def test_few_traces_do_not_recommend_the_edge_alone(outputs: int, wrong: int) ->
     assert ranking.best.summary.cloud_share > 0.0
 
 
-def test_many_traces_do() -> None:
+def test_enough_traces_allow_the_edge_alone() -> None:
     ranking = Planner(nearly_right(1500, 0, length=3), COSTS, ks=(3,)).rank(Goal("quality", 0.005))
     assert ranking.best.name == "edge-only"
 

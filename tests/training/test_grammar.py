@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+
 from training.grammar import VALUES, caption, combinations, emotion, parse, stated
 from training.phrases import CONCISE, DEFAULT, DETAILED, EMOTIONS
 from training.sentences import sentences
@@ -39,7 +40,7 @@ def test_captions_are_varied() -> None:
         assert len({caption(a, task, lang) for a in combinations()}) == len(list(combinations()))
 
 
-def test_parse_ignores_what_is_not_said() -> None:
+def test_parse_ignores_unstated_attributes() -> None:
     assert parse("", "en") == {}
     assert parse("The speaker talks fast", "en") == {"rate": "fast"}
 

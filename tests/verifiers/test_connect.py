@@ -38,7 +38,7 @@ from outrider.verifiers.connect import CloudAddress, parse_cloud_address
         ("sglang://h:1/", CloudAddress("sglang", hosts=(("h", 1),))),
     ],
 )
-def test_what_texts_name(text: str, target: CloudAddress) -> None:
+def test_addresses_are_parsed(text: str, target: CloudAddress) -> None:
     assert parse_cloud_address(text) == target
     assert target.is_remote == text.startswith(("grpc", "vllm", "sglang"))
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
-from outrider import SpeculativeDecoder, connect
+from outrider import SpeculativeDecoder
 from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.errors import CloudError, CloudLost, CloudRefused, OutriderError, PromptError, SettingsError, StateError
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.llm_server import replicas
-from verifiers.servers import Fault, Model, cloud, edge, said
-from verifiers.vllm_server import VllmServer
+from tests.support.fake_llm_server import Fault, Model, connect_servers, draft_engine, reference_result, target_engine
+from tests.support.fake_vllm import VllmServer
 
 pytestmark = pytest.mark.network
 
@@ -25,23 +26,20 @@ PROMPT = [20, 30, 40, 50]
 SOON = (("retry-after", "0.01"),)
 LONG = 60.0  # s; only a hang takes that long
 
-
-def far(*servers: VllmServer, **options: Any) -> Any:
-    hosts = ",".join(f"127.0.0.1:{server.port}" for server in servers)
-    return connect(f"vllm://{hosts}", **{"patience": LONG, "deadline": LONG, **options})
+connect_patiently = partial(connect_servers, patience=LONG, deadline=LONG)
 
 
-def tokens(decoder: SpeculativeDecoder, prompt: Any = PROMPT, **options: Any) -> list[int]:
+def generate_tokens(decoder: SpeculativeDecoder, prompt: Any = PROMPT, **options: Any) -> list[int]:
     return decoder.generate(prompt, max_new_tokens=12, ignore_eos=True, **options).token_ids
 
 
-def wanted(prompt: Any = PROMPT, **options: Any) -> list[int]:
-    return said(prompt, max_new_tokens=12, ignore_eos=True, **options).token_ids
+def reference_tokens(prompt: Any = PROMPT, **options: Any) -> list[int]:
+    return reference_result(prompt, max_new_tokens=12, ignore_eos=True, **options).token_ids
 
 
 @pytest.fixture
 def server() -> Iterator[VllmServer]:
-    with VllmServer(Model(cloud())) as running:
+    with VllmServer(Model(target_engine())) as running:
         yield running
 
 
@@ -63,20 +61,20 @@ PASSING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PASSING)
 @pytest.mark.parametrize("driver", ["sequential", "pipelined"])
-def test_what_passes_is_waited_for(server: VllmServer, name: str, driver: Any) -> None:
-    with far(server, deadline=1.0 if name == "slow" else LONG) as verifier:
-        decoder = SpeculativeDecoder(edge(), verifier, k=3, driver=driver)
+def test_transient_failures_are_retried(server: VllmServer, name: str, driver: Any) -> None:
+    with connect_patiently(server, deadline=1.0 if name == "slow" else LONG) as verifier:
+        decoder = SpeculativeDecoder(draft_engine(), verifier, k=3, driver=driver)
         server.faults.append(Fault(GENERATE, skip=2, **PASSING[name]))
-        assert tokens(decoder) == wanted(k=3)
+        assert generate_tokens(decoder) == reference_tokens(k=3)
         assert server.faults[0].times == 0, "it did happen"
 
 
 def test_a_busy_server_is_asked_when_it_says(server: VllmServer) -> None:
-    with far(server) as verifier:
-        decoder = SpeculativeDecoder(edge(), verifier)
+    with connect_patiently(server) as verifier:
+        decoder = SpeculativeDecoder(draft_engine(), verifier)
         server.faults.append(Fault(GENERATE, 429, headers=(("retry-after", "0.4"),)))
         started, before = time.monotonic(), len(server.requests)
-        assert decoder.generate(PROMPT, max_new_tokens=1).token_ids == wanted()[:1]
+        assert decoder.generate(PROMPT, max_new_tokens=1).token_ids == reference_tokens()[:1]
         assert time.monotonic() - started >= 0.4
         assert len(server.requests) - before == 2, "it was not away: nothing to find out again"
 
@@ -122,15 +120,15 @@ REFUSED: dict[str, tuple[dict[str, Any], type[OutriderError], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_pass_is_refused_at_once(server: VllmServer, name: str) -> None:
+def test_permanent_failures_are_not_retried(server: VllmServer, name: str) -> None:
     fault, error, match = REFUSED[name]
-    with far(server) as verifier:
-        decoder = SpeculativeDecoder(edge(), verifier, on_cloud_loss="edge-only")
+    with connect_patiently(server) as verifier:
+        decoder = SpeculativeDecoder(draft_engine(), verifier, on_cloud_loss="edge-only")
         server.faults.append(Fault(GENERATE, skip=1, **fault))
         with pytest.raises(error, match=match):
-            tokens(decoder)
+            generate_tokens(decoder)
         server.faults.clear()
-        assert tokens(decoder) == wanted(), "the next output is none the worse"
+        assert generate_tokens(decoder) == reference_tokens(), "the next output is none the worse"
 
 
 STRANGE = [
@@ -148,31 +146,31 @@ STRANGE = [
 
 @pytest.mark.parametrize("path", ["/v1/models", "/detokenize", GENERATE, COMPLETIONS])
 @pytest.mark.parametrize("raw", STRANGE)
-def test_a_stranger_is_refused_by_name(server: VllmServer, path: str, raw: bytes) -> None:
+def test_another_http_service_is_refused_by_name(server: VllmServer, path: str, raw: bytes) -> None:
     """Whatever answers 200 with something else, at any step of the meeting."""
     server.faults.append(Fault(path, raw=raw, times=99))
     server.scale_out = 200 if path != COMPLETIONS else 403
-    with far(server, patience=0.2) as verifier:
+    with connect_patiently(server, patience=0.2) as verifier:
         if path == GENERATE:  # then it is asked prompt by prompt
-            assert SpeculativeDecoder(edge(), verifier).verifier is verifier
+            assert SpeculativeDecoder(draft_engine(), verifier).verifier is verifier
             assert verifier.replicas[0].capabilities.mode == "per_prefix"
         else:
             with pytest.raises((CloudRefused, OutriderError), match=r"127\.0\.0\.1|vllm"):
-                SpeculativeDecoder(edge(), verifier)
+                SpeculativeDecoder(draft_engine(), verifier)
 
 
-def test_a_token_is_wanted() -> None:
-    with VllmServer(Model(cloud()), key="secret") as server:
+def test_a_server_that_requires_a_token_is_named() -> None:
+    with VllmServer(Model(target_engine()), key="secret") as server:
         for given in ({}, {"token": "wrong"}):
-            with far(server, **given) as verifier, pytest.raises(CloudRefused, match="Unauthorized; "):
+            with connect_patiently(server, **given) as verifier, pytest.raises(CloudRefused, match="Unauthorized; "):
                 verifier.probe()
-        with far(server, token="secret") as verifier:
-            assert tokens(SpeculativeDecoder(edge(), verifier)) == wanted()
+        with connect_patiently(server, token="secret") as verifier:
+            assert generate_tokens(SpeculativeDecoder(draft_engine(), verifier)) == reference_tokens()
 
 
 def test_sessions_that_are_closed_and_verifiers_that_are_disconnected(server: VllmServer) -> None:
-    verifier = far(server)
-    SpeculativeDecoder(edge(), verifier)
+    verifier = connect_patiently(server)
+    SpeculativeDecoder(draft_engine(), verifier)
     session = verifier.open(Prompt(tuple(PROMPT)), conditions())
     request = Verify(1, len(PROMPT), (), (5, 6))
     assert verifier.verify(session, request) == verifier.verify(session, request), "a repeat is answered from memory"
@@ -213,54 +211,57 @@ def midway(decoder: SpeculativeDecoder, then: Callable[[], object]) -> Any:
 
 
 @pytest.mark.parametrize("driver", ["sequential", "pipelined"])
-def test_fail(server: VllmServer, driver: Any) -> None:
-    with far(server, patience=0.3) as verifier:
-        decoder = SpeculativeDecoder(edge(), verifier, k=3, driver=driver)
+def test_on_cloud_loss_fail_raises(server: VllmServer, driver: Any) -> None:
+    with connect_patiently(server, patience=0.3) as verifier:
+        decoder = SpeculativeDecoder(draft_engine(), verifier, k=3, driver=driver)
         with pytest.raises(CloudLost, match=r"cannot be reached: .*tried for 0\.3 s"):
             midway(decoder, server.stop)
         server.start()
-        assert tokens(decoder) == wanted()
+        assert generate_tokens(decoder) == reference_tokens()
 
 
 @pytest.mark.parametrize("driver", ["sequential", "pipelined"])
-def test_edge_only(server: VllmServer, driver: Any) -> None:
-    with far(server, patience=0.3) as verifier:
-        decoder = SpeculativeDecoder(edge(), verifier, k=3, driver=driver, on_cloud_loss="edge-only")
+def test_on_cloud_loss_edge_only_continues_without_the_server(server: VllmServer, driver: Any) -> None:
+    with connect_patiently(server, patience=0.3) as verifier:
+        decoder = SpeculativeDecoder(draft_engine(), verifier, k=3, driver=driver, on_cloud_loss="edge-only")
         result = midway(decoder, server.stop)
         decided = result.stats.cloud_tokens
         assert result.stats.cloud_lost
         assert 0 < decided < 24
         assert len(result.token_ids) == 24
-        assert result.token_ids[:decided] == said(PROMPT, max_new_tokens=24, ignore_eos=True).token_ids[:decided]
+        assert (
+            result.token_ids[:decided]
+            == reference_result(PROMPT, max_new_tokens=24, ignore_eos=True).token_ids[:decided]
+        )
         assert result.guarantee != "exact"
         server.start()
-        assert tokens(decoder) == wanted()
+        assert generate_tokens(decoder) == reference_tokens()
 
 
 @pytest.mark.parametrize("driver", ["sequential", "pipelined"])
-def test_wait(server: VllmServer, driver: Any) -> None:
-    with far(server, patience=0.2) as verifier:
-        decoder = SpeculativeDecoder(edge(), verifier, k=3, driver=driver, on_cloud_loss="wait")
+def test_on_cloud_loss_wait_continues_after_the_restart(server: VllmServer, driver: Any) -> None:
+    with connect_patiently(server, patience=0.2) as verifier:
+        decoder = SpeculativeDecoder(draft_engine(), verifier, k=3, driver=driver, on_cloud_loss="wait")
 
         def away() -> None:
             server.stop()
             threading.Timer(0.7, server.start).start()
 
         result = midway(decoder, away)
-        assert result.token_ids == said(PROMPT, max_new_tokens=24, ignore_eos=True).token_ids
+        assert result.token_ids == reference_result(PROMPT, max_new_tokens=24, ignore_eos=True).token_ids
         assert result.guarantee == "exact"
 
 
 def test_a_server_that_is_not_there_yet(server: VllmServer) -> None:
     server.stop()
-    with far(server, patience=0.2) as verifier:
+    with connect_patiently(server, patience=0.2) as verifier:
         with pytest.raises(CloudLost):
-            SpeculativeDecoder(edge(), verifier)
-        decoder = SpeculativeDecoder(edge(), verifier, on_cloud_loss="edge-only")
+            SpeculativeDecoder(draft_engine(), verifier)
+        decoder = SpeculativeDecoder(draft_engine(), verifier, on_cloud_loss="edge-only")
         assert decoder.generate(PROMPT, max_new_tokens=4).stats.cloud_lost
         server.start()
         result = decoder.generate(PROMPT, max_new_tokens=12, ignore_eos=True)
-        assert (result.token_ids, result.guarantee) == (wanted(), "exact")
+        assert (result.token_ids, result.guarantee) == (reference_tokens(), "exact")
 
 
 @pytest.mark.parametrize(
@@ -269,24 +270,24 @@ def test_a_server_that_is_not_there_yet(server: VllmServer) -> None:
 def test_another_model_at_the_same_address_is_never_mixed_in(server: VllmServer, name: str, match: str) -> None:
     def restart() -> None:
         server.stop()
-        server.name, server.model = name, Model(cloud(seed=5))
+        server.name, server.model = name, Model(target_engine(seed=5))
         threading.Timer(0.3, server.start).start()
 
-    with far(server) as verifier:
-        decoder = SpeculativeDecoder(edge(), verifier, k=3, on_cloud_loss="wait")
+    with connect_patiently(server) as verifier:
+        decoder = SpeculativeDecoder(draft_engine(), verifier, k=3, on_cloud_loss="wait")
         with pytest.raises(CloudRefused, match=match):
             midway(decoder, restart)
 
 
-@pytest.mark.parametrize("changed", [{"model": Model(cloud(seed=5))}, {"logits": False}])
-def test_a_restart_that_nobody_noticed(server: VllmServer, changed: dict[str, Any]) -> None:
-    with far(server) as verifier:
-        decoder = SpeculativeDecoder(edge(), verifier)
+@pytest.mark.parametrize("changed", [{"model": Model(target_engine(seed=5))}, {"logits": False}])
+def test_a_changed_server_after_a_restart_is_refused(server: VllmServer, changed: dict[str, Any]) -> None:
+    with connect_patiently(server) as verifier:
+        decoder = SpeculativeDecoder(draft_engine(), verifier)
         server.stop()
         vars(server).update(changed)
         server.start()
         with pytest.raises((CloudRefused, SettingsError)):
-            tokens(decoder, repetition_penalty=1.3)
+            generate_tokens(decoder, repetition_penalty=1.3)
 
 
 # Replicas -------------------------------------------------------------------------------------------------------
@@ -294,7 +295,7 @@ def test_a_restart_that_nobody_noticed(server: VllmServer, changed: dict[str, An
 
 @pytest.fixture
 def pair() -> Iterator[tuple[VllmServer, VllmServer]]:
-    with VllmServer(Model(cloud())) as one, VllmServer(Model(cloud())) as two:
+    with VllmServer(Model(target_engine())) as one, VllmServer(Model(target_engine())) as two:
         yield one, two
 
 
@@ -313,8 +314,8 @@ def finish(streams: list[Any]) -> list[Any]:
 
 def test_twelve_outputs_while_one_of_two_replicas_stops(pair: tuple[VllmServer, VllmServer]) -> None:
     prompts = [[20 + n, 30, 40 + n, 50] for n in range(12)]
-    with far(*pair) as verifier:
-        decoder = SpeculativeDecoder(edge(), verifier, k=3)
+    with connect_patiently(*pair) as verifier:
+        decoder = SpeculativeDecoder(draft_engine(), verifier, k=3)
         streams = [decoder.stream(prompt, max_new_tokens=24, ignore_eos=True) for prompt in prompts]
         for stream in streams:
             for _ in range(8):
@@ -327,7 +328,7 @@ def test_twelve_outputs_while_one_of_two_replicas_stops(pair: tuple[VllmServer, 
         pair[0].stop()
         results = finish(streams)
         for prompt, result in zip(prompts, results, strict=True):
-            assert result.token_ids == said(prompt, max_new_tokens=24, ignore_eos=True).token_ids, prompt
+            assert result.token_ids == reference_result(prompt, max_new_tokens=24, ignore_eos=True).token_ids, prompt
             assert result.guarantee == "exact"
         assert set(pair[1].sessions) == ours | others, "who was with the first moved to the second"
         undisturbed = [
@@ -341,45 +342,49 @@ def test_a_replica_that_comes_back_is_used_again(
     pair: tuple[VllmServer, VllmServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas, "AVOID_SECONDS", 0.05)
-    with far(*pair) as verifier:
-        decoder = SpeculativeDecoder(edge(), verifier, k=3)
+    with connect_patiently(*pair) as verifier:
+        decoder = SpeculativeDecoder(draft_engine(), verifier, k=3)
         midway(decoder, pair[0].stop)
         for _ in range(4):
-            assert tokens(decoder) == wanted()
+            assert generate_tokens(decoder) == reference_tokens()
         pair[0].start()
         pair[0].requests.clear()
         time.sleep(0.1)
         for _ in range(12):
-            assert tokens(decoder) == wanted()
+            assert generate_tokens(decoder) == reference_tokens()
         assert pair[0].asked(GENERATE)
 
 
 def test_a_busy_replica_is_waited_for_where_the_session_is(pair: tuple[VllmServer, VllmServer]) -> None:
-    with far(*pair) as verifier:
-        decoder = SpeculativeDecoder(edge(), verifier, k=3)
+    with connect_patiently(*pair) as verifier:
+        decoder = SpeculativeDecoder(draft_engine(), verifier, k=3)
 
         def busy() -> None:
             for server in pair:
                 server.faults.append(Fault(GENERATE, 429, headers=SOON, times=2))
 
         result = midway(decoder, busy)
-        assert result.token_ids == said(PROMPT, max_new_tokens=24, ignore_eos=True).token_ids
+        assert result.token_ids == reference_result(PROMPT, max_new_tokens=24, ignore_eos=True).token_ids
         assert sum(bool(server.sessions) for server in pair) == 1
 
 
 @pytest.mark.parametrize("swapped", [{"name": "giant"}, {"length": 256}])
 def test_replicas_serve_one_model(swapped: dict[str, Any]) -> None:
-    with VllmServer(Model(cloud())) as one, VllmServer(Model(cloud()), **swapped) as two, far(one, two) as verifier:
-        decoder = SpeculativeDecoder(edge(), verifier, k=3)
+    with (
+        VllmServer(Model(target_engine())) as one,
+        VllmServer(Model(target_engine()), **swapped) as two,
+        connect_patiently(one, two) as verifier,
+    ):
+        decoder = SpeculativeDecoder(draft_engine(), verifier, k=3)
         with pytest.raises(CloudRefused, match=r"serves .* as before"):
-            any(tokens(decoder, [20 + n]) == [] for n in range(32))
+            any(generate_tokens(decoder, [20 + n]) == [] for n in range(32))
 
 
 def test_replicas_may_differ_in_how_they_are_asked() -> None:
     ways: list[dict[str, Any]] = [{"runner": "v1"}, {"scale_out": 403}, {"max_logprobs": 5}]
-    servers = [VllmServer(Model(cloud()), **options) for options in ways]
-    with servers[0], servers[1], servers[2], far(*servers) as verifier:
-        decoder = SpeculativeDecoder(edge(), verifier, k=3)
+    servers = [VllmServer(Model(target_engine()), **options) for options in ways]
+    with servers[0], servers[1], servers[2], connect_patiently(*servers) as verifier:
+        decoder = SpeculativeDecoder(draft_engine(), verifier, k=3)
         for n in range(24):
-            assert tokens(decoder, [20 + n]) == wanted([20 + n])
+            assert generate_tokens(decoder, [20 + n]) == reference_tokens([20 + n])
         assert all(server.sessions for server in servers)

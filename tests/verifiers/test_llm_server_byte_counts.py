@@ -8,8 +8,8 @@ import pytest
 
 from outrider import SpeculativeDecoder, connect
 from outrider.verifiers.llm_server.verifier import LlmServerVerifier
-from verifiers.servers import Fault, Model, cloud, edge
-from verifiers.vllm_server import VllmServer
+from tests.support.fake_llm_server import Fault, Model, draft_engine, target_engine
+from tests.support.fake_vllm import VllmServer
 
 SOON = (("retry-after", "0.01"),)
 
@@ -22,11 +22,11 @@ def total(verifier: LlmServerVerifier) -> tuple[int, int]:
 @pytest.mark.parametrize("options", [{}, {"scale_out": 403}, {"runner": "v1"}], ids=str)
 def test_the_ledgers_add_up_to_what_the_links_counted(options: dict[str, Any]) -> None:
     with (
-        VllmServer(Model(cloud()), **options) as one,
-        VllmServer(Model(cloud()), **options) as two,
+        VllmServer(Model(target_engine()), **options) as one,
+        VllmServer(Model(target_engine()), **options) as two,
         connect(f"{one.address},127.0.0.1:{two.port}") as verifier,
     ):
-        decoder = SpeculativeDecoder(edge(), verifier, k=3)
+        decoder = SpeculativeDecoder(draft_engine(), verifier, k=3)
         results = [decoder.generate([20 + n, 30], max_new_tokens=12) for n in range(4)]
         one.faults.append(Fault("", 503, headers=SOON, skip=1))
         two.faults.append(Fault("", cut=True, skip=1))

@@ -8,38 +8,47 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import clip
 
 from outrider import Audio, SpeculativeDecoder, connect
 from outrider.errors import CloudLost, CloudRefused, SettingsError
 from outrider.verifiers.llm_server import replicas
-from verifiers.servers import Fault, Model, Server, cloud, edge, said
-from verifiers.sglang_server import SglangServer
-from verifiers.vllm_server import VllmServer
+from tests.support.fake_llm_server import (
+    Fault,
+    Model,
+    connect_servers,
+    draft_engine,
+    reference_result,
+    target_engine,
+)
+from tests.support.fake_sglang import SglangServer
+from tests.support.fake_vllm import VllmServer
+from tests.support.tiny_models import clip
 
 pytestmark = pytest.mark.network
 
 PROMPT = [20, 30, 40, 50]
 GENERATE = "/inference/v1/generate"
 
-
-def far(*servers: Server, **options: Any) -> Any:
-    hosts = ",".join(f"127.0.0.1:{server.port}" for server in servers)
-    return connect(f"{servers[0].scheme}://{hosts}", **{"patience": 0.3, "deadline": 5.0, **options})
+connect_briefly = partial(connect_servers, patience=0.3)
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def own_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The warnings of ours."""
     ours = [record for record in caplog.records if record.name.startswith("outrider")]
     return [record.getMessage() for record in ours if record.levelno >= logging.WARNING]
 
 
-def tokens(verifier: Any, prompt: Any = PROMPT, **options: Any) -> list[int]:
-    return SpeculativeDecoder(edge(), verifier, k=3).generate(prompt, **{"max_new_tokens": 12, **options}).token_ids
+def generate_tokens(verifier: Any, prompt: Any = PROMPT, **options: Any) -> list[int]:
+    return (
+        SpeculativeDecoder(draft_engine(), verifier, k=3)
+        .generate(prompt, **{"max_new_tokens": 12, **options})
+        .token_ids
+    )
 
 
 # Who is there ---------------------------------------------------------------------------------------------------
@@ -47,7 +56,11 @@ def tokens(verifier: Any, prompt: Any = PROMPT, **options: Any) -> list[int]:
 
 @pytest.mark.parametrize("kind", [VllmServer, SglangServer])
 def test_without_an_edge_model_one_is_asked_for(kind: Any) -> None:
-    with kind(Model(cloud())) as server, far(server) as verifier, pytest.raises(SettingsError) as caught:
+    with (
+        kind(Model(target_engine())) as server,
+        connect_briefly(server) as verifier,
+        pytest.raises(SettingsError) as caught,
+    ):
         SpeculativeDecoder(None, verifier)
     assert f"--edge none is not possible with {server.scheme}" in str(caught.value)
     assert "name an edge model" in str(caught.value)
@@ -56,7 +69,7 @@ def test_without_an_edge_model_one_is_asked_for(kind: Any) -> None:
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 @pytest.mark.parametrize("status", [404, 405, 501])
 def test_another_server_at_the_port(kind: str, status: int) -> None:
-    with VllmServer(Model(cloud())) as server, connect(f"{kind}://127.0.0.1:{server.port}") as verifier:
+    with VllmServer(Model(target_engine())) as server, connect(f"{kind}://127.0.0.1:{server.port}") as verifier:
         server.faults.append(Fault(status=status, raw=b"<html>", times=99))
         with pytest.raises(CloudRefused) as caught:
             verifier.probe()
@@ -66,7 +79,7 @@ def test_another_server_at_the_port(kind: str, status: int) -> None:
 
 
 def test_a_status_without_a_reason_is_named_once() -> None:
-    with VllmServer(Model(cloud())) as server, far(server) as verifier:
+    with VllmServer(Model(target_engine())) as server, connect_briefly(server) as verifier:
         server.faults.append(Fault(status=400, raw=b"<html>", times=99))
         with pytest.raises(CloudRefused, match=rf"127\.0\.0\.1:{server.port}: HTTP 400$"):
             verifier.probe()
@@ -74,35 +87,38 @@ def test_a_status_without_a_reason_is_named_once() -> None:
 
 @pytest.mark.parametrize("kind", [VllmServer, SglangServer])
 def test_a_wrong_token_and_none_are_told_apart(kind: Any) -> None:
-    with kind(Model(cloud()), key="secret") as server:
+    with kind(Model(target_engine()), key="secret") as server:
         for given, said_so in (({}, "it may want a token"), ({"token": "wrong"}, "the token given is not accepted")):
-            with far(server, **given) as verifier, pytest.raises(CloudRefused, match=f"Unauthorized; {said_so}$"):
+            with (
+                connect_briefly(server, **given) as verifier,
+                pytest.raises(CloudRefused, match=f"Unauthorized; {said_so}$"),
+            ):
                 verifier.probe()
 
 
 def test_who_may_not_do_it_is_told_so_and_what_is_closed_has_nothing_to_do_with_tokens() -> None:
-    with VllmServer(Model(cloud())) as server:
+    with VllmServer(Model(target_engine())) as server:
         for given, said_so in (({}, "it may want a token"), ({"token": "x"}, "the token given may not be enough")):
-            with far(server, **given) as verifier:
+            with connect_briefly(server, **given) as verifier:
                 server.faults.append(Fault("/v1/models", 403, "not you."))
                 with pytest.raises(CloudRefused, match=f"refused: not you; {said_so}$"):
                     verifier.probe()
-        with far(server) as verifier:
-            tokens(verifier)
+        with connect_briefly(server) as verifier:
+            generate_tokens(verifier)
             server.scale_out = 403
             with pytest.raises(CloudRefused, match="Scale-out") as caught:
-                tokens(verifier)
+                generate_tokens(verifier)
             assert "token" not in str(caught.value)
 
 
 def test_an_address_is_named_once() -> None:
-    with VllmServer(Model(cloud())) as server:
+    with VllmServer(Model(target_engine())) as server:
         pass
-    with far(server) as verifier, pytest.raises(CloudLost) as caught:
+    with connect_briefly(server) as verifier, pytest.raises(CloudLost) as caught:
         verifier.probe()
     assert str(caught.value).startswith(f"{server.address} cannot be reached: ")
     assert str(caught.value).count(str(server.port)) == 1
-    with server, far(server) as verifier:
+    with server, connect_briefly(server) as verifier:
         server.faults.append(Fault(status=503, message="loading", times=99))
         with pytest.raises(CloudLost, match=r"cannot be reached: loading \(HTTP 503\)") as caught:
             verifier.probe()
@@ -110,7 +126,7 @@ def test_an_address_is_named_once() -> None:
 
 
 @contextmanager
-def plain() -> Iterator[int]:
+def http1_only_server() -> Iterator[int]:
     """The port of a server that answers whatever comes as a plain HTTP server answers what is no HTTP."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -134,7 +150,7 @@ def plain() -> Iterator[int]:
 def test_tls_with_a_server_that_has_none() -> None:
     started = time.monotonic()
     with (
-        plain() as port,
+        http1_only_server() as port,
         connect(f"vllm://127.0.0.1:{port}", tls=True, patience=1000.0) as verifier,
         pytest.raises(CloudRefused, match="it does not speak TLS"),
     ):
@@ -149,51 +165,55 @@ def test_a_lost_replica_is_told_once_and_when_it_is_back(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas, "AVOID_SECONDS", 0.05)
-    with VllmServer(Model(cloud())) as one, VllmServer(Model(cloud())) as two, far(one, two) as verifier:
+    with (
+        VllmServer(Model(target_engine())) as one,
+        VllmServer(Model(target_engine())) as two,
+        connect_briefly(one, two) as verifier,
+    ):
         for n in range(12):
-            tokens(verifier, [20 + n])
+            generate_tokens(verifier, [20 + n])
         assert one.sessions
-        assert told(caplog) == []
+        assert own_warnings(caplog) == []
         one.stop()
         for n in range(12):
-            assert tokens(verifier, [20 + n]) == said([20 + n], k=3).token_ids
+            assert generate_tokens(verifier, [20 + n]) == reference_result([20 + n], k=3).token_ids
             time.sleep(0.02)
-        (line,) = told(caplog)
+        (line,) = own_warnings(caplog)
         assert line.startswith(f"replica {one.address} does not answer (")
         assert line.endswith(f"); its sessions move to {two.address}")
         assert line.count(str(one.port)) == 1
         one.start()
         time.sleep(0.1)
         for n in range(12):
-            tokens(verifier, [20 + n])
-        assert told(caplog)[1:] == [f"replica {one.address} is back in use"]
+            generate_tokens(verifier, [20 + n])
+        assert own_warnings(caplog)[1:] == [f"replica {one.address} is back in use"]
 
 
 def test_a_replica_that_is_not_there_at_the_start_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    with VllmServer(Model(cloud())) as gone:
+    with VllmServer(Model(target_engine())) as gone:
         pass
-    with VllmServer(Model(cloud())) as there, far(gone, there) as verifier:
+    with VllmServer(Model(target_engine())) as there, connect_briefly(gone, there) as verifier:
         for n in range(12):
-            tokens(verifier, [20 + n])
-    (line,) = told(caplog)
+            generate_tokens(verifier, [20 + n])
+    (line,) = own_warnings(caplog)
     assert line.startswith(f"replica {gone.address} does not answer (")
 
 
 def test_where_all_are_lost_nobody_is_moved_to(caplog: pytest.LogCaptureFixture) -> None:
-    with VllmServer(Model(cloud())) as one, VllmServer(Model(cloud())) as two:
+    with VllmServer(Model(target_engine())) as one, VllmServer(Model(target_engine())) as two:
         pass
-    with far(one, two) as verifier, pytest.raises(CloudLost):
+    with connect_briefly(one, two) as verifier, pytest.raises(CloudLost):
         verifier.probe()
-    first, second = told(caplog)
+    first, second = own_warnings(caplog)
     assert "; its sessions move to vllm://" in first
     assert second.endswith("; none is left")
 
 
 def test_a_server_alone_moves_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    with VllmServer(Model(cloud())) as server, far(server, patience=3.0) as verifier:
+    with VllmServer(Model(target_engine())) as server, connect_briefly(server, patience=3.0) as verifier:
         server.faults.append(Fault(GENERATE, cut=True, skip=4))
-        assert tokens(verifier) == said(PROMPT, k=3).token_ids
-    assert told(caplog) == []
+        assert generate_tokens(verifier) == reference_result(PROMPT, k=3).token_ids
+    assert own_warnings(caplog) == []
 
 
 # What a setting or an option of the server costs ----------------------------------------------------------------
@@ -201,18 +221,18 @@ def test_a_server_alone_moves_nothing(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("scale_out", [403, 404])
 def test_the_slow_way_is_told_once_with_its_remedy(caplog: pytest.LogCaptureFixture, scale_out: int) -> None:
-    with VllmServer(Model(cloud()), scale_out=scale_out) as server, far(server) as verifier:
-        tokens(verifier)
-        tokens(verifier)
+    with VllmServer(Model(target_engine()), scale_out=scale_out) as server, connect_briefly(server) as verifier:
+        generate_tokens(verifier)
+        generate_tokens(verifier)
     line = f"{server.address} reads each block as k+1 prompts, at some k+1 times the work: "
-    assert told(caplog) == [f"{line}start it with --enable-scale-out"]
+    assert own_warnings(caplog) == [f"{line}start it with --enable-scale-out"]
 
 
 def test_the_slow_way_for_another_reason_names_it(caplog: pytest.LogCaptureFixture) -> None:
-    with VllmServer(Model(cloud())) as server, far(server) as verifier:
+    with VllmServer(Model(target_engine())) as server, connect_briefly(server) as verifier:
         server.faults.append(Fault(GENERATE, 400, "no rows here", times=99))
-        tokens(verifier)
-    (line,) = told(caplog)
+        generate_tokens(verifier)
+    (line,) = own_warnings(caplog)
     assert line.endswith("as one sequence it could not be verified (no rows here (HTTP 400))")
 
 
@@ -220,26 +240,26 @@ def test_a_recording_for_which_there_is_no_slow_way_is_refused_without_a_warning
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     heard = Audio(clip(1.3) * np.float32(1.0), instruction="hi")
-    with VllmServer(Model(cloud("omni")), scale_out=403) as server, far(server) as verifier:
-        decoder = SpeculativeDecoder(edge("omni"), verifier)
+    with VllmServer(Model(target_engine("omni")), scale_out=403) as server, connect_briefly(server) as verifier:
+        decoder = SpeculativeDecoder(draft_engine("omni"), verifier)
         with pytest.raises(SettingsError, match="a recording needs vllm to be started with --enable-scale-out"):
             decoder.generate(heard, max_new_tokens=4)
-    assert told(caplog) == []
+    assert own_warnings(caplog) == []
 
 
 @pytest.mark.parametrize("which", [{"top_p": 0.5}, {"min_p": 0.5}], ids=str)
 def test_a_draw_that_may_not_be_settled_is_told_before(caplog: pytest.LogCaptureFixture, which: dict[str, Any]) -> None:
     options = {"temperature": 0.3, "seed": 1, **which}
     (name,) = which
-    with VllmServer(Model(cloud())) as server, far(server) as verifier:
-        tokens(verifier, temperature=0.3, seed=1, top_k=5, **which)
-        assert told(caplog) == []
-        tokens(verifier, **options)
-        tokens(verifier, **options)
-        (line,) = told(caplog)
+    with VllmServer(Model(target_engine())) as server, connect_briefly(server) as verifier:
+        generate_tokens(verifier, temperature=0.3, seed=1, top_k=5, **which)
+        assert own_warnings(caplog) == []
+        generate_tokens(verifier, **options)
+        generate_tokens(verifier, **options)
+        (line,) = own_warnings(caplog)
         assert line.startswith(f"{name} may not be determined by the 20 entries of a row that {server.address} sends")
         assert line.endswith("add top_k (up to 19), or start vllm with --max-logprobs -1")
     caplog.clear()
-    with VllmServer(Model(cloud()), max_logprobs=-1) as server, far(server) as verifier:
-        tokens(verifier, **options)
-    assert told(caplog) == []
+    with VllmServer(Model(target_engine()), max_logprobs=-1) as server, connect_briefly(server) as verifier:
+        generate_tokens(verifier, **options)
+    assert own_warnings(caplog) == []

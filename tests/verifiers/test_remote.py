@@ -18,26 +18,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloud.serving import Served, serving
-from fakes import HashRows, ScriptedEngine, plain
+from benchmarks.link_thread import LinkThread
 from outrider import CloudLost, CloudRefused, SpeculativeDecoder, VocabularyMismatch, connect
 from outrider.cloud.limits import Limits
 from outrider.config import GenerationSettings
 from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.errors import DecodingError, PromptError, SettingsError, StateError
-from outrider.netem.thread import LinkThread
 from outrider.protocol import schema
 from outrider.transport.status import CallFailed, Disconnected, Status
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.remote.errors import map_call_error
 from outrider.verifiers.remote.verifier import RemoteVerifier, _find_inconsistency
 from outrider.verifiers.retry import Retryable
+from tests.support.cloud_server import Served, serving
+from tests.support.cloud_service import PROMPT, TARGET, V, target_output
+from tests.support.fakes import HashRows, ScriptedEngine
 
-V = 32
-PROMPT = (3, 1, 4, 1, 5)
 SOON = 60.0  # s; only a hang takes that long
-TARGET = HashRows(1, V)
 
 
 def engine(rows: Any = TARGET, **options: Any) -> ScriptedEngine:
@@ -56,7 +54,7 @@ class Named(ScriptedEngine):
         return str(hash(tuple(self.vocabulary)))[:16]
 
 
-def far(served: Served, **options: Any) -> RemoteVerifier:
+def connect_remote(served: Served, **options: Any) -> RemoteVerifier:
     verifier = connect(f"grpc://{served.address}", **{"patience": SOON, "deadline": SOON, **options})
     assert isinstance(verifier, RemoteVerifier)
     return verifier
@@ -72,10 +70,6 @@ def conditions(accept: str = "exact", **settings: Any) -> SessionParams:
     return SessionParams(GenerationSettings(**settings), accept, V)
 
 
-def said(count: int, **settings: Any) -> tuple[int, ...]:
-    return tuple(plain(TARGET, PROMPT, V, max_new_tokens=count, **settings))
-
-
 # Handshake ------------------------------------------------------------------------------------------------------
 
 
@@ -83,12 +77,12 @@ def test_the_first_token_that_differs_is_named() -> None:
     names = [f"word{n}" for n in range(5000)]
     theirs = [*names[:4321], "another", *names[4322:]]
     differs = pytest.raises(VocabularyMismatch, match=r"token 4321 is 'word4321' in the first and 'another'")
-    with serving(Named(theirs), max_length=64) as served, far(served) as cloud, differs:
+    with serving(Named(theirs), max_length=64) as served, connect_remote(served) as cloud, differs:
         SpeculativeDecoder(Named(names), cloud)
 
 
 def test_the_vocabulary_is_not_fetched_where_fingerprints_agree(served: Served) -> None:
-    with far(served) as cloud:
+    with connect_remote(served) as cloud:
         SpeculativeDecoder(engine(), cloud)
         assert cloud.connection.endpoint.down < 600
 
@@ -97,7 +91,7 @@ def test_another_protocol_is_named(served: Served, monkeypatch: pytest.MonkeyPat
     async def describe(*_: object) -> schema.DescribeAnswer:
         return schema.DescribeAnswer(protocol=1)
 
-    with far(served) as cloud:
+    with connect_remote(served) as cloud:
         monkeypatch.setattr(cloud.connection, "describe", describe)
         with pytest.raises(CloudRefused, match="speaks protocol 1, this edge 2"):
             cloud.describe()
@@ -142,7 +136,7 @@ def test_a_description_that_cannot_be_is_refused_by_name(
     async def describe(*_: object) -> schema.DescribeAnswer:
         return answer
 
-    with far(served) as cloud:
+    with connect_remote(served) as cloud:
         monkeypatch.setattr(cloud.connection, "describe", describe)
         with pytest.raises(CloudRefused, match=f"invalid description of itself: .*{named}") as caught:
             SpeculativeDecoder(engine(), cloud)
@@ -159,7 +153,7 @@ def test_any_description_is_refused_or_can_be_used(numbers: dict[str, int]) -> N
 
 
 def test_a_vocabulary_that_never_ends_is_not_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    with far(served) as cloud:
+    with connect_remote(served) as cloud:
         cloud.describe()
         parts = [schema.VocabularyPart(tokens=["x"] * 4096).SerializeToString()] * 10**6
         served.service.__dict__["_vocabulary"] = parts
@@ -172,9 +166,9 @@ def test_another_checkpoint_behind_the_address_is_refused_and_never_mixed_in(ser
     class Other(ScriptedEngine):
         identity = "other"
 
-    with far(served) as cloud:
+    with connect_remote(served) as cloud:
         session = cloud.open(Prompt(PROMPT), conditions())
-        a = said(3)
+        a = target_output(3)
         assert cloud.verify(session, Verify(1, 5, (), a[:2])).next_token == a[2]
         served.server.service.engine = Other(HashRows(2, V), V)
         served.restart()
@@ -186,7 +180,7 @@ def test_another_checkpoint_behind_the_address_is_refused_and_never_mixed_in(ser
 def test_a_vocabulary_that_cannot_be_compared_is_refused(theirs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"word{n}" for n in range(40)]
     cloud_engine = Named(names[:39])
-    with serving(cloud_engine, max_length=64) as served, far(served) as cloud:
+    with serving(cloud_engine, max_length=64) as served, connect_remote(served) as cloud:
         cloud_engine.vocabulary = theirs
         with pytest.raises(VocabularyMismatch, match=f"cannot be compared: .* names {len(theirs)} of its 39"):
             SpeculativeDecoder(Named(names), cloud)
@@ -199,20 +193,20 @@ def test_a_fault_of_the_cloud_is_not_passed_off_as_the_edges(caplog: pytest.LogC
         def forward(self, slot: int, ids: Any, rows: int | None = None) -> Any:
             raise StateError("the cache holds more than the tokens")
 
-    with serving(Broken(TARGET, V)) as served, far(served, patience=0.2) as cloud:
+    with serving(Broken(TARGET, V)) as served, connect_remote(served, patience=0.2) as cloud:
         session = cloud.open(Prompt(PROMPT), conditions())
         with pytest.raises(CloudLost, match="internal error"):
             cloud.verify(session, Verify(1, 5, (), (1,)))
     assert any(record.levelname == "ERROR" for record in caplog.records)
 
 
-def test_a_draining_cloud_is_left_for_whoever_takes_the_next_connection() -> None:
+def test_after_draining_the_next_connection_is_used() -> None:
     """As behind a balancer: the next connection may lead to another server."""
     with serving(engine()) as old, LinkThread("127.0.0.1", old.port) as balancer:
         cloud = connect(f"grpc://127.0.0.1:{balancer.port}", patience=5.0, deadline=5.0)
         assert isinstance(cloud, RemoteVerifier)
         with cloud:
-            a = said(6)
+            a = target_output(6)
             session = cloud.open(Prompt(PROMPT), conditions())
             assert cloud.verify(session, Verify(1, 5, (), a[:1])).next_token == a[1]
             before = balancer.connections
@@ -248,8 +242,8 @@ def test_a_real_connection_needs_no_emulator() -> None:
 
 
 def test_verdicts_are_the_local_ones(served: Served) -> None:
-    a = said(8)
-    with far(served) as cloud:
+    a = target_output(8)
+    with connect_remote(served) as cloud:
         session = cloud.open(Prompt(PROMPT), conditions())
         assert cloud.verify(session, Verify(1, 5, (), a[:3])).accepted == 3
         verdict = cloud.verify(session, Verify(2, 9, (), (a[4], (a[5] + 1) % V, 0)))
@@ -259,13 +253,13 @@ def test_verdicts_are_the_local_ones(served: Served) -> None:
 
 
 def test_cloud_only_decoding_survives_a_restart(served: Served) -> None:
-    with far(served) as cloud:
+    with connect_remote(served) as cloud:
         session = cloud.open(Prompt(PROMPT), conditions(repetition_penalty=1.2))
         stream = cloud.generate(session)
         first = [verdict.next_token for verdict in islice(stream, 5)]
         served.restart()
         second = [verdict.next_token for verdict in islice(stream, 5)]
-        assert tuple(first + second) == said(10, repetition_penalty=1.2)
+        assert tuple(first + second) == target_output(10, repetition_penalty=1.2)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +276,7 @@ def test_cloud_only_decoding_survives_a_restart(served: Served) -> None:
 def test_refusals_are_typed_errors_at_once(
     served: Served, request_: Verify, settings: dict[str, Any], error: type[Exception], named: str
 ) -> None:
-    with far(served) as cloud:
+    with connect_remote(served) as cloud:
         session = cloud.open(Prompt(PROMPT), conditions(settings.pop("accept", "exact"), **settings))
         with pytest.raises(error, match=named):
             cloud.verify(session, request_)
@@ -290,12 +284,12 @@ def test_refusals_are_typed_errors_at_once(
 
 def test_a_limit_is_waited_for_as_long_as_the_cloud_says() -> None:
     limits = Limits(max_rate=5.0, burst=1)
-    with serving(engine(), limits=limits) as served, far(served) as cloud:
+    with serving(engine(), limits=limits) as served, connect_remote(served) as cloud:
         session = cloud.open(Prompt(PROMPT), conditions())
-        a = said(6)
+        a = target_output(6)
         for n in range(3):
             assert cloud.verify(session, Verify(n + 1, 5 + 2 * n, (), a[2 * n : 2 * n + 1])).accepted == 1
-    with serving(engine(), limits=Limits(max_sessions=1)) as served, far(served, patience=0.3) as cloud:
+    with serving(engine(), limits=Limits(max_sessions=1)) as served, connect_remote(served, patience=0.3) as cloud:
         one, two = (cloud.open(Prompt(PROMPT), conditions()) for _ in range(2))
         cloud.verify(one, Verify(1, 5, (), ()))
         with pytest.raises(CloudLost, match="sessions of this service are in use"):
@@ -343,7 +337,7 @@ def test_what_speaks_no_http2_is_no_cloud() -> None:
 
 
 def test_closing_twice_and_using_what_is_closed(served: Served) -> None:
-    cloud = far(served)
+    cloud = connect_remote(served)
     session = cloud.open(Prompt(PROMPT), conditions())
     cloud.close(session)
     cloud.close(session)
@@ -364,10 +358,10 @@ def test_a_silent_cloud_is_asked_again_though_patience_is_shorter_than_one_attem
 
 
 def test_closing_while_tokens_are_still_coming_ends_them_and_the_session(served: Served) -> None:
-    with far(served) as cloud:
+    with connect_remote(served) as cloud:
         session = cloud.open(Prompt(PROMPT), conditions(max_new_tokens=240))
         stream = cloud.generate(session)
-        assert [verdict.next_token for verdict in islice(stream, 3)] == list(said(3))
+        assert [verdict.next_token for verdict in islice(stream, 3)] == list(target_output(3))
         cloud.close(session)
         deadline = time.monotonic() + SOON
         while len(served.service.sessions) and time.monotonic() < deadline:
@@ -386,10 +380,10 @@ def test_the_stream_on_which_a_session_was_to_be_closed_is_not_left_open(
             raise Disconnected("on purpose")
         await asyncio.sleep(60)
 
-    with far(served, deadline=0.5) as cloud:
+    with connect_remote(served, deadline=0.5) as cloud:
         session = cloud.open(Prompt(PROMPT), conditions(max_new_tokens=240))
         stream = cloud.generate(session)
-        assert next(stream).next_token == said(1)[0]
+        assert next(stream).next_token == target_output(1)[0]
         open_stream = cloud.connection.open_stream
 
         async def opening() -> Any:
@@ -421,7 +415,7 @@ def test_the_stream_on_which_a_session_was_to_be_closed_is_not_left_open(
 def test_a_verdict_that_answers_nothing_that_was_asked_is_refused(
     served: Served, verdict: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with far(served) as cloud:
+    with connect_remote(served) as cloud:
         session = cloud.open(Prompt(PROMPT), conditions())
         monkeypatch.setattr("outrider.cloud.stream_handler.pack_verdict", lambda *_: schema.Answer(verdict=verdict))
         with pytest.raises(CloudRefused, match="does not answer round 1"):
@@ -441,7 +435,7 @@ class Slow(ScriptedEngine):
 def test_a_verdict_that_takes_longer_than_the_deadline_is_computed_once() -> None:
     """Each attempt gives up before it is there; what is repeated is waited for, and then answered from memory."""
     slow = Slow(TARGET, V)
-    with serving(slow) as served, far(served, deadline=0.5, patience=SOON) as cloud:
+    with serving(slow) as served, connect_remote(served, deadline=0.5, patience=SOON) as cloud:
         session = cloud.open(Prompt(PROMPT), conditions())
-        assert cloud.verify(session, Verify(1, 5, (), ())).next_token == said(1)[0]
+        assert cloud.verify(session, Verify(1, 5, (), ())).next_token == target_output(1)[0]
         assert slow.forwards == 1

@@ -141,7 +141,7 @@ def test_where_all_failed_the_order_is_the_sessions_own(clock: SimpleNamespace) 
     assert rendezvous_order("key", everyone) == order
 
 
-def test_a_clock_that_has_just_started_avoids_nobody(clock: SimpleNamespace) -> None:
+def test_a_clock_near_zero_avoids_no_replica(clock: SimpleNamespace) -> None:
     clock.now = 0.0
     assert not replica().is_avoided
 
@@ -241,7 +241,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_another_than_before_is_refused_however_often(other: Capabilities) -> None:
+def test_a_changed_model_is_refused_on_every_attempt(other: Capabilities) -> None:
     asked = replica(ABLE, other, other, ABLE)
     asyncio.run(asked.ensure_ready())
     asked.mark_failed()
@@ -252,14 +252,14 @@ def test_another_than_before_is_refused_however_often(other: Capabilities) -> No
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_another_than_the_other_replicas_is_refused(other: Capabilities) -> None:
+def test_a_replica_with_another_model_is_refused(other: Capabilities) -> None:
     asked = replica(other)
     with pytest.raises(CloudRefused, match="fake://host:1"):
         asyncio.run(asked.ensure_ready(ABLE))
     assert asked.capabilities is None
 
 
-def test_who_differs_in_what_does_not_matter_may_stay() -> None:
+def test_replicas_may_differ_in_irrelevant_fields() -> None:
     for same in (
         replace(ABLE, mode="per_prefix", top=5, noise=0.1, sample=rows(-0.6, -1.5)),
         replace(ABLE, normalised=False, sample=rows(17.5, 16.3)),  # the logits of the same rows

@@ -51,12 +51,12 @@ def tried(time: Time, patience: float, times: float = 1e9, takes: float = 1e-3, 
     return asyncio.run(retry("a-cloud", patience, time.failing(times, takes, after).attempt, 1, "x"))
 
 
-def test_what_succeeds_is_tried_once(time: Time) -> None:
+def test_a_success_is_not_repeated(time: Time) -> None:
     assert tried(time, 10.0, times=0) == (1, "x")
     assert (time.attempts, time.slept) == (1, [])
 
 
-def test_what_fails_is_tried_again_until_it_succeeds(time: Time, caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_are_retried_until_success(time: Time, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     assert tried(time, 10.0, times=3) == (1, "x")
     assert time.attempts == 4

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fakes import HashRows, ScriptedEngine, plain
 from outrider.config import GenerationSettings
 from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
@@ -20,24 +19,14 @@ from outrider.sampling.sampler import Support
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import LocalVerifier
 from outrider.verifiers.session import Session
-
-V = 32
-PROMPT = (3, 1, 4, 1, 5)
-TARGET = HashRows(1, V)
+from tests.support.cloud_service import PROMPT, TARGET, V, target_output, wrong_token
+from tests.support.fakes import ScriptedEngine
 
 
 def opened(accept: str = "exact", **options: Any) -> tuple[LocalVerifier, ScriptedEngine, int]:
     engine = ScriptedEngine(TARGET, V)
     verifier = LocalVerifier(engine)
     return verifier, engine, verifier.open(Prompt(PROMPT), SessionParams(GenerationSettings(**options), accept, V))
-
-
-def said(count: int, prompt: tuple[int, ...] = PROMPT, **options: Any) -> tuple[int, ...]:
-    return tuple(plain(TARGET, prompt, V, max_new_tokens=count, **options))
-
-
-def wrong(token: int) -> int:
-    return (token + 1) % V
 
 
 # Verdicts -------------------------------------------------------------------------------------------------------
@@ -52,18 +41,20 @@ def test_nothing_is_computed_before_the_first_request() -> None:
 @pytest.mark.parametrize("good", range(5))
 def test_the_verdict_on_four_drafts(good: int) -> None:
     verifier, engine, session = opened()
-    a = said(6)
-    drafts = tuple(token if n < good else wrong(token) for n, token in enumerate(a[:4]))
+    a = target_output(6)
+    drafts = tuple(token if n < good else wrong_token(token) for n, token in enumerate(a[:4]))
     assert verifier.verify(session, Verify(1, 5, (), drafts)) == Verdict(1, good, a[good])
-    assert verifier.verify(session, Verify(2, 5 + good + 1, (), ())) == Verdict(2, 0, said(good + 2)[-1])
+    assert verifier.verify(session, Verify(2, 5 + good + 1, (), ())) == Verdict(2, 0, target_output(good + 2)[-1])
     assert engine.refed == 0
     assert engine.fed == len(PROMPT) + 4 + 1
 
 
 def test_the_cache_holds_a_proper_prefix_after_every_verdict() -> None:
     verifier, engine, session = opened()
-    a = said(9)
-    for round_, (base, drafts) in enumerate([(5, a[:3]), (9, (wrong(a[4]), 1, 2)), (10, (a[5], wrong(a[6])))], 1):
+    a = target_output(9)
+    for round_, (base, drafts) in enumerate(
+        [(5, a[:3]), (9, (wrong_token(a[4]), 1, 2)), (10, (a[5], wrong_token(a[6])))], 1
+    ):
         verdict = verifier.verify(session, Verify(round_, base, (), drafts))
         ids = [*PROMPT, *a[: base - 5 + verdict.accepted + 1]]
         held = engine.slots[engine.open_slots[0]].tokens
@@ -74,7 +65,7 @@ def test_the_cache_holds_a_proper_prefix_after_every_verdict() -> None:
 def test_cloud_only_verdicts_are_the_targets_own_tokens() -> None:
     verifier, engine, session = opened(repetition_penalty=1.3, no_repeat_ngram_size=2)
     verdicts = list(islice(verifier.generate(session), 12))
-    assert tuple(v.next_token for v in verdicts) == said(12, repetition_penalty=1.3, no_repeat_ngram_size=2)
+    assert tuple(v.next_token for v in verdicts) == target_output(12, repetition_penalty=1.3, no_repeat_ngram_size=2)
     assert [v.round for v in verdicts] == list(range(1, 13))
     assert all(v.accepted == 0 for v in verdicts)
     assert engine.fed == len(PROMPT) + 11
@@ -82,13 +73,13 @@ def test_cloud_only_verdicts_are_the_targets_own_tokens() -> None:
 
 def test_choices_within_the_engines_noise_are_reported_by_offset() -> None:
     """Noise is a lead in logits: none counts as a tie at 0, all do at 1,000; rows after a rejection do not count."""
-    a = said(4)
+    a = target_output(4)
     for noise, expected in ((0.0, ()), (1000.0, (0, 1, 2))):
         engine = ScriptedEngine(TARGET, V)
         engine.noise = noise
         verifier = LocalVerifier(engine)
         session = verifier.open(Prompt(PROMPT), SessionParams(GenerationSettings(), "exact", V))
-        verdict = verifier.verify(session, Verify(1, 5, (), (a[0], a[1], wrong(a[2]), a[3])))
+        verdict = verifier.verify(session, Verify(1, 5, (), (a[0], a[1], wrong_token(a[2]), a[3])))
         assert verdict.near_ties == expected
         assert verdict.accepted == 2
 
@@ -96,7 +87,7 @@ def test_choices_within_the_engines_noise_are_reported_by_offset() -> None:
 def test_constraints_are_the_sessions_own_and_see_the_whole_prefix() -> None:
     options = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 1, "min_new_tokens": 3}
     verifier, _, session = opened(**options)
-    a = said(6, **options)
+    a = target_output(6, **options)
     assert verifier.verify(session, Verify(1, 5, (), a[:5])) == Verdict(1, 5, a[5])
 
 
@@ -112,7 +103,7 @@ def test_repeated_requests_are_answered_again_and_applied_once(
 ) -> None:
     """A None among the drafts stands for the token that the target would say."""
     verifier, engine, session = opened()
-    a = said(60)
+    a = target_output(60)
     done = 0
     for round_, (repeat, block) in enumerate(zip(repeats, drafts, strict=False), 1):
         tokens = tuple(a[done + n] if token is None else token for n, token in enumerate(block))
@@ -159,7 +150,7 @@ def test_a_wrong_base_names_both_lengths_and_changes_nothing(base: int, new: tup
     with pytest.raises(StateError, match=rf"base length is {base}, but .*has 5 tokens .*sent {len(new)} new"):
         verifier.verify(session, Verify(1, base, new, (1, 2)))
     assert engine.forwards == 0
-    assert verifier.verify(session, Verify(1, 5, (), ())).next_token == said(1)[0]
+    assert verifier.verify(session, Verify(1, 5, (), ())).next_token == target_output(1)[0]
 
 
 # Skipped tokens -------------------------------------------------------------------------------------------------
@@ -171,24 +162,24 @@ def test_the_audit_of_skipped_tokens(skipped: list[int | None], count: int) -> N
     verifier, engine, session = opened()
     ids, disagreed = list(PROMPT), 0
     for token in skipped:
-        own = said(1, tuple(ids))[0]
+        own = target_output(1, tuple(ids))[0]
         ids.append(own if token is None else token)
         disagreed += ids[-1] != own
-    drafts = said(count + 1, tuple(ids))[:count]
+    drafts = target_output(count + 1, tuple(ids))[:count]
     verdict = verifier.verify(session, Verify(1, len(ids), tuple(ids[5:]), drafts))
     assert (verdict.audited, verdict.disagreed) == (len(skipped), disagreed)
-    assert (verdict.accepted, verdict.next_token) == (count, said(count + 1, tuple(ids))[-1])
+    assert (verdict.accepted, verdict.next_token) == (count, target_output(count + 1, tuple(ids))[-1])
     assert engine.forwards == 1
     again = verifier.verify(session, Verify(2, len(ids) + count + 1, (), ()))
-    assert again.next_token == said(count + 2, tuple(ids))[-1]
+    assert again.next_token == target_output(count + 2, tuple(ids))[-1]
     assert (again.audited, again.disagreed) == (0, 0)
 
 
 def test_the_audit_of_sampled_tokens_uses_the_sessions_draws() -> None:
     options = {"temperature": 1.0, "seed": 11}
     verifier, _, session = opened(**options)
-    a = said(6, **options)
-    verdict = verifier.verify(session, Verify(1, 10, (a[0], a[1], wrong(a[2]), a[3], a[4]), ()))
+    a = target_output(6, **options)
+    verdict = verifier.verify(session, Verify(1, 10, (a[0], a[1], wrong_token(a[2]), a[3], a[4]), ()))
     assert verdict.audited == 5
     assert 1 <= verdict.disagreed <= 3
 
@@ -202,7 +193,7 @@ def session_of(verifier: LocalVerifier, number: int) -> Session:
 
 def test_an_answer_that_got_lost_is_kept_for_the_request_that_is_repeated() -> None:
     verifier, engine, number = opened()
-    a, session = said(9), session_of(verifier, number)
+    a, session = target_output(9), session_of(verifier, number)
     request = Verify(1, 5, (), a[:3])
     verdict = verifier.verify(number, request)
     for _ in range(3):  # however often it gets lost
@@ -218,12 +209,12 @@ def test_whatever_is_asked_after_a_rewind_is_answered_as_if_nothing_else_had_bee
     length: int, drafts: int, repeats: bool
 ) -> None:
     verifier, _, number = opened(repetition_penalty=1.2)
-    a, session = said(12, repetition_penalty=1.2), session_of(verifier, number)
+    a, session = target_output(12, repetition_penalty=1.2), session_of(verifier, number)
     verifier.verify(number, Verify(1, 5, (), (a[0],)))
-    verifier.verify(number, Verify(2, 7, (), (a[2], wrong(a[3]))))
+    verifier.verify(number, Verify(2, 7, (), (a[2], wrong_token(a[3]))))
     session.rewind(5 + length)
     round_ = 2 if repeats and length == 2 else 3
-    blocks = (a[2], wrong(a[3])) if round_ == 2 else a[length : length + drafts]
+    blocks = (a[2], wrong_token(a[3])) if round_ == 2 else a[length : length + drafts]
     verdict = verifier.verify(number, Verify(round_, 5 + length, (), blocks))
     assert verdict == (Verdict(2, 1, a[3]) if round_ == 2 else Verdict(3, drafts, a[length + drafts]))
     assert session.ids[5:] == list(a[: len(session.ids) - 5])
@@ -231,7 +222,7 @@ def test_whatever_is_asked_after_a_rewind_is_answered_as_if_nothing_else_had_bee
 
 def test_of_two_rewinds_the_last_counts() -> None:
     verifier, _, number = opened()
-    a, session = said(6), session_of(verifier, number)
+    a, session = target_output(6), session_of(verifier, number)
     verifier.verify(number, Verify(1, 5, (), (a[0],)))
     session.rewind(5)
     session.rewind(7)
@@ -292,9 +283,9 @@ class Hiccups(ScriptedEngine):
 def test_a_request_that_failed_can_be_sent_again() -> None:
     verifier = LocalVerifier(Hiccups(TARGET, V))
     session = verifier.open(Prompt(PROMPT), SessionParams(GenerationSettings(), "exact", V))
-    a, done = said(20), 0
+    a, done = target_output(20), 0
     for round_ in range(1, 6):
-        request = Verify(round_, 5 + done, (), (*a[done : done + 2], wrong(a[done + 2])))
+        request = Verify(round_, 5 + done, (), (*a[done : done + 2], wrong_token(a[done + 2])))
         with pytest.raises(RuntimeError, match="hiccup"):
             verifier.verify(session, request)
         assert verifier.verify(session, request) == Verdict(round_, 2, a[done + 2])

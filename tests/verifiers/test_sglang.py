@@ -6,10 +6,19 @@ from typing import Any
 
 import pytest
 
-from outrider import SpeculativeDecoder, connect
+from outrider import SpeculativeDecoder
 from outrider.errors import CloudRefused, OutriderError, PromptError, SettingsError
-from verifiers.servers import EOS, Fault, Model, cloud, edge, said
-from verifiers.sglang_server import SglangServer
+from tests.support.fake_llm_server import (
+    EOS,
+    Fault,
+    Model,
+    connect_servers,
+    draft_engine,
+    generate,
+    reference_result,
+    target_engine,
+)
+from tests.support.fake_sglang import SglangServer
 
 pytestmark = pytest.mark.network
 
@@ -25,24 +34,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def far(server: SglangServer, **options: Any) -> Any:
-    return connect(server.address, **{"patience": 3.0, "deadline": 5.0, **options})
-
-
-def generate(verifier: Any, prompt: Any = PROMPT, *, drafter: Any = None, **options: Any) -> Any:
-    own = {name: options.pop(name) for name in ("k", "accept", "driver") if name in options}
-    decoder = SpeculativeDecoder(edge() if drafter is None else drafter, verifier, **own)
-    return decoder.generate(prompt, **{"max_new_tokens": 12, **options})
-
-
 @pytest.mark.parametrize("name", SETTINGS)
 def test_outputs_are_the_model_s_own(name: str) -> None:
-    with SglangServer(Model(cloud())) as server, far(server) as verifier:
+    with SglangServer(Model(target_engine())) as server, connect_servers(server) as verifier:
         for n, k in enumerate((1, 3, 5)):
             prompt, driver = [20 + n, 30, *range(40, 60)], ("sequential", "pipelined")[n % 2]
             result, wanted = (
                 generate(verifier, prompt, k=k, driver=driver, **SETTINGS[name]),
-                said(prompt, k=k, **SETTINGS[name]),
+                reference_result(prompt, k=k, **SETTINGS[name]),
             )
             assert (result.token_ids, result.guarantee) == (wanted.token_ids, wanted.guarantee)
             assert result.finish_reason == wanted.finish_reason
@@ -51,17 +50,17 @@ def test_outputs_are_the_model_s_own(name: str) -> None:
 
 
 def test_without_a_drafter_after_a_first_meeting() -> None:
-    with SglangServer(Model(cloud())) as server, far(server) as verifier:
-        SpeculativeDecoder(edge(), verifier)
+    with SglangServer(Model(target_engine())) as server, connect_servers(server) as verifier:
+        SpeculativeDecoder(draft_engine(), verifier)
         result = SpeculativeDecoder(None, verifier).generate(PROMPT, max_new_tokens=12)
-        assert result.token_ids == said(PROMPT).token_ids
+        assert result.token_ids == reference_result(PROMPT).token_ids
         assert verifier.describe().max_length == 511
         assert verifier.describe().eos_ids == EOS
 
 
 def test_rows_are_wanted_from_the_last_token_before_the_drafts_on() -> None:
-    with SglangServer(Model(cloud())) as server, far(server) as verifier:
-        decoder = SpeculativeDecoder(edge(), verifier, k=3)
+    with SglangServer(Model(target_engine())) as server, connect_servers(server) as verifier:
+        decoder = SpeculativeDecoder(draft_engine(), verifier, k=3)
         before, read = len(server.asked(GENERATE)), server.read
         prompt = [20 + n * 7 % 200 for n in range(300)]
         result = decoder.generate(prompt, max_new_tokens=12, ignore_eos=True)
@@ -81,35 +80,38 @@ def test_rows_are_wanted_from_the_last_token_before_the_drafts_on() -> None:
     ],
 )
 def test_what_cannot_be_done_is_refused(error: type[Exception], match: str, options: dict[str, Any]) -> None:
-    with SglangServer(Model(cloud())) as server, far(server) as verifier, pytest.raises(error, match=match):
-        generate(verifier, **options)
+    with (
+        SglangServer(Model(target_engine())) as server,
+        connect_servers(server) as verifier,
+        pytest.raises(error, match=match),
+    ):
+        generate(verifier, PROMPT, **options)
 
 
 def test_rows_that_are_no_log_probabilities_are_refused() -> None:
     with (
-        SglangServer(Model(cloud()), logits=True) as server,
-        far(server) as verifier,
+        SglangServer(Model(target_engine()), logits=True) as server,
+        connect_servers(server) as verifier,
         pytest.raises(CloudRefused, match="no log-probabilities"),
     ):
         verifier.probe()
 
 
 def test_an_end_that_only_the_server_knows_is_refused() -> None:
-    token = said(PROMPT, cloud(eos=()), drafter=edge(eos=())).token_ids[0]
-    with SglangServer(Model(cloud(eos=(99, token)))) as server, far(server) as verifier:
-        SpeculativeDecoder(edge(eos=(99,)), verifier)
+    token = reference_result(PROMPT, target_engine(eos=()), drafter=draft_engine(eos=())).token_ids[0]
+    with SglangServer(Model(target_engine(eos=(99, token)))) as server, connect_servers(server) as verifier:
+        SpeculativeDecoder(draft_engine(eos=(99,)), verifier)
         alone = SpeculativeDecoder(None, verifier)
         with pytest.raises(CloudRefused, match=f"ends its output at token {token}"):
             alone.generate(PROMPT, max_new_tokens=1)
 
 
 def test_recordings_are_refused() -> None:
-    from tiny_models import clip
-
     from outrider import Audio
+    from tests.support.tiny_models import clip
 
-    with SglangServer(Model(cloud("omni"))) as server, far(server) as verifier:
-        decoder = SpeculativeDecoder(edge("omni"), verifier)
+    with SglangServer(Model(target_engine("omni"))) as server, connect_servers(server) as verifier:
+        decoder = SpeculativeDecoder(draft_engine("omni"), verifier)
         with pytest.raises(SettingsError, match="use vllm or our own cloud"):
             decoder.generate(Audio(clip(1.3), instruction="hi"), max_new_tokens=4)
 
@@ -119,11 +121,11 @@ def test_recordings_are_refused() -> None:
     [{"status": 429, "headers": (("retry-after", "0.01"),)}, {"status": 503}, {"cut": True}, {"delay": 0.6}],
     ids=str,
 )
-def test_what_passes_is_waited_for(fault: dict[str, Any]) -> None:
-    with SglangServer(Model(cloud())) as server, far(server, deadline=0.5) as verifier:
-        decoder = SpeculativeDecoder(edge(), verifier, k=3)
+def test_transient_failures_are_retried(fault: dict[str, Any]) -> None:
+    with SglangServer(Model(target_engine())) as server, connect_servers(server, deadline=0.5) as verifier:
+        decoder = SpeculativeDecoder(draft_engine(), verifier, k=3)
         server.faults.append(Fault(GENERATE, skip=1, **fault))
-        assert decoder.generate(PROMPT, max_new_tokens=12).token_ids == said(PROMPT).token_ids
+        assert decoder.generate(PROMPT, max_new_tokens=12).token_ids == reference_result(PROMPT).token_ids
         assert server.faults[0].times == 0
 
 
@@ -142,9 +144,9 @@ def _other(answer: Any) -> Any:
         ({"status": 400, "message": "longer than the model's context length"}, PromptError, "context length"),
     ],
 )
-def test_what_does_not_pass_is_refused(fault: dict[str, Any], error: type[Exception], match: str) -> None:
-    with SglangServer(Model(cloud())) as server, far(server) as verifier:
-        decoder = SpeculativeDecoder(edge(), verifier, k=3)
+def test_permanent_failures_are_not_retried(fault: dict[str, Any], error: type[Exception], match: str) -> None:
+    with SglangServer(Model(target_engine())) as server, connect_servers(server) as verifier:
+        decoder = SpeculativeDecoder(draft_engine(), verifier, k=3)
         server.faults.append(Fault(GENERATE, **fault))
         with pytest.raises(error, match=match):
             decoder.generate(PROMPT, max_new_tokens=12)
@@ -152,11 +154,11 @@ def test_what_does_not_pass_is_refused(fault: dict[str, Any], error: type[Except
 
 @pytest.mark.parametrize("path", ["/get_model_info", "/get_server_info", GENERATE, "/v1/detokenize"])
 @pytest.mark.parametrize("raw", [b"<html>", b'{"model_path": "x", "context_length": "long", "meta_info": 5}'])
-def test_a_stranger_is_refused_by_name(path: str, raw: bytes) -> None:
-    with SglangServer(Model(cloud())) as server, far(server, patience=0.2) as verifier:
+def test_another_http_service_is_refused_by_name(path: str, raw: bytes) -> None:
+    with SglangServer(Model(target_engine())) as server, connect_servers(server, patience=0.2) as verifier:
         server.faults.append(Fault(path, raw=raw, times=99))
         if (path, raw) == ("/get_server_info", b"<html>") or (path == "/get_model_info" and raw[:1] == b"{"):
             verifier.probe()  # it says no length; it has another name
             return
         with pytest.raises(OutriderError, match=r"127\.0\.0\.1|sglang"):
-            SpeculativeDecoder(edge(), verifier)
+            SpeculativeDecoder(draft_engine(), verifier)

@@ -1,6 +1,6 @@
 """A vLLM server as the verifier: outputs are those of the same model in this process, token for token.
 
-The server is played (vllm_server.py) by a tiny model in float32; the real one's turn is in tests/vllm.
+The server is played (tests/support/fake_vllm.py) by a tiny model in float32; the real one's turn is in tests/vllm.
 """
 
 from __future__ import annotations
@@ -12,14 +12,24 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from tiny_models import byte_tokenizer
 
-from outrider import SpeculativeDecoder, connect
+from outrider import SpeculativeDecoder
 from outrider.decoding.sequence import Source
 from outrider.errors import CloudRefused, PromptError, SettingsError, VocabularyMismatch
 from outrider.verifiers.llm_server.verifier import LlmServerVerifier
-from verifiers.servers import EOS, TOKENS, Fault, Model, cloud, edge, said
-from verifiers.vllm_server import VllmServer
+from tests.support.fake_llm_server import (
+    EOS,
+    TOKENS,
+    Fault,
+    Model,
+    connect_servers,
+    draft_engine,
+    generate,
+    reference_result,
+    target_engine,
+)
+from tests.support.fake_vllm import VllmServer
+from tests.support.tiny_models import byte_tokenizer
 
 pytestmark = pytest.mark.network
 
@@ -49,22 +59,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=WAYS)
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[VllmServer, LlmServerVerifier]]:
-    with VllmServer(Model(cloud()), **WAYS[request.param]) as server, far(server) as verifier:
+    with VllmServer(Model(target_engine()), **WAYS[request.param]) as server, connect_servers(server) as verifier:
         yield server, verifier
 
 
-def far(*servers: VllmServer, **options: Any) -> Any:
-    hosts = ",".join(f"127.0.0.1:{server.port}" for server in servers)
-    return connect(f"vllm://{hosts}", **{"patience": 3.0, "deadline": 5.0, **options})
-
-
-def generate(verifier: Any, prompt: Any, *, drafter: Any = None, **options: Any) -> Any:
-    own = {n: options.pop(n) for n in ("k", "accept", "gate", "driver", "on_cloud_loss", "privacy") if n in options}
-    decoder = SpeculativeDecoder(edge() if drafter is None else drafter, verifier, **own)
-    return decoder.generate(prompt, **{"max_new_tokens": TOKENS, **options})
-
-
-def check(result: Any, wanted: Any, why: object = "") -> None:
+def check_equal_results(result: Any, wanted: Any, why: object = "") -> None:
     assert result.token_ids == wanted.token_ids, why
     assert result.finish_reason == wanted.finish_reason, why
     assert result.guarantee == wanted.guarantee, why
@@ -84,7 +83,11 @@ def test_outputs_are_the_model_s_own(served: tuple[VllmServer, LlmServerVerifier
     turn = list(SETTINGS).index(name) + len(server.garbage)
     for n, k in enumerate((1, 3, 5)):
         prompt, driver = PROMPTS[(n + turn) % len(PROMPTS)], ("sequential", "pipelined")[(n + turn) % 2]
-        check(generate(verifier, prompt, k=k, driver=driver, **options), said(prompt, k=k, **options), (k, driver))
+        check_equal_results(
+            generate(verifier, prompt, k=k, driver=driver, **options),
+            reference_result(prompt, k=k, **options),
+            (k, driver),
+        )
 
 
 def test_each_way_is_found_out(served: tuple[VllmServer, LlmServerVerifier], request: pytest.FixtureRequest) -> None:
@@ -138,31 +141,31 @@ def test_any_prompt_and_any_settings(
     others: Any,
     drift: float,
 ) -> None:
-    options, drafter = {**sampled, **others}, edge(drift=drift)
-    wanted = said(prompt, drafter=drafter, k=k, **options)
-    check(generate(served[1], prompt, drafter=drafter, k=k, driver=driver, **options), wanted, options)
+    options, drafter = {**sampled, **others}, draft_engine(drift=drift)
+    wanted = reference_result(prompt, drafter=drafter, k=k, **options)
+    check_equal_results(generate(served[1], prompt, drafter=drafter, k=k, driver=driver, **options), wanted, options)
 
 
 def test_gates_that_skip_are_audited_alike(served: tuple[VllmServer, LlmServerVerifier]) -> None:
     for gate in ("entropy:3.0", "margin:0.1", "trigger:entropy:3.0"):
         options = {"gate": gate, "k": 3, "max_new_tokens": 30, "ignore_eos": True}
-        result, wanted = generate(served[1], PROMPTS[1], **options), said(PROMPTS[1], **options)
-        check(result, wanted, gate)
+        result, wanted = generate(served[1], PROMPTS[1], **options), reference_result(PROMPTS[1], **options)
+        check_equal_results(result, wanted, gate)
         assert (result.stats.audited, result.stats.disagreed) == (wanted.stats.audited, wanted.stats.disagreed)
 
 
 def test_without_a_drafter_after_a_first_meeting(served: tuple[VllmServer, LlmServerVerifier]) -> None:
     verifier = served[1]
-    SpeculativeDecoder(edge(), verifier)
+    SpeculativeDecoder(draft_engine(), verifier)
     for name in ("greedy", "n-gram", "top-k"):
         result = SpeculativeDecoder(None, verifier).generate(PROMPTS[1], max_new_tokens=TOKENS, **SETTINGS[name])
-        check(result, said(PROMPTS[1], **SETTINGS[name]), name)
+        check_equal_results(result, reference_result(PROMPTS[1], **SETTINGS[name]), name)
 
 
 def test_without_a_drafter_and_without_a_meeting_it_is_said_what_is_missing() -> None:
     with (
-        VllmServer(Model(cloud())) as server,
-        far(server) as verifier,
+        VllmServer(Model(target_engine())) as server,
+        connect_servers(server) as verifier,
         pytest.raises(SettingsError, match="name an edge model"),
     ):
         SpeculativeDecoder(None, verifier)
@@ -172,7 +175,7 @@ def test_without_a_drafter_and_without_a_meeting_it_is_said_what_is_missing() ->
 
 
 def refused(server: VllmServer, error: type[Exception], match: str, **options: Any) -> None:
-    with server, far(server) as verifier, pytest.raises(error, match=match):
+    with server, connect_servers(server) as verifier, pytest.raises(error, match=match):
         generate(verifier, options.pop("prompt", PROMPTS[1]), **options)
 
 
@@ -192,16 +195,18 @@ SAMPLE = {"temperature": 1.0, "seed": 1}
         (SettingsError, "accept typical:0.1", {"accept": "typical:0.1"}),
     ],
 )
-def test_what_rows_cannot_settle(scale_out: int, error: Any, match: str, options: dict[str, Any]) -> None:
-    refused(VllmServer(Model(cloud()), scale_out=scale_out), error, match, **options)
+def test_settings_that_truncated_rows_cannot_decide_are_refused(
+    scale_out: int, error: Any, match: str, options: dict[str, Any]
+) -> None:
+    refused(VllmServer(Model(target_engine()), scale_out=scale_out), error, match, **options)
 
 
 def test_the_limit_is_found_to_the_entry_and_what_the_refusal_advises_works() -> None:
-    with VllmServer(Model(cloud()), max_logprobs=31) as server, far(server) as verifier:
+    with VllmServer(Model(target_engine()), max_logprobs=31) as server, connect_servers(server) as verifier:
         for top_k, good in ((30, True), (31, False)):
             options = {**SAMPLE, "top_k": top_k}
             if good:
-                check(generate(verifier, PROMPTS[1], **options), said(PROMPTS[1], **options))
+                check_equal_results(generate(verifier, PROMPTS[1], **options), reference_result(PROMPTS[1], **options))
             else:
                 with pytest.raises(SettingsError, match="--max-logprobs 32"):
                     generate(verifier, PROMPTS[1], **options)
@@ -211,33 +216,36 @@ def test_the_limit_is_found_to_the_entry_and_what_the_refusal_advises_works() ->
 @pytest.mark.parametrize("scale_out", [200, 403])
 def test_no_more_entries_are_asked_for_than_a_row_has(scale_out: int, options: dict[str, Any]) -> None:
     """A vocabulary that is smaller than the steps in which one asks for more."""
-    with VllmServer(Model(cloud()), max_logprobs=-1, scale_out=scale_out) as server, far(server) as verifier:
+    with (
+        VllmServer(Model(target_engine()), max_logprobs=-1, scale_out=scale_out) as server,
+        connect_servers(server) as verifier,
+    ):
         wanted = {"temperature": 1.9, "seed": 2, **options}
-        check(generate(verifier, PROMPTS[1], **wanted), said(PROMPTS[1], **wanted))
+        check_equal_results(generate(verifier, PROMPTS[1], **wanted), reference_result(PROMPTS[1], **wanted))
 
 
 def test_a_penalty_needs_logits() -> None:
-    server = VllmServer(Model(cloud()), logits=False)
+    server = VllmServer(Model(target_engine()), logits=False)
     refused(server, SettingsError, "--logprobs-mode raw_logits", repetition_penalty=1.1)
 
 
 def test_a_limit_of_one_entry_is_refused() -> None:
-    refused(VllmServer(Model(cloud()), max_logprobs=1), CloudRefused, "max allowed: 1|--max-logprobs")
+    refused(VllmServer(Model(target_engine()), max_logprobs=1), CloudRefused, "max allowed: 1|--max-logprobs")
 
 
 def test_a_busy_server_is_not_taken_for_a_narrow_one() -> None:
-    with VllmServer(Model(cloud()), max_logprobs=-1) as server, far(server) as verifier:
+    with VllmServer(Model(target_engine()), max_logprobs=-1) as server, connect_servers(server) as verifier:
         server.faults.append(Fault(GENERATE, 429, headers=(("retry-after", "0.01"),), skip=3))
-        check(generate(verifier, PROMPTS[1], **SAMPLE), said(PROMPTS[1], **SAMPLE))
+        check_equal_results(generate(verifier, PROMPTS[1], **SAMPLE), reference_result(PROMPTS[1], **SAMPLE))
 
 
 def test_a_prompt_that_is_too_long() -> None:
-    server = VllmServer(Model(cloud()), length=90)
+    server = VllmServer(Model(target_engine()), length=90)
     prompt = list(range(20, 100))
     refused(server, PromptError, "holds 89", prompt=prompt, max_new_tokens=10)
-    with server, far(server) as verifier:
+    with server, connect_servers(server) as verifier:
         options: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos": True}
-        check(generate(verifier, prompt, **options), said(prompt, **options))
+        check_equal_results(generate(verifier, prompt, **options), reference_result(prompt, **options))
 
 
 class Renamed:
@@ -254,15 +262,15 @@ class Renamed:
 @pytest.mark.parametrize("token", [0, 43, 132, 265])
 def test_the_first_token_that_differs_is_named(token: int) -> None:
     ours = byte_tokenizer().decode([token])
-    server = VllmServer(Model(cloud(), tokenizer=Renamed(token)))
+    server = VllmServer(Model(target_engine(), tokenizer=Renamed(token)))
     refused(server, VocabularyMismatch, f"token {token} is {ours!r} in the first and '<{token}.>' in the second")
 
 
 def test_a_drafter_without_a_tokenizer_cannot_be_compared() -> None:
-    from tiny_models import tiny_engine
+    from tests.support.tiny_models import tiny_engine
 
     bare = tiny_engine("qwen2", vocab=266)
-    refused(VllmServer(Model(cloud())), VocabularyMismatch, "without a tokenizer", drafter=bare)
+    refused(VllmServer(Model(target_engine())), VocabularyMismatch, "without a tokenizer", drafter=bare)
 
 
 # Ends -----------------------------------------------------------------------------------------------------------
@@ -272,21 +280,23 @@ def test_a_drafter_without_a_tokenizer_cannot_be_compared() -> None:
 @pytest.mark.parametrize("ours", [(99,), ()])
 def test_an_end_that_only_the_server_knows_is_refused(scale_out: int, ours: tuple[int, ...]) -> None:
     """As soon as it comes behind a block that was accepted: only there the server says that it would end."""
-    open_ended = said(PROMPTS[1], cloud(eos=()), drafter=edge(eos=()), k=1)
+    open_ended = reference_result(PROMPTS[1], target_engine(eos=()), drafter=draft_engine(eos=()), k=1)
     said_so = zip(open_ended.token_ids, open_ended.sources, strict=True)
     token = next(token for token, source in said_so if source is Source.BONUS)
-    target, drafter = cloud(eos=(99, token)), edge(eos=ours)
+    target, drafter = target_engine(eos=(99, token)), draft_engine(eos=ours)
     server = VllmServer(Model(target), scale_out=scale_out)
     refused(server, CloudRefused, f"ends its output at token {token}", drafter=drafter, k=1)
-    with server, far(server) as verifier:
+    with server, connect_servers(server) as verifier:
         options: dict[str, Any] = {"drafter": drafter, "k": 1, "ignore_eos": True}
-        check(generate(verifier, PROMPTS[1], **options), said(PROMPTS[1], target, **options))
+        check_equal_results(generate(verifier, PROMPTS[1], **options), reference_result(PROMPTS[1], target, **options))
 
 
 @pytest.mark.parametrize("scale_out", [200, 403])
 def test_an_end_that_only_the_drafter_knows_is_none(scale_out: int) -> None:
-    token = said(PROMPTS[1], cloud(eos=()), drafter=edge(eos=())).token_ids[3]
-    drafter, target = edge(eos=(token, *EOS)), cloud(eos=EOS)
-    with VllmServer(Model(target), scale_out=scale_out) as server, far(server) as verifier:
-        check(generate(verifier, PROMPTS[1], drafter=drafter), said(PROMPTS[1], target, drafter=drafter))
+    token = reference_result(PROMPTS[1], target_engine(eos=()), drafter=draft_engine(eos=())).token_ids[3]
+    drafter, target = draft_engine(eos=(token, *EOS)), target_engine(eos=EOS)
+    with VllmServer(Model(target), scale_out=scale_out) as server, connect_servers(server) as verifier:
+        check_equal_results(
+            generate(verifier, PROMPTS[1], drafter=drafter), reference_result(PROMPTS[1], target, drafter=drafter)
+        )
         assert verifier.describe().eos_ids == EOS

@@ -6,26 +6,30 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import clip
 
-from outrider import Audio, SpeculativeDecoder, connect, load_engine, local
+from outrider import Audio, SpeculativeDecoder, load_engine, local
 from outrider.config import GenerationSettings
 from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.engines.load import BUNDLED
 from outrider.errors import CloudRefused, SettingsError
 from outrider.verifiers.base import SessionParams
-from verifiers.servers import BLOCK, Fault, Model, cloud, edge, said
-from verifiers.vllm_server import VllmServer
+from tests.support.fake_llm_server import (
+    BLOCK,
+    Fault,
+    Model,
+    connect_servers,
+    draft_engine,
+    reference_result,
+    target_engine,
+)
+from tests.support.fake_vllm import VllmServer
+from tests.support.tiny_models import clip
 
 pytestmark = pytest.mark.network
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 V1 = [{"runner": "v1", "garbage": garbage} for garbage in ("zeros", "random", "lies", "nan")]
-
-
-def far(server: VllmServer, **options: Any) -> Any:
-    return connect(server.address, **{"patience": 3.0, "deadline": 5.0, **options})
 
 
 def conditions(**options: Any) -> SessionParams:
@@ -34,8 +38,8 @@ def conditions(**options: Any) -> SessionParams:
 
 def met(server: VllmServer, **options: Any) -> Any:
     """A verifier that has compared its tokens with the drafter's."""
-    verifier = far(server, **options)
-    SpeculativeDecoder(edge(), verifier)
+    verifier = connect_servers(server, **options)
+    SpeculativeDecoder(draft_engine(), verifier)
     return verifier
 
 
@@ -50,8 +54,8 @@ def test_after_a_lost_answer_nothing_is_taken_from_the_cache(
 ) -> None:
     """The server read the block, and cached it whole: its rows are missing now, or what was in memory."""
     prompt, drafts = tuple(range(20, 49)), (token,) * 5  # 34 tokens, 32 of which are cached
-    with VllmServer(Model(cloud()), **options) as server, met(server, deadline=0.4) as verifier:
-        session, near = verifier.open(Prompt(prompt), conditions()), local(cloud())
+    with VllmServer(Model(target_engine()), **options) as server, met(server, deadline=0.4) as verifier:
+        session, near = verifier.open(Prompt(prompt), conditions()), local(target_engine())
         server.faults.append(Fault(GENERATE, **how))
         if how.get("raw"):
             with pytest.raises(CloudRefused, match="cannot be read"):
@@ -69,13 +73,13 @@ def test_after_a_lost_answer_nothing_is_taken_from_the_cache(
 @pytest.mark.parametrize("driver", ["sequential", "pipelined"])
 def test_whatever_is_in_memory_the_output_is_the_model_s_own(options: dict[str, Any], driver: Any) -> None:
     """A server whose rows are no JSON at the start is asked prompt by prompt."""
-    with VllmServer(Model(cloud()), max_logprobs=-1, **options) as server, far(server) as verifier:
+    with VllmServer(Model(target_engine()), max_logprobs=-1, **options) as server, connect_servers(server) as verifier:
         for k, wanted in ((1, {}), (5, {"repetition_penalty": 1.2}), (3, {"temperature": 1.0, "top_k": 9, "seed": 4})):
-            decoder = SpeculativeDecoder(edge(), verifier, k=k, driver=driver)
+            decoder = SpeculativeDecoder(draft_engine(), verifier, k=k, driver=driver)
             prompt = list(range(20, 52 + k))
             assert (
                 decoder.generate(prompt, max_new_tokens=24, **wanted).token_ids
-                == said(prompt, k=k, max_new_tokens=24, **wanted).token_ids
+                == reference_result(prompt, k=k, max_new_tokens=24, **wanted).token_ids
             )
         assert verifier.replicas[0].capabilities.mode == (
             "hybrid" if options["garbage"] == "nan" else "prompt_logprobs"
@@ -86,19 +90,19 @@ def test_whatever_is_in_memory_the_output_is_the_model_s_own(options: dict[str, 
 def test_rows_that_a_token_needs_more_of_are_read_anew(options: dict[str, Any]) -> None:
     """More entries of the same rows: they are all cached by then."""
     sampled = {"temperature": 1.9, "top_p": 0.9, "seed": 2, "max_new_tokens": 24}
-    with VllmServer(Model(cloud()), max_logprobs=-1, **options) as server, far(server) as verifier:
-        result = SpeculativeDecoder(edge(), verifier).generate(list(range(20, 60)), **sampled)
-        assert result.token_ids == said(list(range(20, 60)), **sampled).token_ids
+    with VllmServer(Model(target_engine()), max_logprobs=-1, **options) as server, connect_servers(server) as verifier:
+        result = SpeculativeDecoder(draft_engine(), verifier).generate(list(range(20, 60)), **sampled)
+        assert result.token_ids == reference_result(list(range(20, 60)), **sampled).token_ids
         bodies = server.asked(GENERATE if options["garbage"] != "nan" else COMPLETIONS)
         assert len({body.get("logprobs", body.get("sampling_params", {}).get("logprobs")) for body in bodies}) > 2
 
 
 def test_rows_that_turn_to_nan_later_are_read_anew() -> None:
-    with VllmServer(Model(cloud()), runner="v1") as server, far(server) as verifier:
-        decoder = SpeculativeDecoder(edge(), verifier)
+    with VllmServer(Model(target_engine()), runner="v1") as server, connect_servers(server) as verifier:
+        decoder = SpeculativeDecoder(draft_engine(), verifier)
         server.garbage = "nan"
         result = decoder.generate(list(range(20, 60)), max_new_tokens=12)
-        assert result.token_ids == said(list(range(20, 60)), max_new_tokens=12).token_ids
+        assert result.token_ids == reference_result(list(range(20, 60)), max_new_tokens=12).token_ids
         assert any("not JSON compliant" in error for error in server.errors)
 
 
@@ -107,11 +111,11 @@ def test_a_server_that_never_sends_the_rows_is_given_up(rows: Any) -> None:
     def without(answer: Any) -> Any:
         return {**answer, "prompt_logprobs": rows(answer["prompt_logprobs"])}
 
-    with VllmServer(Model(cloud())) as server, met(server) as verifier:
+    with VllmServer(Model(target_engine())) as server, met(server) as verifier:
         server.faults.append(Fault(GENERATE, alter=without, times=99))
         before = len(server.asked(GENERATE))
         with pytest.raises(CloudRefused, match="does not send the rows"):
-            SpeculativeDecoder(edge(), verifier).generate(list(range(20, 40)))
+            SpeculativeDecoder(draft_engine(), verifier).generate(list(range(20, 40)))
         assert len(server.asked(GENERATE)) == before + 3
 
 
@@ -135,23 +139,23 @@ def reads(server: VllmServer, length: int, drafts: int) -> list[int]:
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_a_round_reads_no_more_behind_a_long_context_than_a_block(runner: str) -> None:
     for length in (40, 400):
-        first, *later = reads(VllmServer(Model(cloud()), runner=runner), length, 5)
+        first, *later = reads(VllmServer(Model(target_engine()), runner=runner), length, 5)
         assert first == length + 5
         assert max(later) <= BLOCK + 6, length
 
 
 def test_spread_reads_a_block_for_each_prompt_at_most() -> None:
     for length in (40, 400):
-        first, *later = reads(VllmServer(Model(cloud()), scale_out=403), length, 5)
+        first, *later = reads(VllmServer(Model(target_engine()), scale_out=403), length, 5)
         assert first <= length + 5 + 5 * BLOCK
         assert max(later) <= 6 * (BLOCK + 6), length
 
 
 def test_a_whole_output_reads_its_prompt_once() -> None:
     prompt = [20 + n * 7 % 200 for n in range(400)]
-    with VllmServer(Model(cloud()), length=700) as server, met(server) as verifier:
+    with VllmServer(Model(target_engine()), length=700) as server, met(server) as verifier:
         before, asked = server.read, len(server.asked(GENERATE))
-        result = SpeculativeDecoder(edge(), verifier, k=3).generate(prompt, max_new_tokens=24, ignore_eos=True)
+        result = SpeculativeDecoder(draft_engine(), verifier, k=3).generate(prompt, max_new_tokens=24, ignore_eos=True)
         assert len(server.asked(GENERATE)) == asked + result.stats.rounds
         assert server.read - before <= 400 + result.stats.rounds * (BLOCK + 4)
         salts = {body["cache_salt"] for body in server.asked(GENERATE)[asked:]}
@@ -159,8 +163,8 @@ def test_a_whole_output_reads_its_prompt_once() -> None:
 
 
 def test_sessions_never_share_what_is_cached() -> None:
-    with VllmServer(Model(cloud())) as server, met(server) as verifier:
-        decoder = SpeculativeDecoder(edge(), verifier)
+    with VllmServer(Model(target_engine())) as server, met(server) as verifier:
+        decoder = SpeculativeDecoder(draft_engine(), verifier)
         for _ in range(2):
             before = server.read
             decoder.generate(list(range(20, 60)), max_new_tokens=2)
@@ -182,11 +186,11 @@ def urls(server: VllmServer) -> list[str | None]:
 @pytest.mark.parametrize("options", [{}, *V1[:3]], ids=str)
 @pytest.mark.parametrize(("loudness", "kind"), [(1.0, "flac"), (4.0, "wav"), (1e-5, "flac")])
 def test_a_recording_is_sent_once_and_heard_as_here(options: dict[str, Any], loudness: float, kind: str) -> None:
-    target, drafter = cloud("omni"), edge("omni")
-    with VllmServer(Model(target), **options) as server, far(server) as verifier:
+    target, drafter = target_engine("omni"), draft_engine("omni")
+    with VllmServer(Model(target), **options) as server, connect_servers(server) as verifier:
         heard = recording(loudness=loudness)
         result = SpeculativeDecoder(drafter, verifier, k=3, driver="pipelined").generate(heard, max_new_tokens=12)
-        assert result.token_ids == said(heard, target, drafter=drafter, k=3, max_new_tokens=12).token_ids
+        assert result.token_ids == reference_result(heard, target, drafter=drafter, k=3, max_new_tokens=12).token_ids
         assert result.guarantee == "exact"
         first, *later = urls(server)
         assert first is not None
@@ -197,13 +201,13 @@ def test_a_recording_is_sent_once_and_heard_as_here(options: dict[str, Any], lou
 
 
 def test_a_server_that_forgot_the_recording_gets_it_again() -> None:
-    target, drafter = cloud("omni"), edge("omni")
-    with VllmServer(Model(target)) as server, far(server) as verifier:
+    target, drafter = target_engine("omni"), draft_engine("omni")
+    with VllmServer(Model(target)) as server, connect_servers(server) as verifier:
         stream = SpeculativeDecoder(drafter, verifier, k=3).stream(recording(), max_new_tokens=12, ignore_eos=True)
         tokens = {event.index: event.token_id for event in (next(stream) for _ in range(8))}
         server.media.clear()
         tokens |= {event.index: event.token_id for event in stream}
-        wanted = said(recording(), target, drafter=drafter, k=3, max_new_tokens=12, ignore_eos=True)
+        wanted = reference_result(recording(), target, drafter=drafter, k=3, max_new_tokens=12, ignore_eos=True)
         assert [tokens[n] for n in range(12)] == wanted.token_ids
         assert len([url for url in urls(server) if url is not None]) == 2
         assert server.errors[-1] == "Cache miss for audio at index 0 but data is not provided."
@@ -211,8 +215,8 @@ def test_a_server_that_forgot_the_recording_gets_it_again() -> None:
 
 def test_a_server_that_never_has_the_recording_is_given_up() -> None:
     message = "Cache miss for audio at index 0 but data is not provided."
-    with VllmServer(Model(cloud("omni"))) as server, far(server) as verifier:
-        decoder = SpeculativeDecoder(edge("omni"), verifier)
+    with VllmServer(Model(target_engine("omni"))) as server, connect_servers(server) as verifier:
+        decoder = SpeculativeDecoder(draft_engine("omni"), verifier)
         server.faults.append(Fault(GENERATE, 400, message, times=99))
         with pytest.raises(CloudRefused, match="does not send the rows"):
             decoder.generate(recording())
@@ -220,8 +224,8 @@ def test_a_server_that_never_has_the_recording_is_given_up() -> None:
 
 @pytest.mark.parametrize("privacy", ["features", "tokens"])
 def test_what_a_server_cannot_be_given_is_refused(privacy: Any) -> None:
-    with VllmServer(Model(cloud("omni"))) as server, far(server) as verifier:
-        decoder = SpeculativeDecoder(edge("omni"), verifier, privacy=privacy)
+    with VllmServer(Model(target_engine("omni"))) as server, connect_servers(server) as verifier:
+        decoder = SpeculativeDecoder(draft_engine("omni"), verifier, privacy=privacy)
         with pytest.raises(SettingsError, match="takes recordings only"):
             decoder.generate(recording())
         assert urls(server) == []
@@ -229,8 +233,8 @@ def test_what_a_server_cannot_be_given_is_refused(privacy: Any) -> None:
 
 def test_a_recording_for_a_server_that_is_asked_prompt_by_prompt_is_refused() -> None:
     """It would be judged by a model that did not hear it."""
-    with VllmServer(Model(cloud("omni")), scale_out=403) as server, far(server) as verifier:
-        decoder = SpeculativeDecoder(edge("omni"), verifier)
+    with VllmServer(Model(target_engine("omni")), scale_out=403) as server, connect_servers(server) as verifier:
+        decoder = SpeculativeDecoder(draft_engine("omni"), verifier)
         with pytest.raises(SettingsError, match="--enable-scale-out"):
             decoder.generate(recording())
 
@@ -239,8 +243,8 @@ def test_a_server_that_makes_other_tokens_of_a_recording_is_refused() -> None:
     def longer(answer: Any) -> Any:
         return {**answer, "usage": {"prompt_tokens": answer["usage"]["prompt_tokens"] + 1}}
 
-    with VllmServer(Model(cloud("omni"))) as server, far(server) as verifier:
-        decoder = SpeculativeDecoder(edge("omni"), verifier)
+    with VllmServer(Model(target_engine("omni"))) as server, connect_servers(server) as verifier:
+        decoder = SpeculativeDecoder(draft_engine("omni"), verifier)
         server.faults.append(Fault(GENERATE, alter=longer))
         with pytest.raises(CloudRefused, match="other audio tokens"):
             decoder.generate(recording())
@@ -248,9 +252,9 @@ def test_a_server_that_makes_other_tokens_of_a_recording_is_refused() -> None:
 
 def test_the_bundled_pair_and_its_clips() -> None:
     target, drafter = load_engine("demo:cloud"), load_engine("demo:edge")
-    with VllmServer(Model(target), length=2048) as server, far(server) as verifier:
+    with VllmServer(Model(target), length=2048) as server, connect_servers(server) as verifier:
         for name, driver in (("en-1", "sequential"), ("zh-1", "pipelined")):
             heard = Audio(BUNDLED / "clips" / f"{name}.ogg", lang=name[:2])
             result = SpeculativeDecoder(drafter, verifier, driver=driver).generate(heard, max_new_tokens=8)
-            wanted = said(heard, target, drafter=drafter, k=5, max_new_tokens=8)
+            wanted = reference_result(heard, target, drafter=drafter, k=5, max_new_tokens=8)
             assert (result.token_ids, result.text) == (wanted.token_ids, wanted.text)

@@ -13,12 +13,9 @@ EventKind = Literal["provisional", "confirmed", "revised"]
 
 @dataclass(frozen=True)
 class Event:
-    """A change of one token. `index` counts generated tokens from 0.
+    """A change of one token, as in `StreamEvent`. `index` counts generated tokens from 0.
 
-    kind: provisional (drafted), confirmed, or revised. A revised token replaces the one at `index` and voids every
-    token after it. The end of the output voids tokens that are still provisional. signals: the drafter's confidence, if
-    the token was drafted and signals were measured. settled: the number of generated tokens that are final. It never
-    decreases.
+    The end of the output voids tokens that are still provisional.
     """
 
     kind: EventKind
@@ -47,8 +44,3 @@ class StreamEvent:
     source: Source
     signals: Signals | None = None
     settled: int = 0
-
-    @classmethod
-    def of(cls, event: Event, text: str) -> StreamEvent:
-        """Return the event with the text that its token adds."""
-        return cls(event.kind, event.index, event.token, text, event.source, event.signals, event.settled)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +17,12 @@ from transformers.generation.streamers import BaseStreamer
 from outrider.config import GenerationSettings
 from outrider.decoding.detokenizer import get_detokenizer
 from outrider.decoding.stopping import FinishReason, StopRules, find_finish_reason
-from outrider.engines.base import Prompt
+from outrider.engines.base import Engine, Prompt
 from outrider.engines.torch.engine import TorchEngine
 from outrider.errors import ContextError, DecodingError, PromptError, SettingsError
 from outrider.evals.manifest import Item
 from outrider.evals.modes import Encoder, Inapplicable, ItemResult, gaps
+from outrider.evals.store import Row
 
 FRAMES_PER_SECOND = 100
 GUARANTEE = "reference"  # a baseline has no guarantee of its own
@@ -58,15 +59,16 @@ class Assistance:
         )
 
 
-def unsupported_reason(mode: str, draft: Any, target: Any) -> str | None:
+def unsupported_reason(mode: str, draft: Engine | None, target: Engine | None) -> str | None:
     """Return why transformers cannot run a mode with these engines, or None if it can."""
-    sides = {"plain": [target], "assisted": [target, draft]}[mode]
-    for engine in sides:
-        if not isinstance(engine, TorchEngine):
+    for engine in [target] if mode == "plain" else [target, draft]:
+        if engine is not None and not isinstance(engine, TorchEngine):
             return f"{engine.name} is not a transformers model here"
-    if mode == "assisted" and draft.fingerprint != target.fingerprint:
+    if mode == "plain" or not (isinstance(draft, TorchEngine) and isinstance(target, TorchEngine)):
+        return None
+    if draft.fingerprint != target.fingerprint:
         return f"{draft.name} and {target.name} differ in vocabulary"
-    if mode == "assisted" and target.audio is not None and draft.audio is None:
+    if target.audio is not None and draft.audio is None:
         return f"transformers hands the target's inputs on to its assistant, and {draft.name} takes no audio"
     return None
 
@@ -85,10 +87,8 @@ class TransformersBaseline:
         self.name = "plain" if assistant is None else "assisted"
         self._target, self._encoder, self._settings = target, encoder, settings
         self._assistant, self._assistance = assistant, assistance or Assistance()
-        eos = () if settings.ignore_eos else target.eos_ids
-        self._rules = StopRules(
-            settings.max_new_tokens, eos, settings.stop, settings.sentences, settings.min_new_tokens
-        )
+        eos, limit = () if settings.ignore_eos else target.eos_ids, settings.max_new_tokens
+        self._rules = StopRules(limit, eos, settings.stop, settings.sentences, settings.min_new_tokens)
         self._config = _config(settings, eos)
 
     def run(self, item: Item) -> ItemResult:
@@ -96,7 +96,13 @@ class TransformersBaseline:
         prompt = self._encoder(item)
         self._check(prompt)
         try:
-            with self._isolated():
+            # Replace the checkpoints' generation settings, and restore torch's random state afterwards.
+            device = self._target.model.device
+            with ExitStack() as stack:
+                stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+                stack.enter_context(_with_config(self._target.model, GenerationConfig()))
+                if self._assistant is not None:  # a new one each time, because a schedule changes it
+                    stack.enter_context(_with_config(self._assistant.model, self._assistance.config()))
                 return self._generate(prompt)
         except _TRANSFORMERS_ERRORS as error:
             raise DecodingError(f"transformers {transformers.__version__}: {type(error).__name__}: {error}") from error
@@ -118,7 +124,8 @@ class TransformersBaseline:
     def _generate(self, prompt: Prompt) -> ItemResult:
         torch.manual_seed(self._settings.seed)
         more = {} if self._assistant is None else {"assistant_model": self._assistant.model}
-        criteria = _StopCriteria(self._rules, len(prompt.ids), self._decode if self._rules.needs_text else None)
+        decode = get_detokenizer(self._target.tokenizer) if self._rules.needs_text else None
+        criteria = _StopCriteria(self._rules, len(prompt.ids), decode)
         arrival_times = _ArrivalTimes()
         arrival_times.started = started = time.perf_counter()
         out = self._target.model.generate(
@@ -130,7 +137,18 @@ class TransformersBaseline:
         )
         total = time.perf_counter() - started
         ids, reason = criteria.end(out[0, len(prompt.ids) :].tolist())
-        return ItemResult(self._result(prompt, ids, reason), _timing(arrival_times.arrivals[: len(ids)], total))
+        tokenizer, arrivals = self._target.tokenizer, arrival_times.arrivals[: len(ids)]
+        result: Row = {
+            "text": None if tokenizer is None else get_detokenizer(tokenizer)(ids, skip_special=True),
+            "token_ids": ids,
+            "guarantee": GUARANTEE,
+            "finish_reason": reason,
+            "prompt_tokens": len(prompt.ids),
+            "stats": {},
+        }
+        first = arrivals[0] if arrivals else total
+        timing = {"ttft_s": round(first, 6), "total_s": round(total, 6), "itl_s": gaps(arrivals)}
+        return ItemResult(result, timing)
 
     def _inputs(self, prompt: Prompt) -> dict[str, Tensor]:
         model, audio_encoder = self._target.model, self._target.audio
@@ -149,34 +167,6 @@ class TransformersBaseline:
         inputs["input_features"] = features[None].to(model.device, model.dtype)
         inputs["feature_attention_mask"] = mask[None].to(model.device)
         return inputs
-
-    def _result(self, prompt: Prompt, ids: list[int], reason: FinishReason) -> dict[str, Any]:
-        tokenizer = self._target.tokenizer
-        text = None
-        if tokenizer is not None:
-            text = get_detokenizer(tokenizer)(ids, skip_special=True)
-        return {
-            "text": text,
-            "token_ids": ids,
-            "guarantee": GUARANTEE,
-            "finish_reason": reason,
-            "prompt_tokens": len(prompt.ids),
-            "stats": {},
-        }
-
-    def _decode(self, ids: list[int]) -> str:
-        return get_detokenizer(self._target.tokenizer)(ids)
-
-    @contextmanager
-    def _isolated(self) -> Iterator[None]:
-        """Replace the checkpoints' generation settings, and restore torch's random state afterwards."""
-        device = self._target.model.device
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-            stack.enter_context(_with_config(self._target.model, GenerationConfig()))
-            if self._assistant is not None:  # a new one each time, because a schedule changes it
-                stack.enter_context(_with_config(self._assistant.model, self._assistance.config()))
-            yield
 
 
 def _config(settings: GenerationSettings, eos: tuple[int, ...]) -> GenerationConfig:
@@ -215,12 +205,12 @@ def _with_config(model: Any, config: GenerationConfig) -> Iterator[None]:
 class _StopCriteria(StoppingCriteria):
     """The stop rules, applied to each token. Assisted generation appends several tokens before it calls this."""
 
-    def __init__(self, rules: StopRules, prompt_length: int, decode: Any) -> None:
+    def __init__(self, rules: StopRules, prompt_length: int, decode: Callable[[list[int]], str] | None) -> None:
         self._rules, self._start, self._decode = rules, prompt_length, decode
         self._seen = 0
         self._reason: FinishReason | None = None
 
-    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+    def __call__(self, input_ids: Tensor, scores: object, **_: object) -> Tensor:
         self._check_stop(input_ids[0, self._start :].tolist())
         return torch.full((input_ids.shape[0],), self._reason is not None, device=input_ids.device)
 
@@ -255,11 +245,6 @@ class _ArrivalTimes(BaseStreamer):
         """Do nothing at the end of the output."""
 
 
-def _timing(arrivals: list[float], total: float) -> dict[str, Any]:
-    first = arrivals[0] if arrivals else total
-    return {"ttft_s": round(first, 6), "total_s": round(total, 6), "itl_s": gaps(arrivals)}
-
-
 def _padding_frames(audio_encoder: Any) -> int:
     """Return the number of padding frames that the model's encoder attends to."""
     return int(audio_encoder.max_frames) - round(audio_encoder.max_seconds * FRAMES_PER_SECOND)
@@ -267,11 +252,8 @@ def _padding_frames(audio_encoder: Any) -> int:
 
 def _shares_audio_encoding(assistant: TorchEngine, target: TorchEngine, prompt: Prompt) -> bool:
     """Return whether the assistant takes the target's features and encodes them as the same number of tokens."""
-    own, audio_encoder = assistant.audio, target.audio
-    if own is None or (own.placeholder, own.mels, _padding_frames(own)) != (
-        audio_encoder.placeholder,
-        audio_encoder.mels,
-        _padding_frames(audio_encoder),
-    ):
+    own, other = assistant.audio, target.audio
+    formats = [(each.placeholder, each.mels, _padding_frames(each)) for each in (own, other) if each is not None]
+    if own is None or formats[0] != formats[-1]:
         return False
     return bool(own.prompt_tokens(prompt) == prompt.ids.count(own.placeholder))

@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+import torch
+import transformers
+
+import outrider
 from outrider.config import GenerationSettings
-from outrider.evals import baselines, environment
+from outrider.engines.base import Engine
+from outrider.engines.torch.engine import TorchEngine
+from outrider.evals import baselines
 from outrider.evals.baselines import Assistance, TransformersBaseline
 from outrider.evals.manifest import Item
 from outrider.evals.modes import OURS, Encoder, Mode, Setup, build, item_prompt, select_modes
 from outrider.evals.runner import Tracer
 from outrider.evals.store import Row
 from outrider.planning.trace_recorder import Recorder
-from outrider.verifiers.local import LocalVerifier
+from outrider.verifiers.base import Verifier
+from outrider.verifiers.local import LocalVerifier, describe
 
 
 @dataclass(frozen=True)
 class EvalContext:
     """The models of a run, loaded once for all modes, and the decoding settings. draft or verifier may be None."""
 
-    draft: Any
-    verifier: Any
+    draft: Engine | None
+    verifier: Verifier | None
     setup: Setup
     assistance: Assistance
 
     @property
-    def target(self) -> Any:
+    def target(self) -> Engine | None:
         """Return the verifier's engine if it is in this process, else None."""
         return self.verifier.engine if isinstance(self.verifier, LocalVerifier) else None
 
@@ -43,51 +54,60 @@ class EvalContext:
         Raises:
             SettingsError: a requested mode cannot run.
         """
-        kept, left_out = select_modes(
-            requested, lambda name: self._unsupported_reason(name) if name in names else "not chosen"
-        )
+
+        def reason(name: str) -> str | None:
+            if name not in names:
+                return "not chosen"
+            return None if name in OURS else baselines.unsupported_reason(name, self.draft, self.target)
+
+        kept, left_out = select_modes(requested, reason)
         left_out = {name: reason for name, reason in left_out.items() if name in names}
         encoder = Encoder(self.draft, self.target)
         return [self._mode(name, encoder) for name in kept], left_out
 
-    def _unsupported_reason(self, name: str) -> str | None:
-        return None if name in OURS else baselines.unsupported_reason(name, self.draft, self.target)
-
     def _mode(self, name: str, encoder: Encoder) -> Mode:
         if name in OURS:
             return build(name, self.draft, self.verifier, self.setup, encoder)
-        assistant = self.draft if name == "assisted" else None
-        return TransformersBaseline(self.target, encoder, self.settings, assistant, self.assistance)
+        target, assistant = self.target, self.draft if name == "assisted" else None
+        assert isinstance(target, TorchEngine)  # other engines have an unsupported_reason
+        assert isinstance(assistant, TorchEngine | None)
+        return TransformersBaseline(target, encoder, self.settings, assistant, self.assistance)
 
     def tracer(self) -> Tracer:
         """Return the function that records an item's trace."""
+        assert self.draft is not None  # --trace needs both sides
+        assert self.verifier is not None
         recorder = Recorder(self.draft, self.verifier, self.settings)
         return lambda item: recorder.trace(item.id, item_prompt(item)).to_json()
 
-    def models(self) -> dict[str, Any]:
+    def models(self) -> Row:
         """Return the descriptions of edge and cloud."""
-        edge = None if self.draft is None else environment.model(self.draft)
+        edge = None if self.draft is None else describe_engine(self.draft)
         if self.target is not None:
-            return {"edge": edge, "cloud": environment.model(self.target)}
+            return {"edge": edge, "cloud": describe_engine(self.target)}
         if self.verifier is None:
             return {"edge": edge, "cloud": None}
-        from outrider.verifiers.local import describe
-
         cloud = self.verifier.describe(None if self.draft is None else describe(self.draft))
         return {"edge": edge, "cloud": {"name": cloud.name, "vocabulary": cloud.fingerprint}}
 
 
 def describe_run(
-    context: EvalContext, data: str, items: Sequence[Item], modes: Sequence[Mode], left_out: dict[str, str], **more: Any
+    context: EvalContext,
+    data: str,
+    items: Sequence[Item],
+    modes: Sequence[Mode],
+    left_out: dict[str, str],
+    **more: object,
 ) -> Row:
     """Return the contents of run.json. more: further fields of the configuration."""
+    kind, _, path = str(context.setup.options.gate).partition(":")
     configuration = {
-        "data": {"name": data, "items": len(items), "hash": environment.data_hash(items)},
+        "data": {"name": data, "items": len(items), "hash": data_hash(items)},
         "modes": [mode.name for mode in modes],
         "left_out": left_out,
         "generation": asdict(context.settings),
         "speculation": asdict(context.setup.options),
-        "gate_file": _gate_file(str(context.setup.options.gate)),
+        "gate_file": file_hash(Path(path)) if kind == "calibrated" else None,
         "repeatable": context.setup.repeatable,
         "assistance": asdict(context.assistance),
         "models": context.models(),
@@ -96,12 +116,68 @@ def describe_run(
     return {
         "format": 1,
         "configuration": configuration,
-        "versions": environment.versions(),
-        "hardware": environment.hardware(),
+        "versions": versions(),
+        "hardware": hardware(),
     }
 
 
-def _gate_file(gate: str) -> str | None:
-    """Return a hash of the file of a calibrated gate, None for other gates."""
-    kind, _, path = gate.partition(":")
-    return environment.file_hash(Path(path)) if kind == "calibrated" else None
+def versions() -> dict[str, str]:
+    """Return the versions of outrider and its main dependencies."""
+    return {
+        "outrider": outrider.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def hardware() -> Row:
+    """Describe the machine. cores: usable by this process. memory_bytes: None if unknown."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        lines = []
+    cpus = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    memory: int | None = None
+    with suppress(ValueError, OSError, AttributeError):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": cpus[0] if cpus else platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "memory_bytes": memory,
+        "gpu": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def data_hash(items: Sequence[Item]) -> str:
+    """Return a hash of the items and their recordings, independent of their paths."""
+    digest = hashlib.sha256()
+    for item in items:
+        facts: list[object] = [item.id, item.prompt, item.messages, item.lang, item.task]
+        facts += [item.references, item.labels, item.transcript]
+        digest.update(json.dumps(facts, sort_keys=True).encode() + b"\n")
+        if item.audio is not None:
+            digest.update(bytes.fromhex(file_hash(item.audio)))
+    return digest.hexdigest()[:16]
+
+
+def describe_engine(engine: Engine) -> Row:
+    """Describe an engine: identity of its weights and vocabulary, dtype and device."""
+    return {
+        "name": engine.name,
+        "identity": getattr(engine, "identity", None),
+        "vocabulary": engine.fingerprint,
+        "dtype": str(getattr(engine, "dtype", "")).removeprefix("torch."),
+        "device": str(getattr(engine, "device", "")),
+    }
+
+
+def file_hash(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal, empty if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""

@@ -14,18 +14,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from outrider.api import SpeculativeDecoder
 from outrider.decoding.incremental_text import IncrementalDetokenizer
 from outrider.decoding.options import DecodingOptions
 from outrider.decoding.result import TIME_FIELDS, GuaranteeTracker, Result
-from outrider.engines.base import Prompt
+from outrider.engines.base import Engine, Prompt
 from outrider.errors import OutriderError, SettingsError
 from outrider.evals.manifest import Item
+from outrider.evals.store import Row
 from outrider.prompts.audio import Audio
-from outrider.prompts.chat import encode
-from outrider.verifiers.base import ModelInfo
+from outrider.prompts.chat import PromptLike, encode
+from outrider.verifiers.base import ModelInfo, Verifier
 
 NAMES: Final = ("edge-only", "cloud-only", "exact", "gated", "plain", "assisted")
 OURS: Final = NAMES[:4]
@@ -40,8 +41,8 @@ class Inapplicable(OutriderError):
 class ItemResult:
     """Result of one item. result: repeatable fields. timing: seconds, and bytes on the network."""
 
-    result: dict[str, Any]
-    timing: dict[str, Any]
+    result: Row
+    timing: Row
 
 
 class Mode(Protocol):
@@ -58,7 +59,7 @@ class Mode(Protocol):
 class Setup:
     """Decoding settings of all modes. generation: fields of GenerationSettings. Only gated uses gate, accept, scope."""
 
-    generation: dict[str, Any] = field(default_factory=dict)
+    generation: Row = field(default_factory=dict)
     options: DecodingOptions = DecodingOptions()
 
     @property
@@ -114,11 +115,11 @@ def select_modes(requested: Sequence[str], reason_for: Callable[[str], str | Non
 class Encoder:
     """Encodes the prompts of items for all models, with the first engine that can."""
 
-    def __init__(self, *engines: Any) -> None:
+    def __init__(self, *engines: Engine | None) -> None:
         self._engines = [engine for engine in engines if engine is not None]
 
     @property
-    def reader(self) -> Any:
+    def reader(self) -> Engine:
         """Return the engine that provides the tokenizer."""
         return self._engines[0]
 
@@ -132,11 +133,11 @@ class Encoder:
         return encode((engines or self._engines)[0], item_prompt(item))
 
 
-def item_prompt(item: Item) -> Any:
+def item_prompt(item: Item) -> PromptLike:
     """Return the prompt of an item: audio, messages or text."""
     if item.audio is not None:
         return Audio(item.audio, task=item.task, lang=item.lang)
-    return list(item.messages) if item.messages is not None else item.prompt
+    return list(item.messages) if item.messages is not None else item.prompt or ""
 
 
 # Outrider's modes --------------------------------------------------------------------------------------------------
@@ -145,7 +146,7 @@ def item_prompt(item: Item) -> Any:
 class EncodedDecoder(SpeculativeDecoder):
     """A decoder that takes encoded prompts."""
 
-    def encode(self, prompt: Any) -> Prompt:
+    def encode(self, prompt: object) -> Prompt:
         """Return the prompt unchanged."""
         assert isinstance(prompt, Prompt)
         return prompt
@@ -155,7 +156,7 @@ class EncodedDecoder(SpeculativeDecoder):
         """Return the description of the target model."""
         return self._target
 
-    def generate_timed(self, prompt: Prompt, settings: dict[str, Any]) -> tuple[Result, list[float]]:
+    def generate_timed(self, prompt: Prompt, settings: Row) -> tuple[Result, list[float]]:
         """Generate. Returns the result, and the seconds until each token was final."""
         # Count the audits of this result alone, because a resumed run lacks those of earlier results.
         self._guarantees = GuaranteeTracker(self.options.gate)
@@ -173,18 +174,17 @@ class EncodedDecoder(SpeculativeDecoder):
 class DecoderMode:
     """A mode of Outrider's own decoder."""
 
-    def __init__(self, name: str, decoder: EncodedDecoder, encoder: Encoder, settings: dict[str, Any]) -> None:
+    def __init__(self, name: str, decoder: EncodedDecoder, encoder: Encoder, settings: Row) -> None:
         self.name, self.decoder = name, decoder
         self._encoder, self._settings = encoder, settings
 
     def run(self, item: Item) -> ItemResult:
         """Answer an item."""
         result, arrivals = self.decoder.generate_timed(self._encoder(item), self._settings)
-        return ItemResult(self._result(result), _timing(result, arrivals))
-
-    def _result(self, result: Result) -> dict[str, Any]:
         stats = {name: value for name, value in asdict(result.stats).items() if name not in _NO_COUNTERS}
-        return {
+        seconds = {name: round(getattr(result.stats, name), 6) for name in TIME_FIELDS}
+        timing = {**seconds, "itl_s": gaps(arrivals), "bytes": result.ledger or {"up": {}, "down": {}}}
+        facts = {
             "text": result.text,
             "token_ids": result.token_ids,
             "guarantee": result.guarantee,
@@ -196,6 +196,7 @@ class DecoderMode:
             "warnings": result.warnings,
             "risk": None if result.risk is None else asdict(result.risk),
         }
+        return ItemResult(facts, timing)
 
     def _pieces(self, ids: list[int]) -> list[str]:
         """Return the text of each token, or none without a tokenizer."""
@@ -207,23 +208,17 @@ class DecoderMode:
         return transcript.pieces
 
 
-def build(name: str, draft: Any, verifier: Any, setup: Setup, encoder: Encoder) -> DecoderMode:
+def build(name: str, draft: Engine | None, verifier: Verifier | None, setup: Setup, encoder: Encoder) -> DecoderMode:
     """Build one of Outrider's modes on loaded models."""
-    options, sides = setup.options, (draft, verifier)
+    options = setup.options
     if name == "edge-only":
-        options, sides = options.for_mode("edge-only"), (draft, None)
+        options, verifier = options.for_mode("edge-only"), None
     elif name == "cloud-only":
-        options, sides = options.for_mode("cloud-only"), (None, verifier)
+        options, draft = options.for_mode("cloud-only"), None
     elif name == "exact":
         options = replace(options, gate="always", accept="exact", scope="block")
-    decoder = EncodedDecoder(*sides, reader=encoder.reader, **options.keywords())
+    decoder = EncodedDecoder(draft, verifier, reader=encoder.reader, **options.keywords())
     return DecoderMode(name, decoder, encoder, setup.generation)
-
-
-def _timing(result: Result, arrivals: list[float]) -> dict[str, Any]:
-    stats = result.stats
-    seconds = {name: round(getattr(stats, name), 6) for name in TIME_FIELDS}
-    return {**seconds, "itl_s": gaps(arrivals), "bytes": result.ledger or {"up": {}, "down": {}}}
 
 
 def gaps(arrivals: list[float]) -> list[float]:

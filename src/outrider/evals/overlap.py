@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +18,7 @@ from outrider.evals.bootstrap import Array, Finish, Measure, Resampling, mean, m
 from outrider.evals.cider import cider_d as cider_scores
 from outrider.evals.word_segmentation import import_extra, primary_language, words
 
+CorpusScorer = Any  # a metric of sacrebleu, which is untyped
 _BLEU_TOKENS: Final = {"zh": "zh", **dict.fromkeys(("ja", "th", "lo", "km", "my"), "char")}
 
 
@@ -35,18 +36,21 @@ def bleu(pairs: Sequence[Pair], how: Resampling) -> Measure | None:
 
     Tokenization is sacrebleu's "zh" for Chinese, "char" for Japanese and others without spaces, else "13a".
     """
-    return _corpus(pairs, how, lambda lang: _bleu(_BLEU_TOKENS.get(lang, "13a")))
+    return _corpus(pairs, how, lambda lang: _sacrebleu("BLEU", tokenize=_BLEU_TOKENS.get(lang, "13a")))
 
 
 def chrf(pairs: Sequence[Pair], how: Resampling) -> Measure | None:
     """Return corpus chrF2, 0 to 100: character n-grams up to 6, no word n-grams, white space ignored."""
-    return _corpus(pairs, how, lambda _lang: _chrf())
+    return _corpus(pairs, how, lambda _lang: _sacrebleu("CHRF"))
 
 
 def rouge_l(pairs: Sequence[Pair], how: Resampling) -> Measure | None:
     """Return the mean F1 of the longest common subsequence of words with the best reference, 0 to 1."""
     pairs = referenced(pairs)
-    rows = [_rouge().score_multi(list(p.references), p.text)["rougeL"].fmeasure for p in pairs]
+    if not pairs:
+        return None
+    rouge = import_extra("rouge_score.rouge_scorer").RougeScorer(["rougeL"], tokenizer=_Words())
+    rows = [rouge.score_multi(list(p.references), p.text)["rougeL"].fmeasure for p in pairs]
     return measure(rows, [p.lang for p in pairs], how)
 
 
@@ -75,36 +79,25 @@ def _by_lang(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
     return dict(sorted(groups.items()))
 
 
-def _corpus(pairs: Sequence[Pair], how: Resampling, metric: Callable[[str], Any]) -> Measure | None:
+def _corpus(pairs: Sequence[Pair], how: Resampling, metric: Callable[[str], CorpusScorer]) -> Measure | None:
     """Compute a corpus metric of sacrebleu from the counts of each item, which sacrebleu sums to score a corpus."""
     tables: dict[str, Array] = {}
     finish: dict[str, Finish] = {}
     for lang, group in _by_lang(pairs).items():
         scorer = metric(lang)
-        tables[lang] = np.asarray([_counts(scorer, pair) for pair in group], dtype=np.float64)
-        finish[lang] = _finisher(scorer)
+        counts = [scorer._extract_corpus_statistics([p.text], [[ref] for ref in p.references])[0] for p in group]
+        tables[lang] = np.asarray(counts, dtype=np.float64)
+        finish[lang] = partial(_finish, scorer)
     return pool(tables, how, finish)
 
 
-def _counts(scorer: Any, pair: Pair) -> list[int]:
-    return scorer._extract_corpus_statistics([pair.text], [[ref] for ref in pair.references])[0]
-
-
-def _finisher(scorer: Any) -> Finish:
-    def finish(sums: Array, _n: int) -> float:
-        return float(scorer._compute_score_from_stats([int(count) for count in sums]).score)
-
-    return finish
+def _finish(scorer: CorpusScorer, sums: Array, _n: int) -> float:
+    return float(scorer._compute_score_from_stats([int(count) for count in sums]).score)
 
 
 @lru_cache
-def _bleu(tokens: str) -> Any:
-    return import_extra("sacrebleu.metrics").BLEU(tokenize=tokens)
-
-
-@lru_cache
-def _chrf() -> Any:
-    return import_extra("sacrebleu.metrics").CHRF()
+def _sacrebleu(metric: str, **options: str) -> CorpusScorer:
+    return getattr(import_extra("sacrebleu.metrics"), metric)(**options)
 
 
 class _Words:
@@ -113,8 +106,3 @@ class _Words:
     def tokenize(self, text: str) -> list[str]:
         """Return the words of a text."""
         return list(words(text))
-
-
-@lru_cache
-def _rouge() -> Any:
-    return import_extra("rouge_score.rouge_scorer").RougeScorer(["rougeL"], tokenizer=_Words())

@@ -1,9 +1,10 @@
-"""Decode a request's recording from base64 to a waveform, within the limits of a request."""
+"""Decode a request's recording from base64 or a data URL to a waveform, within the limits of a request."""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import re
 import string
 from typing import Final
 
@@ -30,7 +31,35 @@ CONTAINERS: Final = {  # the decoders' names of each format
     "amr": ("amr",),
     "wma": ("asf",),
 }
+MAX_DATA_URL_HEAD: Final = 256  # characters of a data URL before its comma
+DATA_URL_HEAD: Final = re.compile(
+    r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.+-]+=[^;,]*)*)(;base64)?", re.ASCII | re.IGNORECASE
+)
+# Browsers label some audio as video.
+ACCEPTED_TYPES: Final = ("audio/", "video/", "application/ogg", "application/octet-stream")
 _NO_SPACE: Final = dict.fromkeys(map(ord, string.whitespace))  # MIME breaks base64 into lines
+
+
+def extract_base64(data: str, param: str) -> str:
+    """Return the base64 text in `data`, without the head of a data URL.
+
+    Raises:
+        RequestError: the data URL has another type, or the base64 another alphabet. The error names `param`.
+    """
+    problem = None
+    if data[:5].lower() == "data:":
+        end = data.find(",", 0, MAX_DATA_URL_HEAD)
+        found = DATA_URL_HEAD.fullmatch(data, 0, end) if end >= 0 else None
+        if found is None or found[3] is None:
+            problem = "a data URL without ;base64: send data:audio/wav;base64,… or the base64 alone"
+        elif not (found[1] or "").lower().startswith(ACCEPTED_TYPES):
+            problem = f"a data URL of {found[1] or 'text/plain'}: expected a recording"
+        data = data[end + 1 :]
+    if problem is None and (letter := re.search("[-_]", data)):
+        problem = f"not base64: {letter[0]!r} is URL-safe base64: use + and / instead of - and _"
+    if problem is not None:
+        raise RequestError(f"input_audio.data is {problem}", param=param, code="invalid_value")
+    return data
 
 
 def decode_recording(data: str, kind: str, most_seconds: float, where: str = WHERE) -> Recording:

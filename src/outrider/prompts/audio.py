@@ -21,7 +21,6 @@ from outrider.prompts.recordings import (
     SAMPLE_RATE,
     Decoded,
     Downmix,
-    Limits,
     check_samples,
     decode_path,
 )
@@ -185,7 +184,11 @@ def check_length(
 
 def _from_array(wave: np.ndarray, rate: Any) -> np.ndarray:
     """Convert floats [samples] or [samples, channels] to 16 kHz mono: float32 [samples]."""
-    name, rate = "the waveform", _check_rate(rate)
+    name = "the waveform"
+    is_whole = isinstance(rate, Real) and not isinstance(rate, bool) and float(rate).is_integer()
+    if not is_whole or not MIN_RATE <= rate <= MAX_RATE:
+        raise AudioError(f"sampling_rate: a whole number of Hz, {MIN_RATE} to {MAX_RATE}, not {rate!r}")
+    rate = int(rate)
     if wave.ndim not in (1, 2) or not np.issubdtype(wave.dtype, np.floating):
         advice = "integers of 16 bits become floats in [−1, 1] with wave / 32768.0"
         raise AudioError(
@@ -198,17 +201,8 @@ def _from_array(wave: np.ndarray, rate: Any) -> np.ndarray:
         raise AudioError(f"{name}: empty")
     if len(wave) / rate > MAX_SECONDS:
         raise AudioError(f"{name}: lasts {len(wave) / rate:.0f} s; at most {MAX_SECONDS:.0f} s are taken")
-    downmix = Downmix(name, Limits())
+    downmix = Downmix(name)
     for start in range(0, len(wave), BLOCK):
         downmix.add(np.asarray(wave[start : start + BLOCK]).reshape(-1, channels), rate)
     downmix.check_length()
     return downmix.finish()
-
-
-def _check_rate(rate: Any) -> int:
-    is_integer = (
-        isinstance(rate, Real) and not isinstance(rate, bool) and math.isfinite(rate) and float(rate).is_integer()
-    )
-    if not is_integer or not MIN_RATE <= rate <= MAX_RATE:
-        raise AudioError(f"sampling_rate: a whole number of Hz, {MIN_RATE} to {MAX_RATE}, not {rate!r}")
-    return int(rate)

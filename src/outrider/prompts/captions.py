@@ -23,10 +23,9 @@ _INSTRUCTIONS: Final[dict[tuple[str, str], str]] = {
         "zh",
     ): "请逐项详细描述这段语音：语速快慢、音调高低、语调起伏、音量大小、停顿多少，最后说明这些特征透露的情绪。",
     ("concise", "zh"): "请用一句简短的话概括这段语音的说话方式和情绪。",
-    (
-        "default",
-        "en",
-    ): "Describe the rate, pitch, intonation, loudness and pauses of this speech, then the emotion they suggest.",
+    ("default", "en"): (
+        "Describe the rate, pitch, intonation, loudness and pauses of this speech, then the emotion they suggest."
+    ),
     ("detailed", "en"): (
         "Describe this speech in detail, point by point: how fast it is, how high, how its intonation moves, "
         "how loud it is, how often it pauses, and finally the emotion these suggest."

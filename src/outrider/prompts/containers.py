@@ -190,7 +190,9 @@ def _find_chunk(
             field = start + name
             if wide is not None:
                 field, length, claimed = wide, "<q", int.from_bytes(_read(file, wide, 8), "little")
-            goes_on = claimed > 0 and _continues(file, body + claimed + -claimed % pad, size)
+            end = body + claimed + -claimed % pad
+            # No chunk follows: the data continues beyond the length in the header.
+            goes_on = claimed > 0 and size - end > TRAILING and re.match(rb"[ -~]{4}", _read(file, end, 4)) is None
             extra = body - start if counts_header else 0
             return _data(0 if goes_on else claimed, max(0, size - body), field, length, extra)
     return None
@@ -223,11 +225,6 @@ def _data(claimed: int, rest: int, at: int, length: str, extra: int = 0) -> Data
     present = min(rest, claimed) if is_known else rest
     true_size = struct.pack(length, present + extra) if present + extra < 2**32 or is_wide else b""
     return Data(claimed if is_known else None, present, at, true_size)
-
-
-def _continues(file: BinaryIO, end: int, size: int) -> bool:
-    """Return whether the data continues beyond the length in the header: no chunk follows."""
-    return size - end > TRAILING and re.match(rb"[ -~]{4}", _read(file, end, 4)) is None
 
 
 def _read(file: BinaryIO, at: int, count: int) -> bytes:

@@ -76,7 +76,9 @@ def blocks(
         container = av.open(file, format=kind, options={"protocol_whitelist": "none"}, metadata_errors="replace")
     except (av.FFmpegError, *LIBRARY_ERRORS) as error:
         names = ", ".join(MEDIA[kind])
-        raise AudioError(f"{name}: no recording ({names}) that can be read ({_reason(error)})") from error
+        raise AudioError(
+            f"{name}: no recording ({names}) that can be read ({getattr(error, 'strerror', None) or error})"
+        ) from error
     with container:
         if not container.streams.audio:
             raise AudioError(f"{name}: holds no audio stream")
@@ -102,7 +104,6 @@ LIBRARY_ERRORS: Final = (
     TypeError,
     RuntimeError,
     OverflowError,
-    NotImplementedError,
     MemoryError,
     LookupError,
     EOFError,
@@ -143,14 +144,8 @@ def _samples(frame: Any) -> np.ndarray:
 
 
 def _claimed(container: Any, stream: Any, kind: str) -> float | None:
-    if kind not in SIZED:
-        return None
-    if stream.duration and stream.time_base:
+    if kind in SIZED and stream.duration and stream.time_base:
         return float(stream.duration * stream.time_base)
-    if container.duration and len(container.streams) == 1:
+    if kind in SIZED and container.duration and len(container.streams) == 1:
         return float(container.duration) / 1e6
     return None
-
-
-def _reason(error: BaseException) -> str:
-    return str(getattr(error, "strerror", None) or error)

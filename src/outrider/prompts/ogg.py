@@ -22,12 +22,11 @@ BEGINS, ENDS = 2, 4  # flags of a page
 class Survey:
     """The audio stream of an Ogg file.
 
-    seconds: from the last page's position, 0 if unknown. is_gapped: pages are missing between others. is_ended: its
-    last page is there. is_chained: another stream follows. gaps: the seconds up to each gap, as pages count them.
+    seconds: from the last page's position, 0 if unknown. is_ended: its last page is there. is_chained: another stream
+    follows. gaps: the seconds up to each place where pages are missing, as pages count them.
     """
 
     seconds: float = 0.0
-    is_gapped: bool = False
     is_ended: bool = False
     is_chained: bool = False
     gaps: tuple[float, ...] = ()
@@ -36,7 +35,7 @@ class Survey:
         """Return the warning about gaps with their places in the decoded audio. Each gap counts as equally long."""
         lost, text = max(0.0, self.seconds - decoded), self._gapped(decoded)
         places = tuple(max(0.0, at - lost * n / len(self.gaps)) for n, at in enumerate(self.gaps))
-        return {text: places} if text and places else {}
+        return {text: places} if text else {}
 
     def warnings(self, decoded: float) -> Iterator[str]:
         """Yield warnings about missing audio, after `decoded` seconds were decoded."""
@@ -50,7 +49,7 @@ class Survey:
 
     def _gapped(self, decoded: float) -> str | None:
         lost = self.seconds - decoded
-        if self.is_gapped and lost > SLACK_SECONDS:
+        if self.gaps and lost > SLACK_SECONDS:
             return f"the recording is damaged: {lost:.2f} s of its {self.seconds:.2f} s are missing"
         return None
 
@@ -72,8 +71,8 @@ def is_flac(head: bytes) -> bool:
 def survey(file: BinaryIO, size: int) -> Survey:
     """Read all pages with a correct checksum, up to the beginning of a second stream."""
     first: _Page | None = None
-    is_gapped = is_chained = has_data = False
     gaps: list[int] = []
+    is_chained = has_data = False
     number, flags, start, last = 0, 0, 0, 0
     for page in _pages(file, size):
         if page.flags & BEGINS and has_data:
@@ -84,10 +83,9 @@ def survey(file: BinaryIO, size: int) -> Survey:
             first = page
         elif first is not None and page.serial == first.serial:
             if page.number != number + 1:
-                is_gapped = True
                 gaps.append(last)
             if page.position > 0:
-                start, last = (start if last or is_gapped else page.position), page.position
+                start, last = (start if last or gaps else page.position), page.position
         else:
             continue
         number, flags = page.number, page.flags
@@ -95,13 +93,8 @@ def survey(file: BinaryIO, size: int) -> Survey:
     if not rate:
         return Survey(is_chained=is_chained)
     joined = start if start > LIVE_SECONDS * rate else skip
-    return Survey(
-        max(0, last - joined) / rate,
-        is_gapped,
-        bool(flags & ENDS),
-        is_chained,
-        tuple(max(0, at - joined) / rate for at in gaps),
-    )
+    seconds, *gap_seconds = (max(0, at - joined) / rate for at in (last, *gaps))
+    return Survey(seconds, bool(flags & ENDS), is_chained, tuple(gap_seconds))
 
 
 def _timing(body: bytes) -> tuple[int, int] | None:
@@ -127,14 +120,12 @@ def _pages(file: BinaryIO, size: int) -> Iterator[_Page]:
             continue
         table = file.read(head[26])
         body = file.read(sum(table))
-        if _checksum(head[:22] + bytes(4) + head[26:] + table + body) != int.from_bytes(head[22:26], "little"):
+        # Ogg's CRC-32 is zlib's with each byte's and the result's bits reversed, and nothing inverted.
+        page = (head[:22] + bytes(4) + head[26:] + table + body).translate(REVERSED)
+        checksum = int(f"{zlib.crc32(page, 0xFFFFFFFF) ^ 0xFFFFFFFF:032b}"[::-1], 2)
+        if checksum != int.from_bytes(head[22:26], "little"):
             at, broken = at + 4, broken + 1
             continue
         at += HEADER + len(table) + len(body)
         position, serial, number = struct.unpack_from("<qII", head, 6)
         yield _Page(head[5], position, serial, number, body)
-
-
-def _checksum(page: bytes) -> int:
-    """Return Ogg's CRC-32: zlib's with each byte's and the result's bits reversed, and nothing inverted."""
-    return int(f"{zlib.crc32(page.translate(REVERSED), 0xFFFFFFFF) ^ 0xFFFFFFFF:032b}"[::-1], 2)

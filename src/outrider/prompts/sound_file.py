@@ -63,7 +63,7 @@ class Source:
         """The number of unread bytes."""
         return self._real - self._at
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: bytearray | memoryview) -> int:
         """Read up to the length of `buffer` into it, and return the number of bytes."""
         if self._at >= self._real and self._at >= self.size - 128:  # libsndfile looks for a tag at the very end
             found = bytes(min(len(buffer), max(0, self.size - self._at)))
@@ -143,7 +143,8 @@ class SoundDecoder:
             if self.kind not in SUPPORTED:
                 raise Unreadable(f"{self.kind} files are not supported: their truncation cannot be detected")
             check(sound.samplerate, sound.channels)
-            step, buffer = _step(sound), np.zeros((BLOCK, sound.channels), np.float32)
+            is_plain = sound.subtype.startswith(("PCM", "FLOAT", "DOUBLE")) and sound.format not in READ_AHEAD
+            step, buffer = BLOCK if is_plain else STEP, np.zeros((BLOCK, sound.channels), np.float32)
             self.source.is_exhausted, filled, read = False, 0, -1
             while read:
                 read = self._read(sound, buffer[filled : filled + step])
@@ -166,16 +167,8 @@ class SoundDecoder:
         except (soundfile.SoundFileError, *LIBRARY_ERRORS):
             self.is_broken = True
             return 0
-        if self.source.is_exhausted and read == len(target) and not _reads_ahead(sound):
+        reads_ahead = sound.format in READ_AHEAD or sound.subtype.startswith("DWVW")
+        if self.source.is_exhausted and read == len(target) and not reads_ahead:
             self.is_broken = True  # the decoder fills missing input from an earlier block
             return 0
         return read
-
-
-def _reads_ahead(sound: Any) -> bool:
-    return sound.format in READ_AHEAD or sound.subtype.startswith("DWVW")
-
-
-def _step(sound: Any) -> int:
-    is_plain = sound.subtype.startswith(("PCM", "FLOAT", "DOUBLE")) and sound.format not in READ_AHEAD
-    return BLOCK if is_plain else STEP

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from datetime import datetime
 from functools import lru_cache, wraps
@@ -55,7 +55,7 @@ class Budget:
 _budget: ContextVar[Budget] = ContextVar("budget")
 
 
-def render(source: str, **values: Any) -> str:
+def render(source: str, **values: object) -> str:
     """Render a template with these values. Like any program, it may raise anything."""
     template = _compiled(source)
     before = _budget.set(Budget())
@@ -80,15 +80,14 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         del self.globals["lipsum"]
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": lambda text: datetime.now().strftime(text),
+        }
         self.filters |= {"tojson": _tojson}
         self.filters = {name: _limit_output(name, function) for name, function in self.filters.items()}
-        self.filters |= {
-            "_charge_items": _charge_items,
-            "_charge_value": _charge_value,
-            "_charge_text": _charge_text,
-            "_charge_output": _charge_output,
-        }
+        counting = (_charge_items, _charge_value, _charge_text, _charge_output)
+        self.filters |= {function.__name__: function for function in counting}
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         _check_operation(operator, left, right)
@@ -150,10 +149,6 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
 def _tojson(
     x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
@@ -164,18 +159,18 @@ def _tojson(
 
 
 @pass_context
-def _charge_items(context: Context, value: Any) -> list[Any]:
+def _charge_items(context: Context, value: Iterable[object]) -> list[object]:
     return list(_iterate(value))
 
 
-def _iterate(value: Any) -> Iterator[Any]:
+def _iterate(value: Iterable[object]) -> Iterator[object]:
     for item in value:
         _budget.get().spend()
         yield item
 
 
 @pass_context
-def _charge_value(context: Context, value: Any) -> Any:
+def _charge_value(context: Context, value: object) -> object:
     if isinstance(value, Iterator):
         return _iterate(value)
     if isinstance(value, str | list | tuple):
@@ -185,13 +180,13 @@ def _charge_value(context: Context, value: Any) -> Any:
 
 
 @pass_context
-def _charge_text(context: Context, value: Any) -> str:
+def _charge_text(context: Context, value: object) -> str:
     _size(value)
     return str(value)
 
 
 @pass_context
-def _charge_output(context: Context, value: Any) -> str:
+def _charge_output(context: Context, value: object) -> str:
     text = _charge_text(context, value)
     _budget.get().write(text)
     return text
@@ -220,7 +215,7 @@ def _check_size(size: int) -> None:
         raise TemplateError(f"it makes a value of more than {MAX_CHARACTERS} characters")
 
 
-def _size(value: Any) -> int:
+def _size(value: object) -> int:
     """Return the approximate number of characters of a value as text. A list may hold another many times."""
     if isinstance(value, str):
         return len(value)
@@ -249,7 +244,7 @@ def _check_operation(operator: str, left: Any, right: Any) -> None:
             raise TemplateError(f"it makes a number of more than {MAX_BITS} bits")
 
 
-def _check_growth(name: str, value: Any, arguments: tuple[Any, ...]) -> None:
+def _check_growth(name: str, value: object, arguments: tuple[object, ...]) -> None:
     """Raise TemplateError if a text's method, or the filter of that name, would return too long a text."""
     widths = [each for each in arguments if isinstance(each, int)]
     if name in _WIDENING and max(widths, default=0) > MAX_WIDTH:

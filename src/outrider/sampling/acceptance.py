@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -131,6 +131,7 @@ class _LossyRule:
     """A rule that accepts acceptable drafts, and replaces others by the token that the target samples."""
 
     limit: float
+    name: ClassVar[str]
     lossless = False
     needs_q = False
     needs_logits = True
@@ -147,37 +148,37 @@ class _LossyRule:
         """Return the token that the target samples."""
         return p.token
 
+    def __str__(self) -> str:
+        return f"{self.name}:{format_number(self.limit)}"
+
 
 class Rank(_LossyRule):
     """Accept a draft among the target's `limit` best tokens."""
 
+    name = "rank"
+
     def _is_acceptable(self, p: Distribution, d: int) -> bool:
         return int((p.logits > p.logits[d]).sum()) < self.limit
-
-    def __str__(self) -> str:
-        return f"rank:{format_number(self.limit)}"
 
 
 class Margin(_LossyRule):
     """Accept a draft whose log-probability is at most `limit` below the best one."""
 
+    name = "margin"
+
     def _is_acceptable(self, p: Distribution, d: int) -> bool:
         return float(p.logp.max() - p.logp[d]) <= self.limit
-
-    def __str__(self) -> str:
-        return f"margin:{format_number(self.limit)}"
 
 
 class Typical(_LossyRule):
     """Typical acceptance (Cai et al., 2024, Medusa): accept d if p(d) > min(ε, √ε·exp(−H(p))), with ε = `limit`."""
 
+    name = "typical"
+
     def _is_acceptable(self, p: Distribution, d: int) -> bool:
         probabilities = p.logp.exp()
         entropy = float(torch.special.entr(probabilities).sum())
         return float(probabilities[d]) > min(self.limit, math.sqrt(self.limit) * math.exp(-entropy))
-
-    def __str__(self) -> str:
-        return f"typical:{format_number(self.limit)}"
 
 
 def _require_distribution(p: Target) -> Distribution:
@@ -205,23 +206,24 @@ def parse_acceptance_rule(spec: str) -> AcceptanceRule:
         if limit:
             raise SettingsError(f"accept {spec!r}: {name} takes no number")
         return Exact() if name == "exact" else RejectionSampling()
-    if name not in ("rank", "margin", "typical"):
+    if name not in _LOSSY_RULES:
         raise SettingsError(f"accept {spec!r}: expected exact, residual, rank:N, margin:D or typical:E")
-    return _parse_lossy_rule(name, limit, spec)
-
-
-def _parse_lossy_rule(name: str, limit: str, spec: str) -> AcceptanceRule:
+    rule, example, minimum = _LOSSY_RULES[name]
     try:
         value = int(limit) if name == "rank" else float(limit)
     except ValueError:
-        raise SettingsError(f"accept {spec!r}: {name} needs a number, as in {name}:{_EXAMPLE_LIMITS[name]}") from None
-    if not (math.isfinite(value) and value >= _MIN_LIMITS[name]) or (name == "typical" and not 0 < value <= 1):
+        raise SettingsError(f"accept {spec!r}: {name} needs a number, as in {name}:{example}") from None
+    if not (math.isfinite(value) and value >= minimum) or (name == "typical" and not 0 < value <= 1):
         raise SettingsError(f"accept {spec!r}: {value:g} is out of range")
-    return {"rank": Rank, "margin": Margin, "typical": Typical}[name](value)
+    return rule(value)
 
 
-_EXAMPLE_LIMITS = {"rank": "20", "margin": "0.5", "typical": "0.09"}
-_MIN_LIMITS = {"rank": 1.0, "margin": 0.0, "typical": 0.0}
+# Name → rule, an example of its limit, and the least limit.
+_LOSSY_RULES: dict[str, tuple[type[_LossyRule], str, float]] = {
+    "rank": (Rank, "20", 1.0),
+    "margin": (Margin, "0.5", 0.0),
+    "typical": (Typical, "0.09", 0.0),
+}
 
 
 def verify_block(

@@ -1,0 +1,146 @@
+"""How many tokens to draft next."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from outrider.decoding.draft_length import (
+    AUTO_MAX_K,
+    MAX_K,
+    AdaptiveDraftLength,
+    ConfidenceStop,
+    FixedDraftLength,
+    parse_draft_length,
+)
+from outrider.errors import SettingsError
+from outrider.sampling.sampler import Signals
+
+
+def sure(*probabilities: float) -> list[Signals]:
+    return [Signals(0.0, 0.0, 0.0, -math.log(p)) for p in probabilities]
+
+
+@pytest.mark.parametrize("drafted", [0, 1, 4, 5])
+def test_fixed_k_asks_for_what_is_missing(drafted: int) -> None:
+    assert FixedDraftLength(5).tokens_to_draft(drafted, []) == 5 - drafted
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "more"),
+    [((), 1), ((0.9,), 1), ((0.9, 0.7), 1), ((0.9, 0.5), 0), ((0.5, 0.9), 0), ((0.51,), 1), ((0.49,), 0)],
+)
+def test_the_product_of_the_chances_decides(probabilities: tuple[float, ...], more: int) -> None:
+    assert (
+        ConfidenceStop(max_tokens=8, min_survival=0.5).tokens_to_draft(len(probabilities), sure(*probabilities)) == more
+    )
+
+
+def test_the_cap_bounds_a_sure_drafter() -> None:
+    stop = ConfidenceStop(max_tokens=3, min_survival=0.1)
+    assert [stop.tokens_to_draft(n, sure(*[1.0] * n)) for n in range(5)] == [1, 1, 1, 0, 0]
+
+
+def test_an_impossible_token_ends_the_block() -> None:
+    assert ConfidenceStop().tokens_to_draft(1, [Signals(0.0, 0.0, 0.0, math.inf)]) == 0
+
+
+def test_draft_length_is_parsed_as_a_number_or_auto() -> None:
+    assert parse_draft_length(7) == FixedDraftLength(7)
+    assert not parse_draft_length(7).needs_signals
+    auto = parse_draft_length("auto")
+    assert auto.needs_signals
+    assert auto.tokens_to_draft(AUTO_MAX_K - 1, []) == 1
+    assert auto.tokens_to_draft(AUTO_MAX_K, []) == 0
+
+
+def test_the_cut_of_auto_is_part_of_what_a_lossy_gate_gives() -> None:
+    """Gated outputs depend on where blocks end: another cap or floor would change them."""
+    stop = ConfidenceStop()
+    assert [stop.tokens_to_draft(n, sure(*[1.0] * n)) for n in (15, 16)] == [1, 0]
+    assert [stop.tokens_to_draft(1, sure(p)) for p in (0.41, 0.39)] == [1, 0]
+
+
+# Learnt -----------------------------------------------------------------------------------------------------------
+
+
+def learnt(*, wait: float, alpha: float, step: float = 0.01, rounds: int = 200) -> AdaptiveDraftLength:
+    """After so many rounds of 4 tokens, of which every one is accepted with chance alpha."""
+    auto, rng = AdaptiveDraftLength(), random.Random(1)
+    for _ in range(rounds):
+        accepted = next((n for n in range(4) if rng.random() >= alpha), 4)
+        auto.controller.drafted(4, 4 * step)
+        auto.controller.decided([0.1] * 4, accepted, drafted=4, seconds=wait)
+    return auto
+
+
+def length(auto: AdaptiveDraftLength, probability: float = math.exp(-0.1)) -> int:
+    """Of a block all of whose tokens are that sure."""
+    return next(n for n in range(MAX_K + 1) if not auto.tokens_to_draft(n, sure(*[probability] * n)))
+
+
+def test_until_times_are_known_confidence_alone_decides() -> None:
+    auto = AdaptiveDraftLength()
+    for probabilities in ((), (0.9,), (0.7, 0.5), (0.39,)):
+        block = sure(*probabilities)
+        assert auto.tokens_to_draft(len(block), block) == ConfidenceStop().tokens_to_draft(len(block), block)
+    auto.controller.decided([0.1] * 4, 0, drafted=4)
+    assert auto.tokens_to_draft(3, sure(0.9, 0.9, 0.9)) == 1
+
+
+def test_tokens_to_draft_changes_no_state() -> None:
+    auto = learnt(wait=0.1, alpha=0.8)
+    assert len({tuple(auto.tokens_to_draft(n, sure(*[0.9] * n)) for n in range(12)) for _ in range(5)}) == 1
+
+
+def test_a_dear_verdict_makes_long_blocks() -> None:
+    lengths = [length(learnt(wait=wait, alpha=0.85)) for wait in (0.005, 0.05, 0.5)]
+    assert lengths[0] < lengths[1] < lengths[2]
+
+
+def test_a_good_drafter_makes_long_blocks() -> None:
+    lengths = [length(learnt(wait=0.1, alpha=alpha)) for alpha in (0.3, 0.7, 0.95)]
+    assert lengths[0] < lengths[1] < lengths[2]
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.8, 0.9])
+def test_the_length_is_near_the_best_constant_one(alpha: float) -> None:
+    """Where every token is alike, the rule is that of k* (docs/design/maths.md): its rate is within 3 % of the best."""
+    found = length(learnt(wait=0.1, alpha=alpha, rounds=2000))
+    rates = [(1 - alpha ** (k + 1)) / (1 - alpha) / (0.1 + 0.01 * k) for k in range(MAX_K)]
+    best = max(rates)
+    assert rates[found] >= 0.97 * best
+    assert rates[2 * found + 2] < 0.97 * best, "the bound would hold for any length"
+
+
+def test_at_least_one_token_at_most_the_protocol_s() -> None:
+    assert length(learnt(wait=1e-6, alpha=0.0)) == 1
+    assert length(learnt(wait=1e3, alpha=1.0)) == MAX_K
+
+
+def test_a_token_that_is_known_to_fail_ends_the_block() -> None:
+    auto, rng = AdaptiveDraftLength(), random.Random(1)
+    for _ in range(200):
+        unsure = [rng.random() < 0.3 for _ in range(4)]
+        accepted = unsure.index(True) if any(unsure) else 4
+        auto.controller.drafted(4, 0.04)
+        auto.controller.decided([2.0 if bad else 0.001 for bad in unsure], accepted, drafted=4, seconds=0.1)
+    assert auto.tokens_to_draft(3, sure(0.999, 0.999, 0.999)) == 1
+    assert auto.tokens_to_draft(3, sure(0.999, 0.999, math.exp(-2.0))) == 0
+
+
+@pytest.mark.parametrize("accepted", [0, 4])
+def test_without_signals_the_mean_decides(accepted: int) -> None:
+    auto = AdaptiveDraftLength()
+    for _ in range(200):
+        auto.controller.drafted(4, 0.04)
+        auto.controller.decided([None] * 4, accepted, drafted=4, seconds=0.1)
+    assert [auto.tokens_to_draft(n, []) for n in (0, 3)] == [1, accepted == 4]
+
+
+@pytest.mark.parametrize("k", [0, -1, MAX_K + 1, "5", "Auto", 2.0, True, None])
+def test_other_values_are_refused(k: object) -> None:
+    with pytest.raises(SettingsError, match="k is a whole number from 1 to 64, or 'auto'"):
+        parse_draft_length(k)  # type: ignore[arg-type]
