@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from outrider.engines.base import SequenceInput
 from outrider.protocol import schema
 from tests.cloud.raw import opening
 from tests.cloud.serving import Served, serving
+from tests.processes import wait_until as eventually
 
 V, EOS = 32, 31
 PROMPT = (3, 1, 4, 1, 5)
@@ -40,13 +40,6 @@ class Held(ScriptedEngine):
         self.entered.set()
         assert self.go.wait(SOON)
         return super().forward_many(feeds)
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON
-    while not holds():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.005)
 
 
 def open_(prompt: Seq[int] = PROMPT, **options: Any) -> schema.Request:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from pathlib import Path
 
 import grpc
@@ -181,7 +180,8 @@ def test_calls_are_limited_in_number() -> None:
         method = channel.stream_stream(f"/{schema.SERVICE}/Session")
         calls = [method(iter(threading.Event().wait, None)) for _ in range(80)]
         eventually(lambda: served.service.streams >= 18)
-        time.sleep(0.3)
+        with grpc.insecure_channel(served.address, options=[("grpc.use_local_subchannel_pool", 1)]) as other:
+            other.unary_unary(f"/{schema.SERVICE}/Describe")(b"", timeout=SOON)  # more could have come before it
         most = served.service.streams
         for call in calls:
             call.cancel()

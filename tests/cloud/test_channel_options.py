@@ -71,7 +71,7 @@ def test_a_client_may_ping_every_second_for_as_long_as_it_likes() -> None:
         with RawStream(channel) as stream:
             stream.opened(open_())
             channel.subscribe(states.append)
-            time.sleep(5.5)  # the pings' own clock; on a busy machine there are fewer of them
+            time.sleep(5.5)  # gRPC's own clock sets the pings' times; a busy machine sends fewer, and none are too many
             assert stream.verdict(verifying(1, 5)).next_token == said(1)[0]
         assert grpc.ChannelConnectivity.IDLE not in states
 
@@ -82,7 +82,7 @@ def test_pings_without_a_call_are_allowed_and_a_flood_is_not() -> None:
             client.h2.ping(b"12345678")
             client.flush()
             client.receive()
-            time.sleep(1.0)
+            time.sleep(1.0)  # scripted: the client's time between two pings, which may only be longer
         assert client.terminated is None
         for _ in range(50):
             client.h2.ping(b"12345678")
