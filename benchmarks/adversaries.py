@@ -1,6 +1,6 @@
 """Realised live loss of calibrated gates, with drafters that are scripted to break the budget.
 
-For every scripted pair of `tests/planning/adversaries.py`, budget, loss and signal: calibrated on a random half of the
+For every scripted pair of `tests/support/adversaries.py`, budget, loss and signal: calibrated on a random half of the
 requests, the other half decoded live. Prints the mean realised loss over splits, the share of blocks that were
 escalated and how often calibration refused; ends with one JSON line.
 
@@ -13,10 +13,9 @@ import argparse
 import json
 from typing import get_args
 
-from tests.planning.adversaries import PAIRS, Suite
-
 from outrider.config import Loss
 from outrider.decoding.gate import SIGNAL_NAMES
+from tests.support.adversaries import PAIRS, Suite
 
 BUDGETS = (0.02, 0.1)
 

@@ -67,7 +67,7 @@ class Client:
                 settings=pack_settings(settings),
                 vocab_size=self.described.vocab_size,
                 prompt=pack_ids(ids),
-                media=schema.AUDIO if media else schema.NONE,  # type: ignore[arg-type]
+                media=schema.AUDIO if media else schema.NONE,
                 conditioning=digest(ids, media),
             )
         )

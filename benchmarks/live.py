@@ -15,7 +15,9 @@ from typing import Any, cast
 
 from outrider import SpeculativeDecoder, load_engine, local
 from outrider.config import GateFile, Loss
-from outrider.decoding.gate import Calibrated, Decision, Signals, Threshold, gate
+from outrider.decoding.calibrated_gate import Calibrated
+from outrider.decoding.gate import Decision, Signals, Threshold
+from outrider.decoding.gate_parsing import gate
 from outrider.evals.manifest import load_set
 from outrider.evals.modes import item_prompt
 from outrider.planning.blocks import direction

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.link_thread import LinkThread
 from benchmarks.remote import captions, texts
 from outrider import SpeculativeDecoder, connect, load_engine
 from outrider.cli.subprocess_cloud import cloud_process
 from outrider.config import DriverName
 from outrider.netem.conditions import parse_conditions
-from outrider.netem.thread import LinkThread
 from outrider.sampling.acceptance import Verdict
 
 

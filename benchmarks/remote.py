@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.link_thread import LinkThread
 from outrider.cli.subprocess_cloud import cloud_process
 from outrider.engines.load import BUNDLED
 from outrider.netem.conditions import parse_conditions
-from outrider.netem.thread import LinkThread
 from outrider.prompts.audio import Audio
 
 

@@ -1,14 +1,12 @@
-"""What every test shares: one torch thread (the machine's cores belong to xdist), and the way to the helpers."""
+"""Settings for every test: one torch thread, since the cores belong to xdist, and patient HTTP clients."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"  # GPU kernels run without a GPU; read when Triton is first imported
 
@@ -16,11 +14,6 @@ import httpx2
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-
-HERE = Path(__file__).parent
-for folder in (HERE, HERE / "equivalence"):  # fakes.py and tiny_models.py, under any import mode
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)

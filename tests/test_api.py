@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from outrider import Audio, PromptError, SettingsError, SpeculativeDecoder, connect, gate, load_engine, local
-from tests.engines.tiny import engine
-from tests.equivalence.tiny_models import subword_tokenizer, tiny_engine
+from tests.support.tiny_models import subword_tokenizer, tiny_engine
+from tests.support.tiny_text_models import engine
 
 
 @pytest.mark.parametrize(

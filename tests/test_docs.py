@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import soundfile
 
-from certificates import Authority
-from gateway.process import edge
 from outrider.cli.subprocess_cloud import cloud_process
-from tests.processes import HANG_S, started
+from tests.support.certificates import Authority
+from tests.support.gateway_process import edge
+from tests.support.processes import HANG_S, started
 
 ROOT = Path(__file__).parents[1]
 FIRST = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]

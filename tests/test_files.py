@@ -22,13 +22,13 @@ from outrider.config import read_gate_file
 from outrider.engines.load import map_load_errors
 from outrider.errors import DataError, InputError, OutriderError, SettingsError
 from outrider.evals.convert import _table
-from outrider.evals.manifest import read_manifest
+from outrider.evals.manifest import load_set
 from outrider.evals.store import Store, _lock
 from outrider.planning.json_validation import read_object, rows
 from outrider.planning.traces import read_traces
 
 BOM = b"\xef\xbb\xbf"
-READERS = [read_gate_file, read_traces, read_manifest, read_object, lambda path: rows(path, dict), _table]
+READERS = [read_gate_file, read_traces, load_set, read_object, lambda path: rows(path, dict), _table]
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))

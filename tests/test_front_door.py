@@ -14,10 +14,10 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
-from tools.record_demo import COLUMNS, Screen, Style
 
 import outrider
 from outrider.cli.app import app
+from tools.record_demo import COLUMNS, Screen, Style
 
 ROOT = Path(__file__).parents[1]
 YAML = [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -89,3 +91,37 @@ def imported_modules(path: Path, known: set[str]) -> set[str]:
 def test_only_the_cloud_command_imports_the_cloud(path: Path) -> None:
     own = {name for name in imported(path) if name.startswith("outrider.cloud")}
     assert not own or path.name == "cloud.py"
+
+
+# Evaluation, planning and network emulation are laboratory code: these modules alone may import it.
+LABORATORY = {
+    "evals": {"cli/evaluate.py", "cli/plan.py", "cli/report.py"},
+    "planning": {"cli/calibrate.py", "cli/plan.py"},
+    "netem": {"cli/plan.py", "verifiers/connect.py"},
+}
+# A request to the gateway may name an emulated network, so the gateway parses its conditions.
+PARSERS_OF_CONDITIONS = {"gateway/decoder_pool.py", "gateway/generation_options.py"}
+PRODUCTION = [path for path in MODULES if path.parts[0] not in LABORATORY]
+
+
+@pytest.mark.parametrize("path", PRODUCTION, ids=str)
+def test_production_imports_no_laboratory(path: Path) -> None:
+    names = {name for name in imported(path) if name.startswith("outrider.")}
+    if path.as_posix() in PARSERS_OF_CONDITIONS:
+        names -= {"outrider.netem.conditions"}
+    laboratory = {name.split(".")[1] for name in names} & LABORATORY.keys()
+    assert all(path.as_posix() in LABORATORY[part] for part in laboratory), f"{path} imports {names}"
+
+
+def test_connecting_loads_the_emulator_for_an_emulated_network_only() -> None:
+    tree = ast.parse((SOURCE / "verifiers" / "connect.py").read_text(encoding="utf-8"))
+    at_load = {node.module for node in tree.body if isinstance(node, ast.ImportFrom) and node.module}
+    assert not any(name.startswith("outrider.netem") for name in at_load)
+
+
+def test_the_command_line_loads_no_laboratory_before_a_command_needs_it() -> None:
+    """A fresh interpreter imports the parser of every command, and the library's public names."""
+    code = "import sys, outrider.cli.app, outrider; print(*(n for n in sys.modules if n.startswith('outrider.')))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "outrider.cli.app" in loaded
+    assert not [name for name in loaded if name.split(".")[1] in LABORATORY]

@@ -13,7 +13,7 @@ from outrider.decoding.result import Result, Stats
 from outrider.decoding.sequence import Source
 from outrider.errors import StateError
 from outrider.gateway.shared_engine import SharedEngine
-from tests.engines.tiny import engine
+from tests.support.tiny_text_models import engine
 
 
 def test_dir_lists_the_public_names_and_each_of_them_is_there() -> None:

@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from outrider.cli.subprocess_cloud import cloud_process
-from tests.processes import HANG_S
+from tests.support.processes import HANG_S
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src"

@@ -233,8 +233,9 @@ def _exit_code(child: int) -> int:
 
 def _ordered(mutant: Mutant) -> list[str]:
     """The tests, those of the changed module first."""
-    own = f"tests/core/test_{mutant.path.stem}.py"
-    rest = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "core").glob("test_*.py"))
+    own = f"tests/{mutant.path.parent.name}/test_{mutant.path.stem}.py"
+    folders = [ROOT / "tests" / package.name for package in PACKAGES]
+    rest = sorted(str(path.relative_to(ROOT)) for folder in folders for path in folder.glob("test_*.py"))
     return [*([own] if own in rest else []), *(path for path in rest if path != own), *TESTS]
 
 

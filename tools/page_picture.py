@@ -11,8 +11,8 @@ import sys
 from base64 import b64decode
 from pathlib import Path
 
-from tests.chromium import browsing, found
-from tests.gateway.process import edge
+from tests.support.chromium import browsing, found
+from tests.support.gateway_process import edge
 
 WIDTH, HEIGHT = 1280, 858  # pixels of the part that is saved
 CLIP = 0  # in English

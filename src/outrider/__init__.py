@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from outrider.api import StreamEvent as StreamEvent
     from outrider.api import local as local
     from outrider.config import GenerationSettings as GenerationSettings
-    from outrider.decoding.gate import gate as gate
+    from outrider.decoding.gate_parsing import gate as gate
     from outrider.decoding.result import Result as Result
     from outrider.engines.load import load_engine as load_engine
     from outrider.integrations.transformers.generation import for_transformers as for_transformers
@@ -41,7 +41,7 @@ _LAZY = {  # imported on first use: they import torch, and `outrider --help` mus
     "connect": "outrider.verifiers.connect",
     "local": "outrider.api",
     "GenerationSettings": "outrider.config",
-    "gate": "outrider.decoding.gate",
+    "gate": "outrider.decoding.gate_parsing",
     "Result": "outrider.decoding.result",
     "load_engine": "outrider.engines.load",
     "for_transformers": "outrider.integrations.transformers.generation",

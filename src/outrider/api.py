@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outrider.config import DEFAULT_K, DriverName, GenerationSettings, OnCloudLoss, OnLoop, Privacy, Scope
+from outrider.decoding.detokenizer import Tokenizer
 from outrider.decoding.draft_length import parse_draft_length
 from outrider.decoding.events import StreamEvent as StreamEvent
 from outrider.decoding.gate import Gate
@@ -24,6 +25,9 @@ from outrider.prompts.audio import Audio
 from outrider.prompts.chat import PromptLike, encode
 from outrider.verifiers.base import ModelInfo, Verifier
 from outrider.verifiers.local import LocalVerifier
+
+if TYPE_CHECKING:  # a module that loads transformers
+    from outrider.engines.torch.model_families import AudioInput
 
 IDS_ONLY = (
     "without a drafter, a cloud across a network takes token ids (--prompt-ids): texts and recordings need an edge "
@@ -112,7 +116,7 @@ class SpeculativeDecoder:
 
     # Generating ---------------------------------------------------------------------------------------------
 
-    def generate(self, prompt: PromptLike, **settings: Any) -> Result:
+    def generate(self, prompt: PromptLike, **settings: object) -> Result:
         """Generate to the end and return the result.
 
         Args:
@@ -129,7 +133,7 @@ class SpeculativeDecoder:
         return generation.result()
 
     def stream(
-        self, prompt: PromptLike, *, cancellation: Cancellation | None = None, **settings: Any
+        self, prompt: PromptLike, *, cancellation: Cancellation | None = None, **settings: object
     ) -> Generator[StreamEvent, None, Result]:
         """Generate and yield an event for each change of a token. The generator's return value is the `Result`.
 
@@ -139,7 +143,7 @@ class SpeculativeDecoder:
         return self._start(prompt, settings, cancellation).stream()
 
     def _start(
-        self, prompt: PromptLike, values: dict[str, Any], cancellation: Cancellation | None = None
+        self, prompt: PromptLike, values: dict[str, object], cancellation: Cancellation | None = None
     ) -> Generation:
         settings = GenerationSettings.build(values)
         handshake = self._pair.connect(cancellation)
@@ -163,7 +167,7 @@ class SpeculativeDecoder:
             self._guarantees,
             self._lock,
             encoder.tokenizer,
-            getattr(encoder, "audio", None),
+            self._audio_encoder,
         )
 
     def share_state_with(self, other: SpeculativeDecoder) -> None:
@@ -184,14 +188,14 @@ class SpeculativeDecoder:
         return self._context().decode(ids)
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer | None:
         """The pair's tokenizer, or None."""
         return self._encoder.tokenizer
 
     @property
     def audio_seconds(self) -> float:
         """The longest recording that the models accept, in seconds, or 0 if they accept none."""
-        audio_encoder = self._encoder.audio
+        audio_encoder = self._audio_encoder
         if audio_encoder is None:
             return 0.0
         target = self._target.audio_seconds
@@ -202,7 +206,7 @@ class SpeculativeDecoder:
         encoder = self._encoder
         if isinstance(encoder, _IdsOnly):
             raise PromptError(IDS_ONLY)
-        if encoder.audio is None:
+        if self._audio_encoder is None:
             raise PromptError(f"{encoder.name} takes no audio: give an audio-language model as --edge, or as the draft")
 
     @property
@@ -243,24 +247,29 @@ class SpeculativeDecoder:
         return self._pair.state.target
 
     @property
-    def _encoder(self) -> Any:
+    def _encoder(self) -> Engine | _IdsOnly:
         """The engine that encodes prompts, or a stand-in that takes token ids."""
-        if self.draft is not None or self._reader is not None:
-            return self.draft if self.draft is not None else self._reader
+        encoder = self.draft if self.draft is not None else self._reader
+        if encoder is not None:
+            return encoder
         return self.verifier.engine if isinstance(self.verifier, LocalVerifier) else _IdsOnly(self._target)
+
+    @property
+    def _audio_encoder(self) -> AudioInput | None:
+        audio_encoder: AudioInput | None = getattr(self._encoder, "audio", None)
+        return audio_encoder
 
 
 class _IdsOnly:
     """The stand-in for an edge model in cloud-only decoding across a network: token ids in, token ids out."""
 
     tokenizer = None
-    audio = None
 
     def __init__(self, target: ModelInfo) -> None:
         self.name, self.vocab_size, self.max_length = target.name, target.vocab_size, target.max_length
 
 
-def _is_ids(prompt: Any) -> bool:
+def _is_ids(prompt: PromptLike) -> bool:
     return isinstance(prompt, (list, tuple)) and not any(isinstance(part, dict) for part in prompt)
 
 
@@ -269,7 +278,7 @@ def _describe_engine(engine: Any) -> str:
     return f"{engine.name} ({str(engine.dtype).removeprefix('torch.')}, {engine.device})"
 
 
-def _check_types(draft: Any, verifier: Any) -> None:
+def _check_types(draft: object, verifier: object) -> None:
     if draft is not None and not hasattr(draft, "forward_many"):
         raise SettingsError(f"draft is an engine, as from load_engine(…), not {type(draft).__name__}")
     if verifier is not None and not hasattr(verifier, "describe"):

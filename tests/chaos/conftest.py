@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from outrider.engines.load import load_engine
-from tests.chaos.guarded import Guarded
-from tests.chaos.nursery import Cloud, Nursery
+from tests.support.forked_clouds import Cloud, Nursery
+from tests.support.locked_engine import Guarded
 
 
 @pytest.fixture(scope="session")

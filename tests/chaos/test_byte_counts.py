@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
+from benchmarks.link_thread import LinkThread
 from outrider import Audio, Result, SpeculativeDecoder, connect
 from outrider.engines.load import BUNDLED
-from outrider.netem.thread import LinkThread
 from outrider.prompts.audio import load
 from outrider.prompts.media import pack_audio, pack_features
-from tests.certificates import Authority
-from tests.chaos.cases import CLIPS, check_books
-from tests.chaos.guarded import Guarded
-from tests.chaos.nursery import Cloud, Nursery
-from tests.chaos.tap import Tap
+from tests.support.certificates import Authority
+from tests.support.chaos_cases import CLIPS, check_books
+from tests.support.forked_clouds import Cloud, Nursery
+from tests.support.locked_engine import Guarded
+from tests.support.wiretap import Tap
 
 pytestmark = pytest.mark.network
 

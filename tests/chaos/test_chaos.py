@@ -26,13 +26,13 @@ from typing import Any
 
 import pytest
 
-from fakes import rest
+from benchmarks.link_thread import LinkThread
 from outrider import CloudLost, Result, connect
 from outrider.netem.conditions import Conditions
-from outrider.netem.thread import LinkThread
-from tests.chaos.cases import Case, check_alone, check_books, draw, reference, said
-from tests.chaos.guarded import Guarded
-from tests.chaos.nursery import Cloud, Nursery
+from tests.support.chaos_cases import Case, check_alone, check_books, draw, reference, said
+from tests.support.fakes import rest
+from tests.support.forked_clouds import Cloud, Nursery
+from tests.support.locked_engine import Guarded
 
 GENERATIONS = int(os.environ.get("CHAOS_GENERATIONS", "200"))
 HANGS = 90.0  # s; what no generation may take

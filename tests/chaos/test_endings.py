@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.link_thread import LinkThread
 from outrider import CloudError, CloudLost, Result, SpeculativeDecoder, connect, local
 from outrider.edge import model_pair
 from outrider.netem.conditions import Conditions
-from outrider.netem.thread import LinkThread
-from tests.chaos.cases import check_books, said
-from tests.chaos.guarded import Guarded
-from tests.chaos.nursery import Cloud, Nursery
-from tests.processes import wait_until
+from tests.support.chaos_cases import check_books, said
+from tests.support.forked_clouds import Cloud, Nursery
+from tests.support.locked_engine import Guarded
+from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.network
 

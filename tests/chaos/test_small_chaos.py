@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.link_thread import LinkThread
 from outrider import Audio, CloudLost, Result, SpeculativeDecoder, connect, local
 from outrider.engines.load import BUNDLED
-from outrider.netem.thread import LinkThread
-from tests.chaos.cases import CLIPS, Case, check_alone, check_books, said
-from tests.chaos.guarded import Guarded
-from tests.chaos.nursery import Cloud
-from tests.chaos.tap import Tap
+from tests.support.chaos_cases import CLIPS, Case, check_alone, check_books, said
+from tests.support.forked_clouds import Cloud
+from tests.support.locked_engine import Guarded
+from tests.support.wiretap import Tap
 
 pytestmark = pytest.mark.network
 

@@ -23,9 +23,9 @@ import pytest
 
 from outrider import Result, connect
 from outrider.cli.subprocess_cloud import cloud_process
-from tests.chaos.cases import Case, check_books, draw, reference, said
-from tests.chaos.guarded import Guarded
-from tests.processes import HANG_S, wait_until
+from tests.support.chaos_cases import Case, check_books, draw, reference, said
+from tests.support.locked_engine import Guarded
+from tests.support.processes import HANG_S, wait_until
 
 pytestmark = pytest.mark.soak
 

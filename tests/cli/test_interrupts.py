@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from outrider.engines.load import BUNDLED
-from tests.processes import HANG_S, started
+from tests.support.processes import HANG_S, started
 
 pytestmark = pytest.mark.network  # each starts a process, which takes seconds
 

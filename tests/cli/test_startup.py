@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from benchmarks import cold_start
 
+from benchmarks import cold_start
 from outrider.cli import main, subprocess_cloud
 from outrider.errors import OutriderError, SettingsError
 

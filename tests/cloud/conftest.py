@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from tests.cloud.common import Held, clear
-from tests.cloud.raw import RawStream
-from tests.cloud.serving import Served, serving
+from tests.support.cloud_server import Served, serving
+from tests.support.cloud_service import Held, clear
+from tests.support.raw_stream import RawStream
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from outrider.cloud.limits import MIN_MESSAGE_BYTES, Limits
 from outrider.protocol import schema
 from outrider.serving.tokens import Tokens
 from outrider.transport.tls import ServerTls
-from tests.certificates import Authority
-from tests.cloud.common import PROMPT, SOON, Held, code, eventually, figure, open_, reached, said
-from tests.cloud.raw import CLOSE, RawStream, resuming, verifying
-from tests.cloud.serving import serving
+from tests.support.certificates import Authority
+from tests.support.cloud_server import serving
+from tests.support.cloud_service import PROMPT, SOON, Held, code, eventually, figure, open_, reached, said
+from tests.support.raw_stream import CLOSE, RawStream, resuming, verifying
 
 LAB, HOME = "l" * 20, "h" * 20
 

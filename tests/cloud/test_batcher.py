@@ -15,8 +15,8 @@ from outrider.sampling.acceptance import Verdict
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import LocalVerifier
 from outrider.verifiers.session import MAX_AUDITED
-from tests.cloud.batching import SOON, Edge, V, Watched, batching, entry, own, together
-from tests.engines import tiny
+from tests.support import tiny_text_models
+from tests.support.batcher import SOON, Edge, V, Watched, batching, entry, own, together
 
 tokens = st.lists(st.integers(0, V - 1) | st.none(), max_size=5)
 moves = st.one_of(st.none(), st.just("again"), st.tuples(st.just([]) | tokens, tokens))
@@ -50,25 +50,25 @@ def test_verdicts_are_those_that_each_session_would_get_alone(
 
 
 def test_a_real_model_gives_the_verdicts_of_a_local_verifier() -> None:
-    model = tiny.model("qwen2")
+    model = tiny_text_models.model("qwen2")
     engine, alone = TorchEngine(model), LocalVerifier(TorchEngine(model))
-    prompts = [tiny.tokens(count, count) for count in (1, 7, 40, 150, 9)]
+    prompts = [tiny_text_models.tokens(count, count) for count in (1, 7, 40, 150, 9)]
     with batching(engine, 3, chunk=64) as batcher:
         settings_ = [{}, {"temperature": 1.0, "seed": 9}, {"repetition_penalty": 1.2}, {}, {"no_repeat_ngram_size": 2}]
         entries = [entry(engine, prompt, **own) for prompt, own in zip(prompts, settings_, strict=True)]
         sessions = [
-            alone.open(Prompt(tuple(prompt)), SessionParams(GenerationSettings(**own), "exact", tiny.VOCAB))
+            alone.open(Prompt(tuple(prompt)), SessionParams(GenerationSettings(**own), "exact", tiny_text_models.VOCAB))
             for prompt, own in zip(prompts, settings_, strict=True)
         ]
         accepted = 0
         for round_ in range(1, 7):
             asked = []
             for n, each in enumerate(entries):
-                drafts = tiny.tokens(round_ - 1, 10 * round_ + n)
+                drafts = tiny_text_models.tokens(round_ - 1, 10 * round_ + n)
                 if round_ % 2:  # what the target itself would say, then something else
                     probe = LocalVerifier(alone.engine)
                     copy = probe.open(
-                        Prompt(tuple(each.session.ids)), SessionParams(each.settings, "exact", tiny.VOCAB)
+                        Prompt(tuple(each.session.ids)), SessionParams(each.settings, "exact", tiny_text_models.VOCAB)
                     )
                     stream = probe.generate(copy)
                     drafts = [*(next(stream).next_token for _ in range(n)), *drafts][:5]

@@ -16,7 +16,7 @@ from outrider.engines.base import SequenceInput
 from outrider.errors import DecodingError, StateError
 from outrider.protocol.messages import ErrorCode, FrameError
 from outrider.sampling.acceptance import Verdict
-from tests.cloud.batching import (
+from tests.support.batcher import (
     SOON,
     TARGET,
     Edge,
@@ -59,7 +59,7 @@ def test_a_session_that_fails_harms_nobody_in_its_batch() -> None:
             answers[2].result(SOON)
         assert answers[3].result(SOON) == Verdict(1, 0, own([3, 3], 1)[0])
         assert batcher.submit(base, Verify(1, 2, (), ())).result(SOON).next_token == own([2, 2], 1)[0]
-        assert not batcher._jobs
+        assert not batcher._scheduler.requests
 
 
 def test_a_request_out_of_place_costs_no_slot_and_disturbs_no_cache() -> None:
@@ -107,7 +107,7 @@ def test_a_failure_of_the_batcher_itself_leaves_the_thread_alive(
     engine = Watched()
     with batching(engine) as batcher:
         one = entry(engine, [1])
-        monkeypatch.setattr("outrider.cloud.batcher.group_by_width", lambda *_: 1 / 0)
+        monkeypatch.setattr("outrider.engines.scheduler.group_by_width", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             batcher.submit(one, Verify(1, 1, (), ())).result(SOON)
         monkeypatch.undo()

@@ -8,7 +8,7 @@ from outrider.cloud.batcher import Batcher
 from outrider.cloud.sessions import SessionEntry
 from outrider.decoding.actions import Verify
 from outrider.sampling.acceptance import Verdict
-from tests.cloud.batching import SOON, Watched, batching, entry, long_prompt, together
+from tests.support.batcher import SOON, Watched, batching, entry, long_prompt, together
 
 
 def test_short_requests_are_answered_before_a_long_prefill_ends() -> None:

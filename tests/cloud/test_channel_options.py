@@ -16,10 +16,10 @@ from outrider.cloud import channel_options
 from outrider.cloud.limits import Limits
 from outrider.protocol import schema
 from outrider.serving.tokens import Tokens
-from tests.cloud.common import Held, eventually, figure, open_, reached, said
-from tests.cloud.plain_http2 import PlainHttp2, gzip_of_zeros, message
-from tests.cloud.raw import RawStream, verifying
-from tests.cloud.serving import serving
+from tests.support.cloud_server import serving
+from tests.support.cloud_service import Held, eventually, figure, open_, reached, said
+from tests.support.http2_client import PlainHttp2, gzip_of_zeros, message
+from tests.support.raw_stream import RawStream, verifying
 
 SESSION = f"/{schema.SERVICE}/Session"
 DESCRIBE = f"/{schema.SERVICE}/Describe"

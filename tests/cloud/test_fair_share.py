@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.cloud.fair_share import FairShare, limit_to_share, round_robin
 from outrider.cloud.identity_semaphore import IdentitySemaphore, Pace
 from outrider.cloud.sessions import SessionEntry
 from outrider.decoding.actions import Verify
+from outrider.engines.fair_share import FairShare, limit_to_share, round_robin
 from outrider.protocol import schema
 from outrider.protocol.messages import ErrorCode, FrameError, unpack_ids
 from outrider.sampling.acceptance import Verdict
-from tests.cloud.batching import SOON, Watched, batching, entry, long_prompt, together
+from tests.support.batcher import SOON, Watched, batching, entry, long_prompt, together
 
 jobs = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 96)), max_size=40)
 

@@ -21,10 +21,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.cloud.server import Server, ServerConfig, check_bindable, run
 from outrider.errors import SettingsError
 from outrider.protocol import schema
-from tests.cloud.common import PROMPT, SOON, Held, code, eventually, open_, reached, said
-from tests.cloud.plain_http2 import PlainHttp2
-from tests.cloud.raw import CLOSE, RawStream, opening, resuming, verifying
-from tests.cloud.serving import serving
+from tests.support.cloud_server import serving
+from tests.support.cloud_service import PROMPT, SOON, Held, code, eventually, open_, reached, said
+from tests.support.http2_client import PlainHttp2
+from tests.support.raw_stream import CLOSE, RawStream, opening, resuming, verifying
 
 pytestmark = pytest.mark.network
 

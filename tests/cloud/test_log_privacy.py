@@ -10,13 +10,13 @@ from io import StringIO
 import grpc
 import pytest
 
-from fakes import HashRows, ScriptedEngine
 from outrider.cloud.limits import Limits
 from outrider.protocol import schema
 from outrider.serving import logs
-from tests.cloud.common import Held, clear, code, eventually, figure, open_, reached, said
-from tests.cloud.raw import CLOSE, RawStream, generating, opening, resuming, verifying
-from tests.cloud.serving import Served
+from tests.support.cloud_server import Served
+from tests.support.cloud_service import Held, clear, code, eventually, figure, open_, reached, said
+from tests.support.fakes import HashRows, ScriptedEngine
+from tests.support.raw_stream import CLOSE, RawStream, generating, opening, resuming, verifying
 
 BIG = 60_000
 SECRET = (48_213, 51_904, 57_331)  # no other figure of a log looks like these

@@ -9,23 +9,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fakes import plain
 from outrider.protocol import schema
-from tests.cloud.common import (
-    EOS,
-    PROMPT,
-    SOON,
-    TARGET,
-    Held,
-    V,
-    change,
-    code,
-    open_,
-    said,
-    wrong,
-)
-from tests.cloud.raw import CLOSE, RawStream, generating, resuming, verifying
-from tests.cloud.serving import Served, serving
+from tests.support.cloud_server import Served, serving
+from tests.support.cloud_service import EOS, PROMPT, SOON, TARGET, Held, V, change, code, open_, said, wrong
+from tests.support.fakes import plain
+from tests.support.raw_stream import CLOSE, RawStream, generating, resuming, verifying
 
 # Unary ----------------------------------------------------------------------------------------------------------
 

@@ -6,17 +6,9 @@ import grpc
 import pytest
 
 from outrider.protocol import schema
-from tests.cloud.common import (
-    EOS,
-    SOON,
-    Held,
-    code,
-    eventually,
-    open_,
-    said,
-)
-from tests.cloud.raw import RawStream, generating, verifying
-from tests.cloud.serving import serving
+from tests.support.cloud_server import serving
+from tests.support.cloud_service import EOS, SOON, Held, code, eventually, open_, said
+from tests.support.raw_stream import RawStream, generating, verifying
 
 
 def generated(stream: RawStream, frame: schema.Request) -> list[int]:

@@ -10,24 +10,14 @@ import grpc
 import numpy as np
 import pytest
 
-from fakes import ScriptedAudioEncoder, ScriptedEngine
 from outrider.cloud.limits import Limits
 from outrider.prompts.media import pack_audio, pack_features
 from outrider.protocol import schema
 from outrider.protocol.messages import digest
-from tests.cloud.common import (
-    TARGET,
-    V,
-    change,
-    clear,
-    code,
-    eventually,
-    figure,
-    open_,
-    said,
-)
-from tests.cloud.raw import CLOSE, RawStream, carrying, verifying
-from tests.cloud.serving import Served, serving
+from tests.support.cloud_server import Served, serving
+from tests.support.cloud_service import TARGET, V, change, clear, code, eventually, figure, open_, said
+from tests.support.fakes import ScriptedAudioEncoder, ScriptedEngine
+from tests.support.raw_stream import CLOSE, RawStream, carrying, verifying
 
 AUDIO_TOKENS = 3
 

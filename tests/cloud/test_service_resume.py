@@ -7,17 +7,9 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.cloud.common import (
-    PROMPT,
-    SOON,
-    code,
-    eventually,
-    open_,
-    said,
-    wrong,
-)
-from tests.cloud.raw import CLOSE, RawStream, generating, resuming, verifying
-from tests.cloud.serving import Served
+from tests.support.cloud_server import Served
+from tests.support.cloud_service import PROMPT, SOON, code, eventually, open_, said, wrong
+from tests.support.raw_stream import CLOSE, RawStream, generating, resuming, verifying
 
 
 def test_a_session_is_resumed_on_a_new_stream_after_the_old_one_broke(shared: Served, channel: grpc.Channel) -> None:

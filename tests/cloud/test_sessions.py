@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fakes import HashRows, ScriptedEngine
 from outrider.cloud.limits import Limits
 from outrider.cloud.sessions import SessionEntry, Sessions
 from outrider.config import GenerationSettings
@@ -21,6 +20,7 @@ from outrider.engines.base import Prompt
 from outrider.protocol.messages import ErrorCode, FrameError
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import open_session
+from tests.support.fakes import HashRows, ScriptedEngine
 
 V = 16
 ENGINE = ScriptedEngine(HashRows(1, V), V)

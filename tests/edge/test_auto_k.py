@@ -7,19 +7,20 @@ from itertools import count
 from typing import Any
 
 import pytest
-from benchmarks.k_sweep import Case, find, rate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes import HashRows, ScriptedEngine, blend, plain
+from benchmarks.k_sweep import Case, find, rate
 from outrider import SpeculativeDecoder, local
 from outrider.decoding.actions import Plan, Proposal
 from outrider.decoding.decoder import Decoder
 from outrider.decoding.draft_length import AdaptiveDraftLength, ConfidenceStop
-from outrider.decoding.gate import Gate, Signals, gate
+from outrider.decoding.gate import Gate, Signals
+from outrider.decoding.gate_parsing import gate
 from outrider.decoding.stopping import StopRules
 from outrider.edge.round_observer import RoundObserver
 from outrider.sampling.acceptance import AcceptanceRule, Exact, Verdict, parse_acceptance_rule
+from tests.support.fakes import HashRows, ScriptedEngine, blend, plain
 
 V = 24
 PROMPT = [3, 1, 4, 1, 5]

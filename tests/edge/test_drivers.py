@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from generation import Scheduled, block
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes import HashRows, OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain
 from outrider import Result, SpeculativeDecoder, StateError, local
 from outrider.config import GenerationSettings
 from outrider.decoding.actions import Draft, Plan, Proposal, Verify
@@ -29,6 +27,8 @@ from outrider.sampling.acceptance import Verdict, parse_acceptance_rule
 from outrider.sampling.policy import Policy
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import LocalVerifier
+from tests.support.fakes import HashRows, OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain
+from tests.support.generation import Scheduled, block
 
 V = 24
 PROMPT = (3, 1, 4, 1, 5)

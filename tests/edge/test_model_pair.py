@@ -8,9 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from tests.engines.tiny import engine
 
-from fakes import rest
 from outrider import SpeculativeDecoder
 from outrider.decoding.actions import Verify
 from outrider.edge import model_pair, verifier_session
@@ -20,6 +18,8 @@ from outrider.sampling.acceptance import Verdict
 from outrider.transport.byte_counts import ByteCounts
 from outrider.verifiers.base import ModelInfo
 from outrider.verifiers.local import LocalVerifier
+from tests.support.fakes import rest
+from tests.support.tiny_text_models import engine
 
 
 class Late(LocalVerifier):

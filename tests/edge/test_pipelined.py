@@ -7,17 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from generation import LOOPY, OTHER, PROMPT, TARGET, Case, Generation, V
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes import OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain
 from outrider.decoding.actions import Verify
-from outrider.decoding.decoder import MAX_PROVISIONAL, Decoder
+from outrider.decoding.draft_buffer import MAX_PROVISIONAL, DraftBuffer
 from outrider.decoding.sequence import Source
 from outrider.edge.verifier_session import VerifierSession
 from outrider.errors import SettingsError
-from outrider.sampling.acceptance import Verdict
+from tests.support.fakes import OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain
+from tests.support.generation import LOOPY, OTHER, PROMPT, TARGET, Case, Generation, V
 
 FAR = (10_000,)  # a verdict that arrives when nothing is left to draft
 
@@ -145,34 +144,35 @@ def test_a_stranger_costs_drafts_but_no_request() -> None:
 # Broken on purpose ------------------------------------------------------------------------------------------------
 
 
-class KeepsAheadAfterAMiss(Decoder):
-    """What was drafted ahead is taken for the continuation whatever the verdict said."""
+class KeepsAheadAfterAMiss(DraftBuffer):
+    """Tokens drafted ahead continue the output after every verdict."""
 
-    def _guess_was_right(self, verdict: Verdict, asked: Verify) -> bool:
-        return bool(self._ahead)
+    def resolve_guess(self, bonus: int | None) -> None:
+        self.ahead = self.ahead[1:]
 
 
-class ForgetsTheGuess(Decoder):
-    """The guess stays in front of what was drafted behind it."""
+class ForgetsTheGuess(DraftBuffer):
+    """The guess stays in front of the tokens drafted behind it."""
 
-    def decided(self, verdict: Verdict) -> None:
-        kept = list(self._ahead)
-        super().decided(verdict)
-        if self._ahead:
-            self._ahead = kept
+    def resolve_guess(self, bonus: int | None) -> None:
+        kept = list(self.ahead)
+        super().resolve_guess(bonus)
+        if self.ahead:
+            self.ahead = kept
 
 
 @pytest.mark.parametrize(("broken", "share"), [(KeepsAheadAfterAMiss, 0.25), (ForgetsTheGuess, 0.0)])
 def test_a_decoder_that_keeps_the_wrong_tokens_is_seen(
-    broken: type[Decoder], share: float, monkeypatch: pytest.MonkeyPatch
+    broken: type[DraftBuffer], share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(mixed(TARGET, share), gate=("skip", [True, False, False] * 9), options={"ignore_eos": True})
     right = Generation(case, "sequential").run().said()
     assert Generation(case, "pipelined", polls=(6,)).run().said() == right
+    monkeypatch.setattr("outrider.decoding.decoder.DraftBuffer", broken)
     with pytest.raises(AssertionError):
-        Generation(case, "pipelined", polls=(6,), make=broken).run()
+        Generation(case, "pipelined", polls=(6,)).run()
     monkeypatch.setattr(Generation, "check", lambda self: None)
-    assert Generation(case, "pipelined", polls=(6,), make=broken).run().said() != right
+    assert Generation(case, "pipelined", polls=(6,)).run().said() != right
 
 
 def test_a_verifier_that_answers_only_while_one_waits_is_refused() -> None:

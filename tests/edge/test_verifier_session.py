@@ -7,11 +7,9 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
-from generation import LOOPY, OTHER, PROMPT, TARGET, Case, Generation, V
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes import FarVerifier, ScriptedEngine, ScriptedVerifier, blend, plain
 from outrider.config import GenerationSettings, OnCloudLoss
 from outrider.decoding.actions import Plan, Verify
 from outrider.decoding.decoder import Decoder
@@ -25,6 +23,8 @@ from outrider.errors import CloudLost, CloudRefused
 from outrider.sampling.acceptance import Exact, Verdict
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import LocalVerifier
+from tests.support.fakes import FarVerifier, ScriptedEngine, ScriptedVerifier, blend, plain
+from tests.support.generation import LOOPY, OTHER, PROMPT, TARGET, Case, Generation, V
 
 FOR_EVER = 10**9
 DRIVERS = ("sequential", "pipelined")

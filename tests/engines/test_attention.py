@@ -8,7 +8,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from outrider.engines.base import Prompt, SequenceInput
 from outrider.engines.torch import attention
 from outrider.engines.torch.engine import TorchEngine
-from tests.engines.tiny import engine, model, tokens
+from tests.support.tiny_text_models import engine, model, tokens
 
 
 def states(heads: int, shared: int, batch: int = 3, new: int = 5, span: int = 20) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ from outrider.engines.torch.engine import TorchEngine
 from outrider.engines.torch.model_families import _fit_frames
 from outrider.errors import PromptError
 from outrider.prompts.media import pack_features, unpack_features
-from tests.equivalence.tiny_models import clip, feature_extractor, tiny_engine, tiny_model
+from tests.support.tiny_models import clip, feature_extractor, tiny_engine, tiny_model
 
 FAMILIES = ("omni", "qwen2-audio")
 

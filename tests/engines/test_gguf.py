@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from outrider import ModelError, PromptError, SettingsError, SpeculativeDecoder, StateError, load_engine, local
 from outrider.engines.base import Prompt, SequenceInput
 from outrider.engines.torch.engine import TorchEngine
-from tests.engines.tiny import VOCAB, model, tokens
+from tests.support.tiny_text_models import VOCAB, model, tokens
 
 PROMPT = Prompt((1,))
 EMPTY_GGUF = b"GGUF" + (3).to_bytes(4, "little") + bytes(16)  # version 3, without tensors and keys
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def written(folder: Path, kind: str) -> Path:
-    from tests.engines import tiny_gguf
+    from tests.support import tiny_gguf
 
     path = folder / f"{kind}.gguf"
     if kind == "mamba":

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outrider import ModelError, load_engine
-from tests.engines.tiny import VOCAB
+from tests.support.tiny_text_models import VOCAB
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("gguf", "accelerate")),
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    from tests.engines import tiny_gguf
+    from tests.support import tiny_gguf
 
     return tiny_gguf.write_qwen2(tmp_path / "tiny.gguf")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.interpreted import VOCAB
 from outrider.engines.torch import kernels
 from outrider.engines.torch.kernels import skinny_tiling
 from outrider.sampling.batched_sampler import torch_top2
+from tests.support.triton_interpreter import VOCAB
 
 pytestmark = pytest.mark.kernels
 EPS = 1e-6

@@ -6,7 +6,7 @@ import torch
 from outrider.engines.base import Prompt, SequenceInput
 from outrider.engines.torch.kv_cache import INITIAL_CAPACITY, SlotKVCache
 from outrider.errors import StateError
-from tests.engines.tiny import engine, tokens
+from tests.support.tiny_text_models import engine, tokens
 
 PROMPT = Prompt((1,))
 

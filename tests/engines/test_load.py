@@ -9,7 +9,7 @@ import pytest
 
 from outrider import ModelError, SettingsError, load_engine
 from outrider.engines.load import BUNDLED
-from tests.engines.tiny import model
+from tests.support.tiny_text_models import model
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers as tf
 
-from engines.interpreted import CONFIGS, VOCAB, Eager, fused, model
 from outrider.api import SpeculativeDecoder, local
 from outrider.config import GenerationSettings
 from outrider.engines.base import Prompt, SequenceInput
@@ -20,6 +19,7 @@ from outrider.engines.torch.fused_model import BatchShape, pack_batch, unsupport
 from outrider.engines.torch.model_runner import ModelRunner
 from outrider.errors import DecodingError
 from outrider.sampling.policy import Policy
+from tests.support.triton_interpreter import CONFIGS, VOCAB, Eager, fused, model
 
 pytestmark = [
     pytest.mark.kernels,

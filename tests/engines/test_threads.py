@@ -15,7 +15,7 @@ from outrider.engines.base import Prompt, SequenceInput
 from outrider.engines.torch.engine import TorchEngine
 from outrider.engines.vocabulary import tokenize
 from outrider.errors import StateError
-from tests.engines.tiny import model, tokens
+from tests.support.tiny_text_models import model, tokens
 
 THREADS = 8
 PROMPTS = [tokens(count, seed=count) for count in (3, 9, 17, 40, 5, 28)]

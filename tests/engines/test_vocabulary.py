@@ -10,7 +10,7 @@ import pytest
 from outrider import load_engine
 from outrider.engines.torch.engine import TorchEngine
 from outrider.errors import ModelError
-from tests.equivalence.tiny_models import subword_tokenizer, tiny_model
+from tests.support.tiny_models import subword_tokenizer, tiny_model
 
 
 def engine(name: str, ends: Any) -> TorchEngine:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from tests.engines.tiny import CONFIGS, model
 from torch import nn
 
 from outrider import (
@@ -22,6 +21,7 @@ from outrider import (
     local,
 )
 from outrider.integrations.transformers.engines import get_engine
+from tests.support.tiny_text_models import CONFIGS, model
 
 IDS = torch.tensor([[2, 33, 44, 55]])
 

@@ -15,7 +15,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import (
+
+from outrider import Audio, Result, SpeculativeDecoder, local
+from outrider.decoding.gate_parsing import gate as parse_gate
+from tests.support.fakes import OracleEngine
+from tests.support.tiny_models import (
     VOCAB,
     clip,
     reference,
@@ -24,10 +28,6 @@ from tiny_models import (
     tiny_engine,
     tiny_model,
 )
-
-from fakes import OracleEngine
-from outrider import Audio, Result, SpeculativeDecoder, local
-from outrider.decoding.gate import gate as parse_gate
 
 TEXT = ("qwen2", "llama", "omni")
 SLIDING = ("mistral", "gemma2", "gemma3", "qwen2-mixed")

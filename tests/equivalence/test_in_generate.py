@@ -13,18 +13,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_models import (
-    VOCAB,
-    clip,
-    feature_extractor,
-    subword_tokenizer,
-    tiny_engine,
-    tiny_model,
-)
 
-from fakes import OracleEngine
 from outrider import Audio, SpeculativeDecoder, for_transformers, load_engine, local
 from outrider.engines.load import BUNDLED
+from tests.support.fakes import OracleEngine
+from tests.support.tiny_models import VOCAB, clip, feature_extractor, subword_tokenizer, tiny_engine, tiny_model
 
 pytestmark = pytest.mark.network
 

@@ -18,7 +18,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
-from tiny_models import VOCAB, tiny_engine
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -27,8 +26,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from fakes import HashRows, OracleEngine, Rows, ScriptedEngine, blend, plain
 from outrider import Result, SpeculativeDecoder, local
+from tests.support.fakes import HashRows, OracleEngine, Rows, ScriptedEngine, blend, plain
+from tests.support.tiny_models import VOCAB, tiny_engine
 
 V = 40
 PROMPT = (3, 1, 4, 1, 5)

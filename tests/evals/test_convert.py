@@ -9,7 +9,7 @@ import pytest
 
 from outrider.errors import DataError, SettingsError
 from outrider.evals.convert import from_mer, from_secap
-from outrider.evals.manifest import read_manifest, write_manifest
+from outrider.evals.manifest import load_set, write_manifest
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_secap_s_json_and_scp(wav: Path, tmp_path: Path) -> None:
     items = from_secap(captions, scp)
     assert [item.audio for item in items] == [wav / "a1.wav", wav / "a2.wav"]
     write_manifest(tmp_path / "m.jsonl", items)
-    assert read_manifest(tmp_path / "m.jsonl") == items
+    assert load_set(tmp_path / "m.jsonl") == items
 
 
 def test_secap_s_faults(wav: Path, tmp_path: Path) -> None:

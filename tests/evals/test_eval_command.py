@@ -9,32 +9,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.evals.eval_process import evaluate, start
-from tests.processes import HANG_S, wait_until
 
 from outrider.cli.evaluate import Assistant, Evaluation, run_eval
-from outrider.cli.options import Connection, Decoding, Models, Network, Output, Speculation
+from outrider.cli.options import Connection, Decoding, Measurement, Models, Network, Output, Run, Speculation
 from outrider.cli.plan import Measured, run_sweep
 from outrider.cli.report import run_report
 from outrider.cli.subprocess_cloud import cloud_process
 from outrider.errors import InputError
 from outrider.evals.manifest import load_set
 from outrider.evals.modes import NAMES
+from tests.support.eval_process import evaluate, start
+from tests.support.processes import HANG_S, wait_until
 
 SHORT = ("--max-new-tokens", "5", "--gate", "entropy:1.5")
 
 
 def called(out: Path, data: str = "demo", **groups: dict[str, Any]) -> int:
     """`run_eval` in this process, with some options of some groups."""
-    given = {
-        "evaluation": Evaluation(str(out), **groups.get("evaluation", {})),
-        "assistant": Assistant(**groups.get("assistant", {})),
-        "models": Models(**groups.get("models", {})),
-        "speculation": Speculation(**groups.get("speculation", {})),
-        "network": Network(**groups.get("network", {})),
-        "decoding": Decoding(**groups.get("decoding", {})),
-    }
-    return run_eval(data, **given, output=Output(json=True))  # type: ignore[arg-type]
+    run = Run(
+        models=Models(**groups.get("models", {})),
+        speculation=Speculation(**groups.get("speculation", {})),
+        network=Network(**groups.get("network", {})),
+        decoding=Decoding(**groups.get("decoding", {})),
+        output=Output(json=True),
+    )
+    evaluation = Evaluation(str(out), **groups.get("evaluation", {}))
+    return run_eval(data, evaluation, Assistant(**groups.get("assistant", {})), run)
 
 
 REMOTE = {"cloud": "grpc://127.0.0.1:1"}
@@ -79,9 +79,8 @@ def test_a_set_that_is_not_there_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("out", ["", " "])
 def test_a_run_needs_a_folder_with_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
     monkeypatch.chdir(tmp_path)
-    options = (Assistant(), Models(), Speculation(), Network(), Decoding(), Output())
     with pytest.raises(InputError, match="--out is empty"):
-        run_eval("demo", Evaluation(out), *options)
+        run_eval("demo", Evaluation(out), Assistant(), Run())
     assert not list(tmp_path.iterdir())
 
 
@@ -162,8 +161,10 @@ def test_what_eval_and_sweep_write_is_what_a_report_and_a_gate_are_made_of(tmp_p
         assert (done := evaluate(*arguments)).returncode == 0, done.stderr
         measured = Measured("demo", 2, str(out / "traces.jsonl"))
         nets, gates, file = ["rtt=20ms", "rtt=50ms"], ["always", "never"], str(out / "sweep.jsonl")
-        models, decoding, quiet = Models(cloud=f"grpc://{address}"), Decoding(max_new_tokens=5), Output(json=True)
-        assert run_sweep(measured, models, Connection(), decoding, quiet, gates, ["5"], ["sequential"], nets, file) == 0
+        pair = Measurement(
+            Models(cloud=f"grpc://{address}"), Connection(), Decoding(max_new_tokens=5), Output(json=True)
+        )
+        assert run_sweep(measured, pair, gates, ["5"], ["sequential"], nets, file) == 0
     assert run_report([str(out)], str(page)) == 0
     written = page.read_text(encoding="utf-8")
     titles = re.findall(r"<h2[^>]*>([^<]*)</h2>", written)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import DataError
-from outrider.evals.manifest import Item, load_set, read_manifest, write_manifest
+from outrider.evals.manifest import Item, load_set, write_manifest
 from outrider.prompts.captions import LANGUAGES, TASKS
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(str.strip)
@@ -45,7 +45,7 @@ def test_what_is_written_is_read(data: st.DataObject, name: str, folder: Path) -
     kinds = st.one_of(PROMPTS, CHATS, recordings(folder))
     items = data.draw(st.lists(kinds, min_size=1, max_size=5, unique_by=lambda item: item.id))
     write_manifest(folder / name, items)
-    assert read_manifest(folder / name) == items
+    assert load_set(folder / name) == items
     assert load_set(folder / name) == items
 
 
@@ -54,7 +54,7 @@ def test_a_folder_can_be_moved_with_its_manifest(tmp_path: Path) -> None:
     (tmp_path / "old" / "a.wav").touch()
     write_manifest(tmp_path / "old" / "m.jsonl", [Item("a", tmp_path / "old" / "a.wav")])
     (tmp_path / "old").rename(tmp_path / "new")
-    assert read_manifest(tmp_path / "new" / "m.jsonl")[0].audio == tmp_path / "new" / "a.wav"
+    assert load_set(tmp_path / "new" / "m.jsonl")[0].audio == tmp_path / "new" / "a.wav"
 
 
 GOOD: dict[str, Any] = {"id": "x", "prompt": "p", "lang": "en"}
@@ -64,7 +64,7 @@ def errors(tmp_path: Path, *values: Any) -> str:
     path = tmp_path / "m.jsonl"
     path.write_text("\n".join(json.dumps(value) for value in values))
     with pytest.raises(DataError) as caught:
-        read_manifest(path)
+        load_set(path)
     return str(caught.value)
 
 
@@ -124,14 +124,14 @@ def test_all_faults_are_named_at_once(tmp_path: Path) -> None:
 def test_a_file_that_is_no_manifest(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "m").write_text(text)
     with pytest.raises(DataError, match=said):
-        read_manifest(tmp_path / "m")
+        load_set(tmp_path / "m")
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "m").write_bytes(b"\xff\xfe\xff")
     for name in ("m", "nowhere", "."):
         with pytest.raises(DataError):
-            read_manifest(tmp_path / name)
+            load_set(tmp_path / name)
     with pytest.raises(DataError, match="one of the sets demo"):
         load_set("demos")
 

@@ -11,9 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sacrebleu.metrics import BLEU, CHRF
-from training.grammar import caption, combinations, stated
-from training.grammar import parse as training_parse
-from training.phrases import CONCISE, DEFAULT, DETAILED, EMOTIONS
 
 from outrider.decoding.result import Stats
 from outrider.errors import ModelError, SettingsError
@@ -37,6 +34,9 @@ from outrider.evals.metrics import Scoring, agreement, score
 from outrider.evals.overlap import Pair, bleu, chrf, cider_d, rouge_l
 from outrider.evals.voice_quality import QUALITIES
 from outrider.evals.word_segmentation import import_extra, in_language, words
+from training.grammar import caption, combinations, stated
+from training.grammar import parse as training_parse
+from training.phrases import CONCISE, DEFAULT, DETAILED, EMOTIONS
 
 HOW = Resampling(draws=200)
 ZH = "说话人语速缓慢，音调低沉。"
@@ -267,9 +267,12 @@ def test_the_parser_is_that_of_training(lang: str) -> None:
 
 @pytest.mark.parametrize("lang", ["zh", "en"])
 def test_the_phrases_are_those_of_training(lang: str) -> None:
-    from outrider.evals.attributes import _lexicon
+    from outrider.evals.attributes import _PHRASES
 
-    ours = {name: set(phrases) for name, phrases in _lexicon(lang).items()}
+    ours = {
+        name: {(phrase, value) for value, phrases in values.items() for phrase in phrases}
+        for name, values in _PHRASES[lang].items()
+    }
     tables = (DEFAULT[lang], DETAILED[lang], CONCISE[lang])
     theirs = {
         name: {(word, value) for table in tables for value, words_ in table[name].items() for word in words_}

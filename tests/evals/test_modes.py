@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from tiny_models import clip, subword_tokenizer, tiny_engine
 from transformers import GenerationConfig
 
 from outrider.api import local
@@ -26,6 +25,7 @@ from outrider.evals.manifest import Item
 from outrider.evals.modes import NAMES, Setup
 from outrider.evals.resource_limits import PinnedEngine, address_space, check_memory, check_threads
 from outrider.evals.runner import answer
+from tests.support.tiny_models import clip, subword_tokenizer, tiny_engine
 
 pytestmark = pytest.mark.network
 

@@ -9,13 +9,11 @@ from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
-from html.parser import HTMLParser
 from pathlib import Path
 from shutil import copytree
 from typing import Any
 
 import pytest
-import report_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +25,8 @@ from outrider.evals import breakdown, report_sections, tradeoffs
 from outrider.evals.charts import bars, tag, ticks
 from outrider.evals.report import MAX_TOKENS, render
 from outrider.evals.results import Answer, EvalRun, Figure, SweepPoint, Timing, read_run
+from tests.support import report_sample
+from tests.support.report_page import Reader, answer, run
 
 NASTY = [
     "</script><script>alert(1)</script>",
@@ -41,56 +41,10 @@ NASTY = [
     "e\u0301\u0301\u0301",
     "",
 ]
-VOID = {"meta", "link", "img", "br", "input", "hr"}
-
-
-class Reader(HTMLParser):
-    """What a browser would make of the page: tags, attributes, the texts of strips, and elements left open."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.strips: list[list[str]] = []
-        self.text: list[str] = []
-        self._in_token = False
-        self.feed(page)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        self.tags.append((tag, found))
-        if tag not in VOID:
-            self.open.append(tag)
-        if found.get("class") == "strip":
-            self.strips.append([])
-        self._in_token = tag == "span" and "data-id" in found
-        if self._in_token:
-            self.strips[-1].append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag, tag
-        self._in_token = False
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-        if self._in_token:
-            self.strips[-1][-1] += data
-
-
-def answer(mode: str = "exact", n: int = 3, **changes: Any) -> Answer:
-    sources = (Source.ACCEPTED, Source.CORRECTION, Source.BONUS, Source.EDGE, Source.SAMPLED)
-    stats = {"verified": 2.0, "escalated": 2.0, "corrected": 1.0, "bonus": 1.0, "cloud_tokens": 2.0, "edge_tokens": 2.0}
-    made = Answer("a1", mode, "text", tuple(range(n)), "exact", "eos", stats)
-    return replace(made, **{"sources": tuple(sources[i % 5] for i in range(n)), **changes})
 
 
 def swept(**changes: Any) -> SweepPoint:
     return replace(SweepPoint("always", "5", "sequential", 0.04, 1.0, Figure(0.0), Figure(2.0)), **changes)
-
-
-def run(*answers: Answer, name: str = "run", **parts: Any) -> EvalRun:
-    return EvalRun(name, {"configuration": {}, "versions": {}, "hardware": {}}, answers or (answer(),), **parts)
 
 
 @pytest.fixture(scope="session")

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import report_sample
 
-import chromium
-from chromium import Page
 from outrider.cli.report import run_report
+from tests.support import chromium, report_sample
+from tests.support.chromium import Page
 
 CHROMIUM = chromium.found()
 pytestmark = [

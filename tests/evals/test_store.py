@@ -104,8 +104,8 @@ def test_halves_of_answers_are_done_again(tmp_path: Path) -> None:
 def test_the_order_at_the_end_is_that_of_items_and_modes(tmp_path: Path) -> None:
     with Store(tmp_path, ABOUT) as store:
         fill(store, ("two", "b"), ("one", "a"), ("two", "a"), ("one", "b"))
-        store.add_trace({"id": "two"})
-        store.add_trace({"id": "one"})
+        store.traces.add({"id": "two"})
+        store.traces.add({"id": "one"})
         store.finish(["one", "two"], ["a", "b"])
     for name in ("results", "timings"):
         lines = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -15,23 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import (
-    byte_tokenizer,
-    clip,
-    reference,
-    reference_audio,
-    subword_tokenizer,
-    tiny_engine,
-    tiny_model,
-)
 
 import outrider
-from fakes import HashRows, OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain, replay
 from outrider import Audio, PromptError, Result, SpeculativeDecoder, StateError, connect, local
 from outrider.config import GenerationSettings
-from outrider.decoding import decoder as loop
-from outrider.decoding import stopping
-from outrider.decoding.actions import Draft, Proposal
+from outrider.decoding import committer, stopping
+from outrider.decoding.actions import Draft, Proposal, Verify
+from outrider.decoding.committer import Committer
 from outrider.decoding.decoder import Decoder, Event
 from outrider.decoding.gate import Decision
 from outrider.decoding.loop_detection import LoopRule
@@ -44,6 +34,16 @@ from outrider.sampling.acceptance import Verdict
 from outrider.sampling.logits_processors import LogitsProcessors, PrefixIndex
 from outrider.sampling.policy import Policy
 from outrider.verifiers.local import LocalVerifier
+from tests.support.fakes import HashRows, OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain, replay
+from tests.support.tiny_models import (
+    byte_tokenizer,
+    clip,
+    reference,
+    reference_audio,
+    subword_tokenizer,
+    tiny_engine,
+    tiny_model,
+)
 
 V = 32
 PROMPT = (3, 1, 4, 1, 5)
@@ -309,11 +309,11 @@ def escape(on_loop: str | None = None) -> Result:
     return decoder.generate(list(PROMPT), max_new_tokens=40)
 
 
-class BreaksOff(Decoder):
-    def _committed(self, source: Source, revised: bool = False) -> None:
-        super()._committed(source, revised)
-        if self._loop_found:
-            self._reason = "loop"
+class BreaksOff(Committer):
+    def _finish_commit(self, source: Source, *, revised: bool = False) -> None:
+        super()._finish_commit(source, revised=revised)
+        if self.loop_found:
+            self.finish_reason = "loop"
 
 
 def test_a_loop_is_detected_and_generation_is_cut_off(monkeypatch: Patch) -> None:
@@ -322,15 +322,15 @@ def test_a_loop_is_detected_and_generation_is_cut_off(monkeypatch: Patch) -> Non
     assert len(result.token_ids) == 40
     assert result.stats.forced_by_loop >= 1
     assert result.stats.cloud_tokens >= 1
-    monkeypatch.setattr("outrider.edge.generation.Decoder", BreaksOff)
+    monkeypatch.setattr("outrider.decoding.decoder.Committer", BreaksOff)
     assert len(escape().token_ids) < 40
 
 
 class ForgetsToForce(Decoder):
     """The flag that a loop set is overwritten by the gate's own answer."""
 
-    def _decision(self) -> Decision:
-        return self.plan.gate.decide([])
+    def _forced_reason(self) -> str:
+        return ""
 
 
 def test_the_force_flag_is_overwritten_before_use(monkeypatch: Patch) -> None:
@@ -364,14 +364,14 @@ def test_a_loop_that_the_verifier_confirms_is_not_sent_block_after_block() -> No
 # Ends -----------------------------------------------------------------------------------------------------------
 
 
-class StopsPerBlock(Decoder):
+class StopsPerBlock(Committer):
     """The stop rules look at the last token of what a verdict brought."""
 
-    def _commit_verdict(self, verdict: Verdict, drafts: int) -> None:
+    def commit_verdict(self, verdict: Verdict, request: Verify) -> None:
         for _ in range(verdict.accepted):
-            self.sequence.accept(Source.ACCEPTED)
-        self.sequence.replace_pending(verdict.next_token, Source.BONUS)
-        self._committed(Source.BONUS)
+            self._sequence.accept(Source.ACCEPTED)
+        self._sequence.replace_pending(verdict.next_token, Source.BONUS)
+        self._finish_commit(Source.BONUS)
 
 
 def test_tokens_after_eos_are_kept(monkeypatch: Patch) -> None:
@@ -387,7 +387,7 @@ def test_tokens_after_eos_are_kept(monkeypatch: Patch) -> None:
     result = attempt()
     assert result.token_ids == right == wanted(eos=(eos,))
     assert result.finish_reason == "eos"
-    monkeypatch.setattr("outrider.edge.generation.Decoder", StopsPerBlock)
+    monkeypatch.setattr("outrider.decoding.decoder.Committer", StopsPerBlock)
     assert caught(attempt, right)
 
 
@@ -414,7 +414,7 @@ def test_sentences_of_the_prompt_are_counted(monkeypatch: Patch) -> None:
         result = speak(prompt, text, tokenizer, sentences=count)
         assert result.text == text[: text.index(end) + len(end)]
         assert result.finish_reason == "sentences"
-    monkeypatch.setattr(loop, "find_finish_reason", with_the_prompt)
+    monkeypatch.setattr(committer, "find_finish_reason", with_the_prompt)
     assert speak(prompt, text, tokenizer, sentences=3).text != text[: text.index("end?") + 4]
 
 
@@ -428,7 +428,7 @@ def test_a_newline_or_a_role_name_is_taken_for_the_end(monkeypatch: Patch) -> No
     result = speak("Go: ", text, tokenizer)
     assert result.text == text
     assert result.finish_reason == "length"
-    monkeypatch.setattr(loop, "find_finish_reason", by_heuristics)
+    monkeypatch.setattr(committer, "find_finish_reason", by_heuristics)
     assert speak("Go: ", text, tokenizer).text != text
 
 

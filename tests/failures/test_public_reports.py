@@ -7,19 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import (
-    SPECIALS,
-    VOCAB,
-    byte_tokenizer,
-    clip,
-    reference,
-    reference_audio,
-    subword_tokenizer,
-    tiny_engine,
-    tiny_model,
-)
 
-from fakes import HashRows, OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain, replay
 from outrider import (
     Audio,
     PromptError,
@@ -42,6 +30,18 @@ from outrider.engines.base import Prompt, SequenceInput
 from outrider.sampling.acceptance import Verdict, parse_acceptance_rule
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import LocalVerifier
+from tests.support.fakes import HashRows, OracleEngine, ScriptedEngine, ScriptedVerifier, blend, plain, replay
+from tests.support.tiny_models import (
+    SPECIALS,
+    VOCAB,
+    byte_tokenizer,
+    clip,
+    reference,
+    reference_audio,
+    subword_tokenizer,
+    tiny_engine,
+    tiny_model,
+)
 
 V = 32
 PROMPT = (3, 1, 4, 1, 5)

@@ -1,6 +1,6 @@
 """Feed the cloud frames that no edge would send, for as long as asked: `python -m tests.fuzz.frames --seconds 60`.
 
-The same frames as tests/cloud/test_fuzz.py makes, from new seeds. A failure names the seed and the stream.
+The same frames as tests/cloud/test_fuzz.py uses, from new seeds. A failure names the seed and the stream.
 """
 
 from __future__ import annotations
@@ -11,11 +11,8 @@ import random
 import resource
 import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # fakes.py
-
-from tests.cloud.test_fuzz import Bystander, Tally, fuzz_directly
+from tests.support.service_fuzzer import Bystander, Tally, fuzz_directly
 
 GROWTH = 200 * 1024  # KiB of memory that a run may add
 PART = 20.0  # s on one service

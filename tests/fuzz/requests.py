@@ -12,20 +12,16 @@ import argparse
 import json
 import random
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # as pytest does
-
-from gateway.scripted import Running, Script, serving
 from outrider.gateway.access import Access
-from tests.processes import wait_until
+from tests.support.processes import wait_until
+from tests.support.scripted_gateway import Running, Script, serving
 
 GROWTH = 192 * 2**20  # bytes
 PATHS = ["/v1/chat/completions", "/v1/completions", "/health", "/v1/models", "/", "/page/page.js", "/v1/outrider/cut/x"]

@@ -14,7 +14,6 @@ import httpx2
 import openai
 import pytest
 
-from gateway.scripted import Running, Script, event, result_of, serving, spoken
 from outrider import errors
 from outrider.errors import (
     CloudLost,
@@ -34,7 +33,8 @@ from outrider.gateway.handlers import UploadLimiter
 from outrider.gateway.request_scheduler import GenerationTimeout, QueueFull, ShuttingDown
 from outrider.gateway.server import bound
 from outrider.serving.tokens import Tokens
-from tests.processes import HANG_S, wait_until
+from tests.support.processes import HANG_S, wait_until
+from tests.support.scripted_gateway import Running, Script, event, result_of, serving, spoken
 
 KEY = "a-key-that-is-long-enough"
 HELLO: dict[str, Any] = {"model": "outrider", "messages": [{"role": "user", "content": "hello"}]}

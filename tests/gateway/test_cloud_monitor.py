@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from fakes import HashRows, ScriptedEngine, ScriptedVerifier
+from benchmarks.link_thread import LinkThread
 from outrider import CloudLost, VocabularyMismatch, connect
 from outrider.gateway import cloud_monitor as meetings
 from outrider.gateway.cloud_monitor import UNKNOWN_NAME, CloudMonitor
-from outrider.netem.thread import LinkThread
 from outrider.verifiers.base import ModelInfo
-from tests.cloud.common import SOON
-from tests.processes import wait_until
+from tests.support.cloud_service import SOON
+from tests.support.fakes import HashRows, ScriptedEngine, ScriptedVerifier
+from tests.support.processes import wait_until
 
 V = 32
 

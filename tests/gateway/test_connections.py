@@ -19,7 +19,6 @@ import psutil
 import pytest
 from starlette.requests import Request
 
-from gateway.scripted import Running, Script, serving
 from outrider.gateway import connections, handlers
 from outrider.gateway.access import Access
 from outrider.gateway.connections import (
@@ -34,7 +33,8 @@ from outrider.gateway.connections import (
 from outrider.gateway.handlers import UploadLimiter
 from outrider.gateway.request_scheduler import QueueFull
 from outrider.serving.tokens import Tokens
-from tests.processes import HANG_S, wait_until
+from tests.support.processes import HANG_S, wait_until
+from tests.support.scripted_gateway import Running, Script, serving
 
 KEY = "a-key-that-is-long-enough"
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
@@ -290,7 +290,7 @@ def test_a_closed_connection_makes_room_though_it_is_still_referenced() -> None:
 
 SERVER = """
 import sys, threading
-from tests.gateway.scripted import serving
+from tests.support.scripted_gateway import serving
 with serving() as running:
     print(running.url, flush=True)
     sys.stdin.read()

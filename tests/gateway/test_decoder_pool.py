@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from fakes import HashRows, ScriptedEngine, ScriptedVerifier
 from outrider import CloudLost, SettingsError, SpeculativeDecoder, StreamEvent, local
 from outrider.edge import model_pair
 from outrider.edge.cancellation import Cancellation, chain_future
@@ -20,10 +19,11 @@ from outrider.gateway.decoder_pool import DecoderPool, RequestOptions
 from outrider.gateway.shared_engine import SharedEngine
 from outrider.verifiers.base import ModelInfo
 from outrider.verifiers.local import LocalVerifier
-from tests.cloud.common import SOON
-from tests.cloud.serving import Served, serving
-from tests.gateway.pairs import PROMPTS, clouded, pooled, reach, said
-from tests.processes import wait_until
+from tests.support.cloud_server import Served, serving
+from tests.support.cloud_service import SOON
+from tests.support.fakes import HashRows, ScriptedEngine, ScriptedVerifier
+from tests.support.gateway_pair import PROMPTS, clouded, pooled, reach, said
+from tests.support.processes import wait_until
 
 V = 32
 LENGTH = 24

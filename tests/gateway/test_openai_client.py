@@ -17,10 +17,10 @@ import httpx2
 import openai
 import pytest
 
-from gateway.process import CLIPS, edge, figure, heard
 from outrider import Audio, SpeculativeDecoder, load_engine, local
 from outrider.decoding.detokenizer import REPLACEMENT_CHARACTER
-from tests.processes import HANG_S, wait_until
+from tests.support.gateway_process import CLIPS, edge, figure, heard
+from tests.support.processes import HANG_S, wait_until
 
 pytestmark = pytest.mark.network
 

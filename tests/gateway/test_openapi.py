@@ -9,9 +9,9 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from gateway.scripted import Script, event, result_of, serving
 from outrider.gateway.access import Access
 from outrider.serving.tokens import Tokens
+from tests.support.scripted_gateway import Script, event, result_of, serving
 
 KEY = "a-key-that-is-long-enough"
 SCRIPT = Script([[event(0, "a")]], result_of("a", 1))

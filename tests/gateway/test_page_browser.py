@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import soundfile
 
-import chromium
-from chromium import Page
 from outrider.engines.load import BUNDLED
-from tests.gateway.page_common import CHROMIUM, NEEDS, TEXT, faults, run, status, strip, tip
+from tests.support import chromium
+from tests.support.chromium import Page
+from tests.support.gateway_page import CHROMIUM, NEEDS, TEXT, faults, run, status, strip, tip
 
 pytestmark = NEEDS
 MICROPHONE = ("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream")  # it beeps
@@ -353,7 +353,8 @@ def test_a_file_is_sent_as_16_khz_mono(fresh: Page, tmp_path: Path) -> None:
     assert np.corrcoef(sent[: len(wave)], wave[: len(sent)])[0, 1] > 0.99
     (tmp_path / "none.wav").write_bytes(b"this is no recording")
     fresh.upload("#file", tmp_path / "none.wav")
-    fresh.until("document.getElementById('status').textContent.startsWith('none.wav: This is no recording')")
+    refusal = "none.wav: The browser cannot read this recording"
+    fresh.until(f"document.getElementById('status').textContent.startsWith('{refusal}')")
 
 
 def test_a_clip_can_be_played_and_stopped(fresh: Page) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-import chromium
-from chromium import Page
-from tests.gateway.fake_server import Script, StandIn, ended, standing_in, token, tokens
-from tests.gateway.page_common import CHROMIUM, NEEDS, faults, run, status, strip, tip
-from tests.processes import HANG_S
+from tests.support import chromium
+from tests.support.chromium import Page
+from tests.support.fake_gateway import Script, StandIn, ended, standing_in, token, tokens
+from tests.support.gateway_page import CHROMIUM, NEEDS, faults, run, status, strip, tip
+from tests.support.processes import HANG_S
 
 pytestmark = NEEDS
 

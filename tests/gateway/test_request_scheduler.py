@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from fakes import HashRows, ScriptedEngine
+from benchmarks.link_thread import LinkThread
 from outrider import CloudLost, PromptError, Result, SettingsError, StreamEvent
 from outrider.edge import drafter as drafting
 from outrider.edge.cancellation import Cancellation
@@ -30,12 +30,12 @@ from outrider.gateway.request_scheduler import (
     ShuttingDown,
 )
 from outrider.netem.conditions import Conditions
-from outrider.netem.thread import LinkThread
 from outrider.verifiers.connect import connect
-from tests.cloud.common import SOON
-from tests.cloud.serving import Served, serving
-from tests.gateway.pairs import PROMPTS, clouded, edge, pooled, said
-from tests.processes import HANG_S, until
+from tests.support.cloud_server import Served, serving
+from tests.support.cloud_service import SOON
+from tests.support.fakes import HashRows, ScriptedEngine
+from tests.support.gateway_pair import PROMPTS, clouded, edge, pooled, said
+from tests.support.processes import HANG_S, until
 
 V = 32
 ALONE = RequestOptions("edge-only")
@@ -605,7 +605,7 @@ SILENT = Conditions(up=1.0, down=1.0)  # bit/s: even a ping's frame takes over 1
 
 
 def waits_for_the_cloud(cancellation: Cancellation) -> bool:
-    return cancellation._pending is not None and not cancellation._pending.done()
+    return cancellation._cancel_future is not None
 
 
 STALLED = [

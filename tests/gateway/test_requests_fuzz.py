@@ -14,7 +14,7 @@ def test_hostile_requests_do_no_harm() -> None:
 def test_what_was_found_stays_fixed() -> None:
     import random
 
-    from gateway.scripted import serving
+    from tests.support.scripted_gateway import serving
 
     with serving() as running:
         for seed in FOUND:

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gateway.scripted import event, result_of
 from outrider.api import StreamEvent
 from outrider.decoding.detokenizer import REPLACEMENT_CHARACTER
 from outrider.decoding.incremental_text import IncrementalDetokenizer
@@ -23,6 +22,7 @@ from outrider.gateway.decoder_pool import RequestOptions
 from outrider.gateway.request_parsing import ParsedRequest
 from outrider.gateway.response_building import DONE, Answer, StableText, TokenReports, usage, visible_text
 from outrider.sampling.sampler import Signals
+from tests.support.scripted_gateway import event, result_of
 
 LETTERS = st.text(alphabet="ab社区👩‍👩‍👧é\n ", max_size=24)
 

@@ -15,18 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fakes import HashRows, ScriptedEngine
 from outrider.decoding.actions import Proposal
 from outrider.engines.base import Prompt, SequenceInput, as_device_sampler, forward_or_sample
-from outrider.engines.batching import PREFILL_CHUNK
+from outrider.engines.scheduler import PREFILL_CHUNK
 from outrider.engines.torch.engine import TorchEngine
 from outrider.errors import ModelError, StateError
 from outrider.gateway.shared_engine import SharedEngine
 from outrider.sampling.policy import Policy
 from outrider.sampling.sampler import SampledToken
-from tests.cloud.common import SOON, eventually
-from tests.engines.tiny import engine as tiny
-from tests.engines.tiny import model
+from tests.support.cloud_service import SOON, eventually
+from tests.support.fakes import HashRows, ScriptedEngine
+from tests.support.tiny_text_models import engine as tiny
+from tests.support.tiny_text_models import model
 
 V = 32
 ROWS = HashRows(7, V, memory=6)
@@ -80,9 +80,11 @@ class Held6:
 
     def ask(self, n: int, ids: Seq[int], rows: int = 1) -> Future[Tensor]:
         """One more that waits."""
-        before = len(self.shared._waiting)
+        before = len(self.shared._scheduler.requests)
         future = self._threads.submit(self.shared.forward, self.slots[n], ids, rows)
-        eventually(lambda: len(self.shared._waiting) > before or future.done() or not self.shared._busy or n == 0)
+        eventually(
+            lambda: len(self.shared._scheduler.requests) > before or future.done() or not self.shared._busy or n == 0
+        )
         return future
 
 

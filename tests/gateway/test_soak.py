@@ -22,8 +22,8 @@ import openai
 import psutil
 import pytest
 
-from gateway.process import CLIPS, edge, figure, heard
 from outrider import Audio, SpeculativeDecoder, load_engine
+from tests.support.gateway_process import CLIPS, edge, figure, heard
 
 pytestmark = pytest.mark.soak
 

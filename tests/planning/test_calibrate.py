@@ -9,21 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.live import realised
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engines.tiny import engine
-from tests.planning import adversaries
 
+from benchmarks.live import realised
 from outrider.api import local
 from outrider.cli.app import app
 from outrider.cli.calibrate import _show, model_ids, run_calibrate
 from outrider.cli.options import Models
 from outrider.config import GateFile, GenerationSettings, Loss, ModelId, read_gate_file
 from outrider.decoding.actions import Done, Draft, Plan, Proposal
+from outrider.decoding.calibrated_gate import Calibrated, draw_audits
 from outrider.decoding.decoder import Decoder
 from outrider.decoding.draft_length import FixedDraftLength
-from outrider.decoding.gate import SIGNAL_NAMES, Calibrated, Signals, Threshold, draw_audits, gate
+from outrider.decoding.gate import SIGNAL_NAMES, Signals, Threshold
+from outrider.decoding.gate_parsing import gate
 from outrider.decoding.sequence import Source
 from outrider.decoding.stopping import StopRules
 from outrider.errors import DataError, SettingsError
@@ -39,35 +39,16 @@ from outrider.planning.calibrate import (
 )
 from outrider.planning.traces import Trace
 from outrider.sampling.acceptance import Exact, Verdict
+from tests.support import adversaries
+from tests.support.calibration_requests import CLOUD, EDGE, STOP_TIMEOUT_S, request, requests, write_requests
+from tests.support.tiny_text_models import engine
 
-EDGE, CLOUD = ModelId("small", "vocab-1"), ModelId("large", "vocab-1")
-STOP_TIMEOUT_S = 9
 REPEATS = 80
 
 
 def found(traces: list[Trace], epsilon: float = 0.1, k: int = 3, **more: Any) -> GateFile:
     given = {"edge": EDGE, "cloud": CLOUD, "settings": GenerationSettings(), "loss": "tokens", **more}
     return calibrate(traces, epsilon=epsilon, k=k, **given)
-
-
-def request(rng: np.random.Generator, name: int = 0, hard: float = 0.15) -> Trace:
-    """One request: some are harder than others, and the drafter mostly knows where it errs."""
-    size, hardness = int(rng.integers(5, 40)), rng.beta(1, 1 / hard)
-    chances = np.clip(rng.beta(0.5, 3, size) * 2 * hardness + 0.02, 0, 1)
-    target = [*rng.integers(10, 50, size - 1).tolist(), STOP_TIMEOUT_S]
-    draft = [t if rng.random() > c else 50 for t, c in zip(target, chances, strict=True)]
-    uncertainty = chances * rng.lognormal(0, 0.5, size)
-    signals = tuple(Signals(float(2 * u), float(1 - min(u, 1)), float(min(u, 1)), float(u)) for u in uncertainty)
-    return Trace(str(name), 10, tuple(target), tuple(draft), signals)
-
-
-def requests(count: int, seed: int = 0, **more: float) -> list[Trace]:
-    rng = np.random.default_rng(seed)
-    return [request(rng, n, **more) for n in range(count)]
-
-
-def write_requests(path: Path) -> None:
-    path.write_text("".join(json.dumps(trace.to_json()) + "\n" for trace in requests(60)), encoding="utf-8")
 
 
 # The loss is what the decoder would do ------------------------------------------------------------------------------
@@ -403,7 +384,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], as_json
 def test_the_seed_of_the_command_is_that_of_the_traces_too(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr("outrider.cli.calibrate.model_ids", lambda models, network: (EDGE, CLOUD))
-    monkeypatch.setattr("outrider.cli.calibrate.run_calibrate", lambda *args, **given: asked.update(given) or 0)
+    monkeypatch.setattr(
+        "outrider.cli.calibrate.run_calibrate",
+        lambda traces, out, epsilon, k, edge, cloud, settings, **given: asked.update(given, settings=settings) or 0,
+    )
     tokens = ["calibrate", "traces.jsonl", "--out", "gate.json", "--seed", "5", "--temperature", "0.8"]
     assert app(tokens, exit_on_error=False, print_error=False, result_action="return_value") == 0
     assert (asked["seed"], asked["settings"].seed, asked["settings"].temperature) == (5, 5, 0.8)
@@ -412,7 +396,7 @@ def test_the_seed_of_the_command_is_that_of_the_traces_too(monkeypatch: pytest.M
 def test_the_pair_is_identified_as_a_run_would_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = engine("qwen2"), engine("llama")
     monkeypatch.setattr("outrider.cli.calibrate.load_drafter", lambda models: small)
-    monkeypatch.setattr("outrider.cli.calibrate.connect_verifier", lambda models, network: local(large))
+    monkeypatch.setattr("outrider.cli.options.connect_verifier", lambda models, network: local(large))
     assert model_ids(Models()) == (ModelId("qwen2", small.fingerprint), ModelId("llama", large.fingerprint))
     with pytest.raises(SettingsError, match="give --edge and --cloud"):
         model_ids(Models(cloud="none"))

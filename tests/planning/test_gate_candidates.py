@@ -6,8 +6,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from tests.planning import adversaries
-from tests.planning.test_simulator import COSTS
 
 from outrider.decoding.gate import SIGNAL_NAMES, Signals, Threshold
 from outrider.planning.gate_candidates import CLOUD_SHARES, evaluate_signal, frontier, thresholds
@@ -15,6 +13,8 @@ from outrider.planning.planner import Goal, Planner
 from outrider.planning.simulator import Setup, replay, summarise
 from outrider.planning.sweep import sweep
 from outrider.planning.traces import Trace
+from tests.support import adversaries
+from tests.support.synthetic_traces import COSTS
 
 TRACES = [adversaries.trace(adversaries.PAIRS["honest"](seed)) for seed in range(16)]
 

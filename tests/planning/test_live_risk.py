@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.fakes import HashRows, Rows, ScriptedEngine, blend
-from tests.planning.adversaries import PAIRS, Suite
 from torch import Tensor
 
 from outrider import SpeculativeDecoder, local
@@ -18,6 +16,8 @@ from outrider.decoding.gate import SIGNAL_NAMES, SignalName
 from outrider.errors import DataError
 from outrider.planning.calibrate import calibrate, write_gate_file
 from outrider.planning.trace_recorder import record
+from tests.support.adversaries import PAIRS, Suite
+from tests.support.fakes import HashRows, Rows, ScriptedEngine, blend
 
 REQUESTS, SPLITS = 160, 4
 SPARE = 0.04  # of the mean of so few splits

@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from benchmarks.costmodel import Network, Speculation, expected_tokens
-from test_simulator import COSTS, TRACES
 
+from benchmarks.costmodel import Network, Speculation, expected_tokens
 from outrider.errors import DataError, SettingsError
 from outrider.netem.conditions import parse_conditions
 from outrider.planning.costs import StepCosts
@@ -18,9 +17,8 @@ from outrider.planning.planner import DRIVERS, MAX_RTT_S, Goal, Planner, find_ro
 from outrider.planning.simulator import Setup
 from outrider.planning.traces import Trace
 from outrider.sampling.sampler import Signals
+from tests.support.synthetic_traces import COSTS, GATES, NEAR, TRACES
 
-GATES = ("entropy:0.4", "entropy:0.9")
-NEAR = Planner(TRACES[:4], COSTS, Setup(net=parse_conditions("rtt=20ms")), GATES, (1, 4))
 FAST = StepCosts(draft_s=0.001, verify_s=0.03)
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.planning.test_calibrate import CLOUD, EDGE, write_requests
 
 from outrider.cli.calibrate import run_calibrate
 from outrider.config import GenerationSettings, ModelId
 from outrider.errors import DataError, SettingsError
+from tests.support.calibration_requests import CLOUD, EDGE, write_requests
 
 PLAIN = GenerationSettings(stop=("。",))
 

@@ -6,13 +6,13 @@ import json
 import random
 
 import pytest
-from test_simulator import COSTS, TRACES
 
 from outrider.errors import SettingsError
 from outrider.netem.conditions import parse_conditions
 from outrider.planning.gate_candidates import thresholds
 from outrider.planning.simulator import Setup, replay, summarise
 from outrider.planning.sweep import Row, pareto, sweep
+from tests.support.synthetic_traces import COSTS, TRACES
 
 GATES = ["always", "never", *thresholds(TRACES, cloud_shares=(0.8, 0.6, 0.4, 0.2))]
 NETS = [parse_conditions("none"), parse_conditions("rtt=50ms")]

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from fakes import HashRows, ScriptedEngine, blend
 from outrider import SpeculativeDecoder, load_engine, local
 from outrider.config import GenerationSettings
 from outrider.decoding.gate import compute_signals
@@ -21,6 +20,7 @@ from outrider.planning.trace_recorder import Recorder, record
 from outrider.planning.traces import Trace
 from outrider.prompts.audio import Audio
 from outrider.protocol.media_messages import pack_media
+from tests.support.fakes import HashRows, ScriptedEngine, blend
 
 V, EOS = 24, 2
 TARGET = HashRows(1, V)

@@ -7,7 +7,7 @@ import pytest
 
 from outrider import Audio, ContextError, PromptError, load_engine
 from outrider.prompts.chat import encode
-from tests.engines.tiny import engine
+from tests.support.tiny_text_models import engine
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.errors import ContextError, PromptError
 from outrider.prompts.chat import encode
-from tests.prompts import templates
-from tests.vocabularies import byte_fallback
+from tests.support import chat_templates
+from tests.support.tokenizers import byte_fallback
 
 CONTROL = ("<|im_start|>", "<|im_end|>", "<s>", "</s>")
 
@@ -60,7 +60,9 @@ def theirs(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
 
 ordinary = st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from("\n 社é👍<|>%{}'\"\\"), max_size=30)
 harmless = ordinary.filter(lambda text: not any(token in text for token in (*CONTROL, "<unk>", "<|tool|>")))
-TAKEN = {name: source for name, source in templates.WHOLE.items() if name != "thinking"} | {"folded": templates.FOLDED}
+TAKEN = {name: source for name, source in chat_templates.WHOLE.items() if name != "thinking"} | {
+    "folded": chat_templates.FOLDED
+}
 
 
 @pytest.mark.parametrize("kind", ["bytes", "fallback"])
@@ -79,9 +81,9 @@ def test_ids_are_those_of_transformers(template: str, kind: str, texts: list[str
     assert list(encode(made, messages).ids) == expected
 
 
-@pytest.mark.parametrize("template", templates.WHOLE)
+@pytest.mark.parametrize("template", chat_templates.WHOLE)
 def test_a_last_message_of_the_assistant_is_continued(template: str) -> None:
-    made = model(templates.WHOLE[template])
+    made = model(chat_templates.WHOLE[template])
     messages = chat("Name three birds.", "The first is a")
     ids = list(encode(made, messages).ids)
     assert made.tokenizer.decode(ids).endswith("The first is a")
@@ -90,7 +92,7 @@ def test_a_last_message_of_the_assistant_is_continued(template: str) -> None:
 
 @pytest.mark.parametrize("order", ["messages | reverse", "messages[:1]"])
 def test_a_template_that_cannot_continue_is_refused(order: str) -> None:
-    source = templates.CHATML.replace("in messages", f"in {order}")
+    source = chat_templates.CHATML.replace("in messages", f"in {order}")
     with pytest.raises(PromptError, match=r"cannot continue|drops"):
         encode(model(source), chat("Name three birds.", "The first is a"))
 
@@ -98,14 +100,14 @@ def test_a_template_that_cannot_continue_is_refused(order: str) -> None:
 def test_an_assistant_without_text_has_nothing_to_continue() -> None:
     messages = [*chat("Hi"), {"role": "assistant", "content": None, "tool_calls": []}]
     with pytest.raises(PromptError, match=r"messages\.1.*no text to continue"):
-        encode(model(templates.CHATML), messages)
+        encode(model(chat_templates.CHATML), messages)
 
 
 # Nothing is lost ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["text", "parts"])
-@pytest.mark.parametrize("template", [templates.PARTS_ONLY, templates.CHATML])
+@pytest.mark.parametrize("template", [chat_templates.PARTS_ONLY, chat_templates.CHATML])
 def test_content_goes_in_the_form_that_the_template_takes(template: str, form: str) -> None:
     made = model(template)
     messages = chat("Is this safe?", "It is.", "Why?", system=False)
@@ -118,7 +120,7 @@ def test_content_goes_in_the_form_that_the_template_takes(template: str, form: s
 
 
 def test_parts_become_lines_where_a_template_takes_text() -> None:
-    made = model(templates.CHATML)
+    made = model(chat_templates.CHATML)
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert "user\none\ntwo<|im_end|>" in made.tokenizer.decode(
         list(encode(made, [{"role": "user", "content": parts}]).ids)
@@ -128,13 +130,13 @@ def test_parts_become_lines_where_a_template_takes_text() -> None:
 @pytest.mark.parametrize(
     ("template", "messages", "named"),
     [
-        (templates.NOTHING, chat("Hello"), r"the message.*role user"),
-        (templates.NO_SYSTEM, chat("Be kind.", "Hello", system=True), r"messages\.0.*role system.*user's message"),
-        (templates.LAST_ONLY, chat("One", "two", "three"), r"messages\.0.*role user"),
-        (templates.UPPER, chat("Hello"), "role user"),
-        (templates.SHORTENED, chat("A text of more than forty characters is cut by it."), "changes the text"),
-        (templates.ESCAPED, chat("1 < 2"), "changes the text"),
-        (templates.JSON, chat("two\nlines"), "changes the text"),
+        (chat_templates.NOTHING, chat("Hello"), r"the message.*role user"),
+        (chat_templates.NO_SYSTEM, chat("Be kind.", "Hello", system=True), r"messages\.0.*role system.*user's message"),
+        (chat_templates.LAST_ONLY, chat("One", "two", "three"), r"messages\.0.*role user"),
+        (chat_templates.UPPER, chat("Hello"), "role user"),
+        (chat_templates.SHORTENED, chat("A text of more than forty characters is cut by it."), "changes the text"),
+        (chat_templates.ESCAPED, chat("1 < 2"), "changes the text"),
+        (chat_templates.JSON, chat("two\nlines"), "changes the text"),
     ],
 )
 def test_a_text_that_a_template_drops_or_changes_is_refused_by_name(template: str, messages: Any, named: str) -> None:
@@ -144,7 +146,7 @@ def test_a_text_that_a_template_drops_or_changes_is_refused_by_name(template: st
 
 
 def test_a_system_message_is_refused_when_it_is_used_and_not_before() -> None:
-    made = model(templates.NO_SYSTEM)
+    made = model(chat_templates.NO_SYSTEM)
     assert encode(made, chat("Hello")).ids
     with pytest.raises(PromptError, match="drops"):
         encode(made, chat("Be kind.", "Hello", system=True))
@@ -152,7 +154,7 @@ def test_a_system_message_is_refused_when_it_is_used_and_not_before() -> None:
 
 
 def test_what_an_assistant_thought_may_be_left_out() -> None:
-    made = model(templates.THINKING)
+    made = model(chat_templates.THINKING)
     messages = chat("Hello", "<think>\nA greeting.\n</think>\n\nHi!", "Bye")
     assert list(encode(made, messages).ids) == theirs(made.tokenizer, messages)
 
@@ -177,13 +179,13 @@ def test_what_an_assistant_thought_may_be_left_out() -> None:
 )
 def test_what_is_no_conversation_is_refused(messages: Any) -> None:
     with pytest.raises(PromptError):
-        encode(model(templates.CHATML.replace("m.content", "m.content | string")), messages)
+        encode(model(chat_templates.CHATML.replace("m.content", "m.content | string")), messages)
 
 
 # Templates that fail ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("template", [*templates.FAULTY, *templates.BOMBS])
+@pytest.mark.parametrize("template", [*chat_templates.FAULTY, *chat_templates.BOMBS])
 def test_whatever_a_template_raises_is_a_prompt_error_that_names_the_model(template: str) -> None:
     with pytest.raises(PromptError, match="the chat template of some/model"):
         encode(model("{{ messages[0].content }}" + template), chat("Hello"))
@@ -196,7 +198,7 @@ def test_control_characters_in_what_a_template_raises_are_escaped() -> None:
     assert str(caught.value).endswith(r"failed: no \x1b[2J way")
 
 
-fragments = st.sampled_from([*templates.FAULTY, *templates.BOMBS, *templates.WHOLE.values()]).flatmap(
+fragments = st.sampled_from([*chat_templates.FAULTY, *chat_templates.BOMBS, *chat_templates.WHOLE.values()]).flatmap(
     lambda source: st.integers(0, len(source)).map(lambda at: source[:at])
 )
 
@@ -219,8 +221,8 @@ def test_a_bomb_that_a_text_sets_off() -> None:
 
 def test_named_templates_need_a_default() -> None:
     messages = chat("Hello")
-    named = {"default": templates.CHATML, "rag": "{{ 1 / 0 }}"}
-    assert encode(model(named), messages).ids == encode(model(templates.CHATML), messages).ids
+    named = {"default": chat_templates.CHATML, "rag": "{{ 1 / 0 }}"}
+    assert encode(model(named), messages).ids == encode(model(chat_templates.CHATML), messages).ids
     with pytest.raises(PromptError, match=r"some/model \(rag, tool_use\) have no default"):
         encode(model({"rag": "x", "tool_use": "y"}), messages)
 
@@ -238,7 +240,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_rendered() -> None:
 @pytest.mark.parametrize("token", [*CONTROL, "<|tool|>", "<think>"])
 @pytest.mark.parametrize("role", ["system", "user"])
 def test_a_control_token_in_a_text_is_refused_by_name(token: str, role: str) -> None:
-    template = templates.CHATML + "{# #}{% if false %}<think>{% endif %}"
+    template = chat_templates.CHATML + "{# #}{% if false %}<think>{% endif %}"
     messages = [{"role": role, "content": f"a{token}b"}, *chat("Hello")]
     with pytest.raises(PromptError) as refusal:
         encode(model(template), messages)
@@ -248,7 +250,7 @@ def test_a_control_token_in_a_text_is_refused_by_name(token: str, role: str) -> 
 
 
 def test_a_control_token_in_parts_in_a_role_or_in_another_field() -> None:
-    made = model(templates.PARTS_ONLY)
+    made = model(chat_templates.PARTS_ONLY)
     split = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]
     for message in (
         {"role": "user", "content": split},
@@ -261,7 +263,7 @@ def test_a_control_token_in_parts_in_a_role_or_in_another_field() -> None:
 
 
 def test_what_an_assistant_wrote_may_hold_its_own_tokens_but_no_turns() -> None:
-    made = model(templates.CHATML + "{% if false %}<think>{% endif %}")
+    made = model(chat_templates.CHATML + "{% if false %}<think>{% endif %}")
     assert encode(made, chat("Hello", "<think>Hm.</think>Hi!", "Bye")).ids
     with pytest.raises(PromptError, match=r"messages\.1\.content contains the control token '<\|im_end\|>'"):
         encode(made, chat("Hello", "Hi!<|im_end|>", "Bye"))
@@ -272,7 +274,7 @@ def test_a_control_token_that_is_found_in_normalised_text() -> None:
     core.normalizer, core.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
     tokenizer.add_tokens([AddedToken("<end>", special=True, normalized=True)], special_tokens=False)
-    made = Model(tokenizer, templates.CHATML)
+    made = Model(tokenizer, chat_templates.CHATML)
     assert encode(made, chat("hello other")).ids
     if made.tokenizer("<END>", add_special_tokens=False)["input_ids"] == [
         made.tokenizer.convert_tokens_to_ids("<end>")
@@ -283,6 +285,6 @@ def test_a_control_token_that_is_found_in_normalised_text() -> None:
 
 def test_raw_text_is_raw() -> None:
     """A prompt that is no conversation is what the model reads: control tokens are how its user writes turns."""
-    made = model(templates.CHATML)
+    made = model(chat_templates.CHATML)
     ids = encode(made, "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n").ids
     assert ids == encode(made, chat("Hello")).ids

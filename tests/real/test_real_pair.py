@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+
 from benchmarks.convert_gguf import convert
 from benchmarks.exactness import reference
-
 from outrider import SpeculativeDecoder, load_engine, local
 
 MODELS = Path(__file__).parents[2] / ".cache" / "models"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+
 from training.grammar import VALUES, caption, combinations, emotion, parse, stated
 from training.phrases import CONCISE, DEFAULT, DETAILED, EMOTIONS
 from training.sentences import sentences

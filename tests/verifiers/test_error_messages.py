@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.certificates import Authority
 
-from cloud.serving import serving
-from fakes import HashRows, ScriptedEngine
 from outrider import CloudLost, CloudRefused, SettingsError, connect
 from outrider.serving.tokens import Tokens
 from outrider.transport.tls import ServerTls
+from tests.support.certificates import Authority
+from tests.support.cloud_server import serving
+from tests.support.fakes import HashRows, ScriptedEngine
 
 TOKENS = Tokens({"lab": hashlib.sha256(b"l" * 20).digest()})
 

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from cloud.serving import serving
-from fakes import HashRows, ScriptedEngine
+from tests.support.cloud_server import serving
+from tests.support.fakes import HashRows, ScriptedEngine
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 SOON = 60.0  # s; only a hang takes that long

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.processes import wait_until
 
 from outrider import SpeculativeDecoder, connect
 from outrider.decoding.actions import Verify
@@ -17,8 +16,9 @@ from outrider.engines.base import Prompt
 from outrider.errors import CloudError, CloudLost, CloudRefused, OutriderError, PromptError, SettingsError, StateError
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.llm_server import replicas
-from verifiers.servers import Fault, Model, cloud, edge, said
-from verifiers.vllm_server import VllmServer
+from tests.support.fake_llm_server import Fault, Model, cloud, edge, said
+from tests.support.fake_vllm import VllmServer
+from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.network
 

@@ -8,8 +8,8 @@ import pytest
 
 from outrider import SpeculativeDecoder, connect
 from outrider.verifiers.llm_server.verifier import LlmServerVerifier
-from verifiers.servers import Fault, Model, cloud, edge
-from verifiers.vllm_server import VllmServer
+from tests.support.fake_llm_server import Fault, Model, cloud, edge
+from tests.support.fake_vllm import VllmServer
 
 SOON = (("retry-after", "0.01"),)
 

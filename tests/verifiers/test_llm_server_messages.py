@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import clip
 
 from outrider import Audio, SpeculativeDecoder, connect
 from outrider.errors import CloudLost, CloudRefused, SettingsError
 from outrider.verifiers.llm_server import replicas
-from verifiers.servers import Fault, Model, Server, cloud, edge, said
-from verifiers.sglang_server import SglangServer
-from verifiers.vllm_server import VllmServer
+from tests.support.fake_llm_server import Fault, Model, Server, cloud, edge, said
+from tests.support.fake_sglang import SglangServer
+from tests.support.fake_vllm import VllmServer
+from tests.support.tiny_models import clip
 
 pytestmark = pytest.mark.network
 

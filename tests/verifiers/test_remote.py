@@ -17,23 +17,23 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.processes import wait_until
 
-from cloud.serving import Served, serving
-from fakes import HashRows, ScriptedEngine, plain
+from benchmarks.link_thread import LinkThread
 from outrider import CloudLost, CloudRefused, SpeculativeDecoder, VocabularyMismatch, connect
 from outrider.cloud.limits import Limits
 from outrider.config import GenerationSettings
 from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.errors import DecodingError, PromptError, SettingsError, StateError
-from outrider.netem.thread import LinkThread
 from outrider.protocol import schema
 from outrider.transport.status import CallFailed, Disconnected, Status
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.remote.errors import map_call_error
 from outrider.verifiers.remote.verifier import RemoteVerifier, _find_inconsistency
 from outrider.verifiers.retry import Retryable
+from tests.support.cloud_server import Served, serving
+from tests.support.fakes import HashRows, ScriptedEngine, plain
+from tests.support.processes import wait_until
 
 V = 32
 PROMPT = (3, 1, 4, 1, 5)

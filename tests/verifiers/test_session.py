@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fakes import HashRows, ScriptedEngine, plain
 from outrider.config import GenerationSettings
 from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
@@ -20,6 +19,7 @@ from outrider.sampling.sampler import Support
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import LocalVerifier
 from outrider.verifiers.session import Session
+from tests.support.fakes import HashRows, ScriptedEngine, plain
 
 V = 32
 PROMPT = (3, 1, 4, 1, 5)

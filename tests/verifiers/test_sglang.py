@@ -8,8 +8,8 @@ import pytest
 
 from outrider import SpeculativeDecoder, connect
 from outrider.errors import CloudRefused, OutriderError, PromptError, SettingsError
-from verifiers.servers import EOS, Fault, Model, cloud, edge, said
-from verifiers.sglang_server import SglangServer
+from tests.support.fake_llm_server import EOS, Fault, Model, cloud, edge, said
+from tests.support.fake_sglang import SglangServer
 
 pytestmark = pytest.mark.network
 
@@ -104,9 +104,8 @@ def test_an_end_that_only_the_server_knows_is_refused() -> None:
 
 
 def test_recordings_are_refused() -> None:
-    from tiny_models import clip
-
     from outrider import Audio
+    from tests.support.tiny_models import clip
 
     with SglangServer(Model(cloud("omni"))) as server, far(server) as verifier:
         decoder = SpeculativeDecoder(edge("omni"), verifier)

@@ -1,6 +1,6 @@
 """A vLLM server as the verifier: outputs are those of the same model in this process, token for token.
 
-The server is played (vllm_server.py) by a tiny model in float32; the real one's turn is in tests/vllm.
+The server is played (tests/support/fake_vllm.py) by a tiny model in float32; the real one's turn is in tests/vllm.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from tiny_models import byte_tokenizer
 
 from outrider import SpeculativeDecoder, connect
 from outrider.decoding.sequence import Source
 from outrider.errors import CloudRefused, PromptError, SettingsError, VocabularyMismatch
 from outrider.verifiers.llm_server.verifier import LlmServerVerifier
-from verifiers.servers import EOS, TOKENS, Fault, Model, cloud, edge, said
-from verifiers.vllm_server import VllmServer
+from tests.support.fake_llm_server import EOS, TOKENS, Fault, Model, cloud, edge, said
+from tests.support.fake_vllm import VllmServer
+from tests.support.tiny_models import byte_tokenizer
 
 pytestmark = pytest.mark.network
 
@@ -259,7 +259,7 @@ def test_the_first_token_that_differs_is_named(token: int) -> None:
 
 
 def test_a_drafter_without_a_tokenizer_cannot_be_compared() -> None:
-    from tiny_models import tiny_engine
+    from tests.support.tiny_models import tiny_engine
 
     bare = tiny_engine("qwen2", vocab=266)
     refused(VllmServer(Model(cloud())), VocabularyMismatch, "without a tokenizer", drafter=bare)

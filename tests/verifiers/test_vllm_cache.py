@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import clip
 
 from outrider import Audio, SpeculativeDecoder, connect, load_engine, local
 from outrider.config import GenerationSettings
@@ -15,8 +14,9 @@ from outrider.engines.base import Prompt
 from outrider.engines.load import BUNDLED
 from outrider.errors import CloudRefused, SettingsError
 from outrider.verifiers.base import SessionParams
-from verifiers.servers import BLOCK, Fault, Model, cloud, edge, said
-from verifiers.vllm_server import VllmServer
+from tests.support.fake_llm_server import BLOCK, Fault, Model, cloud, edge, said
+from tests.support.fake_vllm import VllmServer
+from tests.support.tiny_models import clip
 
 pytestmark = pytest.mark.network
 

@@ -9,8 +9,8 @@ import pytest
 from outrider import Audio, SpeculativeDecoder, connect, load_engine, local
 from outrider.engines.load import BUNDLED
 from outrider.prompts.chat import encode
-from tests.vllm import own
-from tests.vllm.conftest import Server, Start
+from tests.support import vllm_requests
+from tests.support.vllm_process import Server, Start
 
 pytestmark = pytest.mark.vllm
 
@@ -56,7 +56,7 @@ def test_texts_come_out_as_the_server_generates_them(verifier, edge, pair_of_ser
     for text in TEXTS:
         ids = list(encode(edge, text).ids)
         out = decoder.generate(ids, max_new_tokens=16, repetition_penalty=penalty)
-        assert out.token_ids == own.completion(pair_of_servers[0].port, ids, 16, penalty)
+        assert out.token_ids == vllm_requests.completion(pair_of_servers[0].port, ids, 16, penalty)
         assert out.guarantee == "exact"
 
 
@@ -66,7 +66,7 @@ def test_captions_come_out_as_the_server_generates_them(verifier, edge, pair_of_
         decoder = SpeculativeDecoder(edge, verifier, driver=driver)
         for clip in CLIPS[:6]:
             prompt = encode(edge, Audio(clip))
-            expected = own.caption(pair_of_servers[0].port, prompt, edge.audio.placeholder, 48, penalty)
+            expected = vllm_requests.caption(pair_of_servers[0].port, prompt, edge.audio.placeholder, 48, penalty)
             out = decoder.generate(Audio(clip), max_new_tokens=48, repetition_penalty=penalty)
             assert out.token_ids == expected
             assert out.stats.media_bytes_up > 0
@@ -96,7 +96,7 @@ def test_a_server_that_was_not_started_for_it(pair_of_servers, edge, caplog) -> 
         decoder = SpeculativeDecoder(edge, verifier)
         for text in TEXTS[:6]:
             ids = list(encode(edge, text).ids)
-            assert decoder.generate(ids, max_new_tokens=16).token_ids == own.completion(port, ids, 16, 1.0)
+            assert decoder.generate(ids, max_new_tokens=16).token_ids == vllm_requests.completion(port, ids, 16, 1.0)
         assert caplog.text.count("start it with --enable-scale-out") == 1
 
 
@@ -104,7 +104,7 @@ def test_one_of_two_replicas_is_killed(pair_of_servers, start: Start, edge) -> N
     """In the middle of 50 generations, by several threads: all 50 are right."""
     first, second = pair_of_servers
     prompts = [list(encode(edge, f"{n} {TEXTS[n % 20]}").ids) for n in range(50)]
-    expected = [own.completion(first.port, ids, 16, 1.0) for ids in prompts]
+    expected = [vllm_requests.completion(first.port, ids, 16, 1.0) for ids in prompts]
     with connect(f"vllm://127.0.0.1:{first.port},127.0.0.1:{second.port}", patience=60) as verifier:
         decoder = SpeculativeDecoder(edge, verifier)
         found = []
@@ -115,6 +115,6 @@ def test_one_of_two_replicas_is_killed(pair_of_servers, start: Start, edge) -> N
                     found.append(decoder.generate(ids, max_new_tokens=16).token_ids)
                 continue
             found.append(decoder.generate(ids, max_new_tokens=16).token_ids)
-        served = [replica.web.endpoint.up for replica in verifier.replicas]
+        served = [replica.client.endpoint.up for replica in verifier.replicas]
     assert found == expected
     assert min(served) > 0  # both had sessions before

@@ -9,8 +9,8 @@ import pytest
 
 from outrider import SpeculativeDecoder, connect, load_engine
 from outrider.prompts.chat import encode
-from tests.vllm import own
-from tests.vllm.conftest import OPEN, ROOT, Start
+from tests.support import vllm_requests
+from tests.support.vllm_process import OPEN, ROOT, Start
 
 pytestmark = pytest.mark.vllm
 
@@ -41,7 +41,7 @@ def test_equal_to_what_the_server_generates(port: int) -> None:
         for text in json.loads(PROMPTS.read_text(encoding="utf-8")):
             ids = list(encode(edge, [{"role": "user", "content": text}]).ids)
             for penalty in (1.0, 1.1):
-                expected = own.completion(port, ids, TOKENS, penalty)
+                expected = vllm_requests.completion(port, ids, TOKENS, penalty)
                 for k in (1, 3, 5, 8):
                     out = SpeculativeDecoder(edge, verifier, k=k).generate(
                         ids, max_new_tokens=TOKENS, repetition_penalty=penalty

@@ -9,9 +9,9 @@ from cyclopts import App, Parameter
 
 from outrider import __version__
 from outrider.cli.cloud import Capacity, Operation, Security
-from outrider.cli.edge import EdgeOptions, Serving
+from outrider.cli.edge import Serving
 from outrider.cli.evaluate import Assistant, Evaluation
-from outrider.cli.options import Connection, Decoding, DemoNetwork, Models, Network, Output, Speculation, Whole
+from outrider.cli.options import Decoding, DemoNetwork, Measurement, Models, Output, Pair, Run, Speculation, Whole
 from outrider.cli.plan import Drivers, Measured
 from outrider.cli.shell import add_completion, format_default
 from outrider.config import DEFAULT_K
@@ -53,7 +53,7 @@ def demo(
     with demo_cloud() if has_extra("cloud") else nullcontext() as address:
         from outrider.cli.caption import run_demo
 
-        return run_demo(address, speculation, network, decoding, output)
+        return run_demo(address, Run(Models(), speculation, network, decoding, output))
 
 
 @app.command
@@ -63,11 +63,7 @@ def caption(
     task: Literal["default", "detailed", "concise"] = "default",
     instruction: str | None = None,
     split: Annotated[bool, Parameter(negative="")] = False,
-    models: Models = Models(),
-    speculation: Speculation = Speculation(),
-    network: Network = Network(),
-    decoding: Decoding = Decoding(),
-    output: Output = Output(),
+    run: Run = Run(),
 ) -> int:
     """Describe the sound of the speech in each recording.
 
@@ -92,18 +88,7 @@ def caption(
     """
     from outrider.cli.caption import run_caption
 
-    return run_caption(
-        audio,
-        lang,
-        task,
-        models,
-        speculation,
-        network,
-        decoding,
-        output,
-        instruction=instruction,
-        split=split,
-    )
+    return run_caption(audio, lang, task, run, instruction=instruction, split=split)
 
 
 @app.command
@@ -112,11 +97,7 @@ def generate(
     *,
     prompt_ids: str | None = None,
     chat: Annotated[bool, Parameter(negative="")] = False,
-    models: Models = Models(),
-    speculation: Speculation = Speculation(),
-    network: Network = Network(),
-    decoding: Decoding = Decoding(),
-    output: Output = Output(),
+    run: Run = Run(),
 ) -> int:
     """Continue a text, or answer it with --chat.
 
@@ -136,7 +117,7 @@ def generate(
     """
     from outrider.cli.generate import run_generate
 
-    return run_generate(prompt, prompt_ids, chat, models, speculation, network, decoding, output)
+    return run_generate(prompt, prompt_ids, chat, run)
 
 
 @app.command
@@ -172,10 +153,7 @@ def cloud(
 def edge(
     *,
     listen: str = "127.0.0.1:8080",
-    models: Models = Models(),
-    speculation: Speculation = Speculation(),
-    network: Network = Network(),
-    decoding: Decoding = Decoding(),
+    pair: Pair = Pair(),
     serving: Serving = Serving(),
 ) -> int:
     """Serve the pair to OpenAI clients and browsers until SIGTERM.
@@ -195,7 +173,7 @@ def edge(
     """
     from outrider.cli.edge import run_edge
 
-    return run_edge(listen, EdgeOptions(models, speculation, network, decoding, serving))
+    return run_edge(listen, pair, serving)
 
 
 @app.command(name="eval")
@@ -205,11 +183,7 @@ def evaluate(
     *,
     evaluation: Evaluation,
     assistant: Assistant = Assistant(),
-    models: Models = Models(),
-    speculation: Speculation = Speculation(),
-    network: Network = Network(),
-    decoding: Decoding = Decoding(),
-    output: Output = Output(),
+    run: Run = Run(),
 ) -> int:
     """Decode a data set in several modes with the same models. The same command resumes an interrupted run.
 
@@ -225,7 +199,7 @@ def evaluate(
     """
     from outrider.cli.evaluate import run_eval
 
-    return run_eval(data, evaluation, assistant, models, speculation, network, decoding, output)
+    return run_eval(data, evaluation, assistant, run)
 
 
 @app.command
@@ -239,10 +213,7 @@ def calibrate(
     k: Whole = DEFAULT_K,
     audit: float = 0.05,
     seed: Whole = 0,
-    models: Models = Models(),
-    connection: Connection = Connection(),
-    decoding: Decoding = Decoding(),
-    output: Output = Output(),
+    pair: Measurement = Measurement(),
 ) -> int:
     """Find the gate that escalates least within a risk budget, from traces.
 
@@ -277,20 +248,10 @@ def calibrate(
     from outrider.files import check_writable
 
     check_writable(out)
-    settings = GenerationSettings.build(decoding.settings() | {"seed": seed})
-    edge, cloud = model_ids(models, connection)
+    settings = GenerationSettings.build(pair.decoding.settings() | {"seed": seed})
+    edge, cloud = model_ids(pair.models, pair.connection)
     return run_calibrate(
-        traces,
-        out,
-        epsilon,
-        k,
-        edge=edge,
-        cloud=cloud,
-        settings=settings,
-        loss=loss,
-        audit=audit,
-        seed=seed,
-        json_output=output.json,
+        traces, out, epsilon, k, edge, cloud, settings, loss=loss, audit=audit, seed=seed, json_output=pair.output.json
     )
 
 
@@ -303,10 +264,7 @@ def plan(
     gate: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     utilisation: float = 0.0,
     measured: Measured = Measured(),
-    models: Models = Models(),
-    connection: Connection = Connection(),
-    decoding: Decoding = Decoding(),
-    output: Output = Output(),
+    pair: Measurement = Measurement(),
 ) -> int:
     """Rank the decoding modes for this pair, network and goal. Often the cloud alone is the best.
 
@@ -332,7 +290,7 @@ def plan(
     """
     from outrider.cli.plan import run_plan
 
-    return run_plan(measured, models, connection, decoding, output, net, aim, budget, gate, utilisation)
+    return run_plan(measured, pair, net, aim, budget, gate, utilisation)
 
 
 @app.command
@@ -344,10 +302,7 @@ def sweep(
     net: Annotated[tuple[str, ...], Parameter(negative="")] = ("rtt=50ms",),
     out: str | None = None,
     measured: Measured = Measured(),
-    models: Models = Models(),
-    connection: Connection = Connection(),
-    decoding: Decoding = Decoding(),
-    output: Output = Output(),
+    pair: Measurement = Measurement(),
 ) -> int:
     """Simulate combinations of gates, block lengths, drivers and networks over this pair's traces.
 
@@ -370,7 +325,7 @@ def sweep(
     """
     from outrider.cli.plan import run_sweep
 
-    return run_sweep(measured, models, connection, decoding, output, gate, k, driver, net, out)
+    return run_sweep(measured, pair, gate, k, driver, net, out)
 
 
 @app.command

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.table import Table
-
-from outrider.cli.options import Connection, Models, check_connection, connect_verifier, load_drafter
-from outrider.cli.terminal import print_json, print_message, stdout
+from outrider.cli.options import Connection, Models, check_connection, connected, load_drafter
+from outrider.cli.terminal import borderless_table, print_json, print_message, stdout
 from outrider.config import GenerationSettings, Loss, ModelId
 from outrider.edge.model_pair import ModelPair
 from outrider.errors import SettingsError
 from outrider.planning.calibrate import AUDIT, Calibration, calibrate, write_gate_file
 from outrider.planning.provenance import check_provenance
 from outrider.planning.traces import read_traces
-from outrider.verifiers.base import Connectable, disconnect
 
 HIGH_ESCALATION = 0.9  # share of blocks above which the gate saves too little for its risk
 
@@ -24,10 +21,10 @@ def run_calibrate(
     out: str,
     epsilon: float,
     k: int,
-    *,
     edge: ModelId,
     cloud: ModelId,
     settings: GenerationSettings,
+    *,
     loss: Loss = "outputs",
     audit: float = AUDIT,
     seed: int = 0,
@@ -47,15 +44,7 @@ def run_calibrate(
             f"outrider: no run.json next to {file}: the gate file names the models and settings of this command"
         )
     found = calibrate(
-        known,
-        epsilon=epsilon,
-        k=k,
-        edge=edge,
-        cloud=cloud,
-        settings=settings,
-        loss=loss,
-        audit=audit,
-        seed=seed,
+        known, epsilon=epsilon, k=k, edge=edge, cloud=cloud, settings=settings, loss=loss, audit=audit, seed=seed
     )
     write_gate_file(out, found)
     if json_output:
@@ -74,24 +63,27 @@ def model_ids(models: Models, network: Connection = Connection()) -> tuple[Model
     if "none" in (models.edge, models.cloud):
         raise SettingsError("a gate is calibrated for a pair: give --edge and --cloud")
     check_connection(models, network)
-    verifier = connect_verifier(models, network)
-    if isinstance(verifier, Connectable):
-        verifier.probe()  # detect an unreachable cloud before a model is loaded
-    sides = ModelPair(load_drafter(models), verifier, "fail").state.models
-    disconnect(verifier)
+    with connected(models, network) as verifier:
+        sides = ModelPair(load_drafter(models), verifier, "fail").state.models
     edge, cloud = (ModelId(side.name, side.fingerprint) for side in sides)
     return edge, cloud
 
 
 def _show(found: Calibration, out: str, traces: int) -> None:
     """Print the calibration. traces: the number of all traces, with those that chose the signal."""
-    console = stdout()
-    chose = traces - found.traces
-    lead = (
-        f"on the {chose} of {traces} traces that chose the signal (the sentence below counts the other {found.traces})"
+    console, chose = stdout(), traces - found.traces
+    console.print(
+        f"on the {chose} of {traces} traces that chose the signal (the sentence below counts the other {found.traces})",
+        style="dim",
+        soft_wrap=True,
     )
-    console.print(lead, style="dim", soft_wrap=True)
-    console.print(_table(found))
+    table = borderless_table(("signal", "threshold", "risk", "escalated"), texts=("signal",))
+    chosen = found.gate.partition(":")[0]
+    for row in found.signals:  # on the traces that chose among them
+        threshold = "–" if row.threshold is None else f"{row.threshold:.4g}"
+        cells = (row.signal, threshold, _percent(row.risk), _percent(row.escalation))
+        table.add_row(*cells, style="bold" if row.signal == chosen else None)
+    console.print(table)
     lost = {
         "outputs": f"at most {_percent(found.risk)} of {found.traces} outputs would differ from the cloud's",
         "tokens": f"at most {_percent(found.risk)} of the cloud's tokens in {found.traces} outputs would follow a "
@@ -104,20 +96,6 @@ def _show(found: Calibration, out: str, traces: int) -> None:
         f"Written to {out}: --gate calibrated:{out} --k {found.k}",
         soft_wrap=True,
     )
-
-
-def _table(found: Calibration) -> Table:
-    """Compare the signals on the traces that chose among them."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
-    table.add_column("signal")
-    for name in ("threshold", "risk", "escalated"):
-        table.add_column(name, justify="right")
-    chosen = found.gate.partition(":")[0]
-    for row in found.signals:
-        threshold = "–" if row.threshold is None else f"{row.threshold:.4g}"
-        cells = (row.signal, threshold, _percent(row.risk), _percent(row.escalation))
-        table.add_row(*cells, style="bold" if row.signal == chosen else None)
-    return table
 
 
 def _percent(share: float) -> str:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from outrider.api import SpeculativeDecoder
 from outrider.cli import rendering
 from outrider.cli.escape import one_line
 from outrider.cli.loading import Loading, describe_models, loaded_decoder
 from outrider.cli.options import (
-    Decoding,
     Models,
-    Network,
     Output,
-    Speculation,
+    Run,
     build_decoder,
     build_options,
     check,
@@ -42,14 +41,13 @@ WARM_UP = 8  # tokens that both modes produce before they are compared
 Comparison = Callable[[SpeculativeDecoder, list[tuple[str, Result]]], CloudBaseline | None]
 
 
-def run_demo(
-    cloud: Callable[[], str] | None, speculation: Speculation, network: Network, decoding: Decoding, output: Output
-) -> int:
+def run_demo(cloud: Callable[[], str] | None, run: Run) -> int:
     """Run `outrider demo`: caption the bundled clips, each in its own language, with a cloud process of its own.
 
     With --net the cloud alone captions them as well, for a comparison of texts and times.
 
     cloud: waits until the cloud process listens, and returns its address. None runs both models in this process.
+    run: its models are those of the demo.
     """
     clips = read_json(BUNDLED / "clips" / "clips.json")
     jobs = [
@@ -57,40 +55,28 @@ def run_demo(
         for n, clip in enumerate(clips)
     ]
     titles = [f"{clip['file']}  “{clip['text']}”" for clip in clips]
-    models = Models(cloud="local:demo" if cloud is None else "grpc://127.0.0.1:1")
+    run = replace(run, models=Models(cloud="local:demo" if cloud is None else "grpc://127.0.0.1:1"))
     if cloud is None:
-        network = replace(network, driver="sequential")
+        run = replace(run, network=replace(run.network, driver="sequential"))
         print_message(f"both models run in this process; for a cloud process: {install_command('cloud')}")
-    check(models, speculation, network)
-    given = [name for name in ("token_file", "tls", "ca", "cert", "key") if getattr(network, name)]
-    if given:
-        raise SettingsError(f"--{given[0].replace('_', '-')}: the demo's own cloud has no TLS and no tokens")
+    check(run)
+    run.network.check_own_cloud("the demo's")
 
     def build() -> SpeculativeDecoder:
         if cloud is None:
-            return build_decoder(models, speculation, network, watch=output.verbose)
+            return build_decoder(run, watch=run.output.verbose)
         draft = load_drafter(Models())  # first, as the cloud process is loading its model at the same time
-        with closed_on_failure(connect(f"grpc://{cloud()}", **network.connection())) as verifier:
-            options = build_options(speculation, network)
-            return SpeculativeDecoder(draft, verifier, **options.keywords(), watch=output.verbose)
+        with closed_on_failure(connect(f"grpc://{cloud()}", **run.network.connection())) as verifier:
+            options = build_options(run.speculation, run.network)
+            return SpeculativeDecoder(draft, verifier, **options.keywords(), watch=run.output.verbose)
 
     loading = Loading(build, describe_models(Models(cloud="local:demo")))
-    compare = partial(_compare_with_cloud, jobs, decoding) if network.net and not output.json else None
-    return _caption_all(jobs, titles, loading, decoding, output, compare)
+    compare = partial(_compare_with_cloud, jobs, run.decoding.settings())
+    return _caption_all(jobs, titles, loading, run, compare if run.network.net and not run.output.json else None)
 
 
 def run_caption(
-    files: Sequence[str],
-    lang: str,
-    task: str,
-    models: Models,
-    speculation: Speculation,
-    network: Network,
-    decoding: Decoding,
-    output: Output,
-    *,
-    instruction: str | None = None,
-    split: bool = False,
+    files: Sequence[str], lang: str, task: str, run: Run, *, instruction: str | None = None, split: bool = False
 ) -> int:
     """Run `outrider caption` on every file. Return 1 if some of them cannot be used, after naming these."""
     if not files:
@@ -101,14 +87,14 @@ def run_caption(
         if task != "default":
             raise SettingsError(f"--instruction replaces --task, so --task {task} has no effect: give one of them")
         check_text(instruction)
-    check(models, speculation, network)
+    check(run)
     jobs = [Audio(Path(name), task=task, lang=lang, instruction=instruction) for name in files]
-    build = partial(build_decoder, models, speculation, network, watch=output.verbose)
-    return _caption_all(jobs, list(files), Loading(build, describe_models(models)), decoding, output, split=split)
+    loading = Loading(partial(build_decoder, run, watch=run.output.verbose), describe_models(run.models))
+    return _caption_all(jobs, list(files), loading, run, split=split)
 
 
 def _compare_with_cloud(
-    jobs: Sequence[Audio], decoding: Decoding, decoder: SpeculativeDecoder, done: list[tuple[str, Result]]
+    jobs: Sequence[Audio], settings: dict[str, Any], decoder: SpeculativeDecoder, done: list[tuple[str, Result]]
 ) -> CloudBaseline | None:
     """Decode the same prompts by the cloud alone, over the same connection."""
     if decoder.verifier is None or len(done) != len(jobs):
@@ -117,7 +103,7 @@ def _compare_with_cloud(
     with progress_bar("the cloud alone", len(jobs)) as advance:
         results = []
         for job in jobs:
-            results.append(cloud_only.generate(job, **decoding.settings()))
+            results.append(cloud_only.generate(job, **settings))
             advance()
     same = sum(one.token_ids == other.token_ids for one, (_, other) in zip(results, done, strict=True))
     return CloudBaseline(len(results), same, sum(one.stats.total_s for one in results))
@@ -127,14 +113,13 @@ def _caption_all(
     jobs: Sequence[Audio],
     titles: Sequence[str],
     loading: Loading,
-    decoding: Decoding,
-    output: Output,
+    run: Run,
     compare: Comparison | None = None,
     *,
     split: bool = False,
 ) -> int:
     """Caption every recording. compare: decodes them by the cloud alone, for the summary."""
-    settings = GenerationSettings.build(decoding.settings())
+    output, settings = run.output, GenerationSettings.build(run.decoding.settings())
     failures = {n: error for n, job in enumerate(jobs) if (error := _recording_error(job)) is not None}
     with ExitStack() as closing:
         decoder = baseline = None
@@ -142,8 +127,8 @@ def _caption_all(
             decoder = closing.enter_context(loaded_decoder(loading, output))
             decoder.check_audio_support()
             if compare is not None:
-                _warm_up(decoder, jobs[0], decoding, settings)
-        done = _caption_each(jobs, titles, failures, decoder, decoding, output, split=split)
+                _warm_up(decoder, jobs[0], settings)
+        done = _caption_each(jobs, titles, failures, decoder, run, split=split)
         if compare is not None and decoder is not None:
             baseline = compare(decoder, done)
     if done and not output.json:
@@ -151,14 +136,11 @@ def _caption_all(
     return 1 if failures else 0
 
 
-def _warm_up(decoder: SpeculativeDecoder, job: Audio, decoding: Decoding, settings: GenerationSettings) -> None:
+def _warm_up(decoder: SpeculativeDecoder, job: Audio, settings: GenerationSettings) -> None:
     """Decode a few tokens in both modes, as the first ones of a process take longer."""
-    short_settings = decoding.settings() | {
-        "max_new_tokens": min(WARM_UP, settings.max_new_tokens),
-        "min_new_tokens": min(WARM_UP, settings.min_new_tokens),
-    }
+    limits = {name: min(WARM_UP, getattr(settings, name)) for name in ("max_new_tokens", "min_new_tokens")}
     for one in (decoder, SpeculativeDecoder(None, decoder.verifier, reader=decoder.draft)):
-        one.generate(job, **short_settings)
+        one.generate(job, **asdict(settings) | limits)
 
 
 def _caption_each(
@@ -166,13 +148,12 @@ def _caption_each(
     titles: Sequence[str],
     failures: dict[int, OutriderError],
     decoder: SpeculativeDecoder | None,
-    decoding: Decoding,
-    output: Output,
+    run: Run,
     *,
     split: bool,
 ) -> list[tuple[str, Result]]:
     """Caption and print the usable recordings, and add an entry to `failures` for each of the others."""
-    done: list[tuple[str, Result]] = []
+    output, done = run.output, list[tuple[str, Result]]()
     without_bar = len(jobs) < 2 or rendering.is_interactive(output)  # a bar would flicker next to streamed tokens
     with progress_bar("captions", 0 if without_bar else len(jobs)) as advance:
         for n, (job, title) in enumerate(zip(jobs, titles, strict=True)):
@@ -180,7 +161,7 @@ def _caption_each(
                 try:
                     for piece in audio.split(job, decoder.audio_seconds) if split else (None,):
                         shown_title = one_line(title) if len(jobs) > 1 or piece is not None else ""
-                        result = _caption(job, shown_title, decoder, decoding, output, piece)
+                        result = _caption(job, shown_title, decoder, run, piece)
                         done.append((one_line(Path(str(job.source)).name) + _times(piece), result))
                 except OutriderError as error:
                     failures[n] = error
@@ -207,23 +188,16 @@ def _times(piece: Piece | None) -> str:
     return f" {start}–{end}"
 
 
-def _caption(
-    job: Audio,
-    title: str,
-    decoder: SpeculativeDecoder,
-    decoding: Decoding,
-    output: Output,
-    piece: Piece | None = None,
-) -> Result:
+def _caption(job: Audio, title: str, decoder: SpeculativeDecoder, run: Run, piece: Piece | None) -> Result:
     """Caption a recording, or a piece of it, and print its text. On a terminal, print each token as it arrives."""
-    prompt = job if piece is None else piece.audio
+    prompt, settings, output = job if piece is None else piece.audio, run.decoding.settings(), run.output
     title += _times(piece)
     if rendering.is_interactive(output):
         rendering.show_title(stdout(), title)
-        result = rendering.stream_to_terminal(decoder, prompt, decoding)
+        result = rendering.stream_to_terminal(decoder, prompt, settings)
         stdout().print()
     else:
-        result = decoder.generate(prompt, **decoding.settings())
+        result = decoder.generate(prompt, **settings)
         if output.json:
             where = {} if piece is None else {"start_s": round(piece.start, 3), "end_s": round(piece.end, 3)}
             print_json({"file": str(job.source), **where, "lang": job.lang, "task": job.task, **result.to_json()})

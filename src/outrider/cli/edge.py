@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,17 +16,8 @@ from cyclopts import Group, Parameter
 
 from outrider.cli import interrupts
 from outrider.cli.escape import one_line
-from outrider.cli.options import (
-    Decoding,
-    Models,
-    Network,
-    Speculation,
-    Whole,
-    build_options,
-    check,
-    enable_gc,
-    load_drafter,
-)
+from outrider.cli.options import Models, Network, Pair, Whole, build_options, check, enable_gc, load_drafter
+from outrider.config import DecodingMode
 from outrider.errors import SettingsError
 from outrider.hints import check_extra
 
@@ -37,7 +28,7 @@ if TYPE_CHECKING:
     from outrider.engines.base import Engine
     from outrider.gateway.access import Access
     from outrider.gateway.connections import Listener
-    from outrider.gateway.decoder_pool import DecoderPool, RequestOptions
+    from outrider.gateway.decoder_pool import DecoderPool
     from outrider.gateway.request_scheduler import RequestScheduler
     from outrider.verifiers.base import Verifier
 
@@ -90,26 +81,23 @@ class Serving:
 
 
 @dataclass(frozen=True)
-class EdgeOptions:
+class _Options:
     """The options of the command line."""
 
-    models: Models
-    speculation: Speculation
-    network: Network
-    decoding: Decoding
+    pair: Pair
     serving: Serving
 
 
-def run_edge(listen: str, options: EdgeOptions) -> int:
+def run_edge(listen: str, pair: Pair, serving: Serving) -> int:
     """Load the edge's model, start or reach the cloud, and serve until SIGTERM or SIGINT."""
     check_extra("outrider edge", "gateway")
     signals = _StartSignals()
-    _check(options)
-    listener, access = _bind_listener(listen, options.serving)
+    _check(pair, serving)
+    listener, access = _bind_listener(listen, serving)
     with listener:
-        _log_to_stderr(options.serving)
-        with _cloud(options.models, options.network) as cloud:
-            return _serve(listener, access, cloud, options, signals)
+        _log_to_stderr(serving)
+        with _cloud(pair.models, pair.network) as cloud:
+            return _serve(listener, access, cloud, _Options(pair, serving), signals)
 
 
 class _StartSignals:
@@ -158,25 +146,25 @@ def _bind_listener(listen: str, serving: Serving) -> tuple[Listener, Access]:
     return bound(host, port), access
 
 
-def _check(options: EdgeOptions) -> None:
+def _check(pair: Pair, serving: Serving) -> None:
     """Raise InputError for invalid options, before a model is loaded."""
     from outrider.config import GenerationSettings
     from outrider.engines.load import resolve_path
     from outrider.verifiers.connect import parse_cloud_address
 
-    models, network, serving = options.models, options.network, options.serving
+    models, network = pair.models, pair.network
     _check_serving(serving)
-    GenerationSettings.build(options.decoding.settings())
+    GenerationSettings.build(pair.decoding.settings())
     if models.edge == "none":
         raise SettingsError("--edge none: the gateway needs the edge's tokenizer and chat template: give --edge MODEL")
     target = parse_cloud_address(models.cloud)
     if target.kind == "local":
         resolve_path(target.model)
-        _check_local_cloud(network)
+        network.check_own_cloud("the gateway's")
         own_process = "grpc://127.0.0.1:1"  # stands for the address of the process that will serve the cloud
-        check(Models(models.edge, own_process), options.speculation, network)
+        check(replace(pair, models=Models(models.edge, own_process)))
     else:
-        check(models, options.speculation, network)
+        check(pair)
     resolve_path(models.edge)
 
 
@@ -189,12 +177,6 @@ def _check_serving(serving: Serving) -> None:
     for origin in serving.allow_origin:
         if "://" not in origin or origin.endswith("/"):
             raise SettingsError(f"--allow-origin {origin!r}: write SCHEME://HOST, as in https://example.org")
-
-
-def _check_local_cloud(network: Network) -> None:
-    given = [name for name in ("token_file", "tls", "ca", "cert", "key") if getattr(network, name)]
-    if given:
-        raise SettingsError(f"--{given[0].replace('_', '-')}: the gateway's own cloud has no TLS and no tokens")
 
 
 class _CloudConnection:
@@ -247,7 +229,7 @@ def _cloud(models: Models, network: Network) -> Iterator[_CloudConnection]:
 
 
 def _serve(
-    listener: Listener, access: Access, cloud: _CloudConnection, options: EdgeOptions, signals: _StartSignals
+    listener: Listener, access: Access, cloud: _CloudConnection, options: _Options, signals: _StartSignals
 ) -> int:
     import asyncio  # here, to keep help texts fast
 
@@ -256,11 +238,11 @@ def _serve(
 
     quiet = options.serving.log_format == "json"
     with startup_steps(quiet=quiet) as step:
-        step(f"loading the edge's model {options.models.edge}")
-        engine = load_drafter(options.models)
+        step(f"loading the edge's model {options.pair.models.edge}")
+        engine = load_drafter(options.pair.models)
         assert engine is not None  # --edge none was refused
         if cloud.target.kind != "none":
-            step(f"waiting for the cloud {options.models.cloud}")
+            step(f"waiting for the cloud {options.pair.models.cloud}")
         reach = cloud.reach()
         with _wait_for_cloud(engine, reach, cloud) as cloud_state, closing(DecoderPool(engine, reach)) as pool:
             step("starting to serve")
@@ -276,7 +258,7 @@ async def _run(
     access: Access,
     pool: DecoderPool,
     cloud_state: _CloudState,
-    options: EdgeOptions,
+    options: _Options,
     step: Callable[[str | None], None],
     signals: _StartSignals,
 ) -> int:
@@ -294,9 +276,10 @@ async def _run(
 
 
 def _application(
-    access: Access, pool: DecoderPool, cloud_state: _CloudState, options: EdgeOptions
+    access: Access, pool: DecoderPool, cloud_state: _CloudState, options: _Options
 ) -> tuple[RequestScheduler, FastAPI]:
     from outrider.gateway.app import GatewayInfo, build_overview, create_app
+    from outrider.gateway.decoder_pool import RequestOptions
     from outrider.gateway.handlers import Gateway
     from outrider.gateway.metrics import Metrics
     from outrider.gateway.request_parsing import Defaults
@@ -304,22 +287,17 @@ def _application(
 
     engine, serving = pool.engine, options.serving
     scheduler = RequestScheduler(pool, slots=serving.slots, queue=serving.queue, seconds=serving.time_limit)
-    decoding_options = _decoding_options(options.speculation, options.network, has_cloud=cloud_state.name() != "none")
+    mode: DecodingMode = "edge-only" if cloud_state.name() == "none" else "speculative"
+    chosen = asdict(build_options(options.pair.speculation, options.pair.network))
+    decoding_options = RequestOptions(mode, net=options.pair.network.net or "none", **chosen)
     pool.pin(decoding_options)
     audio = getattr(engine, "audio", None)
     seconds, text = 0.0 if audio is None else audio.max_seconds, not getattr(engine, "captions_only", False)
-    defaults = Defaults(decoding_options, options.decoding.settings(), seconds, text, engine.name)
+    defaults = Defaults(decoding_options, options.pair.decoding.settings(), seconds, text, engine.name)
     metrics = Metrics(lambda: scheduler.active, lambda: scheduler.waiting, serving.slots)
     overview = build_overview(defaults, cloud_state.name(), serving.slots, cut=pool.cuttable)
     info = GatewayInfo(overview, serving.allow_origin, cloud_state.name, cloud_state.trouble)
     return scheduler, create_app(Gateway(scheduler, access, defaults, metrics), info)
-
-
-def _decoding_options(speculation: Speculation, network: Network, *, has_cloud: bool) -> RequestOptions:
-    from outrider.gateway.decoder_pool import RequestOptions
-
-    chosen = asdict(build_options(speculation, network))
-    return RequestOptions("speculative" if has_cloud else "edge-only", net=network.net or "none", **chosen)
 
 
 @dataclass(frozen=True)

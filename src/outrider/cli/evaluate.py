@@ -9,16 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
-from outrider.cli.options import Decoding, MaybeWhole, Models, Network, Output, Speculation, Whole
+from outrider.cli.options import MaybeWhole, Models, Output, Run, Whole
 from outrider.errors import SettingsError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from outrider.engines.base import Engine
+    from outrider.evals.baselines import Assistance
     from outrider.evals.context import EvalContext
     from outrider.evals.manifest import Item
     from outrider.evals.metrics import Scoring
+    from outrider.evals.modes import Mode
     from outrider.evals.store import Row, Store
+
+    Limits = dict[str, dict[str, int] | int | None]
 
 EVALUATION = Group("Evaluation", sort_key=0)
 ASSISTANT = Group("transformers' assistant", sort_key=6)
@@ -89,81 +94,71 @@ class _Options:
     """The checked options."""
 
     evaluation: Evaluation
-    assistant: Assistant
-    models: Models
-    speculation: Speculation
-    network: Network
-    decoding: Decoding
+    assistant: Assistance
+    run: Run
     modes: list[str]
     left_out: dict[str, str]
     memory: int | None
 
 
-def run_eval(
-    data: str,
-    evaluation: Evaluation,
-    assistant: Assistant,
-    models: Models,
-    speculation: Speculation,
-    network: Network,
-    decoding: Decoding,
-    output: Output,
-) -> int:
+def run_eval(data: str, evaluation: Evaluation, assistant: Assistant, run: Run) -> int:
     """Run `outrider eval`. Return 1 if an item failed."""
     from outrider.cli.options import check_accepts_text, enable_gc
     from outrider.cli.terminal import configure_logging
+    from outrider.evals.bertscore import Encoder
     from outrider.evals.manifest import load_set
+    from outrider.evals.metrics import Scoring
     from outrider.evals.store import Store
 
-    options = _check_options(evaluation, assistant, models, speculation, network, decoding)
+    options = _check_options(evaluation, assistant, run)
     items = load_set(data)[: evaluation.limit]
     if any(item.audio is None for item in items):
-        check_accepts_text(models)
-    scoring = _scoring(evaluation)
-    configure_logging(output)
+        check_accepts_text(run.models)
+    # An unusable encoder raises before a model is loaded.
+    scoring = Scoring(encoder=None if evaluation.bertscore is None else Encoder(Path(evaluation.bertscore)))
+    configure_logging(run.output)
     with ExitStack() as stack:
-        limits = _limit_memory(options, stack)
-        context = _loaded(options, stack, limits)
+        context, limits = _loaded(options, stack)
         enable_gc()
         modes, left_out = context.modes(options.modes, evaluation.requested)
         left_out = options.left_out | left_out
         store = stack.enter_context(
             Store(Path(evaluation.out), _about(context, data, items, modes, left_out, options, limits))
         )
-        _run(context, items, modes, store, options)
+        _run(context, items, modes, store, evaluation)
         names = [mode.name for mode in modes]
         unscored = _summarise(items, names, store, scoring)
         excluded = {} if evaluation.requested else left_out  # with --modes, nothing is left out unexpectedly
-        return _report(store, names, excluded | unscored, output)
+        return _report(store, names, excluded | unscored, run.output)
 
 
 # Checking ---------------------------------------------------------------------------------------------------
 
 
-def _check_options(
-    evaluation: Evaluation,
-    assistant: Assistant,
-    models: Models,
-    speculation: Speculation,
-    network: Network,
-    decoding: Decoding,
-) -> _Options:
+def _check_options(evaluation: Evaluation, assistant: Assistant, run: Run) -> _Options:
     """Check every option before a model is loaded."""
     from outrider.cli.options import check
     from outrider.config import GenerationSettings
     from outrider.engines.load import resolve_path
+    from outrider.evals.baselines import Assistance
     from outrider.evals.modes import select_modes, unsupported_reason
     from outrider.verifiers.connect import parse_cloud_address
 
-    _check_out(evaluation.out)
-    options = check(models, speculation, network)
-    GenerationSettings.build(decoding.settings())
-    _assistance(assistant)
+    if not evaluation.out.strip():
+        raise SettingsError("--out is empty: give a directory for the run")
+    if Path(evaluation.out).exists() and not Path(evaluation.out).is_dir():
+        raise SettingsError(f"--out {evaluation.out} is a file: give a directory for the run")
+    options, models = check(run), run.models
+    GenerationSettings.build(run.decoding.settings())
+    assistance = Assistance(assistant.assistant_tokens, assistant.assistant_schedule, assistant.assistant_confidence)
     if models.edge != "none":
         resolve_path(models.edge)
     edge, cloud = models.edge != "none", parse_cloud_address(models.cloud).kind
-    sides: dict[str, Any] = {"edge": edge, "cloud": cloud, "limited": evaluation.edge_threads is not None}
-    modes, left_out = select_modes(evaluation.requested, lambda name: unsupported_reason(name, options, **sides))
+    limited = evaluation.edge_threads is not None
+    modes, left_out = select_modes(
+        evaluation.requested,
+        lambda name: unsupported_reason(name, options, edge=edge, cloud=cloud, limited=limited),
+    )
     if evaluation.limit is not None and evaluation.limit < 1:
         raise SettingsError(f"--limit is 1 or more, not {evaluation.limit}")
     if evaluation.trace and not (edge and cloud != "none"):
@@ -173,14 +168,7 @@ def _check_options(
             "an evaluation needs a model in this process, for the tokenizer of its prompts: give --edge"
         )
     memory = _check_limits(evaluation, models, cloud)
-    return _Options(evaluation, assistant, models, speculation, network, decoding, modes, left_out, memory)
-
-
-def _check_out(out: str) -> None:
-    if not out.strip():
-        raise SettingsError("--out is empty: give a directory for the run")
-    if Path(out).exists() and not Path(out).is_dir():
-        raise SettingsError(f"--out {out} is a file: give a directory for the run")
+    return _Options(evaluation, assistance, run, modes, left_out, memory)
 
 
 def _check_limits(evaluation: Evaluation, models: Models, cloud: str) -> int | None:
@@ -199,94 +187,70 @@ def _check_limits(evaluation: Evaluation, models: Models, cloud: str) -> int | N
     return parse_bytes(evaluation.edge_memory)
 
 
-def _assistance(assistant: Assistant) -> Any:
-    from outrider.evals.baselines import Assistance
-
-    return Assistance(assistant.assistant_tokens, assistant.assistant_schedule, assistant.assistant_confidence)
-
-
 # Loading ----------------------------------------------------------------------------------------------------
 
 
-def _limit_memory(options: _Options, stack: ExitStack) -> dict[str, Any]:
-    """Apply --edge-memory, and return the limits as they were read back."""
-    from outrider.evals.resource_limits import address_space
-
-    memory_limit = None if options.memory is None else stack.enter_context(address_space(options.memory))
-    return {"edge_threads": None, "edge_memory_bytes": memory_limit}
-
-
-def _loaded(options: _Options, stack: ExitStack, limits: dict[str, Any]) -> EvalContext:
-    """Load the models. The cores of --edge-threads are added to `limits`."""
-    from outrider.cli.options import build_options
+def _loaded(options: _Options, stack: ExitStack) -> tuple[EvalContext, Limits]:
+    """Load the models. Return them with the limits of --edge-memory and --edge-threads as they were read back."""
+    from outrider.cli.options import build_options, connected, load_drafter
     from outrider.evals.context import EvalContext
     from outrider.evals.modes import Setup
+    from outrider.evals.resource_limits import PinnedEngine, address_space
 
+    run, threads = options.run, options.evaluation.edge_threads
+    memory_limit = None if options.memory is None else stack.enter_context(address_space(options.memory))
+    limits: Limits = {"edge_threads": None, "edge_memory_bytes": memory_limit}
+    draft: Engine | None
     try:
-        draft, verifier = _models(options, stack)
+        verifier = stack.enter_context(connected(run.models, run.network))
+        if threads is None:
+            draft = load_drafter(run.models)
+        else:
+            draft = pinned = PinnedEngine(lambda: load_drafter(run.models), threads)
+            limits["edge_threads"] = pinned.affinity
     except MemoryError as error:
         raise SettingsError(f"--edge-memory {options.evaluation.edge_memory}: the models do not fit") from error
-    if options.evaluation.edge_threads is not None:
-        limits["edge_threads"] = draft.affinity
-    setup = Setup(options.decoding.settings(), build_options(options.speculation, options.network))
-    return EvalContext(draft, verifier, setup, _assistance(options.assistant))
-
-
-def _models(options: _Options, stack: ExitStack) -> tuple[Any, Any]:
-    """Return the edge's engine and the verifier. An unreachable cloud raises before a model is loaded."""
-    from outrider.cli.options import connect_verifier, load_drafter
-    from outrider.evals.resource_limits import PinnedEngine
-    from outrider.verifiers.base import Connectable, disconnect
-
-    models, threads = options.models, options.evaluation.edge_threads
-    verifier = connect_verifier(models, options.network)
-    stack.callback(disconnect, verifier)
-    if isinstance(verifier, Connectable):
-        verifier.probe()
-    draft: Any = load_drafter(models) if threads is None else PinnedEngine(lambda: load_drafter(models), threads)
-    return draft, verifier
+    setup = Setup(run.decoding.settings(), build_options(run.speculation, run.network))
+    return EvalContext(draft, verifier, setup, options.assistant), limits
 
 
 def _about(
     context: EvalContext,
     data: str,
     items: list[Item],
-    modes: list[Any],
+    modes: list[Mode],
     left_out: dict[str, str],
     options: _Options,
-    limits: dict[str, Any],
+    limits: Limits,
 ) -> Row:
     from outrider.evals.context import describe_run
 
     secrets = ("token_file", "ca", "cert", "key")
-    network = {name: value for name, value in asdict(options.network).items() if name not in secrets}
-    more = {"asked": asdict(options.models), "network": network, "limits": limits, "trace": options.evaluation.trace}
+    network = {name: value for name, value in asdict(options.run.network).items() if name not in secrets}
+    more = {
+        "asked": asdict(options.run.models),
+        "network": network,
+        "limits": limits,
+        "trace": options.evaluation.trace,
+    }
     return describe_run(context, data, items, modes, left_out, **more)
 
 
 # Running ----------------------------------------------------------------------------------------------------
 
 
-def _run(context: EvalContext, items: list[Item], modes: list[Any], store: Store, options: _Options) -> None:
+def _run(context: EvalContext, items: list[Item], modes: list[Mode], store: Store, evaluation: Evaluation) -> None:
     from outrider.cli.progress import progress_bar
     from outrider.evals.runner import count_steps, run
 
-    if options.evaluation.retry_failed:
+    if evaluation.retry_failed:
         store.forget_failures()
-    tracer = context.tracer() if options.evaluation.trace else None
+    tracer = context.tracer() if evaluation.trace else None
     with progress_bar("eval", count_steps(items, modes, tracer)) as advance:
         run(items, modes, store, tracer, advance)
 
 
 # Reporting --------------------------------------------------------------------------------------------------
-
-
-def _scoring(evaluation: Evaluation) -> Scoring:
-    """Return the text metrics. An unusable encoder raises before a model is loaded."""
-    from outrider.evals.bertscore import Encoder
-    from outrider.evals.metrics import Scoring
-
-    return Scoring(encoder=None if evaluation.bertscore is None else Encoder(Path(evaluation.bertscore)))
 
 
 def _summarise(items: list[Item], modes: list[str], store: Store, scoring: Scoring) -> dict[str, str]:
@@ -303,6 +267,7 @@ def _summarise(items: list[Item], modes: list[str], store: Store, scoring: Scori
 
 
 def _report(store: Store, modes: list[str], left_out: dict[str, str], output: Output) -> int:
+    from outrider.cli.escape import one_line
     from outrider.cli.terminal import print_json, print_message, stdout
     from outrider.evals import summary
 
@@ -317,17 +282,9 @@ def _report(store: Store, modes: list[str], left_out: dict[str, str], output: Ou
             print_message(f"left out: {name}: {reason}", "dim")
     for row in store.results.rows.values():
         if "error" in row:
-            _print_error(row)
+            error = f"{row['error']['type']}: {row['error']['message']}"
+            print_message(one_line(f"outrider: {row['id']}, {row['mode']}: {error}"))
     return 1 if failed else 0
-
-
-def _print_error(row: Row) -> None:
-    from outrider.cli.escape import one_line
-    from outrider.cli.terminal import print_message
-
-    error = f"{row['error']['type']}: {row['error']['message']}"
-    line = f"outrider: {row['id']}, {row['mode']}: {error}"
-    print_message(one_line(line))
 
 
 def _table(found: dict[str, dict[str, Any]]) -> Table:
@@ -335,15 +292,12 @@ def _table(found: dict[str, dict[str, Any]]) -> Table:
 
     same: equal to cloud-only's tokens. TTFT: the median. up, down: bytes on the network.
     """
-    from rich.table import Table
+    from outrider.cli.terminal import borderless_table
 
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
-    table.add_column("mode", no_wrap=True)
     columns = ["items", "failed", "skipped", "same", "tok/s", "TTFT", "cloud", "accept", "up", "down"]
     if not any(one["skipped"] for one in found.values()):
         columns.remove("skipped")
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = borderless_table(["mode", *columns], texts=("mode",), no_wrap=True)
     for mode, one in found.items():
         table.add_row(mode, *(_cells(one)[name] for name in columns))
     return table

@@ -8,14 +8,7 @@ from typing import Any
 
 from outrider.cli import rendering
 from outrider.cli.loading import Loading, describe_models, loaded_decoder
-from outrider.cli.options import (
-    Decoding,
-    Models,
-    Network,
-    Output,
-    Speculation,
-    build_decoder,
-)
+from outrider.cli.options import Run, build_decoder
 from outrider.cli.terminal import STDERR, print_json
 from outrider.config import GenerationSettings
 from outrider.errors import PromptError
@@ -23,28 +16,20 @@ from outrider.files import decode_text
 from outrider.prompts.chat import check_text
 
 
-def run_generate(
-    prompt: str | None,
-    prompt_ids: str | None,
-    chat: bool,
-    models: Models,
-    speculation: Speculation,
-    network: Network,
-    decoding: Decoding,
-    output: Output,
-) -> int:
+def run_generate(prompt: str | None, prompt_ids: str | None, chat: bool, run: Run) -> int:
     """Run `outrider generate`: decode one prompt and print its output."""
     model_input = _prompt(prompt, prompt_ids, chat)
-    GenerationSettings.build(decoding.settings())
+    settings, output = run.decoding.settings(), run.output
+    GenerationSettings.build(settings)
     for_text = prompt_ids is None
-    build = partial(build_decoder, models, speculation, network, watch=output.verbose, for_text=for_text)
-    with loaded_decoder(Loading(build, describe_models(models)), output) as decoder:
+    build = partial(build_decoder, run, watch=output.verbose, for_text=for_text)
+    with loaded_decoder(Loading(build, describe_models(run.models)), output) as decoder:
         if for_text:  # for a hub id only the loaded model shows whether it accepts text
             decoder.check_accepts_text()
         if rendering.is_interactive(output):
-            result = rendering.stream_to_terminal(decoder, model_input, decoding)
+            result = rendering.stream_to_terminal(decoder, model_input, settings)
         else:
-            result = decoder.generate(model_input, **decoding.settings())
+            result = decoder.generate(model_input, **settings)
             if output.json:
                 print_json(result.to_json())
                 return 0

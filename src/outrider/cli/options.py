@@ -169,6 +169,12 @@ class Network(Connection):
     privacy: Privacy = "audio"
     net: str | None = None
 
+    def check_own_cloud(self, owner: str) -> None:
+        """Raise SettingsError for options that a cloud process of this command's own does not have."""
+        given = [name for name in ("token_file", "tls", "ca", "cert", "key") if getattr(self, name)]
+        if given:
+            raise SettingsError(f"--{given[0].replace('_', '-')}: {owner} own cloud has no TLS and no tokens")
+
 
 @Parameter(name="*", group=NETWORK)
 @dataclass(frozen=True)
@@ -257,29 +263,58 @@ class Output:
     verbose: Annotated[bool, Parameter(negative="", alias="-v")] = False
 
 
-def build_decoder(
-    models: Models, speculation: Speculation, network: Network, *, watch: bool = False, for_text: bool = False
-) -> SpeculativeDecoder:
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Pair:
+    """The options of edge and cloud, which the commands that decode share."""
+
+    models: Models = Models()
+    speculation: Speculation = Speculation()
+    network: Network = Network()
+    decoding: Decoding = Decoding()
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Run(Pair):
+    """The options of a command that decodes and prints its results."""
+
+    output: Output = Output()
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Measurement:
+    """The options of a command that measures a pair, and prints figures."""
+
+    models: Models = Models()
+    connection: Connection = Connection()
+    decoding: Decoding = Decoding()
+    output: Output = Output()
+
+
+def build_decoder(pair: Pair, *, watch: bool = False, for_text: bool = False) -> SpeculativeDecoder:
     """Check the settings, connect to the cloud, load the models and return the decoder, in this order.
 
     for_text: the prompt is a text, which captions-only models refuse before a model is loaded or a cloud is reached.
     """
-    loss = check(models, speculation, network).on_cloud_loss
+    loss = check(pair).on_cloud_loss
     from outrider.api import SpeculativeDecoder
     from outrider.engines.load import resolve_path
     from outrider.verifiers.base import Connectable
     from outrider.verifiers.connect import parse_cloud_address
 
+    models = pair.models
     if models.edge != "none":
         resolve_path(models.edge)
     if for_text and not parse_cloud_address(models.cloud).is_remote:
         check_accepts_text(models)
-    with closed_on_failure(connect_verifier(models, network)) as verifier:
+    with closed_on_failure(connect_verifier(models, pair.network)) as verifier:
         if for_text:  # behind the checks of the connection's options
             check_accepts_text(models)
         if isinstance(verifier, Connectable) and loss == "fail":
             verifier.probe()  # detect an unreachable cloud before a model is loaded
-        options = build_options(speculation, network)
+        options = build_options(pair.speculation, pair.network)
         return SpeculativeDecoder(load_drafter(models), verifier, **options.keywords(), watch=watch)
 
 
@@ -293,6 +328,20 @@ def closed_on_failure(verifier: Verifier | None) -> Iterator[Verifier | None]:
     except BaseException:
         disconnect(verifier)
         raise
+
+
+@contextmanager
+def connected(models: Models, network: Connection) -> Iterator[Verifier | None]:
+    """Yield the verifier, and disconnect from it afterwards. An unreachable cloud raises before a model is loaded."""
+    from outrider.verifiers.base import Connectable, disconnect
+
+    verifier = connect_verifier(models, network)
+    try:
+        if isinstance(verifier, Connectable):
+            verifier.probe()
+        yield verifier
+    finally:
+        disconnect(verifier)
 
 
 def connect_verifier(models: Models, network: Connection = Connection()) -> Verifier | None:
@@ -340,15 +389,15 @@ def check_connection(models: Models, network: Connection) -> CloudAddress:
     return target
 
 
-def check(models: Models, speculation: Speculation, network: Network) -> ResolvedOptions:
+def check(pair: Pair) -> ResolvedOptions:
     """Validate the options and resolve their defaults. Raise InputError where they contradict each other."""
     from outrider.engines.load import resolve_path
 
-    target = check_connection(models, network)
+    target = check_connection(pair.models, pair.network)
     if target.kind == "local":
         resolve_path(target.model)
-    sides = {"has_drafter": models.edge != "none", "has_verifier": target.kind != "none"}
-    return build_options(speculation, network).resolve(**sides, remote=target.is_remote)
+    sides = {"has_drafter": pair.models.edge != "none", "has_verifier": target.kind != "none"}
+    return build_options(pair.speculation, pair.network).resolve(**sides, remote=target.is_remote)
 
 
 def check_accepts_text(models: Models) -> None:

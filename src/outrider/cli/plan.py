@@ -6,7 +6,6 @@ import json
 import math
 import shlex
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -14,15 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cyclopts import Group, Parameter
 
-from outrider.cli.options import Connection, Decoding, Models, Output, Whole
+from outrider.cli.options import Measurement, Whole
 from outrider.config import DEFAULT_K, GenerationSettings
 from outrider.errors import SettingsError
 from outrider.files import check_writable, write_file
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
+    from outrider.decoding.gate import Gate
     from outrider.netem.conditions import Conditions
     from outrider.planning.costs import StepCosts
     from outrider.planning.planner import Goal, Option, Ranking
@@ -62,10 +59,7 @@ class Measured:
 
 def run_plan(
     measured: Measured,
-    models: Models,
-    connection: Connection,
-    decoding: Decoding,
-    output: Output,
+    pair: Measurement,
     net: str,
     aim: Literal["latency", "cloud", "quality", "privacy"],
     budget: float | None,
@@ -75,16 +69,20 @@ def run_plan(
     """Run `outrider plan`: rank the decoding modes, and recommend one."""
     from outrider.cli.terminal import print_json
     from outrider.netem.conditions import parse_conditions
-    from outrider.planning.planner import Goal, Planner
+    from outrider.planning.gate_candidates import frontier
+    from outrider.planning.planner import BLOCK_LENGTHS, Goal, Planner
     from outrider.planning.simulator import Setup
 
     goal = Goal(aim, budget)
     base = Setup(net=parse_conditions(net), utilisation=utilisation)
     for gate in gates:
         Setup(gate=gate)  # raises for an invalid gate before a model is loaded
-    traces, costs = _measure(measured, models, connection, decoding, output)
-    ranking = Planner(traces, costs, base, gates=_gates(gates, goal.limit, traces)).rank(goal)
-    if output.json:
+    traces, costs = _measure(measured, pair)
+    tried: list[str | Gate] = list(gates)
+    if not tried and goal.limit > 0:  # the budget allows skipping
+        tried += frontier(traces, BLOCK_LENGTHS, goal.limit)
+    ranking = Planner(traces, costs, base, gates=tried).rank(goal)
+    if pair.output.json:
         print_json({"goal": asdict(goal), "net": net, "costs": asdict(costs), "options": _options(ranking)})
     else:
         _show_plan(ranking, costs, net)
@@ -93,10 +91,7 @@ def run_plan(
 
 def run_sweep(
     measured: Measured,
-    models: Models,
-    connection: Connection,
-    decoding: Decoding,
-    output: Output,
+    pair: Measurement,
     gates: Sequence[str],
     ks: Sequence[str],
     drivers: Sequence[Drivers],
@@ -111,21 +106,21 @@ def run_sweep(
     from outrider.planning.sweep import pareto, sweep
 
     networks = [parse_conditions(net) for net in nets]
-    lengths = [_length(k) for k in ks]
+    lengths = [int(k) if k.isdecimal() else k for k in ks]
     for gate, k, driver, net in product(gates or ["always"], lengths, drivers, networks):
         Setup(gate=gate, k=k, driver=driver, net=net)  # raises for invalid settings before a model is loaded
     if out is not None:
         check_writable(out)
-    traces, costs = _measure(measured, models, connection, decoding, output)
+    traces, costs = _measure(measured, pair)
     longest = max((k for k in lengths if isinstance(k, int)), default=DEFAULT_K)
-    candidates: list[Any] = list(gates) or ["always", *thresholds(traces, longest), "never"]
+    candidates: list[str | Gate] = list(gates) or ["always", *thresholds(traces, longest), "never"]
     rows = [
         *_cloud_alone(traces, costs, networks),
         *sweep(traces, costs, gates=candidates, ks=lengths, drivers=drivers, nets=networks),
     ]
     if out is not None:
         write_file(out, "".join(json.dumps(row.to_json()) + "\n" for row in rows))
-    if output.json:
+    if pair.output.json:
         print_json({"costs": asdict(costs), "rows": [row.to_json() for row in rows]})
     else:
         _show_sweep(rows, pareto(rows))
@@ -141,31 +136,25 @@ def _cloud_alone(traces: Sequence[Trace], costs: StepCosts, nets: Sequence[Condi
     return [Row(REFERENCE, "–", "sequential", str(net), net.rtt, one) for net, one in zip(nets, found, strict=True)]
 
 
-def _measure(
-    measured: Measured, models: Models, connection: Connection, decoding: Decoding, output: Output
-) -> tuple[list[Trace], StepCosts]:
+def _measure(measured: Measured, pair: Measurement) -> tuple[list[Trace], StepCosts]:
     """Return the pair's traces and times."""
-    from outrider.cli.options import check_connection, connect_verifier, enable_gc, load_drafter
+    from outrider.cli.options import check_connection, connected, enable_gc, load_drafter
     from outrider.cli.terminal import configure_logging
     from outrider.evals.manifest import load_set
     from outrider.evals.modes import item_prompt
     from outrider.planning.timing import measure_costs
     from outrider.planning.trace_recorder import record
     from outrider.planning.traces import read_traces
-    from outrider.verifiers.base import Connectable, disconnect
 
+    models = pair.models
     if "none" in (models.edge, models.cloud):
         raise SettingsError("a plan is made for a pair: give --edge and --cloud")
-    check_connection(models, connection)
-    settings = GenerationSettings.build(decoding.settings())
+    check_connection(models, pair.connection)
+    settings = GenerationSettings.build(pair.decoding.settings())
     items = load_set(measured.data)[: measured.limit]
     known = read_traces(Path(measured.traces)) if measured.traces is not None else None
-    configure_logging(output)
-    with ExitStack() as closing:
-        verifier = connect_verifier(models, connection)
-        closing.callback(disconnect, verifier)
-        if isinstance(verifier, Connectable):
-            verifier.probe()  # detect an unreachable cloud before a model is loaded
+    configure_logging(pair.output)
+    with connected(models, pair.connection) as verifier:
         draft = load_drafter(models)
         enable_gc()
         prompts = [item_prompt(item) for item in items]
@@ -173,18 +162,6 @@ def _measure(
         names = [item.id for item in items]
         found = known or list(record(draft, verifier, prompts, settings, names))  # type: ignore[arg-type]
     return found, costs
-
-
-def _gates(requested: Sequence[str], budget: float, traces: Sequence[Trace]) -> list[Any]:
-    """Return the given gates, or, if a budget allows skipping, those with the smallest cloud share."""
-    from outrider.planning.gate_candidates import frontier
-    from outrider.planning.planner import BLOCK_LENGTHS
-
-    return list(requested) or (frontier(traces, BLOCK_LENGTHS, budget) if budget > 0 else [])
-
-
-def _length(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
 
 
 # Output -----------------------------------------------------------------------------------------------------
@@ -205,31 +182,14 @@ def _options(ranking: Ranking) -> list[dict[str, Any]]:
     ]
 
 
-def _console() -> Console:
-    from outrider.cli.terminal import stdout
-
-    return stdout()
-
-
-def _table(columns: Sequence[str], texts: Sequence[str]) -> Table:
-    """Return an empty table. texts: the columns without numbers.
-
-    In a narrow terminal cells are folded, as an abbreviated gate could not be used.
-    """
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in columns:
-        table.add_column(name, justify="left" if name in texts else "right", overflow="fold")
-    return table
-
-
 def _show_plan(ranking: Ranking, costs: StepCosts, net: str) -> None:
-    console = _console()
+    from outrider.cli.terminal import borderless_table, stdout
+
+    console = stdout()
     times = f"draft {1000 * costs.draft_s:.1f} ms a token, verdict {1000 * costs.verify_s:.1f} ms"
     console.print(f"measured: {times} and {1000 * costs.verify_per_token_s:.1f} ms a draft; network {net}", style="dim")
     rows = [_plan_cells(option, ranking.goal) for option in ranking.options]
-    table = _table(list(rows[0]), texts=[""])
+    table = borderless_table(list(rows[0]), texts=[""], overflow="fold")
     for option, cells in zip(ranking.options, rows, strict=True):
         table.add_row(*cells.values(), style=None if option.allowed else "dim")
     console.print(table)
@@ -316,23 +276,15 @@ def _to_command_options(best: Option) -> str:
 
 
 def _show_sweep(rows: Sequence[Row], front: Sequence[Row]) -> None:
-    columns = (
-        "gate",
-        "k",
-        "driver",
-        "network",
-        "by cloud",
-        "outputs changed",
-        "tokens changed",
-        "ms per token",
-        "escalated",
-        "",
-    )
-    table = _table(columns, texts=("gate", "driver", "network", ""))
+    from outrider.cli.terminal import borderless_table, stdout
+
+    columns = ["gate", "k", "driver", "network", "by cloud", "outputs changed", "tokens changed", "ms per token"]
+    # In a narrow terminal cells are folded, as an abbreviated gate could not be used.
+    table = borderless_table([*columns, "escalated", ""], texts=("gate", "driver", "network", ""), overflow="fold")
     best = {id(row) for row in front}
     for row in rows:
         found = row.summary
         cells = [row.gate, str(row.k), row.driver, row.net, f"{100 * found.cloud_share:.1f} %", _changed_outputs(found)]
         cells += [f"{100 * found.disagreement:.1f} %", f"{1000 * found.token_s:.1f}"]
         table.add_row(*cells, f"{100 * found.escalation:.0f} %", "frontier" if id(row) in best else "")
-    _console().print(table)
+    stdout().print(table)

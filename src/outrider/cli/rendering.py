@@ -13,12 +13,13 @@ from rich.text import Text
 
 from outrider.api import SpeculativeDecoder, StreamEvent
 from outrider.cli.escape import escape_controls, one_line
-from outrider.cli.options import Decoding, Output
-from outrider.cli.terminal import STDERR, stdout
+from outrider.cli.options import Output
+from outrider.cli.terminal import STDERR, borderless_table, stdout
 from outrider.decoding.gain import CloudBaseline, Gain
 from outrider.decoding.incremental_text import IncrementalDetokenizer
 from outrider.decoding.result import Result
 from outrider.decoding.sequence import Source
+from outrider.prompts.chat import PromptLike
 
 STYLES = {
     Source.EDGE: "yellow",
@@ -61,7 +62,7 @@ def table(rows: Sequence[tuple[str, Result]], width: int) -> Table:
     """
     cells = [{"": one_line(label), **_cells(result)} for label, result in rows]
     shown = _columns_that_fit(cells, width)
-    out = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
+    out = borderless_table()
     for name in shown:
         whole = {"overflow": "fold"} if name == "" else {"no_wrap": True}
         out.add_column(name, justify="left" if name in TEXT_COLUMNS else "right", **whole)
@@ -138,10 +139,10 @@ class Strip:
         return Text.assemble(*self._tokens)
 
 
-def stream_to_terminal(decoder: SpeculativeDecoder, model_input: Any, decoding: Decoding) -> Result:
+def stream_to_terminal(decoder: SpeculativeDecoder, model_input: PromptLike, settings: dict[str, Any]) -> Result:
     """Generate on a terminal. Tokens appear when they are drafted, and take their colour when they are decided."""
     strip = Strip()
-    stream = decoder.stream(model_input, **decoding.settings())
+    stream = decoder.stream(model_input, **settings)
     with Live(console=stdout(), vertical_overflow="visible", refresh_per_second=10) as live:
         shown: Any = ""
         while True:

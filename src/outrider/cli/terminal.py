@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from outrider.cli.escape import escape_controls, to_json
@@ -42,6 +43,14 @@ STDERR = Terminal(stderr=True)
 def stdout() -> Terminal:
     """Return a console for sys.stdout as it is now."""
     return Terminal()
+
+
+def borderless_table(columns: Sequence[str] = (), texts: Container[str] = (), **options: Any) -> Table:
+    """Return an empty table. texts: the columns without numbers. options: of each column."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(name, justify="left" if name in texts else "right", **options)
+    return table
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from outrider.config import is_integer, is_number
 from outrider.errors import SettingsError
@@ -49,19 +48,13 @@ class Limits:
             _check_int("max_prompt_tokens", self.max_prompt_tokens)
         if self.max_rate is not None:
             _check_positive("max_rate", self.max_rate)
-        self._check_sizes()
-
-    def _check_sizes(self) -> None:
         _check_int("max_media_bytes", self.max_media_bytes, minimum=0)
         _check_int("max_media_total", self.max_media_total, minimum=self.max_media_bytes)
-        _require(
-            self.max_message_bytes <= MAX_MESSAGE_BYTES,
-            f"max_message_bytes must be at most {MAX_MESSAGE_BYTES}, gRPC's limit",
-        )
-        _require(
-            self.max_message_bytes >= MIN_MESSAGE_BYTES,
-            f"max_message_bytes {self.max_message_bytes} cannot hold a prompt: give at least {MIN_MESSAGE_BYTES}",
-        )
+        size = self.max_message_bytes
+        if size > MAX_MESSAGE_BYTES:
+            raise SettingsError(f"max_message_bytes must be at most {MAX_MESSAGE_BYTES}, gRPC's limit")
+        if size < MIN_MESSAGE_BYTES:
+            raise SettingsError(f"max_message_bytes {size} cannot hold a prompt: give at least {MIN_MESSAGE_BYTES}")
 
     @property
     def max_streams_per_identity(self) -> int:
@@ -102,7 +95,8 @@ class RateLimiter:
         if not self._interval:
             return 0.0
         now = self._clock()
-        self._drop_full(now)
+        while self._full_at and self._full_at[oldest := next(iter(self._full_at))] <= now:
+            del self._full_at[oldest]
         full_at = max(self._full_at.get(identity, now), now) + self._interval
         wait = full_at - now - self._burst * self._interval
         if wait > _TIME_TOLERANCE_S:
@@ -111,20 +105,12 @@ class RateLimiter:
         self._full_at[identity] = full_at
         return 0.0
 
-    def _drop_full(self, now: float) -> None:
-        while self._full_at and self._full_at[oldest := next(iter(self._full_at))] <= now:
-            del self._full_at[oldest]
+
+def _check_int(name: str, value: int, minimum: int = 1) -> None:
+    if not (is_integer(value) and value >= minimum):
+        raise SettingsError(f"{name} must be a whole number, {minimum} or more, not {value!r}")
 
 
-def _check_int(name: str, value: Any, minimum: int = 1) -> None:
-    ok = is_integer(value) and value >= minimum
-    _require(ok, f"{name} must be a whole number, {minimum} or more, not {value!r}")
-
-
-def _check_positive(name: str, value: Any) -> None:
-    _require(is_number(value) and value > 0, f"{name} must be a finite number above 0, not {value!r}")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise SettingsError(message)
+def _check_positive(name: str, value: float) -> None:
+    if not (is_number(value) and value > 0):
+        raise SettingsError(f"{name} must be a finite number above 0, not {value!r}")

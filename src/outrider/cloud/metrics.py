@@ -22,25 +22,16 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._server: MetricsServer | None = None
-        self._make_gauges()
-        self._make_histograms()
-        self._make_counters()
-
-    def _make_gauges(self) -> None:
         self._sessions = self._gauge("outrider_sessions", "sessions open now")
         self._slots_used = self._gauge("outrider_slots_used", "cache slots that hold a session")
         self._slots_total = self._gauge("outrider_slots_total", "cache slots there are")
         self._cache_bytes = self._gauge("outrider_cache_bytes", "bytes that the KV caches take")
         self._queue_length = self._gauge("outrider_queue_length", "requests that wait for a batch")
-
-    def _make_histograms(self) -> None:
         self._queue_seconds = self._histogram("outrider_queue_seconds", "wait of a request for its batch", SECONDS)
         self._batch_size = self._histogram("outrider_batch_size", "requests in a forward", ROWS)
         self._batch_tokens = self._histogram("outrider_batch_tokens", "tokens in a forward", TOKENS)
         self._forward_seconds = self._histogram("outrider_forward_seconds", "time of a forward", SECONDS)
         self._verify_seconds = self._histogram("outrider_verify_seconds", "from request to verdict", SECONDS)
-
-    def _make_counters(self) -> None:
         self._drafts = self._counter("outrider_drafts", "draft tokens that were verified")
         self._accepted = self._counter("outrider_accepted", "draft tokens that were accepted")
         self._verdicts = self._counter("outrider_verdicts", "verdicts given")

@@ -73,7 +73,14 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = REQUEST_TIMEOUT_S
 
     def do_GET(self) -> None:
-        status, kind, body = self._respond()
+        match self.path.partition("?")[0]:
+            case "/metrics" | "/":
+                status, kind, body = 200, CONTENT_TYPE_LATEST, self.server.text()
+            case "/health":
+                healthy = self.server.healthy()
+                status, kind, body = 200 if healthy else 503, TEXT_PLAIN, "SERVING\n" if healthy else "NOT_SERVING\n"
+            case _:
+                status, kind, body = 404, TEXT_PLAIN, "not found: there are /metrics and /health\n"
         data = body.encode()
         self.send_response(status)
         self.send_header("content-type", kind)
@@ -83,15 +90,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     do_HEAD = do_GET
-
-    def _respond(self) -> tuple[int, str, str]:
-        match self.path.partition("?")[0]:
-            case "/metrics" | "/":
-                return 200, CONTENT_TYPE_LATEST, self.server.text()
-            case "/health":
-                return (200, TEXT_PLAIN, "SERVING\n") if self.server.healthy() else (503, TEXT_PLAIN, "NOT_SERVING\n")
-            case _:
-                return 404, TEXT_PLAIN, "not found: there are /metrics and /health\n"
 
     def log_message(self, *_: object) -> None:
         """Log no requests."""

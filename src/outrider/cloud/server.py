@@ -58,13 +58,9 @@ class Server:
         max_length = min(config.max_length, engine.max_length or config.max_length)
         log.info("slots reserved", extra={"slots": slots, "tokens": max_length, "bytes": config.budget})
         self._batcher = Batcher(engine, slots, self.metrics)
+        limits, tokens, metrics = config.limits, config.tokens, self.metrics
         self.service = Service(
-            engine,
-            self._batcher,
-            limits=config.limits,
-            metrics=self.metrics,
-            tokens=config.tokens,
-            max_length=max_length,
+            engine, self._batcher, limits=limits, metrics=metrics, tokens=tokens, max_length=max_length
         )
         self._health = health.aio.HealthServicer()
         self._housekeeping: asyncio.Task[None] | None = None
@@ -81,7 +77,8 @@ class Server:
         self._grpc = grpc.aio.server(options=server_options(config.limits))
         self._grpc.add_generic_rpc_handlers((self.service.handlers(), health_handlers(self._health)))
         try:
-            self.port = self._bind(_grpc_address(config.host, config.port))
+            # gRPC takes [::] for every interface, IPv4 and IPv6, and cannot bind "".
+            self.port = self._bind(f"{bracket_host(ascii_host(config.host) or ANY_ADDRESS)}:{config.port}")
             if config.metrics_address is not None:
                 self.metrics.serve(*config.metrics_address, healthy=lambda: not self.service.draining)
         except SettingsError:
@@ -126,9 +123,8 @@ class Server:
                 return self._grpc.add_insecure_port(address)
             return self._grpc.add_secure_port(address, tls.credentials())
         except RuntimeError as error:
-            raise SettingsError(
-                f"cannot listen on {address}: it is in use, or not an address of this machine"
-            ) from error
+            message = f"cannot listen on {address}: it is in use, or not an address of this machine"
+            raise SettingsError(message) from error
 
     async def _serve_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", schema.SERVICE):
@@ -184,11 +180,6 @@ def check_bindable(host: str, port: int) -> None:
         where = f"{bracket_host(host) or 'every interface'}, port {port}"
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         raise SettingsError(f"cannot listen on {where}: {reason}") from error
-
-
-def _grpc_address(host: str, port: int) -> str:
-    """Return an address for gRPC, which takes [::] for every interface, IPv4 and IPv6, and cannot bind ""."""
-    return f"{bracket_host(ascii_host(host) or ANY_ADDRESS)}:{port}"
 
 
 def _log_failure(housekeeping: asyncio.Task[None]) -> None:

@@ -31,17 +31,8 @@ OPENING_TIMEOUT_S = 600.0  # s that a stream may last without a session
 VOCABULARY_CHUNK = 4096  # tokens in one message
 FREE_PER_S, FREE_BURST = 500, 1000  # frames and calls of one identity that need no engine
 ERROR_DELAY_S = 0.02  # s that an identity waits after an invalid request
-CLIENT_ERRORS = frozenset(
-    {
-        ErrorCode.INVALID,
-        ErrorCode.PROTOCOL,
-        ErrorCode.SETTINGS,
-        ErrorCode.PROMPT,
-        ErrorCode.CONDITIONING,
-        ErrorCode.TOO_LARGE,
-    }
-)
-
+CLIENT_ERRORS = frozenset({ErrorCode.INVALID, ErrorCode.PROTOCOL, ErrorCode.SETTINGS, ErrorCode.PROMPT})
+CLIENT_ERRORS |= {ErrorCode.CONDITIONING, ErrorCode.TOO_LARGE}
 _CODES: tuple[tuple[type[OutriderError], int], ...] = (
     (SettingsError, ErrorCode.SETTINGS),
     (PromptError, ErrorCode.PROMPT),
@@ -135,7 +126,10 @@ class Service(ServiceState):
         self.streams += 1
         self._streams_by_identity[identity] += 1
         try:
-            self._check_streams(identity)
+            limit = self.limits.max_streams_per_identity
+            if self._streams_by_identity[identity] > limit:
+                message = f"{identity} has {limit} streams open, the most allowed"
+                raise FrameError(ErrorCode.LIMIT, message, RETRY_WHEN_FULL_S)
             async for data in _read_frames(aiter(requests), handler):
                 self.metrics.count_received(len(data))
                 async with self._frame_semaphore.hold(identity):
@@ -147,7 +141,10 @@ class Service(ServiceState):
         except Exception as raised:  # noqa: BLE001 - the outermost guard: a peer gets a typed error, no traceback
             refusal = to_frame_error(raised)
             self.metrics.count_error(refusal.kind)
-            await self._delay_after_error(identity, refusal)
+            if identity != ANONYMOUS and refusal.code in CLIENT_ERRORS:
+                # Refusing one identity's invalid requests at full speed would slow down the others.
+                async with self._frame_semaphore.hold(identity):
+                    await asyncio.sleep(ERROR_DELAY_S)
             log.info("refused", extra=handler.log_fields(kind=refusal.kind, reason=type(raised).__name__))
             yield self._serialize(error_answer(refusal))
         finally:
@@ -170,12 +167,6 @@ class Service(ServiceState):
         self.metrics.count_sent(len(data))
         return data
 
-    async def _delay_after_error(self, identity: str, refusal: FrameError) -> None:
-        """Delay an identity after an invalid request, because refusing at full speed would slow down the others."""
-        if identity != ANONYMOUS and refusal.code in CLIENT_ERRORS:
-            async with self._frame_semaphore.hold(identity):
-                await asyncio.sleep(ERROR_DELAY_S)
-
     async def _pace_free_work(self, identity: str) -> None:
         """Wait until an identity may have another frame or call served that needs no engine.
 
@@ -185,13 +176,6 @@ class Service(ServiceState):
         """
         if identity != ANONYMOUS:
             await self._free_work.wait(identity)
-
-    def _check_streams(self, identity: str) -> None:
-        limit = self.limits.max_streams_per_identity
-        if self._streams_by_identity[identity] > limit:
-            raise FrameError(
-                ErrorCode.LIMIT, f"{identity} has {limit} streams open, the most allowed", RETRY_WHEN_FULL_S
-            )
 
     async def housekeeping(self, every: float = 1.0) -> None:
         """Run until cancelled: expire idle sessions and update the gauges, every `every` seconds."""
@@ -216,10 +200,13 @@ async def _read_frames(requests: AsyncIterator[bytes], handler: StreamHandler) -
         while True:
             timeout = None if handler.has_session else min(FRAME_TIMEOUT_S, deadline - loop.time())
             reading = asyncio.create_task(_next(requests))
-            reading.add_done_callback(_retrieve_exception)
+            reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio logs it
             await asyncio.wait({reading, detached}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done() and handler.detached.is_set():
+                raise detached_error()
             if not reading.done():
-                raise _detached_or_timeout(handler)
+                message = "the stream had no session for too long: open one, or close the stream"
+                raise FrameError(ErrorCode.INVALID, message)
             data = reading.result()
             if data is None:
                 return
@@ -230,20 +217,8 @@ async def _read_frames(requests: AsyncIterator[bytes], handler: StreamHandler) -
             reading.cancel()
 
 
-def _retrieve_exception(reading: asyncio.Task[bytes | None]) -> None:
-    """Mark the exception of a cancelled read as seen, so that asyncio does not log it."""
-    if not reading.cancelled():
-        reading.exception()
-
-
 async def _next(requests: AsyncIterator[bytes]) -> bytes | None:
     return await anext(requests, None)
-
-
-def _detached_or_timeout(handler: StreamHandler) -> FrameError:
-    if handler.detached.is_set():
-        return detached_error()
-    return FrameError(ErrorCode.INVALID, "the stream had no session for too long: open one, or close the stream")
 
 
 def to_frame_error(raised: Exception) -> FrameError:

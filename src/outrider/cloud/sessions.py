@@ -93,11 +93,8 @@ class Sessions:
         Raises:
             FrameError: a session limit is reached, or the media limit, and nothing can be evicted.
         """
-        evicted = [
-            *self._evictions_for_session(entry.identity),
-            *self._evictions_for_media(entry.identity, entry.media_bytes),
-        ]
-        for other in evicted:
+        evicted = self._evictions_for_session(entry.identity)
+        for other in (*evicted, *self._evictions_for_media(entry.identity, entry.media_bytes)):
             self.drop(other)
         self._entries[entry.id] = entry
         entry.last_used = self._clock()
@@ -150,7 +147,11 @@ class Sessions:
         limits = self._limits
         own = [other for other in self if other.identity == identity]
         if len(own) >= limits.max_sessions_per_identity:
-            return [_unused_session(own, f"{identity} has {len(own)} sessions in use, the most allowed")]
+            unused = [entry for entry in own if entry.unused]
+            if not unused:
+                message = f"{identity} has {len(own)} sessions in use, the most allowed"
+                raise FrameError(ErrorCode.LIMIT, message, RETRY_WHEN_FULL_S)
+            return unused[:1]
         if len(self) >= limits.max_sessions:
             return [self._excess_session(identity, len(own))]
         return []
@@ -169,9 +170,8 @@ class Sessions:
         first = min(by_count, key=lambda entry: (-count[entry.identity], entry.busy))
         if count[first.identity] >= own + 2:
             return first
-        raise FrameError(
-            ErrorCode.LIMIT, f"all {self._limits.max_sessions} sessions of this service are in use", RETRY_WHEN_FULL_S
-        )
+        message = f"all {self._limits.max_sessions} sessions of this service are in use"
+        raise FrameError(ErrorCode.LIMIT, message, RETRY_WHEN_FULL_S)
 
     def _evictions_for_media(self, identity: str, media_bytes: int) -> list[SessionEntry]:
         """Return the sessions to evict for this much media, of the identity that holds the most, longest idle first.
@@ -186,24 +186,14 @@ class Sessions:
         evicted: list[SessionEntry] = []
         while media_bytes and excess > 0:
             own = held_bytes[identity]
-            candidates = [
-                entry
-                for entry in left
-                if (entry.identity == identity and not entry.busy) or held_bytes[entry.identity] > own
-            ]
+            larger = [entry for entry in left if held_bytes[entry.identity] > own]
+            candidates = larger or [entry for entry in left if entry.identity == identity and not entry.busy]
             if not candidates:
-                raise FrameError(
-                    ErrorCode.LIMIT, "no room for more media: too many recordings are in use", RETRY_WHEN_FULL_S
-                )
-            evicted.append(min(candidates, key=lambda entry: (-held_bytes[entry.identity], entry.busy)))
-            left.remove(evicted[-1])
-            held_bytes[evicted[-1].identity] -= evicted[-1].media_bytes
-            excess -= evicted[-1].media_bytes
+                message = "no room for more media: too many recordings are in use"
+                raise FrameError(ErrorCode.LIMIT, message, RETRY_WHEN_FULL_S)
+            chosen = min(candidates, key=lambda entry: (-held_bytes[entry.identity], entry.busy))
+            evicted.append(chosen)
+            left.remove(chosen)
+            held_bytes[chosen.identity] -= chosen.media_bytes
+            excess -= chosen.media_bytes
         return evicted
-
-
-def _unused_session(entries: list[SessionEntry], message: str) -> SessionEntry:
-    for entry in entries:
-        if entry.unused:
-            return entry
-    raise FrameError(ErrorCode.LIMIT, message, RETRY_WHEN_FULL_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from outrider.config import OnLoop, Scope
@@ -24,6 +25,11 @@ class Proposal:
     signals: Signals | None = None
     q: Support | None = None
     left_loop: bool = False
+
+
+def measured_signals(proposals: Seq[Proposal]) -> list[Signals]:
+    """Return the signals of the proposals that have any."""
+    return [proposal.signals for proposal in proposals if proposal.signals is not None]
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,34 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from functools import cached_property, lru_cache
 from itertools import groupby
-from typing import Any, Final
+from typing import Final, Protocol
 
 REPLACEMENT_CHARACTER: Final = "\ufffd"  # for bytes that are not valid UTF-8
 MAX_UTF8_BYTES: Final = 4  # largest length of a character in UTF-8
 
 
+class Tokenizer(Protocol):
+    """A tokenizer of transformers, as far as decoding needs it. One without a byte fallback needs only `decode`."""
+
+    def __hash__(self) -> int: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> object:
+        """Return the text of ids, a `str`."""
+        ...
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the id of each token."""
+        ...
+
+    def convert_ids_to_tokens(self, ids: int) -> object:
+        """Return the token of an id, a `str`."""
+        ...
+
+
 class Detokenizer:
     """Converts ids to text. tokenizer: one of transformers, or an object with its `decode`."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._bytes = _byte_tokens(tokenizer)
         self._ids = {byte: token for token, byte in self._bytes.items()}
@@ -43,8 +61,8 @@ class Detokenizer:
         return text if hasattr(self._tokenizer, "backend_tokenizer") else text.rstrip(REPLACEMENT_CHARACTER)
 
     def _decode(self, ids: Seq[int], skip_special: bool) -> str:
-        options = {"skip_special_tokens": skip_special, "clean_up_tokenization_spaces": False}
-        return str(self._tokenizer.decode(list(ids), **options))
+        decode = self._tokenizer.decode
+        return str(decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False))
 
     def _without_special(self, ids: Seq[int], skip_special: bool) -> list[int]:
         return [token for token in ids if token not in self._special_ids] if skip_special else list(ids)
@@ -78,12 +96,12 @@ class Detokenizer:
 
 
 @lru_cache(16)
-def get_detokenizer(tokenizer: Any) -> Detokenizer:
+def get_detokenizer(tokenizer: Tokenizer) -> Detokenizer:
     """Return the tokenizer's detokenizer, which is cached."""
     return Detokenizer(tokenizer)
 
 
-def _byte_tokens(tokenizer: Any) -> dict[int, int]:
+def _byte_tokens(tokenizer: Tokenizer) -> dict[int, int]:
     """Return the byte of each byte token, `<0x00>` to `<0xFF>`, or {} if the tokenizer has no byte fallback."""
     if _token_to_string(tokenizer, "<0x41>") != "A":
         return {}
@@ -92,7 +110,7 @@ def _byte_tokens(tokenizer: Any) -> dict[int, int]:
     return found if len(found) == 256 else {}
 
 
-def _token_to_string(tokenizer: Any, token: str) -> str | None:
+def _token_to_string(tokenizer: Tokenizer, token: str) -> str | None:
     """Return a token as the tokenizer's decoder writes it, or None if it has no such method."""
     to_string = getattr(tokenizer, "convert_tokens_to_string", None)
     return None if to_string is None else str(to_string([token]))

@@ -47,8 +47,3 @@ class StreamEvent:
     source: Source
     signals: Signals | None = None
     settled: int = 0
-
-    @classmethod
-    def of(cls, event: Event, text: str) -> StreamEvent:
-        """Return the event with the text that its token adds."""
-        return cls(event.kind, event.index, event.token, text, event.source, event.signals, event.settled)

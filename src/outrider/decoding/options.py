@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 from outrider.config import DEFAULT_K, DecodingMode, DriverName, OnCloudLoss, OnLoop, Privacy, Scope, check_choice
 from outrider.decoding.draft_length import parse_draft_length
 from outrider.decoding.gate import Always, Gate
-from outrider.decoding.gate import gate as parse_gate
+from outrider.decoding.gate_parsing import gate as parse_gate
 from outrider.decoding.loop_detection import DEFAULT_LOOP_RULE, LoopRule
 from outrider.decoding.loop_detection import parse_loop_rule as parse_loop_rule
 from outrider.errors import SettingsError

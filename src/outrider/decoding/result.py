@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, fields
 from html import escape
-from typing import Any, Literal
+from typing import Literal
 
 from outrider.config import GenerationSettings
-from outrider.decoding.gate import Calibrated, CalibrationFit, Gate, ModelIdentity
+from outrider.decoding.calibrated_gate import Calibrated, CalibrationFit, ModelIdentity
+from outrider.decoding.gate import Gate
 from outrider.decoding.options import DecodingOptions
 from outrider.decoding.risk_estimate import AuditTrail, RiskEstimator
 from outrider.decoding.risk_estimate import Risk as Risk
@@ -217,7 +218,7 @@ class Result:
         notes = "".join(f"<p>warning: {escape(warning)}</p>" for warning in self.warnings)
         return f'<div><pre style="white-space:pre-wrap">{body}</pre>{notes}<table>{cells}</table></div>'
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return a JSON-ready dictionary with the keys of docs/results.md."""
         out = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("stats", "sources")}
         stats = {name: round(v, 6) if isinstance(v, float) else v for name, v in asdict(self.stats).items()}

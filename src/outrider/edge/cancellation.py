@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from outrider.errors import CloudLost
 
@@ -23,23 +24,24 @@ class Cancellation:
         self._lock = threading.Lock()
         self._cancelled = threading.Event()
         self._cloud_lost: CloudLost | None = None
-        self._pending: Future[Any] | None = None
+        self._cancel_future: Callable[[], object] | None = None  # set during a wait
 
     def cancel(self) -> None:
         """Cancel the generation, from any thread. Repetition has no effect."""
         with self._lock:
             self._cancelled.set()
-            pending = self._pending
-        if pending is not None:
-            pending.cancel()
+        self._end_wait()
 
     def mark_cloud_lost(self, reason: str) -> None:
         """Disconnect the generation from its verifier, from any thread: every wait raises CloudLost from now on."""
         with self._lock:
             self._cloud_lost = CloudLost(reason)
-            pending = self._pending
-        if pending is not None:
-            pending.cancel()
+        self._end_wait()
+
+    def _end_wait(self) -> None:
+        """Cancel the future that is waited for. The next `wait` sees the reason, so no lock is needed."""
+        if (cancel := self._cancel_future) is not None:
+            cancel()
 
     def check(self) -> None:
         """Raise CancelledError if the generation is cancelled."""
@@ -58,7 +60,7 @@ class Cancellation:
         with self._lock:
             self.check()
             if self._cloud_lost is None:
-                self._pending = future
+                self._cancel_future = future.cancel
         if self._cloud_lost is not None:
             future.cancel()
             raise self._cloud_lost
@@ -70,7 +72,7 @@ class Cancellation:
                 raise self._cloud_lost from None
             raise
         finally:
-            self._pending = None
+            self._cancel_future = None
 
 
 def chain_future(source: Future[T]) -> Future[T]:

@@ -10,7 +10,7 @@ from outrider.decoding.actions import Draft, Proposal
 from outrider.decoding.gate import compute_signals
 from outrider.edge.cancellation import Cancellation
 from outrider.engines.base import CachedSequence, as_device_sampler
-from outrider.engines.batching import PREFILL_CHUNK
+from outrider.engines.scheduler import PREFILL_CHUNK
 from outrider.sampling.acceptance import REJECTION_SHORTLIST
 from outrider.sampling.policy import Policy
 

@@ -7,15 +7,15 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from outrider.config import GenerationSettings
 from outrider.decoding.actions import Plan
+from outrider.decoding.calibrated_gate import Calibrated
 from outrider.decoding.decoder import Decoder
-from outrider.decoding.detokenizer import get_detokenizer
+from outrider.decoding.detokenizer import Tokenizer, get_detokenizer
 from outrider.decoding.draft_length import DraftLength
 from outrider.decoding.events import Event, StreamEvent
-from outrider.decoding.gate import Calibrated
 from outrider.decoding.incremental_text import IncrementalDetokenizer
 from outrider.decoding.options import ResolvedOptions
 from outrider.decoding.result import GuaranteeTracker, Result
@@ -33,6 +33,9 @@ from outrider.prompts.audio import is_silent
 from outrider.sampling.policy import Policy
 from outrider.transport.byte_counts import ByteCounts
 from outrider.verifiers.base import SessionParams, Verifier
+
+if TYPE_CHECKING:  # a module that loads transformers
+    from outrider.engines.torch.model_families import AudioInput
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,8 @@ class GenerationContext:
     thread_guard: ThreadGuard
     guarantees: GuaranteeTracker
     lock: threading.Lock
-    tokenizer: Any
-    audio_encoder: Any
+    tokenizer: Tokenizer | None
+    audio_encoder: AudioInput | None
 
     def decode(self, ids: list[int], *, skip_special: bool = True) -> str:
         """Return the text of token ids, empty without a tokenizer."""
@@ -127,7 +130,8 @@ class Generation:
                     transcript.truncate(event.index)
                 if event.index == len(transcript.ids):
                     transcript.append(event.token)
-                yield StreamEvent.of(event, transcript.pieces[event.index])
+                kind, text = event.kind, transcript.pieces[event.index]
+                yield StreamEvent(kind, event.index, event.token, text, event.source, event.signals, event.settled)
         return self.result()
 
     def result(self) -> Result:
@@ -211,7 +215,9 @@ class Generation:
             return prompt
         if privacy == "tokens":
             return Prompt(prompt.ids)
-        return Prompt(prompt.ids, features=self._context.audio_encoder.features(prompt.audio))
+        encoder = self._context.audio_encoder
+        assert encoder is not None  # it encoded the recording
+        return Prompt(prompt.ids, features=encoder.features(prompt.audio))
 
     def _run_driver(self, drafter: Drafter | None, session: VerifierSession | None) -> Iterator[Event]:
         observer = RoundObserver(self._decoder, lock=self._context.lock)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from outrider.errors import StateError
 
@@ -13,7 +12,7 @@ from outrider.errors import StateError
 class ThreadGuard:
     """The threads with unfinished generations. engines: those in this process, None for a missing one."""
 
-    def __init__(self, *engines: Any) -> None:
+    def __init__(self, *engines: object) -> None:
         self._allows_threads = all(getattr(engine, "serves_threads", False) for engine in engines if engine is not None)
         self._lock = threading.Lock()
         self._running: list[int] = []  # a thread for each unfinished generation

@@ -52,6 +52,11 @@ class SequenceInput:
     ids: Seq[int]
     logits_to_keep: int
 
+    @property
+    def kept(self) -> range:
+        """Indices of the ids that need logits."""
+        return range(len(self.ids) - self.logits_to_keep, len(self.ids))
+
 
 def grow_to_fit(size: int, required: int, limit: int | None = None) -> int:
     """Return `size`, doubled until it is at least `required`, but at most `limit`."""
@@ -196,17 +201,16 @@ def as_device_sampler(engine: Engine) -> DeviceSampler | None:
     return cast(DeviceSampler, engine) if getattr(engine, "samples_on_device", False) else None
 
 
-def forward_or_sample(engine: Engine, inputs: Seq[SequenceInput], policies: Seq[Policy | None]) -> list[ForwardOutput]:
+def forward_or_sample(engine: Engine, inputs: Seq[SequenceInput], policies: Seq[Policy | None]) -> Seq[ForwardOutput]:
     """Return the logits of each input, or its sampled tokens if it has a policy and the engine can sample."""
-    sampler = as_device_sampler(engine)
-    sampled = [n for n, policy in enumerate(policies) if sampler is not None and policy is not None]
+    sampled = {n: policy for n, policy in enumerate(policies) if policy is not None}
+    if not sampled or (sampler := as_device_sampler(engine)) is None:
+        return engine.forward_many(inputs)
     others = [n for n in range(len(inputs)) if n not in sampled]
     found: dict[int, ForwardOutput] = {}
     if others:
         found |= zip(others, engine.forward_many([inputs[n] for n in others]), strict=True)
-    if sampled and sampler is not None:
-        present = [policy for policy in policies if policy is not None]
-        found |= zip(sampled, sampler.sample_many([inputs[n] for n in sampled], present), strict=True)
+    found |= zip(sampled, sampler.sample_many([inputs[n] for n in sampled], [*sampled.values()]), strict=True)
     return [found[n] for n in range(len(inputs))]
 
 

@@ -10,9 +10,8 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from outrider.errors import ModelError
 
@@ -45,7 +44,7 @@ def check_checkpoint(path: str, name: str) -> None:
     _check_sizes(config, list(_tensor_shapes(path, name)), name)
 
 
-def check_config(config: dict[str, Any], name: str) -> None:
+def check_config(config: Mapping[str, object], name: str) -> None:
     """Refuse a configuration that would fetch code or weights from elsewhere.
 
     Raises:
@@ -62,7 +61,7 @@ def check_config(config: dict[str, Any], name: str) -> None:
         )
 
 
-def is_captions_only(tasks: Any) -> bool:
+def is_captions_only(tasks: object) -> bool:
     """Return whether a checkpoint takes recordings alone as prompts. tasks: `outrider_tasks` of its config.json."""
     return bool(tasks == ["caption"])
 
@@ -78,7 +77,7 @@ def find_file(path: str, file: str) -> Path | None:
     return None if found is None else Path(found)
 
 
-def read_json(file: Path | None, name: str) -> dict[str, Any]:
+def read_json(file: Path | None, name: str) -> dict[str, object]:
     """Return a JSON file's object.
 
     Raises:
@@ -135,9 +134,13 @@ def _weight_files(path: str, name: str) -> list[Path]:
         return [single_file]
     index = find_file(path, WEIGHTS_INDEX)
     if index is None:
-        raise ModelError(f"{name}: {_describe_missing_weights(path)}")
+        folder = Path(path)
+        found = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
+        pickles = [file for file in found if file.endswith((".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack"))]
+        beside = f"; {pickles[0]} is not opened, as a pickle can run code: convert it to safetensors" if pickles else ""
+        raise ModelError(f"{name}: no {WEIGHTS_FILE} and no {WEIGHTS_INDEX}{beside}")
     shards = read_json(index, name).get("weight_map")
-    if not isinstance(shards, dict) or not shards or not all(_is_shard(shard) for shard in shards.values()):
+    if not isinstance(shards, dict) or not shards or not all(map(_is_shard, shards.values())):
         raise ModelError(
             f"{name}: {WEIGHTS_INDEX}: weight_map: expected the name of a .safetensors file beside it per tensor"
         )
@@ -148,19 +151,11 @@ def _weight_files(path: str, name: str) -> list[Path]:
     return [file for file in files.values() if file is not None]
 
 
-def _is_shard(shard: Any) -> bool:
+def _is_shard(shard: object) -> bool:
     return isinstance(shard, str) and shard.endswith(".safetensors") and Path(shard).name == shard
 
 
-def _describe_missing_weights(path: str) -> str:
-    folder = Path(path)
-    found = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
-    pickles = [file for file in found if file.endswith((".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack"))]
-    beside = f"; {pickles[0]} is not opened, as a pickle can run code: convert it to safetensors" if pickles else ""
-    return f"no {WEIGHTS_FILE} and no {WEIGHTS_INDEX}{beside}"
-
-
-def _read_header(file: Path, name: str) -> dict[str, Any]:
+def _read_header(file: Path, name: str) -> dict[str, object]:
     """Return the header of a safetensors file. The library checks its offsets when it loads."""
     size = file.stat().st_size
     with file.open("rb") as source:
@@ -177,7 +172,7 @@ def _read_header(file: Path, name: str) -> dict[str, Any]:
     return header
 
 
-def _read_shape(entry: Any, where: str) -> tuple[int, ...]:
+def _read_shape(entry: object, where: str) -> tuple[int, ...]:
     shape = entry.get("shape") if isinstance(entry, dict) else None
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise ModelError(f"{where}: damaged: its shape is {shape!r}")
@@ -187,7 +182,7 @@ def _read_shape(entry: Any, where: str) -> tuple[int, ...]:
 # Sizes ------------------------------------------------------------------------------------------------------
 
 
-def _walk_fields(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _walk_fields(config: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Yield all fields of a configuration, nested ones included."""
     for key, value in config.items():
         yield key, value
@@ -195,7 +190,7 @@ def _walk_fields(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from _walk_fields(value)
 
 
-def _check_sizes(config: dict[str, Any], shapes: list[tuple[int, ...]], name: str) -> None:
+def _check_sizes(config: Mapping[str, object], shapes: list[tuple[int, ...]], name: str) -> None:
     """Refuse more layers than stored tensors, and widths beyond the count of stored numbers."""
     numbers = sum(math.prod(shape) for shape in shapes)
     for key, value in _walk_fields(config):

@@ -35,6 +35,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 BUNDLED = Path(__file__).parent.parent / "demo"
 _BUNDLED_NAMES = {"demo:edge": "edge", "demo:cloud": "cloud"}
 _SHORT_NAMES = {"demo": "demo:edge"}
+_AUDIO_TYPES = ("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen2_audio")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -78,11 +80,11 @@ def _load(path: str, name: str, tokenizer: Any, extractor: Any, dtype: str, devi
     log.info("loading %s as %s on %s", name, options["dtype"], target)
     with warnings.catch_warnings(), map_load_errors(name):
         warnings.simplefilter("ignore")  # remarks of the loading library about checkpoints are not ours to fix
-        loaded_parts = (
-            _load_dequantised(path, options) if path.endswith(".gguf") else _load_transformers(path, name, options)
-        )
-        loaded = loaded_parts[0].to(target)
-        return _make_engine(loaded, tokenizer or loaded_parts[1], extractor or loaded_parts[2], name=name)
+        if path.endswith(".gguf"):
+            loaded, own_tokenizer, own_extractor = *_load_dequantised(path, options), None
+        else:
+            loaded, own_tokenizer, own_extractor = _load_transformers(path, name, options)
+        return _make_engine(loaded.to(target), tokenizer or own_tokenizer, extractor or own_extractor, name)
 
 
 @contextmanager
@@ -176,27 +178,28 @@ def captions_only(name: str) -> bool:
     return config.is_file() and is_captions_only(read_json(config, name).get(TASKS))
 
 
-def _load_transformers(path: str, name: str, options: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _load_transformers(path: str, name: str, options: dict[str, object]) -> tuple[Any, Any, Any]:
     import transformers
 
     check_checkpoint(path, name)
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     if config.is_encoder_decoder:
         raise ModelError(f"{name}: {config.model_type} is an encoder-decoder; outrider takes decoder-only models")
-    auto = _model_class(config)
-    model = _require_weights(name, *auto.from_pretrained(path, output_loading_info=True, **options))
+    model = _load_weights(name, _model_class(config), path, options)
     return model, _load_tokenizer(path), _load_extractor(path) if config.model_type in _AUDIO_TYPES else None
 
 
-def _require_weights(name: str, model: Any, report: dict[str, Any]) -> Any:
-    """Return the model. Raise ModelError if the library initialised weights that the checkpoint lacks."""
+def _load_weights(name: str, auto: Any, path: str, options: dict[str, object]) -> Any:
+    """Return the model that a class of transformers loads.
+
+    Raises:
+        ModelError: the library initialised weights that the checkpoint lacks.
+    """
+    model, report = auto.from_pretrained(path, output_loading_info=True, **options)
     missing = sorted(map(str, report.get("missing_keys", ())))
     if missing:
         raise ModelError(f"{name} lacks {len(missing)} of the model's weights, the first {missing[0]}")
     return model
-
-
-_AUDIO_TYPES = ("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen2_audio")
 
 
 def _model_class(config: Any) -> Any:
@@ -211,7 +214,7 @@ def _model_class(config: Any) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def _load_dequantised(path: str, options: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _load_dequantised(path: str, options: dict[str, object]) -> tuple[Any, Any]:
     for package in ("gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
             raise ModelError(f"{path}: reading GGUF files needs the package {package}: {install_command('gguf-dense')}")
@@ -220,10 +223,9 @@ def _load_dequantised(path: str, options: dict[str, Any]) -> tuple[Any, Any, Any
     file = Path(path)
     if hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    auto, tokenizers = transformers.AutoModelForCausalLM, transformers.AutoTokenizer
-    loaded = auto.from_pretrained(str(file.parent), gguf_file=file.name, output_loading_info=True, **options)
-    model = _require_weights(path, *loaded)
-    return model, tokenizers.from_pretrained(str(file.parent), gguf_file=file.name, **NO_REMOTE_CODE), None
+    folder, options["gguf_file"] = str(file.parent), file.name
+    model = _load_weights(path, transformers.AutoModelForCausalLM, folder, options)
+    return model, transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file.name, **NO_REMOTE_CODE)
 
 
 def _load_tokenizer(path: str) -> Any:
@@ -235,17 +237,10 @@ def _load_tokenizer(path: str) -> Any:
         return None
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if not tokenizer.chat_template:  # Qwen2.5-Omni and Qwen2-Audio keep it with the processor
-        tokenizer.chat_template = _load_processor_template(path)
+        file = find_file(path, "chat_template.json")
+        template = None if file is None else read_json(file, path).get("chat_template")
+        tokenizer.chat_template = template if isinstance(template, str) else None
     return tokenizer
-
-
-def _load_processor_template(path: str) -> str | None:
-    file = find_file(path, "chat_template.json")
-    template = None if file is None else read_json(file, path).get("chat_template")
-    return template if isinstance(template, str) else None
-
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
 def _load_extractor(path: str) -> Any:

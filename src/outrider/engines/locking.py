@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 from outrider.errors import StateError
@@ -19,7 +19,7 @@ S = TypeVar("S", bound="Locked")
 LOAD_LOCK = threading.RLock()
 _locks_guard = threading.Lock()
 _loaders: list[int] = []  # id of the process that loads models
-_locks: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
+_locks: WeakKeyDictionary[object, threading.RLock] = WeakKeyDictionary()
 
 
 class Locked:
@@ -59,7 +59,7 @@ def check_process() -> None:
         )
 
 
-def get_lock(shared: Any) -> threading.RLock:
+def get_lock(shared: object) -> threading.RLock:
     """Return the lock of a loaded model (its engines share it, as a forward may keep state) or of a tokenizer."""
     check_process()
     with _locks_guard:

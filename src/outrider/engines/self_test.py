@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.engines.base import Engine, Prompt, SequenceInput
 from outrider.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ def _forward_in_steps(engine: Engine, slot: int, ids: Seq[int], head: int, step:
     return torch.cat([engine.forward(slot, ids[i : i + step]) for i in range(head, len(ids), step)])
 
 
-def check_weights(model: Any, name: str, dtypes: Seq[torch.dtype]) -> None:
+def check_weights(model: PreTrainedModel, name: str, dtypes: Seq[torch.dtype]) -> None:
     """Raise ModelError for an unsupported dtype, or weights that are not loaded."""
     if model.dtype not in dtypes:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -97,7 +100,7 @@ def check_weights(model: Any, name: str, dtypes: Seq[torch.dtype]) -> None:
         raise ModelError(f"{name}: its weights are not loaded (they are on the meta device)")
 
 
-def explain_non_finite(model: Any) -> str:
+def explain_non_finite(model: nn.Module) -> str:
     """Return the reason for NaN or infinity in the logits of a plain forward."""
     for name, weight in model.named_parameters():
         if not bool(weight.isfinite().all()):

@@ -25,6 +25,9 @@ SETS: Final = ("demo",)
 _QUESTION: Final = ("question_id", "category", "turns")
 
 
+JsonObject = dict[str, Any]
+
+
 @dataclass(frozen=True)
 class Item:
     """One input. Exactly one of audio (a recording), prompt (plain text) and messages (a chat) is set.
@@ -38,7 +41,7 @@ class Item:
     audio: Path | None = None
     prompt: str | None = None
     lang: str = field(default="en", kw_only=True)
-    messages: tuple[dict[str, Any], ...] | None = field(default=None, kw_only=True)
+    messages: tuple[JsonObject, ...] | None = field(default=None, kw_only=True)
     references: tuple[str, ...] = field(default=(), kw_only=True)
     labels: dict[str, str] = field(default_factory=dict, kw_only=True)
     transcript: str | None = field(default=None, kw_only=True)
@@ -50,6 +53,8 @@ class Item:
 
 
 KEYS: Final = tuple(f.name for f in fields(Item))
+Record = tuple[str, Any]  # a JSON value, with its place in the file
+ItemOrErrors = Item | list[str]
 
 
 @dataclass
@@ -91,58 +96,50 @@ def load_set(name: str | Path) -> list[Item]:
     return _build(path, records, _item, "id")
 
 
-def read_manifest(path: str | Path) -> list[Item]:
-    """Read the items of a manifest. Audio paths are relative to its folder.
-
-    Raises:
-        DataError: the file cannot be read, is empty, or has errors, all of which are listed with their items.
-    """
-    return _build(Path(path), read_records(Path(path)), _item, "id")
-
-
 def write_manifest(path: str | Path, items: Iterable[Item]) -> None:
     """Write a manifest, as a JSON list if the file's name ends in .json, else as JSON lines."""
     path = Path(path)
-    rows = [json.dumps(_row(item, path.parent), ensure_ascii=False) for item in items]
+    folder, rows = path.parent.absolute(), []
+    for item in items:
+        row = {key: getattr(item, key) for key in KEYS}
+        if item.audio is not None:  # relative inside the manifest's folder, so that the folder can move
+            audio = item.audio.absolute()
+            row["audio"] = str(audio.relative_to(folder) if audio.is_relative_to(folder) else audio)
+        kept = {key: value for key, value in row.items() if value not in (None, (), {})}
+        rows.append(json.dumps(kept, ensure_ascii=False))
     text = "[\n" + ",\n".join(rows) + "\n]\n" if path.suffix == ".json" else "".join(row + "\n" for row in rows)
     write_file(path, text)
 
 
-def read_records(path: Path) -> list[tuple[str, Any]]:
+def read_records(path: Path) -> list[Record]:
     """Return the values of a JSON list or of JSON lines with their places in the file.
 
     Raises:
         DataError: the file cannot be read, is empty, or is not valid JSON.
     """
     text = read_text(path)
-    records = _list(path, text) if text.lstrip().startswith("[") else _lines(path, text)
+    records: list[Record] = []
+    errors = ErrorCollector(path)
+    if text.lstrip().startswith("["):
+        try:
+            values = json.loads(text, object_pairs_hook=_unique)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path} is not a valid JSON list: {error}") from error
+        records = [(f"item {n}", value) for n, value in enumerate(values, 1)]
+    else:
+        for n, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                try:
+                    records.append((f"item {len(records) + 1} (line {n})", json.loads(line, object_pairs_hook=_unique)))
+                except (ValueError, RecursionError) as error:
+                    errors.add(f"line {n}", f"not valid JSON: {error}")
+    errors.check()
     if not records:
         raise DataError(f"{path} has no items")
     return records
 
 
-def _list(path: Path, text: str) -> list[tuple[str, Any]]:
-    try:
-        values = json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not a valid JSON list: {error}") from error
-    return [(f"item {n}", value) for n, value in enumerate(values, 1)]
-
-
-def _lines(path: Path, text: str) -> list[tuple[str, Any]]:
-    errors = ErrorCollector(path)
-    records: list[tuple[str, Any]] = []
-    for n, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                records.append((f"item {len(records) + 1} (line {n})", json.loads(line, object_pairs_hook=_unique)))
-            except (ValueError, RecursionError) as error:
-                errors.add(f"line {n}", f"not valid JSON: {error}")
-    errors.check()
-    return records
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[Record]) -> JsonObject:
     """Return an object. Raise ValueError for a repeated key, of which json.loads would drop one."""
     keys = [key for key, _ in pairs]
     twice = sorted({key for key in keys if keys.count(key) > 1})
@@ -151,12 +148,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-ItemOrErrors = Item | list[str]
-
-
-def _build(
-    path: Path, records: list[tuple[str, Any]], make: Callable[[dict[str, Any], Path], ItemOrErrors], key: str
-) -> list[Item]:
+def _build(path: Path, records: list[Record], make: Callable[[JsonObject, Path], ItemOrErrors], key: str) -> list[Item]:
     """Build items from records with `make`. key: the field of the record's id."""
     errors, items, seen = ErrorCollector(path), [], set()
     for where, value in records:
@@ -175,7 +167,7 @@ def _build(
     return items
 
 
-def _item(value: dict[str, Any], folder: Path) -> ItemOrErrors:
+def _item(value: JsonObject, folder: Path) -> ItemOrErrors:
     errors = list(_find_errors(value, folder))
     if errors:
         return errors
@@ -188,7 +180,7 @@ def _item(value: dict[str, Any], folder: Path) -> ItemOrErrors:
     return Item(**known)
 
 
-def _find_errors(value: dict[str, Any], folder: Path) -> Iterator[str]:
+def _find_errors(value: JsonObject, folder: Path) -> Iterator[str]:
     unknown = sorted(set(value) - set(KEYS))
     if unknown:
         yield f"unknown key {', '.join(unknown)}: expected any of {', '.join(KEYS)}"
@@ -203,10 +195,13 @@ def _find_errors(value: dict[str, Any], folder: Path) -> Iterator[str]:
     sources = [key for key in SOURCES if value.get(key) is not None]
     if len(sources) != 1:
         yield f"exactly one of {', '.join(SOURCES)} is required, found {' and '.join(sources) or 'none'}"
-    yield from _find_recording_errors(value, folder) if sources == ["audio"] else _find_text_errors(value)
+    if sources == ["audio"]:
+        yield from _find_recording_errors(value, folder)
+    elif is_text(value.get("task")) and value["task"] != "default":
+        yield "task is for a recording: put the instruction of a text into its prompt"
 
 
-def _find_field_errors(value: dict[str, Any]) -> Iterator[str]:
+def _find_field_errors(value: JsonObject) -> Iterator[str]:
     references, labels, messages = value.get("references"), value.get("labels"), value.get("messages")
     if references is not None and not (isinstance(references, list) and all(map(is_text, references))):
         yield f"references is a list of texts that are not blank, not {references!r}"
@@ -220,7 +215,7 @@ def _find_field_errors(value: dict[str, Any]) -> Iterator[str]:
         yield "messages is a list of objects, each with a role"
 
 
-def _find_recording_errors(value: dict[str, Any], folder: Path) -> Iterator[str]:
+def _find_recording_errors(value: JsonObject, folder: Path) -> Iterator[str]:
     if is_text(value["audio"]) and not os.path.isfile(folder / value["audio"]):  # also false for invalid names
         yield f"no such file: {folder / value['audio']}"
     if is_text(value.get("lang")) and value["lang"] not in LANGUAGES:
@@ -229,30 +224,12 @@ def _find_recording_errors(value: dict[str, Any], folder: Path) -> Iterator[str]
         yield f"task is one of {', '.join(TASKS)}, not {value['task']!r}"
 
 
-def _find_text_errors(value: dict[str, Any]) -> Iterator[str]:
-    if is_text(value.get("task")) and value["task"] != "default":
-        yield "task is for a recording: put the instruction of a text into its prompt"
-
-
 def is_text(value: Any) -> bool:
     """Return whether a value is a string that is not blank and can be encoded in UTF-8."""
     return isinstance(value, str) and bool(value.strip()) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
-def _row(item: Item, folder: Path) -> dict[str, Any]:
-    row = {key: getattr(item, key) for key in KEYS}
-    if item.audio is not None:
-        row["audio"] = _relative(item.audio, folder)
-    return {key: value for key, value in row.items() if value not in (None, (), {})}
-
-
-def _relative(audio: Path, folder: Path) -> str:
-    """Return the recording's path, relative if it is inside the manifest's folder, so that the folder can move."""
-    audio, folder = audio.absolute(), folder.absolute()
-    return str(audio.relative_to(folder) if audio.is_relative_to(folder) else audio)
-
-
-def _question(value: dict[str, Any], _folder: Path) -> ItemOrErrors:
+def _question(value: JsonObject, _folder: Path) -> ItemOrErrors:
     """Build an item from a question of Spec-Bench. Its "reference" differs in meaning by category and is ignored."""
     number, category, turns = value.get("question_id"), value.get("category"), value.get("turns")
     errors = [f"unknown key {key}" for key in sorted(set(value) - {*_QUESTION, "reference"})]

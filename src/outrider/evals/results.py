@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from outrider.config import is_integer
 from outrider.decoding.sequence import Source
@@ -140,8 +140,8 @@ class EvalRun:
     def expected(self) -> int:
         """Return the lines of a complete results.jsonl, as run.json implies, 0 if unknown."""
         data = self._configuration.get("data")
-        items: Any = data.get("items") if isinstance(data, dict) else None
-        return int(items) * len(self._configured_modes) if is_integer(items) else 0
+        items: object = data.get("items") if isinstance(data, dict) else None
+        return items * len(self._configured_modes) if isinstance(items, int) and is_integer(items) else 0
 
     @property
     def missing(self) -> int:
@@ -154,7 +154,7 @@ class EvalRun:
         return self.about.get("configuration", {})
 
     @property
-    def _configured_modes(self) -> list[Any]:
+    def _configured_modes(self) -> list[object]:
         modes = self._configuration.get("modes")
         return modes if isinstance(modes, list) else []
 
@@ -171,19 +171,25 @@ def read_run(folder: Path) -> EvalRun:
     if not folder.is_dir():
         raise DataError(f"no such directory: {folder} (outrider report reads the output of outrider eval)")
     about = read_object(folder / "run.json")
+    with error_prefix(str(folder / "run.json")):
+        groups = [key for key in ("configuration", "versions", "hardware") if about.get(key) is not None]
+        found = dict.fromkeys(("configuration", "versions", "hardware"), Row()) | {
+            key: mapping(about, key) for key in groups
+        }
     lines = _distinct(rows(folder / "results.jsonl", _line), folder / "results.jsonl")
     traces, sweep, timings, summary = (
         folder / name for name in ("traces.jsonl", "sweep.jsonl", "timings.jsonl", "summary.json")
     )
     return EvalRun(
         name=folder.resolve().name,
-        about={key: _about(about, key, folder / "run.json") for key in ("configuration", "versions", "hardware")},
+        about=found,
         answers=tuple(line for line in lines if isinstance(line, Answer)),
         failures=tuple(line for line in lines if isinstance(line, Failure)),
         timings=_distinct(rows(timings, _timing), timings) if timings.exists() else (),
         traces=tuple(read_traces(traces)) if traces.exists() else (),
         sweep=rows(sweep, _swept) if sweep.exists() else (),
-        **(_summary(summary) if summary.exists() else {}),
+        metrics=_metrics(summary, "modes"),
+        latency=_metrics(summary, "latency"),
     )
 
 
@@ -193,17 +199,11 @@ def read_run(folder: Path) -> EvalRun:
 def _line(row: Row) -> Answer | Failure:
     for name in ("error", "skipped"):
         if "token_ids" not in row and row.get(name) is not None:
-            return Failure(text(row, "id"), text(row, "mode"), _reason(row[name]))
-    return _answer(row)
-
-
-def _reason(value: Any) -> str:
-    if isinstance(value, dict) and "message" in value:
-        return string(f"{value.get('type', 'error')}: {value['message']}", "error")
-    return string(value, "error") if isinstance(value, str) else shorten(value)
-
-
-def _answer(row: Row) -> Answer:
+            reason = row[name]
+            if isinstance(reason, dict) and "message" in reason:
+                reason = f"{reason.get('type', 'error')}: {reason['message']}"
+            shown = string(reason, "error") if isinstance(reason, str) else shorten(reason)
+            return Failure(text(row, "id"), text(row, "mode"), shown)
     ids = tuple(whole_number(token, "token_ids") for token in entries(row, "token_ids"))
     answer = Answer(
         id=text(row, "id"),
@@ -252,17 +252,12 @@ def _swept(row: Row) -> SweepPoint:
     )
 
 
-def _summary(path: Path) -> dict[str, dict[str, dict[str, Figure]]]:
-    """Return the groups of summary.json by their names in `EvalRun`."""
-    whole_file = read_object(path)
+def _metrics(path: Path, group: str) -> dict[str, dict[str, Figure]]:
+    """Return the figures of summary.json by mode and metric. Other values (texts, lists, null) are ignored."""
+    whole_file = read_object(path) if path.exists() else {}
     with error_prefix(str(path)):
-        return {"metrics": _metrics(whole_file, "modes"), "latency": _metrics(whole_file, "latency")}
-
-
-def _metrics(whole_file: Row, group: str) -> dict[str, dict[str, Figure]]:
-    """Return the figures by mode and metric. Other values (texts, lists, null) are ignored."""
-    modes = mapping(whole_file, group) if group in whole_file else {}
-    found = {mode: {name: _figure(v, name) for name, v in mapping(modes, mode).items()} for mode in modes}
+        modes = mapping(whole_file, group) if group in whole_file else {}
+        found = {mode: {name: _figure(v, name) for name, v in mapping(modes, mode).items()} for mode in modes}
     return {mode: {name: f for name, f in figures.items() if f is not None} for mode, figures in found.items()}
 
 
@@ -278,46 +273,31 @@ def _figure_of(row: Row, name: str) -> Figure | None:
     return Figure(figure.value, *(number(end, f"{name}_ci") for end in ends))
 
 
-def _figure(value: Any, name: str) -> Figure | None:
+def _figure(value: object, name: str) -> Figure | None:
     if isinstance(value, dict) and value.get("value") is not None:
         ends = (None if value.get(end) is None else number(value[end], name) for end in ("low", "high"))
         return Figure(number(value["value"], name), *ends)
     return Figure(number(value, name)) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def _source(value: Any) -> Source:
+def _source(value: object) -> Source:
     if not isinstance(value, str) or value not in SOURCES:
         raise DataError(f"sources: expected one of {', '.join(SOURCES)}, not {shorten(value)}")
     return SOURCES[value]
 
 
-def _signals(value: Any) -> tuple[dict[str, float], ...]:
-    if isinstance(value, dict):  # the form of traces
-        value = _transposed(value)
-    if not isinstance(value, list) and value is not None:
+def _signals(value: object) -> tuple[dict[str, float], ...]:
+    if isinstance(value, dict):  # the form of traces: one list per signal
+        lists = [entries(value, name) for name in value]
+        if len({len(column) for column in lists}) > 1:
+            raise DataError(f"signals: lists of different length, {', '.join(value)}")
+        value = [dict(zip(value, entry, strict=True)) for entry in zip(*lists, strict=True)]
+    if value is not None and not isinstance(value, list):
         raise DataError(f"signals: expected a list, not {shorten(value)}")
-    return tuple(_signal(entry) for entry in value or [])
-
-
-def _transposed(columns: Row) -> list[Row]:
-    """Convert one list per signal to one object per token."""
-    lists = [entries(columns, name) for name in columns]
-    if len({len(column) for column in lists}) > 1:
-        raise DataError(f"signals: lists of different length, {', '.join(columns)}")
-    return [dict(zip(columns, entry, strict=True)) for entry in zip(*lists, strict=True)]
-
-
-def _signal(value: Any) -> dict[str, float]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise DataError(f"signals: expected an object or null for each token, not {shorten(value)}")
-    return numbers(value)
-
-
-def _about(about: Row, key: str, path: Path) -> Row:
-    with error_prefix(str(path)):
-        return mapping(about, key) if about.get(key) is not None else {}
+    for entry in value or []:
+        if entry is not None and not isinstance(entry, dict):
+            raise DataError(f"signals: expected an object or null for each token, not {shorten(entry)}")
+    return tuple(numbers(entry or {}) for entry in value or [])
 
 
 def _distinct(rows: tuple[Keyed, ...], path: Path) -> tuple[Keyed, ...]:

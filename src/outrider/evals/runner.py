@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from outrider.errors import OutriderError
 from outrider.evals.manifest import Item
@@ -20,7 +19,7 @@ def run(
     modes: Sequence[Mode],
     store: Store,
     tracer: Tracer | None = None,
-    advance: Callable[[], Any] = lambda: None,
+    advance: Callable[[], object] = lambda: None,
 ) -> None:
     """Answer the items that the store lacks, and sort its files. A failure is stored as a result.
 
@@ -34,7 +33,12 @@ def run(
             advance()
         if tracer is not None:
             if not store.is_done(item.id, TRACE):
-                _trace(tracer, item, store)
+                try:
+                    trace = {**tracer(item), "id": item.id}
+                except _FAILURES as error:
+                    store.add({"id": item.id, "mode": TRACE, "error": _named(error)})
+                else:
+                    store.traces.add(trace)
             advance()
     store.finish([item.id for item in items], [mode.name for mode in modes])
 
@@ -68,15 +72,6 @@ def answer(mode: Mode, item: Item) -> tuple[Row, Row | None]:
     except _FAILURES as error:
         return {**names, "error": _named(error)}, None
     return {**names, **outcome.result}, {**names, **outcome.timing}
-
-
-def _trace(tracer: Tracer, item: Item, store: Store) -> None:
-    try:
-        row = tracer(item)
-    except _FAILURES as error:
-        store.add({"id": item.id, "mode": TRACE, "error": _named(error)})
-    else:
-        store.add_trace({**row, "id": item.id})
 
 
 def _named(error: BaseException) -> dict[str, str]:

@@ -59,25 +59,26 @@ class JsonLinesFile:
         if self._size < len(data):
             os.truncate(self.path, self._size)  # the incomplete line of a killed writer
         for n, line in enumerate(data[: self._size].split(b"\n")[:-1], 1):
-            key, row = self._parse(line, n)
+            try:
+                row = json.loads(line)
+                key = self._key(row)
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                fault = f"not a line of a run ({type(error).__name__}: {error})"
+                raise DataError(f"{self.path}, line {n}: {fault}") from error
             if key in self.rows:
                 raise DataError(f"{self.path}, line {n}: {' '.join(key)} appears twice")
             self.rows[key] = row
 
-    def _parse(self, line: bytes, n: int) -> tuple[Key, Row]:
-        try:
-            row = json.loads(line)
-            return self._key(row), row
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DataError(f"{self.path}, line {n}: not a line of a run ({type(error).__name__}: {error})") from error
-
     def add(self, row: Row) -> None:
         """Append a line and sync it to disk."""
         line = _encode(row) + b"\n"
-        with _writing(self.path), self.path.open("ab", buffering=0) as file:
-            if file.write(line) != len(line):
-                raise OSError("the file system wrote only part of a line")
-            os.fsync(file.fileno())
+        try:
+            with self.path.open("ab", buffering=0) as file:
+                if file.write(line) != len(line):
+                    raise OSError("the file system wrote only part of a line")
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise OutriderError(f"{self.path} cannot be written: {error.strerror or error}") from error
         self.rows[self._key(row)] = row
 
     def retain(self, keys: Iterable[Key]) -> None:
@@ -105,16 +106,14 @@ class Store:
             self.results = JsonLinesFile(folder / "results.jsonl", pair_key)
             self.timings = JsonLinesFile(folder / "timings.jsonl", pair_key)
             self.traces = JsonLinesFile(folder / "traces.jsonl", item_key)
-            self._drop_incomplete()
+            # Drop timings without an answer, and answers without a timing.
+            results, timings = self.results.rows, self.timings.rows
+            complete = [key for key, row in results.items() if "token_ids" not in row or key in timings]
+            self.results.retain(complete)
+            self.timings.retain([key for key in timings if key in self.results.rows])
         except BaseException:
             self.close()
             raise
-
-    def _drop_incomplete(self) -> None:
-        """Drop timings without an answer, and answers without a timing."""
-        complete = {key for key, row in self.results.rows.items() if "token_ids" not in row or key in self.timings.rows}
-        self.results.retain([key for key in self.results.rows if key in complete])
-        self.timings.retain([key for key in self.timings.rows if key in complete])
 
     def __enter__(self) -> Store:
         return self
@@ -136,10 +135,6 @@ class Store:
             self.timings.add(timing)
         self.results.add(result)
 
-    def add_trace(self, trace: Row) -> None:
-        """Store a trace."""
-        self.traces.add(trace)
-
     def forget_failures(self) -> None:
         """Drop failures, so that the run retries them."""
         self.results.retain([key for key, row in self.results.rows.items() if "error" not in row])
@@ -153,10 +148,10 @@ class Store:
 
     def summarise(self, figures: Row) -> None:
         """Write summary.json."""
-        write_file(self.folder / "summary.json", _document(figures))
+        write_file(self.folder / "summary.json", _encode(figures, indent=2) + b"\n")
 
 
-def difference(old: Row, new: Row) -> tuple[str, Any, Any] | None:
+def difference(old: Row, new: Row) -> tuple[str, object, object] | None:
     """Return the path of the first different field with both values, or None."""
     before, now = _flatten(old), _flatten(new)
     for name in [*now, *before]:
@@ -171,7 +166,7 @@ def _check_run_file(folder: Path, about: Row) -> None:
     if not path.exists():
         if any((folder / name).exists() for name in ("results.jsonl", "timings.jsonl", "traces.jsonl")):
             raise DataError(f"{folder} has results but no run.json, so their configuration is unknown")
-        write_file(path, _document(about))
+        write_file(path, _encode(about, indent=2) + b"\n")
         return
     recorded = read_json(path)
     found = difference(recorded, json.loads(json.dumps(about)))
@@ -182,12 +177,11 @@ def _check_run_file(folder: Path, about: Row) -> None:
         )
 
 
-def _flatten(value: Any, path: str = "") -> dict[str, Any]:
+def _flatten(value: object, path: str = "") -> dict[str, object]:
     if not isinstance(value, dict) or not value:
         return {path: value}
-    return {
-        key: leaf for name, part in value.items() for key, leaf in _flatten(part, f"{path}.{name}".strip(".")).items()
-    }
+    parts = (_flatten(part, f"{path}.{name}".strip(".")) for name, part in value.items())
+    return {key: leaf for part in parts for key, leaf in part.items()}
 
 
 def _lock(folder: Path) -> int:
@@ -212,24 +206,6 @@ def _lock(folder: Path) -> int:
     return lock
 
 
-def _encode(row: Row) -> bytes:
-    """Encode a line. Lone surrogates, which UTF-8 cannot encode, stay JSON escapes."""
-    return json.dumps(row, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
-
-
-def _document(row: Row) -> bytes:
-    """Encode a file with indentation."""
-    return json.dumps(row, ensure_ascii=False, allow_nan=False, indent=2).encode("utf-8", "backslashreplace") + b"\n"
-
-
-class _writing:
-    """Converts an OSError to an OutriderError that names the file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, OSError):
-            raise OutriderError(f"{self._path} cannot be written: {error.strerror or error}") from error
+def _encode(row: Row, indent: int | None = None) -> bytes:
+    """Encode an object. Lone surrogates, which UTF-8 cannot encode, stay JSON escapes."""
+    return json.dumps(row, ensure_ascii=False, allow_nan=False, indent=indent).encode("utf-8", "backslashreplace")

@@ -39,7 +39,8 @@ class Access:
         """
         self.check_host(request)
         if self.keys is None:
-            return _peer_address(request)
+            # IPv4 addresses lose the prefix that they have on a dual-stack socket.
+            return request.client.host.removeprefix("::ffff:") if request.client is not None else "local"
         name = self.keys.identity(_bearer(request.headers.getlist("authorization")))
         if name is None:
             raise _unauthorized("unknown API key: this gateway does not accept it")
@@ -71,11 +72,6 @@ class Access:
         except TimeoutError:
             message = f"the body did not arrive within {self.body_s:g} s"
             raise RequestError(message, code="too_slow", status=408) from None
-
-
-def _peer_address(request: Request) -> str:
-    """Return the peer's address. IPv4 addresses lose the prefix that they have on a dual-stack socket."""
-    return request.client.host.removeprefix("::ffff:") if request.client is not None else "local"
 
 
 def check_listen(host: str, *, keys: bool, insecure: bool) -> None:

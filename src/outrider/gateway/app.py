@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from fastapi import Depends, FastAPI
 from fastapi.routing import APIRoute
@@ -27,10 +28,10 @@ from outrider.decoding.gate import SIGNAL_NAMES
 from outrider.engines.load import BUNDLED
 from outrider.errors import OutriderError
 from outrider.gateway import response_schema
-from outrider.gateway.errors import SERVER, ErrorResponse, RequestError, http_error, to_error_response
+from outrider.gateway.errors import SERVER, ErrorResponse, JsonObject, RequestError, http_error, to_error_response
 from outrider.gateway.handlers import Gateway, handle_completion
 from outrider.gateway.request_parsing import Defaults
-from outrider.gateway.request_schema import MODEL, ChatRequest, CompletionRequest, Request, StrictModel
+from outrider.gateway.request_schema import MODEL, ChatRequest, CompletionRequest, Request
 
 log = logging.getLogger("outrider.gateway")
 
@@ -57,6 +58,8 @@ STATUS_DESCRIPTIONS: Final = {
     503: "The cloud is unreachable or refused the request (`type` is cloud_error), or the gateway is going down.",
     504: "The generation took longer than this gateway allows.",
 }
+Endpoint = Callable[[HttpRequest], Awaitable[Response]]
+Content = Callable[[str, Mapping[str, str]], JsonObject]  # from the client and the path's parameters
 COMPLETION_STATUSES: Final = (400, 403, 404, 408, 413, 415, 429, 500, 503, 504)
 
 
@@ -68,17 +71,17 @@ class GatewayInfo:
     the rest. trouble: returns the reason while the cloud is unreachable, else None.
     """
 
-    overview: dict[str, Any]
+    overview: JsonObject
     origins: tuple[str, ...] = ()
     cloud: Callable[[], str] | None = None
     trouble: Callable[[], str | None] = lambda: None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the overview with the cloud's present name."""
         return self.overview if self.cloud is None else {**self.overview, "cloud": self.cloud()}
 
 
-def build_overview(defaults: Defaults, cloud: str, slots: int, *, cut: bool = False) -> dict[str, Any]:
+def build_overview(defaults: Defaults, cloud: str, slots: int, *, cut: bool = False) -> JsonObject:
     """Return the fields of `response_schema.Overview`. cloud: the model's name, or "none"."""
     return {
         "edge": defaults.edge,
@@ -99,12 +102,11 @@ def create_app(gateway: Gateway, info: GatewayInfo) -> FastAPI:
     """Build the gateway's ASGI application."""
     app = FastAPI(title="outrider edge", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.router.redirect_slashes = False  # a redirect would repeat the host that the request names, checked or not
-    auth_dependencies = [Depends(HTTPBearer(auto_error=False, description="an API key"))] if gateway.access.keys else []
-    _add_completions(app, gateway, auth_dependencies)
-    _add_info_routes(app, gateway, info, auth_dependencies)
-    _add_cut(app, gateway, auth_dependencies)
-    _add_metrics(app, gateway, auth_dependencies)
-    _add_health(app, gateway, info)
+    routes = _Routes(app, gateway)
+    routes.add_completions()
+    routes.add_documents(info)
+    routes.add_metrics()
+    routes.add_health(info)
     _add_head_routes(app)
     _add_page(app, gateway)
     _add_errors(app, gateway)
@@ -122,114 +124,125 @@ def create_app(gateway: Gateway, info: GatewayInfo) -> FastAPI:
 # Paths ------------------------------------------------------------------------------------------------------
 
 
-def _add_completions(app: FastAPI, gateway: Gateway, auth_dependencies: Sequence[Any]) -> None:
-    kinds: tuple[tuple[str, type[Request], type[response_schema.Reply], str], ...] = (
-        ("/v1/chat/completions", ChatRequest, response_schema.ChatCompletion, "Answer a conversation, or a recording."),
-        ("/v1/completions", CompletionRequest, response_schema.Completion, "Continue a text."),
-    )
-    for path, kind, reply, summary in kinds:
-        app.add_api_route(
-            path,
-            _completion_endpoint(gateway, kind),
-            methods=["POST"],
-            summary=summary,
-            operation_id=kind.__name__,
-            dependencies=auth_dependencies,
-            responses={200: {"model": reply, **_streams()}, **_errors(auth_dependencies, *COMPLETION_STATUSES)},
-            openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": _ref(kind)}}}},
-            response_class=JSONResponse,
+class _Routes:
+    """The routes of the OpenAPI document. All but /health require an API key, if the gateway has keys."""
+
+    def __init__(self, app: FastAPI, gateway: Gateway) -> None:
+        self._app, self._gateway = app, gateway
+        self._has_keys = bool(gateway.access.keys)
+        self._dependencies = [Depends(HTTPBearer(auto_error=False, description="an API key"))] if self._has_keys else []
+
+    def add_completions(self) -> None:
+        """Add both kinds of completion."""
+        gateway = self._gateway
+
+        def endpoint(kind: type[Request]) -> Endpoint:
+            async def complete(request: HttpRequest) -> Response:
+                response = await handle_completion(request, kind, gateway)
+                gateway.metrics.count_response(request.url.path, response.status_code)
+                return response
+
+            return complete
+
+        kinds: tuple[tuple[str, type[Request], type[response_schema.Reply], str], ...] = (
+            ("chat/completions", ChatRequest, response_schema.ChatCompletion, "Answer a conversation, or a recording."),
+            ("completions", CompletionRequest, response_schema.Completion, "Continue a text."),
         )
+        for path, kind, reply, summary in kinds:
+            schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+            success = {
+                "model": reply,
+                "description": "The answer. With stream: true, OpenAI's chunks as server-sent events, ended by [DONE].",
+                "content": {"text/event-stream": {}},
+            }
+            body = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+            self._add(f"/v1/{path}", endpoint(kind), kind.__name__, summary, success, COMPLETION_STATUSES, "POST", body)
 
+    def add_documents(self, info: GatewayInfo) -> None:
+        """Add the JSON documents about the models and the gateway, and the cut of a request's connection."""
+        gateway = self._gateway
 
-def _completion_endpoint(gateway: Gateway, kind: type[Request]) -> Callable[[HttpRequest], Any]:
-    async def complete(request: HttpRequest) -> Response:
-        response = await handle_completion(request, kind, gateway)
-        gateway.metrics.count_response(request.url.path, response.status_code)
-        return response
+        def add(
+            path: str, reply: type[response_schema.Reply], summary: str, content: Content, method: str = "GET"
+        ) -> None:
+            async def answer(request: HttpRequest) -> Response:
+                return JSONResponse(content(gateway.access.authenticate(request), request.path_params))
 
-    return complete
+            parameters = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+                for name in re.findall(r"{(\w+)", path)
+            ]
+            statuses, extra = ((403, 404), {"parameters": parameters}) if parameters else ((403,), None)
+            self._add(path, answer, reply.__name__, summary, {"model": reply}, statuses, method, extra)
 
+        def model(_: str, parameters: Mapping[str, str]) -> JsonObject:
+            if parameters["model"] != MODEL:
+                raise RequestError(f"no such model: use {MODEL!r}", param="model", code="model_not_found", status=404)
+            return MODEL_ENTRY
 
-def _add_info_routes(app: FastAPI, gateway: Gateway, info: GatewayInfo, auth_dependencies: Sequence[Any]) -> None:
-    """Add the JSON documents about the models and the gateway."""
+        def cut(client: str, parameters: Mapping[str, str]) -> JsonObject:
+            gateway.cut(client, parameters["id"])
+            return {"cut": True}
 
-    def add_get(
-        path: str, reply: type[response_schema.Reply], summary: str, content: Callable[[HttpRequest], Any]
+        listed = {"object": "list", "data": [MODEL_ENTRY]}
+        add("/v1/models", response_schema.Models, "The models.", lambda *_: listed)
+        add("/v1/models/{model:path}", response_schema.Model, "One model.", model)
+        add("/v1/outrider", response_schema.Overview, "The models and the defaults.", lambda *_: info.to_json())
+        summary = "Disconnect a running request from its cloud."
+        add("/v1/outrider/cut/{id}", response_schema.Cut, summary, cut, "POST")
+
+    def add_metrics(self) -> None:
+        """Add /metrics."""
+
+        async def metrics(request: HttpRequest) -> Response:
+            self._gateway.access.authenticate(request)
+            return Response(self._gateway.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+        success = {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Metrics."}
+        self._add("/metrics", metrics, "Metrics", "Metrics for Prometheus.", success, (403,), response_class=Response)
+
+    def add_health(self, info: GatewayInfo) -> None:
+        """Add /health, which needs no API key."""
+
+        async def health(request: HttpRequest) -> Response:
+            self._gateway.access.check_host(request)
+            scheduler, reason = self._gateway.scheduler, info.trouble()
+            status = {"status": "ok" if reason is None else "degraded", "reason": reason}
+            load = {"active": scheduler.active, "waiting": scheduler.waiting}
+            return JSONResponse({**status, **load, "cloud": str(info.to_json()["cloud"])})
+
+        success = {"model": response_schema.Health}
+        self._add("/health", health, "Health", "The gateway's state.", success, (403,), open_to_all=True)
+
+    def _add(
+        self,
+        path: str,
+        answer: Endpoint,
+        name: str,
+        summary: str,
+        success: JsonObject,
+        statuses: tuple[int, ...],
+        method: str = "GET",
+        extra: JsonObject | None = None,
+        *,
+        response_class: type[Response] = JSONResponse,
+        open_to_all: bool = False,
     ) -> None:
-        async def answer(request: HttpRequest) -> Response:
-            gateway.access.authenticate(request)
-            return JSONResponse(content(request))
-
-        errors = _errors(auth_dependencies, 403, *([404] if "{" in path else []))
-        extra = {"parameters": [_path_parameter("model")]} if "{" in path else None
-        app.add_api_route(
+        errors = sorted((*statuses, 401) if self._has_keys and not open_to_all else statuses)
+        responses: dict[int | str, JsonObject] = {200: success}
+        for status in errors:
+            responses[status] = {"model": response_schema.ErrorReply, "description": STATUS_DESCRIPTIONS[status]}
+        self._app.add_api_route(
             path,
             answer,
+            methods=[method],
             summary=summary,
-            operation_id=reply.__name__,
-            dependencies=auth_dependencies,
-            responses={200: {"model": reply}, **errors},
+            operation_id=name,
+            dependencies=[] if open_to_all else self._dependencies,
+            responses=responses,
             openapi_extra=extra,
+            response_class=response_class,
         )
-
-    add_get("/v1/models", response_schema.Models, "The models.", lambda _: {"object": "list", "data": [MODEL_ENTRY]})
-    add_get(
-        "/v1/models/{model:path}",
-        response_schema.Model,
-        "One model.",
-        lambda request: _model(request.path_params["model"]),
-    )
-    add_get("/v1/outrider", response_schema.Overview, "The models and the defaults.", lambda _: info.to_json())
-
-
-def _add_cut(app: FastAPI, gateway: Gateway, auth_dependencies: Sequence[Any]) -> None:
-    async def cut(request: HttpRequest) -> Response:
-        gateway.cut(gateway.access.authenticate(request), request.path_params["id"])
-        return JSONResponse({"cut": True})
-
-    app.add_api_route(
-        "/v1/outrider/cut/{id}",
-        cut,
-        methods=["POST"],
-        summary="Disconnect a running request from its cloud.",
-        operation_id="Cut",
-        dependencies=auth_dependencies,
-        responses={200: {"model": response_schema.Cut}, **_errors(auth_dependencies, 403, 404)},
-        openapi_extra={"parameters": [_path_parameter("id")]},
-    )
-
-
-def _add_metrics(app: FastAPI, gateway: Gateway, auth_dependencies: Sequence[Any]) -> None:
-    async def metrics(request: HttpRequest) -> Response:
-        gateway.access.authenticate(request)
-        return Response(gateway.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    text: dict[int | str, dict[str, Any]] = {
-        200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Metrics."}
-    }
-    app.add_api_route(
-        "/metrics",
-        metrics,
-        summary="Metrics for Prometheus.",
-        operation_id="Metrics",
-        dependencies=auth_dependencies,
-        responses={**text, **_errors(auth_dependencies, 403)},
-        response_class=Response,
-    )
-
-
-def _add_health(app: FastAPI, gateway: Gateway, info: GatewayInfo) -> None:
-    """Add /health, which needs no API key."""
-
-    async def health(request: HttpRequest) -> Response:
-        gateway.access.check_host(request)
-        scheduler, reason = gateway.scheduler, info.trouble()
-        status = {"status": "ok" if reason is None else "degraded", "reason": reason}
-        load = {"active": scheduler.active, "waiting": scheduler.waiting}
-        return JSONResponse({**status, **load, "cloud": str(info.to_json()["cloud"])})
-
-    responses: dict[int | str, dict[str, Any]] = {200: {"model": response_schema.Health}, **_errors([], 403)}
-    app.add_api_route("/health", health, summary="The gateway's state.", operation_id="Health", responses=responses)
 
 
 def _add_head_routes(app: FastAPI) -> None:
@@ -260,12 +273,8 @@ def _add_page(app: FastAPI, gateway: Gateway) -> None:
         gateway.access.check_host(request)
         return JSONResponse(_document(app))
 
-    for path, answer in (
-        ("/", page),
-        ("/demo/clips", clips),
-        ("/demo/clips/{name}", clip),
-        ("/openapi.json", document),
-    ):
+    answers = {"/": page, "/demo/clips": clips, "/demo/clips/{name}": clip, "/openapi.json": document}
+    for path, answer in answers.items():
         app.add_api_route(path, answer, methods=["GET", "HEAD"], include_in_schema=False)
     app.mount("/page", _PageFiles(gateway), name="page")
 
@@ -285,14 +294,8 @@ class _PageFiles(StaticFiles):
         return response
 
 
-def _model(name: str) -> dict[str, Any]:
-    if name != MODEL:
-        raise RequestError(f"no such model: use {MODEL!r}", param="model", code="model_not_found", status=404)
-    return MODEL_ENTRY
-
-
 @lru_cache(1)
-def bundled_clips() -> list[dict[str, Any]]:
+def bundled_clips() -> list[JsonObject]:
     """Return the bundled recordings, as the fields of `response_schema.Clip`."""
     import soundfile
 
@@ -315,7 +318,8 @@ def bundled_clips() -> list[dict[str, Any]]:
 def _add_errors(app: FastAPI, gateway: Gateway) -> None:
     def count(request: HttpRequest, status: int) -> None:
         if request.url.path.startswith("/v1/"):
-            gateway.metrics.count_response(_endpoint(request), status)
+            route = request.scope.get("route")  # its declared path: each path that clients send would be a new series
+            gateway.metrics.count_response(str(getattr(route, "path", "other")), status)
 
     def on_outrider_error(request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, OutriderError)  # as registered
@@ -338,13 +342,7 @@ def _add_errors(app: FastAPI, gateway: Gateway) -> None:
     app.add_exception_handler(Exception, on_unexpected_error)  # starlette raises it again, for the server's log
 
 
-def _endpoint(request: HttpRequest) -> str:
-    """Return the route's declared path, because each path that clients send would be a new time series."""
-    route = request.scope.get("route")
-    return str(getattr(route, "path", "other"))
-
-
-def _to_response(response: ErrorResponse, headers: Any = None) -> Response:
+def _to_response(response: ErrorResponse, headers: Mapping[str, str] | None = None) -> Response:
     more = {**response.headers, **(headers or {})}
     return Response(response.encode(), response.status, more, media_type="application/json")
 
@@ -352,29 +350,7 @@ def _to_response(response: ErrorResponse, headers: Any = None) -> Response:
 # The document -----------------------------------------------------------------------------------------------
 
 
-def _errors(auth_dependencies: Sequence[Any], *statuses: int) -> dict[int | str, dict[str, Any]]:
-    listed = sorted({*statuses, *((401,) if auth_dependencies else ())})
-    return {
-        status: {"model": response_schema.ErrorReply, "description": STATUS_DESCRIPTIONS[status]} for status in listed
-    }
-
-
-def _streams() -> dict[str, Any]:
-    return {
-        "description": "The answer. With stream: true, OpenAI's chunks as server-sent events, ended by [DONE].",
-        "content": {"text/event-stream": {}},
-    }
-
-
-def _path_parameter(name: str) -> dict[str, Any]:
-    return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-
-
-def _ref(kind: type[StrictModel]) -> dict[str, str]:
-    return {"$ref": f"#/components/schemas/{kind.__name__}"}
-
-
-def _document(app: FastAPI) -> dict[str, Any]:
+def _document(app: FastAPI) -> JsonObject:
     """Return FastAPI's OpenAPI document with the request schemas. Bodies are read as bytes, so FastAPI has none."""
     document = app.openapi()
     schemas = models_json_schema(

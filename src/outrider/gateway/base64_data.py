@@ -11,12 +11,8 @@ MAX_DATA_URL_HEAD: Final = 256  # characters of a data URL before its comma
 DATA_URL_HEAD: Final = re.compile(
     r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.+-]+=[^;,]*)*)(;base64)?", re.ASCII | re.IGNORECASE
 )
-ACCEPTED_TYPES: Final = (
-    "audio/",
-    "video/",
-    "application/ogg",
-    "application/octet-stream",
-)  # browsers label some audio as video
+# Browsers label some audio as video.
+ACCEPTED_TYPES: Final = ("audio/", "video/", "application/ogg", "application/octet-stream")
 
 
 def extract_base64(data: str, param: str) -> str:

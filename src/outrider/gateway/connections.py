@@ -78,7 +78,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes, at most as many outside of bodies as a head may have."""
-        if self._head_timer is None and (self.cycle is None or self.cycle.response_complete) and not self._draining:
+        answered = self.cycle is None or self.cycle.response_complete
+        if answered and self._head_timer is None and self._linger_timer is None:
             self._expect_head()
         while data and not self.transport.is_closing():
             room = HEAD_BYTES - self._bytes_without_body
@@ -88,10 +89,6 @@ class LimitedProtocol(HttpToolsProtocol):
             part, data = data[:room], data[room:]
             self._bytes_without_body += len(part)
             super().data_received(part)
-
-    @property
-    def _draining(self) -> bool:
-        return self._linger_timer is not None
 
     def on_message_begin(self) -> None:
         """Check the number of pipelined requests."""
@@ -289,7 +286,7 @@ class Listener(socket.socket):
         """Listen. asyncio's `backlog` is too small here, since it is also the number to accept in one turn."""
         super().listen(max(backlog, ACCEPT_BACKLOG))
 
-    def accept(self) -> tuple[socket.socket, Any]:
+    def accept(self) -> tuple[socket.socket, object]:
         """Accept a connection.
 
         Raises:

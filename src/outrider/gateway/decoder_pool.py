@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from outrider.api import SpeculativeDecoder
 from outrider.config import DecodingMode, check_choice
@@ -19,6 +19,7 @@ from outrider.netem.conditions import parse_conditions
 from outrider.verifiers.base import Connectable, Verifier, disconnect
 from outrider.verifiers.local import LocalVerifier
 
+Settings = Mapping[str, Any]  # fields of GenerationSettings
 CUT = "cut"
 MAX_DECODERS = 64
 MAX_VERIFIERS = 8
@@ -94,11 +95,14 @@ class DecoderPool:
             found = self._decoders.get(options)
             if found is None:
                 found = self._decoders[options] = self._build(options)
-                self._share_learning(options, found)
+                # The decoder that differs in `watch` alone has the same audits and draft lengths.
+                counterpart = self._decoders.get(replace(options, watch=not options.watch))
+                if counterpart is not None:
+                    found.share_state_with(counterpart)
             self._decoders.move_to_end(options)
             if options.way != "edge-only":
                 self._verifiers.move_to_end(options.net)
-            others = [each for each in self._decoders if not self._is_pinned(each)]
+            others = [each for each in self._decoders if replace(each, watch=False) not in self._pinned]
             for old in others[: max(0, len(self._decoders) - MAX_DECODERS)]:
                 del self._decoders[old]
             return found
@@ -158,15 +162,6 @@ class DecoderPool:
         if options.net == CUT and options.on_cloud_loss == "wait":
             raise SettingsError("net 'cut' with on_cloud_loss 'wait' would wait forever: choose another on_cloud_loss")
         options.resolve(has_drafter=options.way == "speculative", has_verifier=True, remote=True)
-
-    def _share_learning(self, options: RequestOptions, built: SpeculativeDecoder) -> None:
-        """Make a new decoder share audits and draft lengths with the one that differs in `watch` alone, if any."""
-        counterpart = self._decoders.get(replace(options, watch=not options.watch))
-        if counterpart is not None:
-            built.share_state_with(counterpart)
-
-    def _is_pinned(self, options: RequestOptions) -> bool:
-        return replace(options, watch=False) in self._pinned
 
     def _verifier(self, net: str) -> Verifier:
         assert self._cloud is not None  # by _check_options

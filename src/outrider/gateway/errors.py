@@ -11,6 +11,7 @@ from typing import Any
 from outrider.errors import CloudLost, CloudRefused, ContextError, DecodingError, InputError, OutriderError
 from outrider.gateway.request_scheduler import GenerationTimeout, QueueFull, ShuttingDown
 
+JsonObject = dict[str, Any]
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 CLOUD = "cloud_error"
@@ -38,13 +39,18 @@ class ErrorResponse:
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> JsonObject:
         """Return OpenAI's error object."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def encode(self) -> bytes:
-        """Return the body as JSON. Half a surrogate pair, which UTF-8 cannot encode, is escaped."""
-        return json.dumps(self.body(), ensure_ascii=False).encode("utf-8", "backslashreplace")
+        """Return the body as JSON."""
+        return encode_json(self.body())
+
+
+def encode_json(value: JsonObject) -> bytes:
+    """Return JSON in UTF-8. Half a surrogate pair, which UTF-8 cannot encode, is escaped."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 
 def with_param(error: InputError, param: str | None) -> RequestError:
@@ -58,9 +64,8 @@ def to_error_response(error: OutriderError) -> ErrorResponse:
     text = str(error)
     if isinstance(error, RequestError):
         kind = INVALID if error.status < 500 else SERVER
-        return ErrorResponse(
-            error.status, text, kind, param=error.param, code=error.code, headers=_response_headers(error.status)
-        )
+        headers = _response_headers(error.status)
+        return ErrorResponse(error.status, text, kind, param=error.param, code=error.code, headers=headers)
     if isinstance(error, QueueFull):
         wait = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
         return ErrorResponse(429, text, type="rate_limit_error", code="rate_limit_exceeded", headers=wait)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from typing import Any, Final
+from typing import Final
 
 from outrider.config import GenerationSettings
-from outrider.decoding.gate import gate
+from outrider.decoding.gate_parsing import gate
 from outrider.errors import SettingsError
-from outrider.gateway.decoder_pool import RequestOptions
-from outrider.gateway.errors import RequestError
+from outrider.gateway.decoder_pool import RequestOptions, Settings
+from outrider.gateway.errors import JsonObject, RequestError
 from outrider.gateway.request_schema import IGNORED, OutriderOptions, Request
 from outrider.netem.conditions import Conditions, parse_conditions
 from outrider.sampling.acceptance import parse_acceptance_rule
@@ -25,7 +25,7 @@ SETTINGS_FIELDS: Final = tuple(
 )
 
 
-def build_settings(request: Request, requested: OutriderOptions, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def build_settings(request: Request, requested: OutriderOptions, defaults: Settings) -> JsonObject:
     """Return every field of GenerationSettings. defaults: those of the command line.
 
     Raises:
@@ -45,10 +45,16 @@ def build_settings(request: Request, requested: OutriderOptions, defaults: Mappi
     settings = {**_compatible_defaults(defaults, given), **given}
     if not settings.get("temperature"):
         settings |= NEUTRAL_FILTERS  # clients send top_p beside the default temperature
-    return _validate(settings, find_length_field(request))
+    length_field = find_length_field(request)
+    try:
+        built = GenerationSettings.build(settings)
+    except SettingsError as error:
+        message, param = use_request_names(str(error), length_field), find_field(str(error), length_field)
+        raise RequestError(message, param=param, code="invalid_value") from error
+    return {each.name: getattr(built, each.name) for each in fields(built)}
 
 
-def build_notes(request: Request, settings: Mapping[str, Any]) -> tuple[str, ...]:
+def build_notes(request: Request, settings: Settings) -> tuple[str, ...]:
     """Return notes on fields without effect, for the answer's warnings."""
     given = [name for name in IGNORED if getattr(request, name, None) is not None]
     unused = [f"{name} was not used: {IGNORED[name]}" for name in given]
@@ -76,7 +82,7 @@ def _length(request: Request) -> int | None:
     return newer if newer is not None else request.max_tokens
 
 
-def _compatible_defaults(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _compatible_defaults(values: Settings, given: Settings) -> JsonObject:
     """Return the command line's settings, without those that contradict the request's."""
     kept = {"stop": (), **values}
     if given.get("temperature") == 0:
@@ -88,22 +94,17 @@ def _compatible_defaults(values: Mapping[str, Any], given: Mapping[str, Any]) ->
 
 def use_request_names(message: str, length_field: str | None) -> str:
     """Return a message of the decoder with the request's names of settings."""
-    words = {"max_new_tokens": length_field or "max_tokens", "suppress_tokens": "logit_bias"}
+    words = _request_names(length_field)
     return re.sub(r"\b(max_new_tokens|suppress_tokens)\b", lambda found: words[found[0]], message)
 
 
-def _validate(settings: dict[str, Any], length_field: str | None) -> dict[str, Any]:
-    try:
-        built = GenerationSettings.build(settings)
-    except SettingsError as error:
-        message, param = use_request_names(str(error), length_field), find_field(str(error), length_field)
-        raise RequestError(message, param=param, code="invalid_value") from error
-    return {each.name: getattr(built, each.name) for each in fields(built)}
+def _request_names(length_field: str | None) -> dict[str, str]:
+    return {"max_new_tokens": length_field or "max_tokens", "suppress_tokens": "logit_bias"}
 
 
 def find_field(message: str, length_field: str | None) -> str | None:
     """Return the first field of a request that a message names."""
-    request_names = {"max_new_tokens": length_field or "max_tokens", "suppress_tokens": "logit_bias"}
+    request_names = _request_names(length_field)
     for word in re.findall(r"\w+", message):
         if word in request_names:
             return request_names[word]
@@ -126,14 +127,17 @@ def build_options(requested: OutriderOptions, default: RequestOptions) -> Reques
             "a gate file is named on the gateway's command line (--gate calibrated:FILE), not in a request",
             param="outrider.gate",
         )
-    validators = {
+    validators: dict[str, Callable[[str], object]] = {
         "gate": gate,
         "accept": parse_acceptance_rule,
         "net": lambda text: None if text == "cut" else parse_conditions(text),
     }
     for name, validator in validators.items():
         if name in given and given[name] != getattr(default, name):
-            _validate_with(validator, given[name], f"outrider.{name}")
+            try:
+                validator(given[name])
+            except SettingsError as error:
+                raise RequestError(str(error), param=f"outrider.{name}", code="invalid_value") from error
     if "net" in given and given["net"] != "cut":
         net = parse_conditions(given["net"])
         if given["net"] != default.net:
@@ -148,17 +152,15 @@ def _check_net(net: Conditions) -> None:
     """Refuse an emulated network that is slow enough to block a slot."""
     delays = {"rtt": net.rtt, "jitter": net.jitter, "stall": net.stall_for or 0.0}
     rates = {"up": net.up, "down": net.down}
-    for name, seconds in delays.items():
-        if seconds > MAX_DELAY_S:
-            message = f"outrider.net: {name} must be at most {MAX_DELAY_S:g} s in a request, not {seconds:g} s"
-            raise RequestError(message, param="outrider.net", code="invalid_value")
-    for name, rate in rates.items():
-        if rate is not None and rate < MIN_RATE:
-            message = f"outrider.net: {name} must be at least {MIN_RATE:g} bit/s in a request, not {rate:g} bit/s"
-            raise RequestError(message, param="outrider.net", code="invalid_value")
+    limit_s, limit_rate = f"at most {MAX_DELAY_S:g} s", f"at least {MIN_RATE:g} bit/s"
+    slow = [(name, limit_s, f"{value:g} s") for name, value in delays.items() if value > MAX_DELAY_S]
+    slow += [(name, limit_rate, f"{rate:g} bit/s") for name, rate in rates.items() if rate and rate < MIN_RATE]
+    for name, limit, value in slow:
+        message = f"outrider.net: {name} must be {limit} in a request, not {value}"
+        raise RequestError(message, param="outrider.net", code="invalid_value")
 
 
-def _check_used(options: RequestOptions, given: Mapping[str, Any]) -> None:
+def _check_used(options: RequestOptions, given: Mapping[str, object]) -> None:
     """Refuse options of the request that its mode does not use. Values without effect are accepted."""
     used, defaults = options.normalized(), RequestOptions()
     for name, value in given.items():
@@ -167,10 +169,3 @@ def _check_used(options: RequestOptions, given: Mapping[str, Any]) -> None:
             raise RequestError(
                 f"outrider.{name}: {mode} does not use this option: leave it out", param=f"outrider.{name}"
             )
-
-
-def _validate_with(validator: Any, value: str, param: str) -> None:
-    try:
-        validator(value)
-    except SettingsError as error:
-        raise RequestError(str(error), param=param, code="invalid_value") from error

@@ -7,10 +7,10 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -28,6 +28,7 @@ from outrider.gateway.request_scheduler import GenerationTask, QueueFull, Reques
 from outrider.gateway.request_schema import ChatRequest, Request
 from outrider.gateway.response_building import Answer, error_event
 from outrider.prompts.audio import Audio
+from outrider.prompts.chat import PromptLike
 
 T = TypeVar("T")
 
@@ -217,7 +218,7 @@ async def _run_generation(
         del gateway.active_requests[answer.id]
 
 
-def _prompt_bytes(prompt: Any) -> int:
+def _prompt_bytes(prompt: PromptLike) -> int:
     """Return the approximate memory of a waiting prompt, in bytes."""
     if isinstance(prompt, Audio):
         return int(getattr(prompt.source, "nbytes", 0))
@@ -239,7 +240,7 @@ async def _respond_streaming(
     disconnected = asyncio.create_task(_wait_disconnect(http_request.receive))
     stream = _EventStream(chunks, disconnected, gateway.metrics, answer.id)
     try:
-        events: set[asyncio.Future[Any]] = {stream.first, disconnected, queued}
+        events = (stream.first, disconnected, queued)
         await asyncio.wait(events, timeout=FIRST_CHUNK_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
         if stream.first.done():
             stream.first.result()
@@ -355,9 +356,8 @@ async def _until_disconnect(receive: Receive, request: Awaitable[T]) -> T:
 
 async def _race_disconnect(disconnected: asyncio.Future[None], request: Awaitable[T]) -> T:
     task = asyncio.ensure_future(request)
-    events: set[asyncio.Future[Any]] = {task, disconnected}
     try:
-        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnected), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnected
         return task.result()
@@ -367,6 +367,6 @@ async def _race_disconnect(disconnected: asyncio.Future[None], request: Awaitabl
             await task
 
 
-async def _wait_disconnect(receive: Callable[[], Coroutine[Any, Any, Message]] | Receive) -> None:
+async def _wait_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

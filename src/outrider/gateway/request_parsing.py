@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import from_json
 
 from outrider.errors import AudioError, ContextError, InputError, PromptError
 from outrider.gateway.base64_data import extract_base64
-from outrider.gateway.decoder_pool import RequestOptions
-from outrider.gateway.errors import RequestError, with_param
+from outrider.gateway.decoder_pool import RequestOptions, Settings
+from outrider.gateway.errors import JsonObject, RequestError, with_param
 from outrider.gateway.generation_options import (
     build_notes,
     build_options,
@@ -55,7 +55,7 @@ class Defaults:
     """
 
     options: RequestOptions = field(default_factory=RequestOptions)
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Settings = field(default_factory=dict)
     audio_seconds: float = 0.0
     text: bool = True
     edge: str = "the edge model"
@@ -70,7 +70,7 @@ class ParsedRequest:
     """
 
     prompt: PromptLike
-    settings: dict[str, Any]
+    settings: JsonObject
     options: RequestOptions
     stream: bool = False
     include_usage: bool = False
@@ -95,15 +95,12 @@ def validate_body(kind: type[R], body: bytes) -> R:
         raise _to_request_error(error, kind, data) from None
     if request.model != MODEL:
         raise RequestError(
-            f"no such model: {request.model!r}: use {MODEL!r}",
-            param="model",
-            code="model_not_found",
-            status=404,
+            f"no such model: {request.model!r}: use {MODEL!r}", param="model", code="model_not_found", status=404
         )
     return request
 
 
-def _parse_json(body: bytes) -> Any:
+def _parse_json(body: bytes) -> JsonObject:
     """Parse a body. Only a recording may be long, because other values take more memory than their JSON text."""
     recording = RECORDING.search(body)
     if len(body) - (len(recording[0]) if recording is not None else 0) > MAX_BYTES_BESIDE_RECORDING:
@@ -134,7 +131,6 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
             param="outrider.provisional",
         )
     settings = build_settings(request, options, defaults.settings)
-    length = find_length_field(request)
     return ParsedRequest(
         prompt=_prompt(request, options, defaults),
         settings=settings,
@@ -146,7 +142,7 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
         stop=settings["stop"],
         notes=build_notes(request, settings),
         field="messages" if isinstance(request, ChatRequest) else "prompt",
-        length_field=length,
+        length_field=find_length_field(request),
     )
 
 
@@ -166,10 +162,13 @@ def attach_param(error: InputError, request: ParsedRequest) -> RequestError:
 
 def _prompt(request: Request, options: OutriderOptions, defaults: Defaults) -> PromptLike:
     if isinstance(request, ChatRequest):
-        if any(_audio_parts(message) for message in request.messages):
+        if any(isinstance(part, AudioPart) for message in request.messages for part in message.content):
             return _decode_recording(request, options, defaults)
         _check_no_task(options)
-        return [_to_message(at, message) for at, message in enumerate(request.messages)]
+        for at, message in enumerate(request.messages):
+            _check_texts(at, message)
+        roles = {"developer": "system"}
+        return [{"role": roles.get(each.role, each.role), "content": _texts(each)} for each in request.messages]
     _check_no_task(options)
     assert isinstance(request, CompletionRequest)  # there are two kinds of requests
     prompt = request.prompt
@@ -189,21 +188,11 @@ def _check_no_task(options: OutriderOptions) -> None:
             raise RequestError(message, param=f"outrider.{name}")
 
 
-def _audio_parts(message: Message) -> list[AudioPart]:
-    return [part for part in message.content if isinstance(part, AudioPart)]
-
-
 def _texts(message: Message) -> str:
     """Return a message's text, with a line for each part."""
     if isinstance(message.content, str):
         return message.content
     return "\n".join(part.text for part in message.content if isinstance(part, TextPart))
-
-
-def _to_message(at: int, message: Message) -> dict[str, str]:
-    _check_texts(at, message)
-    text = _texts(message)
-    return {"role": "system" if message.role == "developer" else message.role, "content": text}
 
 
 def _check_texts(at: int, message: Message) -> None:
@@ -229,14 +218,13 @@ def _decode_recording(request: ChatRequest, options: OutriderOptions, defaults: 
         raise RequestError(f"{defaults.edge} takes no audio: give an audio-language model as --edge", param="messages")
     if len(request.messages) > 1 or request.messages[0].role != "user":
         raise RequestError(
-            "a request with a recording has one message, of the user: remove the others",
-            param="messages",
+            "a request with a recording has one message, of the user: remove the others", param="messages"
         )
     message = request.messages[0]
-    found = _audio_parts(message)
-    if len(found) > 1:
-        at = next(n for n, part in enumerate(message.content) if part is found[1])
-        raise RequestError("more than one recording: send a request for each", param=f"messages.0.content.{at}")
+    (at, found), *others = [(n, part) for n, part in enumerate(message.content) if isinstance(part, AudioPart)]
+    if others:
+        param = f"messages.0.content.{others[0][0]}"
+        raise RequestError("more than one recording: send a request for each", param=param)
     question = _texts(message).strip() or None
     if question is not None:
         _check_texts(0, message)
@@ -245,11 +233,10 @@ def _decode_recording(request: ChatRequest, options: OutriderOptions, defaults: 
                 "the text beside a recording replaces outrider.task and outrider.lang: give one or the other",
                 param="outrider.task" if options.task is not None else "outrider.lang",
             )
-    at = next(n for n, part in enumerate(message.content) if part is found[0])
     where = f"messages.0.content.{at}.input_audio"
     try:
-        data = extract_base64(found[0].input_audio.data, f"{where}.data")
-        recording = decode_recording(data, found[0].input_audio.format, defaults.audio_seconds, where)
+        data = extract_base64(found.input_audio.data, f"{where}.data")
+        recording = decode_recording(data, found.input_audio.format, defaults.audio_seconds, where)
     except AudioError as error:
         raise with_param(error, f"{where}.data") from error
     task, lang = options.task or "default", options.lang or "en"
@@ -259,7 +246,7 @@ def _decode_recording(request: ChatRequest, options: OutriderOptions, defaults: 
 # Errors -----------------------------------------------------------------------------------------------------
 
 
-def _to_request_error(error: ValidationError, kind: type[Request], data: Any) -> RequestError:
+def _to_request_error(error: ValidationError, kind: type[Request], data: JsonObject) -> RequestError:
     """Return the most helpful of the validation errors: an unknown field, else the deepest one. It quotes no value."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     paths = [_error_path(each["loc"], data, missing=each["type"] == "missing") for each in errors]
@@ -297,7 +284,7 @@ def _describe_error(type_: str, message: str, path_steps: list[str], kind: type[
     return RequestError(f"{path or 'the body'}: {message}", param=path or None, code="invalid_value")
 
 
-def _error_path(loc: Sequence[int | str], data: Any, *, missing: bool) -> list[str]:
+def _error_path(loc: Sequence[int | str], data: object, *, missing: bool) -> list[str]:
     """Return the path of an error in the request, without the steps that pydantic adds for branches of unions."""
     path_steps: list[str] = []
     for number, step in enumerate(loc, start=1):
@@ -313,7 +300,7 @@ def _error_path(loc: Sequence[int | str], data: Any, *, missing: bool) -> list[s
     return path_steps
 
 
-def _step_into(data: Any, step: int | str) -> tuple[Any] | None:
+def _step_into(data: object, step: int | str) -> tuple[object] | None:
     if isinstance(data, dict):
         return (data[step],) if step in data else None
     return (data[step],) if isinstance(data, list) and isinstance(step, int) and step < len(data) else None

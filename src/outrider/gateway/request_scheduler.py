@@ -14,13 +14,12 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 from outrider.api import StreamEvent
 from outrider.decoding.result import Result
 from outrider.edge.cancellation import Cancellation
 from outrider.errors import OutriderError, StateError
-from outrider.gateway.decoder_pool import DecoderPool, RequestOptions
+from outrider.gateway.decoder_pool import DecoderPool, RequestOptions, Settings
 from outrider.prompts.chat import PromptLike
 
 log = logging.getLogger(__name__)
@@ -62,11 +61,7 @@ class GenerationTask:
     """
 
     def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        provisional: bool = False,
-        cancellation: Cancellation | None = None,
+        self, loop: asyncio.AbstractEventLoop, *, provisional: bool = False, cancellation: Cancellation | None = None
     ) -> None:
         self.started = loop.create_future()  # the prompt and the settings are valid
         self._loop, self._provisional = loop, provisional
@@ -82,7 +77,7 @@ class GenerationTask:
         self._cancelled = False
         self.paused = False  # another generation has its slot
 
-    def run(self, pool: DecoderPool, prompt: PromptLike, settings: dict[str, Any], options: RequestOptions) -> Result:
+    def run(self, pool: DecoderPool, prompt: PromptLike, settings: Settings, options: RequestOptions) -> Result:
         """Generate, in a thread of its own."""
         self._cancellation.check()
         with pool.checkout(options) as decoder:
@@ -247,7 +242,7 @@ class RequestScheduler:
         self,
         client: str,
         prompt: PromptLike,
-        settings: dict[str, Any],
+        settings: Settings,
         options: RequestOptions,
         *,
         provisional: bool = False,
@@ -369,7 +364,7 @@ class RequestScheduler:
         return QueueFull(reason, mean / self._slots)
 
     def _run(
-        self, task: GenerationTask, client: str, prompt: PromptLike, settings: dict[str, Any], options: RequestOptions
+        self, task: GenerationTask, client: str, prompt: PromptLike, settings: Settings, options: RequestOptions
     ) -> None:
         loop = asyncio.get_running_loop()
         started_at = loop.time()

@@ -68,7 +68,7 @@ ROLES_MESSAGE = "expected the role system, developer, user or assistant: functio
 PARTS_MESSAGE = "expected a part of type text or input_audio"
 
 
-def _limit_keys(value: Any) -> Any:
+def _limit_keys(value: object) -> object:
     """Refuse an object with many keys before they are validated one by one."""
     if isinstance(value, dict) and len(value) > MAX_KEYS:
         raise PydanticCustomError("too_many", "an object of over {most} keys, the limit", {"most": MAX_KEYS})
@@ -82,7 +82,7 @@ class StrictModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def limit_keys(cls, value: Any) -> Any:
+    def limit_keys(cls, value: object) -> object:
         """Refuse an object with too many keys."""
         return _limit_keys(value)
 
@@ -92,12 +92,12 @@ def _ignored(name: str) -> Any:
     return Field(default=None, description=f"not used: {IGNORED[name]}")
 
 
-def _unsupported(name: str) -> Any:
+def _unsupported(name: str) -> object:
     """Return the field declaration of an unsupported field."""
     return Field(description=UNSUPPORTED[name])
 
 
-def _check_bool(value: Any) -> Any:
+def _check_bool(value: object) -> object:
     """Refuse other types than bool: pydantic's Literal[False] accepts 0."""
     if not isinstance(value, bool):
         raise PydanticCustomError("bool_type", "expected false")
@@ -106,6 +106,7 @@ def _check_bool(value: Any) -> Any:
 
 LIMITED_KEYS: Final = BeforeValidator(_limit_keys)
 False_ = Annotated[Literal[False], BeforeValidator(_check_bool)]
+NoItems = Annotated[list[None], Field(max_length=0, fail_fast=True)]
 ZeroFloat = Annotated[float, Field(ge=0, le=0)]
 OneInt = Annotated[int, Field(ge=1, le=1)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
@@ -213,11 +214,9 @@ class Message(StrictModel):
     name: Annotated[None, _unsupported("name")] = None
     refusal: None = None
     audio: Annotated[None, _unsupported("audio")] = None
-    tool_calls: Annotated[
-        Annotated[list[None], Field(max_length=0, fail_fast=True)] | None, _unsupported("tool_calls")
-    ] = None
+    tool_calls: Annotated[NoItems | None, _unsupported("tool_calls")] = None
     function_call: Annotated[None, _unsupported("function_call")] = None
-    annotations: Annotated[list[None], Field(max_length=0, fail_fast=True)] | None = None
+    annotations: NoItems | None = None
 
 
 class ChatRequest(Request):
@@ -227,12 +226,10 @@ class ChatRequest(Request):
     max_completion_tokens: Positive | None = None
     logprobs: Annotated[False_ | None, _unsupported("logprobs")] = None
     top_logprobs: Annotated[Annotated[int, Field(ge=0, le=0)] | None, _unsupported("top_logprobs")] = None
-    tools: Annotated[Annotated[list[None], Field(max_length=0, fail_fast=True)] | None, _unsupported("tools")] = None
+    tools: Annotated[NoItems | None, _unsupported("tools")] = None
     tool_choice: Annotated[Literal["none", "auto"] | None, _unsupported("tool_choice")] = None
     parallel_tool_calls: bool | None = _ignored("parallel_tool_calls")
-    functions: Annotated[
-        Annotated[list[None], Field(max_length=0, fail_fast=True)] | None, _unsupported("functions")
-    ] = None
+    functions: Annotated[NoItems | None, _unsupported("functions")] = None
     function_call: Annotated[Literal["none", "auto"] | None, _unsupported("function_call")] = None
     response_format: Annotated[ResponseFormat | None, _unsupported("response_format")] = None
     modalities: Annotated[

@@ -6,18 +6,17 @@ OpenAI's API excludes the stop string from the text.
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Sequence as Seq
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Final
 
 from outrider.api import StreamEvent
 from outrider.decoding.result import Result
 from outrider.decoding.stopping import FinishReason
 from outrider.errors import StateError
-from outrider.gateway.errors import ErrorResponse
+from outrider.gateway.errors import ErrorResponse, JsonObject, encode_json
 from outrider.gateway.request_parsing import ParsedRequest
 from outrider.gateway.request_schema import MODEL
 
@@ -45,9 +44,16 @@ class StableText:
     def add(self, events: Seq[StreamEvent]) -> str:
         """Process events, and return the text that may be sent now."""
         for event in events:
-            if event.kind != "provisional":
-                self._apply(event)
-        return self._release("".join(self._newly_stable()))
+            if event.kind == "provisional":
+                continue
+            if event.kind == "revised":
+                del self._pieces[event.index :]
+            if event.index == len(self._pieces):
+                self._pieces.append(event.text)
+            self._num_stable = event.settled
+        taken = self._pieces[self._num_taken : self._num_stable]
+        self._num_taken = max(self._num_taken, self._num_stable)
+        return self._release("".join(taken))
 
     def end(self, result: Result) -> str:
         """Return the rest of the text.
@@ -60,18 +66,6 @@ class StableText:
         if not whole.startswith(sent):
             raise StateError("the streamed text is not the result's: discard it")
         return whole[len(sent) :]
-
-    def _apply(self, event: StreamEvent) -> None:
-        if event.kind == "revised":
-            del self._pieces[event.index :]
-        if event.index == len(self._pieces):
-            self._pieces.append(event.text)
-        self._num_stable = event.settled
-
-    def _newly_stable(self) -> list[str]:
-        taken = self._pieces[self._num_taken : self._num_stable]
-        self._num_taken = max(self._num_taken, self._num_stable)
-        return taken
 
     def _release(self, text: str) -> str:
         if self._stop and text:
@@ -116,19 +110,20 @@ class TokenReports:
 
     def __init__(self, *, provisional: bool = False) -> None:
         self._provisional = provisional
-        self._signals: dict[int, tuple[int, Any]] = {}  # by index: the token id, and its signals
-        self.final: list[dict[str, Any]] = []
+        self._signals: dict[int, tuple[int, JsonObject]] = {}  # by index: the token id, and its signals
+        self.final: list[JsonObject] = []
 
-    def add(self, events: Seq[StreamEvent]) -> list[dict[str, Any]]:
+    def add(self, events: Seq[StreamEvent]) -> list[JsonObject]:
         """Return the reports of these events, those of provisional tokens only if they were requested."""
-        return [self._report(event) for event in events if self._is_reported(event)]
+        reports = []
+        for event in events:
+            if event.signals is not None:
+                self._signals[event.index] = (event.token_id, asdict(event.signals))
+            if self._provisional or event.kind != "provisional":
+                reports.append(self._report(event))
+        return reports
 
-    def _is_reported(self, event: StreamEvent) -> bool:
-        if event.signals is not None:
-            self._signals[event.index] = (event.token_id, asdict(event.signals))
-        return self._provisional or event.kind != "provisional"
-
-    def _report(self, event: StreamEvent) -> dict[str, Any]:
+    def _report(self, event: StreamEvent) -> JsonObject:
         token, signals = self._signals.get(event.index, (None, None))
         report = {
             "kind": event.kind,
@@ -174,7 +169,9 @@ class Answer:
         """Return the last chunks: held-back text, the finish reason, the outcome, and the usage if requested."""
         rest = self._text.end(result)
         data = self._role_chunk() + (self._delta(rest) if rest else b"")
-        data += self._event([self._choice({}, "", FINISH_REASONS[result.finish_reason])], self._outcome(result))
+        data += self._event(
+            [self._delta_choice("", FINISH_REASONS[result.finish_reason])], outcome(result, self._request.notes)
+        )
         if self._request.include_usage:
             data += _data({**self._head, "choices": [], "usage": usage(result)})
         return data + DONE
@@ -184,16 +181,19 @@ class Answer:
         if self._role_sent or not self._chat:
             return b""
         self._role_sent = True
-        return self._event([self._choice({"role": "assistant", "content": ""}, "", None)])
+        return self._event([self._choice({"delta": {"role": "assistant", "content": ""}}, None)])
 
-    def _delta(self, text: str, more: dict[str, Any] | None = None) -> bytes:
-        return self._event([self._choice({"content": text} if text else {}, text, None)], more)
+    def _delta(self, text: str, more: JsonObject | None = None) -> bytes:
+        return self._event([self._delta_choice(text, None)], more)
 
-    def _choice(self, delta: dict[str, Any], text: str, finish: str | None) -> dict[str, Any]:
-        data = {"delta": delta} if self._chat else {"text": text}
+    def _delta_choice(self, text: str, finish: str | None) -> JsonObject:
+        data = {"delta": {"content": text} if text else {}} if self._chat else {"text": text}
+        return self._choice(data, finish)
+
+    def _choice(self, data: JsonObject, finish: str | None) -> JsonObject:
         return {"index": 0, **data, "logprobs": None, "finish_reason": finish}
 
-    def _event(self, choices: list[dict[str, Any]], more: dict[str, Any] | None = None) -> bytes:
+    def _event(self, choices: list[JsonObject], more: JsonObject | None = None) -> bytes:
         chunk = {**self._head, "choices": choices}
         if self._request.include_usage:
             chunk["usage"] = None
@@ -211,20 +211,17 @@ class Answer:
     def body(self, result: Result) -> bytes:
         """Return the whole answer as JSON."""
         text = visible_text(result, self._request.stop)
-        data: dict[str, Any] = {"text": text}
-        if self._chat:
-            data = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        choice = {"index": 0, **data, "logprobs": None, "finish_reason": FINISH_REASONS[result.finish_reason]}
-        outcome = self._outcome(result)
+        message = {"role": "assistant", "content": text, "refusal": None}
+        choice = self._choice(
+            {"message": message} if self._chat else {"text": text}, FINISH_REASONS[result.finish_reason]
+        )
+        report = outcome(result, self._request.notes)
         if self._tokens is not None:
-            outcome["tokens"] = self._tokens.final[: len(result.token_ids)]
-        return encode_json({**self._head, "choices": [choice], "usage": usage(result), "outrider": outcome})
-
-    def _outcome(self, result: Result) -> dict[str, Any]:
-        return outcome(result, self._request.notes)
+            report["tokens"] = self._tokens.final[: len(result.token_ids)]
+        return encode_json({**self._head, "choices": [choice], "usage": usage(result), "outrider": report})
 
 
-def outcome(result: Result, notes: Seq[str] = ()) -> dict[str, Any]:
+def outcome(result: Result, notes: Seq[str] = ()) -> JsonObject:
     """Return the `outrider` object of an answer: guarantee and statistics. itl_s: mean seconds between tokens."""
     data, stats = result.to_json(), result.stats
     count = len(result.token_ids)
@@ -236,7 +233,7 @@ def outcome(result: Result, notes: Seq[str] = ()) -> dict[str, Any]:
     }
     fields = {name: data[name] for name in ("guarantee", "finish_reason", "stats", "risk", "ledger", "near_ties")}
     rounded = {name: None if rate is None else round(rate, 6) for name, rate in rates.items()}
-    return {**fields, "warnings": [*data["warnings"], *notes], **rounded}
+    return {**fields, "warnings": [*result.warnings, *notes], **rounded}
 
 
 def usage(result: Result) -> dict[str, int]:
@@ -254,10 +251,5 @@ def error_event(refusal: ErrorResponse) -> bytes:
     return _data(refusal.body())
 
 
-def encode_json(value: dict[str, Any]) -> bytes:
-    """Return JSON in UTF-8. Half a surrogate pair is escaped."""
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace")
-
-
-def _data(value: dict[str, Any]) -> bytes:
+def _data(value: JsonObject) -> bytes:
     return b"data: " + encode_json(value) + b"\n\n"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from outrider.decoding.result import Guarantee, Risk, Stats
 from outrider.decoding.stopping import FinishReason
 from outrider.gateway.decoder_pool import RequestOptions
+from outrider.gateway.errors import JsonObject
 from outrider.sampling.sampler import Signals
 
 
@@ -77,46 +78,44 @@ class ReplyMessage(Reply):
     refusal: None
 
 
-class ChatChoice(Reply):
+class _Choice(Reply):
+    index: Literal[0]
+    logprobs: None
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatChoice(_Choice):
     """The answer in a conversation."""
 
-    index: Literal[0]
     message: ReplyMessage
-    logprobs: None
-    finish_reason: Literal["stop", "length"]
 
 
-class TextChoice(Reply):
+class TextChoice(_Choice):
     """The continuation of a text."""
 
-    index: Literal[0]
     text: str
-    logprobs: None
-    finish_reason: Literal["stop", "length"]
 
 
-class ChatCompletion(Reply):
+class _Completion(Reply):
+    id: str
+    created: int
+    model: str
+    usage: Usage
+    outrider: Outcome
+
+
+class ChatCompletion(_Completion):
     """The answer of `POST /v1/chat/completions`."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: Usage
-    outrider: Outcome
 
 
-class Completion(Reply):
+class Completion(_Completion):
     """The answer of `POST /v1/completions`."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[TextChoice]
-    usage: Usage
-    outrider: Outcome
 
 
 class Model(Reply):
@@ -161,7 +160,7 @@ class Overview(Reply):
     edge: str
     cloud: str
     defaults: RequestOptions
-    settings: dict[str, Any]
+    settings: JsonObject
     audio: bool
     text: bool
     networks: bool

@@ -8,7 +8,6 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -39,8 +38,10 @@ def bound(host: str, port: int) -> Listener:
         SettingsError: the address is in use, or not an address of this machine.
     """
     where = f"{bracket_host(host)}:{port}"
+    if not host and socket.has_dualstack_ipv6():
+        return _bind(socket.AF_INET6, ("::", port), where, both=True)
     if not host:
-        return _bind_all_interfaces(port, where)
+        return _bind(socket.AF_INET, ("0.0.0.0", port), where)
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError) as error:
@@ -48,19 +49,16 @@ def bound(host: str, port: int) -> Listener:
     return _bind(family, address, where)
 
 
-def _bind_all_interfaces(port: int, where: str) -> Listener:
-    """Return one socket for both families, or for IPv4 alone on a machine without IPv6."""
-    if socket.has_dualstack_ipv6():
-        return _bind(socket.AF_INET6, ("::", port), where, both=True)
-    return _bind(socket.AF_INET, ("0.0.0.0", port), where)
-
-
-def _bind(family: int, address: Any, where: str, *, both: bool = False) -> Listener:
+def _bind(
+    family: int,
+    address: tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes],
+    where: str,
+    *,
+    both: bool = False,
+) -> Listener:
     found = None
     try:
-        found = Listener(
-            family, socket.SOCK_STREAM, socket.IPPROTO_TCP
-        )  # asyncio sets TCP_NODELAY only with this proto
+        found = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # with this proto asyncio sets TCP_NODELAY
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if both:
             found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)

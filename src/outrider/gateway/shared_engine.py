@@ -1,11 +1,11 @@
 """One engine for many threads, with leader-follower batching.
 
-A caller appends its input to a list. If no thread leads, the caller does. Otherwise it waits until another thread has
-computed its logits, or until it becomes the leader, as the one that has waited longest. The leader runs its own input,
-and in the same forward the inputs on the list that fit with it. So calls are served in order of arrival, there is no
-extra thread, and a lone caller pays for two uncontended locks.
+If no thread leads, a caller does, and runs its own input. Otherwise it gives its input to the scheduler and waits
+until another thread has computed its logits, or until it becomes the leader, as the one that has waited longest. The
+leader runs the scheduler's next batch, which has its own input. So calls are served in order of arrival, there is no
+extra thread, and a lone caller pays for uncontended locks alone.
 
-Long prompts are prefilled in chunks, each with a turn of its own, so that short steps come in between.
+A long prompt goes back to the end of the queue after each chunk, so that short steps come in between.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -27,28 +27,31 @@ from outrider.engines.base import (
     check_truncation,
     forward_or_sample,
 )
-from outrider.engines.batching import PREFILL_CHUNK, batch_with_first, next_chunk_size
+from outrider.engines.scheduler import PREFILL_CHUNK, Batch, Request, Scheduler
 from outrider.errors import StateError
 from outrider.sampling.policy import Policy
 from outrider.sampling.sampler import SampledToken
 
-T = TypeVar("T")
 
-MAX_BATCH = 64  # inputs in one forward
-
-
-class _Call:
-    """A waiting call of the engine, which runs alone."""
+class _Call(Request):
+    """A caller that waits for its turn. do: engine call that runs alone, in place of a forward."""
 
     result: Any
-    width = 0
-    alone = True
 
-    def __init__(self, do: Callable[[], Any]) -> None:
-        self.do = do
+    def __init__(self, do: Callable[[], Any] | None = None) -> None:
+        self.do, self.alone = do, do is not None
+        self.policy: Policy | None = None
         self._is_leader = False
         self._signal = threading.Lock()
         self._signal.acquire()
+
+    @classmethod
+    def forward(cls, seq_input: SequenceInput, policy: Policy | None) -> _Call:
+        """Return a call for a forward. policy: samples its tokens on the device."""
+        call = cls()
+        call.slot, call.ids, call.logits_to_keep = seq_input.slot, seq_input.ids, seq_input.logits_to_keep
+        call.policy = policy
+        return call
 
     def grant_turn(self) -> None:
         """Make the waiting caller the leader."""
@@ -66,16 +69,6 @@ class _Call:
         return self._is_leader
 
 
-class _ForwardCall(_Call):
-    """A waiting forward, which may be batched with others until a batch has failed. policy: samples on the device."""
-
-    alone = False
-
-    def __init__(self, seq_input: SequenceInput, policy: Policy | None, do: Callable[[], Any]) -> None:
-        super().__init__(do)
-        self.input, self.policy, self.width = seq_input, policy, len(seq_input.ids)
-
-
 class SharedEngine:
     """An `Engine`, and a `DeviceSampler` if the engine is one, for any number of threads at once.
 
@@ -87,8 +80,8 @@ class SharedEngine:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._lock = threading.Lock()  # guards _waiting and _busy
-        self._waiting: list[_Call] = []
+        self._lock = threading.Lock()  # guards _scheduler and _busy
+        self._scheduler: Scheduler[_Call] = Scheduler()
         self._busy = False
         self._lengths: dict[int, int] = {}  # cached tokens of each open slot, for its owner
 
@@ -141,11 +134,14 @@ class SharedEngine:
 
     def draft(self, slot: int, ids: Seq[int], count: int, policy: Policy, *, with_signals: bool) -> list[Proposal]:
         """Draft a block on the device, in a turn of its own."""
-        rest, engine = self._prefill_chunks(SequenceInput(slot, ids, 1)), cast(DeviceSampler, self._engine)
+        engine = cast(DeviceSampler, self._engine)
+        rest = (len(ids) - 1) % PREFILL_CHUNK + 1
+        if len(ids) > rest:
+            self._run(SequenceInput(slot, ids[:-rest], 1))
 
         def draft() -> list[Proposal]:
             self._sync_slot(slot)
-            drafted = engine.draft(slot, rest.ids, count, policy, with_signals=with_signals)
+            drafted = engine.draft(slot, ids[-rest:], count, policy, with_signals=with_signals)
             self._lengths[slot] = engine.kv_len(slot)
             return drafted
 
@@ -156,34 +152,10 @@ class SharedEngine:
         check_inputs([seq_input])
         before = self.kv_len(seq_input.slot)
         try:
-            return self._submit(self._forward_call(self._prefill_chunks(seq_input), policy))
+            return self._submit(_Call.forward(seq_input, policy))
         except BaseException:
             self._lengths[seq_input.slot] = before
             raise
-
-    def _prefill_chunks(self, seq_input: SequenceInput) -> SequenceInput:
-        """Prefill a long input in chunks up to its last part, which has all requested logits. Return that part."""
-        ids = seq_input.ids
-        while (part := next_chunk_size(len(ids), PREFILL_CHUNK, seq_input.logits_to_keep)) < len(ids):
-            self._submit(self._forward_call(SequenceInput(seq_input.slot, ids[:part], 1), None))
-            ids = ids[part:]
-        return SequenceInput(seq_input.slot, ids, seq_input.logits_to_keep)
-
-    def _forward_call(self, seq_input: SequenceInput, policy: Policy | None) -> _ForwardCall:
-        call = _ForwardCall(seq_input, policy, lambda: self._forward_calls([call])[0])
-        return call
-
-    def _forward_calls(self, calls: Seq[_ForwardCall]) -> Seq[Any]:
-        inputs = [call.input for call in calls]
-        for seq_input in inputs:
-            self._sync_slot(seq_input.slot)
-        if any(call.policy is not None for call in calls):
-            outputs: Seq[Any] = forward_or_sample(self._engine, inputs, [call.policy for call in calls])
-        else:
-            outputs = self._engine.forward_many(inputs)
-        for seq_input in inputs:
-            self._lengths[seq_input.slot] += len(seq_input.ids)
-        return outputs
 
     def _sync_slot(self, slot: int) -> None:
         """Roll the engine's slot back to its owner's length, after `truncate` or a failed forward."""
@@ -195,60 +167,57 @@ class SharedEngine:
 
     def _submit(self, call: _Call) -> Any:
         with self._lock:
-            must_wait, self._busy = self._busy, True
-            if must_wait:
-                self._waiting.append(call)
-        if not must_wait:
-            return self._run_alone(call)
+            leads, self._busy = not self._busy, True
+            if not leads:
+                self._scheduler.requests.append(call)
+        if leads:
+            self._lead(self._scheduler.batch([call]))
         while call.wait_for_turn():
-            self._lead()
+            with self._lock:
+                batch = self._scheduler.next_batch()
+            self._lead(batch)
         return call.result
 
-    def _run_alone(self, call: _Call) -> Any:
+    def _lead(self, batch: Batch[_Call]) -> None:
+        """Run a batch, of which this thread's call is the first, and pass the leadership on."""
         try:
-            return call.do()
+            self._run_batch(batch)
         finally:
-            self._pass_leadership()
+            with self._lock:
+                if self._scheduler.requests:
+                    self._scheduler.requests[0].grant_turn()
+                else:
+                    self._busy = False
 
-    def _lead(self) -> None:
-        """Run the call that has waited longest, which is this thread's, and those that fit into its batch."""
-        group = self._take_group()
-        if len(group) == 1:
-            group[0].complete(self._run_alone(group[0]))
+    def _run_batch(self, batch: Batch[_Call]) -> None:
+        """Run a batch. Calls with further chunks go to the end of the queue, those of a failed batch to its head."""
+        try:
+            outputs = self._execute(batch)
+        except Exception:  # each call of a batch then runs alone, and raises its own error there
+            if len(batch.requests) == 1:
+                raise
+            with self._lock:
+                self._scheduler.isolate(batch)
             return
-        try:
-            self._run_group(group)
-        finally:
-            self._pass_leadership()
-
-    def _run_group(self, group: list[_ForwardCall]) -> None:
-        try:
-            results = self._forward_calls(group)
-        except Exception:  # noqa: BLE001 - each call then runs alone, and raises its own error there
-            self._isolate(group)
-        else:
-            for call, result in zip(group, results, strict=True):
-                call.complete(result)
-
-    def _take_group(self) -> list[Any]:
-        """Remove the oldest call from the queue, with the later ones that fit in its forward, and return them."""
-        with self._lock:
-            first, rest = self._waiting[0], self._waiting[1:]
-            candidates = [first] if first.alone else [first, *(call for call in rest if not call.alone)]
-            group = batch_with_first(candidates, lambda call: call.width, limit=MAX_BATCH, max_tokens=PREFILL_CHUNK)
-            selected = set(group)
-            self._waiting = [call for call in rest if call not in selected]
-        return group
-
-    def _isolate(self, group: Seq[_ForwardCall]) -> None:
-        with self._lock:
-            for call in group:
-                call.alone = True
-            self._waiting = [*group, *self._waiting]
-
-    def _pass_leadership(self) -> None:
-        with self._lock:
-            if self._waiting:
-                self._waiting[0].grant_turn()
+        for call, count, output in zip(batch.requests, batch.counts, outputs, strict=True):
+            if call.remaining == count:
+                call.complete(output)
             else:
-                self._busy = False
+                call.ids, call.alone = call.ids[count:], False
+                with self._lock:
+                    self._scheduler.requests.append(call)
+
+    def _execute(self, batch: Batch[_Call]) -> Seq[Any]:
+        if (do := batch.requests[0].do) is not None:
+            return [do()]
+        inputs = batch.inputs
+        for seq_input in inputs:
+            self._sync_slot(seq_input.slot)
+        policies = [
+            call.policy if call.remaining == count else None
+            for call, count in zip(batch.requests, batch.counts, strict=True)
+        ]
+        outputs = forward_or_sample(self._engine, inputs, policies)
+        for seq_input in inputs:
+            self._lengths[seq_input.slot] += len(seq_input.ids)
+        return outputs

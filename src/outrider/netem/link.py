@@ -20,7 +20,7 @@ class Link:
     All connections share one bottleneck per direction, first come, first served. Bytes are never lost, changed or
     reordered. Delays are exact to a millisecond each way, the event loop's resolution. Bytes count when they are
     written to the outgoing socket. If the target refuses or dies, the client's connection is aborted. `seed` seeds the
-    jitter. A link belongs to one event loop. LinkThread serves other threads.
+    jitter. A link belongs to one event loop.
 
     Raises:
         SettingsError: an invalid port.

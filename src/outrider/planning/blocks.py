@@ -22,7 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.decoding.gate import Signals, Threshold, draw_audits
+from outrider.decoding.calibrated_gate import draw_audits
+from outrider.decoding.gate import Signals, Threshold
 from outrider.decoding.loop_detection import DEFAULT_RULE
 from outrider.planning.traces import Trace
 

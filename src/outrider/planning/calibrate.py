@@ -42,8 +42,9 @@ from pathlib import Path
 import numpy as np
 
 from outrider.config import GateFile, GenerationSettings, Loss, ModelId, SignalFit, check_choice
+from outrider.decoding.calibrated_gate import NO_MEAN_GATE
 from outrider.decoding.draft_length import parse_draft_length
-from outrider.decoding.gate import NO_MEAN_GATE, SIGNAL_NAMES, SignalName, Threshold
+from outrider.decoding.gate import SIGNAL_NAMES, SignalName, Threshold
 from outrider.errors import DataError, SettingsError
 from outrider.files import write_file
 from outrider.planning.blocks import SIGNAL_GRID, BlockTable, build_blocks, replay, worst_losses

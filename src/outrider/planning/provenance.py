@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.config import GenerationSettings, ModelId
-from outrider.decoding.gate import calibrated_settings
+from outrider.decoding.calibrated_gate import calibrated_settings
 from outrider.errors import SettingsError
 from outrider.files import read_json
 

@@ -22,7 +22,8 @@ from dataclasses import dataclass, fields
 
 from outrider.config import DecodingMode, check_choice
 from outrider.decoding.actions import Plan
-from outrider.decoding.decoder import MAX_PROVISIONAL, Decoder
+from outrider.decoding.decoder import Decoder
+from outrider.decoding.draft_buffer import MAX_PROVISIONAL
 from outrider.decoding.draft_length import MAX_K, DraftLength, parse_draft_length
 from outrider.decoding.gate import Always, Gate
 from outrider.decoding.options import DecodingOptions

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from outrider.engines.base import Prompt
+from outrider.engines.base import Engine, Prompt
 from outrider.errors import PromptError
 from outrider.prompts.media import pack_audio, pack_features, unpack_audio, unpack_features
 from outrider.protocol import schema
@@ -19,7 +17,7 @@ def pack_media(prompt: Prompt, *, hides_audio: bool) -> tuple[int, bytes]:
     return (schema.WITHHELD if hides_audio else schema.NONE), b""
 
 
-def unpack_media(engine: Any, ids: tuple[int, ...], kind: int, data: bytes) -> Prompt:
+def unpack_media(engine: Engine, ids: tuple[int, ...], kind: int, data: bytes) -> Prompt:
     """Return the prompt with its media for the engine, after validating `data`.
 
     Raises:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import fields
-from typing import Any
 
 import numpy as np
 import torch
@@ -131,7 +130,7 @@ _SENT_FIELDS = tuple(f.name for f in fields(GenerationSettings) if f.name not in
 
 def pack_settings(settings: GenerationSettings) -> schema.Settings:
     """Pack the settings that the target's sampling needs. Stop strings and sentence limits stay on the edge."""
-    values: dict[str, Any] = {name: getattr(settings, name) for name in _SENT_FIELDS}
+    values = {name: getattr(settings, name) for name in _SENT_FIELDS}
     for name in _OPTIONAL_FIELDS:
         if values[name] == 1.0:
             del values[name]
@@ -146,11 +145,10 @@ def unpack_settings(packed: schema.Settings, vocab_size: int) -> GenerationSetti
         SettingsError: a value is out of range or contradicts another.
     """
     if len(packed.suppress_tokens) > vocab_size:  # each costs time at every position
-        raise FrameError(
-            ErrorCode.SETTINGS, f"{len(packed.suppress_tokens)} suppress_tokens, but the target has {vocab_size} tokens"
-        )
+        message = f"{len(packed.suppress_tokens)} suppress_tokens, but the target has {vocab_size} tokens"
+        raise FrameError(ErrorCode.SETTINGS, message)
     check_ids(packed.suppress_tokens, vocab_size, "suppress_tokens", ErrorCode.SETTINGS)
-    values: dict[str, Any] = {name: getattr(packed, name) for name in _SENT_FIELDS}
+    values = {name: getattr(packed, name) for name in _SENT_FIELDS}
     for name in _OPTIONAL_FIELDS:
         if not packed.HasField(name):
             del values[name]
@@ -165,9 +163,8 @@ def unpack_accept(spec: str) -> str:
         SettingsError: the rule is unknown.
     """
     if len(spec) > MAX_RULE_LENGTH:
-        raise FrameError(
-            ErrorCode.SETTINGS, f"accept: a rule has at most {MAX_RULE_LENGTH} characters, not {len(spec)}"
-        )
+        message = f"accept: a rule has at most {MAX_RULE_LENGTH} characters, not {len(spec)}"
+        raise FrameError(ErrorCode.SETTINGS, message)
     acceptance.parse_acceptance_rule(spec or "exact")
     return spec or "exact"
 
@@ -179,11 +176,7 @@ def pack_verify(request: Verify) -> schema.Request:
     """Build the Verify frame of a request."""
     q = [schema.Shortlist(ids=part.ids.tolist(), logp=part.logp.tolist()) for part in request.q]
     frame = schema.Verify(
-        round=request.round,
-        base_length=request.base_length,
-        new_ids=request.new_ids,
-        draft_ids=request.draft_ids,
-        q=q,
+        round=request.round, base_length=request.base_length, new_ids=request.new_ids, draft_ids=request.draft_ids, q=q
     )
     return schema.Request(verify=frame)
 
@@ -197,9 +190,8 @@ def unpack_verify(frame: schema.Verify, vocab_size: int, row_count: int) -> Veri
     if frame.round < 1:
         raise FrameError(ErrorCode.INVALID, "rounds count from 1")
     if len(frame.draft_ids) > schema.MAX_DRAFTS:
-        raise FrameError(
-            ErrorCode.TOO_LARGE, f"{len(frame.draft_ids)} drafts: at most {schema.MAX_DRAFTS} in one request"
-        )
+        message = f"{len(frame.draft_ids)} drafts: at most {schema.MAX_DRAFTS} in one request"
+        raise FrameError(ErrorCode.TOO_LARGE, message)
     check_ids(frame.new_ids, row_count, "new_ids")
     check_ids(frame.draft_ids, vocab_size, "draft_ids")
     if frame.q and len(frame.q) != len(frame.draft_ids):
@@ -210,9 +202,8 @@ def unpack_verify(frame: schema.Verify, vocab_size: int, row_count: int) -> Veri
 
 def _unpack_shortlist(part: schema.Shortlist, vocab_size: int) -> Support:
     if not part.ids or len(part.ids) != len(part.logp) or len(part.ids) > acceptance.REJECTION_SHORTLIST:
-        raise FrameError(
-            ErrorCode.INVALID, f"a distribution of {len(part.ids)} ids and {len(part.logp)} log-probabilities"
-        )
+        message = f"a distribution of {len(part.ids)} ids and {len(part.logp)} log-probabilities"
+        raise FrameError(ErrorCode.INVALID, message)
     check_ids(part.ids, vocab_size, "q")
     logp = torch.tensor(list(part.logp), dtype=torch.float32)
     if len(set(part.ids)) < len(part.ids) or not abs(float(torch.logsumexp(logp, -1))) < 1e-3:

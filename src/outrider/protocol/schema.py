@@ -12,27 +12,9 @@ from typing import TYPE_CHECKING
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 if TYPE_CHECKING:
-    from outrider.protocol.outrider_pb2 import (
-        Answer,
-        Close,
-        DescribeAnswer,
-        DescribeRequest,
-        Error,
-        Generate,
-        Ids,
-        Media,
-        Open,
-        Opened,
-        Request,
-        Resume,
-        Settings,
-        Shortlist,
-        Verdict,
-        Verify,
-        VocabularyPart,
-        VocabularyRequest,
-    )
+    from outrider.protocol.outrider_pb2 import *  # noqa: F403 - every message, as below
 else:
+    NONE, AUDIO, FEATURES, WITHHELD = range(4)  # MediaKind
     _FILES = descriptor_pb2.FileDescriptorSet.FromString((Path(__file__).parent / "outrider.binpb").read_bytes())
     _POOL = descriptor_pool.DescriptorPool()
     for _file in _FILES.file:
@@ -41,28 +23,6 @@ else:
             _name = f"{_file.package}.{_message.name}"
             globals()[_message.name] = message_factory.GetMessageClass(_POOL.FindMessageTypeByName(_name))
 
-__all__ = [
-    "Answer",
-    "Close",
-    "DescribeAnswer",
-    "DescribeRequest",
-    "Error",
-    "Generate",
-    "Ids",
-    "Media",
-    "Open",
-    "Opened",
-    "Request",
-    "Resume",
-    "Settings",
-    "Shortlist",
-    "Verdict",
-    "Verify",
-    "VocabularyPart",
-    "VocabularyRequest",
-]
-
-NONE, AUDIO, FEATURES, WITHHELD = range(4)  # MediaKind
 VERSION = 2
 SERVICE = "outrider.v1.Verifier"
 MAX_DRAFTS = 256

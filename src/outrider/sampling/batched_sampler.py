@@ -182,8 +182,7 @@ def batched_signals(logits: Tensor, tokens: Tensor, temperature: float) -> Tenso
 
 def to_signals(row: Seq[float]) -> Signals:
     """Convert a row of `batched_signals` on the host."""
-    entropy, margin, maxprob, logprob = row
-    return Signals(entropy, margin, maxprob, logprob)
+    return Signals(*row)
 
 
 def _add_gumbel_noise(logp: Tensor, keys: Tensor) -> Tensor:

@@ -209,9 +209,6 @@ class Distribution:
     @cached_property
     def top2_margin(self) -> float:
         """The lead of the token over the runner-up, in logits. Numeric noise below it cannot change the token."""
-        return self._top2_margin()
-
-    def _top2_margin(self) -> float:
         if self.sampling.greedy:
             return top2_margin(self.logits)
         noise = gumbel_noise(self.sampling.seed, self.position, self.support.ids)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -131,9 +132,10 @@ class _BoundedDistribution(Distribution):
         super().__init__(known.logits, known.sampling, known.position)
         self.missing_logit_max = missing_logit_max
 
-    def _top2_margin(self) -> float:
-        """Return the margin of a complete row, or its lower bound if the runner-up may be missing."""
-        margin = super()._top2_margin()
+    @cached_property
+    def top2_margin(self) -> float:
+        """The margin of a complete row, or its lower bound if the runner-up may be missing."""
+        margin = super().top2_margin
         return min(margin, float(self.logits.max()) - self.missing_logit_max) if self.sampling.greedy else margin
 
 

@@ -12,25 +12,15 @@ import logging
 import traceback
 from datetime import UTC, datetime
 from json import dumps
-from typing import Any, TextIO
+from typing import TextIO
 
 from pythonjsonlogger.json import JsonFormatter
 
 from outrider.errors import SettingsError
 
-_COUNT_FIELDS = {
-    "accepted",
-    "base_length",
-    "batch",
-    "drafts",
-    "limit",
-    "port",
-    "prompt_tokens",
-    "round",
-    "sessions",
-    "slot",
-}
-NUMERIC_FIELDS = frozenset(_COUNT_FIELDS | {"bytes", "cache_bytes", "queue_seconds", "seconds", "slots", "tokens"})
+_COUNT_FIELDS = {"accepted", "base_length", "batch", "drafts", "limit", "port", "prompt_tokens", "round", "sessions"}
+_SIZE_FIELDS = {"bytes", "cache_bytes", "queue_seconds", "seconds", "slot", "slots", "tokens"}
+NUMERIC_FIELDS = frozenset(_COUNT_FIELDS | _SIZE_FIELDS)
 _PEER_FIELDS = {"address", "host", "identity", "peer", "session"}
 TEXT_FIELDS = frozenset(_PEER_FIELDS | {"kind", "method", "model", "reason", "status", "version", "withheld"})
 log = logging.getLogger("outrider.cloud")
@@ -69,7 +59,8 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as a line, followed by its traceback if it has one."""
         fields = [f"{name}={_quote(value)}" for name, value in _extra_fields(record).items()]
-        line = " ".join([_format_time(record.created), record.levelname, record.getMessage(), *fields])
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line = " ".join([time, record.levelname, record.getMessage(), *fields])
         return f"{line}\n{record.exc_text}" if record.exc_text else line
 
 
@@ -98,11 +89,11 @@ def configure(level: str, *, json: bool, stream: TextIO) -> None:
     log.propagate = False  # the root's handlers do not redact
 
 
-def _extra_fields(record: logging.LogRecord) -> dict[str, Any]:
+def _extra_fields(record: logging.LogRecord) -> dict[str, object]:
     return {name: value for name, value in vars(record).items() if name not in _RECORD_ATTRIBUTES}
 
 
-def _is_safe(name: str, value: Any) -> bool:
+def _is_safe(name: str, value: object) -> bool:
     """Return whether a field may be logged. The type counts too: `tokens` is a number, never a text or a list."""
     return (name in NUMERIC_FIELDS and isinstance(value, (int, float))) or (
         name in TEXT_FIELDS and isinstance(value, (str, int))
@@ -115,11 +106,7 @@ def _format_traceback(error: BaseException) -> str:
     return f"{after}{''.join(traceback.format_tb(error.__traceback__))}{type(error).__name__}"
 
 
-def _format_time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
-
-
-def _quote(value: Any) -> str:
+def _quote(value: object) -> str:
     """Quote a value unless it is one printable word, so that a peer's name cannot forge a line or a field."""
     text = str(value)
     return text if text.isprintable() and text and not set(text) & set(' ="\\') else dumps(text)

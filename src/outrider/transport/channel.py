@@ -19,7 +19,6 @@ CLOSE_TIMEOUT = 1.0  # s
 
 T = TypeVar("T")
 OpenTransport = Callable[[Callable[[], Http2]], Awaitable[object]]
-_Headers = list[tuple[bytes, bytes]]
 
 
 class Channel:
@@ -114,13 +113,11 @@ class Channel:
             raise http.make_error(http.reason)
         if not http.usable:  # the server is shutting down and takes no new calls
             return await self._open(method, timeout)
-        return Stream(http, self._headers(http.scheme, method, timeout))
-
-    def _headers(self, scheme: str, method: str, timeout: float | None) -> _Headers:
-        """Return the headers of a call, pseudo-headers first."""
-        start = [_header(":method", "POST"), _header(":scheme", scheme), _header(":path", method)]
-        limit = [] if timeout is None else [_header("grpc-timeout", _grpc_timeout(timeout))]
-        return start + self._common_headers + limit
+        headers = [_header(":method", "POST"), _header(":scheme", http.scheme), _header(":path", method)]
+        headers += self._common_headers
+        if timeout is not None:  # in at most eight digits
+            headers.append(_header("grpc-timeout", f"{min(10**8 - 1, math.ceil(timeout * 1000))}m"))
+        return Stream(http, headers)
 
     async def _get_connection(self) -> Http2:
         """Return the present connection or open one. Concurrent calls wait for the same connection."""
@@ -168,11 +165,6 @@ async def _with_deadline(deadline: float, work: Awaitable[T], method: str) -> T:
             return await work
     except TimeoutError as error:
         raise CallFailed(Status.DEADLINE_EXCEEDED, f"{method} was not answered in time") from error
-
-
-def _grpc_timeout(seconds: float) -> str:
-    """Return the value of the grpc-timeout header, which has at most eight digits."""
-    return f"{min(10**8 - 1, math.ceil(seconds * 1000))}m"
 
 
 def _header(name: str, value: str) -> tuple[bytes, bytes]:

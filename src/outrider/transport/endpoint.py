@@ -9,10 +9,13 @@ from asyncio.staggered import staggered_race
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain, zip_longest
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from outrider.transport.byte_counts import ByteAccounting
 from outrider.transport.hosts import ascii_host
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
 
 HEAD_START = 0.25  # s between connection attempts to the addresses of a host (RFC 8305, 5)
 
@@ -100,13 +103,13 @@ class CountingSocket(socket.socket):
         self._endpoint.down += len(data)
         return data
 
-    def recv_into(self, buffer: Any, size: int = 0, flags: int = 0) -> int:
+    def recv_into(self, buffer: WriteableBuffer, size: int = 0, flags: int = 0) -> int:
         """Receive into a buffer and count."""
         count = super().recv_into(buffer, size, flags)
         self._endpoint.down += count
         return count
 
-    def send(self, data: Any, flags: int = 0) -> int:
+    def send(self, data: ReadableBuffer, flags: int = 0) -> int:
         """Send and count."""
         count = super().send(data, flags)
         self._endpoint.up += count

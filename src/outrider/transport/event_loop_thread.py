@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from outrider.errors import CloudError, StateError
 from outrider.transport.endpoint import TCP, Endpoint, Network
@@ -28,12 +28,12 @@ class EventLoopThread:
         self._network = network
         self._lock = threading.Lock()
         self._closed = False
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._loop = asyncio.SelectorEventLoop()  # other loops bypass the methods of CountingSocket
         self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-connection", daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+    def run(self, work: Coroutine[None, None, T]) -> Future[T]:
         """Run a coroutine in the thread's event loop.
 
         Raises:
@@ -74,7 +74,7 @@ class EventLoopThread:
     async def close_clients(self) -> None:
         """Close the clients of the endpoints, in the event loop. `close` calls it once."""
 
-    async def _until_closed(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _until_closed(self, work: Coroutine[None, None, T]) -> T:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)

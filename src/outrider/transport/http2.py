@@ -194,8 +194,9 @@ class Http2(asyncio.Protocol):
             for kind, frame in self._frame_reader.feed(data):
                 if kind == GOAWAY:
                     self._on_goaway(frame)
-                else:
-                    self._feed_h2(frame)
+                elif self._reason is None:
+                    for event in self._h2.receive_data(frame):
+                        self._dispatch(event)
         except NotHttp2 as error:
             self._is_foreign = True
             self._close(f"the server speaks {error}")
@@ -223,15 +224,12 @@ class Http2(asyncio.Protocol):
 
     # Within -------------------------------------------------------------------------------------------------
 
-    def _feed_h2(self, frame: bytes) -> None:
-        if self._reason is None:
-            for event in self._h2.receive_data(frame):
-                self._dispatch(event)
-
     def _dispatch(self, event: Event) -> None:
         match event:
             case RemoteSettingsChanged():
-                self._on_settings()
+                self._settings_received = True
+                if self._settings_timer is not None:
+                    self._settings_timer.cancel()
             case ResponseReceived() | TrailersReceived():
                 if listener := self._listeners.get(event.stream_id):
                     listener.on_headers(dict(event.headers))
@@ -244,11 +242,6 @@ class Http2(asyncio.Protocol):
                 if listener := self._listeners.pop(event.stream_id, None):
                     listener.on_reset(f"the stream was reset: {error_name(event.error_code)}")
                 self.remove_stream(event.stream_id)
-
-    def _on_settings(self) -> None:
-        self._settings_received = True
-        if self._settings_timer is not None:
-            self._settings_timer.cancel()
 
     def _on_data(self, event: DataReceived) -> None:
         """Increase the connection's window on receipt, so that a call that does not read cannot block the others."""

@@ -107,9 +107,8 @@ class HttpClient:
         kind = {"content-type": "application/json"} if body is not None else {}
         try:
             async with asyncio.timeout(seconds):
-                response = await self._get_client().request(
-                    method, self._base + path, content=body, headers={**kind, **headers}
-                )
+                url, sent = self._base + path, {**kind, **headers}
+                response = await self._get_client().request(method, url, content=body, headers=sent)
         except (httpx2.RequestError, httpcore2.NetworkError, httpcore2.ProtocolError) as error:
             raise self._map_error(error) from error
         retry_after = response.headers.get("retry-after", "")

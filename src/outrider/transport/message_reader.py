@@ -42,7 +42,14 @@ class MessageReader:
         self._buffer += data
         while len(self._buffer) >= _PREFIX.size:
             flag, size = _PREFIX.unpack_from(self._buffer)
-            _check(flag, size)
+            if flag == 1:
+                message = "the server sent a compressed message, which this client does not accept"
+                raise CallFailed(Status.UNIMPLEMENTED, message)
+            if flag:
+                raise CallFailed(Status.INTERNAL, f"a message that begins with {flag:#04x} is not a gRPC message")
+            if size > MAX_MESSAGE_SIZE:
+                message = f"a message of {size} bytes; {MAX_MESSAGE_SIZE} are accepted"
+                raise CallFailed(Status.RESOURCE_EXHAUSTED, message)
             end = _PREFIX.size + size
             if len(self._buffer) < end:
                 return
@@ -55,14 +62,3 @@ class MessageReader:
         message = self._messages.popleft()
         self.buffered_bytes -= _PREFIX.size + len(message)
         return message
-
-
-def _check(flag: int, size: int) -> None:
-    if flag == 1:
-        raise CallFailed(
-            Status.UNIMPLEMENTED, "the server sent a compressed message, which this client does not accept"
-        )
-    if flag:
-        raise CallFailed(Status.INTERNAL, f"a message that begins with {flag:#04x} is not a gRPC message")
-    if size > MAX_MESSAGE_SIZE:
-        raise CallFailed(Status.RESOURCE_EXHAUSTED, f"a message of {size} bytes; {MAX_MESSAGE_SIZE} are accepted")

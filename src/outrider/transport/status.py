@@ -85,14 +85,12 @@ def call_error(trailers: Headers) -> CallFailed | None:
         return CallFailed(Status.UNKNOWN, "the server ended the call without a status")
     number = _number(trailers[b"grpc-status"])
     status = Status(number) if number in _CODES else Status.UNKNOWN
-    return None if status is Status.OK else CallFailed(status, _details(trailers))
+    if status is Status.OK:
+        return None
+    return CallFailed(status, _text(unquote_to_bytes(trailers.get(b"grpc-message", b""))))
 
 
 _CODES = frozenset(Status)
-
-
-def _details(trailers: Headers) -> str:
-    return _text(unquote_to_bytes(trailers.get(b"grpc-message", b"")))
 
 
 def _number(text: bytes) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from itertools import count
+from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 
 from outrider.config import GenerationSettings
 from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
-from outrider.errors import VocabularyMismatch
+from outrider.errors import StateError, VocabularyMismatch
 from outrider.sampling.acceptance import Verdict
 
 MAX_EXTRA_TOKENS = 128  # tokens by which vocabulary sizes may differ beyond the shared ids, as in llama.cpp
@@ -103,6 +106,49 @@ class Connectable(Protocol):
     def disconnect(self) -> None:
         """Close all sessions and the connection."""
         ...
+
+
+S = TypeVar("S")
+
+
+class SessionTable(Generic[S]):
+    """The sessions of a verifier by number."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[int, S] = {}
+        self._session_ids = count(1)
+
+    def _add(self, session: S) -> int:
+        number = next(self._session_ids)
+        self._sessions[number] = session
+        return number
+
+    def _get(self, session: int) -> S:
+        if session not in self._sessions:
+            raise StateError(f"session {session} is not open")
+        return self._sessions[session]
+
+
+class RemoteSessions(SessionTable[S], ABC):
+    """The methods that verifiers behind a network connection have in common."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.disconnect()
+
+    @abstractmethod
+    def disconnect(self) -> None:
+        """Close all sessions and the connection."""
+
+    @abstractmethod
+    def submit(self, session: int, request: Verify) -> Future[Verdict]:
+        """Send a request and return the future of its verdict."""
+
+    def verify(self, session: int, request: Verify) -> Verdict:
+        """Send a request and wait for its verdict."""
+        return self.submit(session, request).result()
 
 
 def disconnect(verifier: Verifier | None) -> None:

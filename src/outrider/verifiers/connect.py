@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -18,6 +19,7 @@ from outrider.verifiers.local import LocalVerifier
 
 if TYPE_CHECKING:
     from outrider.netem.conditions import Conditions
+    from outrider.verifiers.llm_server.backend import Backend
 
 EXPECTED_FORMS = (
     "expected grpc://HOST:PORT, vllm://HOST:PORT[,HOST:PORT...], sglang://HOST:PORT[,HOST:PORT...], local:MODEL or none"
@@ -99,18 +101,14 @@ def connect(target: str, **options: Any) -> Verifier | None:
         return None
     if parsed.kind == "local":
         return LocalVerifier(load_engine(parsed.model, **options))
-    return _connect_remote(parsed, **_check_options(options, parsed.kind))
-
-
-def _check_options(options: dict[str, Any], kind: str) -> dict[str, Any]:
     names = {"token", "token_file", "tls", "ca", "cert", "key", "net", "deadline", "patience"}
-    _reject_options({name: value for name, value in options.items() if name not in names}, f"cloud {kind}://…")
-    return options
+    _reject_options(options.keys() - names, f"cloud {parsed.kind}://…")
+    return _connect_remote(parsed, **options)
 
 
-def _reject_options(options: dict[str, Any], cloud: str) -> None:
-    if options:
-        raise SettingsError(f"{cloud} takes no {', '.join(sorted(options))}")
+def _reject_options(names: Iterable[str], cloud: str) -> None:
+    if names:
+        raise SettingsError(f"{cloud} takes no {', '.join(sorted(names))}")
 
 
 def _connect_remote(
@@ -156,7 +154,16 @@ def _connect_remote(
         return RemoteVerifier(*target.hosts[0], network=network, **common)
     from outrider.verifiers.llm_server.verifier import LlmServerVerifier
 
-    return LlmServerVerifier(_make_backend(target.kind), target.hosts, network=network, **common)
+    backend: Backend
+    if target.kind == "vllm":
+        from outrider.verifiers.llm_server.vllm import VllmBackend
+
+        backend = VllmBackend()
+    else:
+        from outrider.verifiers.llm_server.sglang import SglangBackend
+
+        backend = SglangBackend()
+    return LlmServerVerifier(backend, target.hosts, network=network, **common)
 
 
 def _emulate(net: str | Conditions) -> Network:
@@ -169,16 +176,6 @@ def _emulate(net: str | Conditions) -> Network:
     from outrider.netem.emulator import EmulatedNetwork
 
     return EmulatedNetwork(found)
-
-
-def _make_backend(kind: str) -> Any:
-    if kind == "vllm":
-        from outrider.verifiers.llm_server.vllm import VllmBackend
-
-        return VllmBackend()
-    from outrider.verifiers.llm_server.sglang import SglangBackend
-
-    return SglangBackend()
 
 
 def _is_loopback(host: str) -> bool:

@@ -5,24 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count
 
 from outrider.decoding.actions import Verify
 from outrider.engines.base import CachedSequence, Engine, Prompt, forward_or_sample
-from outrider.errors import PromptError, StateError
+from outrider.errors import PromptError
 from outrider.sampling.acceptance import Verdict, parse_acceptance_rule
 from outrider.sampling.policy import Policy
-from outrider.verifiers.base import ModelInfo, SessionParams
+from outrider.verifiers.base import ModelInfo, SessionParams, SessionTable
 from outrider.verifiers.session import Session
 
 
-class LocalVerifier:
+class LocalVerifier(SessionTable[tuple[Session, CachedSequence]]):
     """A verifier over an engine in this process (`--cloud local:MODEL`)."""
 
     def __init__(self, engine: Engine) -> None:
+        super().__init__()
         self.engine = engine
-        self._sessions: dict[int, tuple[Session, CachedSequence]] = {}
-        self._session_ids = count(1)
 
     def describe(self, edge: ModelInfo | None = None) -> ModelInfo:
         """Return the engine's description."""
@@ -31,9 +29,7 @@ class LocalVerifier:
     def open(self, prompt: Prompt, params: SessionParams) -> int:
         """Open a session with a KV cache of its own."""
         session = open_session(self.engine, prompt, params)
-        session_id = next(self._session_ids)
-        self._sessions[session_id] = session, CachedSequence(self.engine, prompt, "verifier")
-        return session_id
+        return self._add((session, CachedSequence(self.engine, prompt, "verifier")))
 
     def verify(self, session: int, request: Verify) -> Verdict:
         """Run the engine over the block and verify it."""
@@ -58,11 +54,6 @@ class LocalVerifier:
         """Release the session's KV cache."""
         self._get(session)[1].close()
         del self._sessions[session]
-
-    def _get(self, session: int) -> tuple[Session, CachedSequence]:
-        if session not in self._sessions:
-            raise StateError(f"session {session} is not open")
-        return self._sessions[session]
 
 
 def open_session(engine: Engine, prompt: Prompt, params: SessionParams, committed: tuple[int, ...] = ()) -> Session:

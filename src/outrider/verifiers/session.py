@@ -6,7 +6,7 @@ session.judge(plan, output)  →  Verdict      after which the accepted tokens a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.decoding.actions import Verify
 from outrider.errors import OutOfSync
@@ -71,10 +71,14 @@ class Session:
             OutOfSync: the base length differs from the session's (the message has both), or the round was answered for
                 other tokens.
         """
-        if self._resumed_at is not None:
-            self._finish_resume(request)
+        is_repeat = self._last is not None and _same(request, self._last[0])
+        if self._resumed_at is not None and not is_repeat:
+            self._truncate(self._resumed_at)  # the edge does not repeat the request whose verdict was kept for it
+        self._resumed_at = None
         if self._last is not None and request.round == self._last[0].round:
-            return self._repeat_verdict(request)
+            if not is_repeat:
+                raise OutOfSync(f"round {request.round} was answered already, for other tokens")
+            return self._last[1]
         start = len(self.ids)
         if start + len(request.new_ids) != request.base_length:
             raise OutOfSync(
@@ -100,9 +104,7 @@ class Session:
         )
         if base > start:
             disagreed = count_disagreements(ids, start, base, output, self._policy)
-            verdict = Verdict(
-                verdict.round, verdict.accepted, verdict.next_token, verdict.near_ties, base - start, disagreed
-            )
+            verdict = replace(verdict, audited=base - start, disagreed=disagreed)
         self.ids += [*request.new_ids, *request.draft_ids[: verdict.accepted], verdict.next_token]
         self._last = (request, verdict)
         return verdict
@@ -128,24 +130,9 @@ class Session:
         elif length < len(self.ids):
             self._truncate(length)
 
-    def _finish_resume(self, request: Verify) -> None:
-        """Discard the kept verdict unless the first request after a rewind repeats the one that it answers."""
-        assert self._last is not None
-        assert self._resumed_at is not None
-        if not _same(request, self._last[0]):
-            self._truncate(self._resumed_at)
-        self._resumed_at = None
-
     def _truncate(self, length: int) -> None:
         del self.ids[length:]
         self._last = self._resumed_at = None
-
-    def _repeat_verdict(self, request: Verify) -> Verdict:
-        assert self._last is not None
-        answered, verdict = self._last
-        if not _same(request, answered):
-            raise OutOfSync(f"round {request.round} was answered already, for other tokens")
-        return verdict
 
 
 def _same(one: Verify, other: Verify) -> bool:

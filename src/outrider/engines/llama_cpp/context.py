@@ -12,6 +12,7 @@ import os
 import weakref
 from collections.abc import Sequence as Seq
 from functools import cache
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +45,7 @@ class _LogCapture:
 
     def __init__(self) -> None:
         self.first_error = ""
-        self.callback: Any = None  # C holds no reference to it
+        self.callback: object = None  # C holds no reference to it
 
     def on_log(self, level: int, text: bytes, _: object) -> None:
         """Log a line of llama.cpp at debug level."""
@@ -62,7 +63,7 @@ _log_capture = _LogCapture()
 
 
 @cache
-def _library() -> Any:
+def _library() -> ModuleType:
     """Return the bindings, initialised, with their log captured."""
     import llama_cpp
 
@@ -194,10 +195,9 @@ class LlamaContext:
         code = self._lib.llama_decode(self.pointer, batch)
         if code:
             raise StateError(f"llama.cpp could not read {len(tokens)} tokens (code {code}): {_log_capture.first_error}")
-        return [self._logits_at(i) for i, token in enumerate(tokens) if token.needs_logits]
-
-    def _logits_at(self, i: int) -> np.ndarray:
-        return np.ctypeslib.as_array(self._lib.llama_get_logits_ith(self.pointer, i), (self._model.n_vocab,))
+        kept = [i for i, token in enumerate(tokens) if token.needs_logits]
+        rows = [self._lib.llama_get_logits_ith(self.pointer, i) for i in kept]
+        return [np.ctypeslib.as_array(row, (self._model.n_vocab,)) for row in rows]
 
     def truncate(self, sequence: int, length: int) -> bool:
         """Roll a sequence back to its first `length` positions. Return False if the model's memory cannot."""
@@ -222,7 +222,7 @@ class LlamaContext:
             raise StateError(f"llama.cpp could not restore {len(state)} bytes of sequence {sequence}")
 
 
-def _free_context(library: Any, context: Any, batch: Any, _: LlamaModel) -> None:
+def _free_context(library: ModuleType, context: object, batch: object, _: LlamaModel) -> None:
     """Free a context. The model is an argument to keep it alive until its contexts are freed."""
     library.llama_batch_free(batch)
     library.llama_free(context)

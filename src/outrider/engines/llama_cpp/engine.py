@@ -118,14 +118,13 @@ class GgufEngine(Vocabulary, Locked):
             StateError: slots are open.
         """
         limit = self._model.n_ctx_train
-        found, length = plan_kv_budget(self.name, len(self._lengths), budget, max_length, limit, self._sequence_bytes)
+        found, length = plan_kv_budget(
+            self.name, len(self._lengths), budget, max_length, limit, lambda n: self.position_bytes * pad_length(n)
+        )
         slots = min(found, max_sequences())
         self._contexts = [self._new_context(slots, length)]
         self._max_slots, self.max_length = slots, length
         return slots
-
-    def _sequence_bytes(self, length: int) -> int:
-        return self.position_bytes * pad_length(length)
 
     def _new_context(self, sequences: int, length: int) -> LlamaContext:
         return LlamaContext(self._model, sequences, length, self._threads)
@@ -217,8 +216,15 @@ class GgufEngine(Vocabulary, Locked):
 
     @exclusive
     def forward_many(self, inputs: Seq[SequenceInput]) -> list[Tensor]:
-        """Run `forward` for several slots at once. If it fails, all slots are as before."""
-        self._check(inputs)
+        """Run `forward` for several slots at once. If it fails, all slots are as before.
+
+        Raises:
+            PromptError: a slot would pass `max_length`.
+        """
+        check_inputs(inputs)
+        longest = max(self.kv_len(seq_input.slot) + len(seq_input.ids) for seq_input in inputs)
+        if self.max_length is not None and longest > self.max_length:
+            raise PromptError(f"a sequence of {longest} positions: {self.name} holds at most {self.max_length} of each")
         outputs = [torch.empty(seq_input.logits_to_keep, self.row_count, dtype=torch.float32) for seq_input in inputs]
         for seq_input in inputs:  # before anything is read
             self._ensure_length(self._locate(seq_input.slot)[0], self._lengths[seq_input.slot] + len(seq_input.ids))
@@ -235,17 +241,6 @@ class GgufEngine(Vocabulary, Locked):
             self._lengths[seq_input.slot] += len(seq_input.ids)
         return outputs
 
-    def _check(self, inputs: Seq[SequenceInput]) -> None:
-        """Check the inputs before any of them is fed.
-
-        Raises:
-            PromptError: a slot would pass `max_length`.
-        """
-        check_inputs(inputs)
-        longest = max(self.kv_len(seq_input.slot) + len(seq_input.ids) for seq_input in inputs)
-        if self.max_length is not None and longest > self.max_length:
-            raise PromptError(f"a sequence of {longest} positions: {self.name} holds at most {self.max_length} of each")
-
     def _decode_inputs(self, number: int, group: Seq[tuple[SequenceInput, Tensor]]) -> None:
         """Feed the inputs of one context, in as few calls as possible, and copy their logits out."""
         targets = (target for _, out in group for target in out.numpy())
@@ -257,7 +252,7 @@ class GgufEngine(Vocabulary, Locked):
         for seq_input in inputs:
             sequence, start = self._locate(seq_input.slot)[1], self._lengths[seq_input.slot]
             for n, token in enumerate(seq_input.ids):
-                yield BatchToken(sequence, start + n, token, n >= len(seq_input.ids) - seq_input.logits_to_keep)
+                yield BatchToken(sequence, start + n, token, n in seq_input.kept)
 
     # Self-test ----------------------------------------------------------------------------------------------
 

@@ -10,10 +10,12 @@ become further query rows instead:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -24,7 +26,7 @@ MAX_FOLDED_TOKENS = 64  # per sequence: folding repeats the mask, which in a lon
 
 
 def grouped_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Compute attention as transformers' `sdpa` does, folded for few tokens with grouped heads and an additive mask.
 
@@ -42,7 +44,7 @@ def grouped_attention(
     return out.reshape(batch, heads, tokens, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
-def _can_fold(query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
+def _can_fold(query: Tensor, key: Tensor, mask: Tensor | None, kwargs: Mapping[str, object]) -> bool:
     """Return whether folding applies. Only this engine's forwards have an additive mask.
 
     Other changes of the scores, such as a soft cap, are left to transformers.
@@ -54,7 +56,7 @@ def _can_fold(query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str,
     return query.shape[1] > key.shape[1] and query.shape[2] <= MAX_FOLDED_TOKENS
 
 
-def configure_attention(model: Any, language: Any, config: Any) -> bool:
+def configure_attention(model: PreTrainedModel, language: PreTrainedModel, config: PretrainedConfig) -> bool:
     """Make the model accept 4-D masks, and grouped heads without a copy. Return whether its masks are additive."""
     current = getattr(model.config, "_attn_implementation", "eager")
     if current == "eager":
@@ -67,7 +69,7 @@ def configure_attention(model: Any, language: Any, config: Any) -> bool:
     return grouped
 
 
-def attention_windows(config: Any, name: str) -> dict[str, int | None]:
+def attention_windows(config: PretrainedConfig, name: str) -> dict[str, int | None]:
     """Return the attention kinds of the layers, with their sliding windows.
 
     Raises:

@@ -22,7 +22,14 @@ from outrider.engines.self_test import SelfTest, check_weights, explain_non_fini
 from outrider.engines.torch.attention import attention_windows, configure_attention
 from outrider.engines.torch.fused_model import FusedModel, missing_requirement, unsupported_reason
 from outrider.engines.torch.kv_cache import SlotKVCache
-from outrider.engines.torch.model_families import AudioModel, MaskLike, TextModel, is_audio_model, read_max_length
+from outrider.engines.torch.model_families import (
+    AudioModel,
+    MaskLike,
+    Media,
+    TextModel,
+    is_audio_model,
+    read_max_length,
+)
 from outrider.engines.torch.model_runner import ModelRunner
 from outrider.engines.vocabulary import Vocabulary, check_eos_ids, warn_if_eos_differs
 from outrider.errors import ModelError, PromptError, StateError
@@ -39,19 +46,11 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Media:
+class _SlotAudio:
     """Audio of one slot, encoded once, at the first forward that reaches a placeholder."""
 
     prompt: Prompt
     embeds: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class _AudioEmbeddings:
-    """Audio embeddings of a batch. mask: bool [B, T], their positions. embeds: [mask.sum(), hidden]."""
-
-    mask: Tensor
-    embeds: Tensor
 
 
 class TorchEngine(Vocabulary, Locked):
@@ -80,7 +79,7 @@ class TorchEngine(Vocabulary, Locked):
         self._attention_windows = attention_windows(self._text_config, self.name)
         self._additive_mask = configure_attention(model, self._family.language, self._text_config)
         self._cache = SlotKVCache(self._text_config.num_hidden_layers)
-        self._media: dict[int, _Media] = {}
+        self._media: dict[int, _SlotAudio] = {}
         self.device, self.dtype = model.device, model.dtype
         self.row_count = int(self._text_config.vocab_size)
         self.eos_ids = check_eos_ids(self.name, _read_eos_ids(model), self.row_count, "generation config")
@@ -110,7 +109,9 @@ class TorchEngine(Vocabulary, Locked):
         digest = hashlib.sha256(type(self.model).__name__.encode())
         for name, weight in sorted(self.model.named_parameters()):
             digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-            digest.update(_sample_weight(weight).numpy().tobytes())
+            flat = weight.detach().flatten()
+            samples = flat[:: -(-flat.numel() // 64) or 1]  # up to 64 values, spread over the parameter
+            digest.update(samples.float().cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
 
     # Memory -------------------------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ class TorchEngine(Vocabulary, Locked):
             self._check_media(prompt)
         slot = self._cache.allocate()
         if prompt.has_audio:
-            self._media[slot] = _Media(prompt)
+            self._media[slot] = _SlotAudio(prompt)
         return slot
 
     def _check_media(self, prompt: Prompt) -> None:
@@ -216,16 +217,15 @@ class TorchEngine(Vocabulary, Locked):
     def draft(self, slot: int, ids: Seq[int], count: int, policy: Policy, *, with_signals: bool) -> list[Proposal]:
         """Append `ids`, then sample and append a token, `count` times. Return the tokens up to an EOS."""
         assert self._runner is not None
-        start = self.kv_len(slot)
-        inputs = [SequenceInput(slot, ids, 1)]
-        if not self._runner.fits(inputs) or self._has_audio(inputs, [start]):
-            if self._has_audio([SequenceInput(slot, ids[-1:], 1)], [start + len(ids) - 1]):
+        start, seq_input = self.kv_len(slot), SequenceInput(slot, ids, 1)
+        if not self._runner.fits([seq_input]) or self._has_audio([seq_input], [start]):
+            start, seq_input = start + len(ids) - 1, SequenceInput(slot, ids[-1:], 1)
+            if self._has_audio([seq_input], [start]):
                 raise PromptError(f"{self.name}: a prompt that ends within a recording cannot be drafted from")
             self.forward(slot, ids[:-1], 1)
-            start, ids = self.kv_len(slot), ids[-1:]
-        self._cache.reserve([slot], [len(ids) + count - 1])
+        self._cache.reserve([slot], [len(seq_input.ids) + count - 1])
         with self._on_this_device():
-            drafted = self._runner.draft(slot, ids, count, policy, self._cache, start, with_signals=with_signals)
+            drafted = self._runner.draft(seq_input, count, policy, self._cache, start, with_signals=with_signals)
         self._cache.commit_append()
         return drafted
 
@@ -238,7 +238,7 @@ class TorchEngine(Vocabulary, Locked):
         starts = [self.kv_len(seq_input.slot) for seq_input in inputs]
         if self._runner is None or not self._runner.fits(inputs) or self._has_audio(inputs, starts):
             return torch.cat(self._forward_transformers(inputs))
-        self._cache.reserve([seq_input.slot for seq_input in inputs], [len(seq_input.ids) for seq_input in inputs])
+        self._cache.reserve([each.slot for each in inputs], [len(each.ids) for each in inputs])
         with self._on_this_device():
             logits = self._runner.logits(inputs, starts, self._cache, self._cache.span)
         self._cache.commit_append()
@@ -254,27 +254,23 @@ class TorchEngine(Vocabulary, Locked):
 
     def _forward_transformers(self, inputs: Seq[SequenceInput]) -> list[Tensor]:
         """Run transformers' own forward. Return the kept logits of each input."""
-        starts = {seq_input.slot: self.kv_len(seq_input.slot) for seq_input in inputs}
         ordered = sorted(inputs, key=lambda seq_input: seq_input.slot)  # consecutive slots are read without a copy
-        positions = self._cache.prepare_append(
-            [seq_input.slot for seq_input in ordered], [len(seq_input.ids) for seq_input in ordered], self.device
-        )
+        slots, counts = [seq_input.slot for seq_input in ordered], [len(seq_input.ids) for seq_input in ordered]
+        starts = [self.kv_len(slot) for slot in slots]
+        positions = self._cache.prepare_append(slots, counts, self.device)
         width = positions.shape[1]
-        ids = torch.tensor(
-            [[*seq_input.ids, *[0] * (width - len(seq_input.ids))] for seq_input in ordered], device=self.device
-        )
+        padded = [[*seq_input.ids, *[0] * (width - len(seq_input.ids))] for seq_input in ordered]
+        ids = torch.tensor(padded, device=self.device)
         if self._runner is not None:
             self._runner.prepare(self._cache)
             self._cache.store_token_ids(ids)
-        media = self._place_media(ordered, [starts[seq_input.slot] for seq_input in ordered], width)
-        columns = _columns_to_keep(inputs)
+        media = self._place_media(ordered, starts, width)
+        columns = sorted({column for seq_input in inputs for column in seq_input.kept})
         kept = torch.tensor(columns, device=self.device)
         logits = self._family.logits(ids, positions, self._mask(positions), self._cache, kept, media)
         self._cache.commit_append()
-        logits_to_keep = {
-            seq_input.slot: _select_rows(seq_input, logits[i], columns) for i, seq_input in enumerate(ordered)
-        }
-        return [logits_to_keep[seq_input.slot] for seq_input in inputs]
+        rows = dict(zip(slots, logits, strict=True))
+        return [rows[each.slot].narrow(0, columns.index(each.kept.start), each.logits_to_keep) for each in inputs]
 
     def _make_runner(self) -> ModelRunner | None:
         """Return the runner of CUDA graphs, or None on a CPU, or, with a warning, for an unsupported model."""
@@ -301,14 +297,13 @@ class TorchEngine(Vocabulary, Locked):
             visible = keys <= queries
             if window is not None:
                 visible = visible & (keys > queries - window)
-            masks[kind] = self._as_additive(visible) if self._additive_mask else visible
+            if self._additive_mask:
+                zeros = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
+                visible = zeros.masked_fill(~visible, torch.finfo(self.dtype).min)
+            masks[kind] = visible
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _as_additive(self, visible: Tensor) -> Tensor:
-        zeros = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
-        return zeros.masked_fill(~visible, torch.finfo(self.dtype).min)
-
-    def _place_media(self, inputs: Seq[SequenceInput], starts: Seq[int], width: int) -> _AudioEmbeddings | None:
+    def _place_media(self, inputs: Seq[SequenceInput], starts: Seq[int], width: int) -> Media | None:
         """Return the audio embeddings for the placeholders among the input tokens, or None."""
         mask = torch.zeros(len(inputs), width, dtype=torch.bool, device=self.device)
         embeds = []
@@ -321,9 +316,9 @@ class TorchEngine(Vocabulary, Locked):
             mask[row, [holders[n] - start for n in fed]] = True
             if fed:
                 embeds.append(self._embeds(media)[fed[0] : fed[-1] + 1])
-        return _AudioEmbeddings(mask, torch.cat(embeds)) if embeds else None
+        return (mask, torch.cat(embeds)) if embeds else None
 
-    def _embeds(self, media: _Media) -> Tensor:
+    def _embeds(self, media: _SlotAudio) -> Tensor:
         if media.embeds is None:
             prompt = media.prompt
             features = prompt.features if prompt.audio is None else self.audio.features(prompt.audio)
@@ -347,29 +342,6 @@ class TorchEngine(Vocabulary, Locked):
         max_difference = self_test.max_difference(self, ids, plain, type(self.model).__name__)
         rounding = torch.finfo(self.dtype).eps * float(plain[-self_test.tail :].abs().max())
         return 0.0 if self.dtype in (torch.float32, torch.float64) else 2 * max(max_difference, rounding)
-
-
-def _columns_to_keep(inputs: Seq[SequenceInput]) -> list[int]:
-    """Return the columns of a batch in which any input keeps logits, in order."""
-    return sorted(
-        {
-            column
-            for seq_input in inputs
-            for column in range(len(seq_input.ids) - seq_input.logits_to_keep, len(seq_input.ids))
-        }
-    )
-
-
-def _select_rows(seq_input: SequenceInput, logits: Tensor, columns: Seq[int]) -> Tensor:
-    """Return an input's kept logits, [rows, V], from those of all kept columns, [columns, V]."""
-    first = columns.index(len(seq_input.ids) - seq_input.logits_to_keep)
-    return logits[first : first + seq_input.logits_to_keep]
-
-
-def _sample_weight(weight: Tensor) -> Tensor:
-    """Return up to 64 values, spread over a parameter, as float32 on the CPU."""
-    flat = weight.detach().flatten()
-    return flat[:: -(-flat.numel() // 64) or 1].float().cpu()
 
 
 def _read_eos_ids(model: Any) -> tuple[int, ...]:

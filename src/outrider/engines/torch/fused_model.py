@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from outrider.engines.base import SequenceInput
 from outrider.engines.torch.kv_cache import SlotKVCache
@@ -33,7 +34,7 @@ MIN_SPAN, MIN_CHUNK = 256, 64
 LOG2E = 1.4426950408889634
 
 
-def unsupported_reason(model: Any, language: Any, head: Any, config: Any) -> str | None:
+def unsupported_reason(model: PreTrainedModel, language: Any, head: object, config: PretrainedConfig) -> str | None:
     """Return the reason why `FusedModel` cannot run a model, or None if it can."""
     if config.model_type not in MODEL_TYPES:
         return f"it is a {config.model_type}"
@@ -52,9 +53,9 @@ def unsupported_reason(model: Any, language: Any, head: Any, config: Any) -> str
         "it has forward hooks": not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules()),
         "its output layer is not plain": type(head) is nn.Linear and head.bias is None,
         "its rotary embedding changes with length": getattr(language.rotary_emb, "rope_type", "") in STATIC_ROPES,
-        "its rotary embedding is partial, or its heads are no power of two": _rotary_width(language)
-        == _head_dim(config)
-        and _head_dim(config) in (32, 64, 128, 256),
+        "its rotary embedding is partial, or its heads are no power of two": (
+            2 * len(language.rotary_emb.inv_freq) == _head_dim(config) in (32, 64, 128, 256)
+        ),
     }
     return next((reason for reason, holds in checks.items() if not holds), None)
 
@@ -70,21 +71,17 @@ def missing_requirement(device: torch.device) -> str | None:
     return None
 
 
-def _linear_layers(language: Any) -> list[Any]:
+def _linear_layers(language: Any) -> list[nn.Module]:
     return [
-        part
+        getattr(owner, f"{name}_proj")
         for layer in language.layers
         for owner, names in ((layer.self_attn, "qkvo"), (layer.mlp, ("gate", "up", "down")))
-        for part in (getattr(owner, f"{name}_proj") for name in names)
+        for name in names
     ]
 
 
-def _head_dim(config: Any) -> int:
+def _head_dim(config: PretrainedConfig) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def _rotary_width(language: Any) -> int:
-    return 2 * len(language.rotary_emb.inv_freq)
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ class BatchShape:
             _next_power_of_two(len(counts)),
             _next_power_of_two(max(counts)),
             _round_size(rows),
-            _round_span(span),
+            max(MIN_SPAN, _next_power_of_two(span)),
         )
 
     @property
@@ -148,28 +145,16 @@ class Batch:
 def pack_batch(shape: BatchShape, inputs: Seq[SequenceInput], starts: Seq[int]) -> Tensor:
     """Return the entries of a `Batch`, int32 [shape.num_entries], on the host. Padding has slot −1 and no tokens."""
     counts = [len(seq_input.ids) for seq_input in inputs]
-    ends = list(accumulate(counts))
+    firsts = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
     parts = (
         (shape.tokens, 0, [token for seq_input in inputs for token in seq_input.ids]),
-        (
-            shape.tokens,
-            0,
-            [n for start, count in zip(starts, counts, strict=True) for n in range(start, start + count)],
-        ),
+        (shape.tokens, 0, [start + n for start, count in zip(starts, counts, strict=True) for n in range(count)]),
         (shape.tokens, -1, [seq_input.slot for seq_input in inputs for _ in seq_input.ids]),
-        (shape.sequences, 0, [end - count for end, count in zip(ends, counts, strict=True)]),
+        (shape.sequences, 0, firsts),
         (shape.sequences, 0, counts),
-        (shape.sequences, 0, list(starts)),
+        (shape.sequences, 0, starts),
         (shape.sequences, 0, [seq_input.slot for seq_input in inputs]),
-        (
-            shape.rows,
-            0,
-            [
-                n
-                for seq_input, end in zip(inputs, ends, strict=True)
-                for n in range(end - seq_input.logits_to_keep, end)
-            ],
-        ),
+        (shape.rows, 0, [first + n for first, each in zip(firsts, inputs, strict=True) for n in each.kept]),
     )
     padded = [number for size, padding, part in parts for number in (*part, *[padding] * (size - len(part)))]
     return torch.tensor(padded, dtype=torch.int32)
@@ -185,10 +170,6 @@ def _round_size(size: int) -> int:
         return _next_power_of_two(size)
     step = 16 if size <= 256 else 64
     return -(-size // step) * step
-
-
-def _round_span(length: int) -> int:
-    return max(MIN_SPAN, _next_power_of_two(length))
 
 
 @dataclass(frozen=True)
@@ -208,31 +189,22 @@ class _Layer:
     @classmethod
     def of(cls, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        qkv = _merge_projections([attention.q_proj, attention.k_proj, attention.v_proj])
-        biases = [getattr(attention, name).bias for name in ("q_proj", "k_proj", "v_proj")]
+        qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+        biases = [part.bias for part in qkv]
         return cls(
             layer.input_layernorm.weight,
-            qkv,
+            _merge_weights([part.weight for part in qkv]),
             None if biases[0] is None else _merge_weights(biases),
-            _optional_weight(attention, "q_norm"),
-            _optional_weight(attention, "k_norm"),
+            attention.q_norm.weight if hasattr(attention, "q_norm") else None,
+            attention.k_norm.weight if hasattr(attention, "k_norm") else None,
             attention.o_proj.weight.data,
             layer.post_attention_layernorm.weight,
-            _merge_projections([mlp.gate_proj, mlp.up_proj]),
+            _merge_weights([mlp.gate_proj.weight, mlp.up_proj.weight]),
             mlp.down_proj.weight.data,
         )
 
 
-def _optional_weight(module: Any, name: str) -> Tensor | None:
-    return getattr(module, name).weight if hasattr(module, name) else None
-
-
-def _merge_projections(parts: list[Any]) -> Tensor:
-    """Merge the weights of several projections into one, of which they become views."""
-    return _merge_weights([part.weight for part in parts])
-
-
-def _merge_weights(weights: list[Any]) -> Tensor:
+def _merge_weights(weights: list[nn.Parameter]) -> Tensor:
     """Merge several parameters into one tensor, of which they become views: a change to one changes it."""
     merged = torch.cat([weight.data for weight in weights])
     for weight, view in zip(weights, torch.split(merged, [len(weight) for weight in weights]), strict=True):
@@ -243,7 +215,7 @@ def _merge_weights(weights: list[Any]) -> Tensor:
 class FusedModel:
     """The decoder, from token ids to logits. It writes keys and values into a cache, and moves no lengths."""
 
-    def __init__(self, language: Any, head: Any, config: Any) -> None:
+    def __init__(self, language: Any, head: nn.Linear, config: PretrainedConfig) -> None:
         from outrider.engines.torch import kernels  # needs Triton, which a machine without a GPU may lack
 
         self._kernels = kernels

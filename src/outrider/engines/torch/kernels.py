@@ -37,16 +37,7 @@ def skinny_tiling(tokens: int, width: int, size: int, gated: bool) -> tuple[int,
 
 @triton.jit
 def embed(
-    ids,
-    table,
-    x,
-    positions,
-    slots,
-    history,
-    capacity,
-    size: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    ids, table, x, positions, slots, history, capacity, size: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ) -> None:
     """Copy a token's embedding to x [N, size], and its id to history [slots, capacity]. One token per program."""
     token, k = tl.program_id(0), tl.arange(0, BLOCK)
@@ -59,28 +50,14 @@ def embed(
 
 @triton.jit
 def skinny_linear(
-    x,
-    weight,
-    bias,
-    norm,
-    out,
-    size: tl.constexpr,
-    width: tl.constexpr,
-    eps,
-    HAS_BIAS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    GATED: tl.constexpr,
-    ADD: tl.constexpr,
-    TOKENS: tl.constexpr,  # a power of two
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
+    x, weight, bias, norm, out, size: tl.constexpr, width: tl.constexpr, eps, HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute out[TOKENS, width] (+)= f(rms_norm(x)[TOKENS, size] @ weight[width, size]ᵀ + bias), a stripe per program.
 
     HAS_NORM: normalise x, with the scale applied last. GATED: weight is [2 width, size], f = silu(first) × second.
-    ADD: add to `out`, the residual stream. The order of summation does not depend on the number of tokens.
+    ADD: add to `out`, the residual stream. TOKENS: a power of two. The order of summation does not depend on it.
     """
     rows = tl.arange(0, TOKENS)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -151,24 +128,9 @@ def silu_and_mul(gate_up, out, width: tl.constexpr, BLOCK: tl.constexpr, EARLY: 
 
 @triton.jit
 def rotate_and_store(
-    qkv,
-    cosines,
-    sines,
-    query_norm,
-    key_norm,
-    keys,
-    values,
-    positions,
-    slots,
-    capacity,
-    eps,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    HEAD_NORM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
+    qkv, cosines, sines, query_norm, key_norm, keys, values, positions, slots, capacity, eps, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, HEAD_NORM: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
     """Rotate the queries of a few heads of one token in place, and write its rotated keys and its values to the cache.
 
     qkv: [N, HEADS + 2 KV_HEADS, DIM]. cosines, sines: float32 [positions, DIM / 2].
@@ -208,28 +170,10 @@ def rotate_and_store(
 
 @triton.jit
 def attend(
-    qkv,
-    keys,
-    values,
-    result,
-    partial,
-    maxima,
-    sums,
-    firsts,
-    counts,
-    starts,
-    slots,
-    capacity,
-    scale,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
+    qkv, keys, values, result, partial, maxima, sums, firsts, counts, starts, slots, capacity, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute attention of a sequence's new tokens to one chunk of its keys, for one group of query heads.
 
     This is flash decoding. The query heads that share a key head are further query rows. Sequence b has counts[b] new
@@ -284,15 +228,7 @@ def attend(
 
 @triton.jit
 def combine(
-    partial,
-    maxima,
-    sums,
-    slots,
-    out,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    EARLY: tl.constexpr,
+    partial, maxima, sums, slots, out, HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr
 ) -> None:
     """Combine the chunks (a power of two) of one token and head: out [N, HEADS, DIM]."""
     if EARLY:

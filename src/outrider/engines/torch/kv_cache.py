@@ -251,9 +251,5 @@ class _AppendPlan:
         slots = self.slots[:, None].expand_as(self.positions).flatten()
         positions, tokens = self.positions.flatten(), new.transpose(1, 2).flatten(0, 1)
         if self.valid_indices is not None:
-            slots, positions, tokens = (
-                slots[self.valid_indices],
-                positions[self.valid_indices],
-                tokens[self.valid_indices],
-            )
+            slots, positions, tokens = (each[self.valid_indices] for each in (slots, positions, tokens))
         buffer[slots, :, positions] = tokens

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from outrider.engines.base import Prompt
+from outrider.engines.torch.kv_cache import SlotKVCache
 from outrider.errors import ModelError, PromptError
 
 MaskLike = Tensor | dict[str, Tensor]
+Media = tuple[Tensor, Tensor]  # of a batch: their positions, bool [B, T], and [positions, hidden]
 
 
 class TextModel:
@@ -20,7 +24,7 @@ class TextModel:
 
     audio: AudioInput | None = None
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         _require_lm_head(model)
         self.model = self.language = model
         parameters = inspect.signature(model.forward).parameters
@@ -31,11 +35,11 @@ class TextModel:
             raise ModelError(f"{type(model).__name__} takes no position_ids: its cache cannot be rolled back by slot")
 
     def logits(
-        self, ids: Tensor, positions: Tensor, mask: MaskLike, cache: Any, columns: Tensor, media: Any = None
+        self, ids: Tensor, positions: Tensor, mask: MaskLike, cache: SlotKVCache, columns: Tensor, media: Media | None
     ) -> Tensor:
         """Return the logits of some columns, [B, C, V], in the model's dtype.
 
-        ids, positions: int64 [B, T]. columns: int64 [C]. media: audio embeddings to place in the batch, or None.
+        ids, positions: int64 [B, T]. columns: int64 [C].
         """
         kwargs: dict[str, Any] = {self._cache_argument: cache, "use_cache": True, "return_dict": True}
         if self._takes_logits_to_keep:
@@ -63,15 +67,16 @@ class AudioModel(TextModel):
         self._cache_argument = _cache_argument(inspect.signature(self.language.forward).parameters, model)
         self._has_mrope = "Omni" in type(model).__name__
         placeholder = _first_attribute(model.config, "audio_token_id", "audio_token_index")
-        self.audio = AudioInput(model, tower, extractor, int(placeholder)) if extractor is not None else None
+        self.audio = AudioInput(model, tower, extractor, placeholder) if extractor is not None else None
 
     def logits(
-        self, ids: Tensor, positions: Tensor, mask: MaskLike, cache: Any, columns: Tensor, media: Any = None
+        self, ids: Tensor, positions: Tensor, mask: MaskLike, cache: SlotKVCache, columns: Tensor, media: Media | None
     ) -> Tensor:
         """Return the logits of some columns, [B, C, V], as `TextModel.logits` does."""
         embeds = self.model.get_input_embeddings()(ids)
         if media is not None:
-            embeds = embeds.masked_scatter(media.mask[..., None], media.embeds.to(embeds.dtype))
+            audio_mask, audio_embeds = media
+            embeds = embeds.masked_scatter(audio_mask[..., None], audio_embeds.to(embeds.dtype))
         if self._has_mrope:  # time, height and width advance together for text and for audio
             positions = positions.expand(3, *positions.shape)
         kwargs: dict[str, Any] = {self._cache_argument: cache, "use_cache": True, "return_dict": True}
@@ -188,12 +193,12 @@ class AudioInput:
         return features
 
 
-def is_audio_model(model: Any) -> bool:
+def is_audio_model(model: object) -> bool:
     """Return whether a model belongs to one of the audio families."""
     return type(model).__name__ in ("Qwen2_5OmniThinkerForConditionalGeneration", "Qwen2AudioForConditionalGeneration")
 
 
-def read_max_length(config: Any) -> int | None:
+def read_max_length(config: PretrainedConfig) -> int | None:
     """Return the number of positions that the model was made for.
 
     LongRoPE changes its factors past the original length, for cached positions too and for every slot in a batch.
@@ -223,12 +228,12 @@ def _find_audio_parts(model: Any) -> tuple[Any, nn.Module]:
     return model.model, model.audio_tower
 
 
-def _require_lm_head(model: Any) -> None:
+def _require_lm_head(model: PreTrainedModel) -> None:
     if model.get_output_embeddings() is None:
         raise ModelError(f"{type(model).__name__} has no language-model head: load it with AutoModelForCausalLM")
 
 
-def _cache_argument(parameters: Any, model: Any) -> str:
+def _cache_argument(parameters: Collection[str], model: object) -> str:
     """Return the name of the forward's cache argument. transformers 5.24 renamed past_key_values to cache."""
     for name in ("cache", "past_key_values"):
         if name in parameters:
@@ -236,5 +241,5 @@ def _cache_argument(parameters: Any, model: Any) -> str:
     raise ModelError(f"{type(model).__name__} takes no KV cache: outrider needs one that can be truncated")
 
 
-def _first_attribute(config: Any, *names: str) -> Any:
+def _first_attribute(config: PretrainedConfig, *names: str) -> int:
     return next(getattr(config, name) for name in names if hasattr(config, name))

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,8 +94,7 @@ class ModelRunner:
 
     def draft(
         self,
-        slot: int,
-        ids: Seq[int],
+        seq_input: SequenceInput,
         count: int,
         policy: Policy,
         cache: SlotKVCache,
@@ -104,15 +102,16 @@ class ModelRunner:
         *,
         with_signals: bool,
     ) -> list[Proposal]:
-        """Feed `ids` from position `start`, then sample and feed a token, `count` times, with one read-back.
+        """Feed the input from position `start`, then sample and feed a token, `count` times, with one read-back.
 
         Returns the tokens up to an EOS. with_signals: with the gate signals of each.
         """
         self.prepare(cache)
+        slot, ids = seq_input.slot, seq_input.ids
         first, span = start + len(ids), start + len(ids) + count - 1
         head, step = (_DecodeStep(BatchShape.of([n], 1, span), policy.batch_key, with_signals) for n in (len(ids), 1))
         run, run_step = self._get_step(head, cache), self._get_step(step, cache)
-        _copy_into(self._batch(head.shape).all, pack_batch(head.shape, [SequenceInput(slot, ids, 1)], [start]))
+        _copy_into(self._batch(head.shape).all, pack_batch(head.shape, [seq_input], [start]))
         _copy_into(self._row_context, torch.tensor([row_context(policy, first)]))
         found = [run().clone()]
         if count > 1:  # while the device is busy
@@ -153,9 +152,8 @@ class ModelRunner:
         sampled = sample_batch(rows, batch_key, context, self._model.top2)
         if step.with_signals:
             cut = rows[:, : batch_key.vocab_size]
-            sampled = torch.cat(
-                [sampled, batched_signals(cut, sampled[:, :1].long(), batch_key.sampling.temperature)], -1
-            )
+            signals = batched_signals(cut, sampled[:, :1].long(), batch_key.sampling.temperature)
+            sampled = torch.cat([sampled, signals], -1)
         self._advance_batch(batch, sampled)
         return sampled
 
@@ -172,9 +170,8 @@ class ModelRunner:
         self, logits: Tensor, inputs: Seq[SequenceInput], starts: Seq[int], policies: Seq[Policy], cache: SlotKVCache
     ) -> list[list[SampledToken]]:
         """Return the sampled tokens of each input, with one read-back. logits: rows of all inputs, in their order."""
-        sampled_inputs = [
-            _SampledInput(*parts) for parts in zip(inputs, starts, policies, _first_rows(inputs), strict=True)
-        ]
+        firsts = [0, *accumulate(each.logits_to_keep for each in inputs)][:-1]
+        sampled_inputs = [_SampledInput(*parts) for parts in zip(inputs, starts, policies, firsts, strict=True)]
         order = sorted(range(len(inputs)), key=lambda i: hash(sampled_inputs[i].policy.batch_key))
         groups = [list(group) for _, group in groupby(order, key=lambda i: sampled_inputs[i].policy.batch_key)]
         sampled = [self._sample_group(logits, [sampled_inputs[i] for i in group], cache) for group in groups]
@@ -207,7 +204,7 @@ class ModelRunner:
             sampled.append(sample_batch(part[cut], batch_key, context, self._model.top2))
         return torch.cat(sampled)
 
-    def _upload(self, numbers: Seq[Any]) -> Tensor:
+    def _upload(self, numbers: Seq[int] | Seq[Seq[int]]) -> Tensor:
         """Return integers as an int64 tensor on the device."""
         return _pin_if_cuda(torch.tensor(numbers), self._device).to(self._device, non_blocking=True)
 
@@ -250,13 +247,6 @@ def _copy_into(target: Tensor, numbers: Tensor) -> None:
 def _pin_if_cuda(numbers: Tensor, device: torch.device) -> Tensor:
     """Pin the tensor's memory for a GPU, which then copies without synchronisation."""
     return numbers.pin_memory() if device.type == "cuda" else numbers
-
-
-def _first_rows(inputs: Seq[SequenceInput]) -> list[int]:
-    return [
-        end - seq_input.logits_to_keep
-        for seq_input, end in zip(inputs, accumulate(seq_input.logits_to_keep for seq_input in inputs), strict=True)
-    ]
 
 
 def _proposals(found: list[list[float]], first: int, eos_ids: tuple[int, ...], *, with_signals: bool) -> list[Proposal]:

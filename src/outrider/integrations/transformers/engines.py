@@ -5,34 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from threading import RLock
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
-from transformers import WhisperFeatureExtractor
+from torch.nn import Module
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, WhisperFeatureExtractor
 
-from outrider.engines.base import Prompt
+from outrider.engines.base import Engine, Prompt
 from outrider.engines.load import load_engine
 from outrider.errors import ModelError
 
+if TYPE_CHECKING:
+    from outrider.engines.llama_cpp.engine import GgufEngine
+    from outrider.engines.torch.engine import TorchEngine
+
+LoadedEngine: TypeAlias = "TorchEngine | GgufEngine"
 _ENGINE_ATTRIBUTE = "_outrider"
 OMNI_SECONDS = 300  # as in its processor, since its encoder has no window
 POSITIONS_PER_SECOND = 50  # of Whisper's encoder
-
-
 _engine_lock = RLock()  # making an engine may fuse the model's weights, which must happen once
 
 
 class _EngineHolder:
     """Holder of an engine on its model, so that both are freed together. Copies and pickles of the model lack it."""
 
-    def __init__(self, engine: Any = None) -> None:
+    def __init__(self, engine: LoadedEngine | None = None) -> None:
         self.engine = engine
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return _EngineHolder, ()
 
 
-def get_engine(model: Any, tokenizer: Any = None) -> Any:
+def get_engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> LoadedEngine:
     """Return the model's engine from the cache, or a new one if the model or its tokenizer changed.
 
     Raises:
@@ -43,17 +47,14 @@ def get_engine(model: Any, tokenizer: Any = None) -> Any:
     with _engine_lock:
         holder = getattr(model, "__dict__", {}).get(_ENGINE_ATTRIBUTE)
         engine = holder.engine if holder is not None else None
-        if engine is None or not _is_current(engine, model, tokenizer):
+        is_same = engine is not None and engine.tokenizer is tokenizer and engine.model is model
+        if engine is None or not is_same or engine.changed_part() is not None:
             engine = load_engine(model, tokenizer=tokenizer, extractor=_feature_extractor(model))
             setattr(model, _ENGINE_ATTRIBUTE, _EngineHolder(engine))
     return engine
 
 
-def _is_current(engine: Any, model: Any, tokenizer: Any) -> bool:
-    return engine.tokenizer is tokenizer and engine.model is model and engine.changed_part() is None
-
-
-def _feature_extractor(model: Any) -> Any:
+def _feature_extractor(model: PreTrainedModel) -> WhisperFeatureExtractor | None:
     """Return a feature extractor with the model's sizes, or None. It computes nothing, as calls bring features."""
     audio = getattr(getattr(model, "config", None), "audio_config", None)
     if audio is None:
@@ -64,9 +65,9 @@ def _feature_extractor(model: Any) -> Any:
 
 
 @contextmanager
-def eval_mode(*models: Any) -> Iterator[None]:
+def eval_mode(*models: object) -> Iterator[None]:
     """Put models into evaluation mode, without dropout, and restore each module's mode afterwards."""
-    modules = [module for model in models if hasattr(model, "modules") for module in model.modules()]
+    modules = [module for model in models if isinstance(model, Module) for module in model.modules()]
     training = [module for module in modules if module.training]
     try:
         for module in training:
@@ -83,7 +84,7 @@ class EngineView:
     reads_audio: False drops the recording, for a drafter that cannot read it.
     """
 
-    def __init__(self, engine: Any, eos_ids: tuple[int, ...], *, reads_audio: bool = True) -> None:
+    def __init__(self, engine: Engine, eos_ids: tuple[int, ...], *, reads_audio: bool = True) -> None:
         self._engine, self.eos_ids, self._reads_audio = engine, eos_ids, reads_audio
 
     def __getattr__(self, name: str) -> Any:
@@ -94,11 +95,11 @@ class EngineView:
         return int(self._engine.open(prompt if self._reads_audio else Prompt(prompt.ids)))
 
 
-_locks: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_locks: WeakKeyDictionary[Engine, RLock] = WeakKeyDictionary()
 
 
 @contextmanager
-def exclusive(*engines: Any) -> Iterator[None]:
+def exclusive(*engines: Engine) -> Iterator[None]:
     """Lock engines for one call, as their caches belong to one thread at a time."""
     with ExitStack() as stack:
         for engine in sorted(set(engines), key=id):  # the same order in all calls, so that none deadlock

@@ -10,25 +10,33 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from outrider.api import SpeculativeDecoder, StreamEvent, local
 from outrider.config import DEFAULT_K, OnLoop, Scope
 from outrider.decoding.options import DecodingOptions
 from outrider.decoding.result import Result
-from outrider.engines.base import Prompt
+from outrider.engines.base import Engine, Prompt
 from outrider.errors import ModelError, SettingsError
 from outrider.integrations.transformers import settings as call_settings
-from outrider.integrations.transformers.engines import EngineView, eval_mode, exclusive, get_engine
+from outrider.integrations.transformers.engines import EngineView, LoadedEngine, eval_mode, exclusive, get_engine
 from outrider.integrations.transformers.inputs import accepts_features, check_inputs, read_prompt
 
 _UNSUPPORTED_KWARGS = ("assistant_model", "cache", "past_key_values", "synced_gpus")
 
 
 def for_transformers(
-    draft: Any,
+    draft: PreTrainedModel | Engine,
     *,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     gate: str = "always",
     k: int | str = DEFAULT_K,
     accept: str = "exact",
@@ -78,7 +86,12 @@ class CustomGenerate:
     """The decoding loop of `for_transformers`: a function of transformers' `custom_generate` convention."""
 
     def __init__(
-        self, draft_model: Any, draft: Any, tokenizer: Any, options: DecodingOptions, seed: int | None
+        self,
+        draft_model: PreTrainedModel | Engine,
+        draft: Engine,
+        tokenizer: PreTrainedTokenizerBase | None,
+        options: DecodingOptions,
+        seed: int | None,
     ) -> None:
         self._draft_model, self._tokenizer, self._options, self._seed = draft_model, tokenizer, options, seed
         self._draft_tokenizer = draft.tokenizer
@@ -86,7 +99,14 @@ class CustomGenerate:
         # draft length, which outlives a call.
         self._lookahead = SpeculativeDecoder(draft, local(draft), **options.keywords()).draft_length
 
-    def generate(self, model: Any, *args: Any, streamer: Any = None, tokenizer: Any = None, **kwargs: Any) -> Any:
+    def generate(
+        self,
+        model: PreTrainedModel,
+        *args: Any,
+        streamer: BaseStreamer | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
         """Run `model.generate` with this decoding loop. All arguments are those of `model.generate`.
 
         This supports arguments that transformers (5.17 to 5.24) does not hand on to a `custom_generate` function:
@@ -100,17 +120,17 @@ class CustomGenerate:
 
     def __call__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         input_ids: Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
         synced_gpus: bool = False,
-        streamer: Any = None,
-        tokenizer: Any = None,
-        stop_strings: Any = None,  # `_sample` has no such parameter, so generate hands it on
+        streamer: BaseStreamer | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        stop_strings: str | list[str] | None = None,  # `_sample` has no such parameter, so generate hands it on
         **model_kwargs: Any,
-    ) -> Any:
+    ) -> Tensor | GenerateDecoderOnlyOutput:
         """Decode for `model.generate`, which has put the prompt into the streamer."""
         _refuse(["synced_gpus"] if synced_gpus else [])
         criteria = call_settings.stop_strings(
@@ -119,7 +139,9 @@ class CustomGenerate:
         parsed = call_settings.parse(generation_config, logits_processor, criteria, input_ids.shape[1])
         check_inputs(input_ids, model_kwargs)
         with eval_mode(model, self._draft_model):
-            target, draft = get_engine(model, self._tokenizer), self._draft_engine()
+            target, draft = get_engine(model, self._tokenizer), self._draft_model
+            if not hasattr(draft, "forward_many"):  # a model, which may have changed
+                draft = get_engine(draft, self._draft_tokenizer)
             prompt = read_prompt(input_ids, model_kwargs, target.audio)
             with exclusive(draft, target):
                 call = _Call(self._decoder(draft, target, prompt, parsed), prompt, self._with_seed(parsed.settings))
@@ -130,16 +152,8 @@ class CustomGenerate:
         output.outrider = call.result
         return output
 
-    def _draft_engine(self) -> Any:
-        """Return the drafter's engine, made again if its model has changed."""
-        return (
-            self._draft_model
-            if hasattr(self._draft_model, "forward_many")
-            else get_engine(self._draft_model, self._draft_tokenizer)
-        )
-
     def _decoder(
-        self, draft: Any, target: Any, prompt: Prompt, parsed: call_settings.ParsedSettings
+        self, draft: Engine, target: LoadedEngine, prompt: Prompt, parsed: call_settings.ParsedSettings
     ) -> _EncodedDecoder:
         reads_audio = accepts_features(draft, target.audio, prompt)
         drafter = EngineView(draft, parsed.eos_ids, reads_audio=reads_audio)
@@ -147,7 +161,7 @@ class CustomGenerate:
         decoder.draft_length = self._lookahead
         return decoder
 
-    def _with_seed(self, settings: dict[str, Any]) -> dict[str, Any]:
+    def _with_seed(self, settings: call_settings.Settings) -> call_settings.Settings:
         """Return the settings, with a seed added if they sample."""
         if "temperature" not in settings:
             return settings
@@ -162,7 +176,7 @@ def _refuse(names: list[str]) -> None:
 class _EncodedDecoder(SpeculativeDecoder):
     """A decoder of prompts that are encoded already."""
 
-    def encode(self, prompt: Any) -> Prompt:
+    def encode(self, prompt: object) -> Prompt:
         """Return the prompt unchanged."""
         assert isinstance(prompt, Prompt)
         return prompt
@@ -171,11 +185,11 @@ class _EncodedDecoder(SpeculativeDecoder):
 class _Call:
     """One call of the loop. ids: the sequence so far. result: None if a stopping criterion ended the output."""
 
-    def __init__(self, decoder: _EncodedDecoder, prompt: Prompt, settings: dict[str, Any]) -> None:
+    def __init__(self, decoder: _EncodedDecoder, prompt: Prompt, settings: call_settings.Settings) -> None:
         self._events = decoder.stream(prompt, **settings)  # type: ignore[arg-type]
         self.result: Result | None = None
 
-    def run(self, prompt_ids: Tensor, criteria: Any, streamer: Any) -> None:
+    def run(self, prompt_ids: Tensor, criteria: StoppingCriteriaList, streamer: BaseStreamer | None) -> None:
         """Generate as `generate` does: append a token, evaluate the criteria, stream the token."""
         self.ids = prompt_ids
         with closing(self._tokens()) as tokens:

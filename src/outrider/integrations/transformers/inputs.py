@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engines.base import Prompt
+from outrider.engines.base import Engine, Prompt
 from outrider.errors import PromptError
+
+if TYPE_CHECKING:
+    from outrider.engines.torch.model_families import AudioInput
 
 _IGNORED_INPUTS = ("use_cache", "logits_to_keep", "cache_position")  # they do not change the output
 _CACHES = ("cache", "past_key_values")
 _USED_INPUTS = ("attention_mask", "position_ids", "input_features", "feature_attention_mask")
 FRAMES_PER_SECOND = 100
+ModelInputs = dict[str, Any]  # by name: tensors, caches, flags
 
 
-def check_inputs(ids: Tensor, given: dict[str, Any]) -> None:
+def check_inputs(ids: Tensor, given: ModelInputs) -> None:
     """Check the inputs of a call. ids: int64 [1, T]. given: the model's other inputs by name.
 
     Raises:
@@ -32,13 +36,18 @@ def check_inputs(ids: Tensor, given: dict[str, Any]) -> None:
         raise PromptError(f"a batch of {ids.shape[0]} sequences: Outrider decodes one at a time")
     if not ids.shape[1]:
         raise PromptError("the prompt is empty: it has no tokens")
-    _check_caches(given)
-    _check_mask(given.get("attention_mask"), ids)
+    for name in _CACHES:
+        cache = given.get(name)
+        if cache is not None and cache.get_seq_length():
+            raise PromptError(f"{name}: Outrider keeps its own cache, and cannot continue from this one: leave it out")
+    mask = given.get("attention_mask")
+    if mask is not None and (mask.shape != ids.shape or not bool((mask == 1).all())):
+        raise PromptError("attention_mask hides tokens: give the prompt without padding")
     _check_positions(given.get("position_ids"), ids)
     _check_features(given.get("input_features"), given.get("feature_attention_mask"))
 
 
-def read_prompt(ids: Tensor, given: dict[str, Any], audio_encoder: Any) -> Prompt:
+def read_prompt(ids: Tensor, given: ModelInputs, audio_encoder: AudioInput | None) -> Prompt:
     """Return the prompt from checked inputs. audio_encoder: the target's `AudioInput`, or None.
 
     Raises:
@@ -47,21 +56,7 @@ def read_prompt(ids: Tensor, given: dict[str, Any], audio_encoder: Any) -> Promp
     return Prompt(tuple(ids[0].tolist()), features=_features(given, audio_encoder))
 
 
-def _check_caches(given: dict[str, Any]) -> None:
-    for name in _CACHES:
-        cache = given.get(name)
-        if cache is not None and cache.get_seq_length():
-            raise PromptError(f"{name}: Outrider keeps its own cache, and cannot continue from this one: leave it out")
-
-
-def _check_mask(mask: Any, ids: Tensor) -> None:
-    if mask is None:
-        return
-    if mask.shape != ids.shape or not bool((mask == 1).all()):
-        raise PromptError("attention_mask hides tokens: give the prompt without padding")
-
-
-def _check_positions(positions: Any, ids: Tensor) -> None:
+def _check_positions(positions: Tensor | None, ids: Tensor) -> None:
     """Raise PromptError unless positions are 0, 1, 2 … on every axis, as in all supported families."""
     if positions is None:
         return
@@ -70,7 +65,7 @@ def _check_positions(positions: Any, ids: Tensor) -> None:
         raise PromptError("position_ids: Outrider counts positions from 0, one for each token")
 
 
-def _check_features(batch: Any, mask: Any) -> None:
+def _check_features(batch: Tensor | None, mask: Tensor | None) -> None:
     if batch is None:
         return
     if batch.ndim != 3 or batch.shape[0] != 1:
@@ -81,7 +76,7 @@ def _check_features(batch: Any, mask: Any) -> None:
         raise PromptError(f"feature_attention_mask {list(mask.shape)}: expected a one for each valid frame, then zeros")
 
 
-def _features(given: dict[str, Any], audio_encoder: Any) -> np.ndarray | None:
+def _features(given: ModelInputs, audio_encoder: AudioInput | None) -> np.ndarray | None:
     """Return the features as the engine takes them, float32 [mels, frames]: valid frames, and `tail` of padding."""
     batch = given.get("input_features")
     if batch is None:
@@ -93,15 +88,15 @@ def _features(given: dict[str, Any], audio_encoder: Any) -> np.ndarray | None:
     return np.pad(found, ((0, 0), (0, frames - found.shape[1])), mode="edge")
 
 
-def tail(audio_encoder: Any) -> int:
+def tail(audio_encoder: AudioInput) -> int:
     """Return the number of padding frames behind the valid ones that the model's encoder attends to."""
     return int(audio_encoder.max_frames) - round(audio_encoder.max_seconds * FRAMES_PER_SECOND)
 
 
-def accepts_features(engine: Any, audio_encoder: Any, prompt: Prompt) -> bool:
+def accepts_features(engine: Engine, audio_encoder: AudioInput | None, prompt: Prompt) -> bool:
     """Return whether an engine reads the prompt's features as the target does. audio_encoder: the target's."""
     own = getattr(engine, "audio", None)
-    if prompt.features is None or own is None:
+    if prompt.features is None or own is None or audio_encoder is None:
         return False
     if (own.placeholder, own.mels, tail(own)) != (audio_encoder.placeholder, audio_encoder.mels, tail(audio_encoder)):
         return False

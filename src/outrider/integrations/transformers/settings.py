@@ -6,19 +6,27 @@ the settings, also covers processors of the caller. A processor that is not in `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 from transformers.generation import logits_process as processors
 from transformers.generation import stopping_criteria as stopping
 
 from outrider.config import GenerationSettings
 from outrider.errors import SettingsError
 
+Settings = dict[str, Any]  # fields of GenerationSettings
 # Settings that change the loop itself, and the values with which they do not.
-_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+_NEUTRAL_VALUES: dict[str, tuple[int | None, ...]] = {
     "num_beams": (None, 1),
     "num_beam_groups": (None, 1),
     "num_return_sequences": (None, 1),
@@ -40,19 +48,22 @@ class ParsedSettings:
     settings: fields of `GenerationSettings`. criteria: stopping criteria to evaluate after each token.
     """
 
-    settings: dict[str, Any]
+    settings: Settings
     eos_ids: tuple[int, ...]
-    criteria: Any
+    criteria: StoppingCriteriaList
 
 
-def parse(config: Any, processor_list: Any, criteria: Any, prompt_length: int) -> ParsedSettings:
+def parse(
+    config: GenerationConfig, processor_list: LogitsProcessorList, criteria: StoppingCriteriaList, prompt_length: int
+) -> ParsedSettings:
     """Return the settings of a generation config, a list of processors and a list of stopping criteria.
 
     Raises:
         SettingsError: an unsupported setting that would change the output, or a value out of range.
     """
     check_config(config)
-    eos = _eos(criteria)
+    ends = [criterion.eos_token_id for criterion in criteria if type(criterion) is stopping.EosTokenCriteria]
+    eos = tuple(sorted({token for ids in ends for token in _ids(ids)}))
     sampled = bool(config.do_sample)
     settings = {"temperature": 1.0} if sampled else {}
     settings |= parse_processors(processor_list, prompt_length, eos, sampled=sampled)
@@ -65,10 +76,10 @@ def parse(config: Any, processor_list: Any, criteria: Any, prompt_length: int) -
     handled = (stopping.MaxLengthCriteria, stopping.EosTokenCriteria)
     GenerationSettings.build(settings)
     others = [criterion for criterion in criteria if type(criterion) not in handled]
-    return ParsedSettings(settings, eos, stopping.StoppingCriteriaList(others))
+    return ParsedSettings(settings, eos, StoppingCriteriaList(others))
 
 
-def check_config(config: Any) -> None:
+def check_config(config: GenerationConfig) -> None:
     """Refuse decoding modes other than greedy decoding and plain sampling, and unsupported outputs.
 
     Raises:
@@ -87,13 +98,15 @@ def check_config(config: Any) -> None:
                 raise SettingsError(f"{name}: not supported: Outrider returns the sequence alone")
 
 
-def parse_processors(processor_list: Any, prompt_length: int, eos: tuple[int, ...], *, sampled: bool) -> dict[str, Any]:
+def parse_processors(
+    processor_list: LogitsProcessorList, prompt_length: int, eos: tuple[int, ...], *, sampled: bool
+) -> Settings:
     """Return the settings of a list of logits processors.
 
     Raises:
         SettingsError: an unsupported processor, a second one of the same kind, or another order than Outrider's.
     """
-    settings: dict[str, Any] = {}
+    settings: Settings = {}
     rank = 0
     for processor in processor_list:
         name = type(processor).__name__
@@ -113,7 +126,7 @@ def parse_processors(processor_list: Any, prompt_length: int, eos: tuple[int, ..
     return settings
 
 
-def _check_plain(processor: Any, name: str, eos: tuple[int, ...]) -> None:
+def _check_plain(processor: LogitsProcessor, name: str, eos: tuple[int, ...]) -> None:
     """Refuse options of a known processor that only its own constructor can set."""
     if getattr(processor, "filter_value", -torch.inf) != -torch.inf or getattr(processor, "min_tokens_to_keep", 1) != 1:
         raise SettingsError(f"{name}: expected filter_value −inf and min_tokens_to_keep 1")
@@ -124,17 +137,14 @@ def _check_plain(processor: Any, name: str, eos: tuple[int, ...]) -> None:
         raise SettingsError(f"{name}: its eos_token_id differ from those that end the output")
 
 
-def _eos(criteria: Any) -> tuple[int, ...]:
-    found = [criterion.eos_token_id for criterion in criteria if type(criterion) is stopping.EosTokenCriteria]
-    return tuple(sorted({token for ids in found for token in _ids(ids)}))
-
-
-def _ids(ids: Any) -> tuple[int, ...]:
+def _ids(ids: int | list[int] | torch.Tensor) -> tuple[int, ...]:
     """Return the token ids, sorted, without negative ones, which stand for "none"."""
     return tuple(sorted({int(token) for token in torch.as_tensor(ids).flatten().tolist() if token >= 0}))
 
 
-def stop_strings(texts: Any, tokenizer: Any, criteria: Any) -> Any:
+def stop_strings(
+    texts: str | list[str] | None, tokenizer: PreTrainedTokenizerBase | None, criteria: StoppingCriteriaList
+) -> StoppingCriteriaList:
     """Return the criteria with transformers' own criterion for stop strings added, unless they have one.
 
     Raises:
@@ -144,10 +154,10 @@ def stop_strings(texts: Any, tokenizer: Any, criteria: Any) -> Any:
         return criteria
     if tokenizer is None:
         raise SettingsError("stop_strings need a tokenizer: give it to for_transformers, or to the loop's own generate")
-    return stopping.StoppingCriteriaList([*criteria, stopping.StopStringCriteria(tokenizer, texts)])
+    return StoppingCriteriaList([*criteria, stopping.StopStringCriteria(tokenizer, texts)])
 
 
-Converter = Callable[[Any, int], Mapping[str, Any]]
+Converter = Callable[[LogitsProcessor, int], Settings]
 
 _WARPER_ORDER = [  # Outrider's order, which is that of generate
     processors.TemperatureLogitsWarper,

@@ -152,16 +152,11 @@ def map_error(name: str, reply: HttpResponse) -> Exception:
     if reply.status in RETRYABLE_STATUSES:
         return Retryable(f"{name}: {reply.reason}", reply.retry_after, is_busy=reply.status == 429)
     if reply.status in (401, 403):
-        return CloudRefused(f"{name} refused: {reply.error.rstrip('.')}; {_token_hint(reply)}")
+        hint = "the token given is not accepted" if reply.status == 401 else "the token given may not be enough"
+        hint = hint if reply.has_token else "it may want a token"
+        return CloudRefused(f"{name} refused: {reply.error.rstrip('.')}; {hint}")
     kind: type[OutriderError] = PromptError if "context length" in reply.error else CloudRefused
     return kind(f"{name}: {reply.reason}")
-
-
-def _token_hint(reply: HttpResponse) -> str:
-    """Return the likely reason for a status 401 or 403."""
-    if not reply.has_token:
-        return "it may want a token"
-    return "the token given is not accepted" if reply.status == 401 else "the token given may not be enough"
 
 
 async def get_info(backend: Backend, client: HttpClient, path: str) -> Json:

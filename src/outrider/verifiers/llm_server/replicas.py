@@ -65,7 +65,11 @@ class Replica:
         async with self._lock:
             if self.capabilities is None or self._needs_recheck:
                 found = await self.map_errors(self._backend.probe(self.client))
-                self._check(found, first or self.capabilities)
+                if (expected := first or self.capabilities) is not None:
+                    if (found.model, found.max_length) != (expected.model, expected.max_length):
+                        raise CloudRefused(f"{self.name} serves {found.model}, not {expected.model} as before")
+                    noise = max(expected.noise, found.noise)
+                    require_same_model(self.name, expected.sample, found.sample, noise)
                 self.capabilities, self._needs_recheck = found, False
                 self._connections_seen = self.client.endpoint.connections
             return self.capabilities
@@ -129,13 +133,6 @@ class Replica:
         if warning and warning not in self._warned:
             self._warned.add(warning)
             log.warning("%s", warning)
-
-    def _check(self, found: Capabilities, expected: Capabilities | None) -> None:
-        if expected is None:
-            return
-        if (found.model, found.max_length) != (expected.model, expected.max_length):
-            raise CloudRefused(f"{self.name} serves {found.model}, not {expected.model} as before")
-        require_same_model(self.name, expected.sample, found.sample, max(expected.noise, found.noise))
 
 
 def strip_name(reason: Retryable, name: str) -> str:

@@ -10,6 +10,7 @@ import base64
 import io
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 
 from outrider.config import GenerationSettings
 from outrider.decoding.actions import Verify
@@ -91,9 +92,8 @@ class LlmServerSession:
         return self.byte_counts
 
     async def _verify_on(self, replica: Replica, plan: ForwardPlan) -> Verdict:
-        capabilities = await replica.ensure_ready(
-            next((other.capabilities for other in self._replicas if other.capabilities is not None), None)
-        )
+        probed = [other.capabilities for other in self._replicas if other.capabilities is not None]
+        capabilities = await replica.ensure_ready(next(iter(probed), None))
         check_settings(self._settings, capabilities, replica.name, self._backend)
         replica.warn_once(
             sampling_warning(self._settings, capabilities, self.session.vocab_size, replica.name, self._backend)
@@ -131,14 +131,10 @@ class LlmServerSession:
         top = self._top if capabilities.top == ALL_LOGPROBS else min(self._top, capabilities.top)
         if capabilities.top == ALL_LOGPROBS and top >= self.session.vocab_size:
             top = ALL_LOGPROBS
-        fresh = replica in self._maybe_cached
-        return LogprobsRequest(plan.ids, plan.rows, top, self._key, fresh, self._media_for(replica), self._eos_ids)
-
-    def _media_for(self, replica: Replica) -> Media | None:
-        media = self._media
-        if media is None or replica not in self._has_recording:
-            return media
-        return Media(media.uuid, None, media.placeholder, media.prompt_length)
+        media, skip_cache = self._media, replica in self._maybe_cached
+        if media is not None and replica in self._has_recording:
+            media = replace(media, url=None)
+        return LogprobsRequest(plan.ids, plan.rows, top, self._key, skip_cache, media, self._eos_ids)
 
     async def _post(self, replica: Replica, capabilities: Capabilities, request: LogprobsRequest) -> list[TopLogprobs]:
         path, body = self._backend.build_request(request, capabilities)
@@ -181,9 +177,8 @@ def check_settings(settings: GenerationSettings, capabilities: Capabilities, nam
             change to make.
     """
     if settings.repetition_penalty != 1.0 and capabilities.normalised:
-        raise SettingsError(
-            f"repetition_penalty needs logits, and {name} sends log-probabilities: {backend.logits_hint}"
-        )
+        message = f"repetition_penalty needs logits, and {name} sends log-probabilities: {backend.logits_hint}"
+        raise SettingsError(message)
     if settings.temperature == 0 or capabilities.top == ALL_LOGPROBS:
         return
     if settings.top_k >= capabilities.top:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from itertools import count
 from typing import TypeVar
 
 from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
-from outrider.errors import CloudLost, SettingsError, StateError
+from outrider.errors import CloudLost, SettingsError
 from outrider.sampling.acceptance import Verdict
 from outrider.transport.byte_counts import ByteCounts
 from outrider.transport.endpoint import TCP, Network
@@ -19,7 +18,7 @@ from outrider.transport.event_loop_thread import EventLoopThread
 from outrider.transport.hosts import bracket_host
 from outrider.transport.http_client import HttpClient
 from outrider.transport.tls import ClientTls
-from outrider.verifiers.base import ModelInfo, SessionParams
+from outrider.verifiers.base import ModelInfo, RemoteSessions, SessionParams
 from outrider.verifiers.llm_server.backend import Backend, Capabilities
 from outrider.verifiers.llm_server.replicas import Replica, strip_name, use_first_ready
 from outrider.verifiers.llm_server.session import LlmServerSession
@@ -31,7 +30,7 @@ T = TypeVar("T")
 MAX_EOS_CANDIDATES = 256  # special tokens to test for ending the server's output
 
 
-class LlmServerVerifier:
+class LlmServerVerifier(RemoteSessions[LlmServerSession]):
     """The verifier over one or more LLM servers.
 
     hosts: (host, port) of each replica. deadline: seconds per attempt. retry_timeout: seconds from the first failed
@@ -53,6 +52,7 @@ class LlmServerVerifier:
         deadline: float = 30.0,
         retry_timeout: float = 10.0,
     ) -> None:
+        super().__init__()
         names = ",".join(f"{bracket_host(host)}:{port}" for host, port in hosts)
         self.name, self.retry_timeout = f"{backend.scheme}://{names}", retry_timeout
         self._backend = backend
@@ -64,17 +64,9 @@ class LlmServerVerifier:
         self.replicas = [Replica(backend, client, deadline) for client in self._loop_thread.clients]
         self._model_info: ModelInfo | None = None
         self._edge_fingerprint = ""  # of the drafter that _model_info was compared with
-        self._sessions: dict[int, LlmServerSession] = {}
-        self._session_ids = count(1)
 
     def __repr__(self) -> str:
         return f"<LlmServerVerifier {self.name}>"
-
-    def __enter__(self) -> LlmServerVerifier:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.disconnect()
 
     def disconnect(self) -> None:
         """Close all sessions and connections."""
@@ -105,18 +97,11 @@ class LlmServerVerifier:
     def open(self, prompt: Prompt, params: SessionParams) -> int:
         """Open a session, which exists on this side only."""
         noise = max(replica.capabilities.noise for replica in self.replicas if replica.capabilities is not None)
-        opened = LlmServerSession(self._backend, self.replicas, prompt, params, self.describe(), noise)
-        session_id = next(self._session_ids)
-        self._sessions[session_id] = opened
-        return session_id
+        return self._add(LlmServerSession(self._backend, self.replicas, prompt, params, self.describe(), noise))
 
     def submit(self, session: int, request: Verify) -> Future[Verdict]:
         """Send a request and return the future of its verdict."""
         return self._loop_thread.run(self._retry(self._get(session).verify, request))
-
-    def verify(self, session: int, request: Verify) -> Verdict:
-        """Send a request and wait for its verdict."""
-        return self.submit(session, request).result()
 
     def generate(self, session: int) -> Iterator[Verdict]:
         """Yield the target's own tokens, one verdict for each token."""
@@ -132,11 +117,6 @@ class LlmServerVerifier:
         """Discard the session. The servers keep none, so there is no request."""
         self._sessions.pop(session, None)
 
-    def _get(self, session: int) -> LlmServerSession:
-        if session not in self._sessions:
-            raise StateError(f"session {session} is not open")
-        return self._sessions[session]
-
     # In the event loop of the connections -------------------------------------------------------------------
 
     async def _compare_vocabulary(self, edge: ModelInfo) -> ModelInfo:
@@ -147,25 +127,17 @@ class LlmServerVerifier:
             return await self._backend.detokenize(client, capabilities, ids)
 
         vocab_size = await count_shared_tokens(edge, self.name, decode)
-        eos_ids = await self._find_eos_ids(client, capabilities, dict.fromkeys((*edge.eos_ids, *edge.special_ids)))
+        # One request after another: parallel ones would need new connections, each with a check of the server.
+        candidates = list(dict.fromkeys((*edge.eos_ids, *edge.special_ids)))[:MAX_EOS_CANDIDATES]
+        eos_ids = [token for token in candidates if await self._backend.is_eos(client, capabilities, token)]
         return replace(
             edge,
             name=f"{capabilities.model} at {self.name}",
             vocab_size=vocab_size,
             row_count=max(vocab_size, edge.row_count),
-            eos_ids=eos_ids,
+            eos_ids=tuple(eos_ids),
             max_length=capabilities.max_length,
         )
-
-    async def _find_eos_ids(
-        self, client: HttpClient, capabilities: Capabilities, tokens: Iterable[int]
-    ) -> tuple[int, ...]:
-        """Return those of the tokens at which the server ends its output.
-
-        The requests are sequential because parallel ones would need new connections, each with a check of the server.
-        """
-        candidates = list(tokens)[:MAX_EOS_CANDIDATES]
-        return tuple([token for token in candidates if await self._backend.is_eos(client, capabilities, token)])
 
     async def _first_capabilities(self) -> tuple[Capabilities, HttpClient]:
         found: list[tuple[Capabilities, HttpClient]] = []

@@ -20,7 +20,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 
@@ -40,15 +39,7 @@ from outrider.verifiers.llm_server.logit_noise import PROBE_PROMPT, PROBE_TOP
 
 PROMPT_LOGPROBS, PER_PREFIX = "prompt_logprobs", "per_prefix"
 HYBRID = "hybrid"  # per_prefix for texts, prompt_logprobs for recordings, if necessary without the prefix cache
-TOP_CANDIDATES = (
-    ALL_LOGPROBS,
-    4096,
-    1024,
-    256,
-    64,
-    20,
-    PROBE_TOP,
-)  # entries of a row to try; vLLM's default limit is 20
+TOP_CANDIDATES = (ALL_LOGPROBS, 4096, 1024, 256, 64, 20, PROBE_TOP)  # to try; vLLM's default limit is 20
 SCALE_OUT_FLAG = "--enable-scale-out"  # vLLM's error message without it contains this text
 DEFAULT_PARAMS = {  # explicit, because a server may have other defaults
     "temperature": 0.0,
@@ -110,25 +101,26 @@ class VllmBackend:
             return replace(per_prefix, mode=HYBRID, warning=CACHE_WARNING.format(client.name, error))
         except CloudRefused as error:
             return replace(await self._probe_per_prefix(client, capabilities), warning=_warning(client.name, error))
-        return backend.with_noise(
-            client.name, replace(capabilities, top=await self._find_max_top(client, capabilities)), read, reused
-        )
+        return await self._measured(client, capabilities, read, reused)
 
     async def _probe_per_prefix(self, client: HttpClient, capabilities: Capabilities) -> Capabilities:
         capabilities = replace(capabilities, mode=PER_PREFIX)
         probe = backend.probe_request()
         read = await backend.fetch_logprobs(self, client, probe, capabilities)
         again = await backend.fetch_logprobs(self, client, probe, capabilities)
-        return backend.with_noise(
-            client.name, replace(capabilities, top=await self._find_max_top(client, capabilities)), read, again
-        )
+        return await self._measured(client, capabilities, read, again)
+
+    async def _measured(
+        self, client: HttpClient, capabilities: Capabilities, read: list[TopLogprobs], again: list[TopLogprobs]
+    ) -> Capabilities:
+        capabilities = replace(capabilities, top=await self._find_max_top(client, capabilities))
+        return backend.with_noise(client.name, capabilities, read, again)
 
     async def _find_max_top(self, client: HttpClient, capabilities: Capabilities) -> int:
         """Return how many entries of a row the server sends, found with one-token prompts, which have no rows."""
         for top in TOP_CANDIDATES:
-            path, body = self.build_request(
-                LogprobsRequest(PROBE_PROMPT[:1], 1, capabilities.top, uuid.uuid4().hex), capabilities
-            )
+            request = LogprobsRequest(PROBE_PROMPT[:1], 1, capabilities.top, uuid.uuid4().hex)
+            path, body = self.build_request(request, capabilities)
             (body if capabilities.mode == PER_PREFIX else body["sampling_params"])["prompt_logprobs"] = top
             reply = await client.post(path, body, PROBE_TIMEOUT)
             if reply.status == 200:
@@ -177,12 +169,8 @@ class VllmBackend:
 
     async def is_eos(self, client: HttpClient, capabilities: Capabilities, token: int) -> bool:
         """Return whether the server stops when only this token is allowed."""
-        body = {
-            **DEFAULT_PARAMS,
-            "model": capabilities.model,
-            "prompt": list(PROBE_PROMPT[:4]),
-            "allowed_token_ids": [token],
-        }
+        request = {"model": capabilities.model, "prompt": list(PROBE_PROMPT[:4]), "allowed_token_ids": [token]}
+        body = {**DEFAULT_PARAMS, **request}
         content = await backend.post_json(self, client, "/v1/completions", body)
         with backend.parse_errors(client.name):
             return str(content["choices"][0]["finish_reason"]) == "stop"
@@ -291,7 +279,7 @@ def _parse_token_id(name: str) -> int:
     return int(name.removeprefix("token_id:"))
 
 
-def _row(entries: Mapping[int, Any], request: LogprobsRequest, capabilities: Capabilities) -> TopLogprobs:
+def _row(entries: Mapping[int, float], request: LogprobsRequest, capabilities: Capabilities) -> TopLogprobs:
     """Convert a row. entries: the best request.top, and possibly one more for the token at this position."""
     values = np.array(list(entries.values()), dtype=np.float32)
     floor = -np.inf if request.top == ALL_LOGPROBS else np.sort(values)[-min(request.top, len(values))]

@@ -26,19 +26,18 @@ _ERROR_TYPES: dict[int, type[OutriderError]] = {
     ErrorCode.BASE_LENGTH: StateError,
 }
 _RETRYABLE_CODES = (ErrorCode.LIMIT, ErrorCode.DRAINING, ErrorCode.INTERNAL, ErrorCode.UNKNOWN_SESSION)
-_FINAL_STATUSES = (
-    Status.UNAUTHENTICATED,
-    Status.PERMISSION_DENIED,
-    Status.UNIMPLEMENTED,
-    Status.INVALID_ARGUMENT,
-)
+_FINAL_STATUSES = (Status.UNAUTHENTICATED, Status.PERMISSION_DENIED, Status.UNIMPLEMENTED, Status.INVALID_ARGUMENT)
 
 
 def map_call_error(name: str, error: CallFailed | Disconnected, *, token: bool = False) -> Exception:
     """Return the error for a failed call to the cloud `name`. token: whether one was sent."""
+    # gRPC has one code for limits, which are retryable, and for a message that is too large.
+    is_too_large = (
+        isinstance(error, CallFailed) and error.status is Status.RESOURCE_EXHAUSTED and "larger than" in error.details
+    )
     if isinstance(error, CallFailed) and error.status is Status.UNAUTHENTICATED:
         return CloudRefused(f"{name} does not know this edge: {_token_hint(token)}")
-    if isinstance(error, CallFailed) and _is_final(error):
+    if isinstance(error, CallFailed) and (error.status in _FINAL_STATUSES or is_too_large):
         return CloudRefused(f"{name} refused: {error.details}")
     if isinstance(error, UntrustedServer):
         return CloudRefused(f"{name} is not trusted: {error}")
@@ -57,16 +56,6 @@ def _protocol_hint(protocol: str) -> str:
     if "TLS" in protocol:
         return ": give --tls or --ca FILE (in Python tls=True or ca=FILE)"
     return ": is this the port of a gateway, of metrics, or of a vLLM or SGLang server (vllm://, sglang://)?"
-
-
-def _is_final(error: CallFailed) -> bool:
-    """Return whether a retry would fail as well.
-
-    RESOURCE_EXHAUSTED is retryable except for a message that is too large: gRPC has one code for both.
-    """
-    return error.status in _FINAL_STATUSES or (
-        error.status is Status.RESOURCE_EXHAUSTED and "larger than" in error.details
-    )
 
 
 def map_error_frame(name: str, error: schema.Error) -> Exception:

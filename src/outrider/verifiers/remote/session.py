@@ -156,7 +156,8 @@ class RemoteSession:
                 self._peer.connection.reconnect()
             raise Retryable(f"no answer within {self._timeout:g} s") from error
         except asyncio.CancelledError:
-            self._detach_stream()
+            self._release_pending(is_answered=False)
+            self._detached, self._stream = self._stream, None  # kept to close the session
             raise
         except BaseException:
             self._cancel_stream()
@@ -246,11 +247,6 @@ class RemoteSession:
         if self._stream is not None:
             self._stream.cancel()
         self._stream = None
-
-    def _detach_stream(self) -> None:
-        """Stop waiting on the stream, but keep it to close the session."""
-        self._release_pending(is_answered=False)
-        self._detached, self._stream = self._stream, None
 
     def _map_refusal(self, error: schema.Error) -> Exception:
         """Return the exception for an Error frame, and prepare the next attempt."""

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from itertools import count
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
 from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
-from outrider.errors import CloudLost, CloudRefused, StateError
+from outrider.errors import CloudLost, CloudRefused
 from outrider.protocol import schema
 from outrider.sampling.acceptance import Verdict
 from outrider.transport.byte_counts import ByteCounts
@@ -26,7 +25,7 @@ from outrider.transport.endpoint import TCP, Network
 from outrider.transport.hosts import bracket_host
 from outrider.transport.status import CallFailed, Disconnected
 from outrider.transport.tls import ClientTls
-from outrider.verifiers.base import ModelInfo, SessionParams
+from outrider.verifiers.base import ModelInfo, RemoteSessions, SessionParams
 from outrider.verifiers.remote.errors import map_call_error
 from outrider.verifiers.remote.session import Peer, RemoteSession
 from outrider.verifiers.retry import Retryable, retry
@@ -38,7 +37,7 @@ MAX_NAME_LENGTH = 400  # characters of a model's name, and bytes of its hash or 
 CUT_RETRY_TIMEOUT = 0.3  # s
 
 
-class RemoteVerifier:
+class RemoteVerifier(RemoteSessions[RemoteSession]):
     """The verifier at host:port, an `outrider cloud`.
 
     deadline: seconds per attempt. retry_timeout: seconds from the first failed attempt to `CloudLost`. network: makes
@@ -60,20 +59,13 @@ class RemoteVerifier:
         deadline: float = 30.0,
         retry_timeout: float = 10.0,
     ) -> None:
+        super().__init__()
         self.name = f"grpc://{bracket_host(host)}:{port}"
         self.deadline, self.retry_timeout = deadline, retry_timeout
         self.connection = Connection(host, port, tls=tls, token=token, network=network)
         self._model_info: ModelInfo | None = None
         self._token_names: list[str] = []  # empty until the first request for them
         self._model, self._vocab_size = b"", 0
-        self._sessions: dict[int, RemoteSession] = {}
-        self._session_ids = count(1)
-
-    def __enter__(self) -> RemoteVerifier:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.disconnect()
 
     def disconnect(self) -> None:
         """Close all sessions and the connection."""
@@ -93,18 +85,12 @@ class RemoteVerifier:
 
     def open(self, prompt: Prompt, params: SessionParams) -> int:
         """Open a session. The first request opens it in the cloud."""
-        session_id = next(self._session_ids)
-        self._sessions[session_id] = RemoteSession(self._make_peer(), prompt, params)
-        return session_id
+        peer = Peer(self.name, self.connection, self.describe().fingerprint, self._model, self.deadline)
+        return self._add(RemoteSession(peer, prompt, params))
 
     def submit(self, session: int, request: Verify) -> Future[Verdict]:
         """Send a request and return the future of its verdict."""
-        entry = self._get(session)
-        return self.connection.run(self._retry(entry.verify, request))
-
-    def verify(self, session: int, request: Verify) -> Verdict:
-        """Send a request and wait for its verdict."""
-        return self.submit(session, request).result()
+        return self.connection.run(self._retry(self._get(session).verify, request))
 
     def generate(self, session: int) -> Iterator[Verdict]:
         """Yield the target's own tokens, one verdict for each token."""
@@ -135,14 +121,6 @@ class RemoteVerifier:
         if not self._token_names:
             self._token_names = self.connection.run(self._retry(self._vocabulary)).result()
         return self._token_names
-
-    def _make_peer(self) -> Peer:
-        return Peer(self.name, self.connection, self.describe().fingerprint, self._model, self.deadline)
-
-    def _get(self, session: int) -> RemoteSession:
-        if session not in self._sessions:
-            raise StateError(f"session {session} is not open")
-        return self._sessions[session]
 
     # In the connection's loop -------------------------------------------------------------------------------
 

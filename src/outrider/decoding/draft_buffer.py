@@ -1,0 +1,86 @@
+"""Drafted tokens: the pending ones, which a verdict decides, and those drafted ahead during the wait for it.
+
+|<------- pending ------->|<------- ahead ------->|
+|  ended blocks |  block  | guess | next blocks … |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from outrider.decoding.actions import Proposal, measured_signals
+from outrider.decoding.draft_length import DraftLength
+
+MAX_PROVISIONAL = 64  # limit of pending tokens without a verdict, and of tokens drafted ahead
+
+
+class DraftBuffer:
+    """Owner of the proposals since the last verdict, and of their division into blocks.
+
+    draft_length: None without a drafter. eos_ids: one of them ends its block. pending: one proposal for each token that
+    a verdict may still decide. ahead: the proposals behind all pending ones.
+    """
+
+    def __init__(self, draft_length: DraftLength | None, eos_ids: tuple[int, ...]) -> None:
+        self._draft_length, self._eos_ids = draft_length, eos_ids
+        self.pending: list[Proposal] = []
+        self.ahead: list[Proposal] = []
+        self._block_start = 0  # index into pending
+
+    @property
+    def block(self) -> list[Proposal]:
+        """The proposals since the last decision of the gate."""
+        return self.pending[self._block_start :]
+
+    def missing(self, room: int) -> int:
+        """Return how many tokens are missing from the block. room: the tokens that may follow the pending ones."""
+        return self._missing(self.block, room)
+
+    def _missing(self, block: Seq[Proposal], room: int) -> int:
+        if self._draft_length is None or room <= 0 or (block and block[-1].token in self._eos_ids):
+            return 0
+        return max(0, min(room, self._draft_length.tokens_to_draft(len(block), measured_signals(block))))
+
+    def add(self, proposal: Proposal) -> bool:
+        """Add the next token of the block. Return whether it begins the block."""
+        self.pending.append(proposal)
+        return len(self.pending) == self._block_start + 1
+
+    def end_block(self, *, awaits_verdict: bool) -> None:
+        """Begin a new block. awaits_verdict: a later verdict may still decide the pending tokens."""
+        if not awaits_verdict:
+            self.pending.clear()
+        self._block_start = len(self.pending)
+
+    # Drafting ahead -----------------------------------------------------------------------------------------
+
+    def may_extend_ahead(self, last_pending: int, room: int) -> bool:
+        """Return whether one more token drafted ahead can be of use. last_pending: the last pending token."""
+        if self._draft_length is None or len(self.ahead) >= MAX_PROVISIONAL:
+            return False
+        last = self.ahead[-1].token if self.ahead else last_pending
+        # The first one only guesses the bonus token, which is useless without room behind it.
+        return last not in self._eos_ids and room > max(len(self.ahead), 1)
+
+    def add_ahead(self, proposal: Proposal) -> None:
+        """Add a token drafted ahead."""
+        self.ahead.append(proposal)
+
+    def drop_ahead(self) -> None:
+        """Drop the tokens drafted ahead."""
+        self.ahead.clear()
+
+    def resolve_guess(self, bonus: int | None) -> None:
+        """Keep the tokens behind a correct guess of the bonus token, else none. bonus: None if drafts were rejected."""
+        self.ahead = self.ahead[1:] if self.ahead and self.ahead[0].token == bonus else []
+
+    def take_ahead(self) -> Proposal | None:
+        """Remove and return the first token drafted ahead, if any."""
+        return self.ahead.pop(0) if self.ahead else None
+
+    def take_block_ahead(self, room: int, limit: int) -> list[Proposal]:
+        """Remove and return the next block if it was drafted ahead completely, in at most `limit` tokens, else []."""
+        lengths = range(1, min(len(self.ahead), limit) + 1)
+        length = next((n for n in lengths if not self._missing(self.ahead[:n], room - n)), 0)
+        block, self.ahead = self.ahead[:length], self.ahead[length:]
+        return block

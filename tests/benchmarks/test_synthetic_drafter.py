@@ -1,0 +1,71 @@
+"""The synthetic drafter has the chosen acceptance rate for any block length, and takes a real drafter's time."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.synthetic_drafter import SyntheticDrafter
+from outrider.config import GenerationSettings
+from outrider.edge.drafter import Drafter
+from outrider.engines.base import CachedSequence, Prompt
+from outrider.errors import SettingsError
+from outrider.sampling.policy import Policy
+from tests.support.fakes import HashRows, ScriptedEngine, plain
+from tests.support.generation import block
+
+V, PROMPT = 24, [3, 1, 4]
+OUTPUT = plain(HashRows(1, V), PROMPT, V, max_new_tokens=600)
+
+
+def oracle(alpha: float, seed: int = 0, output: list[int] = OUTPUT) -> SyntheticDrafter:
+    policy = Policy.build(GenerationSettings(), (), V, len(PROMPT))
+    reader = CachedSequence(ScriptedEngine(HashRows(2, V), V), Prompt(tuple(PROMPT)), "drafter")
+    return SyntheticDrafter(
+        Drafter(reader, policy, needs_signals=False, needs_q=False), len(PROMPT), output, alpha, seed
+    )
+
+
+def right(drafter: SyntheticDrafter, cut: int) -> list[bool]:
+    """Whether each of the first 300 tokens was right, drafted `cut` at a time after the true ones."""
+    found: list[bool] = []
+    for start in range(0, 300, cut):
+        ids = [*PROMPT, *OUTPUT[:start]]
+        drafter.rollback_to(len(ids))
+        proposals = block(drafter, ids, cut)
+        found += [p.token == t for p, t in zip(proposals, OUTPUT[start:], strict=False)]
+    return found
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.8, 1.0])
+def test_it_is_right_at_the_chosen_rate(alpha: float) -> None:
+    found = right(oracle(alpha), 5)
+    assert sum(found) / len(found) == pytest.approx(alpha, abs=0.07)
+
+
+def test_errors_depend_on_seed_and_position_alone() -> None:
+    assert right(oracle(0.8), 1) == right(oracle(0.8), 6)
+    assert right(oracle(0.8), 5) != right(oracle(0.8, seed=1), 5)
+
+
+def test_the_drafter_has_its_work_and_stays_in_step() -> None:
+    drafter = oracle(0.8)
+    block(drafter, PROMPT, 4)
+    assert drafter._drafter._sequence.cached_len == len(PROMPT) + 3
+    assert drafter.seconds > 0
+    drafter.rollback_to(len(PROMPT) + 1)
+    assert drafter._drafter._sequence.cached_len == len(PROMPT)
+    drafter.close()
+
+
+def test_behind_the_output_the_drafters_tokens_stand() -> None:
+    drafter = oracle(1.0, output=OUTPUT[:2])
+    tokens = [p.token for p in block(drafter, PROMPT, 4)]
+    assert tokens[:2] == OUTPUT[:2]
+    # handed over as one and three: the three follow the first, which is the output's
+    assert tokens[2:] == plain(HashRows(2, V), [*PROMPT, OUTPUT[0]], V, max_new_tokens=3)[1:]
+
+
+@pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan")])
+def test_what_is_no_probability_is_refused(alpha: float) -> None:
+    with pytest.raises(SettingsError, match="probability"):
+        oracle(alpha)
