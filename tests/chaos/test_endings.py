@@ -11,17 +11,18 @@ import pytest
 
 from benchmarks.link_thread import LinkThread
 from outrider import CloudError, CloudLost, Result, SpeculativeDecoder, connect, local
-from outrider.edge.model_pair import OUTAGE_FACTOR
+from outrider.edge import model_pair
 from outrider.netem.conditions import Conditions
 from tests.support.chaos_cases import check_counters, comparable
 from tests.support.forked_clouds import Cloud, CloudForker
 from tests.support.locked_engine import LockedEngine
+from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.network
 
 TEXT = "a calm voice"
 SETTINGS: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True}
-LONG = 30.0  # s; nothing here may take so long
+LONG = 60.0  # s; only a hang takes that long
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_a_drafter_that_fails_while_a_verdict_is_in_flight(cloud: Cloud, far: Li
     drafter.left = 20
     with pytest.raises(RuntimeError, match="engine failed"):
         decoder.generate(TEXT, **SETTINGS)
-    time.sleep(1.5)
+    time.sleep(1.5)  # gauges are set every second; a session that was opened again would stay for longer
     assert cloud.metric("outrider_sessions") == 0
     assert cloud.metric("outrider_sessions_opened_total") <= 1
     far.conditions = Conditions()
@@ -82,7 +83,7 @@ def test_a_verifier_that_is_disconnected_under_a_generation(
 
     thread = threading.Thread(target=generate, daemon=True)
     thread.start()
-    time.sleep(0.5)
+    wait_until(lambda: far.connections)  # it waits for an answer now, which the stall keeps back
     verifier.disconnect()
     thread.join(LONG)
     assert not thread.is_alive(), "it waits for an answer that nobody can bring any more"
@@ -107,7 +108,7 @@ def test_patience_ends_though_the_cloud_asks_for_more(nursery: CloudForker, edge
     started = time.monotonic()
     with pytest.raises(CloudLost, match="requests per second"):
         decoder.generate(TEXT, **SETTINGS)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60, "the cloud asks for 100 s"
     verifier.disconnect()
     cloud.close()
 
@@ -116,8 +117,9 @@ def test_patience_ends_though_the_cloud_asks_for_more(nursery: CloudForker, edge
 
 
 def test_edge_only_begins_without_a_cloud_and_takes_it_when_it_comes(
-    cloud: Cloud, edge: LockedEngine, target: LockedEngine
+    cloud: Cloud, edge: LockedEngine, target: LockedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(model_pair, "BRIEF_OUTAGE_S", 10 * LONG)  # the next generation asks for the cloud again
     cloud.kill()
     verifier: Any = connect(cloud.address, deadline=0.5, patience=0.5)
     decoder = SpeculativeDecoder(edge, verifier, on_cloud_loss="edge-only")
@@ -127,7 +129,6 @@ def test_edge_only_begins_without_a_cloud_and_takes_it_when_it_comes(
     assert alone.token_ids == SpeculativeDecoder(edge).generate(TEXT, **SETTINGS).token_ids
     assert "cloud was lost" in " ".join(alone.warnings)
     cloud.start()
-    time.sleep(OUTAGE_FACTOR * 1.0)  # after a loss of half a second and a little it is not asked for at once
     together: Result = decoder.generate(TEXT, **SETTINGS)
     assert comparable(together) == comparable(SpeculativeDecoder(edge, local(target)).generate(TEXT, **SETTINGS))
     assert together.guarantee == "exact"

@@ -109,7 +109,7 @@ def test_a_server_that_does_not_come_back(
         started = time.monotonic()
         with pytest.raises(CloudLost):
             failing.generate(prompt, **SETTINGS)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 60, "only a hang takes that long"
 
 
 def test_cloud_only_over_a_killed_server(cloud: Cloud, target: LockedEngine) -> None:

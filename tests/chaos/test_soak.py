@@ -25,6 +25,7 @@ from outrider import Result, connect
 from outrider.cli.subprocess_cloud import cloud_process
 from tests.support.chaos_cases import Case, check_counters, comparable, draw_case, undisturbed_result
 from tests.support.locked_engine import LockedEngine
+from tests.support.processes import HANG_S, wait_until
 
 pytestmark = pytest.mark.soak
 
@@ -46,16 +47,13 @@ class Service:
         (self.process,) = psutil.Process().children()
 
     def metric(self, name: str) -> float:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=HANG_S) as answer:
             lines = answer.read().decode().splitlines()
         return next(float(line.split()[1]) for line in lines if line.split()[0] == name)
 
     def settle(self) -> None:
         """Until nobody is served any more; goodbyes are not waited for, and gauges are set every second."""
-        limit = time.monotonic() + 30
-        while used := self.metric("outrider_sessions") + self.metric("outrider_slots_used"):
-            assert time.monotonic() < limit, f"{used:g} sessions and slots are still there"
-            time.sleep(0.5)
+        wait_until(lambda: not self.metric("outrider_sessions") + self.metric("outrider_slots_used"))
 
 
 @pytest.fixture(scope="module")

@@ -213,7 +213,7 @@ def after(module, name):
 def last():
     threading.main_thread().join()
     kill()
-    time.sleep(1)
+    time.sleep(1)  # scripted: it outlives the signal
 {moment}
 main.main()
 """

@@ -25,7 +25,7 @@ from outrider.cli.subprocess_cloud import cloud_process
 from outrider.engines.load import BUNDLED
 from outrider.netem.conditions import Conditions
 from tests.support.certificates import Authority
-from tests.support.processes import started
+from tests.support.processes import HANG_S, started, wait_until
 
 pytestmark = pytest.mark.network
 
@@ -198,7 +198,7 @@ def giving_out(address: str, after: int) -> Iterator[str]:
             while not over.is_set():
                 if link.up > after:
                     link.block(True)
-                time.sleep(0.005)
+                time.sleep(0.005)  # the pause of a watch of the link's own count of bytes
 
         watching = threading.Thread(target=watch)
         watching.start()
@@ -250,24 +250,21 @@ def test_a_secured_service_lets_in_who_shows_a_token(tmp_path: Path, capsys: pyt
 
 
 STARTS = """
-import sys, time
+import sys
 from outrider.cli.subprocess_cloud import cloud_process
 with cloud_process("demo") as address:
     print(address, flush=True)
-    time.sleep(600)
+    sys.stdin.read()
 """
 
 
 def test_a_cloud_of_our_own_ends_with_the_process_that_started_it_even_if_that_is_killed() -> None:
-    with started([sys.executable, "-c", STARTS], stdout=subprocess.PIPE) as starter:
+    with started([sys.executable, "-c", STARTS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as starter:
         assert starter.stdout is not None
         host, _, port = starter.stdout.readline().strip().rpartition(":")
         assert listens(host, int(port))
         starter.kill()
-    deadline = time.monotonic() + 30
-    while listens(host, int(port)):
-        assert time.monotonic() < deadline, "the cloud is still there"
-        time.sleep(0.1)
+    wait_until(lambda: not listens(host, int(port)))
 
 
 def listens(host: str, port: int) -> bool:
@@ -299,15 +296,12 @@ def test_what_is_told_to_end_leaves_no_cloud_behind(command: tuple[str, ...]) ->
     )
     try:
         started = psutil.Process(process.pid)
-        deadline = time.monotonic() + 60
-        while not (children := started.children()):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: started.children() or process.poll() is not None)
+        children = started.children()
         process.terminate()
-        process.wait(60)
+        process.wait(HANG_S)
     finally:
         process.kill()
-    gone, alive = psutil.wait_procs(children, timeout=20)
+    gone, alive = psutil.wait_procs(children, timeout=HANG_S)
     assert not alive
     assert len(gone) == 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from outrider.cli import plan
+from outrider.cli import plan, terminal
 from outrider.planning.planner import DRIVERS, Goal
 from outrider.planning.sweep import sweep
 from tests.support.synthetic_traces import COSTS, NEAR, TRACES
@@ -82,7 +82,7 @@ def test_a_narrow_terminal_folds_a_gate_and_cuts_none(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = sweep(TRACES[:2], COSTS, gates=[LONG])
-    monkeypatch.setattr(plan, "stdout", lambda: Console(width=60))
+    monkeypatch.setattr(terminal, "stdout", lambda: Console(width=60))
     plan._show_sweep(rows, rows)
     said = capsys.readouterr().out
     assert "…" not in said

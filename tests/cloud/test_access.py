@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from pathlib import Path
 
 import grpc
@@ -21,11 +20,11 @@ from tests.support.cloud_service import (
     SOON,
     HeldEngine,
     error_name,
-    eventually,
     metric_total,
     open_request,
     reached,
     target_output,
+    wait_until,
 )
 from tests.support.raw_stream import CLOSE, RawStream, resuming, verifying
 
@@ -140,7 +139,7 @@ def test_the_number_of_sessions_is_limited(limit: str) -> None:
         error = three.refused(open_request())
         assert (error_name(error.code), error.retry_after_ms) == ("LIMIT", 1000)
         one.send(CLOSE)
-        eventually(lambda: len(served.service.sessions) == 1)
+        wait_until(lambda: len(served.service.sessions) == 1)
         with RawStream(channel) as four:
             four.opened(open_request())
 
@@ -169,7 +168,7 @@ def test_a_message_that_is_too_large_ends_its_stream_and_nothing_else(caplog: py
             stream.receive()
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         bystander.verdict(verifying(1, 2))
-        eventually(lambda: served.service.streams == 1)
+        wait_until(lambda: served.service.streams == 1)
         with RawStream(channel) as again:
             again.opened(resuming(id_, PROMPT))
     assert not [entry for entry in caplog.records if entry.levelno >= logging.WARNING]
@@ -182,7 +181,7 @@ def test_a_stream_without_a_session_does_not_last(monkeypatch: pytest.MonkeyPatc
         with RawStream(channel) as idle:  # it begins later, and ends for being idle
             assert error_name(idle.refused().code) == "INVALID"
         assert used.verdict(verifying(1, 5)).next_token == target_output(1)[0]
-        eventually(lambda: served.service.streams == 1)
+        wait_until(lambda: served.service.streams == 1)
 
 
 def test_calls_are_limited_in_number() -> None:
@@ -190,8 +189,9 @@ def test_calls_are_limited_in_number() -> None:
     with reached(HeldEngine(), limits=limits) as (served, channel):
         method = channel.stream_stream(f"/{schema.SERVICE}/Session")
         calls = [method(iter(threading.Event().wait, None)) for _ in range(80)]
-        eventually(lambda: served.service.streams >= 18)
-        time.sleep(0.3)
+        wait_until(lambda: served.service.streams >= 18)
+        with grpc.insecure_channel(served.address, options=[("grpc.use_local_subchannel_pool", 1)]) as other:
+            other.unary_unary(f"/{schema.SERVICE}/Describe")(b"", timeout=SOON)  # more could have come before it
         most = served.service.streams
         for call in calls:
             call.cancel()

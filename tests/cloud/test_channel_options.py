@@ -17,7 +17,7 @@ from outrider.cloud.limits import Limits
 from outrider.protocol import schema
 from outrider.serving.tokens import Tokens
 from tests.support.cloud_server import serving
-from tests.support.cloud_service import HeldEngine, eventually, metric_total, open_request, reached, target_output
+from tests.support.cloud_service import HeldEngine, metric_total, open_request, reached, target_output, wait_until
 from tests.support.http2_client import PlainHttp2, gzip_of_zeros, message
 from tests.support.raw_stream import RawStream, verifying
 
@@ -71,7 +71,7 @@ def test_a_client_may_ping_every_second_for_as_long_as_it_likes() -> None:
         with RawStream(channel) as stream:
             stream.opened(open_request())
             channel.subscribe(states.append)
-            time.sleep(5.5)  # the pings' own clock; on a busy machine there are fewer of them
+            time.sleep(5.5)  # gRPC's own clock sets the pings' times; a busy machine sends fewer, and none are too many
             assert stream.verdict(verifying(1, 5)).next_token == target_output(1)[0]
         assert grpc.ChannelConnectivity.IDLE not in states
 
@@ -82,7 +82,7 @@ def test_pings_without_a_call_are_allowed_and_a_flood_is_not() -> None:
             client.h2.ping(b"12345678")
             client.flush()
             client.receive()
-            time.sleep(1.0)
+            time.sleep(1.0)  # scripted: the client's time between two pings, which may only be longer
         assert client.terminated is None
         for _ in range(50):
             client.h2.ping(b"12345678")
@@ -119,7 +119,7 @@ def test_the_server_takes_no_connection_beyond_its_limit(monkeypatch: pytest.Mon
             while late.terminated is None:
                 late.receive()
         clients[0].socket.close()
-        eventually(lambda: comes_in(served.port))
+        wait_until(lambda: comes_in(served.port))
 
 
 def comes_in(port: int) -> bool:
@@ -142,7 +142,7 @@ def test_an_unauthenticated_client_costs_little_memory() -> None:
         others = [PlainHttp2.greeting(served.port, strangers=calls) for _ in range(count)]
         for each in others:
             stack.callback(each.close)
-        eventually(lambda: metric_total(served, "outrider_errors_total") >= count * calls)
+        wait_until(lambda: metric_total(served, "outrider_errors_total") >= count * calls)
         assert process.memory_info().rss - before < count * A_STRANGER
 
 
@@ -155,7 +155,7 @@ def test_an_identity_has_so_many_streams_over_all_its_connections() -> None:
         with grpc.insecure_channel(served.address, options=[("grpc.use_local_subchannel_pool", 1)]) as other:
             for _ in range(9):
                 stack.enter_context(RawStream(other))
-            eventually(lambda: served.service.streams == 18)
+            wait_until(lambda: served.service.streams == 18)
             with RawStream(other) as late:
                 answer = late.receive()
                 assert answer.error.code == schema.Error.LIMIT

@@ -162,10 +162,10 @@ def test_frames_of_one_identity_take_turns_and_others_are_not_behind_them() -> N
     async def scenario() -> None:
         semaphore = IdentitySemaphore(1)
         many = [asyncio.create_task(use(semaphore, "greedy")) for _ in range(100)]
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # one turn of the loop: all of them have begun
         await use(semaphore, "modest")
         await asyncio.gather(*many)
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # one turn of the loop: the last has let go
         assert not len(semaphore)
 
     asyncio.run(scenario())
@@ -203,7 +203,7 @@ def test_one_waiting_task_of_an_identity_looks_at_the_clock() -> None:
         await pace.wait("greedy")
         many = [asyncio.create_task(pace.wait("greedy")) for _ in range(100)]
         for _ in range(5):
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # turns of the loop, in which more could look
         for each in many:
             each.cancel()
         await asyncio.gather(*many, return_exceptions=True)

@@ -27,10 +27,10 @@ from tests.support.cloud_service import (
     SOON,
     HeldEngine,
     error_name,
-    eventually,
     open_request,
     reached,
     target_output,
+    wait_until,
 )
 from tests.support.http2_client import PlainHttp2
 from tests.support.raw_stream import CLOSE, RawStream, opening, resuming, verifying
@@ -50,7 +50,7 @@ def test_draining_refuses_new_sessions_and_finishes_running_rounds() -> None:
             id_ = one.opened(open_request())
             one.verdict(verifying(1, 5))
             drained = served.submit(served.server.drain())
-            eventually(lambda: served.service.draining)
+            wait_until(lambda: served.service.draining)
             for name in ("", schema.SERVICE):
                 assert health(channel, name) == health_pb2.HealthCheckResponse.NOT_SERVING
             error = waiting.refused(open_request())
@@ -151,7 +151,7 @@ def test_a_signal_drains_and_a_second_one_ends_it_at_once(signals: int) -> None:
                 stream.opened(open_request())
                 for _ in range(signals):
                     os.kill(os.getpid(), signal.SIGTERM)
-                    eventually(lambda: server.service.draining)
+                    wait_until(lambda: server.service.draining)
                 outcome.set_result(next(stream.call, None))
         except (AssertionError, grpc.RpcError) as error:
             outcome.set_exception(error)
@@ -184,7 +184,7 @@ def test_the_command_serves_drains_on_sigterm_and_ends_with_0() -> None:
                 one.opened(frame)
                 first = one.verdict(verifying(1, 5))
                 process.send_signal(signal.SIGTERM)
-                eventually(lambda: health(channel) == health_pb2.HealthCheckResponse.NOT_SERVING)
+                wait_until(lambda: health(channel) == health_pb2.HealthCheckResponse.NOT_SERVING)
                 assert error_name(two.refused(frame).code) == "DRAINING"
                 assert one.verdict(verifying(2, 6, (first.next_token,))).round == 2
                 one.send(CLOSE)

@@ -18,11 +18,11 @@ from tests.support.cloud_service import (
     HeldEngine,
     clear,
     error_name,
-    eventually,
     metric_total,
     open_request,
     reached,
     target_output,
+    wait_until,
 )
 from tests.support.fakes import HashRows, ScriptedEngine
 from tests.support.raw_stream import CLOSE, RawStream, generating, opening, resuming, verifying
@@ -88,7 +88,7 @@ def test_the_log_holds_no_token_and_no_text(told: list[logging.LogRecord]) -> No
                 other.send(CLOSE)
                 other.finish()
                 assert next(other.call, None) is None
-            eventually(lambda: served.service.streams == 0)
+            wait_until(lambda: served.service.streams == 0)
     finally:
         logs.log.handlers[:], logs.log.propagate = handlers, propagate
         logs.log.setLevel(level)
@@ -128,7 +128,7 @@ def test_upkeep_reports_and_expires() -> None:
     with reached(HeldEngine(), limits=Limits(idle_seconds=0.2)) as (served, channel), RawStream(channel) as stream:
         stream.opened(open_request())
         stream.verdict(verifying(1, 5))
-        eventually(lambda: metric_total(served, "outrider_sessions_expired_total") == 1)
+        wait_until(lambda: metric_total(served, "outrider_sessions_expired_total") == 1)
         assert len(served.service.sessions) == 0
-        eventually(lambda: metric_total(served, "outrider_slots_total") == 8)
+        wait_until(lambda: metric_total(served, "outrider_slots_total") == 8)
         assert error_name(stream.refused(verifying(2, 6)).code) == "UNKNOWN_SESSION"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import grpc
 import pytest
 
 from outrider.protocol import schema
 from tests.support.cloud_server import serving
-from tests.support.cloud_service import EOS, SOON, HeldEngine, error_name, eventually, open_request, target_output
+from tests.support.cloud_service import EOS, SOON, HeldEngine, error_name, open_request, target_output, wait_until
 from tests.support.raw_stream import RawStream, generating, verifying
 
 
@@ -76,12 +74,12 @@ def test_generation_ends_with_the_stream_and_the_slot_is_free_for_others() -> No
                 stream.receive()
             engine.hold()
             assert engine.entered.wait(SOON)
-        eventually(lambda: served.service.streams == 0)
+        wait_until(lambda: served.service.streams == 0)
         forwards = engine.forwards
         engine.go.set()
         with RawStream(channel) as other:
             other.opened(open_request((1, 2)))
             other.verdict(verifying(1, 2))
-        time.sleep(0.05)
-        assert engine.forwards == forwards + 2  # the one that was held, and the other session's
+            other.verdict(verifying(2, 3))  # the session that ended would have had a turn by then
+        assert engine.forwards == forwards + 3  # the one that was held, and the other session's two
         assert len(engine.open_slots) == 1

@@ -21,10 +21,10 @@ from tests.support.cloud_service import (
     change_open,
     clear,
     error_name,
-    eventually,
     metric_total,
     open_request,
     target_output,
+    wait_until,
 )
 from tests.support.fakes import ScriptedAudioEncoder, ScriptedEngine
 from tests.support.raw_stream import CLOSE, RawStream, carrying, verifying
@@ -69,7 +69,7 @@ def test_media_arrives_in_parts(hearing: Served, ear: RawStream, kind: int, data
     heard = prompt.audio if kind == schema.AUDIO else prompt.features
     assert np.array_equal(heard, WAVE if kind == schema.AUDIO else FEATURES)
     ear.send(CLOSE)
-    eventually(lambda: len(hearing.service.sessions) == 0)
+    wait_until(lambda: len(hearing.service.sessions) == 0)
 
 
 def test_withheld_media_needs_none(ear: RawStream) -> None:
@@ -110,7 +110,7 @@ def test_media_that_is_refused(hearing: Served, ear: RawStream, frames: list[Any
 
 def test_media_that_was_announced_and_never_comes_leaves_nothing(hearing: Served, ear: RawStream) -> None:
     ear.send(listen(GOOD, schema.AUDIO), schema.Request(media=schema.Media(data=b"x" * 500, more=True)))
-    eventually(lambda: hearing.service._pending_media == 500)
+    wait_until(lambda: hearing.service._pending_media == 500)
     ear.finish()
     assert next(ear.call, None) is None
 
@@ -122,13 +122,13 @@ def test_media_on_its_way_is_limited_in_all(hearing: Served) -> None:
         streams = [RawStream(channel) for _ in range(3)]
         for n, stream in enumerate(streams[:2]):
             stream.send(listen(GOOD, schema.AUDIO), half)
-            eventually(lambda n=n: hearing.service._pending_media == 15_000 * (n + 1))  # type: ignore[misc]
+            wait_until(lambda n=n: hearing.service._pending_media == 15_000 * (n + 1))  # type: ignore[misc]
         error = streams[2].refused(listen(GOOD, schema.AUDIO), half)
         assert error_name(error.code) == "LIMIT"
         assert error.retry_after_ms > 0
         for stream in streams:
             stream.cancel()
-    eventually(lambda: hearing.service.streams == 0)
+    wait_until(lambda: hearing.service.streams == 0)
     assert hearing.service._pending_media == 0
 
 
@@ -144,7 +144,7 @@ def test_media_is_heard_again_where_a_slot_was_taken_away(hearing: Served) -> No
         for stream in streams:
             stream.send(CLOSE)
             stream.finish()
-        eventually(lambda: len(hearing.service.sessions) == 0)
+        wait_until(lambda: len(hearing.service.sessions) == 0)
     assert metric_total(hearing, "outrider_sessions_rebuilt_total") >= 6
 
 

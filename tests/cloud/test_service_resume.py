@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from tests.support.cloud_server import Served
-from tests.support.cloud_service import PROMPT, SOON, error_name, eventually, open_request, target_output, wrong_token
+from tests.support.cloud_service import PROMPT, SOON, error_name, open_request, target_output, wait_until, wrong_token
 from tests.support.raw_stream import CLOSE, RawStream, generating, resuming, verifying
 
 
@@ -17,7 +17,7 @@ def test_a_session_is_resumed_on_a_new_stream_after_the_old_one_broke(shared: Se
     with RawStream(channel) as one:
         id_ = one.opened(open_request())
         one.verdict(verifying(1, 5, a[:2]))
-    eventually(lambda: shared.service.streams == 0)
+    wait_until(lambda: shared.service.streams == 0)
     with RawStream(channel) as other:
         assert other.opened(resuming(id_, (*PROMPT, *a[:3]))) == id_
         assert other.verdict(verifying(2, 8, a[3:5])).next_token == a[5]
@@ -48,7 +48,7 @@ def test_a_resume_waits_for_the_verdict_that_is_being_computed(shared: Served, c
         one.cancel()
         other.send(resuming(id_, PROMPT), verifying(1, 5, a[:3]))
         (entry,) = list(shared.service.sessions)
-        eventually(lambda: entry.stream is not None and shared.service.streams == 1)
+        wait_until(lambda: entry.stream is not None and shared.service.streams == 1)
         assert entry.busy
         engine.go.set()
         assert other.receive().opened.session == id_
@@ -70,10 +70,10 @@ def test_of_two_streams_that_resume_at_once_the_last_has_it(shared: Served, chan
         assert engine.entered.wait(SOON)
         before = entry.stream
         two.send(resuming(id_, PROMPT))
-        eventually(lambda: entry.stream is not before)
+        wait_until(lambda: entry.stream is not before)
         before = entry.stream
         three.send(resuming(id_, (*PROMPT, *a[:2])))
-        eventually(lambda: entry.stream is not before)
+        wait_until(lambda: entry.stream is not before)
         engine.go.set()
         assert error_name(two.receive().error.code) == "UNKNOWN_SESSION"
         assert three.receive().opened.session == id_
@@ -88,7 +88,7 @@ def test_the_old_stream_is_out_when_another_resumes(shared: Served, channel: grp
             assert error_name(one.refused(last_word).code) == "UNKNOWN_SESSION"
             assert other.verdict(verifying(1, 5)).next_token == target_output(1)[0]
             other.send(CLOSE)
-            eventually(lambda: len(shared.service.sessions) == 0)
+            wait_until(lambda: len(shared.service.sessions) == 0)
 
 
 @pytest.mark.parametrize("tokens", [(3, 1, 4, 1, 6), PROMPT[:4], (*PROMPT, 1), ()])

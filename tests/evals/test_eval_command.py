@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from outrider.errors import InputError
 from outrider.evals.manifest import load_set
 from outrider.evals.modes import NAMES
 from tests.support.eval_process import evaluate, start_eval
+from tests.support.processes import HANG_S, wait_until
 
 SHORT = ("--max-new-tokens", "5", "--gate", "entropy:1.5")
 
@@ -117,11 +117,8 @@ def lines(path: Path) -> int:
 def killed(at: int, out: Path, *arguments: str) -> None:
     """Run the command until it has written so many results, then kill -9."""
     process = start_eval(*arguments, "--out", out)
-    deadline = time.monotonic() + 240
-    while lines(out / "results.jsonl") < at:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    wait_until(lambda: lines(out / "results.jsonl") >= at or process.poll() is not None)
+    assert process.poll() is None, process.communicate()
     process.send_signal(signal.SIGKILL)
     process.communicate()
 
@@ -204,13 +201,12 @@ def test_another_configuration_a_second_writer_and_bad_usage_exit_with_2(tmp_pat
     out = tmp_path / "run"
     arguments = ("demo", "--modes", "edge-only", "--cloud", "none", "--out", out)
     writer = start_eval(*arguments)
-    while not (out / "run.json").exists():
-        assert writer.poll() is None, writer.communicate()
-        time.sleep(0.002)
+    wait_until(lambda: (out / "run.json").exists() or writer.poll() is not None)
+    assert writer.poll() is None, writer.communicate()
     writer.send_signal(signal.SIGSTOP)  # or it might be done before the second one is there
     second = evaluate(*arguments)
     writer.send_signal(signal.SIGCONT)
-    assert writer.wait(120) == 0, writer.communicate()
+    assert writer.wait(HANG_S) == 0, writer.communicate()
     writer.communicate()
     assert (second.returncode, f"is being written by process {writer.pid}" in second.stderr) == (2, True)
     other = evaluate(*arguments, "--seed", "3", "--max-new-tokens", "9")

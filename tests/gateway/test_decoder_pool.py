@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from outrider import CloudLost, SettingsError, SpeculativeDecoder, StreamEvent, local
-from outrider.edge.cancellation import Cancellation
+from outrider.edge import model_pair
+from outrider.edge.cancellation import Cancellation, chain_future
 from outrider.gateway import decoder_pool as pools
 from outrider.gateway.decoder_pool import DecoderPool, RequestOptions
 from outrider.gateway.shared_engine import SharedEngine
@@ -22,6 +23,7 @@ from tests.support.cloud_server import Served, serving
 from tests.support.cloud_service import SOON
 from tests.support.fakes import HashRows, ScriptedEngine, ScriptedVerifier
 from tests.support.gateway_pair import PROMPTS, connector, reference_tokens, running_pool, serving_demo_cloud
+from tests.support.processes import wait_until
 
 V = 32
 LENGTH = 24
@@ -272,32 +274,45 @@ def test_without_a_cloud_there_is_one_way(way: Any) -> None:
 # Meeting ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_cloud_is_described_once_however_many_ask_at_once() -> None:
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The connection that each thread waits for."""
+    found: list[Any] = []
+
+    def chained(source: Any) -> Any:
+        found.append(source)
+        return chain_future(source)
+
+    monkeypatch.setattr(model_pair, "chain_future", chained)
+    return found
+
+
+def test_a_cloud_is_described_once_however_many_ask_at_once(waits: list[Any]) -> None:
     verifier = Connectable()
     verifier.go.clear()
     decoder = SpeculativeDecoder(scripted(), verifier, lazy=True)
     with ThreadPoolExecutor(8) as threads:
         waiting = [threads.submit(decoder._pair.connect) for _ in range(8)]
-        time.sleep(0.05)
+        wait_until(lambda: len(waits) == 8)
         verifier.go.set()
         assert all(future.result(SOON).is_complete for future in waiting)
     assert verifier.asked == 1
     assert len(decoder._pair.state.models) == 2
 
 
-def test_a_request_cancelled_during_the_handshake_leaves_it_to_the_others() -> None:
+def test_a_request_cancelled_during_the_handshake_leaves_it_to_the_others(waits: list[Any]) -> None:
     verifier = Connectable()
     verifier.go.clear()
     decoder = SpeculativeDecoder(scripted(), verifier, lazy=True)
     leaving = Cancellation()
     with ThreadPoolExecutor(2) as threads:
         leaver = threads.submit(decoder._pair.connect, leaving)
-        time.sleep(0.05)
+        wait_until(lambda: len(waits) == 1)
         stayer = threads.submit(decoder._pair.connect)
-        time.sleep(0.05)
+        wait_until(lambda: len(waits) == 2)
         leaving.cancel()
         with pytest.raises(CancelledError):
-            leaver.result(0.5)
+            leaver.result(SOON)
         verifier.go.set()
         assert stayer.result(SOON)
 
@@ -365,12 +380,17 @@ def test_an_emulated_network_is_in_between(pool: DecoderPool) -> None:
 
 
 @pytest.mark.parametrize("driver", ["sequential", "pipelined"])
-def test_after_a_cut_the_edge_continues_within_a_second_with_a_warning(pool: DecoderPool, driver: Any) -> None:
+def test_after_a_cut_the_edge_continues_long_before_patience_ends_with_a_warning(served: Served, driver: Any) -> None:
+    with running_pool(served, patience=10 * SOON) as pool:
+        check_goes_on_alone(pool, driver)
+
+
+def check_goes_on_alone(pool: DecoderPool, driver: Any) -> None:
     decoder = pool.decoder(RequestOptions(gate="entropy:0.1", driver=driver, net="cut"))
     for _ in range(2):
         started = time.monotonic()
         result = decoder.generate("Hello there", max_new_tokens=LENGTH)
-        assert time.monotonic() - started < 3.0, "about half a second, and what the tokens take on a busy machine"
+        assert time.monotonic() - started < SOON
         assert (result.guarantee, result.token_ids) == (
             "edge-only",
             list(reference_tokens("edge-only", "Hello there", LENGTH)),
@@ -407,7 +427,7 @@ def test_generations_that_run_at_once_tell_what_they_learnt_one_by_one(
         def call(*args: Any, **named: Any) -> Any:
             overlaps.append(len(inside))
             inside.append(1)
-            time.sleep(0.002)
+            time.sleep(0.002)  # a call that overlapped would meet it
             try:
                 return function(*args, **named)
             finally:

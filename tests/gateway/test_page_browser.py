@@ -53,7 +53,7 @@ def fresh(page: Page, url: str) -> Page:
 
 def show(page: Page, url: str, width: int = 1280, *, dark: bool = False) -> None:
     page.open(url, width, dark=dark)
-    page.until("document.querySelectorAll('.clip').length === 12", 10)
+    page.until("document.querySelectorAll('.clip').length === 12")
 
 
 def put(page: Page, name: str, value: str) -> None:
@@ -72,7 +72,7 @@ def caption(page: Page, clip: int = 0) -> None:
 
 def wait(page: Page) -> str:
     """Until what runs has ended; the status in words."""
-    page.until("document.getElementById('output').getAttribute('aria-busy') === 'false'", 60)
+    page.until("document.getElementById('output').getAttribute('aria-busy') === 'false'")
     page.evaluate("document.getAnimations().forEach(one => one.finish())")  # colours fade in
     return status(page)
 
@@ -103,7 +103,7 @@ def test_nothing_is_asked_of_others_and_nothing_fails(page: Page, url: str, widt
 def test_a_clip_is_captioned_by_a_click_and_streams(fresh: Page) -> None:
     put(fresh, "rtt", "100ms")
     caption(fresh)
-    fresh.until("document.querySelectorAll('.strip .t:not(.p)').length > 0", 20)
+    fresh.until("document.querySelectorAll('.strip .t:not(.p)').length > 0")
     assert fresh.evaluate("document.getElementById('output').getAttribute('aria-busy')") == "true"
     assert fresh.evaluate("document.querySelector('.verdict').hidden")
     assert wait(fresh) == "Done"
@@ -158,7 +158,7 @@ def test_with_the_cable_cut_the_edge_goes_on_alone(fresh: Page) -> None:
     state = "document.getElementById('path').dataset.state"
     assert fresh.evaluate(state) == "planned", "red is for a cloud that is away"
     caption(fresh)
-    fresh.until(f"{state} === 'cut'", 20)
+    fresh.until(f"{state} === 'cut'")
     assert wait(fresh) == "Done"
     assert text_of(fresh, ".word") == "edge-only"
     assert "the edge went on alone" in text_of(fresh, ".meaning")
@@ -175,9 +175,9 @@ def test_with_the_cable_cut_the_edge_goes_on_alone(fresh: Page) -> None:
 def test_cutting_the_cable_cuts_the_run_in_progress(fresh: Page) -> None:
     put(fresh, "rtt", "200ms")
     caption(fresh)
-    fresh.until("document.querySelectorAll('.strip .t:not(.p)').length > 0", 20)
+    fresh.until("document.querySelectorAll('.strip .t:not(.p)').length > 0")
     press(fresh, "cut")
-    fresh.until("document.getElementById('path').dataset.state === 'cut'", 20)
+    fresh.until("document.getElementById('path').dataset.state === 'cut'")
     assert wait(fresh) == "Done"
     assert "the edge went on alone" in text_of(fresh, ".meaning")
     kinds = fresh.evaluate("[...document.querySelectorAll('.strip .t')].map(one => one.classList[1])")
@@ -343,7 +343,7 @@ def test_a_file_is_sent_as_16_khz_mono(fresh: Page, tmp_path: Path) -> None:
     wave, rate = soundfile.read(BUNDLED / "clips" / "en-1.ogg", dtype="float32")
     soundfile.write(tmp_path / "own.wav", np.stack([wave, wave], 1).repeat(2, 0), 2 * rate)
     fresh.upload("#file", tmp_path / "own.wav")
-    fresh.until("document.getElementById('chosen-name').textContent.startsWith('own.wav')", 10)
+    fresh.until("document.getElementById('chosen-name').textContent.startsWith('own.wav')")
     press(fresh, "run")
     assert wait(fresh) == "Done"
     part = asked(fresh)[0]["messages"][0]["content"][0]["input_audio"]
@@ -361,17 +361,17 @@ def test_a_clip_can_be_played_and_stopped(fresh: Page) -> None:
     fresh.evaluate("document.querySelectorAll('.play')[0].focus()")
     for shown in ("■", "▶"):
         fresh.press("Enter")
-        fresh.until(f"document.activeElement.textContent === '{shown}'", 10)
+        fresh.until(f"document.activeElement.textContent === '{shown}'")
     assert asked(fresh) == [], "to hear a clip is not to caption it"
     assert faults(fresh) == []
 
 
 def test_a_recording_can_be_made(fresh: Page) -> None:
     press(fresh, "record")
-    fresh.until("document.getElementById('record').textContent.startsWith('Stop recording')", 10)
+    fresh.until("document.getElementById('record').textContent.startsWith('Stop recording')")
     fresh.evaluate("new Promise(done => setTimeout(done, 1200))")
     press(fresh, "record")
-    fresh.until("document.getElementById('chosen-name').textContent.startsWith('your recording')", 10)
+    fresh.until("document.getElementById('chosen-name').textContent.startsWith('your recording')")
     put(fresh, "max-tokens", "8")
     press(fresh, "run")
     assert wait(fresh) == "Done"

@@ -13,6 +13,7 @@ from tests.support import chromium
 from tests.support.chromium import Page
 from tests.support.fake_gateway import Script, StandIn, ended, standing_in, token, tokens
 from tests.support.gateway_page import CHROMIUM, NEEDS, faults, shown_text, status, submit_prompt, tooltip
+from tests.support.processes import HANG_S
 
 pytestmark = NEEDS
 
@@ -34,7 +35,7 @@ def play(page: Page, server: StandIn, script: Script, *, width: int = 1280) -> S
     """Show the page of a gateway with this script, and run a prompt."""
     server.script = script
     page.open(server.url, width)
-    page.until("document.getElementById('version').textContent", 5)
+    page.until("document.getElementById('version').textContent")
     submit_prompt(page, "Hello")
     return script
 
@@ -44,7 +45,7 @@ def text(pieces: list[str], source: str = "accepted") -> list[dict[str, Any]]:
 
 
 def wait(page: Page, word: str) -> None:
-    page.until(f"document.getElementById('status').textContent.startsWith({json.dumps(word)})", 20)
+    page.until(f"document.getElementById('status').textContent.startsWith({json.dumps(word)})")
 
 
 @pytest.mark.parametrize("size", [1, 3, 7])
@@ -73,7 +74,7 @@ def test_a_revised_token_voids_what_is_behind_it(page: Page, server: StandIn) ->
 def test_a_repair_takes_back_what_was_confirmed(page: Page, server: StandIn) -> None:
     repaired = tokens(token("revised", 1, " new", "correction", signals=None))
     play(page, server, Script([tokens(*text([" w0", " w1", " w2", " w3"], "edge")), repaired, ended()], pause=0.3))
-    page.until("document.querySelectorAll('.strip .c').length === 1", 10)
+    page.until("document.querySelectorAll('.strip .c').length === 1")
     assert shown_text(page) == " w0 new", "at once, not only at the end"
     wait(page, "Done")
     assert shown_text(page) == " w0 new"
@@ -84,8 +85,8 @@ def test_drafts_are_faint_until_they_are_decided(page: Page, server: StandIn) ->
     drafts = [token("provisional", n, f" w{n}", "edge") for n in range(3)]
     kept = [token("confirmed", n, f" w{n}", "accepted") for n in range(2)]
     play(page, server, Script([tokens(*drafts), tokens(*kept), ended()], pause=0.4))
-    page.until("document.querySelectorAll('.strip .p').length === 3", 5)
-    page.until("document.querySelectorAll('.strip .a').length === 2", 5)
+    page.until("document.querySelectorAll('.strip .p').length === 3")
+    page.until("document.querySelectorAll('.strip .a').length === 2")
     wait(page, "Done")
     assert shown_text(page) == " w0 w1", "what is still provisional at the end is void"
 
@@ -125,11 +126,11 @@ def test_a_refusal_is_shown_as_a_sentence(
 def test_a_key_is_asked_for_only_when_it_is_needed(page: Page, server: StandIn) -> None:
     server.script = Script([tokens(*text(["in"])), ended()], key="sesame")
     page.open(server.url, 1280)
-    page.until("!document.getElementById('key-form').hidden", 5)
+    page.until("!document.getElementById('key-form').hidden")
     assert page.evaluate("document.activeElement.id") == "key"
     page.type("sesame")
     page.press("Enter")
-    page.until("document.getElementById('key-form').hidden", 5)
+    page.until("document.getElementById('key-form').hidden")
     submit_prompt(page, "Hello")
     wait(page, "Done")
     assert shown_text(page) == "in"
@@ -146,7 +147,7 @@ def test_a_key_that_is_no_longer_taken_is_asked_for_again(page: Page, server: St
     page.evaluate("document.getElementById('key').focus()")
     page.type("sesame")
     page.press("Enter")
-    page.until("document.getElementById('key-form').hidden", 5)
+    page.until("document.getElementById('key-form').hidden")
     submit_prompt(page, "Hello")
     wait(page, "Done")
     assert page.evaluate("document.getElementById('max-tokens').value") == "99", "as the gateway was started"
@@ -168,10 +169,10 @@ def test_what_cannot_work_is_disabled_and_says_why(page: Page, server: StandIn) 
 
 def test_the_line_is_red_while_the_gateway_says_that_the_cloud_is_away(page: Page, server: StandIn) -> None:
     play(page, server, Script([tokens(*text(["in"])), ended()], trouble="the cloud process ended"))
-    page.until("document.getElementById('path').dataset.state === 'away'", 20)
+    page.until("document.getElementById('path').dataset.state === 'away'")
     assert page.evaluate("document.getElementById('path-net').title") == "the cloud process ended"
     server.script.trouble = ""
-    page.until("document.getElementById('path').dataset.state === 'up'", 20)
+    page.until("document.getElementById('path').dataset.state === 'up'")
 
 
 def test_a_cable_that_cannot_be_cut_is_not_offered(page: Page, server: StandIn) -> None:
@@ -193,15 +194,15 @@ def test_a_risk_budget_says_of_what(page: Page, server: StandIn) -> None:
 def test_a_double_click_opens_one_microphone_and_it_is_closed(page: Page, server: StandIn) -> None:
     server.script = Script(audio=True)
     page.open(server.url, 1280)
-    page.until("document.getElementById('version').textContent", 5)
+    page.until("document.getElementById('version').textContent")
     page.evaluate("""(() => { window.opened = 0; window.stopped = 0;
         navigator.mediaDevices.getUserMedia = () => new Promise((resolve) => { window.opened += 1;
             setTimeout(() => resolve({ getTracks: () => [{ stop: () => { window.stopped += 1; } }] }), 100); });
         window.MediaRecorder = class { start() {} stop() { this.onstop(); } }; })()""")
     page.evaluate("document.getElementById('record').click(); document.getElementById('record').click()")
-    page.until("document.getElementById('record').textContent.startsWith('Stop')", 5)
+    page.until("document.getElementById('record').textContent.startsWith('Stop')")
     page.evaluate("document.getElementById('record').click()")
-    page.until("document.getElementById('record').textContent === 'Record'", 5)
+    page.until("document.getElementById('record').textContent === 'Record'")
     page.evaluate("new Promise((resolve) => setTimeout(resolve, 200))")
     assert page.evaluate("[window.opened, window.stopped]") == [1, 1]
 
@@ -209,29 +210,29 @@ def test_a_double_click_opens_one_microphone_and_it_is_closed(page: Page, server
 def test_escape_stops_and_the_gateway_sees_it(page: Page, server: StandIn) -> None:
     pieces = [tokens(token("confirmed", n, f" {n}", "edge")) for n in range(2000)]
     script = play(page, server, Script([*pieces, ended()], pause=0.005))
-    page.until("document.querySelectorAll('.strip .t').length > 20", 10)
+    page.until("document.querySelectorAll('.strip .t').length > 20")
     page.press("Escape")
     wait(page, "Stopped")
-    assert script.left.wait(5)
+    assert script.left.wait(HANG_S)
     assert len(shown_text(page)) > 20
 
 
 def test_another_run_stops_the_one_before(page: Page, server: StandIn) -> None:
     pieces = [tokens(token("confirmed", n, " old", "edge")) for n in range(2000)]
     first = play(page, server, Script([*pieces, ended()], pause=0.005))
-    page.until("document.querySelectorAll('.strip .t').length > 5", 10)
+    page.until("document.querySelectorAll('.strip .t').length > 5")
     server.script = Script([tokens(*text(["new"])), ended()])
     submit_prompt(page, "Again")
     wait(page, "Done")
     assert shown_text(page) == "new"
-    assert first.left.wait(5)
+    assert first.left.wait(HANG_S)
 
 
 def test_thousands_of_tokens_stay_fluid(page: Page, server: StandIn) -> None:
     pieces = [tokens(*[token("confirmed", 5 * n + m, f" {m}", "accepted") for m in range(5)]) for n in range(1000)]
     server.script = Script([*pieces, ended()])
     page.open(server.url, 1280)
-    page.until("document.getElementById('version').textContent", 5)
+    page.until("document.getElementById('version').textContent")
     page.evaluate("""(() => { window.gap = 0; let last = performance.now();
         (function frame() { const now = performance.now(); window.gap = Math.max(window.gap, now - last); last = now;
         requestAnimationFrame(frame); })(); })()""")
@@ -254,7 +255,7 @@ def test_a_piece_is_text_and_nothing_else(page: Page, server: StandIn) -> None:
 def test_a_lost_gateway_is_shown(page: Page) -> None:
     with standing_in() as server:
         page.open(server.url, 1280)
-        page.until("document.getElementById('version').textContent", 5)
+        page.until("document.getElementById('version').textContent")
     submit_prompt(page, "Hello")
     wait(page, "The gateway cannot be reached")
     assert "Is outrider edge still running?" in status(page)
@@ -264,7 +265,7 @@ def test_columns_that_fail_leave_the_others(page: Page, server: StandIn) -> None
     script = Script([tokens(*text(["one", " two", " three"])), ended()])
     server.script = script
     page.open(server.url, 1280)
-    page.until("document.getElementById('version').textContent", 5)
+    page.until("document.getElementById('version').textContent")
 
     def fail_the_first() -> None:
         while not script.asked:

@@ -8,27 +8,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import httpx2
 import psutil
 import pytest
 
 from tests.support.gateway_process import running_gateway
-from tests.support.processes import HANG_S, started
+from tests.support.processes import HANG_S, started, wait_until
 
 COMMAND = [sys.executable, "-m", "outrider", "edge", "--listen", "127.0.0.1:0"]
 pytestmark = pytest.mark.network
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + HANG_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return found
 
 
 @contextmanager
@@ -44,12 +35,12 @@ def test_a_signal_during_the_start_ends_it_with_its_code_and_leaves_no_child(mom
         process = psutil.Process(child.pid)
         assert child.stderr is not None
         if moment == "its cloud is started":
-            until(process.children)
+            wait_until(process.children)
         else:
-            until(lambda: moment in child.stderr.readline())  # type: ignore[union-attr]
+            wait_until(lambda: moment in child.stderr.readline())  # type: ignore[union-attr]
         children = process.children()
         child.send_signal(number)
-        time.sleep(0.05)
+        time.sleep(0.05)  # scripted: apart from the first, or the system merges them
         child.send_signal(number)  # a second one changes nothing
         said = child.communicate(timeout=HANG_S)[1]
         assert child.returncode == (0 if "serving http" in said else 128 + number)
@@ -68,10 +59,10 @@ def test_a_cloud_of_its_own_that_dies_is_started_again_and_health_says_so_meanwh
         for _ in range(2):
             cloud = psutil.Process(child.pid).children()[0]
             os.kill(cloud.pid, signal.SIGKILL)
-            health = until(lambda: (found := httpx2.get(f"{url}/health").json())["status"] == "degraded" and found)
+            health = wait_until(lambda: (found := httpx2.get(f"{url}/health").json())["status"] == "degraded" and found)
             assert "SIGKILL" in health["reason"] or "cannot be reached" in health["reason"]
-            until(lambda: httpx2.get(f"{url}/health").json()["status"] == "ok")
-        reply = until(lambda: (r := httpx2.post(f"{url}/v1/completions", json=body, timeout=60)).is_success and r)
+            wait_until(lambda: httpx2.get(f"{url}/health").json()["status"] == "ok")
+        reply = wait_until(lambda: (r := httpx2.post(f"{url}/v1/completions", json=body, timeout=60)).is_success and r)
         assert reply.json()["outrider"]["guarantee"] == "exact"
 
 
@@ -123,7 +114,7 @@ def test_a_cloud_that_is_ended_while_it_starts_says_so_by_its_code(moment: str, 
     command = [sys.executable, "-m", "outrider", "cloud", "demo", "--listen", "127.0.0.1:0"]
     with started(command, stderr=subprocess.PIPE) as child:
         assert child.stderr is not None
-        until(lambda: moment in child.stderr.readline())  # type: ignore[union-attr]
+        wait_until(lambda: moment in child.stderr.readline())  # type: ignore[union-attr]
         child.send_signal(number)
         said = child.communicate(timeout=HANG_S)[1]
     assert child.returncode == (0 if "serving demo" in said else 128 + number)

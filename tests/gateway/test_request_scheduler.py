@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import deque
@@ -17,6 +18,7 @@ from torch import Tensor
 from benchmarks.link_thread import LinkThread
 from outrider import CloudLost, PromptError, Result, SettingsError, StreamEvent
 from outrider.edge import drafter as drafting
+from outrider.edge.cancellation import Cancellation
 from outrider.engines.base import SequenceInput
 from outrider.errors import StateError
 from outrider.gateway.decoder_pool import DecoderPool, RequestOptions
@@ -27,11 +29,13 @@ from outrider.gateway.request_scheduler import (
     RequestScheduler,
     ShuttingDown,
 )
+from outrider.netem.conditions import Conditions
 from outrider.verifiers.connect import connect
 from tests.support.cloud_server import Served, serving
 from tests.support.cloud_service import SOON
 from tests.support.fakes import HashRows, ScriptedEngine
 from tests.support.gateway_pair import PROMPTS, demo_edge, reference_tokens, running_pool, serving_demo_cloud
+from tests.support.processes import HANG_S, until
 
 V = 32
 ALONE = RequestOptions("edge-only")
@@ -45,27 +49,21 @@ class Held(ScriptedEngine):
     def __init__(self, seconds: float = 0.0) -> None:
         super().__init__(HashRows(1, V, memory=4), V)
         self.seconds = seconds
-        self.go = threading.Event()
+        self.entered, self.go = threading.Event(), threading.Event()
         self.go.set()
 
     def forward_many(self, feeds: Seq[SequenceInput]) -> list[Tensor]:
+        self.entered.set()
         assert self.go.wait(SOON)
-        time.sleep(self.seconds)
+        time.sleep(self.seconds)  # scripted: the least time of a forward
         return super().forward_many(feeds)
 
 
 def work(body: Callable[[], Awaitable[None]]) -> None:
     async def timed() -> None:
-        await asyncio.wait_for(body(), 60)
+        await asyncio.wait_for(body(), 2 * HANG_S)
 
     asyncio.run(timed())
-
-
-async def eventually(holds: Callable[[], bool], within: float = SOON) -> None:
-    deadline = time.monotonic() + within
-    while not holds():
-        assert time.monotonic() < deadline, "it never came true"
-        await asyncio.sleep(0.002)
 
 
 async def all_of(task: GenerationTask) -> list[StreamEvent]:
@@ -224,7 +222,7 @@ def test_a_full_queue_is_busy_and_says_when_to_come_again() -> None:
         await asyncio.gather(*(answer(scheduler, [1], max_new_tokens=2) for _ in range(4)))
         engine.go.clear()
         running = [asyncio.create_task(answer(scheduler, [1], max_new_tokens=2)) for _ in range(5)]
-        await eventually(lambda: (scheduler.active, scheduler.waiting) == (2, 3))
+        await until(lambda: (scheduler.active, scheduler.waiting) == (2, 3))
         with pytest.raises(QueueFull, match="2 requests are being answered, and 3 wait") as busy:
             await scheduler.start("me", [1], {}, ALONE)
         assert 0 < busy.value.retry_after_s < 1
@@ -244,17 +242,17 @@ def test_a_client_that_fills_the_queue_keeps_no_other_out() -> None:
         scheduler = RequestScheduler(DecoderPool(engine, None), slots=1, queue=4)
         engine.go.clear()
         greedy = [asyncio.create_task(answer(scheduler, [1], client="greedy", max_new_tokens=2)) for _ in range(5)]
-        await eventually(lambda: (scheduler.active, scheduler.waiting) == (1, 4))
+        await until(lambda: (scheduler.active, scheduler.waiting) == (1, 4))
         with pytest.raises(QueueFull):
             await scheduler.start("greedy", [1], {}, ALONE)
         modest = [asyncio.create_task(answer(scheduler, [1], client="modest", max_new_tokens=2)) for _ in range(3)]
-        await eventually(lambda: modest[2].done())
+        await until(lambda: modest[2].done())
         assert isinstance(modest[2].exception(), QueueFull), "two each, and no more"
         ends = [task for task in greedy if task.done()]
         assert ends == greedy[3:], "its last ones made room"
         assert all(isinstance(task.exception(), QueueFull) for task in ends)
         third = asyncio.create_task(answer(scheduler, [1], client="third", max_new_tokens=2))
-        await eventually(lambda: sum(task.done() for task in (*greedy, *modest)) == 4)
+        await until(lambda: sum(task.done() for task in (*greedy, *modest)) == 4)
         engine.go.set()
         ends = await asyncio.gather(*greedy, *modest, third, return_exceptions=True)
         assert sum(isinstance(end, QueueFull) for end in ends) == 4
@@ -288,7 +286,7 @@ def test_how_long_to_wait_is_judged_by_how_long_generations_take() -> None:
         scheduler = RequestScheduler(DecoderPool(engine, None), slots=2, queue=0)
         await answer(scheduler, [1], max_new_tokens=10, ignore_eos=True)
         ends = [asyncio.create_task(answer(scheduler, [1], max_new_tokens=10, ignore_eos=True)) for _ in range(2)]
-        await eventually(lambda: scheduler.active == 2)
+        await until(lambda: scheduler.active == 2)
         with pytest.raises(QueueFull) as busy:
             await scheduler.start("me", [1], {}, ALONE)
         assert 0.1 <= busy.value.retry_after_s < 1.0, "half of what a generation takes: there are two slots"
@@ -311,9 +309,9 @@ def test_clients_take_turns_however_much_one_of_them_asks() -> None:
         scheduler = RequestScheduler(DecoderPool(engine, None), slots=1)
         engine.go.clear()
         running = [asyncio.create_task(one(scheduler, "greedy", n)) for n in range(5)]
-        await eventually(lambda: scheduler.waiting == 4)
+        await until(lambda: scheduler.waiting == 4)
         running += [asyncio.create_task(one(scheduler, "modest", n)) for n in range(2)]
-        await eventually(lambda: scheduler.waiting == 6)
+        await until(lambda: scheduler.waiting == 6)
         engine.go.set()
         await asyncio.gather(*running)
         await scheduler.close()
@@ -335,9 +333,9 @@ def test_a_client_with_all_slots_makes_room_at_once_and_goes_on_later(others: in
             asyncio.create_task(answer(scheduler, [1], client="greedy", max_new_tokens=200, ignore_eos=True))
             for _ in range(4)
         ]
-        await eventually(lambda: scheduler.active == 4)
+        await until(lambda: scheduler.active == 4)
         late = [asyncio.create_task(answer(scheduler, [1], client="greedy", max_new_tokens=20)) for _ in range(3)]
-        await eventually(lambda: scheduler.waiting == 3)
+        await until(lambda: scheduler.waiting == 3)
         called: list[str] = []
         tasks = [
             await scheduler.start(
@@ -381,7 +379,7 @@ def test_a_paused_generation_ends_as_any_other(how: str) -> None:
         if how != "closed":
             assert (scheduler.active, scheduler._free, scheduler._queues["greedy"].paused) == (2, 0, deque())
             other.cancel()
-            await eventually(lambda: scheduler.active == 1)
+            await until(lambda: scheduler.active == 1)
             assert scheduler._free == 1
             await scheduler.close()
         assert (scheduler.active, threads()) == (0, 0)
@@ -414,17 +412,15 @@ def test_a_generation_s_time_is_limited() -> None:
     async def body() -> None:
         engine = Held(0.005)
         scheduler = RequestScheduler(DecoderPool(engine, None), slots=1, seconds=0.2)
-        task = await scheduler.start("me", [1], {"max_new_tokens": 100_000, "ignore_eos": True}, ALONE)
         with pytest.raises(GenerationTimeout):
-            await all_of(task)
-        await eventually(lambda: scheduler._free == 1)
+            await all_of(await scheduler.start("me", [1], {"max_new_tokens": 100_000, "ignore_eos": True}, ALONE))
+        await until(lambda: scheduler._free == 1)
         engine.go.clear()  # before its first token, too
         held = asyncio.create_task(scheduler.start("me", [1], {}, ALONE))
-        await asyncio.sleep(0.3)
+        await until(lambda: any(task._expired for task in scheduler._running))
         engine.go.set()
-        task = await held
         with pytest.raises(GenerationTimeout):
-            await all_of(task)
+            await all_of(await held)
         await scheduler.close()
 
     work(body)
@@ -438,6 +434,7 @@ def test_a_network_of_long_delays_holds_a_slot_no_longer_than_the_limit(served: 
             options = RequestOptions(net="rtt=3600s", on_cloud_loss="wait", driver=driver)
             with pytest.raises(GenerationTimeout):
                 await all_of(await scheduler.start("me", "Hello", {"max_new_tokens": 5}, options))
+            scheduler._seconds = math.inf
             assert (await answer(scheduler, "Hello", client="you", max_new_tokens=5)).token_ids
             await scheduler.close()
 
@@ -451,11 +448,11 @@ def test_a_task_that_left_the_queue_is_never_started() -> None:
         scheduler = RequestScheduler(DecoderPool(engine, None), slots=1)
         engine.go.clear()
         first = asyncio.create_task(answer(scheduler, [1], max_new_tokens=2))
-        await eventually(lambda: scheduler.active == 1)
+        await until(lambda: scheduler.active == 1)
         second, third = (asyncio.create_task(answer(scheduler, [1], client=name, max_new_tokens=2)) for name in "bc")
-        await eventually(lambda: scheduler.waiting == 2)
+        await until(lambda: scheduler.waiting == 2)
         second.cancel()
-        await eventually(lambda: scheduler.waiting == 1)
+        await until(lambda: scheduler.waiting == 1)
         engine.go.set()
         await asyncio.gather(first, third)
         assert len(engine.opened) == 2
@@ -472,7 +469,7 @@ def test_a_task_cancelled_while_starting_passes_its_slot_on() -> None:
         scheduler = RequestScheduler(DecoderPool(engine, None), slots=1)
         await scheduler._admit("a")
         second, third = (asyncio.create_task(scheduler._admit(name)) for name in "bc")
-        await eventually(lambda: scheduler.waiting == 2)
+        await until(lambda: scheduler.waiting == 2)
         scheduler._release()
         second.cancel()  # called, and not awake yet
         await third
@@ -492,9 +489,9 @@ def test_a_generation_that_is_cancelled_gives_its_slot_back_at_once(how: str) ->
 
     async def body() -> None:
         scheduler = RequestScheduler(DecoderPool(engine, None), slots=1)
-        task = await scheduler.start("me", [1], {"max_new_tokens": 5000, "ignore_eos": True}, ALONE)
+        task = await scheduler.start("me", [1], {"max_new_tokens": 100_000, "ignore_eos": True}, ALONE)
         reading = asyncio.create_task(all_of(task))
-        await eventually(lambda: engine.forwards > 5)
+        await until(lambda: engine.forwards > 5)
         if how == "cancel":
             task.cancel()
             assert await reading
@@ -502,7 +499,7 @@ def test_a_generation_that_is_cancelled_gives_its_slot_back_at_once(how: str) ->
             reading.cancel()
             with suppress(asyncio.CancelledError):
                 await reading
-        await eventually(lambda: scheduler.active == 0, 0.5)
+        await until(lambda: scheduler.active == 0)
         assert not engine.open_slots
         with pytest.raises(StateError):
             task.result  # noqa: B018 - it has none
@@ -513,15 +510,17 @@ def test_a_generation_that_is_cancelled_gives_its_slot_back_at_once(how: str) ->
 
 def test_a_long_prompt_is_left_between_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafting, "PREFILL_CHUNK", 4)
-    engine = Held(seconds=0.02)
+    engine = Held()
+    engine.go.clear()
 
     async def body() -> None:
         scheduler = RequestScheduler(DecoderPool(engine, None), slots=1)
         task = await scheduler.start("me", [1] * 4000, {"max_new_tokens": 5}, ALONE)
-        await eventually(lambda: engine.forwards > 2)
+        await until(engine.entered.is_set)
         task.cancel()
-        await eventually(lambda: scheduler.active == 0, 0.5)
-        assert engine.fed < 400
+        engine.go.set()
+        await until(lambda: scheduler.active == 0)
+        assert engine.fed == 4, "the part that was being read"
         await scheduler.close()
 
     work(body)
@@ -537,12 +536,16 @@ def test_a_hundred_cancelled_generations_leave_nothing_behind() -> None:
             for n in range(100)
         ]
         for n, task in enumerate(tasks):
-            await asyncio.sleep(0.003 if n % 4 else 0)
+            before = engine.forwards
+            if n % 4:
+                await until(lambda before=before: engine.forwards > before)
+            else:
+                await asyncio.sleep(0)
             task.cancel()
         assert all(
             isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*tasks, return_exceptions=True)
         )
-        await eventually(lambda: scheduler.active == 0)
+        await until(lambda: scheduler.active == 0)
         assert (scheduler._free, scheduler.waiting, threads() <= 8) == (4, 0, True)
         assert not engine.open_slots
         assert len((await answer(scheduler, [1], max_new_tokens=3)).token_ids) == 3
@@ -557,10 +560,10 @@ def test_closing_ends_what_runs_and_what_waits() -> None:
 
     async def body() -> None:
         scheduler = RequestScheduler(DecoderPool(engine, None), slots=2)
-        task = await scheduler.start("me", [1], {"max_new_tokens": 5000, "ignore_eos": True}, ALONE)
-        tasks = [asyncio.create_task(answer(scheduler, [1], max_new_tokens=5000, ignore_eos=True)) for _ in range(4)]
-        await eventually(lambda: (scheduler.active, scheduler.waiting) == (2, 3))
-        await asyncio.wait_for(scheduler.close(), 2)
+        task = await scheduler.start("me", [1], {"max_new_tokens": 100_000, "ignore_eos": True}, ALONE)
+        tasks = [asyncio.create_task(answer(scheduler, [1], max_new_tokens=100_000, ignore_eos=True)) for _ in range(4)]
+        await until(lambda: (scheduler.active, scheduler.waiting) == (2, 3))
+        await scheduler.close()
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(end) for end in ends] == [StateError, ShuttingDown, ShuttingDown, ShuttingDown], (
             "the one that ran was cancelled"
@@ -589,12 +592,20 @@ def stalling(cloud: Any) -> Iterator[tuple[DecoderPool, Served, LinkThread, Scri
     engine = ScriptedEngine(HashRows(2, V, memory=4), V)  # seldom right: there are many rounds
     with serving(cloud) as served, LinkThread("127.0.0.1", served.port) as link:
         pool = DecoderPool(
-            engine, lambda net: connect(f"grpc://127.0.0.1:{link.port}", net=net, patience=20, deadline=20)
+            engine,
+            lambda net: connect(f"grpc://127.0.0.1:{link.port}", net=net, patience=2 * HANG_S, deadline=2 * HANG_S),
         )
         try:
             yield pool, served, link, engine
         finally:
             pool.close()
+
+
+SILENT = Conditions(up=1.0, down=1.0)  # bit/s: even a ping's frame takes over 100 s
+
+
+def waits_for_the_cloud(cancellation: Cancellation) -> bool:
+    return cancellation._cancel_future is not None
 
 
 STALLED = [
@@ -614,31 +625,30 @@ def test_a_task_waiting_for_a_silent_cloud_is_cancelled_at_once(options: Request
             scheduler = RequestScheduler(pool, slots=1)
             await answer(scheduler, [1, 2], options, max_new_tokens=2)  # so that it is known
             sessions = served.service.sessions
-            await eventually(lambda: not list(sessions))
+            await until(lambda: not list(sessions))
             if not again:
-                link.stall(2.0)
-            task = await scheduler.start("me", [1, 2], settings, options)
+                link.conditions = SILENT
+            cancellation = Cancellation()
+            task = await scheduler.start("me", [1, 2], settings, options, cancellation=cancellation)
             if again:
                 await anext(task)
-                link.stall(2.0)
+                link.conditions = SILENT
             reading = asyncio.create_task(all_of(task))
-            await asyncio.sleep(0.3)
+            await until(lambda: waits_for_the_cloud(cancellation))
             assert scheduler.active == 1
-            started = time.monotonic()
             task.cancel()
-            await eventually(lambda: scheduler.active == 0, 0.5)
-            assert time.monotonic() - started < 0.5
+            await until(lambda: scheduler.active == 0)
             assert not engine.open_slots
             await reading
-            await asyncio.sleep(2.0)  # until the cloud hears of it all
-            await eventually(lambda: not list(sessions), 1.0)
+            link.conditions = Conditions()  # the cloud is told of it all
+            await until(lambda: not list(sessions))
             await scheduler.close()
 
         work(body)
 
 
 @pytest.mark.parametrize("options", STALLED[:3], ids=str)
-def test_the_cloud_session_ends_within_a_second(options: RequestOptions) -> None:
+def test_the_cloud_session_ends_with_its_generation(options: RequestOptions) -> None:
     cloud = Quiet(seconds=0.03)
     with stalling(cloud) as (pool, served, _, engine):
 
@@ -648,12 +658,17 @@ def test_the_cloud_session_ends_within_a_second(options: RequestOptions) -> None
                 await scheduler.start("me", [1, 2], {"max_new_tokens": 200, "ignore_eos": True}, options)
                 for _ in range(4)
             ]
-            await eventually(lambda: cloud.forwards > 20)
+            await until(lambda: cloud.forwards > 20)
+            cloud.go.clear()
+            before = cloud.forwards
             for task in tasks:
                 task.cancel()
-            await eventually(lambda: scheduler.active == 0 and not list(served.service.sessions), 1.0)
+            await until(lambda: scheduler.active == 0)
+            cloud.go.set()
+            await until(lambda: not list(served.service.sessions))
             assert not engine.open_slots
-            await eventually(lambda: not cloud.open_slots, 1.0)
+            await until(lambda: not cloud.open_slots)
+            assert cloud.forwards - before <= 3 * len(tasks), "what it had begun, and not the rest of 200 tokens"
             await scheduler.close()
 
         work(body)
@@ -664,12 +679,13 @@ def test_a_cloud_without_a_handshake_is_given_up_at_once() -> None:
 
         async def body() -> None:
             scheduler = RequestScheduler(pool, slots=2)
-            link.stall(2.0)
+            link.conditions = SILENT
             starting = [asyncio.create_task(scheduler.start("me", [1, 2], {}, RequestOptions())) for _ in range(2)]
-            await asyncio.sleep(0.2)
+            await until(lambda: sum(waits_for_the_cloud(task._cancellation) for task in scheduler._running) == 2)
             assert scheduler.active == 2
             starting[0].cancel()
-            await eventually(lambda: scheduler.active == 1, 0.5)
+            await until(lambda: scheduler.active == 1)
+            link.conditions = Conditions()
             await all_of(await starting[1])
             await scheduler.close()
 

@@ -23,7 +23,7 @@ from outrider.errors import ModelError, StateError
 from outrider.gateway.shared_engine import SharedEngine
 from outrider.sampling.policy import Policy
 from outrider.sampling.sampler import SampledToken
-from tests.support.cloud_service import SOON, eventually
+from tests.support.cloud_service import SOON, wait_until
 from tests.support.fakes import HashRows, ScriptedEngine
 from tests.support.tiny_text_models import engine as tiny
 from tests.support.tiny_text_models import model
@@ -82,7 +82,7 @@ class Held6:
         """One more that waits."""
         before = len(self.shared._scheduler.requests)
         future = self._threads.submit(self.shared.forward, self.slots[n], ids, rows)
-        eventually(
+        wait_until(
             lambda: len(self.shared._scheduler.requests) > before or future.done() or not self.shared._busy or n == 0
         )
         return future

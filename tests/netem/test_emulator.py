@@ -1,6 +1,6 @@
 """The relay on loopback: every byte in order, times as ordered, memory bounded, nothing left behind.
 
-Times are those of a virtual clock, the same on a busy machine; only what runs in threads has real ones.
+Times, sleeps included, are those of a virtual clock, the same on a busy machine; only threads have real ones.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class Page:
         self.call("Page.navigate", url=url)
         self.until(f"document.readyState == 'complete' && location.href.startsWith({json.dumps(url)})")
 
-    def until(self, expression: str, seconds: float = 60.0) -> None:
+    def until(self, expression: str, seconds: float = 300.0) -> None:
         """Wait until an expression is true.
 
         Raises:
@@ -110,7 +110,7 @@ class Page:
         while not self.evaluate(expression):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"still not true after {seconds:g} s: {expression}")
-            time.sleep(0.02)
+            time.sleep(0.02)  # the pause of a poll
 
     def evaluate(self, expression: str) -> Any:
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)

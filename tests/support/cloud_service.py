@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from outrider.engines.base import SequenceInput
 from outrider.protocol import schema
 from tests.support.cloud_server import Served, serving
 from tests.support.fakes import HashRows, ScriptedEngine, reference_output
+from tests.support.processes import wait_until
 from tests.support.raw_stream import opening
 
 V, EOS = 32, 31
@@ -40,13 +40,6 @@ class HeldEngine(ScriptedEngine):
         self.entered.set()
         assert self.go.wait(SOON)
         return super().forward_many(feeds)
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON
-    while not holds():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.005)
 
 
 def open_request(prompt: Seq[int] = PROMPT, **options: Any) -> schema.Request:
@@ -84,7 +77,7 @@ def metric_total(served: Served, name: str) -> float:
 
 def clear(served: Served) -> None:
     """End every session, and see that nothing is left of them."""
-    eventually(lambda: served.service.streams == 0)
+    wait_until(lambda: served.service.streams == 0)
 
     async def drop() -> None:
         for entry in served.service.sessions:
@@ -92,7 +85,7 @@ def clear(served: Served) -> None:
 
     served.run(drop())
     engine: Any = served.service.engine
-    eventually(lambda: not engine.open_slots)
+    wait_until(lambda: not engine.open_slots)
     assert served.service._pending_media == 0
 
 

@@ -129,7 +129,7 @@ class Handler(BaseHTTPRequestHandler):
             for piece in script.pieces:
                 self.wfile.write(piece)
                 self.wfile.flush()
-                time.sleep(script.pause)
+                time.sleep(script.pause)  # scripted: the time between two pieces
         except OSError:
             script.left.set()
 

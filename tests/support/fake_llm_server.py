@@ -383,7 +383,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not fault.drop:
             answer = owner.answer(method, self.path, self.headers, data)
         if fault.delay:
-            time.sleep(fault.delay)
+            time.sleep(fault.delay)  # scripted: a slow server
         if fault.status != 200:
             answer = Answer(fault.status, owner.error(fault.status, fault.message), fault.headers)
         body = answer.body if fault.alter is None else fault.alter(answer.body)

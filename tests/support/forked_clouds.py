@@ -15,14 +15,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+from tests.support.processes import HANG_S, wait_until
+
 ROOT = Path(__file__).parents[2]
-GONE = 10.0  # s that a killed process may take to vanish
 
 
 class Cloud:
@@ -50,7 +50,7 @@ class Cloud:
 
     def metric(self, name: str) -> float:
         """One of the service's figures; gauges are set every second."""
-        with urllib.request.urlopen(f"http://{self.host}:{self.metrics_port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{self.host}:{self.metrics_port}/metrics", timeout=HANG_S) as answer:
             lines = answer.read().decode().splitlines()
         return next(float(line.split()[1]) for line in lines if line.split()[0] == name)
 
@@ -74,10 +74,7 @@ class Cloud:
         assert self.pid is not None, "it does not run"
         pid, self.pid = self.pid, None
         os.kill(pid, number)
-        limit = time.monotonic() + GONE
-        while _exists(pid):
-            assert time.monotonic() < limit, f"process {pid} does not end"
-            time.sleep(0.005)
+        wait_until(lambda: not _exists(pid))
 
 
 class CloudForker:

@@ -16,6 +16,7 @@ from outrider.transport.http2 import Http2
 from outrider.transport.status import CallFailed
 from outrider.transport.stream import Stream
 from outrider.transport.tls import ClientTls, ServerTls
+from tests.support.processes import until as until
 
 UNARY, MANY, ECHO = "/test/Unary", "/test/Many", "/test/Echo"
 MEGABYTE = 2**20
@@ -48,7 +49,7 @@ class Handler(grpc.GenericRpcHandler):
         if data == b"raise":
             raise ValueError("inside")
         if data == b"sleep":
-            await asyncio.sleep(60)
+            await asyncio.sleep(LONG)  # scripted: an answer that does not come
         return bytes(int(data[4:])) if data.startswith(b"size") else data
 
     async def many(self, data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
@@ -125,12 +126,6 @@ async def relayed(port: int) -> AsyncIterator[tuple[int, Link]]:
 
 def run_with_deadline(work: Coroutine[object, object, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 2 * LONG))
-
-
-async def until(holds: Callable[[], object]) -> None:
-    """Wait for something to become true; `run_with_deadline` bounds it."""
-    while not holds():
-        await asyncio.sleep(0.001)
 
 
 async def failure_of(work: Awaitable[object]) -> CallFailed:

@@ -1,13 +1,17 @@
-"""Child processes of tests."""
+"""Child processes of tests, and waits for conditions."""
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 HANG_S = 300  # s that only a hang exceeds
+POLL_S = 0.005
 
 
 @contextmanager
@@ -18,3 +22,25 @@ def started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
             yield child
         finally:
             child.kill()
+
+
+def wait_until(condition: Callable[[], T]) -> T:
+    """Wait until a condition is true, and return its value.
+
+    Raises:
+        AssertionError: it was still false after `HANG_S`.
+    """
+    deadline = time.monotonic() + HANG_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"the condition was still false after {HANG_S} s"
+        time.sleep(POLL_S)
+    return value
+
+
+async def until(condition: Callable[[], T]) -> T:
+    """Wait as `wait_until` does, without blocking the event loop."""
+    deadline = time.monotonic() + HANG_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"the condition was still false after {HANG_S} s"
+        await asyncio.sleep(POLL_S)
+    return value

@@ -20,6 +20,7 @@ from outrider.gateway.handlers import Gateway
 from outrider.gateway.metrics import Metrics
 from outrider.gateway.request_parsing import Defaults
 from outrider.gateway.server import bound, http_server
+from tests.support.processes import HANG_S, until, wait_until
 
 
 def event(
@@ -64,7 +65,7 @@ class ScriptedTask:
         return self
 
     async def __anext__(self) -> list[StreamEvent]:
-        await asyncio.sleep(self._script.pause)
+        await asyncio.sleep(self._script.pause)  # scripted: the time of a batch
         if self._left:
             return self._left.pop(0)
         self._gone(self)
@@ -105,8 +106,7 @@ class ScriptedScheduler:
         self.asked.append((client, prompt, settings, options))
         if self.script.hold is not None:
             queued()
-            while not self.script.hold.is_set():
-                await asyncio.sleep(0.005)
+            await until(self.script.hold.is_set)
         if self.script.refusal is not None:
             raise self.script.refusal
         task = ScriptedTask(self.script, self._gone)
@@ -154,11 +154,10 @@ def serving(
         thread = threading.Thread(target=server.run, args=([on],))
         thread.start()
         try:
-            while not server.started:
-                assert thread.is_alive()
-                threading.Event().wait(0.005)
+            wait_until(lambda: server.started or not thread.is_alive())
+            assert server.started
             yield Running(f"http://127.0.0.1:{on.getsockname()[1]}", scheduler, app, gateway, on)
         finally:
             server.should_exit = True
-            thread.join(10)
+            thread.join(HANG_S)
             assert not thread.is_alive()

@@ -16,6 +16,7 @@ from outrider.protocol import schema
 from outrider.serving.tokens import Tokens
 from tests.support.fakes import ScriptedAudioEncoder, ScriptedEngine
 from tests.support.frame_fuzzer import ROWS, V, frames, target_tokens
+from tests.support.processes import until
 from tests.support.raw_stream import CLOSE, opening, verifying
 
 SEED = 20_261_128
@@ -135,7 +136,7 @@ async def stand_by(service: Service, over: asyncio.Event, bystander: Bystander) 
         async def ask() -> AsyncIterator[bytes]:
             yield opening(bystander.ids, V).SerializeToString()
             while not bystander.full and not over.is_set():
-                await asyncio.sleep(0.002)
+                await asyncio.sleep(0.002)  # scripted: the bystander's time between two requests
                 yield bystander.next().SerializeToString()
             yield CLOSE.SerializeToString()
 
@@ -155,7 +156,7 @@ async def fuzz_directly(
     batcher.start()
     over = asyncio.Event()
     standing = asyncio.create_task(stand_by(service, over, bystander))
-    await asyncio.sleep(0.01)
+    await until(lambda: service.streams == 1)  # the bystander's
     try:
         number = 0
         while not enough(tally):
@@ -167,8 +168,7 @@ async def fuzz_directly(
         await standing
         for entry in service.sessions:
             service.sessions.drop(entry)
-        while model.open_slots:
-            await asyncio.sleep(0.01)
+        await until(lambda: not model.open_slots)
         assert service._pending_media == 0
         assert not batcher.slot_pool._evicted_ids
         assert not len(service.sessions)

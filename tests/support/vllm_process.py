@@ -50,7 +50,7 @@ class Server:
                 with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
                     return
             except OSError:
-                time.sleep(1)
+                time.sleep(1)  # the pause of a poll, which also ends with the process
         raise RuntimeError(f"vllm did not start: {self.log.read_text(errors='replace')[-2000:]}")
 
     def kill(self) -> None:

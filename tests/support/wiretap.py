@@ -8,9 +8,10 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-import time
 from contextlib import suppress
 from typing import Self
+
+from tests.support.processes import wait_until
 
 RESET = struct.pack("ii", 1, 0)
 
@@ -50,12 +51,9 @@ class Wiretap:
         for thread in self._threads:
             thread.join(10)
 
-    def wait(self, seconds: float = 10.0) -> None:
-        """Until all connections are over, and what was in the sockets is kept."""
-        limit = time.monotonic() + seconds
-        while self._open:
-            assert time.monotonic() < limit, "a connection stays open"
-            time.sleep(0.005)
+    def wait(self) -> None:
+        """Wait until all connections are over, and all that was in the sockets is kept."""
+        wait_until(lambda: not self._open)
 
     def cut(self) -> None:
         """Break all connections; new ones are taken."""

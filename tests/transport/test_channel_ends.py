@@ -47,8 +47,11 @@ def test_a_cancelled_receive_loses_nothing() -> None:
         async with serving() as (port, _, _), connected(port) as (c, _):
             stream = await c.stream(ECHO)
             for _ in range(3):
-                with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(stream.receive(), 0.02)
+                receiving = asyncio.create_task(stream.receive())
+                await asyncio.sleep(0)  # one turn of the loop: it waits now
+                receiving.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await receiving
                 await echo_of(stream, b"x")
             stream.cancel()
 
@@ -57,14 +60,17 @@ def test_a_cancelled_receive_loses_nothing() -> None:
 
 def test_a_cancelled_send_cancels_its_call_only() -> None:
     async def work() -> None:
-        async with scripted_server(stop_reading=True) as (port, _), connected(port) as (c, _):
+        async with scripted_server(stop_reading=True) as (port, _), connected(port) as (c, endpoint):
             stream = await c.stream(ECHO)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(stream.send(bytes(MEGABYTE)), 0.2)
+            sending = asyncio.create_task(stream.send(bytes(MEGABYTE)))
+            await until(lambda: endpoint.up > 65_535)  # the window ends, and the rest waits
+            sending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await sending
             assert (await failure_of(stream.receive())).status is Status.CANCELLED
-        async with serving() as (port, _, _), connected(port) as (c, _):
+        async with serving() as (port, _, _), connected(port) as (c, endpoint):
             cut = asyncio.create_task((await c.stream(ECHO)).send(bytes(20 * MEGABYTE)))
-            await asyncio.sleep(0.01)
+            await until(lambda: endpoint.up > 65_535)
             cut.cancel()
             await echo_of(await c.stream(ECHO), bytes(MEGABYTE))
 
@@ -76,7 +82,7 @@ def test_cancelling_one_wait_for_the_connection_cancels_no_other() -> None:
         async with serving() as (port, _, _), connected(port) as (c, endpoint):
             first = asyncio.create_task(c.unary(UNARY, b"1", LONG))
             second = asyncio.create_task(c.unary(UNARY, b"2", LONG))
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # one turn of the loop: both wait now
             first.cancel()
             assert await second == b"2"
             assert endpoint.connections == 1
@@ -137,7 +143,7 @@ def test_a_lost_connection_loses_all_calls_and_the_next_makes_a_new_one() -> Non
             for stream in streams:
                 await echo_of(stream, b"x")
             waiting = [asyncio.create_task(stream.receive()) for stream in streams]
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)  # one turn of the loop: all of them wait now
             link.cut()
             for result in await asyncio.gather(*waiting, return_exceptions=True):
                 assert isinstance(result, Disconnected)
@@ -155,11 +161,11 @@ def test_a_send_that_waits_hears_of_the_loss() -> None:
         async with (
             scripted_server(stop_reading=True) as (port, _),
             relayed(port) as (relay, link),
-            connected(relay) as (c, _),
+            connected(relay) as (c, endpoint),
         ):
             stream = await c.stream(ECHO)
             sending = asyncio.create_task(stream.send(bytes(20 * MEGABYTE)))
-            await asyncio.sleep(0.1)
+            await until(lambda: endpoint.up > 65_535)
             link.cut()
             with pytest.raises(Disconnected):
                 await sending
@@ -180,7 +186,7 @@ def test_drop_abandons_the_connection() -> None:
             assert endpoint.connections == 2
             c.drop_connection()
             waiting = asyncio.create_task(c.stream(ECHO))
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # one turn of the loop: it connects now
             c.drop_connection()
             with pytest.raises(Disconnected, match="given up here"):
                 await waiting
@@ -209,7 +215,7 @@ def test_a_connection_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(http2, "SETTINGS_TIMEOUT", 0.05)
 
     async def forever(_: object) -> None:
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     async def work() -> None:
         with pytest.raises(Disconnected, match=r"no connection within 0\.05 s"):
@@ -238,10 +244,11 @@ def test_nothing_is_left_behind() -> None:
     async def work() -> None:
         async with serving() as (port, _, server), connected(port) as (c, _):
             abandoned = asyncio.create_task(c.unary(UNARY, b"", LONG))
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # one turn of the loop: it connects now
             abandoned.cancel()
             await server.stop(None)
-            await asyncio.sleep(0.05)
+            with pytest.raises(Disconnected):  # what was lost has ended before
+                await c.unary(UNARY, b"", LONG)
 
     run_with_deadline(work())
     gc.collect()

@@ -174,10 +174,10 @@ def test_a_request_of_several_frames_that_are_never_acknowledged() -> None:
             stream = await c.stream(ECHO)
             sending = asyncio.create_task(stream.send(bytes(MEGABYTE)))
             await until(lambda: endpoint.up > 65_535)
-            await asyncio.sleep(0.05)  # in which more could come
+            for _ in range(10):
+                await asyncio.sleep(0)  # turns of the loop, in which it could send more
             assert endpoint.up < 66_200
             sending.cancel()
-            await asyncio.sleep(0.05)
             assert (await failure_of(stream.receive())).status is Status.CANCELLED
 
     run_with_deadline(work())
@@ -195,13 +195,14 @@ def test_a_socket_that_takes_no_more_stops_the_sender() -> None:
         async with scripted_server(script) as (port, made), connected(port) as (c, endpoint):
             stream = await c.stream(ECHO)
             sending = asyncio.create_task(stream.send(bytes(48 * MEGABYTE)))
-            await asyncio.sleep(0.3)
+            await until(lambda: c._http is not None and c._http._writing_paused)
+            for _ in range(10):
+                await asyncio.sleep(0)  # turns of the loop, in which it could send more
             assert c._http._transport.get_write_buffer_size() < MEGABYTE  # type: ignore[union-attr]
             assert not sending.done()
             before = endpoint.up
             made[0].transport.resume_reading()
-            while endpoint.up < before + 4 * MEGABYTE:  # it goes on; all of it takes a slow machine too long
-                await asyncio.sleep(0.01)
+            await until(lambda: endpoint.up >= before + 4 * MEGABYTE)  # it goes on
             sending.cancel()
 
     run_with_deadline(work())

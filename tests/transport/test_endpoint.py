@@ -15,7 +15,7 @@ from outrider.transport.endpoint import CountingSocket, Endpoint, _interleave
 from outrider.transport.event_loop_thread import EventLoopThread
 from outrider.transport.tls import ClientTls
 from tests.support.certificates import Authority
-from tests.support.grpc_server import LONG, MEGABYTE, run_with_deadline
+from tests.support.grpc_server import MEGABYTE, run_with_deadline
 
 
 @asynccontextmanager
@@ -187,7 +187,7 @@ def test_the_next_address_is_tried_where_one_is_silent(monkeypatch: pytest.Monke
         async def sock_connect(attempt: socket.socket, address: Any) -> None:
             if address[0] == "127.0.0.1":
                 try:
-                    await asyncio.sleep(LONG)
+                    await asyncio.Event().wait()
                 finally:
                     given_up.append(address[0])
             await connect(attempt, address)

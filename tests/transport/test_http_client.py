@@ -21,6 +21,7 @@ from outrider.transport.status import Disconnected, UntrustedServer
 from outrider.transport.tls import ClientTls
 from tests.support.certificates import Authority
 from tests.support.grpc_server import LONG, MEGABYTE, run_with_deadline
+from tests.support.processes import until
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -167,7 +168,8 @@ def test_an_idle_connection_that_the_server_has_ended_is_not_used_again(
             if end == "timeout":
                 writer.write(b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\n\r\n")
             writer.transport.abort() if end == "abort" else writer.close()
-            await asyncio.sleep(0.1)
+            (idle,) = client._client._transport._pool.connections  # type: ignore[union-attr]
+            await until(idle.has_expired)  # the end has arrived
             assert (await client.get("/x")).status == 200
             assert client.endpoint.connections == 2
 

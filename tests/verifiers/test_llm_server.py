@@ -12,12 +12,14 @@ import pytest
 
 from outrider import SpeculativeDecoder
 from outrider.decoding.actions import Verify
+from outrider.edge import model_pair
 from outrider.engines.base import Prompt
 from outrider.errors import CloudError, CloudLost, CloudRefused, OutriderError, PromptError, SettingsError, StateError
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.llm_server import replicas
 from tests.support.fake_llm_server import Fault, Model, connect_servers, draft_engine, reference_result, target_engine
 from tests.support.fake_vllm import VllmServer
+from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.network
 
@@ -179,9 +181,10 @@ def test_sessions_that_are_closed_and_verifiers_that_are_disconnected(server: Vl
     with pytest.raises(StateError, match="not open"):
         verifier.verify(session, request)
     other = verifier.open(Prompt(tuple(PROMPT)), conditions())
-    server.faults.append(Fault(GENERATE, delay=0.5))
+    server.faults.append(Fault(GENERATE, delay=1.0))
+    before = len(server.requests)
     waiting = verifier.submit(other, request)
-    time.sleep(0.1)
+    wait_until(lambda: len(server.requests) > before)
     verifier.disconnect()
     with pytest.raises(CloudError, match="was disconnected"):
         waiting.result()
@@ -221,7 +224,10 @@ def test_on_cloud_loss_fail_raises(server: VllmServer, driver: Any) -> None:
 
 
 @pytest.mark.parametrize("driver", ["sequential", "pipelined"])
-def test_on_cloud_loss_edge_only_continues_without_the_server(server: VllmServer, driver: Any) -> None:
+def test_on_cloud_loss_edge_only_continues_without_the_server(
+    server: VllmServer, driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_pair, "BRIEF_OUTAGE_S", LONG)  # the next generation asks the server again
     with connect_patiently(server, patience=0.3) as verifier:
         decoder = SpeculativeDecoder(draft_engine(), verifier, k=3, driver=driver, on_cloud_loss="edge-only")
         result = midway(decoder, server.stop)
@@ -252,7 +258,8 @@ def test_on_cloud_loss_wait_continues_after_the_restart(server: VllmServer, driv
         assert result.guarantee == "exact"
 
 
-def test_a_server_that_is_not_there_yet(server: VllmServer) -> None:
+def test_a_server_that_is_not_there_yet(server: VllmServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_pair, "BRIEF_OUTAGE_S", LONG)  # the next generation asks the server again
     server.stop()
     with connect_patiently(server, patience=0.2) as verifier:
         with pytest.raises(CloudLost):
@@ -349,10 +356,12 @@ def test_a_replica_that_comes_back_is_used_again(
             assert generate_tokens(decoder) == reference_tokens()
         pair[0].start()
         pair[0].requests.clear()
-        time.sleep(0.1)
-        for _ in range(12):
+
+        def used_again() -> bool:
             assert generate_tokens(decoder) == reference_tokens()
-        assert pair[0].asked(GENERATE)
+            return bool(pair[0].asked(GENERATE))
+
+        wait_until(used_again)
 
 
 def test_a_busy_replica_is_waited_for_where_the_session_is(pair: tuple[VllmServer, VllmServer]) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -164,7 +165,12 @@ def test_tls_with_a_server_that_has_none() -> None:
 def test_a_lost_replica_is_told_once_and_when_it_is_back(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicas, "AVOID_SECONDS", 0.05)
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(replicas, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def elapse() -> None:
+        clock.now += 2 * replicas.AVOID_SECONDS
+
     with (
         VllmServer(Model(target_engine())) as one,
         VllmServer(Model(target_engine())) as two,
@@ -177,13 +183,13 @@ def test_a_lost_replica_is_told_once_and_when_it_is_back(
         one.stop()
         for n in range(12):
             assert generate_tokens(verifier, [20 + n]) == reference_result([20 + n], k=3).token_ids
-            time.sleep(0.02)
+            elapse()  # it is tried again
         (line,) = own_warnings(caplog)
         assert line.startswith(f"replica {one.address} does not answer (")
         assert line.endswith(f"); its sessions move to {two.address}")
         assert line.count(str(one.port)) == 1
         one.start()
-        time.sleep(0.1)
+        elapse()
         for n in range(12):
             generate_tokens(verifier, [20 + n])
         assert own_warnings(caplog)[1:] == [f"replica {one.address} is back in use"]

@@ -34,6 +34,7 @@ from outrider.verifiers.retry import Retryable
 from tests.support.cloud_server import Served, serving
 from tests.support.cloud_service import PROMPT, TARGET, V, target_output
 from tests.support.fakes import HashRows, ScriptedEngine
+from tests.support.processes import wait_until
 
 SOON = 60.0  # s; only a hang takes that long
 
@@ -203,7 +204,7 @@ def test_a_fault_of_the_cloud_is_not_passed_off_as_the_edges(caplog: pytest.LogC
 def test_after_draining_the_next_connection_is_used() -> None:
     """As behind a balancer: the next connection may lead to another server."""
     with serving(engine()) as old, LinkThread("127.0.0.1", old.port) as balancer:
-        cloud = connect(f"grpc://127.0.0.1:{balancer.port}", patience=5.0, deadline=5.0)
+        cloud = connect(f"grpc://127.0.0.1:{balancer.port}", patience=SOON, deadline=SOON)
         assert isinstance(cloud, RemoteVerifier)
         with cloud:
             a = target_output(6)
@@ -213,10 +214,7 @@ def test_after_draining_the_next_connection_is_used() -> None:
             old.service.draining = True
             other = cloud.open(Prompt(PROMPT), conditions())
             answer = cloud.submit(other, Verify(1, 5, (), ()))
-            deadline = time.monotonic() + SOON
-            while balancer.connections == before and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert balancer.connections > before
+            wait_until(lambda: balancer.connections > before)
             old.service.draining = False
             assert answer.result(SOON).next_token == a[0]
             assert cloud.verify(session, Verify(2, 7, (), a[2:3])).next_token == a[3], "those at work finish"
@@ -363,10 +361,7 @@ def test_closing_while_tokens_are_still_coming_ends_them_and_the_session(served:
         stream = cloud.generate(session)
         assert [verdict.next_token for verdict in islice(stream, 3)] == list(target_output(3))
         cloud.close(session)
-        deadline = time.monotonic() + SOON
-        while len(served.service.sessions) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not len(served.service.sessions)
+        wait_until(lambda: not len(served.service.sessions))
 
 
 @pytest.mark.parametrize("how", ["broken", "slow"])
@@ -378,7 +373,7 @@ def test_the_stream_on_which_a_session_was_to_be_closed_is_not_left_open(
     async def send(data: bytes, *, last: bool = False) -> None:
         if how == "broken":
             raise Disconnected("on purpose")
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     with connect_remote(served, deadline=0.5) as cloud:
         session = cloud.open(Prompt(PROMPT), conditions(max_new_tokens=240))
@@ -394,9 +389,7 @@ def test_the_stream_on_which_a_session_was_to_be_closed_is_not_left_open(
 
         monkeypatch.setattr(cloud.connection, "open_stream", opening)
         cloud.close(session)
-        deadline = time.monotonic() + SOON
-        while not (opened and not opened[0]._local_open) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: opened and not opened[0]._local_open)
         assert len(opened) == 1
         assert not any((opened[0]._local_open, opened[0]._remote_open)), "it was cancelled"
 
@@ -428,7 +421,7 @@ class Slow(ScriptedEngine):
     """Takes its time."""
 
     def forward(self, slot: int, ids: Any, rows: int | None = None) -> Any:
-        time.sleep(1.2)
+        time.sleep(1.2)  # scripted: longer than two deadlines, however much
         return super().forward(slot, ids, rows)
 
 

@@ -44,7 +44,7 @@ class FakeDialect:
     async def probe(self, client: FakeWeb) -> Capabilities:
         answer = self.found[min(self.probes, len(self.found) - 1)]
         self.probes += 1
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # one turn of the loop, as any request takes
         if isinstance(answer, Exception):
             raise answer
         return answer
