@@ -180,8 +180,9 @@ def calls_of_from_pretrained() -> list[tuple[str, ast.Call]]:
                 warnings.simplefilter("ignore")
                 tree = ast.parse(path.read_text())
             for node in ast.walk(tree):
-                is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-                if is_call and node.func.attr == "from_pretrained":
+                if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                    continue
+                if node.func.attr == "from_pretrained":
                     found.append((f"{path.relative_to(ROOT)}:{node.lineno}", node))
     return found
 

@@ -206,12 +206,12 @@ def test_stop_strings_wherever_they_begin_and_end(family: str) -> None:
     options = {"max_new_tokens": 16, "suppress_tokens": tuple(range(10))}
     free = expected(family, prompt, **options)
     text = tokenizer.decode(free)
-    verifier = local(tiny_engine(family, tokenizer=tokenizer))
+    verifier: Any = local(tiny_engine(family, tokenizer=tokenizer))
     for n, (start, size) in enumerate(product((0, 3, 8, 13), (1, 2, 3, 5))):
         stop = [text[start : start + size], "never said"]
         plain = {**options, "suppress_tokens": list(range(10))}
         wanted = reference(tiny_model(family), prompt, stop_strings=stop, tokenizer=tokenizer, **plain)
-        drafter = OracleEngine(len(prompt), free, VOCAB, list(ERRORS.values())[n % 5], tokenizer=tokenizer)
+        drafter: Any = OracleEngine(len(prompt), free, VOCAB, list(ERRORS.values())[n % 5], tokenizer=tokenizer)
         drafter.vocabulary = verifier.engine.vocabulary
         decoder = SpeculativeDecoder(drafter, verifier, k=KS[n % 6], gate=EXACT_GATES[n % 2])
         result = decoder.generate(list(prompt), stop=stop, **options)

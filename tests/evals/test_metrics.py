@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sacrebleu.metrics import BLEU, CHRF
+from sacrebleu.metrics import BLEU, CHRF  # type: ignore[attr-defined]
 
 from outrider.decoding.result import Stats
 from outrider.errors import ModelError, SettingsError

@@ -58,7 +58,7 @@ def content(stream: Any) -> str:
 def test_a_chat_is_answered_as_in_python(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
     messages = [{"role": "user", "content": "这段语音"}]
     expected = decoder.generate(messages, max_new_tokens=40)
-    reply = client.chat.completions.create(model="outrider", messages=messages, max_tokens=40)  # type: ignore[call-overload]
+    reply: Any = client.chat.completions.create(model="outrider", messages=messages, max_tokens=40)  # type: ignore[call-overload]
     assert reply.choices[0].message.content == expected.text
     assert reply.usage.prompt_tokens == expected.prompt_tokens
     assert reply.usage.completion_tokens == len(expected.token_ids)

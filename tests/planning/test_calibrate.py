@@ -290,9 +290,9 @@ def test_the_signal_is_the_one_that_escalates_least_on_traces_of_its_own() -> No
     rng = np.random.default_rng(5)
 
     def told(trace: Trace) -> Trace:
-        noise = rng.random((len(trace.target), 3))
-        rows = zip(noise.tolist(), trace.agrees, strict=True)
-        return replace(trace, signals=tuple(Signals(*row, 0.0 if right else 5.0) for row, right in rows))
+        noise = rng.random((len(trace.target), 3)).tolist()
+        rows = zip(noise, trace.agrees, strict=True)
+        return replace(trace, signals=tuple(Signals(a, b, c, 0.0 if right else 5.0) for (a, b, c), right in rows))
 
     made = found([told(trace) for trace in requests(80)], 0.05)
     assert made.gate.startswith("logprob")

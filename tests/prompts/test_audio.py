@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import AudioError
-from outrider.prompts.audio import SAMPLE_RATE, Audio, check_length, grid_exponent, is_silent, load
+from outrider.prompts.audio import Audio, check_length, grid_exponent, is_silent, load
+from outrider.prompts.recordings import SAMPLE_RATE
 
 
 def tone(seconds: float, rate: int = SAMPLE_RATE, hertz: float = 440.0) -> np.ndarray:

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import AudioError
-from outrider.prompts.audio import SAMPLE_RATE, Audio, load
+from outrider.prompts.audio import Audio, load
 from outrider.prompts.media import pack_audio, pack_features, unpack_audio, unpack_features
+from outrider.prompts.recordings import SAMPLE_RATE
 
 
 def recording(samples: int = 16_000, peak: float = 0.5, seed: int = 0) -> np.ndarray:

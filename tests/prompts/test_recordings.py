@@ -22,8 +22,8 @@ from outrider.errors import AudioError
 from outrider.gateway.errors import RequestError
 from outrider.gateway.recordings import decode_recording
 from outrider.prompts import audio, containers, media_decoder
-from outrider.prompts.audio import SAMPLE_RATE, Audio, quantize
-from outrider.prompts.recordings import Downmix, Limits, decode_bytes, decode_path
+from outrider.prompts.audio import Audio, quantize
+from outrider.prompts.recordings import SAMPLE_RATE, Downmix, Limits, decode_bytes, decode_path
 from outrider.prompts.sound_file import SUPPORTED
 from tests.fuzz import recordings as fuzzing
 
