@@ -1,4 +1,4 @@
-"""Adaptive draft length: draft another token while its expected gain exceeds its cost.
+"""Adaptive draft length: the draft-length controller continues a draft while the expected gain exceeds the cost.
 
 The throughput is maximal if drafting continues while S ≥ c·λ (renewal reward, Dinkelbach 1967), with
 

@@ -75,7 +75,7 @@ class VerifierSession:
     """The session with the verifier, opened by the first escalated block.
 
     on_loss: the policy for a `CloudLost`. "fail" raises it. "wait" retries the request, which is idempotent, until it
-    is answered. The verifier does the back-off. "edge-only" returns None instead of a verdict, and the edge continues
+    is answered. The verifier does the backoff. "edge-only" returns None instead of a verdict, and the edge continues
     alone without the verifier. cancellation: ends every wait.
     """
 
