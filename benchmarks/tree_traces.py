@@ -60,18 +60,18 @@ class TreeTrace:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> TreeTrace:
         """Parse a line of `read`."""
-        return cls(
-            value["id"],
-            tuple(
-                Place(place["best_right"], place["second_right"], tuple(place["pair"]), tuple(map(tuple, place["astray"])))
-                for place in value["places"]
-            ),
-        )
+        return cls(value["id"], tuple(map(_place, value["places"])))
+
+
+def _place(value: dict[str, Any]) -> Place:
+    astray = tuple((best, second) for best, second in value["astray"])
+    best, second = value["pair"]
+    return Place(value["best_right"], value["second_right"], (best, second), astray)
 
 
 def read(path: Path) -> list[TreeTrace]:
     """Read recorded traces."""
-    return rows(path, TreeTrace.from_json)
+    return list(rows(path, TreeTrace.from_json))
 
 
 def best_two(logits: Tensor) -> tuple[list[int], Pair]:

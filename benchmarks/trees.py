@@ -25,6 +25,7 @@ import argparse
 import json
 import random
 import statistics
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -40,7 +41,7 @@ from outrider.planning.simulator import Setup, replay
 from outrider.planning.traces import Trace
 from outrider.sampling.sampler import Signals
 
-SIZES = (4, 8, 12, 16, 24)  # verified tokens per round
+SIZES = (2, 3, 4, 6, 8, 12, 16, 24)  # verified tokens per round
 DRAFT_MS = (0.75, 10.0, 20.0, 40.0)
 ALPHAS = (0.6, 0.7, 0.8, 0.9)
 KINDS = ("uninformed", "informed")
@@ -164,12 +165,17 @@ def calibrate(traces: Seq[TreeTrace]) -> list[TreeTrace]:
 
 
 def _rates(seen: list[tuple[float, bool]]) -> Callable[[float], float]:
-    """Return the function from a probability to the rate of its bucket. Buckets hold equally many observations."""
-    ordered = sorted(seen)
-    size = -(-len(ordered) // BUCKETS)
-    buckets = [ordered[n : n + size] for n in range(0, len(ordered), size)]
-    rates = [(bucket[-1][0], statistics.fmean(right for _, right in bucket)) for bucket in buckets]
-    return lambda value: next((rate for limit, rate in rates if value <= limit), rates[-1][1])
+    """Return the function from a probability to the rate of its bucket. Buckets hold about equally many observations.
+
+    Equal probabilities share a bucket.
+    """
+    ordered = sorted(probability for probability, _ in seen)
+    limits = sorted({ordered[min((n + 1) * len(ordered) // BUCKETS, len(ordered) - 1)] for n in range(BUCKETS)})
+    buckets: list[list[bool]] = [[] for _ in limits]
+    for probability, right in seen:
+        buckets[bisect_left(limits, probability)].append(right)
+    rates = [statistics.fmean(bucket) for bucket in buckets]
+    return lambda value: rates[min(bisect_left(limits, value), len(limits) - 1)]
 
 
 def acceptance_rate(traces: Seq[TreeTrace]) -> float:
@@ -273,7 +279,7 @@ def _pipelined(traces: Seq[TreeTrace], rows: dict[int, dict[str, Any]], args: ar
     replayed, saved = list(map(to_trace, traces)), {}
     for ms in DRAFT_MS:
         costs = StepCosts(draft_s=ms / 1e3, verify_s=args.verdict_ms / 1e3)
-        setups = [Setup(k=k, driver="pipelined", net=Conditions(rtt=args.rtt_ms / 1e3)) for k in (1, 2, 4, *SIZES)]
+        setups = [Setup(k=k, driver="pipelined", net=Conditions(rtt=args.rtt_ms / 1e3)) for k in (1, *SIZES)]
         times = [sum(o.total_s for o in replay(replayed, setup, costs, ends=frozenset())) for setup in setups]
         saved[ms] = 1 - min(times) / min(row["chain_s"][ms] for row in rows.values())
     return saved
