@@ -14,9 +14,10 @@ free. A verdict on a tree costs as much as on a chain, and the tree's structure 
 
     python -m benchmarks.trees bundled=A.jsonl coder=B.jsonl [--rtt-ms 100] [--verdict-ms 5.4]
 
-Files are those of `benchmarks.tree_traces`. Synthetic traces have acceptance 0.6 to 0.9 and the second-best token's hit
-rate of the first file. "uninformed" has the same probabilities at each position. With "informed", the chance varies
-between positions and the drafter knows it. Prints tables and one JSON line.
+Files are those of `benchmarks.tree_traces`. Synthetic traces have acceptance 0.6 to 0.9 and the hit rates of the files:
+how often the second-best token is right where the best one is wrong. "uninformed" has the same probabilities at each
+position. With "informed", the chance varies between positions and the drafter knows it. Prints two tables and one JSON
+line.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, product
 from operator import mul
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,10 @@ Policy = Callable[[TreeTrace, int, int], "Shape"]  # trace, first position, toke
 
 @dataclass(frozen=True)
 class Shape:
-    """A draft. branches: length of the branch at a position of the spine, its second-best token included."""
+    """A draft. branches: length of the branch at a position, its second-best token included.
+
+    A branch at the end of the spine stands in place of the spine's next token.
+    """
 
     spine: int
     branches: dict[int, int]
@@ -74,7 +78,7 @@ def accepted(trace: TreeTrace, at: int, shape: Shape) -> int:
     """Return how many tokens of a draft from `at` on the target accepts."""
     right = run_length(trace, at, shape.spine)
     branch = shape.branches.get(right, 0)
-    if right == shape.spine or not branch or not trace.places[at + right].second_right:
+    if not branch or not trace.places[at + right].second_right:
         return right
     return right + 1 + run_length(trace, at + right + 1, branch - 1)
 
@@ -301,17 +305,17 @@ def decide(compared: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def show(compared: dict[str, dict[str, Any]]) -> None:
     """Print the tables: rounds at each size, and time at the chain's best size."""
-    print(f"{'':22s} {'rate':>5s} {'hit':>5s} {'size':>4s} {'rounds':>6s}  rounds saved, median (all)")
+    print(f"{'':26s} {'rate':>5s} {'hit':>5s} {'size':>4s} {'rounds':>6s}  rounds saved, median (all)")
     for name, found in compared.items():
         for size, row in found["sizes"].items():
             saved = "  ".join(f"{tree} {_percent(row[tree])}" for tree in TREES)
-            head = f"{name:22s} {found['acceptance']:5.3f} {found['hit_rate']:5.2f}"
+            head = f"{name:26s} {found['acceptance']:5.3f} {found['hit_rate']:5.2f}"
             print(f"{head} {size:4d} {row['rounds']:6.1f}  {saved}")
-    print(f"\n{'':22s} {'draft':>8s} {'size':>4s}  time saved, median (all)")
+    print(f"\n{'':26s} {'draft':>8s} {'size':>4s}  time saved, median (all)")
     for name, found in compared.items():
         for ms, size in found["best_size"].items():
             saved = "  ".join(f"{tree} {_percent(found['sizes'][size][tree][str(ms)])}" for tree in TREES)
-            print(f"{name:22s} {ms:5g} ms {size:4d}  {saved}  pipelined chain {found['pipelined_saves'][ms]:.1%}")
+            print(f"{name:26s} {ms:5g} ms {size:4d}  {saved}  pipelined chain {found['pipelined_saves'][ms]:.1%}")
 
 
 def _percent(saving: dict[str, Any]) -> str:
@@ -326,11 +330,10 @@ def main() -> None:
     parser.add_argument("--outputs", type=int, default=24, help="synthetic outputs of each kind")
     args = parser.parse_args()
     recorded = {name: read(Path(file)) for name, _, file in (each.partition("=") for each in args.traces)}
-    hit = hit_rate(next(iter(recorded.values())))
+    hits = sorted({round(hit_rate(traces), 2) for traces in recorded.values()})
     made = {
-        f"{kind} {alpha}": [synthetic(kind, alpha, hit, seed) for seed in range(args.outputs)]
-        for kind in KINDS
-        for alpha in ALPHAS
+        f"{kind} {alpha}, hit {hit}": [synthetic(kind, alpha, hit, seed) for seed in range(args.outputs)]
+        for kind, alpha, hit in product(KINDS, ALPHAS, hits)
     }
     compared = {name: compare(traces, args) for name, traces in (recorded | made).items()}
     decision = decide(compared)
