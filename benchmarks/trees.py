@@ -327,7 +327,7 @@ def main() -> None:
     parser.add_argument("traces", nargs="+", metavar="NAME=FILE")
     parser.add_argument("--rtt-ms", type=float, default=100.0)
     parser.add_argument("--verdict-ms", type=float, default=5.4)
-    parser.add_argument("--outputs", type=int, default=24, help="synthetic outputs of each kind")
+    parser.add_argument("--outputs", type=int, default=12, help="synthetic outputs of each kind")
     args = parser.parse_args()
     recorded = {name: read(Path(file)) for name, _, file in (each.partition("=") for each in args.traces)}
     hits = sorted({round(hit_rate(traces), 2) for traces in recorded.values()})
