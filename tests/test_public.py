@@ -12,7 +12,7 @@ from outrider import SpeculativeDecoder, local
 from outrider.decoding.result import Result, Stats
 from outrider.decoding.sequence import Source
 from outrider.errors import StateError
-from outrider.gateway.shared_engine import SharedEngine
+from outrider.engines.shared_engine import SharedEngine
 from tests.support.tiny_text_models import engine
 
 

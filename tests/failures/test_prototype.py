@@ -583,7 +583,7 @@ OUTERMOST = {  # a process, a thread, a stream: whatever reaches these is told, 
     "cloud/service.py": 1,
     "engines/llama_cpp/engine.py": 1,  # what the tokenizers library raises has no narrower name; it is mapped at once
     "prompts/chat_template.py": 1,  # a template is the checkpoint's program: whatever it raises is mapped at once
-    "gateway/shared_engine.py": 1,  # a failed batch is repeated one by one, each with its own error
+    "engines/shared_engine.py": 1,  # a failed batch is repeated one by one, each with its own error
 }
 
 

@@ -2,7 +2,7 @@
 
 It calls no engine and takes no lock. Two drivers run its batches:
 
-    gateway/shared_engine.py   `next_batch`: one forward at a time, always with the oldest request
+    engines/shared_engine.py   `next_batch`: one forward at a time, always with the oldest request
     cloud/batcher.py           `admit`, `plan_step`: slots and steps that are shared between clients
 
 Chunked prefill: a long prompt is computed over several forwards. Only inputs of similar width share a forward.

@@ -20,7 +20,7 @@ from outrider.engines.base import Prompt, SequenceInput, as_device_sampler, forw
 from outrider.engines.scheduler import PREFILL_CHUNK
 from outrider.engines.torch.engine import TorchEngine
 from outrider.errors import ModelError, StateError
-from outrider.gateway.shared_engine import SharedEngine
+from outrider.engines.shared_engine import SharedEngine
 from outrider.sampling.policy import Policy
 from outrider.sampling.sampler import SampledToken
 from tests.support.cloud_service import SOON, wait_until
