@@ -11,8 +11,8 @@ import outrider
 from outrider import SpeculativeDecoder, local
 from outrider.decoding.result import Result, Stats
 from outrider.decoding.sequence import Source
-from outrider.errors import StateError
 from outrider.engines.shared_engine import SharedEngine
+from outrider.errors import StateError
 from tests.support.tiny_text_models import engine
 
 

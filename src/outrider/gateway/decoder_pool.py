@@ -13,8 +13,8 @@ from outrider.api import SpeculativeDecoder
 from outrider.config import DecodingMode, check_choice
 from outrider.decoding.options import DecodingOptions
 from outrider.engines.base import Engine
-from outrider.errors import CloudError, SettingsError
 from outrider.engines.shared_engine import SharedEngine
+from outrider.errors import CloudError, SettingsError
 from outrider.netem.conditions import parse_conditions
 from outrider.verifiers.base import Connectable, Verifier, disconnect
 from outrider.verifiers.local import LocalVerifier
