@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from typing import Any
 
 import pytest
 from torch import Tensor
 
-import outrider.batch
 from outrider import (
     Audio,
     BatchError,
@@ -196,7 +194,7 @@ def test_an_interruption_cancels_all_generations(monkeypatch: pytest.MonkeyPatch
             if self.calls == 1:
                 started.wait(SOON)
                 raise KeyboardInterrupt
-            real(futures)
+            wait(futures)
 
     def generate(prompt: Any, cancellation: Cancellation) -> Any:
         started.wait(SOON)
@@ -204,8 +202,7 @@ def test_an_interruption_cancels_all_generations(monkeypatch: pytest.MonkeyPatch
         ended.append(prompt)
         cancellation.check()
 
-    real: Callable[[Any], object] = outrider.batch.wait
-    monkeypatch.setattr(outrider.batch, "wait", Interrupted())
+    monkeypatch.setattr("outrider.batch.wait", Interrupted())
     with ThreadPoolExecutor(2) as executor, pytest.raises(KeyboardInterrupt):
         run_batch(executor, generate, ["a", "b", "c"])
     assert sorted(ended) == ["a", "b"]

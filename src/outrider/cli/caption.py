@@ -194,7 +194,7 @@ def _caption(job: Audio, title: str, decoder: SpeculativeDecoder, run: Run, piec
             where = {} if piece is None else {"start_s": round(piece.start, 3), "end_s": round(piece.end, 3)}
             print_json({"file": str(job.source), **where, "lang": job.lang, "task": job.task, **result.to_json()})
             return result
-        rendering.print_text(title, decoder, result)
+        rendering.print_text(title, result)
     rendering.show_warnings(STDERR, result, one_line(str(job.source)) + _times(piece))
     return result
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, fields
-from html import escape
 from typing import Literal
 
 from outrider.config import GenerationSettings
 from outrider.decoding.calibrated_gate import Calibrated, CalibrationFit, ModelIdentity
+from outrider.decoding.gain import Gain
 from outrider.decoding.gate import Gate
 from outrider.decoding.options import DecodingOptions
+from outrider.decoding.result_html import render_html
 from outrider.decoding.risk_estimate import AuditTrail, RiskEstimator
 from outrider.decoding.risk_estimate import Risk as Risk
 from outrider.decoding.sequence import Source
@@ -175,7 +176,7 @@ class Result:
     without an incomplete character at the end, or None if the model has no tokenizer. sources: the side that decided
     each token. near_ties: the indices into token_ids that `stats.near_ties` counts. ledger: bytes on the network by
     kind of frame, "up" and "down", which add up to stats.bytes_up and bytes_down. risk: the estimate for a calibrated
-    gate, else None.
+    gate, else None. pieces: the text of each token, which together make up `text`, or empty without a tokenizer.
     """
 
     text: str | None
@@ -189,6 +190,7 @@ class Result:
     warnings: list[str] = field(default_factory=list)
     risk: Risk | None = None
     ledger: dict[str, dict[str, int]] = field(default_factory=dict, repr=False)
+    pieces: list[str] = field(default_factory=list, repr=False)
 
     def __repr__(self) -> str:
         """Return one line: the guarantee, the end, the counts, and the beginning of the text."""
@@ -200,7 +202,7 @@ class Result:
         return f"Result({self.guarantee}, {end}{notes}: {preview})"
 
     def _repr_html_(self) -> str:
-        """Return the text with its figures as HTML for a notebook. All text from the model is escaped."""
+        """Return HTML for a notebook: what was gained, each token in the colour of its source, and the figures."""
         stats = self.stats
         rows = {
             "guarantee": self.guarantee,
@@ -211,16 +213,16 @@ class Result:
             "blocks to the cloud": f"{stats.escalated} of {stats.blocks}",
             "seconds": f"{stats.total_s:.2f}",
         }
-        body = escape(" ".join(map(str, self.token_ids)) if self.text is None else self.text)
-        cells = "".join(
-            f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>" for name, value in rows.items()
-        )
-        notes = "".join(f"<p>warning: {escape(warning)}</p>" for warning in self.warnings)
-        return f'<div><pre style="white-space:pre-wrap">{body}</pre>{notes}<table>{cells}</table></div>'
+        return render_html(Gain.of([self]).describe(), self.visible_pieces, self.sources, rows, self.warnings)
+
+    @property
+    def visible_pieces(self) -> list[str]:
+        """The text of each token, or its id and a space without a tokenizer."""
+        return [f"{token} " for token in self.token_ids] if self.text is None else self.pieces
 
     def to_json(self) -> dict[str, object]:
         """Return a JSON-ready dictionary with the keys of docs/results.md."""
-        out = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("stats", "sources")}
+        out = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("stats", "sources", "pieces")}
         stats = {name: round(v, 6) if isinstance(v, float) else v for name, v in asdict(self.stats).items()}
         risk = asdict(self.risk) if self.risk is not None else None
         return {**out, "risk": risk, "stats": stats, "sources": [source.value for source in self.sources]}

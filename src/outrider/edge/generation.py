@@ -62,6 +62,13 @@ class GenerationContext:
         """Return the text of token ids, empty without a tokenizer."""
         return "" if self.tokenizer is None else get_detokenizer(self.tokenizer)(ids, skip_special=skip_special)
 
+    def split_text(self, ids: list[int]) -> list[str]:
+        """Return the text of each token, which together make up `decode(ids)`. Empty without a tokenizer."""
+        if self.tokenizer is None:
+            return []
+        transcript = IncrementalDetokenizer(self.decode)
+        return [transcript.append(token) for token in ids]
+
     def hides_audio(self, prompt: Prompt) -> bool:
         """Return whether the verifier gets less of the prompt than the drafter."""
         return self.verifier is not None and self.options.privacy == "tokens" and prompt.has_audio
@@ -161,6 +168,7 @@ class Generation:
             warnings=[*self._all_warnings(), *report.warnings],
             risk=report.risk,
             ledger=self._byte_counts.to_json(),
+            pieces=context.split_text(ids),
         )
 
     # Opening ------------------------------------------------------------------------------------------------

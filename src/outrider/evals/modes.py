@@ -17,7 +17,6 @@ from itertools import pairwise
 from typing import Final, Protocol
 
 from outrider.api import SpeculativeDecoder
-from outrider.decoding.incremental_text import IncrementalDetokenizer
 from outrider.decoding.options import DecodingOptions
 from outrider.decoding.result import TIME_FIELDS, GuaranteeTracker, Result
 from outrider.engines.base import Engine, Prompt
@@ -192,20 +191,11 @@ class DecoderMode:
             "prompt_tokens": result.prompt_tokens,
             "stats": stats,
             "sources": [source.value for source in result.sources],
-            "pieces": self._pieces(result.token_ids),
+            "pieces": result.pieces,
             "warnings": result.warnings,
             "risk": None if result.risk is None else asdict(result.risk),
         }
         return ItemResult(facts, timing)
-
-    def _pieces(self, ids: list[int]) -> list[str]:
-        """Return the text of each token, or none without a tokenizer."""
-        if self.decoder.tokenizer is None or not ids:
-            return []
-        transcript = IncrementalDetokenizer(self.decoder.decode)
-        for token in ids:
-            transcript.append(token)
-        return transcript.pieces
 
 
 def build(name: str, draft: Engine | None, verifier: Verifier | None, setup: Setup, encoder: Encoder) -> DecoderMode:
