@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
@@ -234,3 +235,17 @@ def test_an_engine_on_both_sides_is_shared_as_one() -> None:
     results = decoder.generate([[1], [2], [3]], max_new_tokens=6)
     assert [result.stats.acceptance_rate for result in results] == [1.0] * 3
     assert both.open_slots == []
+
+
+def test_the_threads_of_a_decoder_end_with_it() -> None:
+    before = set(threading.enumerate())
+    decoder = SpeculativeDecoder(ScriptedEngine(TARGET, V))
+    assert set(threading.enumerate()) == before
+    decoder.generate([[1], [2]], max_new_tokens=4)
+    started = set(threading.enumerate()) - before
+    assert started
+    del decoder
+    gc.collect()
+    for thread in started:
+        thread.join(SOON)
+    assert not any(thread.is_alive() for thread in started)
