@@ -35,6 +35,12 @@ def skinny_tiling(tokens: int, width: int, size: int, gated: bool) -> tuple[int,
     return (8 if width == size else 4), 512, 4, 3
 
 
+def attend_tiling(rows: int) -> tuple[int, int, int, int]:
+    """Return query rows and keys per step, warps and stages of `attend`, for `rows` query rows of a sequence."""
+    tile = min(128, max(16, 1 << (rows - 1).bit_length()))
+    return tile, 64, 8 if tile == 128 else 4, 3
+
+
 @triton.jit
 def embed(
     ids, table, x, positions, slots, history, capacity, size: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
@@ -170,8 +176,8 @@ def rotate_and_store(
 
 @triton.jit
 def attend(
-    qkv, keys, values, result, partial, maxima, sums, firsts, counts, starts, slots, capacity, scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
+    qkv, keys, values, result, partial, maxima, sums, firsts, counts, starts, slots, capacity, chunk, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute attention of a sequence's new tokens to one chunk of its keys, for one group of query heads.
@@ -201,8 +207,9 @@ def attend(
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         out = tl.zeros([BLOCK_M, DIM], tl.float32)
-        end = tl.minimum((split + 1) * CHUNK, start + count)
-        for n in range(split * CHUNK, end, BLOCK_N):
+        last = tl.minimum(count - 1, (tl.program_id(2) * BLOCK_M + BLOCK_M - 1) // group)  # of the tile's tokens
+        end = tl.minimum((split + 1) * chunk, start + last + 1)
+        for n in range(split * chunk, end, BLOCK_N):
             at = n + tl.arange(0, BLOCK_N)
             k = tl.load(keys + base + at[:, None] * DIM + d[None, :], at[:, None] < end, 0.0)
             scores = tl.dot(q, tl.trans(k)) * scale

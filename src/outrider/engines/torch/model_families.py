@@ -16,7 +16,7 @@ from outrider.engines.torch.kv_cache import SlotKVCache
 from outrider.errors import ModelError, PromptError
 
 MaskLike = Tensor | dict[str, Tensor]
-Media = tuple[Tensor, Tensor]  # of a batch: their positions, bool [B, T], and [positions, hidden]
+MaskedMedia = tuple[Tensor, Tensor]  # of a batch: their positions, bool [B, T], and [positions, hidden]
 
 
 class TextModel:
@@ -35,7 +35,13 @@ class TextModel:
             raise ModelError(f"{type(model).__name__} takes no position_ids: its cache cannot be rolled back by slot")
 
     def logits(
-        self, ids: Tensor, positions: Tensor, mask: MaskLike, cache: SlotKVCache, columns: Tensor, media: Media | None
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        mask: MaskLike,
+        cache: SlotKVCache,
+        columns: Tensor,
+        media: MaskedMedia | None,
     ) -> Tensor:
         """Return the logits of some columns, [B, C, V], in the model's dtype.
 
@@ -70,7 +76,13 @@ class AudioModel(TextModel):
         self.audio = AudioInput(model, tower, extractor, placeholder) if extractor is not None else None
 
     def logits(
-        self, ids: Tensor, positions: Tensor, mask: MaskLike, cache: SlotKVCache, columns: Tensor, media: Media | None
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        mask: MaskLike,
+        cache: SlotKVCache,
+        columns: Tensor,
+        media: MaskedMedia | None,
     ) -> Tensor:
         """Return the logits of some columns, [B, C, V], as `TextModel.logits` does."""
         embeds = self.model.get_input_embeddings()(ids)
