@@ -19,9 +19,16 @@ from outrider.engines.base import Prompt, SequenceInput, check_inputs, plan_kv_b
 from outrider.engines.checkpoint import TASKS, is_captions_only
 from outrider.engines.locking import Locked, exclusive, get_lock
 from outrider.engines.model_changes import capture_state, find_change
+from outrider.engines.scheduler import PREFILL_CHUNK
 from outrider.engines.self_test import SelfTest, check_weights, explain_non_finite
-from outrider.engines.torch.attention import attention_windows, configure_attention
-from outrider.engines.torch.fused_model import FusedModel, Media, missing_requirement, unsupported_reason
+from outrider.engines.torch.attention import attention_windows, batch_audio_windows, configure_attention
+from outrider.engines.torch.fused_model import (
+    FUSED_PREFILL_CHUNK,
+    FusedModel,
+    Media,
+    missing_requirement,
+    unsupported_reason,
+)
 from outrider.engines.torch.kv_cache import SlotKVCache
 from outrider.engines.torch.model_families import (
     AudioModel,
@@ -79,6 +86,8 @@ class TorchEngine(Vocabulary, Locked):
         self._text_config = model.config.get_text_config()
         self._attention_windows = attention_windows(self._text_config, self.name)
         self._additive_mask = configure_attention(model, self._family.language, self._text_config)
+        if self.audio is not None and model.device.type == "cuda":
+            batch_audio_windows(model, self.audio.tower)
         self._cache = SlotKVCache(self._text_config.num_hidden_layers)
         self._media: dict[int, _SlotAudio] = {}
         self.device, self.dtype = model.device, model.dtype
@@ -198,6 +207,11 @@ class TorchEngine(Vocabulary, Locked):
         """Run `forward` for several slots at once."""
         counts = [seq_input.logits_to_keep for seq_input in inputs]
         return [rows.float() for rows in torch.split(self._logits(inputs)[: sum(counts)], counts)]
+
+    @property
+    def prefill_chunk(self) -> int:
+        """Return the tokens of a long prompt per forward, where others wait or it may be cancelled."""
+        return PREFILL_CHUNK if self._runner is None else FUSED_PREFILL_CHUNK
 
     @property
     def samples_on_device(self) -> bool:

@@ -29,6 +29,7 @@ MODEL_TYPES = ("qwen2", "llama", "mistral", "qwen3", "qwen2_5_omni_text")
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 MAX_CAPTURED_TOKENS = 512  # a forward of more tokens takes longer than the launches of its kernels
 MAX_TOKENS = 2048  # of one forward: a longer prefill is computed in parts, as its activations take memory
+FUSED_PREFILL_CHUNK = 384  # takes as long as a round of 32 blocks on an H200, and no longer per token than larger ones
 TARGET_PROGRAMS = 132  # one on each multiprocessor of a large GPU
 HEADS_PER_PROGRAM = 4  # of `rotate_and_store`
 MIN_SPAN, MIN_CHUNK = 256, 64

@@ -37,8 +37,9 @@ def skinny_tiling(tokens: int, width: int, size: int, gated: bool) -> tuple[int,
 
 def attend_tiling(rows: int) -> tuple[int, int, int, int]:
     """Return query rows and keys per step, warps and stages of `attend`, for `rows` query rows of a sequence."""
-    tile = min(128, max(16, 1 << (rows - 1).bit_length()))
-    return tile, 64, 8 if tile == 128 else 4, 3
+    if rows <= 16:
+        return 16, 64, 4, 3
+    return (32, 32, 2, 3) if rows <= 32 else (64, 64, 4, 3)
 
 
 @triton.jit
@@ -207,22 +208,30 @@ def attend(
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         out = tl.zeros([BLOCK_M, DIM], tl.float32)
-        last = tl.minimum(count - 1, (tl.program_id(2) * BLOCK_M + BLOCK_M - 1) // group)  # of the tile's tokens
+        first = tl.program_id(2) * BLOCK_M // group  # of the tile's tokens
+        last = tl.minimum(count - 1, (tl.program_id(2) * BLOCK_M + BLOCK_M - 1) // group)
         end = tl.minimum((split + 1) * chunk, start + last + 1)
-        for n in range(split * chunk, end, BLOCK_N):
-            at = n + tl.arange(0, BLOCK_N)
-            k = tl.load(keys + base + at[:, None] * DIM + d[None, :], at[:, None] < end, 0.0)
-            scores = tl.dot(q, tl.trans(k)) * scale
-            visible = (at[None, :] < end) & (at[None, :] <= start + step[:, None])
-            scores = tl.where(visible, scores, float("-inf"))
-            new = tl.maximum(row_max, tl.max(scores, 1))
-            finite = tl.where(new == float("-inf"), 0.0, new)
-            weights = tl.exp2(scores - finite[:, None])
-            rescale = tl.exp2(row_max - finite)
-            v = tl.load(values + base + at[:, None] * DIM + d[None, :], at[:, None] < end, 0.0)
-            out = tl.dot(weights.to(v.dtype), v, out * rescale[:, None])
-            total = total * rescale + tl.sum(weights, 1)
-            row_max = new
+        visible_to_all = tl.maximum(split * chunk, tl.minimum(end, start + first + 1) // BLOCK_N * BLOCK_N)
+        for masked in tl.static_range(2):
+            begin, stop = (visible_to_all, end) if masked else (split * chunk, visible_to_all)
+            for n in range(begin, stop, BLOCK_N):
+                at = n + tl.arange(0, BLOCK_N)
+                offsets = base + at[:, None] * DIM + d[None, :]
+                if masked:
+                    k = tl.load(keys + offsets, at[:, None] < end, 0.0)
+                    scores = tl.dot(q, tl.trans(k)) * scale
+                    visible = (at[None, :] < end) & (at[None, :] <= start + step[:, None])
+                    scores = tl.where(visible, scores, float("-inf"))
+                else:
+                    scores = tl.dot(q, tl.trans(tl.load(keys + offsets))) * scale
+                new = tl.maximum(row_max, tl.max(scores, 1))
+                finite = tl.where(new == float("-inf"), 0.0, new)
+                weights = tl.exp2(scores - finite[:, None])
+                rescale = tl.exp2(row_max - finite)
+                v = tl.load(values + offsets, at[:, None] < end, 0.0) if masked else tl.load(values + offsets)
+                out = tl.dot(weights.to(v.dtype), v, out * rescale[:, None])
+                total = total * rescale + tl.sum(weights, 1)
+                row_max = new
         if SPLITS == 1:
             whole = (out / total[:, None]).to(qkv.dtype.element_ty)
             tl.store(result + (token[:, None] * HEADS + head[:, None]) * DIM + d[None, :], whole, is_valid[:, None])
