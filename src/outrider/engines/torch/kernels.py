@@ -37,9 +37,7 @@ def skinny_tiling(tokens: int, width: int, size: int, gated: bool) -> tuple[int,
 
 def attend_tiling(rows: int) -> tuple[int, int, int, int]:
     """Return query rows and keys per step, warps and stages of `attend`, for `rows` query rows of a sequence."""
-    if rows <= 16:
-        return 16, 64, 4, 3
-    return (32, 32, 2, 3) if rows <= 32 else (64, 64, 4, 3)
+    return 16 if rows <= 16 else 64, 64, 4, 3
 
 
 @triton.jit
