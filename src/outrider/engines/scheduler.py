@@ -26,7 +26,7 @@ R = TypeVar("R", bound="Request")
 FREE_PADDING_TOKENS = 16  # padding up to this width costs less than a second forward
 PREFILL_CHUNK = 256  # see `prefill_chunk`
 SHORT_BLOCK_TOKENS = 96  # up to here a step computes a request at once, beyond it in chunks
-MAX_BATCH = 64  # sequences in one forward
+MAX_BATCH = 256  # sequences in one forward
 
 
 def prefill_chunk(engine: Engine) -> int:

@@ -27,7 +27,7 @@ from outrider.engines.torch.kv_cache import SlotKVCache
 
 MODEL_TYPES = ("qwen2", "llama", "mistral", "qwen3", "qwen2_5_omni_text")
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
-MAX_CAPTURED_TOKENS = 512  # a forward of more tokens takes longer than the launches of its kernels
+MAX_CAPTURED_TOKENS = 1024  # a forward of more tokens takes longer than the launches of its kernels
 MAX_TOKENS = 2048  # of one forward: a longer prefill is computed in parts, as its activations take memory
 FUSED_PREFILL_CHUNK = 512  # takes 1.5 times as long as a round of 32 blocks on an H200: smaller ones cost more per token
 TARGET_PROGRAMS = 132  # one on each multiprocessor of a large GPU
