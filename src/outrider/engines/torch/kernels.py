@@ -221,11 +221,10 @@ def attend(
         first = tl.program_id(2) * BLOCK_M // group  # of the tile's tokens
         last = tl.minimum(count - 1, (tl.program_id(2) * BLOCK_M + BLOCK_M - 1) // group)
         begin, end = split * chunk, tl.minimum((split + 1) * chunk, start + last + 1)
-        visible_to_all = tl.maximum(0, tl.minimum(end, start + first + 1) - begin) // BLOCK_N * BLOCK_N
+        visible_to_all = begin + tl.maximum(0, tl.minimum(end, start + first + 1) - begin) // BLOCK_N * BLOCK_N
         for masked in tl.static_range(2):  # whole steps of keys that all query rows see, then the rest
-            for n in range(
-                begin + visible_to_all if masked else begin, end if masked else begin + visible_to_all, BLOCK_N
-            ):
+            low, high = (visible_to_all, end) if masked else (begin, visible_to_all)
+            for n in range(low, high, BLOCK_N):
                 at = n + tl.arange(0, BLOCK_N)
                 offsets = base + at[:, None] * DIM + d[None, :]
                 if masked:
