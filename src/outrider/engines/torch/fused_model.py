@@ -176,6 +176,11 @@ def _next_power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+def _num_splits(programs: int, span: int) -> int:
+    """Return the number of chunks of keys, a power of two, that keeps the GPU busy."""
+    return min(_next_power_of_two(max(1, TARGET_PROGRAMS // programs) + 1) // 2, span // MIN_CHUNK)
+
+
 def _round_size(size: int) -> int:
     """Round up to a power of two, then a multiple of 16, or of 64, so that few graphs serve all sizes."""
     if size <= 16:
@@ -301,13 +306,14 @@ class FusedModel:
             self._eps, self.heads, self.kv_heads, self.dim, layer.query_norm is not None,
             HEADS_PER_PROGRAM, num_warps=2, **self._launch_options,
         )  # fmt: skip
-        tile, step, warps, stages = kernels.attend_tiling(batch.shape.longest * (self.heads // self.kv_heads))
-        splits = self._num_splits(batch.shape, tile)
+        rows, groups = batch.shape.longest * (self.heads // self.kv_heads), batch.shape.sequences * self.kv_heads
+        tile, step, warps, stages = kernels.attend_tiling(rows, groups)
+        blocks = -(-rows // tile)
+        splits = _num_splits(groups * blocks, batch.shape.span)
         out = x.new_empty(n, self.heads * self.dim)
         partial = x.new_empty(n, self.heads, splits if splits > 1 else 0, self.dim, dtype=torch.float32)
         maxima, sums = x.new_empty(2, n, self.heads, splits, dtype=torch.float32)
-        blocks = -(-batch.shape.longest * (self.heads // self.kv_heads) // tile)
-        kernels.attend[(batch.shape.sequences * self.kv_heads, splits, blocks)](
+        kernels.attend[(groups, splits, blocks)](
             qkv, buffers, out, partial, maxima, sums, batch.firsts, batch.counts, batch.starts, batch.bases,
             batch.shape.span // splits, LOG2E * self.dim**-0.5, self.heads, self.kv_heads, self.dim, splits,
             tile, step, num_warps=warps, num_stages=stages, **self._launch_options,
@@ -317,12 +323,6 @@ class FusedModel:
                 partial, maxima, sums, batch.token_bases, out, self.heads, self.dim, splits, **self._launch_options
             )
         return out
-
-    def _num_splits(self, shape: BatchShape, tile: int) -> int:
-        """Return the number of chunks of keys, a power of two, that keeps the GPU busy."""
-        rows = shape.longest * (self.heads // self.kv_heads)
-        programs = shape.sequences * self.kv_heads * -(-rows // tile)
-        return min(_next_power_of_two(max(1, TARGET_PROGRAMS // programs) + 1) // 2, shape.span // MIN_CHUNK)
 
     def top2(self, rows: Tensor) -> Tensor:
         """Return float64 [R, 3] for logits [R, V]: index of the largest entry, the entry, and its top-2 margin."""
