@@ -95,19 +95,18 @@ class ModelRunner:
         shape = BatchShape.of(
             [len(seq_input.ids) for seq_input in inputs], sum(seq_input.logits_to_keep for seq_input in inputs), span
         )
-        entries = pack_batch(shape, inputs, starts, [cache.base(each.slot) for each in inputs])
-        if media is not None or not self.fits(inputs):
-            batch = Batch.allocate(self._device, shape)
-            _copy_into(batch.all, entries)
+        is_captured = media is None and self.fits(inputs)
+        batch = self._batch(shape) if is_captured else Batch.allocate(self._device, shape)
+
+        def execute() -> Tensor:
             return self._model.forward(batch, cache, media)
-        batch = self._batch(shape)
 
         def forward() -> Run:
             self._pad(batch)
-            return lambda: self._model.forward(batch, cache)
+            return execute
 
-        run = self._graphs.get_or_capture(shape, forward)
-        _copy_into(batch.all, entries)
+        run = self._graphs.get_or_capture(shape, forward) if is_captured else execute
+        _copy_into(batch.all, pack_batch(shape, inputs, starts, [cache.base(each.slot) for each in inputs]))
         return run()
 
     # Drafting -----------------------------------------------------------------------------------------------
