@@ -58,16 +58,22 @@ class SpeculationSwitch:
         self._read_tokens = self._read_seconds = 0.0
         self._generations, self._generated = 1.0, PRIOR_TOKENS
 
+    @property
+    def needs_sample(self) -> bool:
+        """True if the time of a plain token must be measured next."""
+        return self._samples_due > 0
+
     def should_speculate(self, unread: int) -> bool:
         """Return whether to draft. unread: tokens that the drafter has to read first, except the last one."""
-        if self._samples_due:
+        if self.needs_sample:
             return False
         if not self.plain_seconds:
             return True
         reading = unread * self._read_seconds / self._read_tokens if self._read_tokens else 0.0
         if self.pays:
             gain = self._token_gain * self._generated / self._generations
-            return self.budget >= -MAX_CREDIT * self.plain_seconds and reading <= gain
+            credit = gain if self.budget >= 0.0 else self.budget + MAX_CREDIT * self.plain_seconds
+            return reading <= credit
         return self.budget >= 2.0 * reading + self._round_loss  # twice: reading is worth it for a few rounds only
 
     def begin_generation(self) -> None:
