@@ -223,11 +223,12 @@ class Decoder:
         """Return whether the complete block goes to the verifier, by gate, loop policy and end of the output."""
         if not self.plan.has_verifier:
             return False
-        decision = self.plan.gate.decide(measured_signals(self._drafts.block))
+        block = self._drafts.block
+        decision = self.plan.gate.decide(measured_signals(block)) if block else Decision(True, "plain decoding")
         if not decision.escalate and (reason := self._forced_reason()):
             decision = Decision(True, reason)
         end = self._committer.end_if_skipped() if decision.reason == "audit" else None
-        self._recorder.record_decision(decision, self._drafts.block, end)
+        self._recorder.record_decision(decision, block, end)
         return decision.escalate
 
     def _forced_reason(self) -> str:
