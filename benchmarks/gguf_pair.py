@@ -98,7 +98,8 @@ def llama_ways(edge: str, cloud: str, length: int, ks: list[int]) -> Iterator[tu
 
 def outrider_ways(kind: str, edge: Engine, verifier: Verifier, ks: list[int]) -> Iterator[tuple[str, Way]]:
     yield f"{kind} plain", ours(SpeculativeDecoder(None, verifier, reader=edge))
-    for k in (*ks, "auto"):
+    lengths: list[int | str] = [*ks, "auto"]
+    for k in lengths:
         yield f"{kind} {k}", ours(SpeculativeDecoder(edge, verifier, k=k))
 
 
@@ -188,7 +189,8 @@ def main() -> None:
         if "edges" in parts:
             ways |= crowd("grpc", [edge, *(load_engine(args.edge) for _ in range(args.edges - 1))], address, ks)
         if args.dense:
-            ways |= dense_ways(*(load_engine(name, dtype=args.dtype, device="cpu") for name in args.dense), ks)
+            pair = [load_engine(name, dtype=args.dtype, device="cpu") for name in args.dense]
+            ways |= dense_ways(pair[0], pair[1], ks)
         runs = measure(ways, texts, args.tokens, args.repeats)
     report(args, ks, texts, runs)
 

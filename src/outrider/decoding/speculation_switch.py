@@ -95,7 +95,10 @@ class SpeculationSwitch:
         self._samples_due = max(self._samples_due - 1, 0)
 
     def speculated(self, tokens: int, seconds: float | None) -> None:
-        """Observe a speculative round that committed `tokens` in `seconds`, drafting included, or None if not typical."""
+        """Observe a speculative round that committed `tokens`.
+
+        seconds: with drafting, None if they are not typical.
+        """
         self._generated += tokens
         if seconds is None:
             return
