@@ -9,11 +9,14 @@ Every mode decodes every prompt in turn, in a random order, with the same number
     grpc … × N                          N edges at once, each with a drafter of its own, tokens of all of them
     dense plain, assisted k             transformers' `generate` and assisted generation, with --dense
 
+With --clock cpu, the times are processor seconds of this process, for a machine on which other work runs. Set
+OMP_NUM_THREADS=1 with it, since threads that wait for others spin. The controller of `auto` still measures real time.
+
 Reported are medians over prompts and repeats of milliseconds per token after the first verdict. `auto` is compared with
 the best of plain and fixed k of its own kind, turn by turn. The last line is JSON.
 
     python -m benchmarks.gguf_pair EDGE.gguf CLOUD.gguf PROMPTS.jsonl [--parts llama,local,grpc,edges,dense]
-        [--count 6] [--tokens 48] [--repeats 1] [--ks 1,2,4] [--edges 3] [--dense EDGE_DIR CLOUD_DIR]
+        [--count 6] [--tokens 48] [--repeats 1] [--ks 1,2,4] [--edges 3] [--clock real] [--dense EDGE_DIR CLOUD_DIR]
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.cpu_pair import Run, Way, ours, peers
+from benchmarks.cpu_pair import Clock, Run, Way, ours, peers
 from benchmarks.exactness import prompts
 from outrider.api import SpeculativeDecoder, local
 from outrider.cli.subprocess_cloud import cloud_process
@@ -43,7 +46,7 @@ from outrider.engines.load import load_engine
 from outrider.verifiers.base import Verifier
 from outrider.verifiers.connect import connect
 
-PARTS = ("llama", "local", "grpc", "edges", "dense")
+CLOCKS: dict[str, Clock] = {"real": time.perf_counter, "cpu": time.process_time}
 
 
 # llama.cpp --------------------------------------------------------------------------------------------------------
@@ -56,19 +59,19 @@ def llama(path: str, length: int, **options: Any) -> Any:
     return llama_cpp.Llama(path, n_ctx=length, n_threads=threads, n_threads_batch=threads, verbose=False, **options)
 
 
-def own(model: Any, draft: Any = None) -> Way:
+def own(clock: Clock, model: Any, draft: Any = None) -> Way:
     """llama-cpp-python's own loop. A burst of tokens within 5 ms comes from one forward."""
 
     def run(ids: list[int], tokens: int) -> Run:
         model.draft_model = draft
-        started, first, count, out = time.perf_counter(), 0.0, 0, []
+        started, first, count, out = clock(), 0.0, 0, []
         for token in model.generate(ids, temp=0.0):
             out.append(token)
-            first = first or time.perf_counter()
-            count += time.perf_counter() - first < 0.005
+            first = first or clock()
+            count += clock() - first < 0.005
             if len(out) == tokens or token == model.token_eos():
                 break
-        return Run(out, first - started, count, time.perf_counter() - started)
+        return Run(out, first - started, count, clock() - started)
 
     return run
 
@@ -83,24 +86,26 @@ def model_drafts(model: Any, k: int) -> Callable[..., Any]:
     return draft
 
 
-def llama_ways(edge: str, cloud: str, length: int, ks: list[int]) -> Iterator[tuple[str, Way]]:
+def llama_ways(clock: Clock, edge: str, cloud: str, length: int, ks: list[int]) -> Iterator[tuple[str, Way]]:
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
     plain, drafted, drafter = llama(cloud, length), llama(cloud, length, logits_all=True), llama(edge, length)
-    yield "llama.cpp plain", own(plain)
-    yield "llama.cpp lookup", own(drafted, LlamaPromptLookupDecoding(num_pred_tokens=2))
+    yield "llama.cpp plain", own(clock, plain)
+    yield "llama.cpp lookup", own(clock, drafted, LlamaPromptLookupDecoding(num_pred_tokens=2))
     for k in ks:
-        yield f"llama.cpp draft {k}", own(drafted, model_drafts(drafter, k))
+        yield f"llama.cpp draft {k}", own(clock, drafted, model_drafts(drafter, k))
 
 
 # Outrider ---------------------------------------------------------------------------------------------------------
 
 
-def outrider_ways(kind: str, edge: Engine, verifier: Verifier, ks: list[int]) -> Iterator[tuple[str, Way]]:
-    yield f"{kind} plain", ours(SpeculativeDecoder(None, verifier, reader=edge))
+def outrider_ways(
+    kind: str, edge: Engine, verifier: Verifier, ks: list[int], clock: Clock = time.perf_counter
+) -> Iterator[tuple[str, Way]]:
+    yield f"{kind} plain", ours(SpeculativeDecoder(None, verifier, reader=edge), clock)
     lengths: list[int | str] = [*ks, "auto"]
     for k in lengths:
-        yield f"{kind} {k}", ours(SpeculativeDecoder(edge, verifier, k=k))
+        yield f"{kind} {k}", ours(SpeculativeDecoder(edge, verifier, k=k), clock)
 
 
 def crowd(kind: str, edges: list[Engine], address: str, ks: list[int]) -> Iterator[tuple[str, Way]]:
@@ -120,11 +125,11 @@ def crowd(kind: str, edges: list[Engine], address: str, ks: list[int]) -> Iterat
         yield f"{name} × {len(edges)}" if len(edges) > 1 else name, partial(run, name)
 
 
-def dense_ways(edge: Any, cloud: Any, ks: list[int]) -> Iterator[tuple[str, Way]]:
+def dense_ways(clock: Clock, edge: Any, cloud: Any, ks: list[int]) -> Iterator[tuple[str, Way]]:
     eos = cloud.eos_ids[0]
-    yield "dense plain", peers(cloud.model, eos)
+    yield "dense plain", peers(cloud.model, eos, clock=clock)
     for k in ks:
-        yield f"dense assisted {k}", peers(cloud.model, eos, edge.model, k)
+        yield f"dense assisted {k}", peers(cloud.model, eos, edge.model, k, clock=clock)
 
 
 # Measurement ------------------------------------------------------------------------------------------------------
@@ -135,15 +140,14 @@ def decode_ms(run: Run) -> float:
 
 
 def measure(ways: dict[str, Way], texts: list[list[int]], tokens: int, repeats: int) -> dict[str, list[Run]]:
-    """The runs of each way, in the same order of prompts. The first prompt once more, before them, warms up."""
+    """The runs of each way, in the same order of prompts. `auto` learns from the first prompt before that."""
     runs: dict[str, list[Run]] = {name: [] for name in ways}
-    for n, ids in enumerate([texts[0], *texts * repeats]):
+    for name in ways:
+        ways[name](texts[0], tokens if "auto" in name else 2)
+    for n, ids in enumerate(texts * repeats):
         for name in random.Random(n).sample(list(ways), len(ways)):
-            run = ways[name](ids, tokens)
-            if n:
-                runs[name].append(run)
-        latest = {name: round(decode_ms(found[-1]), 1) for name, found in runs.items() if found}
-        print(f"{n:3d} {len(ids):4d} prompt tokens", latest or "warm-up", flush=True)
+            runs[name].append(ways[name](ids, tokens))
+            print(f"{n:3d} {len(ids):4d} prompt tokens  {name:24s} {decode_ms(runs[name][-1]):8.1f}", flush=True)
     return runs
 
 
@@ -170,7 +174,9 @@ def main() -> None:
     parser.add_argument("--ks", default="1,2,4")
     parser.add_argument("--dense", nargs=2, metavar=("EDGE_DIR", "CLOUD_DIR"))
     parser.add_argument("--dtype", default="bfloat16", help="of the dense models")
+    parser.add_argument("--clock", choices=CLOCKS, default="real")
     args = parser.parse_args()
+    clock = CLOCKS[args.clock]
     parts, ks = args.parts.split(","), [int(k) for k in args.ks.split(",")]
     edge = load_engine(args.edge)
     found = prompts(args.prompts, 8 * args.count)
@@ -179,9 +185,9 @@ def main() -> None:
     with ExitStack() as stack:
         ways: dict[str, Way] = {}
         if "llama" in parts:
-            ways |= llama_ways(args.edge, args.cloud, args.longest + args.tokens + 32, ks)
+            ways |= llama_ways(clock, args.edge, args.cloud, args.longest + args.tokens + 32, ks)
         if "local" in parts:
-            ways |= outrider_ways("local", edge, local(load_engine(args.cloud)), ks)
+            ways |= outrider_ways("local", edge, local(load_engine(args.cloud)), ks, clock)
         if "grpc" in parts or "edges" in parts:
             address = stack.enter_context(cloud_process(args.cloud))
         if "grpc" in parts:
@@ -190,7 +196,7 @@ def main() -> None:
             ways |= crowd("grpc", [edge, *(load_engine(args.edge) for _ in range(args.edges - 1))], address, ks)
         if args.dense:
             pair = [load_engine(name, dtype=args.dtype, device="cpu") for name in args.dense]
-            ways |= dense_ways(pair[0], pair[1], ks)
+            ways |= dense_ways(clock, pair[0], pair[1], ks)
         runs = measure(ways, texts, args.tokens, args.repeats)
     report(args, ks, texts, runs)
 
