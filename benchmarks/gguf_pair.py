@@ -64,6 +64,7 @@ def own(clock: Clock, model: Any, draft: Any = None) -> Way:
 
     def run(ids: list[int], tokens: int) -> Run:
         model.draft_model = draft
+        model.reset()  # else it reuses the cache of the last prompt
         started, first, count, out = clock(), 0.0, 0, []
         for token in model.generate(ids, temp=0.0):
             out.append(token)
