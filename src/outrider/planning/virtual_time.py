@@ -179,12 +179,13 @@ class SimulatedCloud:
 
     def _stream(self, request: Verify) -> InFlight:
         """Return the next token of plain decoding. A stream takes one request in all."""
-        if self._stream_at is None:
-            self._stream_at = self._send(request) + self.costs.per_round_overhead_s
+        start, begins = self._stream_at, self._stream_at is None
+        if start is None:
+            start = self._send(request) + self.costs.per_round_overhead_s
         compute = self.costs.streaming_s(first=request.round == 1)
         verdict = self._verify(request, compute)
-        self._stream_at += self.queue_s + compute
-        return InFlight(self.clock, self._return(verdict, 0, self._stream_at), verdict)
+        self._stream_at = start + self.queue_s + compute
+        return InFlight(self.clock, self._return(verdict, 0, self._stream_at, answers=begins), verdict)
 
     def target_token(self, at: int) -> int:
         """Return the target's token at a position of its output."""
@@ -201,8 +202,10 @@ class SimulatedCloud:
             size += OPEN_BYTES + prompt + self.media_bytes
         return self.up.arrival(size, self.clock.now)
 
-    def _return(self, verdict: Verdict, drafts: int, at: float) -> float:
-        return self.down.arrival(FRAMING + TRANSPORT_DOWN + pack_verdict(verdict, drafts).ByteSize(), at)
+    def _return(self, verdict: Verdict, drafts: int, at: float, *, answers: bool = True) -> float:
+        """Return the arrival time of a verdict. answers: a request arrived before it, which updates the windows."""
+        transport = TRANSPORT_DOWN if answers else 0
+        return self.down.arrival(FRAMING + transport + pack_verdict(verdict, drafts).ByteSize(), at)
 
     def _to_wire(self, request: Verify) -> Verify:
         """Return the request as it would be sent. The prompt of the simulated decoder is a single token."""
