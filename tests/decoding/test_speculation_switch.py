@@ -161,10 +161,10 @@ def test_whatever_is_estimated_the_loss_is_a_share_of_the_time_and_a_constant(
     rounds: list[tuple[int, float]], throughput: float
 ) -> None:
     """Plain tokens take 1 s, and rounds up to 8 s. The estimate has nothing to do with the rounds."""
-    switch = SpeculationSwitch()
+    switch = learnt(throughput)
     lost = plain = 0.0
     for tokens, seconds in rounds:
-        switch.update_estimate(throughput, 1.0)
+        switch.update_estimate(throughput, 1.0, 1.0)
         while not switch.should_speculate(0) and plain < 1000:
             switch.decoded_plain(1.0)
             plain += 1.0
@@ -178,10 +178,10 @@ def test_whatever_is_estimated_the_loss_is_a_share_of_the_time_and_a_constant(
 def learnt(throughput: float, plain: float = 1.0, credit: int = 0) -> SpeculationSwitch:
     """Return a switch after `credit` seconds of gains, and an estimate."""
     switch = SpeculationSwitch()
-    switch.update_estimate(throughput, 2.0)
+    switch.update_estimate(throughput, 2.0, 1.0)
     for _ in range(PLAIN_SAMPLES):
         switch.decoded_plain(plain)
-    switch.update_estimate(throughput, 2.0)
+    switch.update_estimate(throughput, 2.0, 1.0)
     switch.budget = float(credit)
     return switch
 
@@ -189,11 +189,21 @@ def learnt(throughput: float, plain: float = 1.0, credit: int = 0) -> Speculatio
 def test_plain_tokens_are_timed_first() -> None:
     switch = SpeculationSwitch()
     assert switch.should_speculate(50)
-    switch.update_estimate(5.0, 2.0)
+    switch.update_estimate(5.0, 2.0, 0.5)
     assert switch.needs_sample
     assert not switch.should_speculate(0)
     switch.decoded_plain(None)
     assert switch.needs_sample, "a token of unknown time is no sample"
+
+
+def test_the_first_samples_wait_while_speculation_is_clearly_faster() -> None:
+    """Four times as fast as a verdict. One plain token and two samples lose 0.75 s each, 1 % of 225 s."""
+    switch, seconds = SpeculationSwitch(), 0.0
+    while not switch.needs_sample:
+        switch.update_estimate(4.0, 2.0, 1.0)
+        switch.speculated(4, 1.0)
+        seconds += 1.0
+    assert seconds == 226.0
 
 
 @pytest.mark.parametrize(("throughput", "pays"), [(1.01, True), (0.99, False)])
@@ -249,5 +259,5 @@ def test_the_time_of_a_plain_token_is_measured_again_while_speculation_pays() ->
     while not switch.needs_sample:
         switch.speculated(2, 1.0)
         seconds += 1.0
-        switch.update_estimate(2.0, 2.0)
+        switch.update_estimate(2.0, 2.0, 1.0)
     assert seconds == 150.0

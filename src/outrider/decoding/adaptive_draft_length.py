@@ -172,6 +172,12 @@ class LatencyModel:
         """Seconds that one drafted token adds to a verdict."""
         return self._verdict_compute.slope
 
+    @property
+    def compute_fixed(self) -> float:
+        """Seconds of the verifier for a verdict on an empty block."""
+        fit = self._verdict_compute
+        return max(fit.mean_y - fit.slope * fit.mean_x, 0.0)
+
     def fixed(self, slope: float) -> float:
         """Return the seconds of a verdict that do not depend on the block length."""
         return max(self._verdicts.mean_y - slope * self._verdicts.mean_x, 0.0)
@@ -280,7 +286,7 @@ class DraftLengthController:
             rounds.add(each)
         rate = rounds.tokens / rounds.seconds(times)
         best_rate = max(rate, tokens / prior_rounds.seconds(times))
-        self.switch.update_estimate(best_rate, rounds.tokens / rounds.count)
+        self.switch.update_estimate(best_rate, rounds.tokens / rounds.count, times.compute_fixed)
         if self.switch.plain_seconds:
             rate = max(rate, 1.0 / self.switch.plain_seconds)
         self.token_cost = rate * (times.draft_seconds + slope)

@@ -27,7 +27,8 @@ PLAIN_SAMPLES = 2  # timed plain tokens in a row. The one before them is not tim
 MEMORY = 8  # time constant of t_p, in tokens, and of the times and lengths of generations, in generations
 PRIOR_TOKENS = 128.0  # length of a generation before the first one
 MAX_CREDIT = 8.0  # plain tokens: the largest budget from gains, and the largest debt while speculation seems to pay
-MIN_SAMPLE_LOSS = 0.125  # plain tokens: lower bound of the loss of a plain sample, so that samples stay rare
+CLEAR_GAIN = 3.0  # throughput of speculation, in tokens of plain decoding, at which the first samples can wait
+MIN_SAMPLE_LOSS = 0.25  # plain tokens: lower bound of the loss of a plain sample, so that samples stay rare
 MEDIAN_WINDOW = 9  # values in the running median
 OUTLIER_FACTOR = 3.0  # longer times, in medians, are clipped: they are stalls
 
@@ -115,12 +116,18 @@ class SpeculationSwitch:
         if not self.pays or self.budget < 0.0:
             self.budget -= seconds
 
-    def update_estimate(self, throughput: float, round_tokens: float) -> None:
-        """Compare plain decoding with the estimated tokens per second of speculation, and the tokens of its rounds."""
-        plain_s = self.plain_seconds
-        self._token_gain = gain = plain_s - 1.0 / throughput
-        if plain_s:
-            self.pays = gain >= 0.0
+    def update_estimate(self, throughput: float, round_tokens: float, verdict_seconds: float) -> None:
+        """Compare plain decoding with the estimated tokens per second of speculation, and the tokens of its rounds.
+
+        verdict_seconds: of the verifier, for an empty block. They stand for t_p until it has been measured. It is
+        measured at once unless speculation is CLEAR_GAIN times as fast as that.
+        """
+        token_s, plain_s = 1.0 / throughput, self.plain_seconds or verdict_seconds
+        gain = plain_s - token_s
+        if self.plain_seconds:
+            self.pays, self._token_gain = gain >= 0.0, gain
             self._round_loss = max(-gain, 0.0) * round_tokens
-        if SAMPLING * self._unsampled_seconds >= (1 + PLAIN_SAMPLES) * max(gain, MIN_SAMPLE_LOSS * plain_s):
+        is_unclear = not self.plain_seconds and CLEAR_GAIN * token_s > verdict_seconds
+        price = (1 + PLAIN_SAMPLES) * max(gain, MIN_SAMPLE_LOSS * plain_s)
+        if is_unclear or SAMPLING * self._unsampled_seconds >= price:
             self._samples_due = PLAIN_SAMPLES
