@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from functools import cache
 from typing import Any
 
@@ -41,10 +42,30 @@ def finish(stream: Any) -> Result:
             return end.value
 
 
+def drain(chat: Conversation, text: str) -> Result:
+    """The result at the end of an asynchronous stream, whose events make up its text."""
+
+    async def work() -> list[str]:
+        texts: list[str] = []
+        async for event in chat.astream(text):
+            texts[event.index :] = [event.text]
+        return texts
+
+    texts = asyncio.run(work())
+    assert chat.result is not None
+    assert "".join(texts[: len(chat.result.token_ids)]) == chat.result.text
+    return chat.result
+
+
 @pytest.mark.parametrize("settings", SETTINGS, ids=["greedy", "sampled"])
 def test_each_turn_equals_a_generation_from_the_whole_history(settings: dict[str, Any]) -> None:
     chat, history = decoder().chat("Be brief.", **settings), [SYSTEM]
-    sends = [chat.send, lambda text: finish(chat.stream(text)), lambda text: asyncio.run(chat.asend(text))]
+    sends = [
+        chat.send,
+        lambda text: finish(chat.stream(text)),
+        lambda text: asyncio.run(chat.asend(text)),
+        lambda text: drain(chat, text),
+    ]
     for number, send in enumerate(sends):
         text = f"Question {number}"
         result = send(text)
@@ -52,6 +73,7 @@ def test_each_turn_equals_a_generation_from_the_whole_history(settings: dict[str
         assert (result.token_ids, result.text, result.guarantee) == (alone.token_ids, alone.text, "exact")
         history += [asked(text), answered(result)]
         assert chat.messages == history
+        assert chat.result is result
 
 
 def test_a_turn_overrides_the_settings_of_the_conversation() -> None:
@@ -133,6 +155,11 @@ def test_a_cancelled_turn_changes_nothing() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0):
                 await chat.asend("a")
+        assert chat.messages == []
+        async with aclosing(chat.astream("a")) as stream:
+            await anext(stream)
+            with pytest.raises(StateError, match="unfinished"):
+                await chat.asend("b")
         assert chat.messages == []
         await chat.asend("b", max_new_tokens=4)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Generator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Generator, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, Protocol
 
+from outrider.aio import AsyncStream
 from outrider.decoding.events import StreamEvent
 from outrider.decoding.result import Result
 from outrider.errors import PromptError, StateError
@@ -31,6 +32,10 @@ class Generates(Protocol):
         """Generate and yield events."""
         ...
 
+    def astream(self, prompt: Messages, **settings: Any) -> AsyncStream:
+        """Generate and yield events, in asyncio."""
+        ...
+
 
 class Conversation:
     """A conversation with the models of a decoder, from `SpeculativeDecoder.chat`.
@@ -40,6 +45,8 @@ class Conversation:
 
     system: the first message, or None. messages: an earlier history. settings: the fields of `GenerationSettings` for
     all turns, which a turn can override.
+
+    result: the `Result` of the last turn that ended, or None.
 
     Raises:
         PromptError: the system prompt or a message is not valid.
@@ -54,6 +61,7 @@ class Conversation:
         self._decoder, self._settings = decoder, settings
         self._messages: list[Message] = [*opening, *deepcopy(list(messages))]
         self._is_running = False
+        self.result: Result | None = None
 
     @property
     def messages(self) -> list[Message]:
@@ -95,6 +103,17 @@ class Conversation:
             self._append(base, text, result)
         return result
 
+    async def astream(self, text: str, **settings: object) -> AsyncGenerator[StreamEvent, None]:
+        """Do as `stream`, in asyncio. The result is in `result` after the last event.
+
+        Raise all errors in the iteration. Use `contextlib.aclosing` for a loop that may end early.
+        """
+        with self._turn() as base:
+            async with self._decoder.astream(_ask(base, text), **{**self._settings, **settings}) as stream:
+                async for event in stream:
+                    yield event
+            self._append(base, text, stream.result)
+
     def undo(self) -> list[Message]:
         """Remove the last turn: the user's last message and all after it. Return these messages.
 
@@ -132,6 +151,7 @@ class Conversation:
 
     def _append(self, base: list[Message], text: str, result: Result) -> None:
         self._messages = [*_ask(base, text), {"role": "assistant", "content": result.text or ""}]
+        self.result = result
 
 
 def _ask(base: list[Message], text: str) -> list[Message]:
