@@ -19,7 +19,7 @@ from outrider.engines.checkpoint import TASKS, is_captions_only
 from outrider.engines.locking import Locked, exclusive, get_lock
 from outrider.engines.model_changes import capture_state, find_change
 from outrider.engines.self_test import SelfTest, check_weights, explain_non_finite
-from outrider.engines.torch.attention import attention_windows, configure_attention
+from outrider.engines.torch.attention import ATTENTION_NAME, BY_ROW_TYPES, attention_windows, configure_attention
 from outrider.engines.torch.fused_model import FusedModel, missing_requirement, unsupported_reason
 from outrider.engines.torch.kv_cache import SlotKVCache
 from outrider.engines.torch.model_families import (
@@ -78,9 +78,9 @@ class TorchEngine(Vocabulary, Locked):
         self._text_config = model.config.get_text_config()
         self._attention_windows = attention_windows(self._text_config, self.name)
         self._additive_mask = configure_attention(model, self._family.language, self._text_config)
-        self._cache = SlotKVCache(self._text_config.num_hidden_layers)
-        self._media: dict[int, _SlotAudio] = {}
         self.device, self.dtype = model.device, model.dtype
+        self._cache = SlotKVCache(self._text_config.num_hidden_layers, by_row=self._attends_by_row)
+        self._media: dict[int, _SlotAudio] = {}
         self.row_count = int(self._text_config.vocab_size)
         self.eos_ids = check_eos_ids(self.name, _read_eos_ids(model), self.row_count, "generation config")
         warn_if_eos_differs(self.name, self.eos_ids, tokenizer, "generation config")
@@ -90,6 +90,12 @@ class TorchEngine(Vocabulary, Locked):
         self._state = capture_state(model)
         self.noise = self._run_self_test()
         self.position_bytes = sum(b.nbytes // b.shape[1] for b in self._cache.buffers)
+
+    @property
+    def _attends_by_row(self) -> bool:
+        """Return whether each row of a batch may attend to a view of its own keys, as on a CPU (attention.py)."""
+        is_grouped = getattr(self._family.language.config, "_attn_implementation", None) == ATTENTION_NAME
+        return is_grouped and self.device.type == "cpu" and self._text_config.model_type in BY_ROW_TYPES
 
     def changed_part(self) -> str | None:
         """Return the name of a part of the model that changed since the engine was made, or None."""
@@ -135,7 +141,7 @@ class TorchEngine(Vocabulary, Locked):
         limit = read_max_length(self._text_config) or None
         each = self.position_bytes
         slots, length = plan_kv_budget(self.name, self._cache.in_use, budget, max_length, limit, lambda n: n * each)
-        self._cache = SlotKVCache(len(self._cache.layers), slots, length, budget // each)
+        self._cache = SlotKVCache(len(self._cache.layers), slots, length, budget // each, by_row=self._attends_by_row)
         if self._runner is not None:
             self._runner.release_cache()
         self.max_length = length

@@ -70,13 +70,13 @@ class _Layer(CacheLayerMixin):
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | list[Tensor], Tensor | list[Tensor]]:
         """Write the new positions of the forward's rows. Return the keys and values of their whole sequences."""
         if not self.buffers:
             self.lazy_initialization(key_states, value_states)
         keys, values = self.buffers
-        plan = self._owner.append_plan
-        return plan.append(keys.data, key_states), plan.append(values.data, value_states)
+        plan, by_row = self._owner.append_plan, self._owner.by_row
+        return plan.append(keys.data, key_states, by_row=by_row), plan.append(values.data, value_states, by_row=by_row)
 
     def get_mask_sizes(self, *args: object) -> tuple[int, int]:
         return self._owner.span, 0
@@ -92,7 +92,7 @@ class SlotKVCache(Cache):
     """KV cache of one engine. A forward runs between `prepare_append`, or `reserve`, and `commit_append`.
 
     max_slots, max_length, max_positions: limits of the slots, of the positions per slot, and of all positions. None is
-    no limit.
+    no limit. by_row: the model's attention accepts a list of each row's keys (attention.py).
     """
 
     def __init__(
@@ -101,7 +101,10 @@ class SlotKVCache(Cache):
         max_slots: int | None = None,
         max_length: int | None = None,
         max_positions: int | None = None,
+        *,
+        by_row: bool = False,
     ) -> None:
+        self.by_row = by_row
         self.max_slots, self.max_length, self._max_positions = max_slots, max_length, max_positions
         self.layout = Layout(0, {})
         self.capacity = grow_to_fit(INITIAL_TOTAL, 1, max_length)  # positions that a slot may need so far
