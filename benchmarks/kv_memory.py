@@ -28,13 +28,14 @@ DISTRIBUTIONS = {
 }
 ORDERS = ("random", "ascending", "descending")
 CPU = torch.device("cpu")
+DIM = 8
 
 
 class Mix:
     """Sessions in one cache. ratios: the largest of each stage."""
 
     def __init__(self) -> None:
-        self.cache = SlotKVCache(1)
+        self.cache = SlotKVCache(1, by_row=True)
         self.slots: list[int] = []
         self.ratios: dict[str, float] = defaultdict(float)
         self.tokens = 0
@@ -47,14 +48,14 @@ class Mix:
     @torch.inference_mode()
     def append(self, slots: list[int], count: int) -> None:
         self.cache.prepare_append(slots, [count] * len(slots), CPU)
-        new = torch.zeros(len(slots), 1, count, 2)
+        new = torch.zeros(len(slots), 1, count, DIM)
         self.cache.layers[0].update(new, new)
         self.cache.commit_append()
         self.tokens += count * len(slots)
 
     def record(self, stage: str) -> None:
         held = sum(buffer.nbytes for buffer in self.cache.buffers)
-        needed = sum(self.cache.lengths[slot] for slot in self.slots) * 2 * 2 * 4
+        needed = sum(self.cache.lengths[slot] for slot in self.slots) * 2 * DIM * 4
         self.ratios[stage] = max(self.ratios[stage], held / needed)
 
 
