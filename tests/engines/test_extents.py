@@ -176,9 +176,12 @@ def test_a_mix_of_sessions_takes_at_most_1_3_times_what_its_tokens_need(lengths:
             open_one()
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("failing", [1, 2])
-def test_when_memory_runs_out_during_a_move_no_sequence_is_lost(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked = Checked()
+def test_when_memory_runs_out_during_a_move_no_sequence_is_lost(
+    failing: int, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = Checked(on_device=on_device)
     for count in (30, 50):
         checked.open()
         checked.append([max(checked.written)], [count])
@@ -198,6 +201,7 @@ def test_when_memory_runs_out_during_a_move_no_sequence_is_lost(failing: int, mo
             checked.cache.prepare_append([0], [3000], CPU)
     assert checked.cache.layout.total == total
     checked.append([0, 1], [1, 2])
+    checked.check()
     checked.append([1], [2000])
     checked.check()
 

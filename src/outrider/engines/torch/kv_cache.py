@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -114,7 +115,7 @@ class SlotKVCache(Cache):
         self.span = 0
         self.append_plan = AppendPlan.build([0], [0], [1], torch.device("cpu"))
         self._free: list[int] = []
-        self._buffer_layout: Layout | None = self.layout  # of all buffers, None if they differ
+        self._buffer_layout = self.layout  # of all buffers
         self._planned = 0  # sum of the roomy sizes of all slots
         self._reserved: dict[int, int] = {}  # lengths after the present forward
         self._token_layout = Layout(0, {})
@@ -236,7 +237,7 @@ class SlotKVCache(Cache):
         try:
             self._move_buffers()
         except BaseException:
-            self.layout, self._buffer_layout = old, None
+            self.layout = replace(old)  # another object, as the buffers differ from each other
             raise
 
     @torch.inference_mode()
