@@ -260,7 +260,7 @@ class TorchEngine(Vocabulary, Locked):
 
     def _forward_transformers(self, inputs: Seq[SequenceInput]) -> list[Tensor]:
         """Run transformers' own forward. Return the kept logits of each input."""
-        ordered = sorted(inputs, key=lambda seq_input: seq_input.slot)  # consecutive slots are read without a copy
+        ordered = sorted(inputs, key=lambda seq_input: seq_input.slot)  # neighbours of equal length need no copy
         slots, counts = [seq_input.slot for seq_input in ordered], [len(seq_input.ids) for seq_input in ordered]
         starts = [self.kv_len(slot) for slot in slots]
         positions = self._cache.prepare_append(slots, counts, self.device)
