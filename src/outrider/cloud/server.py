@@ -8,11 +8,12 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import grpc
 from grpc_health.v1 import health, health_pb2
 
-from outrider.cloud.batcher import Batcher
+from outrider.cloud.batcher import Batcher, call_each
 from outrider.cloud.channel_options import server_options
 from outrider.cloud.health import health_handlers
 from outrider.cloud.limits import Limits
@@ -84,7 +85,7 @@ class Server:
         except SettingsError:
             await self.stop()
             raise
-        self._batcher.start()
+        self._batcher.start(partial(asyncio.get_running_loop().call_soon_threadsafe, call_each))
         await self._grpc.start()
         await self._serve_health(health_pb2.HealthCheckResponse.SERVING)
         self._housekeeping = asyncio.create_task(self.service.housekeeping())
