@@ -39,7 +39,7 @@ from outrider.sampling.acceptance import Verdict
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import open_session
 
-BATCHER_SPANS = ("_run_step", "_plan", "_admit_waiting", "_launch", "_read_back", "_judge_flight", "_deliver")
+BATCHER_SPANS = ("_run_step", "_plan", "_admit_waiting", "_launch", "_read_back", "_judge_flight", "_deliver", "submit")
 
 
 class Client:

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec
 
@@ -78,6 +78,9 @@ class Batcher:
         self._in_flight: deque[_Flight] = deque()
         self._completed: list[tuple[_Flight, Seq[ForwardOutput], float]] = []  # to be judged after the next launch
         self._last_completion = 0.0
+        self._queue_waits: list[float] = []
+        self._judged: list[tuple[int, int, float]] = []  # of one forward: drafts, accepted, seconds since the request
+        self._is_crowded = False  # requests waited for a slot when the present forward was judged
         self._outcomes: list[Callable[[], object]] = []
         self._call: Callable[[Outcomes], object] = call_each
         self._running = self._stopped = False
@@ -247,7 +250,7 @@ class Batcher:
             assert job.plan is not None
             job.sequence.rollback_to(job.plan.start)
             job.admitted = time.perf_counter()
-            self._metrics.observe_queue_wait(job.admitted - job.arrived)
+            self._queue_waits.append(job.admitted - job.arrived)
         if is_new:
             self._scheduler.record(job.identity, time.perf_counter() - started, heavy=True)
 
@@ -256,6 +259,9 @@ class Batcher:
         policies = [job.entry.session.sampling_policy for job in batch.requests]
         outputs = launch(self._engine, batch.inputs, policies)
         self._in_flight.append(_Flight(batch, [job.on_launched() for job in batch.requests], outputs, started))
+        for seconds in self._queue_waits:  # while the device is busy
+            self._metrics.observe_queue_wait(seconds)
+        self._queue_waits.clear()
 
     def _judge_completed(self) -> None:
         completed, self._completed = self._completed, []
@@ -283,11 +289,16 @@ class Batcher:
 
     def _judge_flight(self, flight: _Flight, outputs: Seq[ForwardOutput], seconds: float) -> None:
         batch = flight.batch
+        self._is_crowded = bool(self._scheduler.waiting)
         for job, is_judged, output in zip(batch.requests, flight.judged, outputs, strict=True):
             job.in_flight -= 1
             if is_judged and not job.ended:
                 self._attempt([job], self._judge, job, output)
         self._metrics.observe_batch(len(batch.requests), sum(batch.counts), seconds)
+        if self._judged:
+            drafts, accepted, waits = zip(*self._judged, strict=True)
+            self._metrics.observe_verdicts(sum(drafts), sum(accepted), waits)
+            self._judged.clear()
         self._scheduler.record_batch(batch, seconds)
         self._deliver()
 
@@ -298,9 +309,8 @@ class Batcher:
         assert job.plan is not None
         verdict = job.entry.session.judge(job.plan, output)
         now, admitted = time.perf_counter(), job.admitted or 0.0
-        verdict = replace(verdict, queue_s=admitted - job.arrived, compute_s=now - admitted)
-        self._metrics.observe_verdict(len(job.request.draft_ids), verdict.accepted, now - job.arrived)
-        self._advance(job, verdict)
+        self._judged.append((len(job.request.draft_ids), verdict.accepted, now - job.arrived))
+        self._advance(job, verdict.with_times(admitted - job.arrived, now - admitted))
 
     def _advance(self, job: Job, verdict: Verdict) -> None:
         """Pass a verdict on, and finish the job, or go on to its next request."""
@@ -325,7 +335,7 @@ class Batcher:
                 self._scheduler.requests.remove(job)
                 job.admitted = None
                 return
-        if any(other.admitted is None for other in self._scheduler.requests):
+        if self._is_crowded:
             self._scheduler.requests.remove(job)
             self._scheduler.requests.append(job)
             job.admitted = None

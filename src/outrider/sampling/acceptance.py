@@ -53,6 +53,11 @@ class Verdict:
     queue_s: float = field(default=0.0, compare=False)
     compute_s: float = field(default=0.0, compare=False)
 
+    def with_times(self, queue_s: float, compute_s: float) -> Verdict:
+        """Return the verdict with other times."""
+        counts = self.near_ties, self.audited, self.disagreed
+        return Verdict(self.round, self.accepted, self.next_token, *counts, queue_s, compute_s)
+
 
 class AcceptanceRule(Protocol):
     """An acceptance rule.

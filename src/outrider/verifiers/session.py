@@ -94,7 +94,7 @@ class Session:
             OutOfSync: the base length differs from the session's (the message has both), or the round was answered for
                 other tokens.
         """
-        is_repeat = self._last is not None and _same(request, self._last[0])
+        is_repeat = self._last is not None and request.round == self._last[0].round and _same(request, self._last[0])
         if self._resumed_at is not None and not is_repeat:
             self._truncate(self._resumed_at)  # the edge does not repeat the request whose verdict was kept for it
         self._resumed_at = None
@@ -162,5 +162,5 @@ class Session:
 
 
 def _same(one: Verify, other: Verify) -> bool:
-    """Return whether two requests are the same round with the same tokens. q is not compared."""
-    return all(getattr(one, name) == getattr(other, name) for name in ("round", "base_length", "new_ids", "draft_ids"))
+    """Return whether two requests of one round have the same tokens. q is not compared."""
+    return all(getattr(one, name) == getattr(other, name) for name in ("base_length", "new_ids", "draft_ids"))
