@@ -101,7 +101,7 @@ def test_a_client_that_does_not_read_holds_neither_slot_nor_session() -> None:
 
 def test_a_rate_limit_delays_streamed_tokens_and_lets_the_engine_run_ahead_by_one() -> None:
     engine, clock = HeldEngine(), [0.0]
-    with serving(engine, limits=Limits(max_rate=1, burst=3)) as served:
+    with serving(engine, limits=Limits(max_rate=20, burst=3)) as served:
         served.service._rate._clock = lambda: clock[0]
 
         async def start() -> tuple[SessionEntry, list[int], asyncio.Task[int]]:
@@ -120,9 +120,9 @@ def test_a_rate_limit_delays_streamed_tokens_and_lets_the_engine_run_ahead_by_on
         entry, tokens, reading = served.run(start())
         wait_until(lambda: len(tokens) == 2 and entry.awaits_client)  # the opening counts as well
         assert len(entry.session.ids) == 5 + 4
-        clock[0] = 100.0
-        wait_until(lambda: len(tokens) >= 5)
-        clock[0] = 200.0
+        for more in (5, 8, 9):  # three at once whenever the burst is full again
+            clock[0] += 100.0
+            wait_until(lambda more=more: len(tokens) == more)  # type: ignore[misc]
         wait_until(reading.done)
         assert tuple(tokens) == target_output(9, ignore_eos=True)
 
