@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from outrider.cloud.batcher import Batcher, call_each
@@ -154,7 +153,8 @@ async def fuzz_directly(
     slots = model.reserve(SLOTS * MAX_LENGTH, MAX_LENGTH)
     batcher = Batcher(model, slots, metrics)
     service = Service(model, batcher, limits=LIMITS, metrics=metrics, tokens=TOKENS, max_length=MAX_LENGTH)  # type: ignore[arg-type]
-    batcher.start(partial(asyncio.get_running_loop().call_soon_threadsafe, call_each))
+    loop = asyncio.get_running_loop()
+    batcher.start(lambda outcomes: loop.call_soon_threadsafe(call_each, outcomes))
     over = asyncio.Event()
     standing = asyncio.create_task(stand_by(service, over, bystander))
     await until(lambda: service.streams == 1)  # the bystander's

@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import grpc
 from grpc_health.v1 import health, health_pb2
@@ -85,7 +84,8 @@ class Server:
         except SettingsError:
             await self.stop()
             raise
-        self._batcher.start(partial(asyncio.get_running_loop().call_soon_threadsafe, call_each))
+        loop = asyncio.get_running_loop()
+        self._batcher.start(lambda outcomes: loop.call_soon_threadsafe(call_each, outcomes))
         await self._grpc.start()
         await self._serve_health(health_pb2.HealthCheckResponse.SERVING)
         self._housekeeping = asyncio.create_task(self.service.housekeeping())

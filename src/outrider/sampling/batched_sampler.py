@@ -42,7 +42,8 @@ class RowContext:
     history: Tensor | None
 
 
-NO_CONTEXT = RowContext(*[torch.zeros(0, dtype=torch.int64)] * 3, None)  # of greedy rows without logits processors
+_NOTHING = torch.zeros(0, dtype=torch.int64)
+NO_CONTEXT = RowContext(_NOTHING, _NOTHING, _NOTHING, None)  # of greedy rows without logits processors
 
 
 def row_context(policy: Policy, length: int) -> tuple[int, int, int]:

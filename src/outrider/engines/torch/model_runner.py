@@ -248,14 +248,14 @@ class PendingSamples:
         if sampled.is_cuda:
             self._sampled = torch.empty_like(sampled, device="cpu", pin_memory=True)
             self._sampled.copy_(sampled, non_blocking=True)
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
         else:
             self._sampled = sampled
 
     def ready(self) -> bool:
         """Return whether the tokens have arrived."""
-        return self._copied is None or self._copied.query()
+        return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
 
     def result(self) -> list[SampledRows]:
         """Wait for the tokens, and return those of each input."""
