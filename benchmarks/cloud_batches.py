@@ -2,8 +2,8 @@
 
 Cloud-only: every session generates by itself, as for a client that reads at once. Verifying: all sessions request a
 verdict on k drafts at once, again and again. The drafts are the target's own output, wrong with probability 1 − alpha,
-and take no time here. Both run interleaved on the same engine, and medians are printed, last as one JSON line.
-benchmarks/vllm_peer.py gives vLLM's tokens per second for the same sessions and context.
+and take no time here. Both run interleaved on the same engine, and medians are printed, last as one JSON line. The
+capacity is the number of sessions up to which a token takes no longer than --latency, by linear interpolation.
 
     python -m benchmarks.cloud_batches [--model 7B|demo:cloud|…] [--sessions 1 8 32 128] [--context 1000] [--k 5]
         [--alpha 0.8] [--timeline FILE.svg]
@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks import timeline
@@ -39,6 +40,7 @@ from outrider.sampling.acceptance import Verdict
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import open_session
 
+MODES = ("cloud_only", "verifying")
 BATCHER_SPANS = ("_run_step", "_plan", "_admit_waiting", "_launch", "_read_back", "_judge_flight", "_deliver", "submit")
 
 
@@ -117,7 +119,7 @@ def measure(
     batcher.start()
     clients = [Client(engine, args.context, args.alpha, seed, length + args.k) for seed in range(count)]
     generate(batcher, clients, length)
-    found: dict[str, list[tuple[float, float]]] = {"cloud_only": [], "verifying": []}
+    found: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES}
     for repeat in range(args.repeats + 1):
         for client in clients:
             client.reopen(batcher)
@@ -137,6 +139,13 @@ def measure(
     return result, batcher, clients
 
 
+def capacity(results: dict[int, dict[str, Any]], mode: str, latency: float) -> float:
+    """Return up to how many sessions a token of each takes at most `latency` ms: at most the last measured number."""
+    counts = sorted(results)
+    times = [1000 * count / results[count][mode]["tokens_per_s"] for count in counts]
+    return round(float(np.interp(latency, times, counts)), 1)
+
+
 def draw(engine: Any, batcher: Batcher, clients: list[Client], args: argparse.Namespace) -> dict[str, Any]:
     """Record both modes, write the picture, and return ms per step of the GPU and of the host's spans."""
     targets = [(batcher, name) for name in BATCHER_SPANS]
@@ -144,12 +153,12 @@ def draw(engine: Any, batcher: Batcher, clients: list[Client], args: argparse.Na
     if runner is not None:
         targets += [(runner, "logits"), (runner, "sample")]
     lines, found = {}, {}
-    for mode in ("cloud-only", "verifying"):
+    for mode in MODES:
         for client in clients:
             client.reopen(batcher)
         generate(batcher, clients, 3)
         with timeline.record(targets) as line:
-            if mode == "cloud-only":
+            if mode == "cloud_only":
                 generate(batcher, clients, args.rounds)
             else:
                 verify(batcher, clients, args.k, args.rounds)
@@ -168,6 +177,7 @@ def main() -> None:
     parser.add_argument("--alpha", type=float, default=0.8)
     parser.add_argument("--rounds", type=int, default=20, help="steps of a measurement")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--latency", type=float, default=5.0, help="ms per token")
     parser.add_argument("--timeline", metavar="FILE.svg")
     args = parser.parse_args()
     engine: Any = TorchEngine(counting(random_model(args.model))) if args.model in SIZES else load_engine(args.model)
@@ -182,7 +192,8 @@ def main() -> None:
         batcher.stop()
     device = torch.cuda.get_device_name() if engine.device.type == "cuda" else "cpu"
     versions = {"torch": torch.__version__, "device": device}
-    print(json.dumps({"benchmark": "cloud_batches", **vars(args), **versions, "results": results, "timeline": spans}))
+    found = {"results": results, "capacity": {mode: capacity(results, mode, args.latency) for mode in MODES}}
+    print(json.dumps({"benchmark": "cloud_batches", **vars(args), **versions, **found, "timeline": spans}))
 
 
 if __name__ == "__main__":
