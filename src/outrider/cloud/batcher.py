@@ -229,7 +229,7 @@ class Batcher:
         if isinstance(planned, Verdict):
             self._advance(job, planned)
         else:
-            job.plan, job.logits_to_keep = planned, planned.rows
+            job.plan, job.length, job.logits_to_keep = planned, len(planned), planned.rows
 
     def _admit_waiting(self) -> None:
         """Give slots to the jobs that the scheduler selects. Sessions keep their slots."""
@@ -307,10 +307,10 @@ class Batcher:
             self._finish(job)
             return
         assert job.plan is not None
-        verdict = job.entry.session.judge(job.plan, output)
         now, admitted = time.perf_counter(), job.admitted or 0.0
+        verdict = job.entry.session.judge(job.plan, output, admitted - job.arrived, now - admitted)
         self._judged.append((len(job.request.draft_ids), verdict.accepted, now - job.arrived))
-        self._advance(job, verdict.with_times(admitted - job.arrived, now - admitted))
+        self._advance(job, verdict)
 
     def _advance(self, job: Job, verdict: Verdict) -> None:
         """Pass a verdict on, and finish the job, or go on to its next request."""

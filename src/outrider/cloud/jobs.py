@@ -18,7 +18,7 @@ from outrider.verifiers.session import ForwardPlan
 
 @dataclass(eq=False)
 class Job(Request):
-    """One request. plan: its forward, once planned. sequence: its KV cache, once admitted.
+    """One request. plan: its forward, once planned. length: the plan's. sequence: its KV cache, once admitted.
 
     ended: its future has an outcome, or will have it with the next delivery.
     """
@@ -28,6 +28,7 @@ class Job(Request):
     future: Future[Any] = field(default_factory=Future)
     arrived: float = field(default_factory=time.perf_counter)
     plan: ForwardPlan | None = None
+    length: int = 0
     sequence: CachedSequence = field(init=False)
     ended: bool = False
     cancelled: bool = False
@@ -43,16 +44,15 @@ class Job(Request):
     @property
     def _missing(self) -> int:
         """Return how many tokens of the plan the KV cache lacks."""
-        assert self.plan is not None
-        return len(self.plan) - self.sequence.cached_len
+        return self.length - self.sequence.cached_len
 
     def next_input(self, count: int) -> SequenceInput:
         """Return the next `count` tokens of the plan. Parts before the last keep one row of logits."""
         assert self.plan is not None
-        cached_len = self.sequence.cached_len
-        is_last = cached_len + count == len(self.plan)
-        ids = self.plan.ids_from(cached_len)
-        return SequenceInput(self.slot, ids if is_last else ids[:count], self.plan.rows if is_last else 1)
+        ids = self.plan.ids_from(self.sequence.cached_len)
+        if count == len(ids):
+            return SequenceInput(self.slot, ids, self.logits_to_keep)
+        return SequenceInput(self.slot, ids[:count], 1)
 
     def begin(self) -> bool:
         """Return whether the job may start: it was not cancelled while it waited for the batcher."""

@@ -53,11 +53,6 @@ class Verdict:
     queue_s: float = field(default=0.0, compare=False)
     compute_s: float = field(default=0.0, compare=False)
 
-    def with_times(self, queue_s: float, compute_s: float) -> Verdict:
-        """Return the verdict with other times."""
-        counts = self.near_ties, self.audited, self.disagreed
-        return Verdict(self.round, self.accepted, self.next_token, *counts, queue_s, compute_s)
-
 
 class AcceptanceRule(Protocol):
     """An acceptance rule.
@@ -267,10 +262,18 @@ def verify_block(
     return Verdict(round_, k, p.token, tuple(near_ties))
 
 
-def verify_sampled(round_: int, drafts: Seq[int], base: int, sampled: SampledRows, noise: float) -> Verdict:
+def verify_sampled(
+    round_: int,
+    drafts: Seq[int],
+    base: int,
+    sampled: SampledRows,
+    noise: float,
+    times: tuple[float, float] = (0.0, 0.0),
+) -> Verdict:
     """Return the verdict of the exact rule on drafts after `base` tokens, without an object for each sampled token.
 
-    sampled: a row for each draft, and one more. noise: with the policy's gain. Equal to `verify_block`.
+    sampled: a row for each draft, and one more. noise: with the policy's gain. times: queue_s, compute_s. Equal to
+    `verify_block`.
     """
     tokens, accepted = sampled.tokens, 0
     for draft in drafts:
@@ -279,7 +282,7 @@ def verify_sampled(round_: int, drafts: Seq[int], base: int, sampled: SampledRow
         accepted += 1
     sampled.check_scores(accepted + 1, base)
     near_ties = tuple(i for i, margin in enumerate(sampled.margins[: accepted + 1]) if margin < noise) if noise else ()
-    return Verdict(round_, accepted, tokens[accepted], near_ties)
+    return Verdict(round_, accepted, tokens[accepted], near_ties, 0, 0, *times)
 
 
 def count_disagreements(ids: list[int], start: int, base: int, logits: ForwardOutput, policy: Policy) -> int:

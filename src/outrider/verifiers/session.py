@@ -115,19 +115,22 @@ class Session:
         """Return the policy for on-device sampling, or None if the acceptance rule needs the logits."""
         return None if self._rule.needs_logits else self._policy
 
-    def judge(self, plan: ForwardPlan, output: ForwardOutput) -> Verdict:
+    def judge(self, plan: ForwardPlan, output: ForwardOutput, queue_s: float = 0.0, compute_s: float = 0.0) -> Verdict:
         """Verify the block and commit its accepted tokens.
 
-        output: [plan.rows, …], first the rows of audited tokens, then those of the drafts.
+        output: [plan.rows, …], first the rows of audited tokens, then those of the drafts. queue_s, compute_s: for the
+        verdict.
         """
         request, start = plan.request, plan.audit_from
         base = request.base_length
         rows = output[base - start :] if base > start else output
         if isinstance(rows, SampledRows) and isinstance(self._rule, Exact):
             noise = self.noise * self._policy.noise_gain
-            verdict = verify_sampled(request.round, request.draft_ids, base, rows, noise)
+            times = queue_s, compute_s
+            verdict = verify_sampled(request.round, request.draft_ids, base, rows, noise, times)
         else:
             verdict = verify_block(request.round, plan.ids, base, rows, self._policy, self._rule, request.q, self.noise)
+            verdict = replace(verdict, queue_s=queue_s, compute_s=compute_s)
         if base > start:
             disagreed = count_disagreements(plan.ids, start, base, output, self._policy)
             verdict = replace(verdict, audited=base - start, disagreed=disagreed)
