@@ -5,10 +5,11 @@ verdict on k drafts at once, again and again. The drafts are the target's own ou
 and take no time here. Both run interleaved on the same engine, and medians are printed, last as one JSON line. The
 capacity is the number of sessions up to which a token takes no longer than --latency, by linear interpolation.
 
-    python -m benchmarks.cloud_batches [--model 7B|demo:cloud|…] [--sessions 1 8 32 128] [--context 1000] [--k 5]
-        [--alpha 0.8] [--timeline FILE.svg]
+    python -m benchmarks.cloud_batches [--model 7B|demo:cloud|instant|…] [--sessions 1 8 32 128] [--context 1000]
+        [--k 5] [--alpha 0.8] [--timeline FILE.svg]
 
---timeline: also draw 30 ms of the host's threads and of the GPU, for the last number of sessions.
+--model instant: no model, so that the host's time is left (`cpu_ms` in the JSON line). --timeline: also draw 30 ms of
+the host's threads and of the GPU, for the last number of sessions.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 
 from benchmarks import timeline
+from benchmarks.instant_sampler import InstantSampler
 from benchmarks.random_models import SIZES, counting, random_model
 from benchmarks.synthetic_drafter import corrupt_tokens
 from outrider.cloud.batcher import Batcher
@@ -113,29 +115,30 @@ def generate(batcher: Batcher, clients: list[Client], count: int) -> int:
 def measure(
     engine: ServableEngine, count: int, args: argparse.Namespace
 ) -> tuple[dict[str, Any], Batcher, list[Client]]:
-    """Return ms per step and tokens per second of both modes, and the running batcher with its clients."""
+    """Return wall and CPU ms per step and tokens per second of both modes, and the running batcher and its clients."""
     length = (args.repeats + 2) * args.rounds * (args.k + 3)
-    batcher = Batcher(engine, count, Metrics(), max_batch=max(64, count))
+    batcher = Batcher(engine, count, Metrics())
     batcher.start()
     clients = [Client(engine, args.context, args.alpha, seed, length + args.k) for seed in range(count)]
     generate(batcher, clients, length)
-    found: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES}
+    found: dict[str, list[tuple[float, float, float]]] = {mode: [] for mode in MODES}
     for repeat in range(args.repeats + 1):
         for client in clients:
             client.reopen(batcher)
         generate(batcher, clients, 3)  # prefill
         for mode in found:
-            started = time.perf_counter()
+            started, cpu_started = time.perf_counter(), time.process_time()
             if mode == "cloud_only":
                 tokens = generate(batcher, clients, args.rounds)
             else:
                 tokens = verify(batcher, clients, args.k, args.rounds)
             seconds = time.perf_counter() - started
-            found[mode] += [(1000 * seconds / args.rounds, tokens / seconds)] if repeat else []
+            cpu_ms = 1000 * (time.process_time() - cpu_started) / args.rounds
+            found[mode] += [(1000 * seconds / args.rounds, cpu_ms, tokens / seconds)] if repeat else []
     result: dict[str, Any] = {}
     for mode, values in found.items():
-        step, rate = (statistics.median(column) for column in zip(*values, strict=True))
-        result[mode] = {"step_ms": round(step, 3), "tokens_per_s": round(rate, 1)}
+        step, cpu, rate = (statistics.median(column) for column in zip(*values, strict=True))
+        result[mode] = {"step_ms": round(step, 3), "cpu_ms": round(cpu, 3), "tokens_per_s": round(rate, 1)}
     return result, batcher, clients
 
 
@@ -168,6 +171,13 @@ def draw(engine: Any, batcher: Batcher, clients: list[Client], args: argparse.Na
     return found
 
 
+def load(model: str) -> Any:
+    """Return the engine of `--model`."""
+    if model == "instant":
+        return InstantSampler()
+    return TorchEngine(counting(random_model(model))) if model in SIZES else load_engine(model)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="7B")
@@ -180,7 +190,7 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=5.0, help="ms per token")
     parser.add_argument("--timeline", metavar="FILE.svg")
     args = parser.parse_args()
-    engine: Any = TorchEngine(counting(random_model(args.model))) if args.model in SIZES else load_engine(args.model)
+    engine = load(args.model)
     print(f"{'sessions':>8} {'cloud-only':>22} {'verifying':>22}   (ms per step, tokens per second)")
     results, spans = {}, None
     for count in args.sessions:
