@@ -117,7 +117,7 @@ def test_sessions_of_different_settings_are_chosen_for_at_once(monkeypatch: pyte
 
 @pytest.mark.parametrize("case", SETTINGS)
 def test_a_launch_continues_from_tokens_that_the_host_has_not_read(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Across a growth of the cache, beside another slot, and by transformers' own forward for the last token."""
+    """Across a move of the cache, beside another slot, and in batches above the limit of tokens."""
     monkeypatch.setattr(kernels, "SKINNY_TOKENS", 0)
     engine, plain = fused(model(), monkeypatch), fused(model(), monkeypatch)
     prompts, own = [ids(29), ids(4, 1)], policy(**SETTINGS[case])
