@@ -44,11 +44,11 @@ from outrider.engines.torch.model_families import (
     is_audio_model,
     read_max_length,
 )
-from outrider.engines.torch.model_runner import ModelRunner, split_prefill
+from outrider.engines.torch.model_runner import ModelRunner, PendingSamples, split_prefill
 from outrider.engines.vocabulary import Vocabulary, check_eos_ids, warn_if_eos_differs
 from outrider.errors import ModelError, PromptError, StateError
 from outrider.sampling.policy import Policy
-from outrider.sampling.sampler import SampledToken
+from outrider.sampling.sampler import SampledRows
 
 SELF_TESTS = {
     torch.float64: SelfTest(9, 3, 3, 1e-3),
@@ -230,10 +230,14 @@ class TorchEngine(Vocabulary, Locked):
         """Return whether the engine has `sample_many` and `draft`: on a GPU, for models that can be fused."""
         return self._runner is not None
 
+    def sample_many(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> Seq[SampledRows]:
+        """Run `forward_many`, and sample a token from each kept position by its input's policy."""
+        return self.launch(inputs, policies).result()
+
     @exclusive
     @torch.inference_mode()
-    def sample_many(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> list[list[SampledToken]]:
-        """Run `forward_many`, and sample a token from each kept position by its input's policy."""
+    def launch(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> PendingSamples:
+        """Start `sample_many`, and return while the GPU computes. An input may be the single id `LAST_SAMPLED`."""
         assert self._runner is not None
         starts = [self.kv_len(seq_input.slot) for seq_input in inputs]
         with self._on_this_device():
@@ -296,6 +300,7 @@ class TorchEngine(Vocabulary, Locked):
         ids = torch.tensor(padded, device=self.device)
         if self._runner is not None:
             self._runner.prepare(self._cache)
+            self._runner.fill_last_sampled(ids, ordered, range(0, ids.numel(), width))
             self._cache.store_token_ids(ids)
         media = self._place_media(ordered, starts, width)
         columns = sorted({column for seq_input in inputs for column in seq_input.kept})
