@@ -159,10 +159,10 @@ class LlmServerSession:
     def _increase_top(self, capabilities: Capabilities, shortage: NeedMoreLogprobs, name: str) -> None:
         """Request more entries from now on, since the next rows are likely to need them too."""
         if self._top == ALL_LOGPROBS or (capabilities.top != ALL_LOGPROBS and self._top >= capabilities.top):
+            hint = self._backend.more_hint(capabilities, TOP_GROWTH * capabilities.top)
             raise CloudRefused(
                 f"{name} sends {capabilities.top} entries of a row, which do not determine the token at position "
-                f"{shortage.position}: {self._backend.more_hint.format(TOP_GROWTH * capabilities.top)}, or restrict "
-                "sampling further (top_k, top_p)"
+                f"{shortage.position}: {hint}, or restrict sampling further (top_k, top_p)"
             )
         self._top *= TOP_GROWTH
         if self._top > MAX_TOP and capabilities.top == ALL_LOGPROBS:
@@ -184,12 +184,12 @@ def check_settings(settings: GenerationSettings, capabilities: Capabilities, nam
     if settings.top_k >= capabilities.top:
         raise SettingsError(
             f"top_k {settings.top_k}: {name} sends {capabilities.top} entries of a row, which covers top_k up to "
-            f"{capabilities.top - 1}; {backend.more_hint.format(settings.top_k + 1)}"
+            f"{capabilities.top - 1}; {backend.more_hint(capabilities, settings.top_k + 1)}"
         )
     if not settings.top_k and settings.top_p == 1.0 and settings.min_p == 0.0:
         raise SettingsError(
             f"sampling from the whole vocabulary: {name} sends {capabilities.top} entries of a row; set top_k (up to "
-            f"{capabilities.top - 1}), top_p or min_p, or {backend.more_hint.format(-1)}"
+            f"{capabilities.top - 1}), top_p or min_p, or {backend.more_hint(capabilities, ALL_LOGPROBS)}"
         )
 
 
@@ -201,9 +201,10 @@ def sampling_warning(
     if settings.temperature == 0 or settings.top_k or has_all:
         return ""
     which = "top_p" if settings.top_p < 1.0 else "min_p"
+    hint = backend.more_hint(capabilities, ALL_LOGPROBS)
     return (
         f"{which} may not be determined by the {capabilities.top} entries of a row that {name} sends, and the output "
-        f"then ends with an error: add top_k (up to {capabilities.top - 1}), or {backend.more_hint.format(-1)}"
+        f"then ends with an error: add top_k (up to {capabilities.top - 1}), or {hint}"
     )
 
 
