@@ -62,7 +62,11 @@ HISTOGRAMS = {
 
 @dataclass(frozen=True)
 class Load:
-    """A load. vocabulary: tokens of the model. mode: the request mode, or "" for the one that the probe chooses."""
+    """A load.
+
+    vocabulary: tokens of the model. mode: the request mode, or "" for the one that the probe chooses. one_prefill: no
+    request of its own computes the prompt.
+    """
 
     port: int
     sessions: int
@@ -72,6 +76,7 @@ class Load:
     rounds: int
     vocabulary: int
     mode: str
+    one_prefill: bool
 
     def prompts(self) -> list[list[int]]:
         """The prompts of the sessions, the same in every process."""
@@ -187,8 +192,10 @@ def _verifier(load: Load) -> LlmServerVerifier:
         verifier = LlmServerVerifier(VllmBackend(), [("127.0.0.1", load.port)], deadline=WAIT, retry_timeout=1.0)
         verifier.describe(info)
         (replica,) = verifier.replicas
-        if load.mode and replica.capabilities is not None:
-            replica.capabilities = replace(replica.capabilities, mode=load.mode)
+        capabilities = replica.capabilities
+        assert capabilities is not None
+        mode, separate = load.mode or capabilities.mode, capabilities.sends_computed_rows and not load.one_prefill
+        replica.capabilities = replace(capabilities, mode=mode, sends_computed_rows=separate)
         _verifiers[load.port] = verifier
     return _verifiers[load.port]
 
@@ -293,7 +300,17 @@ def run(options: argparse.Namespace, port: int) -> None:
         for name in options.loads:
             sessions, length = map(int, name.split("x"))
             size = vocabulary(options.size)
-            load = Load(port, sessions, length, options.k, options.alpha, options.rounds, size, options.mode)
+            load = Load(
+                port,
+                sessions,
+                length,
+                options.k,
+                options.alpha,
+                options.rounds,
+                size,
+                options.mode,
+                options.one_prefill,
+            )
             count = min(options.processes, sessions)
             if count not in pools:
                 pools[count] = context.Pool(count, _start, (context.Barrier(count),))
@@ -316,6 +333,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, help="of a running server of the same model")
     parser.add_argument("--size", default="7B")
     parser.add_argument("--label", default="")
+    parser.add_argument("--one-prefill", action="store_true", help="compute prompts with their first block")
     parser.add_argument("--mode", default="", choices=("", PER_PREFIX, PROMPT_LOGPROBS))
     parser.add_argument("--python", default=sys.executable, help="of the environment that has vLLM")
     parser.add_argument("--loads", nargs="+", default=list(LOADS))

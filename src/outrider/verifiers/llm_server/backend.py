@@ -78,7 +78,7 @@ class Capabilities:
     entries of a row, ALL_LOGPROBS without a limit. normalised: rows are log-probabilities, not logits. noise: twice the
     measured difference between two computations of the same row, in logits. sample: rows of the probe prompt. warning:
     the cost of the request mode, for the log, or empty. media_refusal: the reason that recordings cannot be verified,
-    or empty.
+    or empty. sends_computed_rows: the answer has the rows of all computed tokens, not of the requested ones alone.
     """
 
     model: str
@@ -90,6 +90,7 @@ class Capabilities:
     sample: tuple[TopLogprobs, ...]
     warning: str = ""
     media_refusal: str = ""
+    sends_computed_rows: bool = False
 
 
 class Backend(Protocol):

@@ -38,6 +38,7 @@ from outrider.verifiers.retry import MIN_UPLOAD_RATE
 from outrider.verifiers.session import ForwardPlan, Session
 
 TOP_CONSTRAINED, TOP_NUCLEUS = 8, 64  # entries of a row in the first request
+PREFILL_MIN = 512  # tokens before a first block; with more, a request of its own computes them
 TOP_GROWTH, MAX_TOP = 4, 4096  # factor for the next request if they do not suffice; above MAX_TOP the whole row
 
 
@@ -69,6 +70,7 @@ class LlmServerSession:
         self._top = _initial_top(settings)
         self._media = _media(prompt, target)
         self._has_recording: set[Replica] = set()
+        self._prefilled: set[Replica] = set()  # replicas that have computed the tokens before the first block
         self._maybe_cached: set[Replica] = set()  # replicas that may have cached tokens without a verdict
 
     async def verify(self, request: Verify) -> Verdict:
@@ -99,6 +101,7 @@ class LlmServerSession:
             sampling_warning(self._settings, capabilities, self.session.vocab_size, replica.name, self._backend)
         )
         self.session.noise = max(self.session.noise, capabilities.noise)
+        await self._prefill(replica, capabilities, plan)
         while True:
             rows = await self._fetch_logprobs(replica, capabilities, plan)
             try:
@@ -108,6 +111,17 @@ class LlmServerSession:
                 continue
             self._maybe_cached.discard(replica)
             return verdict
+
+    async def _prefill(self, replica: Replica, capabilities: Capabilities, plan: ForwardPlan) -> None:
+        """Let a replica compute a long text before its first block, if the answer would contain all rows of the text.
+
+        The last token before the drafts is left out. If it were cached, the row after it would be missing.
+        """
+        is_new = capabilities.sends_computed_rows and replica not in self._prefilled
+        length = len(plan.ids) - plan.rows
+        if is_new and plan.rows > 1 and length >= PREFILL_MIN and self._media is None:
+            await self._post(replica, capabilities, LogprobsRequest(plan.ids[:length], 1, 1, self._key))
+        self._prefilled.add(replica)
 
     async def _fetch_logprobs(
         self, replica: Replica, capabilities: Capabilities, plan: ForwardPlan

@@ -93,6 +93,7 @@ class VllmBackend:
         """
         model, length = await self._model(client)
         plain = Capabilities(model, length, PROMPT_LOGPROBS, PROBE_TOP, normalised=False, noise=0.0, sample=())
+        plain = replace(plain, sends_computed_rows=True)
         return await self._probe_prompt_logprobs(client, plain)
 
     async def _model(self, client: HttpClient) -> tuple[str, int | None]:
@@ -126,7 +127,7 @@ class VllmBackend:
         return await self._measured(client, capabilities, read, reused)
 
     async def _probe_per_prefix(self, client: HttpClient, capabilities: Capabilities) -> Capabilities:
-        capabilities = replace(capabilities, mode=PER_PREFIX)
+        capabilities = replace(capabilities, mode=PER_PREFIX, sends_computed_rows=False)
         probe = backend.probe_request()
         read = await backend.fetch_logprobs(self, client, probe, capabilities)
         again = await backend.fetch_logprobs(self, client, probe, capabilities)
@@ -219,13 +220,14 @@ def _mode(request: LogprobsRequest, capabilities: Capabilities) -> str:
 
 
 def _prompt_logprobs_body(request: LogprobsRequest, capabilities: Capabilities) -> Json:
-    params = {
+    params: Json = {
         **DEFAULT_PARAMS,
-        "prompt_logprobs": request.top,
         "logprobs": request.top,
         "skip_reading_prefix_cache": request.skip_cache,
         "detokenize": False,
     }
+    if request.rows > 1:  # else the server would send the rows of the whole prompt for none that is needed
+        params["prompt_logprobs"] = request.top
     body: Json = {
         "model": capabilities.model,
         "token_ids": list(request.ids),
