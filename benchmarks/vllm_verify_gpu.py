@@ -52,6 +52,7 @@ from outrider.verifiers.llm_server.vllm import DEFAULT_PARAMS, PER_PREFIX, PROMP
 
 LOADS = ("1x150", "8x150", "32x150", "1x1500", "8x1500", "32x1500", "1x6000", "8x6000", "32x6000", "32x1000")
 SHORT = 8  # tokens of the short output
+MIN_VERDICTS = 200  # of a load, so that the tokens per round are near those that alpha promises
 WAIT = 600.0  # s
 HISTOGRAMS = {
     "server_ms": "vllm:e2e_request_latency_seconds",
@@ -256,7 +257,9 @@ class _Session:
         verdict = self._verifier.verify(self.number, Verify(self._round, self._length, (), tuple(drafts)))
         seconds = time.perf_counter() - started
         self._length += verdict.accepted + 1
-        self._last = verdict.next_token
+        self._last = (self._last + verdict.accepted + 1) % self._load.vocabulary
+        if verdict.next_token != self._last:
+            raise RuntimeError(f"{verdict} on {drafts}: expected token {self._last}")
         return seconds, verdict.accepted + 1
 
 
@@ -299,18 +302,9 @@ def run(options: argparse.Namespace, port: int) -> None:
     try:
         for name in options.loads:
             sessions, length = map(int, name.split("x"))
-            size = vocabulary(options.size)
-            load = Load(
-                port,
-                sessions,
-                length,
-                options.k,
-                options.alpha,
-                options.rounds,
-                size,
-                options.mode,
-                options.one_prefill,
-            )
+            rounds = max(options.rounds, MIN_VERDICTS // sessions)
+            chosen = (options.k, options.alpha, rounds, vocabulary(options.size))
+            load = Load(port, sessions, length, *chosen, options.mode, options.one_prefill)
             count = min(options.processes, sessions)
             if count not in pools:
                 pools[count] = context.Pool(count, _start, (context.Barrier(count),))
