@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -64,12 +65,13 @@ class Metrics:
         self._batch_tokens.observe(tokens)
         self._forward_seconds.observe(seconds)
 
-    def observe_verdict(self, drafts: int, accepted: int, seconds: float) -> None:
-        """Observe a verdict. seconds: since its request arrived."""
-        self._verdicts.inc()
+    def observe_verdicts(self, drafts: int, accepted: int, seconds: Seq[float]) -> None:
+        """Observe the verdicts of a forward. drafts, accepted: in total. seconds: of each, since its request."""
+        self._verdicts.inc(len(seconds))
         self._drafts.inc(drafts)
         self._accepted.inc(accepted)
-        self._verify_seconds.observe(seconds)
+        for each in seconds:
+            self._verify_seconds.observe(each)
 
     def count_generated(self, tokens: int = 1) -> None:
         """Count tokens of cloud-only decoding."""

@@ -12,13 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from outrider.cloud.limits import Limits
 from outrider.config import GenerationSettings
 from outrider.engines.base import Prompt
 from outrider.protocol.messages import ErrorCode, FrameError
-from outrider.sampling.acceptance import Verdict
 from outrider.verifiers.session import Session
 
 SESSION_ID_BYTES = 16
@@ -45,7 +44,8 @@ class SessionEntry:
     id: bytes = field(default_factory=lambda: secrets.token_bytes(SESSION_ID_BYTES))
     last_used: float = 0.0
     stream: Stream | None = None  # the last one to open or resume the session, None once that has ended
-    pending: Future[Verdict] | None = None  # the verdict being computed
+    pending: Future[Any] | None = None  # the verdict or the generation being computed
+    awaits_client: bool = False  # the generation goes on when its client has read more of it
 
     def attach(self, stream: Stream | None) -> None:
         """Attach the session to a stream, or to none. Its previous stream is detached."""
@@ -66,7 +66,7 @@ class SessionEntry:
     @property
     def busy(self) -> bool:
         """Return whether a verdict is being computed."""
-        return self.pending is not None and not self.pending.done()
+        return self.pending is not None and not self.pending.done() and not self.awaits_client
 
 
 class Sessions:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 from outrider.decoding.actions import Verify
 from outrider.engines.base import CachedSequence, Engine, Prompt, forward_or_sample
@@ -40,9 +39,9 @@ class LocalVerifier(SessionTable[tuple[Session, CachedSequence]]):
         started = time.perf_counter()
         cache.rollback_to(plan.start)
         (output,) = forward_or_sample(self.engine, [cache.next_input(plan.ids, plan.rows)], [entry.sampling_policy])
-        verdict = entry.judge(plan, output)
+        verdict = entry.judge(plan, output, compute_s=time.perf_counter() - started)
         cache.rollback_to(len(entry.ids))
-        return replace(verdict, compute_s=time.perf_counter() - started)
+        return verdict
 
     def generate(self, session: int) -> Iterator[Verdict]:
         """Yield the target's own tokens, one verdict for each token."""

@@ -21,7 +21,13 @@ from outrider.engines.locking import Locked, exclusive, get_lock
 from outrider.engines.model_changes import capture_state, find_change
 from outrider.engines.scheduler import PREFILL_CHUNK
 from outrider.engines.self_test import SelfTest, check_weights, explain_non_finite
-from outrider.engines.torch.attention import attention_windows, batch_audio_windows, configure_attention
+from outrider.engines.torch.attention import (
+    ATTENTION_NAME,
+    BY_ROW_TYPES,
+    attention_windows,
+    batch_audio_windows,
+    configure_attention,
+)
 from outrider.engines.torch.fused_model import (
     FUSED_PREFILL_CHUNK,
     FusedModel,
@@ -38,11 +44,11 @@ from outrider.engines.torch.model_families import (
     is_audio_model,
     read_max_length,
 )
-from outrider.engines.torch.model_runner import ModelRunner, split_prefill
+from outrider.engines.torch.model_runner import ModelRunner, PendingSamples, split_prefill
 from outrider.engines.vocabulary import Vocabulary, check_eos_ids, warn_if_eos_differs
 from outrider.errors import ModelError, PromptError, StateError
 from outrider.sampling.policy import Policy
-from outrider.sampling.sampler import SampledToken
+from outrider.sampling.sampler import SampledRows
 
 SELF_TESTS = {
     torch.float64: SelfTest(9, 3, 3, 1e-3),
@@ -88,9 +94,9 @@ class TorchEngine(Vocabulary, Locked):
         self._additive_mask = configure_attention(model, self._family.language, self._text_config)
         if self.audio is not None and model.device.type == "cuda":
             batch_audio_windows(model, self.audio.tower)
-        self._cache = SlotKVCache(self._text_config.num_hidden_layers)
-        self._media: dict[int, _SlotAudio] = {}
         self.device, self.dtype = model.device, model.dtype
+        self._cache = SlotKVCache(self._text_config.num_hidden_layers, by_row=self._attends_by_row)
+        self._media: dict[int, _SlotAudio] = {}
         self.row_count = int(self._text_config.vocab_size)
         self.eos_ids = check_eos_ids(self.name, _read_eos_ids(model), self.row_count, "generation config")
         warn_if_eos_differs(self.name, self.eos_ids, tokenizer, "generation config")
@@ -100,6 +106,12 @@ class TorchEngine(Vocabulary, Locked):
         self._state = capture_state(model)
         self.noise = self._run_self_test()
         self.position_bytes = sum(b.nbytes // b.shape[1] for b in self._cache.buffers)
+
+    @property
+    def _attends_by_row(self) -> bool:
+        """Return whether each row of a batch may attend to a view of its own keys, as on a CPU (attention.py)."""
+        is_grouped = getattr(self._family.language.config, "_attn_implementation", None) == ATTENTION_NAME
+        return is_grouped and self.device.type == "cpu" and self._text_config.model_type in BY_ROW_TYPES
 
     def changed_part(self) -> str | None:
         """Return the name of a part of the model that changed since the engine was made, or None."""
@@ -145,7 +157,7 @@ class TorchEngine(Vocabulary, Locked):
         limit = read_max_length(self._text_config) or None
         each = self.position_bytes
         slots, length = plan_kv_budget(self.name, self._cache.in_use, budget, max_length, limit, lambda n: n * each)
-        self._cache = SlotKVCache(len(self._cache.layers), slots, length, budget // each)
+        self._cache = SlotKVCache(len(self._cache.layers), slots, length, budget // each, by_row=self._attends_by_row)
         if self._runner is not None:
             self._runner.release_cache()
         self.max_length = length
@@ -218,10 +230,14 @@ class TorchEngine(Vocabulary, Locked):
         """Return whether the engine has `sample_many` and `draft`: on a GPU, for models that can be fused."""
         return self._runner is not None
 
+    def sample_many(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> Seq[SampledRows]:
+        """Run `forward_many`, and sample a token from each kept position by its input's policy."""
+        return self.launch(inputs, policies).result()
+
     @exclusive
     @torch.inference_mode()
-    def sample_many(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> list[list[SampledToken]]:
-        """Run `forward_many`, and sample a token from each kept position by its input's policy."""
+    def launch(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> PendingSamples:
+        """Start `sample_many`, and return while the GPU computes. An input may be the single id `LAST_SAMPLED`."""
         assert self._runner is not None
         starts = [self.kv_len(seq_input.slot) for seq_input in inputs]
         with self._on_this_device():
@@ -275,7 +291,7 @@ class TorchEngine(Vocabulary, Locked):
 
     def _forward_transformers(self, inputs: Seq[SequenceInput]) -> list[Tensor]:
         """Run transformers' own forward. Return the kept logits of each input."""
-        ordered = sorted(inputs, key=lambda seq_input: seq_input.slot)  # consecutive slots are read without a copy
+        ordered = sorted(inputs, key=lambda seq_input: seq_input.slot)  # neighbours of equal length need no copy
         slots, counts = [seq_input.slot for seq_input in ordered], [len(seq_input.ids) for seq_input in ordered]
         starts = [self.kv_len(slot) for slot in slots]
         positions = self._cache.prepare_append(slots, counts, self.device)
@@ -284,6 +300,7 @@ class TorchEngine(Vocabulary, Locked):
         ids = torch.tensor(padded, device=self.device)
         if self._runner is not None:
             self._runner.prepare(self._cache)
+            self._runner.fill_last_sampled(ids, ordered, range(0, ids.numel(), width))
             self._cache.store_token_ids(ids)
         media = self._place_media(ordered, starts, width)
         columns = sorted({column for seq_input in inputs for column in seq_input.kept})
