@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast, overload
 
 from outrider.aio import AsyncStream as AsyncStream
@@ -183,8 +183,8 @@ class SpeculativeDecoder:
         GenerationSettings.build(settings)
         prompts = as_batch(prompt)
         if prompts is None:
-            one = cast(PromptLike, prompt)
-            return await run_in_executor(self._executor, lambda cancel: self._generate(one, settings, cancel, True))
+            work = partial(self._generate, cast(PromptLike, prompt), settings, is_shared=True)
+            return await run_in_executor(self._executor, work)
         with self._shared_guard.generation():
             tasks = [self.agenerate(each, **settings) for each in prompts]
             return check_results(await asyncio.gather(*tasks, return_exceptions=True))
@@ -234,28 +234,24 @@ class SpeculativeDecoder:
         has_instruction = isinstance(prompt, Audio) and prompt.instruction is not None
         is_misused = self.captions_only and not _is_ids(prompt) and (has_instruction or not encoded.has_audio)
         warnings = [CAPTIONS_ONLY.format(self._encoder.name)] if is_misused else []
-        context = self._shared_context() if is_shared else self._context()
-        return Generation(context, encoded, settings, handshake, cancellation, warnings)
+        return Generation(self._context(is_shared), encoded, settings, handshake, cancellation, warnings)
 
-    def _context(self) -> GenerationContext:
+    def _context(self, is_shared: bool = False) -> GenerationContext:
         encoder = self._encoder
+        draft, verifier = self._shared if is_shared else (self.draft, self.verifier)
         return GenerationContext(
             self.options,
-            self.draft,
-            self.verifier,
+            draft,
+            verifier,
             self.draft_length,
             self._watch,
             self._pair,
-            self._thread_guard,
+            self._shared_guard if is_shared else self._thread_guard,
             self._guarantees,
             self._lock,
             encoder.tokenizer,
             self._audio_encoder,
         )
-
-    def _shared_context(self) -> GenerationContext:
-        draft, verifier = self._shared
-        return replace(self._context(), draft=draft, verifier=verifier, thread_guard=self._shared_guard)
 
     def share_state_with(self, other: SpeculativeDecoder) -> None:
         """Share the audits and the learnt draft length with a decoder of the same settings."""
