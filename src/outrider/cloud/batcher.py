@@ -38,13 +38,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Job(Request):
-    """One request. plan: its forward, once planned. sequence: its KV cache, once admitted."""
+    """One request. plan: its forward, once planned. sequence: its KV cache, once admitted.
+
+    cached: for a session's first request, tokens whose KV cache its base had.
+    """
 
     entry: SessionEntry
     request: Verify
     future: Future[Verdict] = field(default_factory=Future)
     arrived: float = field(default_factory=time.perf_counter)
     plan: ForwardPlan | None = None
+    cached: int = 0
     sequence: CachedSequence = field(init=False)
 
     def __post_init__(self) -> None:
@@ -168,6 +172,9 @@ class Batcher:
             job.slot = job.sequence.slot
             assert job.plan is not None
             job.sequence.rollback_to(job.plan.start)
+            if not job.entry.session.rounds:
+                job.cached = job.sequence.cached_len
+                self._metrics.count_prefix(job.cached, len(job.ids))
             job.admitted = time.perf_counter()
             self._metrics.observe_queue_wait(job.admitted - job.arrived)
         if is_new:
@@ -190,7 +197,7 @@ class Batcher:
         verdict = session.judge(job.plan, output)
         job.sequence.rollback_to(len(session.ids))
         now, admitted = time.perf_counter(), job.admitted or 0.0
-        verdict = replace(verdict, queue_s=admitted - job.arrived, compute_s=now - admitted)
+        verdict = replace(verdict, queue_s=admitted - job.arrived, compute_s=now - admitted, cached=job.cached)
         self._metrics.observe_verdict(len(job.request.draft_ids), verdict.accepted, now - job.arrived)
         self._finish(job, verdict)
 

@@ -32,6 +32,8 @@ class Stats:
     (always 0 in float32). forced_by_audit: blocks that a calibrated gate would skip and that an audit verified.
     cloud_lost: the verifier became unreachable and the edge continued alone. prefill_s: the part of draft_s until the
     first drafted token. verify_prefill_s: the part of verify_s of the first verdict. Both include reading the prompt.
+    edge_cached_tokens, cloud_cached_tokens: prompt tokens that drafter and verifier did not compute, because their KV
+    caches of an earlier generation hold them.
     """
 
     rounds: int = 0
@@ -50,6 +52,8 @@ class Stats:
     audited: int = 0
     disagreed: int = 0
     near_ties: int = 0
+    edge_cached_tokens: int = 0
+    cloud_cached_tokens: int = 0
     cloud_lost: bool = False
     bytes_up: int = 0
     bytes_down: int = 0

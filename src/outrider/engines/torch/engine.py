@@ -18,6 +18,7 @@ from outrider.engines.base import Prompt, SequenceInput, check_inputs, plan_kv_b
 from outrider.engines.checkpoint import TASKS, is_captions_only
 from outrider.engines.locking import Locked, exclusive, get_lock
 from outrider.engines.model_changes import capture_state, find_change
+from outrider.engines.prefix_cache import PrefixCache
 from outrider.engines.self_test import SelfTest, check_weights, explain_non_finite
 from outrider.engines.torch.attention import attention_windows, configure_attention
 from outrider.engines.torch.fused_model import FusedModel, missing_requirement, unsupported_reason
@@ -80,6 +81,7 @@ class TorchEngine(Vocabulary, Locked):
         self._additive_mask = configure_attention(model, self._family.language, self._text_config)
         self._cache = SlotKVCache(self._text_config.num_hidden_layers)
         self._media: dict[int, _SlotAudio] = {}
+        self.prefix_cache = PrefixCache()
         self.device, self.dtype = model.device, model.dtype
         self.row_count = int(self._text_config.vocab_size)
         self.eos_ids = check_eos_ids(self.name, _read_eos_ids(model), self.row_count, "generation config")
@@ -132,6 +134,7 @@ class TorchEngine(Vocabulary, Locked):
             ModelError: the budget does not hold one sequence.
             StateError: slots are open.
         """
+        self.prefix_cache.clear(self)
         limit = read_max_length(self._text_config) or None
         each = self.position_bytes
         slots, length = plan_kv_budget(self.name, self._cache.in_use, budget, max_length, limit, lambda n: n * each)
@@ -151,18 +154,30 @@ class TorchEngine(Vocabulary, Locked):
             PromptError: the prompt's recording does not fit the model or its placeholders.
             StateError: all slots are in use, or the loaded model changed after its engine was made.
         """
+        self._check_prompt(prompt)
+        slot = self._cache.allocate()
+        self._place_prompt(slot, prompt)
+        return slot
+
+    @exclusive
+    def reopen(self, slot: int, prompt: Prompt) -> None:
+        """Let an open slot continue as a sequence that begins with `prompt`. Raises: as `open`."""
+        self._check_prompt(prompt)
+        self._cache.check(slot)
+        self._place_prompt(slot, prompt)
+
+    def _place_prompt(self, slot: int, prompt: Prompt) -> None:
+        self._media.pop(slot, None)
+        if prompt.has_audio:
+            self._media[slot] = _SlotAudio(prompt)
+
+    def _check_prompt(self, prompt: Prompt) -> None:
         if self._is_loaded_model and (changed := self.changed_part()):
             raise StateError(
                 f"{self.name}: the model's {changed} changed after its engine was made: make another with load_engine"
             )
-        if prompt.has_audio:
-            self._check_media(prompt)
-        slot = self._cache.allocate()
-        if prompt.has_audio:
-            self._media[slot] = _SlotAudio(prompt)
-        return slot
-
-    def _check_media(self, prompt: Prompt) -> None:
+        if not prompt.has_audio:
+            return
         if self.audio is None:
             raise PromptError(f"{self.name} takes no audio")
         placed, made = prompt.ids.count(self.audio.placeholder), self.audio.prompt_tokens(prompt)
