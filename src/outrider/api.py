@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from outrider.config import DEFAULT_K, DriverName, GenerationSettings, OnCloudLoss, OnLoop, Privacy, Scope
@@ -116,38 +117,45 @@ class SpeculativeDecoder:
 
     # Generating ---------------------------------------------------------------------------------------------
 
-    def generate(self, prompt: PromptLike, **settings: object) -> Result:
+    def generate(self, prompt: PromptLike, *, cache_salt: str = "", **settings: object) -> Result:
         """Generate to the end and return the result.
 
         Args:
-            prompt: text, a list of token ids, chat messages, or `outrider.Audio`.
+            prompt: text, a list of token ids, chat messages, or `outrider.Audio`. Edge and cloud keep the KV caches of
+                earlier generations, so that only what follows the longest common prefix is sent and computed.
+            cache_salt: only prompts with equal ones share KV caches, so that no user's times depend on another's.
             settings: the fields of `GenerationSettings` by name.
 
         Raises:
             InputError: a setting, prompt or recording cannot be used. Nothing was computed.
             StateError: another thread's generation is unfinished, and the engines serve one thread at a time.
         """
-        generation = self._start(prompt, settings)
+        generation = self._start(prompt, settings, cache_salt=cache_salt)
         for _ in generation.events():
             pass
         return generation.result()
 
     def stream(
-        self, prompt: PromptLike, *, cancellation: Cancellation | None = None, **settings: object
+        self, prompt: PromptLike, *, cancellation: Cancellation | None = None, cache_salt: str = "", **settings: object
     ) -> Generator[StreamEvent, None, Result]:
         """Generate and yield an event for each change of a token. The generator's return value is the `Result`.
 
         Raise at once, as `generate` does. The texts of the tokens that stay make up the result's text.
         cancellation: ends the generation from another thread. This one gets `concurrent.futures.CancelledError`.
         """
-        return self._start(prompt, settings, cancellation).stream()
+        return self._start(prompt, settings, cancellation, cache_salt=cache_salt).stream()
 
     def _start(
-        self, prompt: PromptLike, values: dict[str, object], cancellation: Cancellation | None = None
+        self,
+        prompt: PromptLike,
+        values: dict[str, object],
+        cancellation: Cancellation | None = None,
+        *,
+        cache_salt: str = "",
     ) -> Generation:
         settings = GenerationSettings.build(values)
         handshake = self._pair.connect(cancellation)
-        encoded = self.encode(prompt)
+        encoded = replace(self.encode(prompt), cache_salt=cache_salt)
         handshake.check(encoded, settings)
         has_instruction = isinstance(prompt, Audio) and prompt.instruction is not None
         is_misused = self.captions_only and not _is_ids(prompt) and (has_instruction or not encoded.has_audio)

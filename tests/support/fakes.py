@@ -206,7 +206,7 @@ class ReusableEngine(ScriptedEngine):
     def reopen(self, slot: int, prompt: Prompt) -> None:
         state = self._find(slot)
         held = len(state.tokens)
-        assert tuple(state.tokens) == prompt.ids[:held] and held < len(prompt.ids), "a slot of another prefix"
+        assert tuple(state.tokens) == prompt.ids[:held], "a slot of another prefix"
         placeholder = None if self.audio is None else self.audio.placeholder
         if placeholder in state.tokens:
             assert same_media(state.prompt, prompt), "keys of another recording"
