@@ -28,6 +28,7 @@ from outrider import SpeculativeDecoder, connect, load_engine
 from outrider.cli.subprocess_cloud import cloud_process
 from outrider.config import DriverName, GenerationSettings
 from outrider.decoding.result import Stats
+from outrider.engines.prefix_cache import unique_salt
 from outrider.netem.conditions import Conditions, parse_conditions
 from outrider.planning.costs import StepCosts, median_costs
 from outrider.planning.gate_candidates import thresholds
@@ -95,7 +96,7 @@ def decoding(setup: Setup, edge: Any, verifiers: dict[str, Any]) -> Callable[[An
         {"gate": setup.gate, "k": setup.k, "driver": setup.driver} if verifier is not None else {"on_loop": "ignore"}
     )
     decoder = SpeculativeDecoder(edge, verifier, **how)
-    return lambda prompt: decoder.generate(prompt, max_new_tokens=TOKENS).stats
+    return lambda prompt: decoder.generate(prompt, cache_salt=unique_salt(), max_new_tokens=TOKENS).stats
 
 
 def cloud_only(recorder: Recorder) -> Callable[[Any], Stats]:

@@ -83,6 +83,11 @@ class Stats:
         tokens = self.cloud_tokens + self.edge_tokens
         return self.cloud_tokens / tokens if tokens else None
 
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed again by the verifier, or by the drafter if no verdict was needed."""
+        return self.cloud_cached_tokens if self.rounds else self.edge_cached_tokens
+
     def count_sources(self, sources: list[Source]) -> None:
         """Set the token counters from the source of each token of the output."""
         self.accepted = sources.count(Source.ACCEPTED)

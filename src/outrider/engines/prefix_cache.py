@@ -6,6 +6,7 @@ and media, so that only the new tokens are computed. A prompt continues only seq
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -99,6 +100,11 @@ class PrefixCache:
             evicted, self._finished = self._finished[:count], self._finished[count:]
         for finished in evicted:
             engine.close(finished.slot)
+
+
+def unique_salt() -> str:
+    """Return a `cache_salt` that no other prompt has, for measurements: the generation finds no KV cache."""
+    return secrets.token_hex(8)
 
 
 def open_sequence(engine: Engine, prompt: Prompt, owner: str) -> CachedSequence:
