@@ -125,7 +125,8 @@ class Sessions:
         try:
             self._make_room(entry)
         except FrameError:
-            self._on_ended(entry)
+            if entry.base is not None:
+                self._on_ended(entry)  # frees the base's slot
             raise
         self._entries[entry.id] = entry
         entry.last_used = self._clock()
