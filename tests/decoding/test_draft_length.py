@@ -66,14 +66,23 @@ def test_the_cut_of_auto_is_part_of_what_a_lossy_gate_gives() -> None:
 # Learnt -----------------------------------------------------------------------------------------------------------
 
 
-def learnt(*, wait: float, alpha: float, step: float = 0.01, rounds: int = 200) -> AdaptiveDraftLength:
-    """After so many rounds of 4 tokens, of which every one is accepted with chance alpha."""
+def sampled(auto: AdaptiveDraftLength, plain: float = 1e3) -> AdaptiveDraftLength:
+    """Time the plain tokens that the policy needs."""
+    while auto.controller.switch.needs_sample:
+        auto.controller.decoded_plain(plain)
+    return auto
+
+
+def learnt(
+    *, wait: float, alpha: float, step: float = 0.01, rounds: int = 200, plain: float = 1e3
+) -> AdaptiveDraftLength:
+    """Return a policy after rounds of 4 tokens, each accepted with chance alpha. plain: seconds of a plain token."""
     auto, rng = AdaptiveDraftLength(), random.Random(1)
     for _ in range(rounds):
         accepted = next((n for n in range(4) if rng.random() >= alpha), 4)
         auto.controller.drafted(4, 4 * step)
         auto.controller.decided([0.1] * 4, accepted, drafted=4, seconds=wait)
-    return auto
+    return sampled(auto, plain)
 
 
 def length(auto: AdaptiveDraftLength, probability: float = math.exp(-0.1)) -> int:
@@ -120,6 +129,19 @@ def test_at_least_one_token_at_most_the_protocol_s() -> None:
     assert length(learnt(wait=1e3, alpha=1.0)) == MAX_K
 
 
+def test_no_token_if_plain_decoding_is_faster() -> None:
+    """Rounds of 0.07 s bring (1 − 0.7^5) / 0.3 tokens: one in 0.025 s."""
+    assert length(learnt(wait=0.03, alpha=0.7, plain=0.02)) == 0
+    assert length(learnt(wait=0.03, alpha=0.7, plain=0.03)) >= 1
+
+
+def test_the_edge_alone_always_drafts() -> None:
+    auto = learnt(wait=1.0, alpha=0.1, plain=1e-3)
+    assert auto.tokens_to_draft(0, []) == 0
+    assert auto.without_verifier.tokens_to_draft(0, []) == 1
+    assert FixedDraftLength(3).without_verifier == FixedDraftLength(3)
+
+
 def test_a_token_that_is_known_to_fail_ends_the_block() -> None:
     auto, rng = AdaptiveDraftLength(), random.Random(1)
     for _ in range(200):
@@ -137,7 +159,7 @@ def test_without_signals_the_mean_decides(accepted: int) -> None:
     for _ in range(200):
         auto.controller.drafted(4, 0.04)
         auto.controller.decided([None] * 4, accepted, drafted=4, seconds=0.1)
-    assert [auto.tokens_to_draft(n, []) for n in (0, 3)] == [1, accepted == 4]
+    assert [sampled(auto).tokens_to_draft(n, []) for n in (0, 3)] == [1, accepted == 4]
 
 
 @pytest.mark.parametrize("k", [0, -1, MAX_K + 1, "5", "Auto", 2.0, True, None])

@@ -11,15 +11,16 @@ import transformers as tf
 
 from outrider.api import SpeculativeDecoder, local
 from outrider.config import GenerationSettings
-from outrider.engines.base import Prompt, SequenceInput
+from outrider.engines.base import LAST_SAMPLED, Prompt, SequenceInput
 from outrider.engines.torch import fused_model as stack
 from outrider.engines.torch import kernels, model_runner
 from outrider.engines.torch.engine import TorchEngine
 from outrider.engines.torch.fused_model import BatchShape, pack_batch, unsupported_reason
-from outrider.engines.torch.model_runner import ModelRunner
+from outrider.engines.torch.model_runner import ModelRunner, split_prefill
 from outrider.errors import DecodingError
 from outrider.sampling.policy import Policy
-from tests.support.triton_interpreter import CONFIGS, VOCAB, Eager, fused, model
+from tests.support.tiny_models import AUDIO, clip
+from tests.support.triton_interpreter import CONFIGS, VOCAB, Eager, audio_engine, fuse, fused, model
 
 pytestmark = [
     pytest.mark.kernels,
@@ -40,6 +41,11 @@ def ids(count: int, seed: int = 0) -> list[int]:
 
 def policy(**settings: object) -> Policy:
     return Policy.build(GenerationSettings.build(settings), (), VOCAB, 1)
+
+
+def token_ids(engine: TorchEngine, slot: int, count: int) -> list[int]:
+    cache = engine._cache
+    return cache.token_ids(torch.tensor([cache.base(slot)]), count)[0].tolist()
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -66,8 +72,7 @@ def test_rows_are_those_of_a_plain_forward(kind: str, monkeypatch: pytest.Monkey
     check([SequenceInput(b, two[3:5], 2)])
     check([SequenceInput(a, one[18:24], 6), SequenceInput(b, two[5:6], 1)])
     check([SequenceInput(a, one[24:44], 1)])
-    assert engine._cache.tokens is not None
-    assert engine._cache.tokens[a, :44].tolist() == one
+    assert token_ids(engine, a, 44) == one
 
 
 def test_one_chunk_of_keys_needs_no_bringing_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +115,30 @@ def test_sessions_of_different_settings_are_chosen_for_at_once(monkeypatch: pyte
         assert [pick.top2_margin for pick in picks] == pytest.approx([row.top2_margin for row in expected], abs=1e-3)
 
 
+@pytest.mark.parametrize("case", SETTINGS)
+def test_a_launch_continues_from_tokens_that_the_host_has_not_read(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Across a move of the cache, beside another slot, and in batches above the limit of tokens."""
+    monkeypatch.setattr(kernels, "SKINNY_TOKENS", 0)
+    engine, plain = fused(model(), monkeypatch), fused(model(), monkeypatch)
+    prompts, own = [ids(29), ids(4, 1)], policy(**SETTINGS[case])
+    expected = []
+    for prompt in prompts:
+        slot, tokens = plain.open(Prompt((1,))), list(prompt)
+        for _ in range(5):
+            ((pick,),) = plain.sample_many([SequenceInput(slot, tokens[plain.kv_len(slot) :], 1)], [own])
+            tokens.append(pick.token)
+        expected.append(tokens[len(prompt) :])
+    slots = [engine.open(Prompt((1,))) for _ in prompts]
+    pending = [engine.launch([SequenceInput(s, p, 1) for s, p in zip(slots, prompts, strict=True)], [own] * 2)]
+    engine.open(Prompt((1,)))  # the buffers grow
+    for n in range(4):
+        monkeypatch.setattr(model_runner, "MAX_TOKENS", 512 if n < 3 else 1)
+        pending.append(engine.launch([SequenceInput(slot, (LAST_SAMPLED,), 1) for slot in reversed(slots)], [own] * 2))
+    found = [[rows[0].token for rows in each.result()] for each in pending]
+    assert [list(column) for column in zip(*(found[:1] + [row[::-1] for row in found[1:]]), strict=True)] == expected
+    assert token_ids(engine, slots[0], 33)[29:] == expected[0][:4]
+
+
 def test_a_session_that_has_no_token_left_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "SKINNY_TOKENS", 0)
     engine = fused(model(), monkeypatch)
@@ -131,31 +160,87 @@ def test_what_is_drafted_behind_an_eos_is_dropped(monkeypatch: pytest.MonkeyPatc
     assert result.finish_reason == "eos"
 
 
-def test_long_prefills_are_left_to_the_library_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Constraints on the device read what the other path has fed."""
+@pytest.mark.parametrize("captured", [8, 64])
+def test_a_long_prefill_in_parts_gives_the_logits_of_a_plain_forward(
+    captured: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside another slot, with more positions to keep than a part has, and with more than a graph takes."""
     monkeypatch.setattr(kernels, "SKINNY_TOKENS", 0)
-    monkeypatch.setattr(model_runner, "MAX_TOKENS", 8)
+    monkeypatch.setattr(model_runner, "MAX_TOKENS", 32)
+    monkeypatch.setattr(model_runner, "MAX_CAPTURED_TOKENS", captured)
+    made = model()
+    one, two = ids(75, 1), ids(50, 2)
+    with torch.no_grad():
+        plain = [made(input_ids=torch.tensor([tokens]), use_cache=False).logits[0] for tokens in (one, two)]
+    engine = fused(made, monkeypatch)
+    feeds = [SequenceInput(engine.open(Prompt((1,))), tokens, kept) for tokens, kept in ((one, 3), (two, 40))]
+    for feed, rows, expected in zip(feeds, engine.forward_many(feeds), plain, strict=True):
+        assert torch.allclose(rows, expected[-feed.logits_to_keep :], atol=1e-4)
+        assert engine.kv_len(feed.slot) == len(feed.ids)
+
+
+def test_a_prefill_is_split_into_even_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "MAX_TOKENS", 32)
+
+    def parts(*sizes: tuple[int, int]) -> list[list[tuple[int, int, int]]]:
+        inputs = [SequenceInput(slot, [slot] * count, kept) for slot, (count, kept) in enumerate(sizes)]
+        return [[(each.slot, len(each.ids), each.logits_to_keep) for each in part] for part in split_prefill(inputs)]
+
+    assert parts((32, 5)) == [[(0, 32, 5)]]
+    assert parts((33, 5)) == [[(0, 16, 1)], [(0, 17, 5)]]
+    assert parts((70, 1), (6, 6)) == [[(0, 25, 1)], [(0, 25, 1)], [(0, 20, 1), (1, 6, 6)]]
+    assert parts((40, 40)) == [[(0, 40, 40)]]
+
+
+def test_constraints_on_the_device_read_a_long_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "SKINNY_TOKENS", 0)
+    monkeypatch.setattr(model_runner, "MAX_CAPTURED_TOKENS", 8)
     engine, plain = fused(model(), monkeypatch), TorchEngine(model())
     tokens, own = ids(20), policy(**SETTINGS["constrained"])
     slot, other = engine.open(Prompt((1,))), plain.open(Prompt((1,)))
     expected = own.distribution(plain.forward(other, tokens, 1)[0], tokens, 20).token
     assert [proposal.token for proposal in engine.draft(slot, tokens, 1, own, with_signals=False)] == [expected]
-    assert engine._cache.tokens is not None
-    assert engine._cache.tokens[slot, :20].tolist() == tokens
+    assert token_ids(engine, slot, 20) == tokens
 
 
-def test_graphs_are_dropped_when_buffers_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_is_read_by_the_fused_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts that begin within the recording, beside a slot without one."""
+    monkeypatch.setattr(kernels, "SKINNY_TOKENS", 0)
+    plain, engine = audio_engine(), audio_engine()
+    fuse(engine, monkeypatch)
+    monkeypatch.setattr(engine, "_forward_transformers", None)
+    wave = clip(1.0)
+    prompt = Prompt((5, 6, *[AUDIO] * plain.audio.token_count(len(wave)), 7, 8), wave)
+    other, text = ids(9), Prompt((1,))
+    expected = plain.forward_many(
+        [SequenceInput(plain.open(prompt), prompt.ids, 3), SequenceInput(plain.open(text), other, 2)]
+    )
+    slot = engine.open(prompt)
+    engine.forward(slot, prompt.ids[:10], 1)
+    found = engine.forward_many([SequenceInput(engine.open(text), other, 2), SequenceInput(slot, prompt.ids[10:], 3)])
+    assert torch.allclose(found[1], expected[0], atol=1e-4)
+    assert torch.allclose(found[0], expected[1], atol=1e-4)
+
+
+def test_graphs_outlive_a_move_of_the_cache_until_its_tables_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = fused(model(), monkeypatch)
     graphs = Eager()
     monkeypatch.setattr(engine, "_runner", ModelRunner(engine._runner._model, engine.device, graphs))  # type: ignore[union-attr]
-    slot = engine.open(Prompt((1,)))
+    slot, other = engine.open(Prompt((1,))), engine.open(Prompt((1,)))
     engine.forward(slot, ids(3))
     kept = dict(graphs.found)
     engine.forward(slot, ids(3, 1))
     assert all(graphs.found[key] is run for key, run in kept.items())
-    engine.open(Prompt((1,)))
-    engine.open(Prompt((1,)))  # a third slot: buffers for two are too small
-    engine.forward(slot, ids(3, 2))
+    buffers, total = engine._cache.buffers, engine._cache.layout.total
+    engine.forward(other, ids(100, 2), 1)
+    engine.truncate(slot, 0)
+    rows = engine.forward(slot, ids(3, 3))
+    engine._cache._move_to(engine._cache.layout.packed({slot: 3, other: 100}, total + 64))
+    assert all(now is not before for now, before in zip(engine._cache.buffers, buffers, strict=True))
+    engine.truncate(slot, 0)
+    assert torch.equal(engine.forward(slot, ids(3, 3)), rows)
+    assert all(graphs.found[key] is run for key, run in kept.items())
+    engine.forward(other, ids(400, 4), 1)  # beyond the rotary tables
     assert not any(graphs.found.get(key) is run for key, run in kept.items())
 
 
@@ -163,16 +248,16 @@ def test_a_batch_is_described_flat() -> None:
     feeds = [SequenceInput(3, [10, 11, 12], 2), SequenceInput(0, [20], 1)]
     shape = BatchShape.of([3, 1], 3, 40)
     batch = stack.Batch.allocate(torch.device("cpu"), shape)
-    batch.all.copy_(pack_batch(shape, feeds, [5, 7]))
+    batch.all.copy_(pack_batch(shape, feeds, [5, 7], [300, 0]))
     assert (shape.tokens, shape.sequences, shape.longest, shape.rows, shape.span) == (4, 2, 4, 4, 256)
     assert batch.ids.tolist() == [10, 11, 12, 20]
     assert batch.positions.tolist() == [5, 6, 7, 7]
-    assert batch.token_slots.tolist() == [3, 3, 3, 0]
+    assert batch.token_bases.tolist() == [300, 300, 300, 0]
     assert (batch.firsts.tolist(), batch.counts.tolist()) == ([0, 3], [3, 1])
-    assert (batch.starts.tolist(), batch.slots.tolist()) == ([5, 7], [3, 0])
+    assert (batch.starts.tolist(), batch.bases.tolist()) == ([5, 7], [300, 0])
     assert batch.kept.tolist() == [1, 2, 3, 0]
-    batch.all.copy_(pack_batch(shape, [], []))
-    assert batch.token_slots.tolist() == [-1] * 4
+    batch.all.copy_(pack_batch(shape, [], [], []))
+    assert batch.token_bases.tolist() == [-1] * 4
     assert batch.counts.tolist() == [0, 0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -66,12 +67,13 @@ class Metrics:
         self._batch_tokens.observe(tokens)
         self._forward_seconds.observe(seconds)
 
-    def observe_verdict(self, drafts: int, accepted: int, seconds: float) -> None:
-        """Observe a verdict. seconds: since its request arrived."""
-        self._verdicts.inc()
+    def observe_verdicts(self, drafts: int, accepted: int, seconds: Seq[float]) -> None:
+        """Observe the verdicts of a forward. drafts, accepted: in total. seconds: of each, since its request."""
+        self._verdicts.inc(len(seconds))
         self._drafts.inc(drafts)
         self._accepted.inc(accepted)
-        self._verify_seconds.observe(seconds)
+        for each in seconds:
+            self._verify_seconds.observe(each)
 
     def count_prefix(self, cached: int, tokens: int) -> None:
         """Count the tokens of a new session's first request, and those whose KV cache was kept from its base."""

@@ -12,14 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from outrider.cloud.limits import Limits
 from outrider.config import GenerationSettings
 from outrider.engines.base import Prompt
 from outrider.protocol import schema
 from outrider.protocol.messages import ErrorCode, FrameError, digest
-from outrider.sampling.acceptance import Verdict
 from outrider.verifiers.session import Session
 
 SESSION_ID_BYTES = 16
@@ -66,7 +65,8 @@ class SessionEntry:
     base: Base | None = None  # until the session has taken the base's slot over
     last_used: float = 0.0
     stream: Stream | None = None  # the last one to open or resume the session, None once that has ended
-    pending: Future[Verdict] | None = None  # the verdict being computed
+    pending: Future[Any] | None = None  # the verdict or the generation being computed
+    awaits_client: bool = False  # the generation goes on when its client has read more of it
 
     def attach(self, stream: Stream | None) -> None:
         """Attach the session to a stream, or to none. Its previous stream is detached."""
@@ -92,7 +92,7 @@ class SessionEntry:
     @property
     def busy(self) -> bool:
         """Return whether a verdict is being computed."""
-        return self.pending is not None and not self.pending.done()
+        return self.pending is not None and not self.pending.done() and not self.awaits_client
 
 
 class Sessions:
@@ -151,12 +151,12 @@ class Sessions:
         """Return the session that a new one continues.
 
         Raises:
-            FrameError: it is unknown, or busy, or its tokens are not those that the edge announced.
+            FrameError: it is unknown, or its tokens are not those that the edge announced.
         """
         entry = self.find(frame.session, identity)
         ids = entry.session.ids
-        if entry.busy or not 0 < frame.length <= len(ids) or digest(ids[: frame.length]) != frame.digest:
-            raise FrameError(ErrorCode.UNKNOWN_SESSION, "the session to continue is busy, or has other tokens")
+        if not 0 < frame.length <= len(ids) or digest(ids[: frame.length]) != frame.digest:
+            raise FrameError(ErrorCode.UNKNOWN_SESSION, "the session to continue has other tokens")
         return entry
 
     def touch(self, entry: SessionEntry) -> None:

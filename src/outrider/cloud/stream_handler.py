@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
+from outrider.cloud.jobs import Generation
 from outrider.cloud.service_state import ServiceState
 from outrider.cloud.sessions import Base, SessionEntry, SessionMedia
 from outrider.decoding.actions import Verify
@@ -32,6 +34,8 @@ from outrider.verifiers.local import open_session
 
 log = logging.getLogger(__name__)
 
+READ_AHEAD = 16  # tokens that a generation may be ahead of its client
+READ_AHEAD_PACED = 2  # the same under a rate limit
 MEDIA_KINDS = (schema.AUDIO, schema.FEATURES)  # kinds that are uploaded in Media frames
 
 
@@ -54,6 +58,7 @@ class StreamHandler:
         self._service, self._identity = service, identity
         self._opening: _PendingOpen | None = None
         self._entry: SessionEntry | None = None
+        self._generation: Generation | None = None  # the last one
         self.detached = asyncio.Event()  # the session has ended, or another stream uses it
 
     def handle(self, request: schema.Request) -> AsyncIterator[schema.Answer]:
@@ -86,6 +91,8 @@ class StreamHandler:
     def on_detached(self) -> None:
         """Note that the session has ended, or that another stream uses it."""
         self.detached.set()
+        if self._generation is not None:
+            self._service.batcher.cancel(self._generation)
 
     @property
     def has_session(self) -> bool:
@@ -139,8 +146,10 @@ class StreamHandler:
         if not frame.HasField("base"):
             return None
         sessions = self._service.sessions
-        if (pending := sessions.find(frame.base.session, self._identity).pending) is not None:
-            await _wait_pending(pending)
+        entry = sessions.find_base(frame.base, self._identity)
+        entry.attach(None)
+        if entry.pending is not None:
+            await _wait_pending(entry.pending)
         return sessions.find_base(frame.base, self._identity)
 
     async def _start_session(self, frame: schema.Open, data: bytes) -> schema.Answer:
@@ -225,29 +234,47 @@ class StreamHandler:
 
         At least one is requested, so that a wrong base length is an error even without room for a token.
         """
-        entry, engine = self._require_session(), self._service.engine
-        self._service.check_id_count(len(frame.new_ids))
+        entry, service = self._require_session(), self._service
+        request, limit = self._check_generate(entry, frame)
+        verdicts: asyncio.Queue[Verdict | None] = asyncio.Queue()
+        ends = service.end_ids(entry)
+        self._generation = generation = service.batcher.generate(entry, request, limit, ends, verdicts.put_nowait)
+        entry.pending = generation.future
+        generation.future.add_done_callback(lambda _: verdicts.put_nowait(None))
+        service.batcher.grant(generation, READ_AHEAD if service.limits.max_rate is None else READ_AHEAD_PACED)
+        try:
+            while (verdict := await verdicts.get()) is not None:
+                await service.wait_for_rate(self._identity)
+                self._check_attached(entry)
+                service.sessions.touch(entry)
+                service.metrics.count_generated()
+                yield pack_verdict(verdict, 0)
+                service.batcher.grant(generation, 1)
+        finally:
+            service.batcher.cancel(generation)
+        self._check_attached(entry)
+        generation.future.result()
+
+    def _check_generate(self, entry: SessionEntry, frame: schema.Generate) -> tuple[Verify, int]:
+        """Return the request of the first token, and the number of tokens."""
+        service = self._service
+        service.check_id_count(len(frame.new_ids))
         first = schema.Verify(round=frame.round, base_length=frame.base_length, new_ids=frame.new_ids)
-        request = unpack_verify(first, entry.session.vocab_size, engine.row_count)
-        ends, room = self._service.end_ids(entry), self._service.remaining_tokens(entry, request.base_length)
+        request = unpack_verify(first, entry.session.vocab_size, service.engine.row_count)
+        room = service.remaining_tokens(entry, request.base_length)
         if room < 1 and request.base_length == len(entry.session.ids) + len(request.new_ids):
             message = f"the sequence of {request.base_length} tokens has reached its limit: no token may follow"
             raise FrameError(ErrorCode.INVALID, message)
-        for _ in range(max(1, room)):
-            await self._service.wait_for_rate(self._identity)
-            verdict = await self._request_verdict(entry, request)
-            self._service.metrics.count_generated()
-            yield pack_verdict(verdict, 0)
-            if verdict.next_token in ends:
-                return
-            request = Verify(request.round + 1, len(entry.session.ids), (), ())
+        self._check_attached(entry)
+        service.check_length(request)
+        return request, max(1, room)
 
     async def _request_verdict(self, entry: SessionEntry, request: Verify) -> Verdict:
         service = self._service
         self._check_attached(entry)
         service.check_length(request)
         entry.pending = service.batcher.submit(entry, request)
-        verdict = await asyncio.wrap_future(entry.pending)
+        verdict = await _outcome(entry.pending)
         service.sessions.touch(entry)
         return verdict
 
@@ -297,8 +324,20 @@ def _reusable_length(engine: ServableEngine, shared: Seq[int], *, is_kept: bool)
     return shared.index(engine.audio.placeholder)
 
 
-async def _wait_pending(pending: Future[Verdict]) -> None:
-    """Wait for the end of a verdict's computation. Its error is for the stream that requested it.
+async def _outcome(pending: Future[Verdict]) -> Verdict:
+    """Wait for a verdict of the batcher, which resolves it in this thread. Cancelling the wait cancels the verdict."""
+    done = asyncio.Event()
+    pending.add_done_callback(lambda _: done.set())
+    try:
+        await done.wait()
+    except asyncio.CancelledError:
+        pending.cancel()
+        raise
+    return pending.result()
+
+
+async def _wait_pending(pending: Future[Any]) -> None:
+    """Wait for the end of a verdict's computation, or of a generation. Its error is for the stream that requested it.
 
     Cancelling the wait does not cancel the verdict.
     """

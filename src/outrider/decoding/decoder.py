@@ -60,6 +60,7 @@ class Decoder:
         self._recorder = Recorder(self.sequence)
         self._committer = Committer(plan, self.sequence, self._recorder, decode)
         self._request: Verify | None = None  # the request in flight
+        self._drafted_length = 0  # of `context` after the last draft
 
     # The driver's interface ---------------------------------------------------------------------------------
 
@@ -87,10 +88,14 @@ class Decoder:
             self._draft(proposal)
             if not self.plan.has_verifier and self._committer.loop_found:
                 break
+        self._drafted_length = self.context_length
 
     def ahead(self) -> Draft | None:
-        """Return the draft that may continue `context` during the wait for a verdict: one token, or None."""
-        waits = self._request is not None
+        """Return the draft that may continue `context` during the wait for a verdict: one token, or None.
+
+        Without drafts in the request, plain decoding is faster than drafting.
+        """
+        waits = self._request is not None and bool(self._request.draft_ids)
         return Draft(1) if waits and self._drafts.may_extend_ahead(self.sequence.ids[-1], self._room) else None
 
     def drafted_ahead(self, proposals: Seq[Proposal]) -> None:
@@ -100,6 +105,7 @@ class Decoder:
                 break
             self._recorder.record_drafted()
             self._drafts.add_ahead(proposal)
+        self._drafted_length = self.context_length
 
     def decided(self, verdict: Verdict) -> None:
         """Commit the verdict on the block of the last `Verify`.
@@ -128,7 +134,7 @@ class Decoder:
         self.plan = replace(self.plan, has_verifier=False, on_loop=on_loop)
         self._recorder.record_loss()
         self._request = None
-        self._drafts.end_block(awaits_verdict=False)
+        self._drafts.on_verifier_lost()
         self._committer.end_repairs()
         self._committer.commit_unverified()
 
@@ -147,6 +153,11 @@ class Decoder:
     def context_length(self) -> int:
         """The length of `context`. The drafter's cache must hold a proper prefix of it."""
         return len(self.sequence.ids) + len(self._drafts.ahead)
+
+    @property
+    def unread_length(self) -> int:
+        """The number of tokens before the last one that the drafter has not read."""
+        return max(len(self.sequence.ids) - 1 - self._drafted_length, 0)
 
     @property
     def pending_proposals(self) -> Seq[Proposal]:
@@ -180,7 +191,9 @@ class Decoder:
 
     def _missing_in_block(self) -> int:
         """Return how many tokens are missing from the block, 0 behind the end of the output."""
-        return self._drafts.missing(self._room) if self._committer.finish_reason is None else 0
+        if self._committer.finish_reason is not None:
+            return 0
+        return self._drafts.missing(self._room, self.unread_length)
 
     def _draft(self, proposal: Proposal) -> None:
         """Make the proposal pending. Without a verifier, commit it at once."""
@@ -210,11 +223,12 @@ class Decoder:
         """Return whether the complete block goes to the verifier, by gate, loop policy and end of the output."""
         if not self.plan.has_verifier:
             return False
-        decision = self.plan.gate.decide(measured_signals(self._drafts.block))
+        block = self._drafts.block
+        decision = self.plan.gate.decide(measured_signals(block)) if block else Decision(True, "plain decoding")
         if not decision.escalate and (reason := self._forced_reason()):
             decision = Decision(True, reason)
         end = self._committer.end_if_skipped() if decision.reason == "audit" else None
-        self._recorder.record_decision(decision, self._drafts.block, end)
+        self._recorder.record_decision(decision, block, end)
         return decision.escalate
 
     def _forced_reason(self) -> str:

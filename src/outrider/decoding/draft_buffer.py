@@ -32,14 +32,18 @@ class DraftBuffer:
         """The proposals since the last decision of the gate."""
         return self.pending[self._block_start :]
 
-    def missing(self, room: int) -> int:
-        """Return how many tokens are missing from the block. room: the tokens that may follow the pending ones."""
-        return self._missing(self.block, room)
+    def missing(self, room: int, unread: int) -> int:
+        """Return how many tokens are missing from the block.
 
-    def _missing(self, block: Seq[Proposal], room: int) -> int:
+        room: the tokens that may follow the pending ones. unread: tokens before the last one that the drafter has not
+        read.
+        """
+        return self._missing(self.block, room, unread)
+
+    def _missing(self, block: Seq[Proposal], room: int, unread: int = 0) -> int:
         if self._draft_length is None or room <= 0 or (block and block[-1].token in self._eos_ids):
             return 0
-        return max(0, min(room, self._draft_length.tokens_to_draft(len(block), measured_signals(block))))
+        return max(0, min(room, self._draft_length.tokens_to_draft(len(block), measured_signals(block), unread)))
 
     def add(self, proposal: Proposal) -> bool:
         """Add the next token of the block. Return whether it begins the block."""
@@ -51,6 +55,12 @@ class DraftBuffer:
         if not awaits_verdict:
             self.pending.clear()
         self._block_start = len(self.pending)
+
+    def on_verifier_lost(self) -> None:
+        """Draft without a verifier from now on. No later verdict decides the pending tokens."""
+        if self._draft_length is not None:
+            self._draft_length = self._draft_length.without_verifier
+        self.end_block(awaits_verdict=False)
 
     # Drafting ahead -----------------------------------------------------------------------------------------
 

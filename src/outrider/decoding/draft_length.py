@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
 from outrider.decoding.adaptive_draft_length import DraftLengthController
 from outrider.errors import SettingsError
@@ -29,8 +29,16 @@ class DraftLength(Protocol):
         """The controller that learns from the rounds, or None if the policy does not learn."""
         ...
 
-    def tokens_to_draft(self, drafted: int, block: Seq[Signals]) -> int:
-        """Return how many tokens to add to a block of `drafted` tokens, 0 if it is complete."""
+    @property
+    def without_verifier(self) -> DraftLength:
+        """The policy after the loss of the verifier. Its blocks have at least one token."""
+        ...
+
+    def tokens_to_draft(self, drafted: int, block: Seq[Signals], unread: int = 0) -> int:
+        """Return how many tokens to add to a block of `drafted` tokens, 0 if it is complete.
+
+        unread: tokens before the last one that the drafter has not read.
+        """
         ...
 
 
@@ -42,7 +50,12 @@ class FixedDraftLength:
     needs_signals = False
     controller = None
 
-    def tokens_to_draft(self, drafted: int, block: Seq[Signals]) -> int:
+    @property
+    def without_verifier(self) -> Self:
+        """The same policy."""
+        return self
+
+    def tokens_to_draft(self, drafted: int, block: Seq[Signals], unread: int = 0) -> int:
         """Return the tokens that are missing from k."""
         return self.k - drafted
 
@@ -59,7 +72,12 @@ class ConfidenceStop:
     needs_signals = True
     controller = None
 
-    def tokens_to_draft(self, drafted: int, block: Seq[Signals]) -> int:
+    @property
+    def without_verifier(self) -> Self:
+        """The same policy."""
+        return self
+
+    def tokens_to_draft(self, drafted: int, block: Seq[Signals], unread: int = 0) -> int:
         """Return 1 until the block ends."""
         survival = math.exp(-sum(token.logprob for token in block))
         return 1 if drafted < self.max_tokens and survival >= self.min_survival else 0
@@ -69,17 +87,25 @@ class ConfidenceStop:
 class AdaptiveDraftLength:
     """Blocks that end when another token costs more than it gains (`decoding.adaptive_draft_length`).
 
-    The fallback decides until drafts and verdicts have been timed.
+    A block is empty if plain decoding of the target is faster. The fallback decides until drafts and verdicts have been
+    timed.
     """
 
     controller: DraftLengthController = field(default_factory=DraftLengthController)
     fallback: ConfidenceStop = ConfidenceStop()
     needs_signals = True
 
-    def tokens_to_draft(self, drafted: int, block: Seq[Signals]) -> int:
+    @property
+    def without_verifier(self) -> ConfidenceStop:
+        """The fallback, as there is no target to leave a token to."""
+        return self.fallback
+
+    def tokens_to_draft(self, drafted: int, block: Seq[Signals], unread: int = 0) -> int:
         """Return 1 until the block ends."""
-        if self.controller.token_cost is None or not drafted:
+        if self.controller.token_cost is None:
             return self.fallback.tokens_to_draft(drafted, block)
+        if not drafted:
+            return int(self.controller.switch.should_speculate(unread))
         return int(drafted < MAX_K and self.controller.should_continue(drafted, [token.logprob for token in block]))
 
 

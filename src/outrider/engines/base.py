@@ -45,6 +45,9 @@ class Prompt:
         return self.audio is not None or self.features is not None
 
 
+LAST_SAMPLED = -1  # as an id: the token that the slot's latest launch sampled last, which the host may not know yet
+
+
 @dataclass(frozen=True)
 class SequenceInput:
     """One slot's part of a batched forward: the `ids` to append, and how many of the last ones need logits."""
@@ -199,12 +202,39 @@ def as_slot_reuse(engine: Engine) -> SlotReuse | None:
     return cast(SlotReuse, engine) if getattr(engine, "prefix_cache", None) is not None else None
 
 
+class PendingOutputs(Protocol):
+    """The outputs of a launched forward, in the order of its inputs."""
+
+    def ready(self) -> bool:
+        """Return whether `result` would return at once."""
+        ...
+
+    def result(self) -> Seq[ForwardOutput]:
+        """Wait for the device, and return the output of each input."""
+        ...
+
+
+@dataclass(frozen=True)
+class KnownOutputs:
+    """Outputs that were computed when the forward was launched."""
+
+    outputs: Seq[ForwardOutput]
+
+    def ready(self) -> bool:
+        """Return True."""
+        return True
+
+    def result(self) -> Seq[ForwardOutput]:
+        """Return the outputs."""
+        return self.outputs
+
+
 class DeviceSampler(Engine, Protocol):
     """An engine that can sample tokens on the device, without reading the logits back to the host."""
 
     samples_on_device: bool  # False for an engine that lacks the kernels
 
-    def sample_many(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> list[list[SampledToken]]:
+    def sample_many(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> Seq[Seq[SampledToken]]:
         """Run `forward_many`, and sample a token from each kept position by its input's policy."""
         ...
 
@@ -213,6 +243,17 @@ class DeviceSampler(Engine, Protocol):
 
         Returns the tokens up to an EOS. The cache may hold tokens behind it.
         with_signals: compute the gate signals of each token as well.
+        """
+        ...
+
+
+class AsyncSampler(DeviceSampler, Protocol):
+    """A `DeviceSampler` whose forwards can be launched before the host has read the results of earlier ones."""
+
+    def launch(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> PendingOutputs:
+        """Start `sample_many`, and return while the device computes. The KV lengths move at once.
+
+        Forwards run in the order of their launch. An input may be the single id `LAST_SAMPLED`.
         """
         ...
 
@@ -233,6 +274,14 @@ def forward_or_sample(engine: Engine, inputs: Seq[SequenceInput], policies: Seq[
         found |= zip(others, engine.forward_many([inputs[n] for n in others]), strict=True)
     found |= zip(sampled, sampler.sample_many([inputs[n] for n in sampled], [*sampled.values()]), strict=True)
     return [found[n] for n in range(len(inputs))]
+
+
+def launch(engine: Engine, inputs: Seq[SequenceInput], policies: Seq[Policy | None]) -> PendingOutputs:
+    """Start `forward_or_sample`. It is over at once, unless an `AsyncSampler` samples for all inputs."""
+    given = [policy for policy in policies if policy is not None]
+    if len(given) < len(inputs) or as_device_sampler(engine) is None or not hasattr(engine, "launch"):
+        return KnownOutputs(forward_or_sample(engine, inputs, policies))
+    return cast(AsyncSampler, engine).launch(inputs, given)
 
 
 class CachedSequence:

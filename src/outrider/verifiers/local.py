@@ -41,9 +41,9 @@ class LocalVerifier(SessionTable[tuple[Session, CachedSequence]]):
         started, cached = time.perf_counter(), 0 if entry.rounds else cache.cached_len
         cache.rollback_to(plan.start)
         (output,) = forward_or_sample(self.engine, [cache.next_input(plan.ids, plan.rows)], [entry.sampling_policy])
-        verdict = entry.judge(plan, output)
+        verdict = entry.judge(plan, output, compute_s=time.perf_counter() - started)
         cache.rollback_to(len(entry.ids))
-        return replace(verdict, compute_s=time.perf_counter() - started, cached=cached)
+        return replace(verdict, cached=cached) if cached else verdict
 
     def generate(self, session: int) -> Iterator[Verdict]:
         """Yield the target's own tokens, one verdict for each token."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,23 +20,37 @@ from outrider.engines.checkpoint import TASKS, is_captions_only
 from outrider.engines.locking import Locked, exclusive, get_lock
 from outrider.engines.model_changes import capture_state, find_change
 from outrider.engines.prefix_cache import PrefixCache
+from outrider.engines.scheduler import PREFILL_CHUNK
 from outrider.engines.self_test import SelfTest, check_weights, explain_non_finite
-from outrider.engines.torch.attention import attention_windows, configure_attention
-from outrider.engines.torch.fused_model import FusedModel, missing_requirement, unsupported_reason
+from outrider.engines.torch.attention import (
+    ATTENTION_NAME,
+    BY_ROW_TYPES,
+    attention_windows,
+    batch_audio_windows,
+    configure_attention,
+    visible_keys,
+)
+from outrider.engines.torch.fused_model import (
+    FUSED_PREFILL_CHUNK,
+    FusedModel,
+    Media,
+    missing_requirement,
+    unsupported_reason,
+)
 from outrider.engines.torch.kv_cache import SlotKVCache
 from outrider.engines.torch.model_families import (
     AudioModel,
+    MaskedMedia,
     MaskLike,
-    Media,
     TextModel,
     is_audio_model,
     read_max_length,
 )
-from outrider.engines.torch.model_runner import ModelRunner
-from outrider.engines.vocabulary import Vocabulary, check_eos_ids, warn_if_eos_differs
+from outrider.engines.torch.model_runner import ModelRunner, PendingSamples, split_prefill
+from outrider.engines.vocabulary import Vocabulary, check_eos_ids, read_eos_ids, warn_if_eos_differs
 from outrider.errors import ModelError, PromptError, StateError
 from outrider.sampling.policy import Policy
-from outrider.sampling.sampler import SampledToken
+from outrider.sampling.sampler import SampledRows
 
 SELF_TESTS = {
     torch.float64: SelfTest(9, 3, 3, 1e-3),
@@ -79,19 +94,27 @@ class TorchEngine(Vocabulary, Locked):
         self._text_config = model.config.get_text_config()
         self._attention_windows = attention_windows(self._text_config, self.name)
         self._additive_mask = configure_attention(model, self._family.language, self._text_config)
-        self._cache = SlotKVCache(self._text_config.num_hidden_layers)
+        if self.audio is not None and model.device.type == "cuda":
+            batch_audio_windows(model, self.audio.tower)
+        self.device, self.dtype = model.device, model.dtype
+        self._cache = SlotKVCache(self._text_config.num_hidden_layers, by_row=self._attends_by_row)
         self._media: dict[int, _SlotAudio] = {}
         self.prefix_cache = PrefixCache()
-        self.device, self.dtype = model.device, model.dtype
         self.row_count = int(self._text_config.vocab_size)
-        self.eos_ids = check_eos_ids(self.name, _read_eos_ids(model), self.row_count, "generation config")
+        self.eos_ids = check_eos_ids(self.name, read_eos_ids(model), self.row_count, "generation config")
         warn_if_eos_differs(self.name, self.eos_ids, tokenizer, "generation config")
         self.captions_only = is_captions_only(getattr(model.config, TASKS, None))
         self.max_length = read_max_length(self._text_config)
         self._runner = self._make_runner()
         self._state = capture_state(model)
         self.noise = self._run_self_test()
-        self.position_bytes = sum(b.nbytes // (b.shape[0] * b.shape[2]) for b in self._cache.buffers)
+        self.position_bytes = sum(b.nbytes // b.shape[1] for b in self._cache.buffers)
+
+    @property
+    def _attends_by_row(self) -> bool:
+        """Return whether each row of a batch may attend to a view of its own keys, as on a CPU (attention.py)."""
+        is_grouped = getattr(self._family.language.config, "_attn_implementation", None) == ATTENTION_NAME
+        return is_grouped and self.device.type == "cpu" and self._text_config.model_type in BY_ROW_TYPES
 
     def changed_part(self) -> str | None:
         """Return the name of a part of the model that changed since the engine was made, or None."""
@@ -138,7 +161,7 @@ class TorchEngine(Vocabulary, Locked):
         limit = read_max_length(self._text_config) or None
         each = self.position_bytes
         slots, length = plan_kv_budget(self.name, self._cache.in_use, budget, max_length, limit, lambda n: n * each)
-        self._cache = SlotKVCache(len(self._cache.layers), slots, length)
+        self._cache = SlotKVCache(len(self._cache.layers), slots, length, budget // each, by_row=self._attends_by_row)
         if self._runner is not None:
             self._runner.release_cache()
         self.max_length = length
@@ -214,14 +237,23 @@ class TorchEngine(Vocabulary, Locked):
         return [rows.float() for rows in torch.split(self._logits(inputs)[: sum(counts)], counts)]
 
     @property
+    def prefill_chunk(self) -> int:
+        """Return the tokens of a long prompt per forward, where others wait or it may be cancelled."""
+        return PREFILL_CHUNK if self._runner is None else FUSED_PREFILL_CHUNK
+
+    @property
     def samples_on_device(self) -> bool:
         """Return whether the engine has `sample_many` and `draft`: on a GPU, for models that can be fused."""
         return self._runner is not None
 
+    def sample_many(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> Seq[SampledRows]:
+        """Run `forward_many`, and sample a token from each kept position by its input's policy."""
+        return self.launch(inputs, policies).result()
+
     @exclusive
     @torch.inference_mode()
-    def sample_many(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> list[list[SampledToken]]:
-        """Run `forward_many`, and sample a token from each kept position by its input's policy."""
+    def launch(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> PendingSamples:
+        """Start `sample_many`, and return while the GPU computes. An input may be the single id `LAST_SAMPLED`."""
         assert self._runner is not None
         starts = [self.kv_len(seq_input.slot) for seq_input in inputs]
         with self._on_this_device():
@@ -250,12 +282,18 @@ class TorchEngine(Vocabulary, Locked):
         They are valid until the next forward.
         """
         check_inputs(inputs)
-        starts = [self.kv_len(seq_input.slot) for seq_input in inputs]
-        if self._runner is None or not self._runner.fits(inputs) or self._has_audio(inputs, starts):
+        if self._runner is None:
             return torch.cat(self._forward_transformers(inputs))
-        self._cache.reserve([each.slot for each in inputs], [len(each.ids) for each in inputs])
+        self._cache.reserve([each.slot for each in inputs], [len(each.ids) for each in inputs])  # refuses before a part
+        for part in split_prefill(inputs):
+            logits = self._forward_fused(self._runner, part)
+        return logits
+
+    def _forward_fused(self, runner: ModelRunner, inputs: Seq[SequenceInput]) -> Tensor:
+        starts = self._cache.reserve([each.slot for each in inputs], [len(each.ids) for each in inputs])
         with self._on_this_device():
-            logits = self._runner.logits(inputs, starts, self._cache, self._cache.span)
+            media = self._flat_media(inputs, starts)
+            logits = runner.logits(inputs, starts, self._cache, self._cache.span, media)
         self._cache.commit_append()
         return logits
 
@@ -269,16 +307,13 @@ class TorchEngine(Vocabulary, Locked):
 
     def _forward_transformers(self, inputs: Seq[SequenceInput]) -> list[Tensor]:
         """Run transformers' own forward. Return the kept logits of each input."""
-        ordered = sorted(inputs, key=lambda seq_input: seq_input.slot)  # consecutive slots are read without a copy
+        ordered = sorted(inputs, key=lambda seq_input: seq_input.slot)  # neighbours of equal length need no copy
         slots, counts = [seq_input.slot for seq_input in ordered], [len(seq_input.ids) for seq_input in ordered]
         starts = [self.kv_len(slot) for slot in slots]
         positions = self._cache.prepare_append(slots, counts, self.device)
         width = positions.shape[1]
         padded = [[*seq_input.ids, *[0] * (width - len(seq_input.ids))] for seq_input in ordered]
         ids = torch.tensor(padded, device=self.device)
-        if self._runner is not None:
-            self._runner.prepare(self._cache)
-            self._cache.store_token_ids(ids)
         media = self._place_media(ordered, starts, width)
         columns = sorted({column for seq_input in inputs for column in seq_input.kept})
         kept = torch.tensor(columns, device=self.device)
@@ -305,33 +340,37 @@ class TorchEngine(Vocabulary, Locked):
 
     def _mask(self, positions: Tensor) -> MaskLike:
         """Return the mask of visible keys, [B, 1, T, span], per kind of attention layer."""
-        keys = torch.arange(self._cache.span, device=self.device)
-        queries = positions[:, None, :, None]
-        masks = {}
-        for kind, window in self._attention_windows.items():
-            visible = keys <= queries
-            if window is not None:
-                visible = visible & (keys > queries - window)
-            if self._additive_mask:
-                zeros = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
-                visible = zeros.masked_fill(~visible, torch.finfo(self.dtype).min)
-            masks[kind] = visible
+        additive = self.dtype if self._additive_mask else None
+        masks = visible_keys(positions, self._cache.span, self._attention_windows, additive)
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _place_media(self, inputs: Seq[SequenceInput], starts: Seq[int], width: int) -> Media | None:
-        """Return the audio embeddings for the placeholders among the input tokens, or None."""
+    def _place_media(self, inputs: Seq[SequenceInput], starts: Seq[int], width: int) -> MaskedMedia | None:
+        """Return the audio embeddings for the placeholders among the padded input tokens, or None."""
         mask = torch.zeros(len(inputs), width, dtype=torch.bool, device=self.device)
-        embeds = []
-        for row, (seq_input, start) in enumerate(zip(inputs, starts, strict=True)):
-            media = self._media.get(seq_input.slot)
-            if media is None or start >= len(media.prompt.ids):
-                continue
-            holders = [i for i, token in enumerate(media.prompt.ids) if token == self.audio.placeholder]
-            fed = [n for n, i in enumerate(holders) if start <= i < start + len(seq_input.ids)]
-            mask[row, [holders[n] - start for n in fed]] = True
-            if fed:
-                embeds.append(self._embeds(media)[fed[0] : fed[-1] + 1])
+        placed = [self._placeholders(seq_input, start) for seq_input, start in zip(inputs, starts, strict=True)]
+        for row, (columns, _) in enumerate(placed):
+            mask[row, columns] = True
+        embeds = [part for columns, part in placed if columns]
         return (mask, torch.cat(embeds)) if embeds else None
+
+    def _flat_media(self, inputs: Seq[SequenceInput], starts: Seq[int]) -> Media | None:
+        """Return the audio embeddings for the placeholders in a flat batch, or None."""
+        firsts = [0, *accumulate(len(seq_input.ids) for seq_input in inputs)]
+        placed = [self._placeholders(seq_input, start) for seq_input, start in zip(inputs, starts, strict=True)]
+        indices = [first + column for first, (columns, _) in zip(firsts, placed, strict=False) for column in columns]
+        if not indices:
+            return None
+        embeds = torch.cat([part for columns, part in placed if columns])
+        return Media(torch.tensor(indices, device=self.device), embeds)
+
+    def _placeholders(self, seq_input: SequenceInput, start: int) -> tuple[list[int], Tensor]:
+        """Return the indices of the audio placeholders among an input's tokens, and the embeddings in their place."""
+        media = self._media.get(seq_input.slot)
+        if media is None or start >= len(media.prompt.ids):
+            return [], torch.empty(0)
+        holders = [i for i, token in enumerate(media.prompt.ids) if token == self.audio.placeholder]
+        fed = [n for n, i in enumerate(holders) if start <= i < start + len(seq_input.ids)]
+        return [holders[n] - start for n in fed], self._embeds(media)[fed[0] : fed[-1] + 1] if fed else torch.empty(0)
 
     def _embeds(self, media: _SlotAudio) -> Tensor:
         if media.embeds is None:
@@ -357,10 +396,3 @@ class TorchEngine(Vocabulary, Locked):
         max_difference = self_test.max_difference(self, ids, plain, type(self.model).__name__)
         rounding = torch.finfo(self.dtype).eps * float(plain[-self_test.tail :].abs().max())
         return 0.0 if self.dtype in (torch.float32, torch.float64) else 2 * max(max_difference, rounding)
-
-
-def _read_eos_ids(model: Any) -> tuple[int, ...]:
-    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if isinstance(eos, Tensor):
-        eos = eos.tolist()
-    return () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -27,7 +27,11 @@ from outrider.engines.torch.kv_cache import SlotKVCache
 
 MODEL_TYPES = ("qwen2", "llama", "mistral", "qwen3", "qwen2_5_omni_text")
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
-MAX_TOKENS = 512  # per batch: longer prefills are left to transformers' own attention kernels
+MAX_CAPTURED_TOKENS = 1024  # a forward of more tokens takes longer than the launches of its kernels
+MAX_TOKENS = 2048  # of one forward: a longer prefill is computed in parts, as its activations take memory
+FUSED_PREFILL_CHUNK = (
+    512  # takes 1.5 times as long as a round of 32 blocks on an H200: smaller ones cost more per token
+)
 TARGET_PROGRAMS = 132  # one on each multiprocessor of a large GPU
 HEADS_PER_PROGRAM = 4  # of `rotate_and_store`
 MIN_SPAN, MIN_CHUNK = 256, 64
@@ -119,19 +123,19 @@ class BatchShape:
 class Batch:
     """A batch as the kernels read it: views of one int32 tensor, so that one copy brings it to the device.
 
-    ids, positions, token_slots: [tokens]. firsts, counts, starts, slots: [sequences]. kept: [rows], indices of the
-    tokens with logits to keep.
+    ids, positions, token_bases: [tokens]. firsts, counts, starts, bases: [sequences]. kept: [rows], indices of the
+    tokens with logits to keep. A base is the index of a sequence's first position in the cache's buffers.
     """
 
     shape: BatchShape
     all: Tensor
     ids: Tensor
     positions: Tensor
-    token_slots: Tensor
+    token_bases: Tensor
     firsts: Tensor
     counts: Tensor
     starts: Tensor
-    slots: Tensor
+    bases: Tensor
     kept: Tensor
 
     @classmethod
@@ -142,33 +146,55 @@ class Batch:
         return cls(shape, entries, *torch.split(entries, sizes))
 
 
-def pack_batch(shape: BatchShape, inputs: Seq[SequenceInput], starts: Seq[int]) -> Tensor:
-    """Return the entries of a `Batch`, int32 [shape.num_entries], on the host. Padding has slot −1 and no tokens."""
-    counts = [len(seq_input.ids) for seq_input in inputs]
-    firsts = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
-    parts = (
-        (shape.tokens, 0, [token for seq_input in inputs for token in seq_input.ids]),
-        (shape.tokens, 0, [start + n for start, count in zip(starts, counts, strict=True) for n in range(count)]),
-        (shape.tokens, -1, [seq_input.slot for seq_input in inputs for _ in seq_input.ids]),
-        (shape.sequences, 0, firsts),
-        (shape.sequences, 0, counts),
-        (shape.sequences, 0, starts),
-        (shape.sequences, 0, [seq_input.slot for seq_input in inputs]),
-        (shape.rows, 0, [first + n for first, each in zip(firsts, inputs, strict=True) for n in each.kept]),
-    )
-    padded = [number for size, padding, part in parts for number in (*part, *[padding] * (size - len(part)))]
-    return torch.tensor(padded, dtype=torch.int32)
+@dataclass(frozen=True)
+class Media:
+    """Embeddings of recordings, [P, hidden], and the indices of their tokens in the flat batch, int64 [P]."""
+
+    indices: Tensor
+    embeds: Tensor
+
+
+def pack_batch(shape: BatchShape, inputs: Seq[SequenceInput], starts: Seq[int], bases: Seq[int]) -> Tensor:
+    """Return the entries of a `Batch`, int32 [shape.num_entries], on the host. Padding has base −1 and no tokens."""
+    tokens, sequences = shape.tokens, shape.sequences
+    entries = np.zeros(shape.num_entries, dtype=np.int32)
+    entries[2 * tokens : 3 * tokens] = -1
+    if inputs:
+        ids = [token for seq_input in inputs for token in seq_input.ids]
+        counts = np.array([len(seq_input.ids) for seq_input in inputs])
+        kept = np.array([seq_input.logits_to_keep for seq_input in inputs])
+        places = np.array(bases)
+        ends, first_positions = counts.cumsum(), np.array(starts)
+        index = np.arange(len(ids))
+        parts = (
+            (0, ids),
+            (tokens, index + np.repeat(first_positions - ends + counts, counts)),
+            (2 * tokens, np.repeat(places, counts)),
+            (3 * tokens, ends - counts),
+            (3 * tokens + sequences, counts),
+            (3 * tokens + 2 * sequences, first_positions),
+            (3 * tokens + 3 * sequences, places),
+            (3 * tokens + 4 * sequences, index[: kept.sum()] + np.repeat(ends - kept.cumsum(), kept)),
+        )
+        for offset, part in parts:
+            entries[offset : offset + len(part)] = part
+    return torch.from_numpy(entries)
 
 
 def _next_power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+def _num_splits(programs: int, span: int) -> int:
+    """Return the number of chunks of keys, a power of two, that keeps the GPU busy."""
+    return min(_next_power_of_two(max(1, TARGET_PROGRAMS // programs) + 1) // 2, span // MIN_CHUNK)
+
+
 def _round_size(size: int) -> int:
-    """Round up to a power of two, then a multiple of 16, then of 64, so that few graphs serve all sizes."""
+    """Round up to a power of two, then a multiple of 16, or of 64, so that few graphs serve all sizes."""
     if size <= 16:
         return _next_power_of_two(size)
-    step = 16 if size <= 256 else 64
+    step = 64 if 256 < size <= MAX_CAPTURED_TOKENS else 16
     return -(-size // step) * step
 
 
@@ -236,8 +262,11 @@ class FusedModel:
         self._tables: tuple[Tensor, Tensor] | None = None
 
     @torch.no_grad()
-    def prepare(self, cache: SlotKVCache) -> None:
-        """Allocate the buffers at the cache's present size, and the rotary tables. A captured forward cannot."""
+    def prepare(self, cache: SlotKVCache) -> tuple[Tensor | None, ...]:
+        """Allocate the cache's buffers and the rotary tables. A captured forward cannot.
+
+        Returns the tensors that forwards read at fixed addresses.
+        """
         cache.ensure_capacity(self.kv_heads, self.dim, self._embedding)
         if self._tables is None or len(self._tables[0]) < cache.capacity:
             device = self._embedding.device
@@ -250,18 +279,25 @@ class FusedModel:
                 table.reshape(-1, cache.capacity, self.dim)[0, :, :half].float().contiguous()
                 for table in (cosines, sines)
             )
+        return cache.addresses, cache.tokens, *self._tables
 
-    def forward(self, batch: Batch, cache: SlotKVCache) -> Tensor:
-        """Return the logits after the kept tokens, [shape.rows, V] in the model's dtype."""
+    def forward(self, batch: Batch, cache: SlotKVCache, media: Media | None = None) -> Tensor:
+        """Return the logits after the kept tokens, [shape.rows, V] in the model's dtype.
+
+        media: embeddings that replace those of some tokens.
+        """
         kernels, n = self._kernels, batch.shape.tokens
         x = torch.empty(n, self._hidden, dtype=self._embedding.dtype, device=self._embedding.device)
         assert cache.tokens is not None
+        assert cache.addresses is not None
         kernels.embed[(n,)](
-            batch.ids, self._embedding, x, batch.positions, batch.token_slots, cache.tokens, cache.capacity,
-            self._hidden, _next_power_of_two(self._hidden), **self._launch_options,
+            batch.ids, self._embedding, x, batch.positions, batch.token_bases, cache.tokens, self._hidden,
+            _next_power_of_two(self._hidden), **self._launch_options,
         )  # fmt: skip
-        for layer, (keys, values) in zip(self._layers, cache.layer_buffers, strict=True):
-            attended = self._attention(layer, x, keys, values, batch, cache.capacity)
+        if media is not None:
+            x.index_copy_(0, media.indices, media.embeds.to(x.dtype))
+        for layer, buffers in zip(self._layers, cache.addresses, strict=True):
+            attended = self._attention(layer, x, buffers, batch)
             self._add_projection(x, attended, layer.out)
             self._add_projection(x, self._gated_mlp(layer, x), layer.down)
         kept = x if n == batch.shape.rows == 1 else x.index_select(0, batch.kept)
@@ -269,38 +305,33 @@ class FusedModel:
 
     # Attention ----------------------------------------------------------------------------------------------
 
-    def _attention(self, layer: _Layer, x: Tensor, keys: Tensor, values: Tensor, batch: Batch, capacity: int) -> Tensor:
+    def _attention(self, layer: _Layer, x: Tensor, buffers: Tensor, batch: Batch) -> Tensor:
         """Return the attention's output before the output projection, [N, heads · dim]."""
         kernels, n = self._kernels, batch.shape.tokens
         assert self._tables is not None
         qkv = self._norm_linear(x, layer.input_norm, layer.qkv, layer.bias)
         kernels.rotate_and_store[(n, -(-(self.heads + 2 * self.kv_heads) // HEADS_PER_PROGRAM))](
-            qkv, *self._tables, layer.query_norm, layer.key_norm, keys, values, batch.positions, batch.token_slots,
-            capacity, self._eps, self.heads, self.kv_heads, self.dim, layer.query_norm is not None,
+            qkv, *self._tables, layer.query_norm, layer.key_norm, buffers, batch.positions, batch.token_bases,
+            self._eps, self.heads, self.kv_heads, self.dim, layer.query_norm is not None,
             HEADS_PER_PROGRAM, num_warps=2, **self._launch_options,
         )  # fmt: skip
-        tile, splits = self._tiling(batch.shape)
+        rows, groups = batch.shape.longest * (self.heads // self.kv_heads), batch.shape.sequences * self.kv_heads
+        tile, step, warps, stages = kernels.attend_tiling(rows, groups)
+        blocks = -(-rows // tile)
+        splits = _num_splits(groups * blocks, batch.shape.span)
         out = x.new_empty(n, self.heads * self.dim)
         partial = x.new_empty(n, self.heads, splits if splits > 1 else 0, self.dim, dtype=torch.float32)
         maxima, sums = x.new_empty(2, n, self.heads, splits, dtype=torch.float32)
-        blocks = -(-batch.shape.longest * (self.heads // self.kv_heads) // tile)
-        kernels.attend[(batch.shape.sequences * self.kv_heads, splits, blocks)](
-            qkv, keys, values, out, partial, maxima, sums, batch.firsts, batch.counts, batch.starts, batch.slots,
-            capacity, LOG2E * self.dim**-0.5, self.heads, self.kv_heads, self.dim, batch.shape.span // splits, splits,
-            tile, MIN_CHUNK, **self._launch_options,
+        kernels.attend[(groups, splits, blocks)](
+            qkv, buffers, out, partial, maxima, sums, batch.firsts, batch.counts, batch.starts, batch.bases,
+            batch.shape.span // splits, LOG2E * self.dim**-0.5, self.heads, self.kv_heads, self.dim, splits,
+            tile, step, num_warps=warps, num_stages=stages, **self._launch_options,
         )  # fmt: skip
         if splits > 1:
             kernels.combine[(n * self.heads,)](
-                partial, maxima, sums, batch.token_slots, out, self.heads, self.dim, splits, **self._launch_options
+                partial, maxima, sums, batch.token_bases, out, self.heads, self.dim, splits, **self._launch_options
             )
         return out
-
-    def _tiling(self, shape: BatchShape) -> tuple[int, int]:
-        """Return the query rows per program, and the number of chunks of keys that keeps the GPU busy."""
-        rows = shape.longest * (self.heads // self.kv_heads)
-        tile = min(64, max(16, _next_power_of_two(rows)))
-        programs = shape.sequences * self.kv_heads * -(-rows // tile)
-        return tile, min(_next_power_of_two(max(1, TARGET_PROGRAMS // programs) + 1) // 2, shape.span // MIN_CHUNK)
 
     def top2(self, rows: Tensor) -> Tensor:
         """Return float64 [R, 3] for logits [R, V]: index of the largest entry, the entry, and its top-2 margin."""

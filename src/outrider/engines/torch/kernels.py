@@ -1,7 +1,9 @@
 """Triton kernels of the fused model: all but its matrix products, and for few tokens these as well.
 
-Batches are flat: the tokens of all sequences stand one after another, [N, …]. `slot` < 0 marks padding. Sizes are
-constexpr. Lengths are read from device memory, so that one captured graph serves all lengths.
+Batches are flat: the tokens of all sequences stand one after another, [N, …]. Sizes are constexpr. Lengths and the
+places of keys and values are read from device memory, so that one captured graph serves all lengths and outlives a move
+of the cache. A layer's `buffers`, int64 [3], are the addresses of its keys and of its values, [KV_HEADS, capacity, DIM]
+each, and their capacity. A sequence's first position in them is its base. A base < 0 marks padding.
 
 EARLY: programmatic dependent launch. The kernel starts while the previous one still runs, and waits for its end before
 it reads its output. Weights may be read earlier.
@@ -35,17 +37,26 @@ def skinny_tiling(tokens: int, width: int, size: int, gated: bool) -> tuple[int,
     return (8 if width == size else 4), 512, 4, 3
 
 
+def attend_tiling(rows: int, groups: int) -> tuple[int, int, int, int]:
+    """Return query rows and keys per step, warps and stages of `attend`, the fastest on an H200.
+
+    rows: query rows of a sequence and group of heads. groups: of all sequences. Few rows in many groups have a smaller
+    pipeline each, so that four programs share a multiprocessor.
+    """
+    return (64, 64, 4, 3) if rows > 16 else (16, 64, 4, 3 if groups <= 400 else 2)
+
+
 @triton.jit
 def embed(
-    ids, table, x, positions, slots, history, capacity, size: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    ids, table, x, positions, bases, history, size: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ) -> None:
-    """Copy a token's embedding to x [N, size], and its id to history [slots, capacity]. One token per program."""
+    """Copy a token's embedding to x [N, size], and its id to history. One token per program."""
     token, k = tl.program_id(0), tl.arange(0, BLOCK)
-    identifier, slot = tl.load(ids + token), tl.load(slots + token)
+    identifier, base = tl.load(ids + token), tl.load(bases + token)
     row = tl.load(table + identifier.to(tl.int64) * size + k, k < size, 0.0)
     tl.store(x + token * size + k, row, k < size)
-    if slot >= 0:
-        tl.store(history + slot.to(tl.int64) * capacity + tl.load(positions + token), identifier)
+    if base >= 0:
+        tl.store(history + base + tl.load(positions + token), identifier)
 
 
 @triton.jit
@@ -127,24 +138,33 @@ def silu_and_mul(gate_up, out, width: tl.constexpr, BLOCK: tl.constexpr, EARLY: 
 
 
 @triton.jit
+def _locate(buffers, like):
+    """Return pointers to a layer's keys and values, of the type of `like`, and their positions per head."""
+    keys = tl.load(buffers).to(tl.pointer_type(like.dtype.element_ty))
+    values = tl.load(buffers + 1).to(tl.pointer_type(like.dtype.element_ty))
+    return tl.multiple_of(keys, 16), tl.multiple_of(values, 16), tl.load(buffers + 2).to(tl.int32)
+
+
+@triton.jit
 def rotate_and_store(
-    qkv, cosines, sines, query_norm, key_norm, keys, values, positions, slots, capacity, eps, HEADS: tl.constexpr,
+    qkv, cosines, sines, query_norm, key_norm, buffers, positions, bases, eps, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, HEAD_NORM: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """Rotate the queries of a few heads of one token in place, and write its rotated keys and its values to the cache.
 
     qkv: [N, HEADS + 2 KV_HEADS, DIM]. cosines, sines: float32 [positions, DIM / 2].
-    keys, values: [slots, KV_HEADS, capacity, DIM]. HEAD_NORM: RMS-normalise queries and keys first (Qwen3).
+    HEAD_NORM: RMS-normalise queries and keys first (Qwen3).
     """
+    keys, values, capacity = _locate(buffers, qkv)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
     half = tl.arange(0, DIM // 2)[None, :]
-    slot, position = tl.load(slots + token), tl.load(positions + token)
+    base, position = tl.load(bases + token), tl.load(positions + token)
     is_query, is_key, is_value = head < HEADS, (head >= HEADS) & (head < HEADS + KV_HEADS), head >= HEADS + KV_HEADS
-    is_valid = head < tl.where(slot >= 0, HEADS + 2 * KV_HEADS, 0)
+    is_valid = head < tl.where(base >= 0, HEADS + 2 * KV_HEADS, 0)
     at = qkv + (token * (HEADS + 2 * KV_HEADS) + head) * DIM + half
     a, b = tl.load(at, is_valid, 0.0).to(tl.float32), tl.load(at + DIM // 2, is_valid, 0.0).to(tl.float32)
     cosine, sine = tl.load(cosines + position * (DIM // 2) + half), tl.load(sines + position * (DIM // 2) + half)
@@ -159,19 +179,20 @@ def rotate_and_store(
     b = tl.where(is_value, b, y * cosine + x * sine).to(qkv.dtype.element_ty)
     tl.store(at, a, is_valid & is_query)
     tl.store(at + DIM // 2, b, is_valid & is_query)
-    row = (slot.to(tl.int64) * KV_HEADS * capacity + position) * DIM + half
-    key = keys + row + (head - HEADS) * capacity.to(tl.int64) * DIM
+    kv_head = tl.where(is_key, head - HEADS, head - HEADS - KV_HEADS)
+    entry = (kv_head * capacity + base + position).to(tl.int64) * DIM + half
+    key = keys + entry
     tl.store(key, a, is_valid & is_key)
     tl.store(key + DIM // 2, b, is_valid & is_key)
-    value = values + row + (head - HEADS - KV_HEADS) * capacity.to(tl.int64) * DIM
+    value = values + entry
     tl.store(value, a, is_valid & is_value)
     tl.store(value + DIM // 2, b, is_valid & is_value)
 
 
 @triton.jit
 def attend(
-    qkv, keys, values, result, partial, maxima, sums, firsts, counts, starts, slots, capacity, scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
+    qkv, buffers, result, partial, maxima, sums, firsts, counts, starts, bases, chunk, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute attention of a sequence's new tokens to one chunk of its keys, for one group of query heads.
@@ -181,6 +202,7 @@ def attend(
     [N, HEADS, DIM]. Otherwise writes, per token and head, the unnormalised output (partial float32
     [N, HEADS, SPLITS, DIM]), the largest score, and the sum of exponentials (base 2).
     """
+    keys, values, capacity = _locate(buffers, qkv)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -197,25 +219,34 @@ def attend(
         q = tl.load(
             qkv + (token[:, None] * (HEADS + 2 * KV_HEADS) + head[:, None]) * DIM + d[None, :], is_valid[:, None], 0.0
         )
-        base = (tl.load(slots + row).to(tl.int64) * KV_HEADS + kv_head) * capacity * DIM
+        base = (kv_head * capacity + tl.load(bases + row)).to(tl.int64) * DIM
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         out = tl.zeros([BLOCK_M, DIM], tl.float32)
-        end = tl.minimum((split + 1) * CHUNK, start + count)
-        for n in range(split * CHUNK, end, BLOCK_N):
-            at = n + tl.arange(0, BLOCK_N)
-            k = tl.load(keys + base + at[:, None] * DIM + d[None, :], at[:, None] < end, 0.0)
-            scores = tl.dot(q, tl.trans(k)) * scale
-            visible = (at[None, :] < end) & (at[None, :] <= start + step[:, None])
-            scores = tl.where(visible, scores, float("-inf"))
-            new = tl.maximum(row_max, tl.max(scores, 1))
-            finite = tl.where(new == float("-inf"), 0.0, new)
-            weights = tl.exp2(scores - finite[:, None])
-            rescale = tl.exp2(row_max - finite)
-            v = tl.load(values + base + at[:, None] * DIM + d[None, :], at[:, None] < end, 0.0)
-            out = tl.dot(weights.to(v.dtype), v, out * rescale[:, None])
-            total = total * rescale + tl.sum(weights, 1)
-            row_max = new
+        first = tl.program_id(2) * BLOCK_M // group  # of the tile's tokens
+        last = tl.minimum(count - 1, (tl.program_id(2) * BLOCK_M + BLOCK_M - 1) // group)
+        begin, end = split * chunk, tl.minimum((split + 1) * chunk, start + last + 1)
+        visible_to_all = begin + tl.maximum(0, tl.minimum(end, start + first + 1) - begin) // BLOCK_N * BLOCK_N
+        for masked in tl.static_range(2):  # whole steps of keys that all query rows see, then the rest
+            low, high = (visible_to_all, end) if masked else (begin, visible_to_all)
+            for n in range(low, high, BLOCK_N):
+                at = n + tl.arange(0, BLOCK_N)
+                offsets = base + at[:, None] * DIM + d[None, :]
+                if masked:
+                    k = tl.load(keys + offsets, at[:, None] < end, 0.0)
+                    scores = tl.dot(q, tl.trans(k)) * scale
+                    visible = (at[None, :] < end) & (at[None, :] <= start + step[:, None])
+                    scores = tl.where(visible, scores, float("-inf"))
+                else:
+                    scores = tl.dot(q, tl.trans(tl.load(keys + offsets))) * scale
+                new = tl.maximum(row_max, tl.max(scores, 1))
+                finite = tl.where(new == float("-inf"), 0.0, new)
+                weights = tl.exp2(scores - finite[:, None])
+                rescale = tl.exp2(row_max - finite)
+                v = tl.load(values + offsets, at[:, None] < end, 0.0) if masked else tl.load(values + offsets)
+                out = tl.dot(weights.to(v.dtype), v, out * rescale[:, None])
+                total = total * rescale + tl.sum(weights, 1)
+                row_max = new
         if SPLITS == 1:
             whole = (out / total[:, None]).to(qkv.dtype.element_ty)
             tl.store(result + (token[:, None] * HEADS + head[:, None]) * DIM + d[None, :], whole, is_valid[:, None])
@@ -228,7 +259,7 @@ def attend(
 
 @triton.jit
 def combine(
-    partial, maxima, sums, slots, out, HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr
+    partial, maxima, sums, bases, out, HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr
 ) -> None:
     """Combine the chunks (a power of two) of one token and head: out [N, HEADS, DIM]."""
     if EARLY:
@@ -236,7 +267,7 @@ def combine(
         gdc_wait()
     token = tl.program_id(0) // HEADS
     d = tl.arange(0, DIM)
-    if tl.load(slots + token) >= 0:
+    if tl.load(bases + token) >= 0:
         s = tl.arange(0, SPLITS)
         row_max = tl.load(maxima + tl.program_id(0) * SPLITS + s)
         weights = tl.exp2(row_max - tl.max(row_max))

@@ -16,7 +16,7 @@ from outrider.engines.torch.kv_cache import SlotKVCache
 from outrider.errors import ModelError, PromptError
 
 MaskLike = Tensor | dict[str, Tensor]
-Media = tuple[Tensor, Tensor]  # of a batch: their positions, bool [B, T], and [positions, hidden]
+MaskedMedia = tuple[Tensor, Tensor]  # of a batch: their positions, bool [B, T], and [positions, hidden]
 
 
 class TextModel:
@@ -35,7 +35,13 @@ class TextModel:
             raise ModelError(f"{type(model).__name__} takes no position_ids: its cache cannot be rolled back by slot")
 
     def logits(
-        self, ids: Tensor, positions: Tensor, mask: MaskLike, cache: SlotKVCache, columns: Tensor, media: Media | None
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        mask: MaskLike,
+        cache: SlotKVCache,
+        columns: Tensor,
+        media: MaskedMedia | None,
     ) -> Tensor:
         """Return the logits of some columns, [B, C, V], in the model's dtype.
 
@@ -70,7 +76,13 @@ class AudioModel(TextModel):
         self.audio = AudioInput(model, tower, extractor, placeholder) if extractor is not None else None
 
     def logits(
-        self, ids: Tensor, positions: Tensor, mask: MaskLike, cache: SlotKVCache, columns: Tensor, media: Media | None
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        mask: MaskLike,
+        cache: SlotKVCache,
+        columns: Tensor,
+        media: MaskedMedia | None,
     ) -> Tensor:
         """Return the logits of some columns, [B, C, V], as `TextModel.logits` does."""
         embeds = self.model.get_input_embeddings()(ids)
@@ -97,7 +109,7 @@ class AudioInput:
     """
 
     def __init__(self, model: Any, tower: nn.Module, extractor: Any, placeholder: int) -> None:
-        self._model, self._tower, self._extractor = model, tower, extractor
+        self._model, self.tower, self._extractor = model, tower, extractor
         self.placeholder = placeholder
         self.sampling_rate = int(extractor.sampling_rate)
         self.mels = int(extractor.feature_size)
@@ -159,7 +171,7 @@ class AudioInput:
 
     def embed_features(self, features: np.ndarray) -> Tensor:
         """Return the embeddings of features: float32 [mels, frames] → [feature_tokens, hidden] in the model's dtype."""
-        weight = next(self._tower.parameters())
+        weight = next(self.tower.parameters())
         valid = features.shape[1] - self._tail
         encoder_input = _fit_frames(features, self._window) if self._whole_window else features
         batch = torch.from_numpy(np.ascontiguousarray(encoder_input))[None].to(weight.device, weight.dtype)
@@ -172,12 +184,12 @@ class AudioInput:
 
     def _embed_window(self, features: Tensor, valid: Tensor) -> Tensor:
         """Return Qwen2-Audio's embeddings of a whole window, with the padding masked out of the attention."""
-        input_lengths, output_lengths = self._tower._get_feat_extract_output_lengths(valid)  # type: ignore[operator]
+        input_lengths, output_lengths = self.tower._get_feat_extract_output_lengths(valid)  # type: ignore[operator]
         size = (features.shape[-1] - 2) // 2 + 1
         hidden = torch.arange(size, device=features.device)[None, None, None, :] >= input_lengths[:, None, None, None]
         additive = torch.zeros(1, 1, size, size, dtype=features.dtype, device=features.device)
         additive = additive.masked_fill(hidden, torch.finfo(features.dtype).min)
-        out = self._tower(features, attention_mask=additive).last_hidden_state
+        out = self.tower(features, attention_mask=additive).last_hidden_state
         inner_model = getattr(self._model, "model", self._model)
         return inner_model.multi_modal_projector(out)[0, : int(output_lengths[0])]
 
