@@ -7,6 +7,8 @@ import logging
 from functools import cached_property, lru_cache
 from typing import Any
 
+from torch import Tensor
+
 from outrider.config import is_integer
 from outrider.engines.locking import get_lock
 from outrider.errors import ModelError
@@ -89,6 +91,6 @@ def _describe_token(tokenizer: Any, token: int) -> str:
 def read_eos_ids(model: Any) -> tuple[int, ...]:
     """Return the end tokens of a transformers model's generation config."""
     eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if hasattr(eos, "tolist"):  # a tensor
+    if isinstance(eos, Tensor):
         eos = eos.tolist()
     return () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
