@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -132,17 +133,22 @@ class SpeculativeDecoder:
     # Generating ---------------------------------------------------------------------------------------------
 
     @overload
-    def generate(self, prompt: PromptLike, **settings: object) -> Result: ...
+    def generate(self, prompt: PromptLike, *, cache_salt: str = "", **settings: object) -> Result: ...
 
     @overload
-    def generate(self, prompt: Batch, **settings: object) -> list[Result]: ...
+    def generate(self, prompt: Batch, *, cache_salt: str = "", **settings: object) -> list[Result]: ...
 
-    def generate(self, prompt: PromptLike | Batch, **settings: object) -> Result | list[Result]:
+    def generate(
+        self, prompt: PromptLike | Batch, *, cache_salt: str = "", **settings: object
+    ) -> Result | list[Result]:
         """Generate to the end and return the result. For a batch, return the results in the order of the prompts.
 
         Args:
             prompt: text, a list of token ids, chat messages, or `outrider.Audio`. A list of such prompts is a batch.
                 A list of integers is one prompt of token ids, and a list of dictionaries is one chat.
+                Edge and cloud keep the KV caches of earlier generations, so that only what follows the longest common
+                prefix is sent and computed.
+            cache_salt: only prompts with equal ones share KV caches, so that no user's times depend on another's.
             settings: the fields of `GenerationSettings` by name, for all prompts of a batch.
 
         Raises:
@@ -152,29 +158,33 @@ class SpeculativeDecoder:
         """
         prompts = as_batch(prompt)
         if prompts is None:
-            return self._generate(cast(PromptLike, prompt), settings)
+            return self._generate(cast(PromptLike, prompt), settings, cache_salt)
         GenerationSettings.build(settings)
         with self._shared_guard.generation():
             self._pair.connect()
-            return run_batch(self._executor, lambda each, cancel: self._generate(each, settings, cancel, True), prompts)
+            return run_batch(
+                self._executor, lambda each, cancel: self._generate(each, settings, cache_salt, cancel, True), prompts
+            )
 
     def stream(
-        self, prompt: PromptLike, *, cancellation: Cancellation | None = None, **settings: object
+        self, prompt: PromptLike, *, cancellation: Cancellation | None = None, cache_salt: str = "", **settings: object
     ) -> Generator[StreamEvent, None, Result]:
         """Generate and yield an event for each change of a token. The generator's return value is the `Result`.
 
         Raise at once, as `generate` does. The texts of the tokens that stay make up the result's text.
         cancellation: ends the generation from another thread. This one gets `concurrent.futures.CancelledError`.
         """
-        return self._start(prompt, settings, cancellation).stream()
+        return self._start(prompt, settings, cancellation, cache_salt=cache_salt).stream()
 
     @overload
-    async def agenerate(self, prompt: PromptLike, **settings: object) -> Result: ...
+    async def agenerate(self, prompt: PromptLike, *, cache_salt: str = "", **settings: object) -> Result: ...
 
     @overload
-    async def agenerate(self, prompt: Batch, **settings: object) -> list[Result]: ...
+    async def agenerate(self, prompt: Batch, *, cache_salt: str = "", **settings: object) -> list[Result]: ...
 
-    async def agenerate(self, prompt: PromptLike | Batch, **settings: object) -> Result | list[Result]:
+    async def agenerate(
+        self, prompt: PromptLike | Batch, *, cache_salt: str = "", **settings: object
+    ) -> Result | list[Result]:
         """Do as `generate`, in asyncio, for any number of tasks. `slots` generations run at the same time.
 
         The cancellation of the awaiting task cancels the generation before its next forward pass. CancelledError is
@@ -183,36 +193,40 @@ class SpeculativeDecoder:
         GenerationSettings.build(settings)
         prompts = as_batch(prompt)
         if prompts is None:
-            work = partial(self._generate, cast(PromptLike, prompt), settings, is_shared=True)
+            work = partial(self._generate, cast(PromptLike, prompt), settings, cache_salt, is_shared=True)
             return await run_in_executor(self._executor, work)
         with self._shared_guard.generation():
-            tasks = [self.agenerate(each, **settings) for each in prompts]
+            tasks = [self.agenerate(each, cache_salt=cache_salt, **settings) for each in prompts]
             return check_results(await asyncio.gather(*tasks, return_exceptions=True))
 
-    def astream(self, prompt: PromptLike, **settings: object) -> AsyncStream:
+    def astream(self, prompt: PromptLike, *, cache_salt: str = "", **settings: object) -> AsyncStream:
         """Return the events of a generation for `async for`, and then its result. See `outrider.AsyncStream`.
 
         Raises (here: SettingsError, in the iteration: all others): as `generate`.
         """
         GenerationSettings.build(settings)
-        return AsyncStream(self._executor, lambda cancel: self._start(prompt, settings, cancel, True).stream())
+        start = partial(self._start, prompt, settings, is_shared=True, cache_salt=cache_salt)
+        return AsyncStream(self._executor, lambda cancel: start(cancel).stream())
 
-    def chat(self, system: str | None = None, *, messages: Messages = (), **settings: object) -> Conversation:
+    def chat(
+        self, system: str | None = None, *, messages: Messages = (), cache_salt: str = "", **settings: object
+    ) -> Conversation:
         """Return a conversation, which keeps its history. See `outrider.Conversation`.
 
-        system: the system prompt. messages: an earlier history. settings: as for `generate`, for all turns.
+        system: the system prompt. messages: an earlier history. cache_salt, settings: as for `generate`, for all turns.
         """
         GenerationSettings.build(settings)
-        return Conversation(self, system, messages, **settings)
+        return Conversation(self, system, messages, cache_salt=cache_salt, **settings)
 
     def _generate(
         self,
         prompt: PromptLike,
         settings: dict[str, object],
+        cache_salt: str,
         cancellation: Cancellation | None = None,
         is_shared: bool = False,
     ) -> Result:
-        generation = self._start(prompt, settings, cancellation, is_shared)
+        generation = self._start(prompt, settings, cancellation, is_shared, cache_salt=cache_salt)
         for _ in generation.events():
             pass
         return generation.result()
@@ -223,13 +237,15 @@ class SpeculativeDecoder:
         values: dict[str, object],
         cancellation: Cancellation | None = None,
         is_shared: bool = False,
+        *,
+        cache_salt: str = "",
     ) -> Generation:
         """Return a generation. is_shared: others may run in other threads at the same time."""
         if as_batch(prompt) is not None:
             raise PromptError("a batch of prompts has no stream: use generate, or a stream for each prompt")
         settings = GenerationSettings.build(values)
         handshake = self._pair.connect(cancellation)
-        encoded = self.encode(prompt)
+        encoded = replace(self.encode(prompt), cache_salt=cache_salt)
         handshake.check(encoded, settings)
         has_instruction = isinstance(prompt, Audio) and prompt.instruction is not None
         is_misused = self.captions_only and not _is_ids(prompt) and (has_instruction or not encoded.has_audio)

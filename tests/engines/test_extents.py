@@ -49,7 +49,8 @@ class Checked:
             )
             self.written[slot] += tokens
             new[row, :count] = torch.tensor(tokens)
-        self.cache.store_token_ids(new)
+        if self.cache.tokens is not None:  # as kernels do
+            self.cache.append_plan.store(self.cache.tokens[None, :, None], new[:, None, :, None].to(torch.int32))
         keys, values = self.cache.layers[0].update(entries(new), entries(new) + 0.5)
         self.cache.commit_append()
         for row, slot in enumerate(slots):

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ParamSpec
 
@@ -250,6 +250,9 @@ class Batcher:
             job.slot = job.sequence.slot
             assert job.plan is not None
             job.sequence.rollback_to(job.plan.start)
+            if not job.entry.session.rounds:
+                job.cached = job.sequence.cached_len
+                self._metrics.count_prefix(job.cached, job.length)
             job.admitted = time.perf_counter()
             self._queue_waits.append(job.admitted - job.arrived)
         if is_new:
@@ -310,6 +313,8 @@ class Batcher:
         assert job.plan is not None
         now, admitted = time.perf_counter(), job.admitted or 0.0
         verdict = job.entry.session.judge(job.plan, output, admitted - job.arrived, now - admitted)
+        if job.cached:
+            verdict, job.cached = replace(verdict, cached=job.cached), 0
         self._judged.append((len(job.request.draft_ids), verdict.accepted, now - job.arrived))
         self._advance(job, verdict)
 

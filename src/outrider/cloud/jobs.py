@@ -20,7 +20,8 @@ from outrider.verifiers.session import ForwardPlan
 class Job(Request):
     """One request. plan: its forward, once planned. length: the plan's. sequence: its KV cache, once admitted.
 
-    ended: its future has an outcome, or will have it with the next delivery.
+    ended: its future has an outcome, or will have it with the next delivery. cached: for a session's first request, the
+    tokens whose KV cache its base had.
     """
 
     entry: SessionEntry
@@ -32,6 +33,7 @@ class Job(Request):
     sequence: CachedSequence = field(init=False)
     ended: bool = False
     cancelled: bool = False
+    cached: int = 0
 
     def __post_init__(self) -> None:
         self.identity = self.entry.identity

@@ -36,6 +36,8 @@ class Metrics:
         self._drafts = self._counter("outrider_drafts", "draft tokens that were verified")
         self._accepted = self._counter("outrider_accepted", "draft tokens that were accepted")
         self._verdicts = self._counter("outrider_verdicts", "verdicts given")
+        self._prefix_queries = self._counter("outrider_prefix_cache_queries", "tokens of newly opened sessions")
+        self._prefix_hits = self._counter("outrider_prefix_cache_hits", "of these, tokens with a kept KV cache")
         self._generated = self._counter("outrider_generated", "tokens of cloud-only decoding")
         self._opened = self._counter("outrider_sessions_opened", "sessions opened")
         self._rebuilt = self._counter("outrider_sessions_rebuilt", "sessions whose cache was computed again")
@@ -72,6 +74,11 @@ class Metrics:
         self._accepted.inc(accepted)
         for each in seconds:
             self._verify_seconds.observe(each)
+
+    def count_prefix(self, cached: int, tokens: int) -> None:
+        """Count the tokens of a new session's first request, and those whose KV cache was kept from its base."""
+        self._prefix_queries.inc(tokens)
+        self._prefix_hits.inc(cached)
 
     def count_generated(self, tokens: int = 1) -> None:
         """Count tokens of cloud-only decoding."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.cloud.jobs import Generation
 from outrider.cloud.service_state import ServiceState
-from outrider.cloud.sessions import SessionEntry
+from outrider.cloud.sessions import Base, SessionEntry, SessionMedia
 from outrider.decoding.actions import Verify
-from outrider.engines.base import Prompt
+from outrider.engines.base import Prompt, ServableEngine
 from outrider.protocol import schema
 from outrider.protocol.media_messages import unpack_media
 from outrider.protocol.messages import (
@@ -77,7 +78,7 @@ class StreamHandler:
             case "generate":
                 return self._generate(request.generate)
             case _:
-                return self._close()
+                return self._close(request.close)
 
     def needs_engine(self, request: schema.Request) -> bool:
         """Return whether a frame asks for a new verdict. A repeat is answered from memory."""
@@ -110,7 +111,8 @@ class StreamHandler:
         self._check_no_session()
         self._service.check_rate(self._identity)
         self._service.check_opening(frame)
-        self._service.sessions.check_capacity(self._identity)  # before the edge uploads media
+        if await self._find_base(frame) is None:  # else the session takes its base's place
+            self._service.sessions.check_capacity(self._identity)  # before the edge uploads media
         if frame.media in MEDIA_KINDS:
             self._service.check_audio_support()
             self._opening = _PendingOpen(frame)
@@ -139,32 +141,47 @@ class StreamHandler:
         if opening is not None:
             self._service.reserve_media(self._identity, -opening.size)
 
-    async def _start_session(self, frame: schema.Open, media: bytes) -> schema.Answer:
+    async def _find_base(self, frame: schema.Open) -> SessionEntry | None:
+        """Return the session that the new one continues, once it is not busy, or None for a new sequence."""
+        if not frame.HasField("base"):
+            return None
+        sessions = self._service.sessions
+        entry = sessions.find_base(frame.base, self._identity)
+        entry.attach(None)
+        if entry.pending is not None:
+            await _wait_pending(entry.pending)
+        return sessions.find_base(frame.base, self._identity)
+
+    async def _start_session(self, frame: schema.Open, data: bytes) -> schema.Answer:
+        base = await self._find_base(frame)
         async with self._service.opening_semaphore.hold(self._identity):
-            entry = await asyncio.to_thread(self._build_session, frame, media)
+            entry = await asyncio.to_thread(self._build_session, frame, data, base)
         self._service.check_serving()
-        entry.attach(self)
+        if base is not None:
+            await self._find_base(frame)  # another stream may have continued it meanwhile
         self._service.sessions.add(entry)
+        entry.attach(self)
         self._entry = entry
         self._service.metrics.count_opened()
-        log.info("session opened", extra=self.log_fields(tokens=len(entry.session.ids), bytes=len(media)))
+        log.info("session opened", extra=self.log_fields(tokens=len(entry.session.ids), bytes=len(data)))
         return schema.Answer(opened=schema.Opened(session=entry.id))
 
-    def _build_session(self, frame: schema.Open, media: bytes) -> SessionEntry:
+    def _build_session(self, frame: schema.Open, data: bytes, base: SessionEntry | None) -> SessionEntry:
         """Build a session from its opening. Called in a worker thread, because unpacking media takes time."""
         service, engine = self._service, self._service.engine
-        ids = unpack_ids(frame.prompt, service.prompt_limit, "a prompt")
+        shared = () if base is None else tuple(base.session.ids[: frame.base.length])
+        media = _session_media(frame, data, base)
+        ids = (*shared, *unpack_ids(frame.prompt, service.prompt_limit - len(shared), "a prompt"))
         committed = unpack_ids(frame.committed, service.length_limit - len(ids), "the output")
         if not ids:
             raise FrameError(ErrorCode.PROMPT, "the prompt is empty")
         check_ids((*ids, *committed), engine.row_count, "the prompt")
-        if frame.conditioning != digest(ids, media):
+        if frame.conditioning != digest(ids, media.data):
             raise FrameError(ErrorCode.CONDITIONING, "prompt and media are not those that the opening announced")
         settings = unpack_settings(frame.settings, engine.vocab_size)
         params = SessionParams(settings, unpack_accept(frame.accept), frame.vocab_size)
-        kind: int = frame.media
 
-        prompt = unpack_media(engine, ids, kind, media)
+        prompt = unpack_media(engine, ids, media.kind, media.data)
         session = open_session(engine, prompt, params, committed)
         cached = [prompt]
         service.cache_prompt(cached)
@@ -173,9 +190,12 @@ class StreamHandler:
             try:
                 return cached.pop()
             except IndexError:
-                return unpack_media(engine, ids, kind, media)
+                return unpack_media(engine, ids, media.kind, media.data)
 
-        return SessionEntry(self._identity, session, settings, load_prompt, len(media))
+        entry = SessionEntry(self._identity, session, settings, load_prompt, media)
+        if base is not None:
+            entry.base = Base(base, _reusable_length(engine, shared, is_kept=media == base.media))
+        return entry
 
     async def _resume(self, frame: schema.Resume) -> AsyncIterator[schema.Answer]:
         self._check_no_session()
@@ -258,12 +278,13 @@ class StreamHandler:
         service.sessions.touch(entry)
         return verdict
 
-    async def _close(self) -> AsyncIterator[schema.Answer]:
+    async def _close(self, frame: schema.Close) -> AsyncIterator[schema.Answer]:
         entry = self._require_session()
         self._check_attached(entry)
         log.info("session closed", extra=self.log_fields(tokens=len(entry.session.ids)))
         entry.stream = self._entry = None  # before `drop`, which would mark this stream as detached
-        self._service.sessions.drop(entry)
+        if not frame.keep:
+            self._service.sessions.drop(entry)
         return
         yield
 
@@ -285,6 +306,22 @@ class StreamHandler:
 def detached_error() -> FrameError:
     """Return the error for a stream that has lost its session."""
     return FrameError(ErrorCode.UNKNOWN_SESSION, "this session has ended, or was resumed on another stream")
+
+
+def _session_media(frame: schema.Open, data: bytes, base: SessionEntry | None) -> SessionMedia:
+    """Return the media that an opening uploads, or those of the session that it continues."""
+    if frame.media != schema.KEPT:
+        return SessionMedia(frame.media, data)
+    if base is None:
+        raise FrameError(ErrorCode.INVALID, "media kept from an earlier session, but none is continued")
+    return base.media
+
+
+def _reusable_length(engine: ServableEngine, shared: Seq[int], *, is_kept: bool) -> int:
+    """Return how many positions of a base's KV cache may be used: those before a placeholder of other media."""
+    if is_kept or engine.audio is None or engine.audio.placeholder not in shared:
+        return len(shared)
+    return shared.index(engine.audio.placeholder)
 
 
 async def _outcome(pending: Future[Verdict]) -> Verdict:

@@ -33,6 +33,8 @@ class Stats:
     (always 0 in float32). forced_by_audit: blocks that a calibrated gate would skip and that an audit verified.
     cloud_lost: the verifier became unreachable and the edge continued alone. prefill_s: the part of draft_s until the
     first drafted token. verify_prefill_s: the part of verify_s of the first verdict. Both include reading the prompt.
+    edge_cached_tokens, cloud_cached_tokens: prompt tokens that drafter and verifier did not compute, because their KV
+    caches of an earlier generation hold them.
     """
 
     rounds: int = 0
@@ -51,6 +53,8 @@ class Stats:
     audited: int = 0
     disagreed: int = 0
     near_ties: int = 0
+    edge_cached_tokens: int = 0
+    cloud_cached_tokens: int = 0
     cloud_lost: bool = False
     bytes_up: int = 0
     bytes_down: int = 0
@@ -79,6 +83,11 @@ class Stats:
         """The cloud's tokens ÷ tokens, or None without tokens."""
         tokens = self.cloud_tokens + self.edge_tokens
         return self.cloud_tokens / tokens if tokens else None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed again by the verifier, or by the drafter if no verdict was needed."""
+        return self.cloud_cached_tokens if self.rounds else self.edge_cached_tokens
 
     def count_sources(self, sources: list[Source]) -> None:
         """Set the token counters from the source of each token of the output."""

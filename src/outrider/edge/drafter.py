@@ -10,6 +10,7 @@ from outrider.decoding.actions import Draft, Proposal
 from outrider.decoding.gate import compute_signals
 from outrider.edge.cancellation import Cancellation
 from outrider.engines.base import CachedSequence, as_device_sampler
+from outrider.engines.prefix_cache import close_sequence
 from outrider.engines.scheduler import prefill_chunk
 from outrider.sampling.acceptance import REJECTION_SHORTLIST
 from outrider.sampling.policy import Policy
@@ -95,9 +96,14 @@ class Drafter:
         """Roll the cache back to a proper prefix of the first `length` tokens."""
         self._sequence.rollback_to(length)
 
-    def close(self) -> None:
-        """Free the drafter's slot."""
-        self._sequence.close()
+    @property
+    def cached_len(self) -> int:
+        """Number of tokens that the cache holds."""
+        return self._sequence.cached_len
+
+    def close(self, *, keep: bool = False) -> None:
+        """Release the drafter's slot. keep: keep its KV cache for prompts that begin with the same tokens."""
+        close_sequence(self._sequence, keep=keep)
 
     def _propose(self, logits: Tensor, ids: list[int], *, leave_loop: bool) -> Proposal:
         q = None

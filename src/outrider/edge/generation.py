@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Generator, Iterator
+from concurrent.futures import CancelledError
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from outrider.config import GenerationSettings
@@ -27,7 +28,8 @@ from outrider.edge.model_pair import Handshake, ModelPair
 from outrider.edge.round_observer import RoundObserver
 from outrider.edge.thread_guard import ThreadGuard
 from outrider.edge.verifier_session import VerifierSession
-from outrider.engines.base import CachedSequence, Engine, Prompt
+from outrider.engines.base import Engine, Prompt
+from outrider.engines.prefix_cache import open_sequence
 from outrider.errors import SettingsError
 from outrider.prompts.audio import is_silent
 from outrider.sampling.policy import Policy
@@ -36,6 +38,8 @@ from outrider.verifiers.base import SessionParams, Verifier
 
 if TYPE_CHECKING:  # a module that loads transformers
     from outrider.engines.torch.model_families import AudioInput
+
+ENDED_EARLY = (GeneratorExit, CancelledError)  # the caller ended the generation between two forwards
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,8 @@ class Generation:
             stack.enter_context(context.thread_guard.generation())
             drafter = self.open_drafter()
             if drafter is not None:
-                stack.callback(drafter.close)
+                stats.edge_cached_tokens = drafter.cached_len
+                stack.push(lambda error, *_: drafter.close(keep=error is None or issubclass(error, ENDED_EARLY)))
             session = self._open_session()
             if session is not None:
                 stack.callback(session.close)
@@ -198,7 +203,7 @@ class Generation:
             self._settings, handshake.target.eos_ids, handshake.draft_vocabulary, len(self.prompt.ids)
         )
         return Drafter(
-            CachedSequence(context.draft, self.prompt, "drafter"),
+            open_sequence(context.draft, self.prompt, "drafter"),
             policy,
             needs_signals=context.with_signals or options.gate.needs_signals or context.draft_length.needs_signals,
             needs_q=options.acceptance_rule.needs_q and context.verifier is not None,
@@ -222,10 +227,10 @@ class Generation:
         if prompt.audio is None or privacy == "audio":
             return prompt
         if privacy == "tokens":
-            return Prompt(prompt.ids)
+            return replace(prompt, audio=None)
         encoder = self._context.audio_encoder
         assert encoder is not None  # it encoded the recording
-        return Prompt(prompt.ids, features=encoder.features(prompt.audio))
+        return replace(prompt, audio=None, features=encoder.features(prompt.audio))
 
     def _run_driver(self, drafter: Drafter | None, session: VerifierSession | None) -> Iterator[Event]:
         observer = RoundObserver(self._decoder, lock=self._context.lock)

@@ -23,7 +23,7 @@ class Prompt:
 
     ids: tokens, audio placeholders expanded. audio: float32 [samples], 16 kHz mono. features: float32 [mels, frames]
     from `AudioInput.features`, in place of the recording. With neither, placeholders are ordinary tokens.
-    warnings: remarks about the recording, for the result.
+    warnings: remarks about the recording, for the result. cache_salt: only prompts with equal ones share KV caches.
 
     Raises:
         PromptError: both a recording and features.
@@ -33,6 +33,7 @@ class Prompt:
     audio: np.ndarray | None = None
     features: np.ndarray | None = None
     warnings: tuple[str, ...] = ()
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         if self.audio is not None and self.features is not None:
@@ -181,6 +182,26 @@ class ServableEngine(Engine, Protocol):
         ...
 
 
+class SlotReuse(Engine, Protocol):
+    """An engine whose slots can be continued by another sequence (engines/prefix_cache.py)."""
+
+    prefix_cache: Any  # a `PrefixCache`, or None for an engine that keeps nothing
+
+    def reopen(self, slot: int, prompt: Prompt) -> None:
+        """Let an open slot continue as a sequence that begins with `prompt`. Its cached positions stay.
+
+        They must be those of the prompt's first tokens, with the prompt's media.
+
+        Raises: as `open`.
+        """
+        ...
+
+
+def as_slot_reuse(engine: Engine) -> SlotReuse | None:
+    """Return the engine if it keeps the KV caches of finished sequences, or None."""
+    return cast(SlotReuse, engine) if getattr(engine, "prefix_cache", None) is not None else None
+
+
 class PendingOutputs(Protocol):
     """The outputs of a launched forward, in the order of its inputs."""
 
@@ -266,12 +287,15 @@ def launch(engine: Engine, inputs: Seq[SequenceInput], policies: Seq[Policy | No
 class CachedSequence:
     """One sequence in an engine's slot. It feeds only the tokens that the cache lacks.
 
-    owner: name of the sequence in error messages.
+    owner: name of the sequence in error messages. slot, tokens: an open slot to continue, and its cached tokens.
     """
 
-    def __init__(self, engine: Engine, prompt: Prompt, owner: str) -> None:
-        self.engine, self.owner = engine, owner
-        self.slot = engine.open(prompt)
+    def __init__(
+        self, engine: Engine, prompt: Prompt, owner: str, *, slot: int | None = None, tokens: Seq[int] = ()
+    ) -> None:
+        self.engine, self.prompt, self.owner = engine, prompt, owner
+        self.slot = engine.open(prompt) if slot is None else slot
+        self._tokens = list(tokens)
 
     @property
     def cached_len(self) -> int:
@@ -294,7 +318,13 @@ class CachedSequence:
             raise StateError(
                 f"{self.owner}: {logits_to_keep} logits requested, but {len(ids) - cached_len} tokens are new"
             )
+        kept = min(cached_len, len(self._tokens))
+        self._tokens[kept:] = ids[kept:]
         return SequenceInput(self.slot, ids[cached_len:], logits_to_keep)
+
+    def cached_tokens(self) -> list[int]:
+        """Return the tokens that the cache holds, without those that the engine drafted last."""
+        return self._tokens[: self.cached_len]
 
     def rollback_to(self, length: int) -> None:
         """Roll the cache back to a proper prefix of the first `length` tokens."""

@@ -20,6 +20,7 @@ from outrider.api import SpeculativeDecoder
 from outrider.decoding.options import DecodingOptions
 from outrider.decoding.result import TIME_FIELDS, GuaranteeTracker, Result
 from outrider.engines.base import Engine, Prompt
+from outrider.engines.prefix_cache import unique_salt
 from outrider.errors import OutriderError, SettingsError
 from outrider.evals.manifest import Item
 from outrider.evals.store import Row
@@ -161,7 +162,7 @@ class EncodedDecoder(SpeculativeDecoder):
         self._guarantees = GuaranteeTracker(self.options.gate)
         started = time.perf_counter()
         arrivals: list[float] = []
-        run = self._start(prompt, settings)  # type: ignore[arg-type]
+        run = self._start(prompt, settings, cache_salt=unique_salt())  # type: ignore[arg-type]
         for event in run.events():
             if event.kind != "provisional":
                 del arrivals[event.index :]

@@ -41,7 +41,8 @@ class Verdict:
     accepted: number of accepted drafts. next_token: the correction, or the bonus after a full acceptance.
     near_ties: offsets from the base (drafts, then next_token) whose choice was within the engine's numeric noise.
     audited, disagreed: number of skipped tokens compared, and of those that the target would have changed.
-    queue_s, compute_s: seconds in the service's queue and in its forward pass, not part of equality.
+    queue_s, compute_s: seconds in the service's queue and in its forward pass. cached: in a session's first verdict,
+    the tokens whose KV cache was kept from an earlier session. None of the three is part of equality.
     """
 
     round: int
@@ -52,6 +53,7 @@ class Verdict:
     disagreed: int = 0
     queue_s: float = field(default=0.0, compare=False)
     compute_s: float = field(default=0.0, compare=False)
+    cached: int = field(default=0, compare=False)
 
 
 class AcceptanceRule(Protocol):

@@ -125,6 +125,26 @@ def batch_audio_windows(model: PreTrainedModel, tower: nn.Module) -> None:
         config._attn_implementation = WINDOWED_NAME
 
 
+def visible_keys(
+    positions: Tensor, span: int, windows: Mapping[str, int | None], additive: torch.dtype | None
+) -> dict[str, Tensor]:
+    """Return the mask of visible keys for queries at `positions` [B, T], [B, 1, T, span], per kind of attention layer.
+
+    additive: dtype of an additive mask. None: the mask is boolean.
+    """
+    keys, queries = torch.arange(span, device=positions.device), positions[:, None, :, None]
+    masks = {}
+    for kind, window in windows.items():
+        visible = keys <= queries
+        if window is not None:
+            visible = visible & (keys > queries - window)
+        if additive is not None:
+            zeros = torch.zeros(visible.shape, dtype=additive, device=positions.device)
+            visible = zeros.masked_fill(~visible, torch.finfo(additive).min)
+        masks[kind] = visible
+    return masks
+
+
 def attention_windows(config: PretrainedConfig, name: str) -> dict[str, int | None]:
     """Return the attention kinds of the layers, with their sliding windows.
 

@@ -19,6 +19,7 @@ from outrider.engines.base import Prompt, SequenceInput, check_inputs, plan_kv_b
 from outrider.engines.checkpoint import TASKS, is_captions_only
 from outrider.engines.locking import Locked, exclusive, get_lock
 from outrider.engines.model_changes import capture_state, find_change
+from outrider.engines.prefix_cache import PrefixCache
 from outrider.engines.scheduler import PREFILL_CHUNK
 from outrider.engines.self_test import SelfTest, check_weights, explain_non_finite
 from outrider.engines.torch.attention import (
@@ -27,6 +28,7 @@ from outrider.engines.torch.attention import (
     attention_windows,
     batch_audio_windows,
     configure_attention,
+    visible_keys,
 )
 from outrider.engines.torch.fused_model import (
     FUSED_PREFILL_CHUNK,
@@ -45,7 +47,7 @@ from outrider.engines.torch.model_families import (
     read_max_length,
 )
 from outrider.engines.torch.model_runner import ModelRunner, PendingSamples, split_prefill
-from outrider.engines.vocabulary import Vocabulary, check_eos_ids, warn_if_eos_differs
+from outrider.engines.vocabulary import Vocabulary, check_eos_ids, read_eos_ids, warn_if_eos_differs
 from outrider.errors import ModelError, PromptError, StateError
 from outrider.sampling.policy import Policy
 from outrider.sampling.sampler import SampledRows
@@ -97,8 +99,9 @@ class TorchEngine(Vocabulary, Locked):
         self.device, self.dtype = model.device, model.dtype
         self._cache = SlotKVCache(self._text_config.num_hidden_layers, by_row=self._attends_by_row)
         self._media: dict[int, _SlotAudio] = {}
+        self.prefix_cache = PrefixCache()
         self.row_count = int(self._text_config.vocab_size)
-        self.eos_ids = check_eos_ids(self.name, _read_eos_ids(model), self.row_count, "generation config")
+        self.eos_ids = check_eos_ids(self.name, read_eos_ids(model), self.row_count, "generation config")
         warn_if_eos_differs(self.name, self.eos_ids, tokenizer, "generation config")
         self.captions_only = is_captions_only(getattr(model.config, TASKS, None))
         self.max_length = read_max_length(self._text_config)
@@ -154,6 +157,7 @@ class TorchEngine(Vocabulary, Locked):
             ModelError: the budget does not hold one sequence.
             StateError: slots are open.
         """
+        self.prefix_cache.clear(self)
         limit = read_max_length(self._text_config) or None
         each = self.position_bytes
         slots, length = plan_kv_budget(self.name, self._cache.in_use, budget, max_length, limit, lambda n: n * each)
@@ -173,18 +177,30 @@ class TorchEngine(Vocabulary, Locked):
             PromptError: the prompt's recording does not fit the model or its placeholders.
             StateError: all slots are in use, or the loaded model changed after its engine was made.
         """
+        self._check_prompt(prompt)
+        slot = self._cache.allocate()
+        self._place_prompt(slot, prompt)
+        return slot
+
+    @exclusive
+    def reopen(self, slot: int, prompt: Prompt) -> None:
+        """Let an open slot continue as a sequence that begins with `prompt`. Raises: as `open`."""
+        self._check_prompt(prompt)
+        self._cache.check(slot)
+        self._place_prompt(slot, prompt)
+
+    def _place_prompt(self, slot: int, prompt: Prompt) -> None:
+        self._media.pop(slot, None)
+        if prompt.has_audio:
+            self._media[slot] = _SlotAudio(prompt)
+
+    def _check_prompt(self, prompt: Prompt) -> None:
         if self._is_loaded_model and (changed := self.changed_part()):
             raise StateError(
                 f"{self.name}: the model's {changed} changed after its engine was made: make another with load_engine"
             )
-        if prompt.has_audio:
-            self._check_media(prompt)
-        slot = self._cache.allocate()
-        if prompt.has_audio:
-            self._media[slot] = _SlotAudio(prompt)
-        return slot
-
-    def _check_media(self, prompt: Prompt) -> None:
+        if not prompt.has_audio:
+            return
         if self.audio is None:
             raise PromptError(f"{self.name} takes no audio")
         placed, made = prompt.ids.count(self.audio.placeholder), self.audio.prompt_tokens(prompt)
@@ -298,10 +314,6 @@ class TorchEngine(Vocabulary, Locked):
         width = positions.shape[1]
         padded = [[*seq_input.ids, *[0] * (width - len(seq_input.ids))] for seq_input in ordered]
         ids = torch.tensor(padded, device=self.device)
-        if self._runner is not None:
-            self._runner.prepare(self._cache)
-            self._runner.fill_last_sampled(ids, ordered, range(0, ids.numel(), width))
-            self._cache.store_token_ids(ids)
         media = self._place_media(ordered, starts, width)
         columns = sorted({column for seq_input in inputs for column in seq_input.kept})
         kept = torch.tensor(columns, device=self.device)
@@ -328,17 +340,8 @@ class TorchEngine(Vocabulary, Locked):
 
     def _mask(self, positions: Tensor) -> MaskLike:
         """Return the mask of visible keys, [B, 1, T, span], per kind of attention layer."""
-        keys = torch.arange(self._cache.span, device=self.device)
-        queries = positions[:, None, :, None]
-        masks = {}
-        for kind, window in self._attention_windows.items():
-            visible = keys <= queries
-            if window is not None:
-                visible = visible & (keys > queries - window)
-            if self._additive_mask:
-                zeros = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
-                visible = zeros.masked_fill(~visible, torch.finfo(self.dtype).min)
-            masks[kind] = visible
+        additive = self.dtype if self._additive_mask else None
+        masks = visible_keys(positions, self._cache.span, self._attention_windows, additive)
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _place_media(self, inputs: Seq[SequenceInput], starts: Seq[int], width: int) -> MaskedMedia | None:
@@ -393,10 +396,3 @@ class TorchEngine(Vocabulary, Locked):
         max_difference = self_test.max_difference(self, ids, plain, type(self.model).__name__)
         rounding = torch.finfo(self.dtype).eps * float(plain[-self_test.tail :].abs().max())
         return 0.0 if self.dtype in (torch.float32, torch.float64) else 2 * max(max_difference, rounding)
-
-
-def _read_eos_ids(model: Any) -> tuple[int, ...]:
-    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if isinstance(eos, Tensor):
-        eos = eos.tolist()
-    return () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)

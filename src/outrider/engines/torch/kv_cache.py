@@ -305,11 +305,6 @@ class SlotKVCache(Cache):
                 new[run.target : run.target + run.length] = source[run.source : run.source + run.length]
         self.tokens, self._token_layout = new, self.layout
 
-    def store_token_ids(self, ids: Tensor) -> None:
-        """Store the ids [B, T] of the prepared forward, if `tokens` is kept."""
-        if self.tokens is not None:
-            self.append_plan.store(self.tokens[None, :, None], ids[:, None, :, None].to(torch.int32))
-
     def token_ids(self, bases: Tensor, span: int) -> Tensor:
         """Return the ids of `span` tokens from each base, int32 [bases, span]. Behind a sequence's end they are any."""
         assert self.tokens is not None
