@@ -25,9 +25,11 @@ from outrider import (
 from outrider.batch import as_batch, run_batch
 from outrider.decoding.result import Result
 from outrider.edge.cancellation import Cancellation
+from outrider.engines.prefix_cache import MAX_KEPT
+from outrider.engines.shared_engine import share
 from outrider.engines.torch.engine import TorchEngine
 from tests.support.cloud_service import SOON
-from tests.support.fakes import HashRows, ScriptedEngine
+from tests.support.fakes import HashRows, ReusableEngine, ScriptedEngine
 from tests.support.tiny_text_models import engine, model, tokens
 
 SETTINGS: list[dict[str, Any]] = [
@@ -230,11 +232,20 @@ def test_no_more_generations_than_slots_run_at_a_time() -> None:
 def test_an_engine_on_both_sides_is_shared_as_one() -> None:
     both = ScriptedEngine(TARGET, V)
     decoder = SpeculativeDecoder(both, local(both))
-    draft, verifier = decoder._shared
-    assert draft is verifier.engine  # type: ignore[union-attr]
     results = decoder.generate([[1], [2], [3]], max_new_tokens=6)
     assert [result.stats.acceptance_rate for result in results] == [1.0] * 3
     assert both.open_slots == []
+    assert share(both) is share(share(both))
+
+
+def test_kept_caches_do_not_add_up_over_decoders_and_ways_to_call_them() -> None:
+    draft = ReusableEngine(TARGET, V)
+    for _ in range(3):
+        decoder = SpeculativeDecoder(draft)
+        decoder.generate([1, 2], max_new_tokens=4)
+        decoder.generate([[1, 2, n] for n in range(3, 9)], max_new_tokens=4)
+        decoder.generate([5, 6], max_new_tokens=4)
+    assert len(draft.open_slots) <= 2 * MAX_KEPT
 
 
 def test_the_threads_of_a_decoder_end_with_it() -> None:

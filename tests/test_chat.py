@@ -76,6 +76,14 @@ def test_each_turn_equals_a_generation_from_the_whole_history(settings: dict[str
         assert chat.result is result
 
 
+def test_each_turn_continues_from_the_kv_caches_of_the_turn_before() -> None:
+    chat = decoder().chat(max_new_tokens=4, cache_salt="alone")
+    sends = [chat.send, lambda text: asyncio.run(chat.asend(text)), chat.send, lambda text: drain(chat, text)]
+    read = [send(f"Question {number}").stats.cached_tokens for number, send in enumerate(sends)]
+    assert read[0] == 0
+    assert 0 < read[2] < read[3]  # the change to shared engines, at the first `asend`, starts anew
+
+
 def test_a_turn_overrides_the_settings_of_the_conversation() -> None:
     chat = decoder().chat(max_new_tokens=8, ignore_eos=True)
     assert len(chat.send("a", max_new_tokens=3).token_ids) == 3

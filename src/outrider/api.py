@@ -127,7 +127,7 @@ class SpeculativeDecoder:
         self._guarantees, self._lock = GuaranteeTracker(self.options.gate), threading.Lock()
         self._pair = ModelPair(draft, verifier, self.options.on_cloud_loss, reader=reader, lazy=lazy)
         self._thread_guard = ThreadGuard(draft, getattr(verifier, "engine", None))
-        self._shared, self._shared_guard = share_engines(draft, verifier), self._thread_guard.group()
+        self._shared_guard, self._uses_shared = self._thread_guard.group(), False
         self._executor = ThreadPoolExecutor(slots, "outrider-generation")  # starts no thread before it is used
 
     # Generating ---------------------------------------------------------------------------------------------
@@ -244,6 +244,7 @@ class SpeculativeDecoder:
         if as_batch(prompt) is not None:
             raise PromptError("a batch of prompts has no stream: use generate, or a stream for each prompt")
         settings = GenerationSettings.build(values)
+        self._uses_shared |= is_shared  # from then on always, since the KV caches for later turns are there
         handshake = self._pair.connect(cancellation)
         encoded = replace(self.encode(prompt), cache_salt=cache_salt)
         handshake.check(encoded, settings)
@@ -254,7 +255,9 @@ class SpeculativeDecoder:
 
     def _context(self, is_shared: bool = False) -> GenerationContext:
         encoder = self._encoder
-        draft, verifier = self._shared if is_shared else (self.draft, self.verifier)
+        draft, verifier = self.draft, self.verifier
+        if self._uses_shared:
+            draft, verifier = share_engines(draft, verifier)
         return GenerationContext(
             self.options,
             draft,

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, cast
 from outrider.decoding.result import Result
 from outrider.edge.cancellation import Cancellation
 from outrider.engines.base import Engine
-from outrider.engines.shared_engine import SharedEngine
+from outrider.engines.shared_engine import share
 from outrider.errors import BatchError, PromptError
 from outrider.prompts.audio import Audio
 from outrider.prompts.chat import PromptLike
@@ -86,13 +86,7 @@ def check_results(outcomes: Seq[Result | BaseException]) -> list[Result]:
 
 
 def share_engines(draft: Engine | None, verifier: Verifier | None) -> tuple[Engine | None, Verifier | None]:
-    """Return drafter and verifier for several threads. An engine that is both is shared as one."""
-    shared = None if draft is None else _share(draft)
+    """Return drafter and verifier for several threads."""
     if isinstance(verifier, LocalVerifier):
-        engine = verifier.engine
-        verifier = LocalVerifier(shared if shared is not None and engine is draft else _share(engine))
-    return shared, verifier
-
-
-def _share(engine: Engine) -> Engine:
-    return engine if getattr(engine, "serves_threads", False) else SharedEngine(engine)
+        verifier = LocalVerifier(share(verifier.engine))
+    return None if draft is None else share(draft), verifier

@@ -35,6 +35,8 @@ from outrider.errors import StateError
 from outrider.sampling.policy import Policy
 from outrider.sampling.sampler import SampledToken
 
+_SHARING = threading.Lock()  # guards the attribute `shared` of engines
+
 
 class _Call(Request):
     """A caller that waits for its turn. do: engine call that runs alone, in place of a forward."""
@@ -235,3 +237,19 @@ class SharedEngine:
         for seq_input in inputs:
             self._lengths[seq_input.slot] += len(seq_input.ids)
         return outputs
+
+
+def share(engine: Engine) -> Engine:
+    """Return the engine for any number of threads, the same object for each call.
+
+    The sequences that the engine has kept are closed, as its `SharedEngine` keeps its own.
+    """
+    if getattr(engine, "serves_threads", False):
+        return engine
+    with _SHARING:
+        shared: SharedEngine | None = vars(engine).get("shared")
+        if shared is None:
+            if (reuse := as_slot_reuse(engine)) is not None:
+                reuse.prefix_cache.clear(engine)
+            shared = vars(engine)["shared"] = SharedEngine(engine)
+    return shared
