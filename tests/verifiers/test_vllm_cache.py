@@ -163,6 +163,30 @@ def test_a_whole_output_reads_its_prompt_once() -> None:
         assert len(salts) == 1, "what is cached is the session's own"
 
 
+@pytest.mark.parametrize("options", [{"runner": "v2"}, *V1[:3]], ids=str)
+def test_the_next_turn_of_a_conversation_reads_only_what_is_new(options: dict[str, Any]) -> None:
+    history = [20 + n * 7 % 200 for n in range(400)]
+    alone = SpeculativeDecoder(draft_engine(), local(target_engine()), k=3)
+    with VllmServer(Model(target_engine()), length=700, **options) as server, met(server) as verifier:
+        decoder = SpeculativeDecoder(draft_engine(), verifier, k=3)
+        salts = []
+        for turn in range(4):
+            before, asked = server.read, len(server.asked(GENERATE))
+            result = decoder.generate(history, max_new_tokens=8, ignore_eos=True)
+            assert result.token_ids == alone.generate(history, max_new_tokens=8, ignore_eos=True).token_ids
+            used = {body["cache_salt"] for body in server.asked(GENERATE)[asked:]}
+            assert len(used) == 1
+            salts.append(used.pop())
+            if turn:
+                assert server.read - before <= BLOCK + 30 + result.stats.rounds * (BLOCK + 4)
+            history += [*result.token_ids, *(30 + turn for _ in range(24))]
+        assert len(set(salts)) == 1
+        for prompt, salt in ((history[:300], ""), (history, "another user's")):
+            asked = len(server.asked(GENERATE))
+            decoder.generate(prompt, cache_salt=salt, max_new_tokens=2, ignore_eos=True)
+            assert salts[0] not in {body["cache_salt"] for body in server.asked(GENERATE)[asked:]}
+
+
 @pytest.mark.parametrize("options", [{}, {"old": True}, {"runner": "v1", "garbage": "random"}], ids=str)
 @pytest.mark.parametrize("length", [96, 97, 111])
 def test_a_long_text_is_computed_before_its_first_block(

@@ -33,6 +33,7 @@ from outrider.verifiers.llm_server.backend import (
     Media,
     MediaMissing,
 )
+from outrider.verifiers.llm_server.conversations import Conversations
 from outrider.verifiers.llm_server.replicas import Replica, use_first_ready
 from outrider.verifiers.retry import MIN_UPLOAD_RATE
 from outrider.verifiers.session import ForwardPlan, Session
@@ -58,6 +59,7 @@ class LlmServerSession:
         params: SessionParams,
         target: ModelInfo,
         noise: float,
+        conversations: Conversations,
     ) -> None:
         _check_prompt(prompt, params, target)
         settings = params.settings
@@ -65,11 +67,15 @@ class LlmServerSession:
         self.session = Session(prompt.ids, len(prompt.ids), policy, parse_acceptance_rule(params.accept), noise)
         self.byte_counts = ByteCounts()
         self._backend, self._replicas, self._settings = backend, replicas, settings
-        self._key = uuid.uuid4().hex  # unique, so the server caches only this session's tokens under it
         self._eos_ids = None if settings.ignore_eos else target.eos_ids
         self._top = _initial_top(settings)
-        self._media = _media(prompt, target)
-        self._has_recording: set[Replica] = set()
+        media = _media(prompt, target)
+        self._conversation = conversations.take(prompt, media)
+        kept = self._conversation.media
+        self._media = None if media is None or kept is None else replace(media, uuid=kept.uuid)
+        self._conversations = conversations
+        self._key = self._conversation.key
+        self._has_recording = self._conversation.has_recording
         self._prefilled: set[Replica] = set()  # replicas that have computed the tokens before the first block
         self._maybe_cached: set[Replica] = set()  # replicas that may have cached tokens without a verdict
 
@@ -85,6 +91,11 @@ class LlmServerSession:
 
         await use_first_ready(self._replicas, self._key, use)
         return verdicts[0]
+
+    def close(self) -> None:
+        """End the session. Its key is kept for the next turn of the conversation."""
+        self._conversation.tokens = self.session.ids
+        self._conversations.add(self._conversation)
 
     async def count_bytes(self) -> ByteCounts:
         """Return the byte counts, including all transport bytes that no session has claimed."""
@@ -130,6 +141,7 @@ class LlmServerSession:
         for _ in range(3):
             request = self._build_request(replica, capabilities, plan)
             self._maybe_cached.add(replica)
+            self._conversation.sent = max(self._conversation.sent, len(plan.ids))
             try:
                 rows = await self._post(replica, capabilities, request)
             except CachedLogprobsMissing:
