@@ -13,7 +13,7 @@ from outrider.api import SpeculativeDecoder
 from outrider.config import DecodingMode, check_choice
 from outrider.decoding.options import DecodingOptions
 from outrider.engines.base import Engine
-from outrider.engines.shared_engine import SharedEngine
+from outrider.engines.shared_engine import share
 from outrider.errors import CloudError, SettingsError
 from outrider.netem.conditions import parse_conditions
 from outrider.verifiers.base import Connectable, Verifier, disconnect
@@ -77,7 +77,7 @@ class DecoderPool:
     """
 
     def __init__(self, engine: Engine, cloud: Callable[[str], Verifier] | None) -> None:
-        self.engine = engine if isinstance(engine, SharedEngine) else SharedEngine(engine)
+        self.engine = share(engine)
         self._cloud = cloud
         self._lock = threading.RLock()
         self._decoders: OrderedDict[RequestOptions, SpeculativeDecoder] = OrderedDict()
@@ -173,8 +173,8 @@ class DecoderPool:
         verifier = cloud("none" if net == CUT else net)
         if isinstance(verifier, LocalVerifier) and net != "none":
             raise SettingsError(f"net {net!r}: the cloud runs in this process, without a network to emulate")
-        if isinstance(verifier, LocalVerifier) and not isinstance(verifier.engine, SharedEngine):
-            return LocalVerifier(SharedEngine(verifier.engine))
+        if isinstance(verifier, LocalVerifier):
+            return LocalVerifier(share(verifier.engine))
         if net == CUT:
             if not isinstance(verifier, Cuttable):
                 _disconnect([verifier])
