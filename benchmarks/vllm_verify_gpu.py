@@ -39,12 +39,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engines import in_worker
 from benchmarks.vllm_model import plugin, vocabulary, write_model
 from benchmarks.vllm_server import Server
 from outrider.config import GenerationSettings
 from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
-from outrider.transport.event_loop_thread import EventLoopThread
 from outrider.transport.http_client import HttpClient
 from outrider.verifiers.base import ModelInfo, SessionParams
 from outrider.verifiers.llm_server.verifier import LlmServerVerifier
@@ -149,26 +149,10 @@ def plain(load: Load, tokens: int, runs: int) -> dict[str, Any]:
             times.append((long - short) / tokens)
         return statistics.median(times), outputs
 
-    step, outputs = in_loop(load.port, measure)
+    step, outputs = in_worker(("127.0.0.1", load.port), measure)
     pairs = zip(prompts, outputs, strict=True)
     counted = [all(t == (p[-1] + n) % load.vocabulary for n, t in enumerate(out, 1)) for p, out in pairs]
     return {"step_ms": 1000 * step, "tokens_per_s": load.sessions / step, "counting": sum(counted) / len(counted)}
-
-
-def in_loop(port: int, work: Any) -> Any:
-    worker = EventLoopThread("benchmark", [("127.0.0.1", port)])
-
-    async def run() -> Any:
-        client = HttpClient(worker.endpoints[0], "127.0.0.1", port, None, None)
-        try:
-            return await work(client)
-        finally:
-            await client.close()
-
-    try:
-        return worker.run(run()).result()
-    finally:
-        worker.close()
 
 
 # Verified -----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,8 @@ from outrider.cloud.jobs import Generation
 from outrider.cloud.service_state import ServiceState
 from outrider.cloud.sessions import Base, SessionEntry, SessionMedia
 from outrider.decoding.actions import Verify
-from outrider.engines.base import Prompt, ServableEngine
+from outrider.engines.base import Prompt
+from outrider.engines.prefix_cache import length_before_media
 from outrider.protocol import schema
 from outrider.protocol.media_messages import unpack_media
 from outrider.protocol.messages import (
@@ -41,9 +41,10 @@ MEDIA_KINDS = (schema.AUDIO, schema.FEATURES)  # kinds that are uploaded in Medi
 
 @dataclass
 class _PendingOpen:
-    """An Open frame that waits for its media."""
+    """An Open frame that waits for its media. base: the session that it continues."""
 
     frame: schema.Open
+    base: SessionEntry | None
     parts: list[bytes] = field(default_factory=list)  # a single growing buffer would be copied at each part
     size: int = 0
 
@@ -111,13 +112,14 @@ class StreamHandler:
         self._check_no_session()
         self._service.check_rate(self._identity)
         self._service.check_opening(frame)
-        if await self._find_base(frame) is None:  # else the session takes its base's place
+        base = await self._find_base(frame)
+        if base is None:  # else the session takes its base's place
             self._service.sessions.check_capacity(self._identity)  # before the edge uploads media
         if frame.media in MEDIA_KINDS:
             self._service.check_audio_support()
-            self._opening = _PendingOpen(frame)
+            self._opening = _PendingOpen(frame, base)
             return
-        yield await self._start_session(frame, b"")
+        yield await self._start_session(frame, b"", base)
 
     async def _media(self, frame: schema.Media) -> AsyncIterator[schema.Answer]:
         if self._opening is None:
@@ -132,7 +134,7 @@ class StreamHandler:
         opening.parts.append(data)
         opening.size += len(data)
         if not frame.more:
-            yield await self._start_session(opening.frame, b"".join(opening.parts))
+            yield await self._start_session(opening.frame, b"".join(opening.parts), opening.base)
             self._discard_opening()
 
     def _discard_opening(self) -> None:
@@ -148,12 +150,12 @@ class StreamHandler:
         sessions = self._service.sessions
         entry = sessions.find_base(frame.base, self._identity)
         entry.attach(None)
-        if entry.pending is not None:
-            await _wait_pending(entry.pending)
+        if entry.pending is None or entry.pending.done():
+            return entry
+        await _wait_pending(entry.pending)
         return sessions.find_base(frame.base, self._identity)
 
-    async def _start_session(self, frame: schema.Open, data: bytes) -> schema.Answer:
-        base = await self._find_base(frame)
+    async def _start_session(self, frame: schema.Open, data: bytes, base: SessionEntry | None) -> schema.Answer:
         async with self._service.opening_semaphore.hold(self._identity):
             entry = await asyncio.to_thread(self._build_session, frame, data, base)
         self._service.check_serving()
@@ -194,7 +196,8 @@ class StreamHandler:
 
         entry = SessionEntry(self._identity, session, settings, load_prompt, media)
         if base is not None:
-            entry.base = Base(base, _reusable_length(engine, shared, is_kept=media == base.media))
+            length = len(shared) if media == base.media else length_before_media(engine, shared)
+            entry.base = Base(base, length)
         return entry
 
     async def _resume(self, frame: schema.Resume) -> AsyncIterator[schema.Answer]:
@@ -315,13 +318,6 @@ def _session_media(frame: schema.Open, data: bytes, base: SessionEntry | None) -
     if base is None:
         raise FrameError(ErrorCode.INVALID, "media kept from an earlier session, but none is continued")
     return base.media
-
-
-def _reusable_length(engine: ServableEngine, shared: Seq[int], *, is_kept: bool) -> int:
-    """Return how many positions of a base's KV cache may be used: those before a placeholder of other media."""
-    if is_kept or engine.audio is None or engine.audio.placeholder not in shared:
-        return len(shared)
-    return shared.index(engine.audio.placeholder)
 
 
 async def _outcome(pending: Future[Verdict]) -> Verdict:

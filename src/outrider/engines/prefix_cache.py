@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from outrider.engines.base import CachedSequence, Engine, Prompt, SlotReuse, as_slot_reuse
 from outrider.errors import StateError
+
+T = TypeVar("T")
 
 MAX_KEPT = 4  # slots, those of running generations included, up to which finished sequences are kept
 
@@ -26,6 +30,40 @@ class _Finished:
     slot: int
     tokens: list[int]
     prompt: Prompt
+
+
+def take_longest(items: list[T], length: Callable[[T], int]) -> tuple[T | None, int]:
+    """Remove and return the item with the greatest length above 0, the first of equals, and the length."""
+    lengths = [length(item) for item in items]
+    best = max(range(len(lengths)), key=lengths.__getitem__, default=None)
+    return (None, 0) if best is None or not lengths[best] else (items.pop(best), lengths[best])
+
+
+class KeptList(Generic[T]):
+    """Items that a next prompt may continue, least recently used first. May be used from several threads.
+
+    limit: beyond it the oldest is dropped.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._items: list[T] = []
+        self._lock = threading.Lock()
+
+    def add(self, item: T) -> None:
+        """Keep an item."""
+        with self._lock:
+            self._items = [*self._items, item][-self._limit :]
+
+    def take(self, length: Callable[[T], int]) -> tuple[T | None, int]:
+        """Run `take_longest` on the items."""
+        with self._lock:
+            return take_longest(self._items, length)
+
+    def retain(self, condition: Callable[[T], bool]) -> None:
+        """Drop the items that do not meet the condition."""
+        with self._lock:
+            self._items = [item for item in self._items if condition(item)]
 
 
 class PrefixCache:
@@ -77,11 +115,7 @@ class PrefixCache:
     def _take(self, engine: Engine, prompt: Prompt) -> tuple[_Finished | None, int]:
         """Remove and return the finished sequence with the longest common prefix, and the length of that."""
         with self._lock:
-            lengths = [shared_length(engine, each.tokens, each.prompt, prompt) for each in self._finished]
-            best = max(range(len(lengths)), key=lengths.__getitem__, default=None)
-            if best is None or not lengths[best]:
-                return None, 0
-            return self._finished.pop(best), lengths[best]
+            return take_longest(self._finished, lambda each: shared_length(engine, each.tokens, each.prompt, prompt))
 
     def _open_new(self, engine: Engine, prompt: Prompt, owner: str) -> CachedSequence:
         self._evict(engine, self._max_kept - 1)
@@ -139,8 +173,13 @@ def shared_length(engine: Engine, tokens: Seq[int], previous: Prompt, prompt: Pr
     length = min(common_prefix(tokens, prompt.ids), len(prompt.ids) - 1)
     if same_media(previous, prompt):
         return length
-    placeholder = engine.audio.placeholder  # type: ignore[attr-defined]  # one of the prompts has media
-    return next((n for n in range(length) if prompt.ids[n] == placeholder), length)
+    return length_before_media(engine, prompt.ids[:length])
+
+
+def length_before_media(engine: Engine, ids: Seq[int]) -> int:
+    """Return how many of the ids come before the first placeholder of a recording."""
+    audio = getattr(engine, "audio", None)
+    return len(ids) if audio is None or audio.placeholder not in ids else ids.index(audio.placeholder)
 
 
 def same_media(one: Prompt, other: Prompt) -> bool:

@@ -6,12 +6,11 @@ It must be longer than everything that was sent under that key: a server does no
 
 from __future__ import annotations
 
-import threading
 import uuid
 from dataclasses import dataclass, field
 
 from outrider.engines.base import Prompt
-from outrider.engines.prefix_cache import common_prefix
+from outrider.engines.prefix_cache import KeptList, common_prefix
 from outrider.verifiers.llm_server.backend import Media
 from outrider.verifiers.llm_server.replicas import Replica
 
@@ -34,29 +33,24 @@ class Conversation:
 
 
 class Conversations:
-    """Conversations without a session, least recently used first. May be used from several threads."""
+    """Conversations without a session, least recently used first."""
 
     def __init__(self) -> None:
-        self._conversations: list[Conversation] = []
-        self._lock = threading.Lock()
+        self._conversations: KeptList[Conversation] = KeptList(MAX_CONVERSATIONS)
 
     def add(self, conversation: Conversation) -> None:
         """Keep a conversation whose session has ended. Beyond `MAX_CONVERSATIONS` the oldest is dropped."""
-        with self._lock:
-            self._conversations = [*self._conversations, conversation][-MAX_CONVERSATIONS:]
+        self._conversations.add(conversation)
 
     def take(self, prompt: Prompt, media: Media | None) -> Conversation:
         """Remove and return the conversation with the longest common prefix with `prompt`, or return a new one."""
-        with self._lock:
-            candidates = [each for each in self._conversations if self._fits(each, prompt, media)]
-            best = max(candidates, key=lambda each: common_prefix(each.tokens, prompt.ids), default=None)
-            if best is None or not common_prefix(best.tokens, prompt.ids):
-                return Conversation(prompt.cache_salt, media)
-            self._conversations.remove(best)
-            return best
+        best, _ = self._conversations.take(
+            lambda each: common_prefix(each.tokens, prompt.ids) if _fits(each, prompt, media) else 0
+        )
+        return best or Conversation(prompt.cache_salt, media)
 
-    @staticmethod
-    def _fits(conversation: Conversation, prompt: Prompt, media: Media | None) -> bool:
-        urls = [None if each is None else each.url for each in (conversation.media, media)]
-        same = conversation.cache_salt == prompt.cache_salt and urls[0] == urls[1]
-        return same and conversation.sent < len(prompt.ids)
+
+def _fits(conversation: Conversation, prompt: Prompt, media: Media | None) -> bool:
+    urls = [None if each is None else each.url for each in (conversation.media, media)]
+    same = conversation.cache_salt == prompt.cache_salt and urls[0] == urls[1]
+    return same and conversation.sent < len(prompt.ids)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import dataclass, field
 
 from outrider.engines.base import Prompt
-from outrider.engines.prefix_cache import common_prefix
+from outrider.engines.prefix_cache import KeptList, common_prefix
 from outrider.protocol import schema
 from outrider.protocol.messages import digest
 
@@ -33,29 +32,24 @@ class KeptSessions:
     """Closed sessions, least recently closed first. The cloud refuses the reference to one that it has forgotten."""
 
     def __init__(self) -> None:
-        self._sessions: list[KeptSession] = []
-        self._lock = threading.Lock()
+        self._sessions: KeptList[KeptSession] = KeptList(MAX_KEPT_SESSIONS)
 
     def add(self, session: KeptSession) -> None:
         """Keep a session. Beyond `MAX_KEPT_SESSIONS` the oldest is dropped."""
-        with self._lock:
-            self._sessions = [*self._sessions, session][-MAX_KEPT_SESSIONS:]
+        self._sessions.add(session)
 
     def drop_until(self, forgotten: KeptSession) -> None:
         """Drop the sessions that were closed before one that the cloud has forgotten, as it evicts in this order."""
-        with self._lock:
-            self._sessions = [each for each in self._sessions if each.closed_at > forgotten.closed_at]
+        self._sessions.retain(lambda each: each.closed_at > forgotten.closed_at)
 
     def take(self, prompt: Prompt) -> tuple[KeptSession | None, int]:
         """Remove and return the session with the longest common prefix with `prompt`, and its length.
 
         The prompt's last token never belongs to it, so that the next opening is not empty.
         """
-        with self._lock:
-            candidates = [each for each in self._sessions if each.cache_salt == prompt.cache_salt]
-            lengths = [min(common_prefix(each.tokens, prompt.ids), len(prompt.ids) - 1) for each in candidates]
-            best = max(range(len(lengths)), key=lengths.__getitem__, default=None)
-            if best is None or not lengths[best]:
-                return None, 0
-            self._sessions.remove(candidates[best])
-            return candidates[best], lengths[best]
+
+        def length(session: KeptSession) -> int:
+            is_own = session.cache_salt == prompt.cache_salt
+            return min(common_prefix(session.tokens, prompt.ids), len(prompt.ids) - 1) if is_own else 0
+
+        return self._sessions.take(length)
