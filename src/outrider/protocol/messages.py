@@ -134,25 +134,27 @@ def pack_settings(settings: GenerationSettings) -> schema.Settings:
     for name in _OPTIONAL_FIELDS:
         if values[name] == 1.0:
             del values[name]
-    return schema.Settings(**values)
+    return schema.Settings(**{**values, "logit_bias": dict(settings.logit_bias)})
 
 
 def unpack_settings(packed: schema.Settings, vocab_size: int) -> GenerationSettings:
     """Unpack the settings, with the same validation as on the edge.
 
     Raises:
-        FrameError: the target does not have a token to suppress, or has fewer tokens in all.
+        FrameError: the target does not have a token to suppress or to bias, or has fewer tokens in all.
         SettingsError: a value is out of range or contradicts another.
     """
     if len(packed.suppress_tokens) > vocab_size:  # each costs time at every position
         message = f"{len(packed.suppress_tokens)} suppress_tokens, but the target has {vocab_size} tokens"
         raise FrameError(ErrorCode.SETTINGS, message)
     check_ids(packed.suppress_tokens, vocab_size, "suppress_tokens", ErrorCode.SETTINGS)
+    check_ids(packed.logit_bias, vocab_size, "logit_bias", ErrorCode.SETTINGS)
     values = {name: getattr(packed, name) for name in _SENT_FIELDS}
     for name in _OPTIONAL_FIELDS:
         if not packed.HasField(name):
             del values[name]
-    return GenerationSettings.build({**values, "suppress_tokens": tuple(packed.suppress_tokens)})
+    suppressed, biases = tuple(packed.suppress_tokens), dict(packed.logit_bias)
+    return GenerationSettings.build({**values, "suppress_tokens": suppressed, "logit_bias": biases})
 
 
 def unpack_accept(spec: str) -> str:

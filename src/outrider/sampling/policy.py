@@ -32,12 +32,13 @@ class BatchKey:
     def has_processors(self) -> bool:
         """Return whether a logits processor can apply to a row."""
         processors = self.processors
-        return self.needs_history or bool(processors.banned_ids or (processors.eos_ids and processors.min_new_tokens))
+        bans = processors.banned_ids or (processors.eos_ids and processors.min_new_tokens)
+        return bool(self.needs_history or processors.logit_bias or bans)
 
     @property
     def needs_history(self) -> bool:
         """Return whether a logits processor reads the ids of the prefix."""
-        return self.processors.repetition_penalty != 1.0 or self.processors.no_repeat_ngram > 0
+        return self.processors.needs_history
 
 
 class Policy:
@@ -65,6 +66,9 @@ class Policy:
             settings.suppress_tokens,
             prompt_length,
             settings.repetition_window,
+            settings.frequency_penalty,
+            settings.presence_penalty,
+            settings.logit_bias,
         )
         sampling = SamplingParams(settings.temperature, settings.top_k, settings.top_p, settings.min_p, settings.seed)
         return cls(processors, sampling, vocab_size)
@@ -94,12 +98,14 @@ class Policy:
             return self.distribution(row, ids, length)
         if isinstance(row, SampledToken):
             return row.validated(length)
-        known = self.distribution(row.to_logits(self.vocab_size), ids, length)
-        return row.to_distribution(known, self.processors.repetition_penalty)
+        return row.to_distribution(lambda logits: self.distribution(logits, ids, length), self.vocab_size)
 
     @property
     def noise_gain(self) -> float:
-        """The factor by which the logits processors can enlarge a difference of two logits."""
+        """The factor by which the logits processors can enlarge a difference of two logits.
+
+        Biases and the penalties that are subtracted do not change the noise of a logit.
+        """
         penalty = self.processors.repetition_penalty
         return max(penalty, 1.0 / penalty)
 

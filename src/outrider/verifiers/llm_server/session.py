@@ -188,7 +188,7 @@ class LlmServerSession:
             hint = self._backend.more_hint(capabilities, TOP_GROWTH * capabilities.top)
             raise CloudRefused(
                 f"{name} sends {capabilities.top} entries of a row, which do not determine the token at position "
-                f"{shortage.position}: {hint}, or restrict sampling further (top_k, top_p)"
+                f"{shortage.position}: {hint}, or restrict sampling further (top_k, top_p, smaller biases)"
             )
         self._top *= TOP_GROWTH
         if self._top > MAX_TOP and capabilities.top == ALL_LOGPROBS:
@@ -244,12 +244,20 @@ def _check_prompt(prompt: Prompt, params: SessionParams, target: ModelInfo) -> N
 
 
 def _initial_top(settings: GenerationSettings) -> int:
-    """Return the number of entries of a row for the first request. Greedy decoding needs the margin between two."""
+    """Return the number of entries of a row for the first request. Greedy decoding needs the margin between two.
+
+    If processors raise logits, entries that were small may count.
+    """
+    penalties = settings.frequency_penalty, settings.presence_penalty
+    raises_logits = min(penalties) < 0 or any(bias > 0 for _, bias in settings.logit_bias)
     if settings.temperature == 0:
-        constrained = settings.repetition_penalty != 1.0 or settings.no_repeat_ngram_size or settings.suppress_tokens
-        return TOP_CONSTRAINED if constrained or settings.min_new_tokens or settings.ignore_eos else 2
+        if raises_logits:
+            return TOP_NUCLEUS
+        bans = settings.no_repeat_ngram_size, settings.suppress_tokens, settings.min_new_tokens, settings.ignore_eos
+        constrained = any((settings.repetition_penalty != 1.0, *penalties, settings.logit_bias, *bans))
+        return TOP_CONSTRAINED if constrained else 2
     if settings.top_k:
-        return max(settings.top_k + 2, TOP_CONSTRAINED)
+        return max(settings.top_k + 2, TOP_NUCLEUS if raises_logits else TOP_CONSTRAINED)
     return TOP_NUCLEUS if settings.top_p < 1.0 or settings.min_p else ALL_LOGPROBS
 
 
