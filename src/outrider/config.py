@@ -23,6 +23,8 @@ Loss = Literal["outputs", "tokens"]  # the unit of a risk budget
 
 DEFAULT_K = 5  # tokens per block
 PER_REQUEST_SETTING = "seed"  # the setting that each request chooses, and to which no gate is calibrated
+REPORT_SETTING = "logprobs"  # the setting without influence on the output
+MAX_TOP_LOGPROBS = 20  # the limit of OpenAI's API
 SEED_LIMIT = 2**64
 MAX_ADDITIVE_PENALTY, MAX_LOGIT_BIAS = 2.0, 100.0  # the limits of OpenAI's API
 _ADDITIVE_PENALTIES = ("frequency_penalty", "presence_penalty")
@@ -46,7 +48,8 @@ class GenerationSettings:
     suppress_tokens are never emitted. repetition_window is the number of last tokens that repetition_penalty covers,
     for example 64 or 128. With 0 it covers the whole prefix, as in transformers. frequency_penalty is subtracted from a
     token's logit once for each of its occurrences in the output, presence_penalty once if it occurs there. logit_bias
-    holds pairs of a token id and a number that is added to its logit, and may be given as a mapping.
+    holds pairs of a token id and a number that is added to its logit, and may be given as a mapping. logprobs requests
+    the log-probability of each token, and of that many of the best ones, which does not change the output.
     """
 
     max_new_tokens: int = 128
@@ -66,6 +69,7 @@ class GenerationSettings:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "min_new_tokens", "top_k", "seed", "no_repeat_ngram_size", "repetition_window"):
@@ -97,6 +101,8 @@ class GenerationSettings:
             self.sentences is None or (is_integer(self.sentences) and self.sentences >= 1),
             "sentences is a whole number, 1 or more",
         )
+        good = self.logprobs is None or (is_integer(self.logprobs) and 0 <= self.logprobs <= MAX_TOP_LOGPROBS)
+        _require_setting(good, f"logprobs is a whole number from 0 to {MAX_TOP_LOGPROBS}, not {self.logprobs!r}")
         self._check_texts()
 
     def _check_texts(self) -> None:

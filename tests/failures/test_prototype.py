@@ -299,6 +299,7 @@ def test_no_penalty_that_was_not_asked_for(monkeypatch: Patch) -> None:
     known = {"repetition_penalty", "repetition_window", "no_repeat_ngram_size", "min_new_tokens", "suppress_tokens"}
     known |= {"frequency_penalty", "presence_penalty", "logit_bias"}
     others = {"max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "sentences", "ignore_eos"}
+    others |= {"logprobs"}
     assert {f.name for f in fields(GenerationSettings)} == known | others
     right = reference_output(
         lambda prefix: TARGET(prefix) + 3.0 * (torch.arange(V) == 7), PROMPT, V, max_new_tokens=LENGTH

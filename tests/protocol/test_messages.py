@@ -20,6 +20,7 @@ from outrider.protocol import messages, schema
 from outrider.protocol.messages import ErrorCode, FrameError
 from outrider.sampling import acceptance
 from outrider.sampling.acceptance import REJECTION_SHORTLIST, Verdict
+from outrider.sampling.logprobs import Logprobs
 from outrider.sampling.sampler import Support
 
 V, ROWS = 1000, 1024
@@ -55,6 +56,7 @@ def settings_(draw: st.DrawFn) -> GenerationSettings:
         suppress_tokens=tuple(draw(st.lists(st.integers(0, V - 1), max_size=5))),
         frequency_penalty=draw(st.floats(-2, 2)),
         presence_penalty=draw(st.floats(-2, 2)),
+        logprobs=draw(st.none() | st.integers(0, 20)),
         logit_bias=tuple(sorted(draw(st.dictionaries(st.integers(0, V - 1), st.floats(-100, 100))).items())),
     )
 
@@ -92,6 +94,7 @@ def test_defaults_cost_nothing_but_the_length() -> None:
         {"max_new_tokens": 1, "repetition_penalty": math.nan},
         {"max_new_tokens": 1, "frequency_penalty": 2.1},
         {"max_new_tokens": 1, "presence_penalty": math.nan},
+        {"max_new_tokens": 1, "logprobs": 21},
         {"max_new_tokens": 1, "logit_bias": {1: 101.0}},
         {"max_new_tokens": 1, "logit_bias": {1: math.nan}},
     ],
@@ -271,6 +274,13 @@ def test_padding_can_be_read_but_not_drafted() -> None:
         st.integers(0, UINT32),
         st.floats(0, 3600),
         st.floats(0, 3600),
+        st.integers(0, UINT32),
+        st.lists(
+            st.lists(st.tuples(st.integers(0, UINT32), st.floats(max_value=0, width=32)), min_size=1, max_size=4).map(
+                lambda pairs: Logprobs(*map(tuple, zip(*pairs, strict=True)))
+            ),
+            max_size=4,
+        ).map(tuple),
     )
 )
 def test_a_verdict_comes_back_as_it_was(verdict: Verdict) -> None:

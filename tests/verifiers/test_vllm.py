@@ -96,6 +96,21 @@ def test_outputs_are_the_model_s_own(served: tuple[VllmServer, LlmServerVerifier
         )
 
 
+@pytest.mark.parametrize("way", [way for way in WAYS if "normalised" in way or WAYS[way].get("max_logprobs") == -1])
+def test_log_probabilities_are_those_of_our_own_cloud(way: str) -> None:
+    options: dict[str, Any] = {"k": 4, "logprobs": 5, "max_new_tokens": 12, "logit_bias": {40: 2.0}}
+    with VllmServer(Model(target_engine()), **WAYS[way]) as server, connect_servers(server) as verifier:
+        for more in ({}, {"temperature": 0.9, "top_k": 8, "seed": 3}):
+            result = generate(verifier, PROMPTS[1], **options, **more)
+            wanted = reference_result(PROMPTS[1], **options, **more)
+            check_equal_results(result, wanted)
+            assert len(result.logprobs) == 12
+            for ours, theirs in zip(result.logprobs, wanted.logprobs, strict=True):
+                assert ours.token_id == theirs.token_id
+                found = [ours.logprob, *(each.logprob for each in ours.top)]
+                assert found == pytest.approx([theirs.logprob, *(each.logprob for each in theirs.top)], abs=1e-4)
+
+
 def test_a_biased_token_that_is_missing_is_asked_for_or_refused() -> None:
     """A bias of 100 makes one token of the vocabulary the next one, wherever it ranks."""
     with (
@@ -223,6 +238,7 @@ SAMPLE = {"temperature": 1.0, "seed": 1}
         (SettingsError, "set top_k .up to 19., top_p or min_p, or start vllm with --max-logprobs -1", SAMPLE),
         (CloudRefused, "sends 20 entries of a row, which do not determine.*--max-logprobs", {**SAMPLE, "top_p": 0.999}),
         (CloudRefused, "do not determine the token at position", {"temperature": 9.0, "min_p": 0.01}),
+        (SettingsError, "logprobs: .* sends 20 logits of a row, and not their sum; start vllm", {"logprobs": 0}),
         (SettingsError, "accept rank:3: .*exact and residual work", {"accept": "rank:3"}),
         (SettingsError, "accept margin:0.5", {"accept": "margin:0.5"}),
         (SettingsError, "accept typical:0.1", {"accept": "typical:0.1"}),

@@ -82,7 +82,7 @@ def test_penalties_and_biases_are_vllm_s_own(verifier, edge, pair_of_servers, pa
         out = decoder.generate(ids, max_new_tokens=24, **{**params, "logit_bias": biases})
         assert out.token_ids == wanted
         changed += wanted != vllm_requests.completion(pair_of_servers[0].port, ids, 24)
-    assert changed > 5
+    assert changed >= 3
 
 
 @pytest.mark.parametrize("penalty", PENALTIES)

@@ -11,6 +11,7 @@ from outrider.decoding.gate import Gate, Signals
 from outrider.decoding.loop_detection import DEFAULT_RULE, LoopRule
 from outrider.decoding.stopping import FinishReason, StopRules
 from outrider.sampling.acceptance import AcceptanceRule, Exact
+from outrider.sampling.logprobs import Logprobs
 from outrider.sampling.sampler import Support
 
 
@@ -19,12 +20,14 @@ class Proposal:
     """One drafted token.
 
     signals: for the gate and the draft length. q: the distribution from which it was drawn, for rejection sampling.
+    logprobs: the drafter's, if they are requested.
     """
 
     token: int
     signals: Signals | None = None
     q: Support | None = None
     left_loop: bool = False
+    logprobs: Logprobs | None = None
 
 
 def measured_signals(proposals: Seq[Proposal]) -> list[Signals]:

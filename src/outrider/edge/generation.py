@@ -21,6 +21,7 @@ from outrider.decoding.incremental_text import IncrementalDetokenizer
 from outrider.decoding.options import ResolvedOptions
 from outrider.decoding.result import GuaranteeTracker, Result
 from outrider.decoding.stopping import StopRules
+from outrider.decoding.token_logprob import TokenLogprob
 from outrider.edge.cancellation import Cancellation
 from outrider.edge.drafter import Drafter
 from outrider.edge.drivers import pipelined, sequential
@@ -32,6 +33,7 @@ from outrider.engines.base import Engine, Prompt
 from outrider.engines.prefix_cache import open_sequence
 from outrider.errors import SettingsError
 from outrider.prompts.audio import is_silent
+from outrider.sampling.logprobs import Logprobs
 from outrider.sampling.policy import Policy
 from outrider.transport.byte_counts import ByteCounts
 from outrider.verifiers.base import SessionParams, Verifier
@@ -72,6 +74,11 @@ class GenerationContext:
             return []
         transcript = IncrementalDetokenizer(self.decode)
         return [transcript.append(token) for token in ids]
+
+    def describe_logprobs(self, logprobs: Logprobs) -> TokenLogprob:
+        """Return the log-probabilities at one position with the texts of their tokens."""
+        to_bytes = None if self.tokenizer is None else get_detokenizer(self.tokenizer).token_bytes
+        return TokenLogprob.build(logprobs, to_bytes)
 
     def hides_audio(self, prompt: Prompt) -> bool:
         """Return whether the verifier gets less of the prompt than the drafter."""
@@ -143,7 +150,10 @@ class Generation:
                 if event.index == len(transcript.ids):
                     transcript.append(event.token)
                 kind, text = event.kind, transcript.pieces[event.index]
-                yield StreamEvent(kind, event.index, event.token, text, event.source, event.signals, event.settled)
+                logprob = None if event.logprobs is None else self._context.describe_logprobs(event.logprobs)
+                yield StreamEvent(
+                    kind, event.index, event.token, text, event.source, event.signals, event.settled, logprob
+                )
         return self.result()
 
     def result(self) -> Result:
@@ -174,6 +184,7 @@ class Generation:
             risk=report.risk,
             ledger=self._byte_counts.to_json(),
             pieces=context.split_text(ids),
+            logprobs=[context.describe_logprobs(each) for each in decoder.logprobs()],
         )
 
     # Opening ------------------------------------------------------------------------------------------------

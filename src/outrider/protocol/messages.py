@@ -17,6 +17,7 @@ from outrider.decoding.actions import Verify
 from outrider.errors import CloudRefused, OutriderError
 from outrider.protocol import schema
 from outrider.sampling import acceptance
+from outrider.sampling.logprobs import Logprobs
 from outrider.sampling.sampler import Support
 
 DIGEST_BYTES = 8
@@ -124,7 +125,7 @@ def check_ids(ids: Iterable[int], limit: int, field: str, code: int = ErrorCode.
 # Settings -------------------------------------------------------------------------------------------------------
 
 _EDGE_FIELDS = ("stop", "sentences")  # applied to text, which only the edge has
-_OPTIONAL_FIELDS = ("top_p", "repetition_penalty")  # absent at their default 1, which is not protobuf's
+_OPTIONAL_FIELDS = ("top_p", "repetition_penalty", "logprobs")  # absent at their defaults, which are not protobuf's
 _SENT_FIELDS = tuple(f.name for f in fields(GenerationSettings) if f.name not in _EDGE_FIELDS)
 
 
@@ -132,7 +133,7 @@ def pack_settings(settings: GenerationSettings) -> schema.Settings:
     """Pack the settings that the target's sampling needs. Stop strings and sentence limits stay on the edge."""
     values = {name: getattr(settings, name) for name in _SENT_FIELDS}
     for name in _OPTIONAL_FIELDS:
-        if values[name] == 1.0:
+        if values[name] == getattr(GenerationSettings, name):
             del values[name]
     return schema.Settings(**{**values, "logit_bias": dict(settings.logit_bias)})
 
@@ -226,6 +227,7 @@ def pack_verdict(verdict: acceptance.Verdict, drafts: int) -> schema.Answer:
         queue_tenths=round(verdict.queue_s * TENTHS_PER_SECOND),
         compute_tenths=round(verdict.compute_s * TENTHS_PER_SECOND),
         cached=verdict.cached,
+        logprobs=[schema.Shortlist(ids=each.ids, logp=each.values) for each in verdict.logprobs],
     )
     return schema.Answer(verdict=frame)
 
@@ -242,4 +244,5 @@ def unpack_verdict(frame: schema.Verdict) -> acceptance.Verdict:
         frame.queue_tenths / TENTHS_PER_SECOND,
         frame.compute_tenths / TENTHS_PER_SECOND,
         frame.cached,
+        tuple(Logprobs(tuple(each.ids), tuple(each.logp)) for each in frame.logprobs),
     )

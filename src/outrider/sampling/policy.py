@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outrider.config import GenerationSettings
 from outrider.sampling.logits_processors import LogitsProcessors
+from outrider.sampling.logprobs import Logprobs, compute_logprobs
 from outrider.sampling.sampler import Distribution, NoiseStream, SampledToken, SamplingParams, filter_logits
 from outrider.sampling.top_logprobs import TopLogprobs
 
@@ -44,13 +45,17 @@ class BatchKey:
 class Policy:
     """Logits processors and sampling over the vocabulary that both models share.
 
-    vocab_size: the length to which rows are cut. Entries beyond it are padding, without a token.
+    vocab_size: the length to which rows are cut. Entries beyond it are padding, without a token. logprobs: how many of
+    the best tokens' log-probabilities to report beside the token's own, or None for no report.
     """
 
-    def __init__(self, processors: LogitsProcessors, sampling: SamplingParams, vocab_size: int) -> None:
+    def __init__(
+        self, processors: LogitsProcessors, sampling: SamplingParams, vocab_size: int, logprobs: int | None = None
+    ) -> None:
         self.processors = processors
         self.sampling = sampling
         self.vocab_size = vocab_size
+        self.logprobs = logprobs
         self._index = processors.index()
 
     @classmethod
@@ -71,7 +76,7 @@ class Policy:
             settings.logit_bias,
         )
         sampling = SamplingParams(settings.temperature, settings.top_k, settings.top_p, settings.min_p, settings.seed)
-        return cls(processors, sampling, vocab_size)
+        return cls(processors, sampling, vocab_size, settings.logprobs)
 
     @cached_property
     def batch_key(self) -> BatchKey:
@@ -99,6 +104,18 @@ class Policy:
         if isinstance(row, SampledToken):
             return row.validated(length)
         return row.to_distribution(lambda logits: self.distribution(logits, ids, length), self.vocab_size)
+
+    def report_logprobs(self, output: ForwardOutput, tokens: Seq[int], position: int) -> tuple[Logprobs, ...]:
+        """Return the log-probabilities of `tokens`, the first at `position`, or () if none are requested.
+
+        output: the raw rows before the tokens.
+
+        Raises:
+            NeedMoreLogprobs: the known entries of a row do not contain the best tokens.
+        """
+        if self.logprobs is None:
+            return ()
+        return compute_logprobs(output, tokens, self.logprobs, self.vocab_size, position)
 
     @property
     def noise_gain(self) -> float:

@@ -73,6 +73,26 @@ class TopLogprobs:
             raise NeedMoreLogprobs(processed.position)
         return distribution
 
+    def top_logprobs(
+        self, token: int, count: int, vocab_size: int, position: int
+    ) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Return ids and log-probabilities of a known token and of the `count` best ones, the best first.
+
+        Raises:
+            NeedMoreLogprobs: a missing entry may be among the best, or the row has logits and is not complete.
+        """
+        values = self.values.astype(np.float64)
+        if not self.normalised:
+            values = values - np.logaddexp.reduce(values)
+        known = np.flatnonzero((self.ids >= 0) & (self.ids < vocab_size))
+        best = known[np.lexsort((self.ids[known], -values[known]))][:count]
+        is_missing = count > 0 and (len(best) < count or self.values[best[-1]] < self.missing_max)
+        own = np.flatnonzero(self.ids == token)
+        if is_missing or not len(own) or not (self.normalised or self.missing_max == -math.inf):
+            raise NeedMoreLogprobs(position)
+        chosen = [int(own[0]), *best.tolist()]
+        return tuple(self.ids[chosen].tolist()), tuple(values[chosen].tolist())
+
     def _is_determined(self, distribution: _BoundedDistribution) -> bool:
         logits, sampling = distribution.logits, distribution.sampling
         missing_logit_max = distribution.missing_logit_max

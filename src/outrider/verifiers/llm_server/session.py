@@ -155,7 +155,8 @@ class LlmServerSession:
 
     def _build_request(self, replica: Replica, capabilities: Capabilities, plan: ForwardPlan) -> LogprobsRequest:
         top = self._top if capabilities.top == ALL_LOGPROBS else min(self._top, capabilities.top)
-        if capabilities.top == ALL_LOGPROBS and top >= self.session.vocab_size:
+        needs_sum = self._settings.logprobs is not None and not capabilities.normalised
+        if capabilities.top == ALL_LOGPROBS and (needs_sum or top >= self.session.vocab_size):
             top = ALL_LOGPROBS
         media, skip_cache = self._media, replica in self._maybe_cached
         if media is not None and replica in self._has_recording:
@@ -199,13 +200,21 @@ def check_settings(settings: GenerationSettings, capabilities: Capabilities, nam
     """Refuse settings that the server's rows cannot support.
 
     Raises:
-        SettingsError: sampling may choose any token of the vocabulary, or a penalty needs logits. The message has the
-            change to make.
+        SettingsError: sampling may choose any token of the vocabulary, a penalty needs logits, or a report needs more
+            entries. The message has the change to make.
     """
     if settings.repetition_penalty != 1.0 and capabilities.normalised:
         message = f"repetition_penalty needs logits, and {name} sends log-probabilities: {backend.logits_hint}"
         raise SettingsError(message)
-    if settings.temperature == 0 or capabilities.top == ALL_LOGPROBS:
+    if capabilities.top == ALL_LOGPROBS:
+        return
+    if settings.logprobs is not None and not capabilities.normalised:
+        hint = backend.more_hint(capabilities, ALL_LOGPROBS)
+        raise SettingsError(f"logprobs: {name} sends {capabilities.top} logits of a row, and not their sum; {hint}")
+    if settings.logprobs is not None and settings.logprobs >= capabilities.top:
+        hint = backend.more_hint(capabilities, settings.logprobs + 1)
+        raise SettingsError(f"logprobs {settings.logprobs}: {name} sends {capabilities.top} entries of a row; {hint}")
+    if settings.temperature == 0:
         return
     if settings.top_k >= capabilities.top:
         raise SettingsError(
@@ -244,7 +253,13 @@ def _check_prompt(prompt: Prompt, params: SessionParams, target: ModelInfo) -> N
 
 
 def _initial_top(settings: GenerationSettings) -> int:
-    """Return the number of entries of a row for the first request. Greedy decoding needs the margin between two.
+    """Return the number of entries of a row for the first request: those of sampling, and of a report."""
+    top = _sampling_top(settings)
+    return top if settings.logprobs is None or top == ALL_LOGPROBS else max(top, settings.logprobs + 1)
+
+
+def _sampling_top(settings: GenerationSettings) -> int:
+    """Return the number of entries of a row that sampling needs at first. Greedy decoding needs the margin between two.
 
     If processors raise logits, entries that were small may count.
     """
