@@ -115,6 +115,14 @@ def test_a_completion_takes_a_text_or_ids_alone_or_in_a_list(given: Any, taken: 
     assert completion(prompt=given).prompt == taken
 
 
+def test_log_probabilities_are_counted_as_openai_counts_them() -> None:
+    assert chat().settings["logprobs"] is chat(logprobs=False, top_logprobs=0).settings["logprobs"] is None
+    assert chat(logprobs=True).settings["logprobs"] == 0
+    assert chat(logprobs=True, top_logprobs=20).settings["logprobs"] == 20
+    assert completion().settings["logprobs"] is None
+    assert [completion(logprobs=n).settings["logprobs"] for n in (0, 5)] == [0, 5]
+
+
 def test_values_that_ask_for_nothing_are_taken() -> None:
     nothing = {"n": 1, "frequency_penalty": 0.0, "presence_penalty": 0, "logprobs": False, "tools": [], "store": False}
     nothing |= {"tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"], "logit_bias": {}}
@@ -317,7 +325,7 @@ def test_audio_for_a_text_model_is_refused() -> None:
 # Refusals ---------------------------------------------------------------------------------------------------
 
 DIFFERENT: dict[str, Any] = {  # a value that asks for what is not done
-    "n": 2, "best_of": 2, "logprobs": True, "top_logprobs": 3, "tools": [{"type": "function"}],
+    "n": 2, "best_of": 2, "tools": [{"type": "function"}],
     "tool_choice": "required",
     "functions": [{"name": "f"}], "function_call": {"name": "f"}, "response_format": {"type": "json_object"},
     "modalities": ["text", "audio"], "audio": {"voice": "x"}, "prediction": {"type": "content", "content": "x"},
@@ -338,6 +346,7 @@ def test_what_is_not_done_is_refused_with_what_it_would_need(name: str) -> None:
 def test_every_field_of_openai_s_api_is_done_refused_or_told_as_not_used() -> None:
     done = {"messages", "model", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed"}
     done |= {"stop", "stream", "stream_options", "frequency_penalty", "presence_penalty", "logit_bias", *IGNORED}
+    done |= {"logprobs", "top_logprobs"}
     theirs = set(chat_create_params.CompletionCreateParamsBase.__annotations__)
     theirs |= set(completion_create_params.CompletionCreateParamsBase.__annotations__)
     assert theirs - done - set(DIFFERENT) == set()
@@ -359,6 +368,10 @@ def test_every_field_of_openai_s_api_is_done_refused_or_told_as_not_used() -> No
         ({"temperature": "warm"}, "temperature"),
         ({"top_p": 5}, "top_p"),
         ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": False, "top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"presence_penalty": -2.5}, "presence_penalty"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5"),
         ({"logit_bias": {"five": 1}}, "logit_bias.five"),

@@ -12,7 +12,7 @@ from outrider.decoding.gate_parsing import gate
 from outrider.errors import SettingsError
 from outrider.gateway.decoder_pool import RequestOptions, Settings
 from outrider.gateway.errors import JsonObject, RequestError
-from outrider.gateway.request_schema import IGNORED, OutriderOptions, Request
+from outrider.gateway.request_schema import IGNORED, ChatRequest, OutriderOptions, Request
 from outrider.netem.conditions import Conditions, parse_conditions
 from outrider.sampling.acceptance import parse_acceptance_rule
 
@@ -42,6 +42,7 @@ def build_settings(request: Request, requested: OutriderOptions, defaults: Setti
         given["stop"] = tuple(text for text in stop if text)  # an empty one has no effect
     if request.logit_bias:
         given["logit_bias"] = _parse_biases(request.logit_bias)
+    given["logprobs"] = _logprobs(request)
     settings = {**_compatible_defaults(defaults, given), **given}
     if not settings.get("temperature"):
         settings |= NEUTRAL_FILTERS  # clients send top_p beside the default temperature
@@ -64,6 +65,21 @@ def _parse_biases(biases: Mapping[str, float]) -> dict[int, float]:
     if len(parsed) < len(biases):
         raise RequestError("logit_bias: two keys name the same token", param="logit_bias", code="invalid_value")
     return parsed
+
+
+def _logprobs(request: Request) -> int | None:
+    """Return how many of the best tokens' log-probabilities to report beside each token's own, or None for no report.
+
+    Raises:
+        RequestError: top_logprobs without logprobs.
+    """
+    if not isinstance(request, ChatRequest):
+        return getattr(request, "logprobs", None)
+    if request.top_logprobs and not request.logprobs:
+        raise RequestError(
+            "top_logprobs needs logprobs: set logprobs to true", param="top_logprobs", code="invalid_value"
+        )
+    return request.top_logprobs or 0 if request.logprobs else None
 
 
 def build_notes(request: Request, settings: Settings) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from outrider.config import (
     MAX_ADDITIVE_PENALTY,
     MAX_LOGIT_BIAS,
+    MAX_TOP_LOGPROBS,
     SEED_LIMIT,
     DecodingMode,
     DriverName,
@@ -33,12 +34,9 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 AudioFormat = Literal["wav", "mp3", "flac", "ogg", "opus", "aiff", "m4a", "mp4", "3gp", "webm", "aac", "amr", "wma"]
 
 _TOOLS = "function calls need a model and a chat template made for them, and a parser of the model's output"
-_LOGPROBS = "verdicts do not contain the target's log-probabilities: outrider.tokens reports the drafter's"
 UNSUPPORTED: Final[dict[str, str]] = {
     "n": "one answer to a request: send it again, with another seed",
     "best_of": "one answer to a request: send it again, with another seed",
-    "logprobs": _LOGPROBS,
-    "top_logprobs": _LOGPROBS,
     "tools": _TOOLS,
     "tool_choice": _TOOLS,
     "functions": _TOOLS,
@@ -114,6 +112,7 @@ Penalty = Annotated[float, Field(ge=-MAX_ADDITIVE_PENALTY, le=MAX_ADDITIVE_PENAL
 OneInt = Annotated[int, Field(ge=1, le=1)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
+TopLogprobsCount = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 Word = Annotated[str, Field(max_length=MAX_WORD_CHARS)]
 Count = Annotated[int, Field(ge=0, le=2**31)]
 Positive = Annotated[int, Field(ge=1, le=2**31)]
@@ -232,8 +231,8 @@ class ChatRequest(Request):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Positive | None = None
-    logprobs: Annotated[False_ | None, _unsupported("logprobs")] = None
-    top_logprobs: Annotated[Annotated[int, Field(ge=0, le=0)] | None, _unsupported("top_logprobs")] = None
+    logprobs: bool | None = Field(default=None, description="report each token's log-probability")
+    top_logprobs: TopLogprobsCount | None = Field(default=None, description="with logprobs: the best tokens' too")
     tools: Annotated[NoItems | None, _unsupported("tools")] = None
     tool_choice: Annotated[Literal["none", "auto"] | None, _unsupported("tool_choice")] = None
     parallel_tool_calls: bool | None = _ignored("parallel_tool_calls")
@@ -272,5 +271,7 @@ class CompletionRequest(Request):
     )
     best_of: Annotated[OneInt | None, _unsupported("best_of")] = None
     echo: Annotated[False_ | None, _unsupported("echo")] = None
-    logprobs: Annotated[None, _unsupported("logprobs")] = None
+    logprobs: TopLogprobsCount | None = Field(
+        default=None, description="report each token's log-probability, and those of this many of the best tokens"
+    )
     suffix: Annotated[Literal[""] | None, _unsupported("suffix")] = None
