@@ -20,6 +20,7 @@ from outrider.edge.model_pair import ModelPair
 from outrider.edge.thread_guard import ThreadGuard
 from outrider.edge.verifier_session import PipelinedVerifier
 from outrider.engines.base import Engine, Prompt
+from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import PromptError, SettingsError
 from outrider.prompts.audio import Audio
 from outrider.prompts.chat import PromptLike, encode
@@ -32,6 +33,10 @@ if TYPE_CHECKING:  # a module that loads transformers
 IDS_ONLY = (
     "without a drafter, a cloud across a network takes token ids (--prompt-ids): texts and recordings need an edge "
     "model to prepare them"
+)
+NO_TOKENIZER = (
+    "prompt lookup without a tokenizer takes token ids (--prompt-ids) with a cloud across a network: for texts, name "
+    "the target's tokenizer, as --edge lookup:DIRECTORY or prompt_lookup(DIRECTORY)"
 )
 CAPTIONS_ONLY = (
     "{} only writes captions of recordings: its answer to a text or an instruction is meaningless, whatever the "
@@ -47,7 +52,8 @@ class SpeculativeDecoder:
     """Speculative decoding: a small model drafts tokens, a large one verifies them.
 
     Args:
-        draft: the edge engine. None leaves all tokens to the verifier (cloud-only).
+        draft: the edge engine, or `outrider.prompt_lookup()`, which drafts without a model. None leaves all tokens to
+            the verifier (cloud-only).
         verifier: verifies the drafts. None leaves all tokens to the drafter (edge-only).
         gate: the blocks that are verified ("always": the output is exact). See `outrider.gate`.
         k: tokens per block, 1 to 64, or "auto" for an adaptive draft length.
@@ -78,7 +84,7 @@ class SpeculativeDecoder:
 
     def __init__(
         self,
-        draft: Engine | None = None,
+        draft: Engine | PromptLookup | None = None,
         verifier: Verifier | None = None,
         *,
         gate: str | Gate = "always",
@@ -107,12 +113,16 @@ class SpeculativeDecoder:
             privacy=privacy,
         )
         sides = {"has_drafter": draft is not None, "has_verifier": verifier is not None}
-        self.options = options.resolve(**sides, remote=isinstance(verifier, PipelinedVerifier))
-        self.draft, self.verifier, self._reader, self._watch = draft, verifier, reader, watch
+        model, lookup = (None, draft) if isinstance(draft, PromptLookup) else (draft, None)
+        self.options = options.resolve(
+            **sides, remote=isinstance(verifier, PipelinedVerifier), is_lookup=lookup is not None
+        )
+        self.draft, self.verifier, self._watch = draft, verifier, watch
+        self._reader = lookup if reader is None and lookup is not None and lookup.tokenizer is not None else reader
         self.draft_length = parse_draft_length(k) if draft is not None else None
         self._guarantees, self._lock = GuaranteeTracker(self.options.gate), threading.Lock()
-        self._pair = ModelPair(draft, verifier, self.options.on_cloud_loss, reader=reader, lazy=lazy)
-        self._thread_guard = ThreadGuard(draft, getattr(verifier, "engine", None))
+        self._pair = ModelPair(model, verifier, self.options.on_cloud_loss, reader=self._reader, lazy=lazy)
+        self._thread_guard = ThreadGuard(model, getattr(verifier, "engine", None))
 
     # Generating ---------------------------------------------------------------------------------------------
 
@@ -180,7 +190,7 @@ class SpeculativeDecoder:
         """Return the prompt as the models read it."""
         encoder = self._encoder
         if isinstance(encoder, _IdsOnly) and (isinstance(prompt, str) or not _is_ids(prompt)):
-            raise PromptError(IDS_ONLY)
+            raise PromptError(self._ids_only)
         return encode(encoder, prompt)
 
     def decode(self, ids: list[int]) -> str:
@@ -205,7 +215,7 @@ class SpeculativeDecoder:
         """Raise PromptError unless recordings can be prompts."""
         encoder = self._encoder
         if isinstance(encoder, _IdsOnly):
-            raise PromptError(IDS_ONLY)
+            raise PromptError(self._ids_only)
         if self._audio_encoder is None:
             raise PromptError(f"{encoder.name} takes no audio: give an audio-language model as --edge, or as the draft")
 
@@ -228,10 +238,15 @@ class SpeculativeDecoder:
 
     def summary(self) -> str:
         """Return one line with the resolved options: models, number formats, block length, gate and rule."""
-        sides = [f"edge {_describe_engine(self.draft)}" if self.draft is not None else "edge none"]
+        sides = [f"edge {self._describe_edge()}"]
         sides.append(f"cloud {self._describe_cloud()}")
         k, gate, accept, on_loop = self.options.k, self.options.gate, self.options.accept, self.options.on_loop
         return " · ".join([*sides, f"k {k}", f"gate {gate}", f"accept {accept}", f"loop {on_loop}"])
+
+    def _describe_edge(self) -> str:
+        if self.draft is None:
+            return "none"
+        return self.draft.name if isinstance(self.draft, PromptLookup) else _describe_engine(self.draft)
 
     def _describe_cloud(self) -> str:
         if self.verifier is None:
@@ -247,9 +262,15 @@ class SpeculativeDecoder:
         return self._pair.state.target
 
     @property
-    def _encoder(self) -> Engine | _IdsOnly:
+    def _ids_only(self) -> str:
+        """The reason for which prompts are token ids."""
+        return NO_TOKENIZER if isinstance(self.draft, PromptLookup) else IDS_ONLY
+
+    @property
+    def _encoder(self) -> Engine | PromptLookup | _IdsOnly:
         """The engine that encodes prompts, or a stand-in that takes token ids."""
-        encoder = self.draft if self.draft is not None else self._reader
+        draft = None if isinstance(self.draft, PromptLookup) else self.draft
+        encoder = draft if draft is not None else self._reader
         if encoder is not None:
             return encoder
         return self.verifier.engine if isinstance(self.verifier, LocalVerifier) else _IdsOnly(self._target)
@@ -279,8 +300,10 @@ def _describe_engine(engine: Any) -> str:
 
 
 def _check_types(draft: object, verifier: object) -> None:
-    if draft is not None and not hasattr(draft, "forward_many"):
-        raise SettingsError(f"draft is an engine, as from load_engine(…), not {type(draft).__name__}")
+    if draft is not None and not isinstance(draft, PromptLookup) and not hasattr(draft, "forward_many"):
+        raise SettingsError(
+            f"draft is an engine, as from load_engine(…), or prompt_lookup(…), not {type(draft).__name__}"
+        )
     if verifier is not None and not hasattr(verifier, "describe"):
         raise SettingsError(f"verifier is one from local(…) or connect(…), not {type(verifier).__name__}")
 

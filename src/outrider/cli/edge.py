@@ -157,6 +157,7 @@ def _check(pair: Pair, serving: Serving) -> None:
     GenerationSettings.build(pair.decoding.settings())
     if models.edge == "none":
         raise SettingsError("--edge none: the gateway needs the edge's tokenizer and chat template: give --edge MODEL")
+    models.require_edge_model("the gateway")
     target = parse_cloud_address(models.cloud)
     if target.kind == "local":
         resolve_path(target.model)

@@ -148,7 +148,9 @@ def _check_options(evaluation: Evaluation, assistant: Assistant, run: Run) -> _O
         raise SettingsError("--out is empty: give a directory for the run")
     if Path(evaluation.out).exists() and not Path(evaluation.out).is_dir():
         raise SettingsError(f"--out {evaluation.out} is a file: give a directory for the run")
-    options, models = check(run), run.models
+    models = run.models
+    models.require_edge_model("an evaluation")
+    options = check(run)
     GenerationSettings.build(run.decoding.settings())
     assistance = Assistance(assistant.assistant_tokens, assistant.assistant_schedule, assistant.assistant_confidence)
     if models.edge != "none":

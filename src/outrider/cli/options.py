@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from outrider.api import SpeculativeDecoder
     from outrider.decoding.options import DecodingOptions, ResolvedOptions
     from outrider.engines.base import Engine
+    from outrider.engines.prompt_lookup import PromptLookup
     from outrider.verifiers.base import Verifier
     from outrider.verifiers.connect import CloudAddress
 
@@ -58,7 +59,9 @@ class Models:
     Parameters
     ----------
     edge
-        The drafter: a directory, hub id, .gguf file, "demo", or "none" for cloud-only.
+        The drafter: a directory, hub id, .gguf file, "demo", or "none" for cloud-only. "lookup" drafts without a model
+        (prompt lookup, n-gram), and lookup:TOKENIZER names the cloud's tokenizer, a directory or hub id, which texts
+        need with a cloud across a network.
     cloud
         The verifier: grpc://HOST:PORT (a running outrider cloud), vllm://HOST:PORT[,HOST:PORT...] (one vLLM server, or
         replicas), sglang://HOST:PORT, local:MODEL, or "none" for edge-only.
@@ -73,6 +76,23 @@ class Models:
     cloud: str = "local:demo"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
+
+    @property
+    def is_lookup(self) -> bool:
+        """True if the edge drafts by prompt lookup, without a model."""
+        return self.edge == "lookup" or self.edge.startswith("lookup:")
+
+    @property
+    def lookup_tokenizer(self) -> str | None:
+        """The tokenizer of lookup:TOKENIZER, or None."""
+        return self.edge.removeprefix("lookup:") if self.edge.startswith("lookup:") else None
+
+    def require_edge_model(self, purpose: str) -> None:
+        """Raise SettingsError for an edge without a model. purpose: the thing that needs one."""
+        if self.is_lookup:
+            raise SettingsError(
+                f"--edge {self.edge}: {purpose} needs a draft model, not prompt lookup: give --edge MODEL"
+            )
 
 
 @Parameter(name="*", group=SPECULATION)
@@ -300,13 +320,11 @@ def build_decoder(pair: Pair, *, watch: bool = False, for_text: bool = False) ->
     """
     loss = check(pair).on_cloud_loss
     from outrider.api import SpeculativeDecoder
-    from outrider.engines.load import resolve_path
     from outrider.verifiers.base import Connectable
     from outrider.verifiers.connect import parse_cloud_address
 
     models = pair.models
-    if models.edge != "none":
-        resolve_path(models.edge)
+    check_edge(models)
     if for_text and not parse_cloud_address(models.cloud).is_remote:
         check_accepts_text(models)
     with closed_on_failure(connect_verifier(models, pair.network)) as verifier:
@@ -315,7 +333,8 @@ def build_decoder(pair: Pair, *, watch: bool = False, for_text: bool = False) ->
         if isinstance(verifier, Connectable) and loss == "fail":
             verifier.probe()  # detect an unreachable cloud before a model is loaded
         options = build_options(pair.speculation, pair.network)
-        return SpeculativeDecoder(load_drafter(models), verifier, **options.keywords(), watch=watch)
+        draft = load_lookup(models) if models.is_lookup else load_drafter(models)
+        return SpeculativeDecoder(draft, verifier, **options.keywords(), watch=watch)
 
 
 @contextmanager
@@ -360,6 +379,30 @@ def load_drafter(models: Models) -> Engine | None:
     return None if models.edge == "none" else load_engine(models.edge, dtype=models.dtype, device=models.device)
 
 
+def load_lookup(models: Models) -> PromptLookup:
+    """Return the prompt lookup of --edge lookup, with its tokenizer if one is named."""
+    from outrider.engines.prompt_lookup import prompt_lookup
+
+    return prompt_lookup(models.lookup_tokenizer)
+
+
+def check_edge(models: Models) -> None:
+    """Raise InputError if there is no such edge model or tokenizer, or the cloud needs a tokenizer that is not named."""
+    from outrider.engines.load import resolve_path, resolve_tokenizer_path
+    from outrider.verifiers.connect import parse_cloud_address
+
+    if not models.is_lookup:
+        if models.edge != "none":
+            resolve_path(models.edge)
+    elif models.lookup_tokenizer is not None:
+        resolve_tokenizer_path(models.lookup_tokenizer)
+    elif (kind := parse_cloud_address(models.cloud).kind) in ("vllm", "sglang"):
+        raise SettingsError(
+            f"--edge lookup: {kind} does not list its tokens: name its tokenizer, a directory or hub id, as in --edge "
+            "lookup:TOKENIZER"
+        )
+
+
 def build_options(speculation: Speculation, network: Network) -> DecodingOptions:
     """Return the decoding options of both groups together."""
     from outrider.decoding.options import DecodingOptions
@@ -397,7 +440,8 @@ def check(pair: Pair) -> ResolvedOptions:
     if target.kind == "local":
         resolve_path(target.model)
     sides = {"has_drafter": pair.models.edge != "none", "has_verifier": target.kind != "none"}
-    return build_options(pair.speculation, pair.network).resolve(**sides, remote=target.is_remote)
+    options, is_lookup = build_options(pair.speculation, pair.network), pair.models.is_lookup
+    return options.resolve(**sides, remote=target.is_remote, is_lookup=is_lookup)
 
 
 def check_accepts_text(models: Models) -> None:
@@ -407,6 +451,7 @@ def check_accepts_text(models: Models) -> None:
     from outrider.verifiers.connect import parse_cloud_address
 
     target = parse_cloud_address(models.cloud)
-    reader = models.edge if models.edge != "none" else target.model if target.kind == "local" else None
+    has_model = models.edge != "none" and not models.is_lookup
+    reader = models.edge if has_model else target.model if target.kind == "local" else None
     if reader is not None and captions_only(reader):
         raise PromptError(NO_TEXTS.format(full_name(reader)))

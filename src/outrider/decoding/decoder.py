@@ -2,7 +2,7 @@
 
 `Decoder` is a state machine. A driver executes the action of `next()` and returns its result:
 
-    Draft(count)  →  decoder.drafted(proposals)     the drafter's proposals, up to `count`
+    Draft(count)  →  decoder.drafted(proposals)     the drafter's proposals, up to `count`; none end the block
     Verify(…)     →  decoder.decided(verdict)       the verdict on the pending block, or
                      decoder.on_verifier_lost()     the loss of the verifier
     Done(reason)                                    the output is complete
@@ -79,7 +79,15 @@ class Decoder:
         return Done(self._committer.finish_reason)
 
     def drafted(self, proposals: Seq[Proposal]) -> None:
-        """Add the drafter's proposals to the block. Drop those behind its end."""
+        """Add the drafter's proposals to the block. Drop those behind its end. Without proposals the block is complete.
+
+        Raises:
+            StateError: there are neither proposals nor a verifier.
+        """
+        if not proposals:
+            if not self.plan.has_verifier:
+                raise StateError("the drafter proposed no token, and there is no verifier to continue with")
+            self._drafts.close_block()
         for proposal in proposals:
             if not self._missing_in_block():
                 break
@@ -222,6 +230,8 @@ class Decoder:
         gate = self.plan.gate
         if self._committer.loop_found and self.plan.on_loop == "escalate":
             return "loop"
+        if not self._drafts.block:
+            return "nothing drafted"
         ends = self._room <= 0 or self.sequence.ids[-1] in self.plan.stop_rules.eos_ids
         if gate.exact and (ends or self.sequence.pending_count >= MAX_PROVISIONAL):
             return "end of the provisional stretch"

@@ -26,6 +26,7 @@ class DraftBuffer:
         self.pending: list[Proposal] = []
         self.ahead: list[Proposal] = []
         self._block_start = 0  # index into pending
+        self._is_closed = False  # whether the drafter has nothing to add to the block
 
     @property
     def block(self) -> list[Proposal]:
@@ -34,7 +35,7 @@ class DraftBuffer:
 
     def missing(self, room: int) -> int:
         """Return how many tokens are missing from the block. room: the tokens that may follow the pending ones."""
-        return self._missing(self.block, room)
+        return 0 if self._is_closed else self._missing(self.block, room)
 
     def _missing(self, block: Seq[Proposal], room: int) -> int:
         if self._draft_length is None or room <= 0 or (block and block[-1].token in self._eos_ids):
@@ -46,8 +47,13 @@ class DraftBuffer:
         self.pending.append(proposal)
         return len(self.pending) == self._block_start + 1
 
+    def close_block(self) -> None:
+        """Complete the block as it is, even without tokens: the drafter has no proposal."""
+        self._is_closed = True
+
     def end_block(self, *, awaits_verdict: bool) -> None:
         """Begin a new block. awaits_verdict: a later verdict may still decide the pending tokens."""
+        self._is_closed = False
         if not awaits_verdict:
             self.pending.clear()
         self._block_start = len(self.pending)

@@ -20,7 +20,10 @@ MAX_CANDIDATES = 1024  # most recent occurrences that are compared: bounds the t
 
 @dataclass(frozen=True)
 class Match:
-    """An earlier occurrence of the last tokens. length: tokens that agree. end: the index of the token that followed."""
+    """An earlier occurrence of the last tokens.
+
+    length: the number of tokens that agree. end: the index of the token that followed them.
+    """
 
     length: int
     end: int

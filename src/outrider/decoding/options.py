@@ -68,16 +68,20 @@ class DecodingOptions:
             unused["on_cloud_loss"] = None
         return replace(self, **unused)
 
-    def resolve(self, *, has_drafter: bool, has_verifier: bool, remote: bool) -> ResolvedOptions:
+    def resolve(
+        self, *, has_drafter: bool, has_verifier: bool, remote: bool, is_lookup: bool = False
+    ) -> ResolvedOptions:
         """Validate the options for the given sides and fill in the defaults. No model needs to be loaded.
 
         By default, a decoder that loses the cloud continues without it only if its gate skips blocks anyway.
-        remote: the verifier is across a network.
+        remote: the verifier is across a network. is_lookup: the drafter is prompt lookup, without a model.
 
         Raises:
             SettingsError: a value is unknown, or options contradict each other or have no effect.
         """
         self.check_values()
+        if is_lookup:
+            self._check_lookup(has_verifier)
         self._check_sides(has_drafter, has_verifier, remote)
         skips = has_drafter and not self.parsed_gate.exact
         resolved = {
@@ -98,6 +102,24 @@ class DecodingOptions:
         parse_draft_length(self.k)
         for parsed in ("parsed_gate", "acceptance_rule", "parsed_loop_rule"):
             getattr(self, parsed)
+
+    def _check_lookup(self, has_verifier: bool) -> None:
+        """Raise SettingsError for options that need a draft model."""
+        if not has_verifier:
+            raise SettingsError(
+                "prompt lookup cannot decode edge-only: it copies earlier tokens, and only a verifier's model decides "
+                "whether they continue the text. Give a cloud, or a draft model"
+            )
+        if not isinstance(self.parsed_gate, Always):
+            raise SettingsError(
+                f"gate {self.gate} needs a draft model: prompt lookup gives no confidence signals, so that every block "
+                "is verified (gate always)"
+            )
+        if self.on_cloud_loss == "edge-only":
+            raise SettingsError(
+                "on_cloud_loss 'edge-only' needs a draft model: prompt lookup cannot continue without the cloud. Use "
+                "'fail' or 'wait'"
+            )
 
     def _check_sides(self, has_drafter: bool, has_verifier: bool, remote: bool) -> None:
         """Raise SettingsError for options that contradict each other or the models."""

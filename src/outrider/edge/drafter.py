@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Protocol
 
 from torch import Tensor
 
@@ -17,8 +18,30 @@ from outrider.sampling.policy import Policy
 FLUSH_INTERVAL_S = 0.02  # a slower block is returned in parts, so that a stream shows single tokens
 
 
+class Proposer(Protocol):
+    """A source of drafts for one sequence.
+
+    seconds: of drafting. prefill_seconds: of these, until the first token.
+    """
+
+    seconds: float
+    prefill_seconds: float
+
+    def draft(self, ids: list[int], action: Draft) -> list[Proposal]:
+        """Return up to action.count proposals that follow `ids`, or none."""
+        ...
+
+    def rollback_to(self, length: int) -> None:
+        """Forget all but a proper prefix of the first `length` tokens, the last of which may have changed."""
+        ...
+
+    def close(self) -> None:
+        """Free the resources of the sequence."""
+        ...
+
+
 class Drafter:
-    """Drafts the tokens of one sequence.
+    """Drafts the tokens of one sequence with a model.
 
     needs_signals, needs_q: proposals carry signals, or the distribution q of rejection sampling. cancellation: checked
     before every token, and between the chunks of a long prefill.

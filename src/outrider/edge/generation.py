@@ -17,17 +17,20 @@ from outrider.decoding.detokenizer import Tokenizer, get_detokenizer
 from outrider.decoding.draft_length import DraftLength
 from outrider.decoding.events import Event, StreamEvent
 from outrider.decoding.incremental_text import IncrementalDetokenizer
+from outrider.decoding.ngram_index import NgramIndex
 from outrider.decoding.options import ResolvedOptions
 from outrider.decoding.result import GuaranteeTracker, Result
 from outrider.decoding.stopping import StopRules
 from outrider.edge.cancellation import Cancellation
-from outrider.edge.drafter import Drafter
+from outrider.edge.drafter import Drafter, Proposer
 from outrider.edge.drivers import pipelined, sequential
+from outrider.edge.lookup_drafter import LookupDrafter
 from outrider.edge.model_pair import Handshake, ModelPair
 from outrider.edge.round_observer import RoundObserver
 from outrider.edge.thread_guard import ThreadGuard
 from outrider.edge.verifier_session import VerifierSession
 from outrider.engines.base import CachedSequence, Engine, Prompt
+from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import SettingsError
 from outrider.prompts.audio import is_silent
 from outrider.sampling.policy import Policy
@@ -47,7 +50,7 @@ class GenerationContext:
     """
 
     options: ResolvedOptions
-    draft: Engine | None
+    draft: Engine | PromptLookup | None
     verifier: Verifier | None
     draft_length: DraftLength | None
     with_signals: bool
@@ -181,11 +184,14 @@ class Generation:
             options.parsed_loop_rule,
         )
 
-    def open_drafter(self) -> Drafter | None:
+    def open_drafter(self) -> Proposer | None:
         """Return the drafter on a new sequence, or None in cloud-only decoding."""
         context, handshake, options = self._context, self._handshake, self._context.options
         if context.draft is None or context.draft_length is None:
             return None
+        needs_q = options.acceptance_rule.needs_q and context.verifier is not None
+        if isinstance(context.draft, PromptLookup):
+            return self._open_lookup(context.draft, needs_q=needs_q)
         policy = Policy.build(
             self._settings, handshake.target.eos_ids, handshake.draft_vocabulary, len(self.prompt.ids)
         )
@@ -193,8 +199,19 @@ class Generation:
             CachedSequence(context.draft, self.prompt, "drafter"),
             policy,
             needs_signals=context.with_signals or options.gate.needs_signals or context.draft_length.needs_signals,
-            needs_q=options.acceptance_rule.needs_q and context.verifier is not None,
+            needs_q=needs_q,
             cancellation=self._cancellation,
+        )
+
+    def _open_lookup(self, lookup: PromptLookup, *, needs_q: bool) -> LookupDrafter:
+        handshake, settings = self._handshake, self._settings
+        placeholder = handshake.target.placeholder
+        return LookupDrafter(
+            NgramIndex(lookup.min_ngram, lookup.max_ngram),
+            handshake.draft_vocabulary,
+            eos_ids=() if settings.ignore_eos else handshake.target.eos_ids,
+            excluded_ids={*settings.suppress_tokens, *(() if placeholder is None else (placeholder,))},
+            needs_q=needs_q,
         )
 
     def _open_session(self) -> VerifierSession | None:
@@ -219,7 +236,7 @@ class Generation:
         assert encoder is not None  # it encoded the recording
         return Prompt(prompt.ids, features=encoder.features(prompt.audio))
 
-    def _run_driver(self, drafter: Drafter | None, session: VerifierSession | None) -> Iterator[Event]:
+    def _run_driver(self, drafter: Proposer | None, session: VerifierSession | None) -> Iterator[Event]:
         observer = RoundObserver(self._decoder, lock=self._context.lock)
         if drafter is not None and session is not None and self._context.options.driver == "pipelined":
             return pipelined(self._decoder, drafter, session, observer)

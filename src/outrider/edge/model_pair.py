@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from outrider.config import GenerationSettings, OnCloudLoss
 from outrider.edge.cancellation import Cancellation, chain_future
 from outrider.engines.base import Engine, Prompt
+from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import CloudLost, ContextError, OutriderError, PromptError, SettingsError, StateError
 from outrider.prompts.audio import check_length
 from outrider.verifiers.base import Connectable, ModelInfo, Verifier, match_vocabularies
@@ -72,7 +73,7 @@ class ModelPair:
 
     state: the connected models. on_loss: the policy for an unreachable verifier. "fail" raises, "wait" retries, and
     "edge-only" decodes without it until `connect` succeeds, and after an outage does not retry for a while. reader: the
-    engine that encodes the prompts without a drafter. lazy: connect at the first `connect`, not at construction.
+    engine that encodes the prompts without a draft model. lazy: connect at the first `connect`, not at construction.
 
     Raises: as `connect`, unless it is lazy.
     """
@@ -83,7 +84,7 @@ class ModelPair:
         verifier: Verifier | None,
         on_loss: OnCloudLoss,
         *,
-        reader: Engine | None = None,
+        reader: Engine | PromptLookup | None = None,
         lazy: bool = False,
     ) -> None:
         self._verifier, self._on_loss = verifier, on_loss

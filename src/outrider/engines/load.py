@@ -168,6 +168,35 @@ def resolve_path(name: str) -> str:
     return name
 
 
+def load_tokenizer(name: str) -> Any:
+    """Load the tokenizer of a directory, a hub id or a bundled checkpoint. No weights are needed.
+
+    Raises:
+        ModelError: there is no such directory, it holds no tokenizer, or the tokenizer cannot be loaded.
+        StateError: this process was forked from one that had loaded a model.
+    """
+    path = resolve_tokenizer_path(name)
+    check_process()
+    with LOAD_LOCK, warnings.catch_warnings(), map_load_errors(name, "cannot load the tokenizer of"):
+        warnings.simplefilter("ignore")
+        tokenizer = _load_tokenizer(path)
+    if tokenizer is None:
+        raise ModelError(f"{name} holds no tokenizer: expected one of {', '.join(_TOKENIZER_FILES)}")
+    return tokenizer
+
+
+def resolve_tokenizer_path(name: str) -> str:
+    """Return the directory of a local tokenizer, or a hub id unchanged. A config.json is not needed.
+
+    Raises:
+        ModelError: the name is neither an existing directory nor of the form "owner/name".
+    """
+    if name.endswith(".gguf"):
+        raise ModelError(f"{name}: the tokenizer of a .gguf file cannot be loaded alone: give a tokenizer's directory")
+    path = Path(name).expanduser()
+    return str(path) if path.is_dir() else resolve_path(name)
+
+
 def captions_only(name: str) -> bool:
     """Return whether a model takes recordings alone as prompts, without loading it. False if only loading shows it.
 

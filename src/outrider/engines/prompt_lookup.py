@@ -1,0 +1,67 @@
+"""Prompt lookup: the drafter without a model, which copies what followed earlier occurrences of the last tokens.
+
+The method is that of transformers' `prompt_lookup_num_tokens` and of vLLM's speculative method `ngram`
+(`prompt_lookup_min`, `prompt_lookup_max`). Source: Saxena, "Prompt Lookup Decoding", 2023.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from outrider.config import is_integer
+from outrider.engines.load import load_tokenizer
+from outrider.engines.vocabulary import Vocabulary
+from outrider.errors import SettingsError
+
+DEFAULT_MIN_NGRAM, DEFAULT_MAX_NGRAM = 1, 16
+MAX_NGRAM = 256
+
+
+class PromptLookup(Vocabulary):
+    """The settings of prompt lookup, and the target's tokenizer if it is known. See `prompt_lookup`."""
+
+    max_length = None
+
+    def __init__(self, tokenizer: Any, name: str, min_ngram: int, max_ngram: int) -> None:
+        self.tokenizer, self.name = tokenizer, name
+        self.min_ngram, self.max_ngram = min_ngram, max_ngram
+        self.row_count = 0 if tokenizer is None else max(tokenizer.get_vocab().values()) + 1
+        eos = getattr(tokenizer, "eos_token_id", None)
+        self.eos_ids: tuple[int, ...] = () if eos is None else (eos,)
+
+    def __repr__(self) -> str:
+        return f"<PromptLookup {self.name}>"
+
+
+def prompt_lookup(
+    tokenizer: Any = None, *, min_ngram: int = DEFAULT_MIN_NGRAM, max_ngram: int = DEFAULT_MAX_NGRAM
+) -> PromptLookup:
+    """Return a drafter without a model, as the `draft` of `SpeculativeDecoder`.
+
+    It finds the longest earlier occurrence of the last tokens in prompt and output, of several the most recent, and
+    drafts what followed there. Without an occurrence it drafts nothing, and the verdict adds one token. The output is
+    that of the target in any case.
+
+    Args:
+        tokenizer: the target's: a directory or hub id, or a tokenizer of transformers. None uses that of a verifier in
+            this process. With other verifiers, prompts and outputs are then token ids.
+        min_ngram: the fewest tokens that must agree, 1 or more.
+        max_ngram: the most tokens that are compared, up to 256.
+
+    Raises:
+        ModelError: there is no such tokenizer, or it cannot be loaded.
+        SettingsError: min_ngram or max_ngram is out of range.
+    """
+    if not (is_integer(min_ngram) and is_integer(max_ngram) and 1 <= min_ngram <= max_ngram <= MAX_NGRAM):
+        raise SettingsError(
+            f"prompt lookup: expected 1 <= min_ngram <= max_ngram <= {MAX_NGRAM}, not min_ngram {min_ngram!r} and "
+            f"max_ngram {max_ngram!r}"
+        )
+    if tokenizer is None:
+        return PromptLookup(None, "lookup", min_ngram, max_ngram)
+    if isinstance(tokenizer, (str, Path)):
+        return PromptLookup(load_tokenizer(str(tokenizer)), f"lookup:{tokenizer}", min_ngram, max_ngram)
+    if not hasattr(tokenizer, "get_vocab"):
+        raise SettingsError(f"prompt lookup: a tokenizer is a name or one of transformers, not {tokenizer!r}")
+    return PromptLookup(tokenizer, "lookup", min_ngram, max_ngram)
