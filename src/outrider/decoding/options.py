@@ -107,7 +107,7 @@ class DecodingOptions:
         """Raise SettingsError for options that need a draft model."""
         if not has_verifier:
             raise SettingsError(
-                "prompt lookup cannot decode edge-only: it copies earlier tokens, and only a verifier's model decides "
+                "prompt lookup (--edge lookup) cannot decode edge-only: it copies earlier tokens, and only a verifier's model decides "
                 "whether they continue the text. Give a cloud, or a draft model"
             )
         if not isinstance(self.parsed_gate, Always):

@@ -191,10 +191,16 @@ def resolve_tokenizer_path(name: str) -> str:
     Raises:
         ModelError: the name is neither an existing directory nor of the form "owner/name".
     """
+    if not name.strip():
+        raise ModelError("a tokenizer's name is empty: give its directory or a hub id, as in lookup:DIRECTORY")
     if name.endswith(".gguf"):
         raise ModelError(f"{name}: the tokenizer of a .gguf file cannot be loaded alone: give a tokenizer's directory")
     path = Path(name).expanduser()
-    return str(path) if path.is_dir() else resolve_path(name)
+    if path.is_dir():
+        return str(path)
+    if full_name(name) not in _BUNDLED_NAMES and (path.exists() or not _HUB_ID.fullmatch(name)):
+        raise ModelError(f"no such tokenizer: {name} (give a directory or a hub id)")
+    return resolve_path(name)
 
 
 def captions_only(name: str) -> bool:
