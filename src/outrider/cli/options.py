@@ -387,7 +387,7 @@ def load_lookup(models: Models) -> PromptLookup:
 
 
 def check_edge(models: Models) -> None:
-    """Raise InputError if there is no such edge model or tokenizer, or lookup lacks a tokenizer that the cloud needs."""
+    """Raise InputError if there is no such edge model or tokenizer, or lookup lacks one that the cloud needs."""
     from outrider.engines.load import resolve_path, resolve_tokenizer_path
     from outrider.verifiers.connect import parse_cloud_address
 

@@ -107,8 +107,8 @@ class DecodingOptions:
         """Raise SettingsError for options that need a draft model."""
         if not has_verifier:
             raise SettingsError(
-                "prompt lookup (--edge lookup) cannot decode edge-only: it copies earlier tokens, and only a verifier's model decides "
-                "whether they continue the text. Give a cloud, or a draft model"
+                "prompt lookup (--edge lookup) cannot decode edge-only: it copies earlier tokens, and only a "
+                "verifier's model decides whether they continue the text. Give a cloud, or a draft model"
             )
         if not isinstance(self.parsed_gate, Always):
             raise SettingsError(

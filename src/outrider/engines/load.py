@@ -185,6 +185,18 @@ def load_tokenizer(name: str) -> Any:
     return tokenizer
 
 
+def read_eos_ids(name: str) -> tuple[object, ...]:
+    """Return the end tokens of a checkpoint's generation_config.json, unchecked and without loading the model.
+
+    Raises:
+        ModelError: the file is not valid JSON.
+    """
+    with map_load_errors(name, "cannot read the end tokens of"):
+        file = find_file(resolve_tokenizer_path(name), "generation_config.json")
+        eos = None if file is None else read_json(file, name).get("eos_token_id")
+    return () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+
+
 def resolve_tokenizer_path(name: str) -> str:
     """Return the directory of a local tokenizer, or a hub id unchanged. A config.json is not needed.
 

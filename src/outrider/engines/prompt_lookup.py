@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.config import is_integer
-from outrider.engines.load import load_tokenizer
-from outrider.engines.vocabulary import Vocabulary
+from outrider.engines.load import load_tokenizer, read_eos_ids
+from outrider.engines.vocabulary import Vocabulary, check_eos_ids
 from outrider.errors import SettingsError
 
 DEFAULT_MIN_NGRAM, DEFAULT_MAX_NGRAM = 1, 16
@@ -23,12 +23,15 @@ class PromptLookup(Vocabulary):
 
     max_length = None
 
-    def __init__(self, tokenizer: Any, name: str, min_ngram: int, max_ngram: int) -> None:
+    def __init__(
+        self, tokenizer: Any, name: str, min_ngram: int, max_ngram: int, eos_ids: tuple[object, ...] = ()
+    ) -> None:
         self.tokenizer, self.name = tokenizer, name
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
         self.row_count = 0 if tokenizer is None else max(tokenizer.get_vocab().values()) + 1
         eos = getattr(tokenizer, "eos_token_id", None)
-        self.eos_ids: tuple[int, ...] = () if eos is None else (eos,)
+        known = eos_ids if eos is None or eos in eos_ids else (*eos_ids, eos)
+        self.eos_ids = check_eos_ids(name, known, self.row_count, "generation_config.json")
 
     def __repr__(self) -> str:
         return f"<PromptLookup {self.name}>"
@@ -44,8 +47,9 @@ def prompt_lookup(
     that of the target in any case.
 
     Args:
-        tokenizer: the target's: a directory or hub id, or a tokenizer of transformers. None uses that of a verifier in
-            this process. With other verifiers, prompts and outputs are then token ids.
+        tokenizer: the target's: a directory or hub id, or a tokenizer of transformers. Weights are not needed. A
+            directory's generation_config.json names end tokens, which vLLM and SGLang do not list. None uses the
+            tokenizer of a verifier in this process. With other verifiers, prompts and outputs are then token ids.
         min_ngram: the fewest tokens that must agree, 1 or more.
         max_ngram: the most tokens that are compared, up to 256.
 
@@ -61,7 +65,8 @@ def prompt_lookup(
     if tokenizer is None:
         return PromptLookup(None, "lookup", min_ngram, max_ngram)
     if isinstance(tokenizer, (str, Path)):
-        return PromptLookup(load_tokenizer(str(tokenizer)), f"lookup:{tokenizer}", min_ngram, max_ngram)
+        name = str(tokenizer)
+        return PromptLookup(load_tokenizer(name), f"lookup:{name}", min_ngram, max_ngram, read_eos_ids(name))
     if not hasattr(tokenizer, "get_vocab"):
         raise SettingsError(f"prompt lookup: a tokenizer is a name or one of transformers, not {tokenizer!r}")
     return PromptLookup(tokenizer, "lookup", min_ngram, max_ngram)

@@ -1,0 +1,85 @@
+"""`--edge lookup` on the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from outrider.cli.calibrate import model_ids
+from outrider.cli.edge import Serving, run_edge
+from outrider.cli.evaluate import Assistant, Evaluation, run_eval
+from outrider.cli.generate import run_generate
+from outrider.cli.options import Decoding, Models, Network, Output, Pair, Run, Speculation
+from outrider.engines import load
+from outrider.errors import ModelError, OutriderError, SettingsError
+from tests.support.tiny_models import subword_tokenizer
+
+LOOKUP = Models(edge="lookup")
+
+
+def generate(models: Models, **groups: object) -> int:
+    return run_generate(None, "5 6 7 5 6", False, Run(models, **groups))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("models", "error", "match"),
+    [
+        (Models("lookup", "none"), SettingsError, r"\(--edge lookup\) cannot decode edge-only"),
+        (Models("lookup", "vllm://127.0.0.1:1"), SettingsError, "--edge lookup: vllm does not list its tokens"),
+        (Models("lookup", "sglang://127.0.0.1:1"), SettingsError, "--edge lookup: sglang does not list"),
+        (Models("lookup:"), ModelError, "a tokenizer's name is empty"),
+        (Models("lookup:missing"), ModelError, "no such tokenizer: missing"),
+        (Models("lookup:t.gguf"), ModelError, "t.gguf: the tokenizer of a .gguf file"),
+        (Models("lookups"), ModelError, "no such model: lookups"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_a_model_is_loaded(
+    models: Models, error: type[OutriderError], match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr(load, "_load", refuse)
+    with pytest.raises(error, match=match):
+        generate(models)
+
+
+def test_gates_with_signals_are_refused_by_the_text_that_was_given() -> None:
+    with pytest.raises(SettingsError, match=r"gate maxprob\.mean:0\.3 needs a draft model"):
+        generate(LOOKUP, speculation=Speculation(gate="maxprob.mean:0.3"))
+    with pytest.raises(SettingsError, match="on_cloud_loss 'edge-only' needs a draft model"):
+        generate(Models("lookup", "grpc://127.0.0.1:1"), network=Network(on_cloud_loss="edge-only"))
+
+
+@pytest.mark.parametrize(
+    ("run", "needs"),
+    [
+        (lambda models: run_edge("127.0.0.1:0", Pair(models), Serving()), "the gateway"),
+        (lambda models: run_eval("missing", Evaluation("out"), Assistant(), Run(models)), "an evaluation"),
+        (lambda models: model_ids(models), "a calibrated gate"),
+    ],
+)
+def test_commands_that_need_a_draft_model_say_so(run: Callable[[Models], object], needs: str) -> None:
+    with pytest.raises(SettingsError, match=f"--edge lookup: {needs} needs a draft model"):
+        run(LOOKUP)
+
+
+@pytest.mark.parametrize("edge", ["lookup", "lookup:demo"])
+def test_the_output_is_that_of_the_cloud_alone(edge: str, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = []
+    for models in (Models("none", "local:demo"), Models(edge, "local:demo")):
+        assert generate(models, decoding=Decoding(max_new_tokens=24), output=Output(json=True)) == 0
+        outputs.append(json.loads(capsys.readouterr().out))
+    alone, lookup = outputs
+    assert lookup["token_ids"] == alone["token_ids"]
+    assert lookup["guarantee"] == "exact"
+    assert lookup["stats"]["rounds"] < alone["stats"]["rounds"]
+
+
+def test_a_directory_needs_only_the_tokenizer(tmp_path: Path) -> None:
+    subword_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(OutriderError, match="cannot be reached"):
+        generate(Models(f"lookup:{tmp_path}", "grpc://127.0.0.1:1"), network=Network(patience=0.1))

@@ -1,0 +1,73 @@
+"""The drafter of prompt lookup: its proposals, and where they end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from outrider.decoding.actions import Draft
+from outrider.decoding.ngram_index import NgramIndex
+from outrider.edge.lookup_drafter import LookupDrafter
+
+
+def drafter(vocab_size: int = 100, **options: Any) -> LookupDrafter:
+    return LookupDrafter(NgramIndex(1, 8), vocab_size, **options)
+
+
+def tokens(lookup: LookupDrafter, ids: list[int], count: int = 4) -> list[int]:
+    return [proposal.token for proposal in lookup.draft(ids, Draft(count))]
+
+
+def test_the_longest_match_wins_then_the_most_recent() -> None:
+    assert tokens(drafter(), [1, 2, 30, 9, 2, 40, 9, 2, 50, 1, 2], 1) == [30]
+    assert tokens(drafter(), [9, 2, 40, 9, 2, 50, 9, 2], 1) == [50]
+
+
+def test_a_copy_runs_into_itself() -> None:
+    assert tokens(drafter(), [5, 6, 5], 5) == [6, 5, 6, 5, 6]
+
+
+def test_no_match_gives_no_proposals() -> None:
+    assert tokens(drafter(), [1, 2, 3]) == []
+    assert tokens(LookupDrafter(NgramIndex(2, 8), 100), [1, 2, 3, 2]) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"eos_ids": (3,)}, [2, 3]),
+        ({"excluded_ids": {3}}, [2]),
+        ({"vocab_size": 3}, [2]),
+        ({"excluded_ids": {2}}, []),
+    ],
+)
+def test_a_block_ends_at_an_eos_and_before_a_token_that_the_target_cannot_emit(options: Any, wanted: list[int]) -> None:
+    assert tokens(drafter(**options), [1, 2, 3, 4, 1]) == wanted
+
+
+def test_after_a_roll_back_the_index_follows_the_new_tokens() -> None:
+    """As the drivers do: the last token of the kept prefix may have changed."""
+    lookup = drafter()
+    assert tokens(lookup, [1, 2, 3, 1], 2) == [2, 3]
+    lookup.rollback_to(6)  # two accepted, and a bonus token: 1, 2, 3, 1, 2, 3, 7
+    assert tokens(lookup, [1, 2, 3, 1, 2, 3, 7, 2], 2) == [3, 7]
+    lookup.rollback_to(5)  # the token at index 4 was corrected
+    assert tokens(lookup, [1, 2, 3, 1, 3], 2) == [1, 3]
+
+
+def test_q_is_a_point_mass_where_rejection_sampling_needs_it() -> None:
+    (plain,) = drafter().draft([1, 2, 1], Draft(1))
+    (with_q,) = drafter(needs_q=True).draft([1, 2, 1], Draft(1))
+    assert plain.q is None
+    assert plain.signals is None
+    assert with_q.q is not None
+    assert [with_q.q.probability(token) for token in (1, 2, 3)] == [0.0, 1.0, 0.0]
+
+
+def test_the_time_to_index_the_prompt_is_the_prefill() -> None:
+    lookup = drafter()
+    tokens(lookup, [1, 2, 1])
+    first = lookup.prefill_seconds
+    tokens(lookup, [1, 2, 1, 2])
+    assert 0 < first == lookup.prefill_seconds < lookup.seconds
