@@ -70,7 +70,7 @@ class SpeculativeDecoder:
         privacy: the most that leaves the edge: "tokens" (the verifier then knows less than the drafter, and the
             result's guarantee accounts for it), "features" (the drafter's features of a recording), or "audio".
         watch: report the drafter's confidence with each event, also without a gate.
-        reader: without a drafter, the engine whose tokenizer encodes prompts and decodes texts.
+        reader: without a draft model, the engine or prompt lookup whose tokenizer encodes prompts and decodes texts.
         lazy: connect to the verifier at the first generation, not at construction.
 
     A decoder generates for one thread at a time. A second thread gets a StateError while a generation of the first is
@@ -97,7 +97,7 @@ class SpeculativeDecoder:
         on_cloud_loss: OnCloudLoss | None = None,
         privacy: Privacy = "audio",
         watch: bool = False,
-        reader: Engine | None = None,
+        reader: Engine | PromptLookup | None = None,
         lazy: bool = False,
     ) -> None:
         _check_types(draft, verifier)
@@ -118,7 +118,7 @@ class SpeculativeDecoder:
             **sides, remote=isinstance(verifier, PipelinedVerifier), is_lookup=lookup is not None
         )
         self.draft, self.verifier, self._watch = draft, verifier, watch
-        self._reader = lookup if reader is None and lookup is not None and lookup.tokenizer is not None else reader
+        self._reader = _with_tokenizer(lookup if reader is None else reader)
         self.draft_length = parse_draft_length(k) if draft is not None else None
         self._guarantees, self._lock = GuaranteeTracker(self.options.gate), threading.Lock()
         self._pair = ModelPair(model, verifier, self.options.on_cloud_loss, reader=self._reader, lazy=lazy)
@@ -288,6 +288,11 @@ class _IdsOnly:
 
     def __init__(self, target: ModelInfo) -> None:
         self.name, self.vocab_size, self.max_length = target.name, target.vocab_size, target.max_length
+
+
+def _with_tokenizer(reader: Engine | PromptLookup | None) -> Engine | PromptLookup | None:
+    """Return the reader, or None for a prompt lookup that encodes no texts."""
+    return None if isinstance(reader, PromptLookup) and reader.tokenizer is None else reader
 
 
 def _is_ids(prompt: PromptLike) -> bool:

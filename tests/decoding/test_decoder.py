@@ -55,6 +55,30 @@ def test_a_round_drafts_verifies_and_drafts_again() -> None:
     assert decoder.next() == Verify(2, 6, (), (5, 6, 7))
 
 
+@pytest.mark.parametrize("gate", [Always(), Trigger(Never()), Never(), Script([False, False, False])])
+def test_without_proposals_the_block_is_verified_as_it_is(gate: Gate) -> None:
+    """A drafter without a model may have nothing to propose. Skipping such a block would never end."""
+    decoder = start(gate=gate)
+    propose(decoder)
+    assert decoder.next() == Verify(1, 2, (), ())
+    decoder.decided(Verdict(1, 0, 4))
+    assert decoder.sequence.sources == [Source.BONUS]
+    assert decoder.next() == Draft(3)
+    propose(decoder, 1, 2)
+    assert decoder.next() == Draft(1)
+    propose(decoder)
+    if isinstance(gate, Always):
+        assert decoder.next() == Verify(2, 3, (), (1, 2))
+        decoder.decided(Verdict(2, 1, 7))
+    assert decoder.next() == Draft(3)
+    assert decoder.stats.blocks == 2
+
+
+def test_without_proposals_and_without_a_verifier_the_error_says_so() -> None:
+    with pytest.raises(StateError, match="the drafter proposed no token, and there is no verifier"):
+        propose(start(has_verifier=False))
+
+
 @pytest.mark.parametrize("accepted", [0, 1, 2, 3])
 def test_roll_back_to_any_length(accepted: int) -> None:
     decoder = start()

@@ -19,13 +19,17 @@ FLUSH_INTERVAL_S = 0.02  # a slower block is returned in parts, so that a stream
 
 
 class Proposer(Protocol):
-    """A source of drafts for one sequence.
+    """A source of drafts for one sequence: a model (`Drafter`), or the sequence itself (`LookupDrafter`)."""
 
-    seconds: of drafting. prefill_seconds: of these, until the first token.
-    """
+    @property
+    def seconds(self) -> float:
+        """Seconds of drafting."""
+        ...
 
-    seconds: float
-    prefill_seconds: float
+    @property
+    def prefill_seconds(self) -> float:
+        """Seconds of drafting until the first token."""
+        ...
 
     def draft(self, ids: list[int], action: Draft) -> list[Proposal]:
         """Return up to action.count proposals that follow `ids`, or none."""
