@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from outrider.decoding.actions import Draft, Proposal
-from outrider.edge.drafter import Proposer
+from outrider.edge.drafter import Drafter
 from outrider.errors import SettingsError
 from outrider.sampling.sampler import uniforms
 
@@ -25,7 +25,7 @@ class SyntheticDrafter:
         SettingsError: alpha is not a probability.
     """
 
-    def __init__(self, drafter: Proposer, prompt_length: int, output: Seq[int], alpha: float, seed: int = 0) -> None:
+    def __init__(self, drafter: Drafter, prompt_length: int, output: Seq[int], alpha: float, seed: int = 0) -> None:
         self._drafter, self._prompt_length = drafter, prompt_length
         self._tokens = corrupt_tokens(output, alpha, seed)
 
