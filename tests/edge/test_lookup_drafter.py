@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from outrider.decoding.actions import Draft
 from outrider.decoding.ngram_index import NgramIndex
@@ -26,6 +28,16 @@ def test_the_longest_match_wins_then_the_most_recent() -> None:
 
 def test_a_copy_runs_into_itself() -> None:
     assert tokens(drafter(), [5, 6, 5], 5) == [6, 5, 6, 5, 6]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.lists(st.integers(1, 3), min_size=1, max_size=4))
+def test_proposals_do_not_depend_on_the_division_into_calls(ids: list[int], counts: list[int]) -> None:
+    """Under rejection sampling the output depends on the drafts. A pipelined driver requests them one by one."""
+    whole, parts = tokens(drafter(), ids, sum(counts)), drafter()
+    pieces: list[int] = []
+    for count in counts:
+        pieces += tokens(parts, [*ids, *pieces], count)
+    assert pieces == whole
 
 
 def test_no_match_gives_no_proposals() -> None:

@@ -168,16 +168,26 @@ def test_rejection_sampling_with_a_point_mass_keeps_the_target_s_distribution(k:
     losses=st.sets(st.integers(0, 20)),
     heard=st.booleans(),
     accept=st.sampled_from(("exact", "residual")),
+    temperature=st.sampled_from((0.0, 0.7)),
 )
 def test_late_and_lost_verdicts_change_nothing(
-    prompt: list[int], k: int | str, driver: Any, polls: Seq[int], losses: set[int], heard: bool, accept: str
+    prompt: list[int],
+    k: int | str,
+    driver: Any,
+    polls: Seq[int],
+    losses: set[int],
+    heard: bool,
+    accept: str,
+    temperature: float,
 ) -> None:
     target = ScriptedEngine(HashRows(4, VOCAB, memory=2), VOCAB, eos_ids=(0,))
     verifier = FarVerifier(local(target), polls=polls, losses=losses, heard=heard)
     assert isinstance(verifier, PipelinedVerifier)
-    wanted = SpeculativeDecoder(None, local(target)).generate(prompt, max_new_tokens=24)
+    options = {"max_new_tokens": 24, "temperature": temperature}
+    drafter = prompt_lookup() if accept == "residual" else None  # its output depends on the drafts
+    wanted = SpeculativeDecoder(drafter, local(target), k=k, accept=accept).generate(prompt, **options)
     decoder = SpeculativeDecoder(prompt_lookup(), verifier, k=k, driver=driver, on_cloud_loss="wait", accept=accept)
-    check_exact(decoder.generate(prompt, max_new_tokens=24), wanted.token_ids)
+    check_exact(decoder.generate(prompt, **options), wanted.token_ids)
 
 
 @pytest.mark.network

@@ -22,11 +22,11 @@ MAX_CANDIDATES = 1024  # most recent occurrences that are compared: bounds the t
 class Match:
     """An earlier occurrence of the last tokens.
 
-    length: the number of tokens that agree. end: the index of the token that followed them.
+    length: the number of tokens that agree. token: the one that followed them.
     """
 
     length: int
-    end: int
+    token: int
 
 
 class NgramIndex:
@@ -67,7 +67,10 @@ class NgramIndex:
             self._ids.pop()
 
     def find(self) -> Match | None:
-        """Return the longest match of the last tokens, of several the most recent, or None."""
+        """Return the longest match of the last tokens, of several the most recent, or None.
+
+        The result depends on the tokens alone, not on the calls that appended them.
+        """
         best: Match | None = None
         end = self._previous_end[-1] if self._ids else 0
         for _ in range(MAX_CANDIDATES):
@@ -75,14 +78,9 @@ class NgramIndex:
                 break
             length = self._match_length(end)
             if best is None or length > best.length:
-                best = Match(length, end)
+                best = Match(length, self._ids[end])
             end = self._previous_end[end - 1]
         return best
-
-    def continuation(self, match: Match, count: int) -> list[int]:
-        """Return the `count` tokens that followed a match. Behind the last token they repeat, as in a loop."""
-        period = len(self._ids) - match.end
-        return [self._ids[match.end + n % period] for n in range(count)]
 
     def _last_ngram(self) -> tuple[int, ...]:
         return tuple(self._ids[len(self._ids) - self._min_ngram :])

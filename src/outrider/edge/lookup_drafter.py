@@ -15,6 +15,9 @@ from outrider.sampling.sampler import Support
 class LookupDrafter:
     """Drafts the tokens of one sequence from the sequence itself.
 
+    Each token is looked up behind the earlier ones, so a proposal depends on its prefix alone. The division into calls
+    and the timing of verdicts do not matter.
+
     vocab_size: the number of ids that the target may emit. eos_ids: one of them ends a block. excluded_ids: never
     proposed. needs_q: proposals carry q for rejection sampling. Lookup is deterministic, so q is a point mass: d is
     accepted with probability p(d), and a rejected d is replaced by a draw from p without d.
@@ -36,9 +39,16 @@ class LookupDrafter:
 
     def draft(self, ids: list[int], action: Draft) -> list[Proposal]:
         """Return up to action.count proposals that follow `ids`: none without a match, fewer at an EOS."""
-        started = time.perf_counter()
-        self._index.extend(ids[len(self._index) :])
-        proposals = [self._propose(token) for token in self._find(action.count)]
+        started, ids = time.perf_counter(), list(ids)
+        proposals: list[Proposal] = []
+        for _ in range(action.count):
+            self._index.extend(ids[len(self._index) :])
+            if (token := self._next_token()) is None:
+                break
+            proposals.append(self._propose(token))
+            ids.append(token)
+            if token in self._eos_ids:
+                break
         elapsed = time.perf_counter() - started
         self.seconds += elapsed
         self.prefill_seconds = self.prefill_seconds or elapsed
@@ -51,17 +61,12 @@ class LookupDrafter:
     def close(self) -> None:
         """Do nothing: the index is freed with the drafter."""
 
-    def _find(self, count: int) -> list[int]:
-        """Return the tokens to propose, up to one that the target cannot emit, and up to an EOS."""
+    def _next_token(self) -> int | None:
+        """Return the token to propose, or None without a match, or if the target cannot emit it."""
         match = self._index.find()
-        tokens: list[int] = []
-        for token in self._index.continuation(match, count) if match is not None else ():
-            if token >= self._vocab_size or token in self._excluded_ids:
-                break
-            tokens.append(token)
-            if token in self._eos_ids:
-                break
-        return tokens
+        if match is None or match.token >= self._vocab_size or match.token in self._excluded_ids:
+            return None
+        return match.token
 
     def _propose(self, token: int) -> Proposal:
         return Proposal(token, q=Support(torch.tensor([token]), torch.zeros(1)) if self._needs_q else None)
