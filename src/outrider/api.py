@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.config import DEFAULT_K, DriverName, GenerationSettings, OnCloudLoss, OnLoop, Privacy, Scope
 from outrider.decoding.detokenizer import Tokenizer
 from outrider.decoding.draft_length import parse_draft_length
+from outrider.decoding.draft_source import DraftSourceController
 from outrider.decoding.events import StreamEvent as StreamEvent
 from outrider.decoding.gate import Gate
 from outrider.decoding.loop_detection import DEFAULT_LOOP_RULE
@@ -54,6 +55,8 @@ class SpeculativeDecoder:
     Args:
         draft: the edge engine, or `outrider.prompt_lookup()`, which drafts without a model. None leaves all tokens to
             the verifier (cloud-only).
+        lookup: with an edge engine as `draft`, an `outrider.prompt_lookup()` that drafts where it is accepted at least
+            as often.
         verifier: verifies the drafts. None leaves all tokens to the drafter (edge-only).
         gate: the blocks that are verified ("always": the output is exact). See `outrider.gate`.
         k: tokens per block, 1 to 64, or "auto" for an adaptive draft length.
@@ -87,6 +90,7 @@ class SpeculativeDecoder:
         draft: Engine | PromptLookup | None = None,
         verifier: Verifier | None = None,
         *,
+        lookup: PromptLookup | None = None,
         gate: str | Gate = "always",
         k: int | str = DEFAULT_K,
         accept: str = "exact",
@@ -100,7 +104,7 @@ class SpeculativeDecoder:
         reader: Engine | PromptLookup | None = None,
         lazy: bool = False,
     ) -> None:
-        _check_types(draft, verifier)
+        _check_types(draft, verifier, lookup)
         options = DecodingOptions(
             gate=gate,
             k=k,
@@ -113,12 +117,13 @@ class SpeculativeDecoder:
             privacy=privacy,
         )
         sides = {"has_drafter": draft is not None, "has_verifier": verifier is not None}
-        model, lookup = (None, draft) if isinstance(draft, PromptLookup) else (draft, None)
+        model, lookup = (None, draft) if isinstance(draft, PromptLookup) else (draft, lookup)
         self.options = options.resolve(
             **sides, remote=isinstance(verifier, PipelinedVerifier), is_lookup=lookup is not None
         )
-        self.draft, self.verifier, self._watch = draft, verifier, watch
-        self._reader = _with_tokenizer(lookup if reader is None else reader)
+        self.draft, self.lookup, self.verifier, self._watch = draft, lookup, verifier, watch
+        self._model, self._draft_source = model, DraftSourceController()
+        self._reader = _with_tokenizer(lookup if reader is None and model is None else reader)
         self.draft_length = parse_draft_length(k) if draft is not None else None
         self._guarantees, self._lock = GuaranteeTracker(self.options.gate), threading.Lock()
         self._pair = ModelPair(model, verifier, self.options.on_cloud_loss, reader=self._reader, lazy=lazy)
@@ -168,9 +173,11 @@ class SpeculativeDecoder:
         encoder = self._encoder
         return GenerationContext(
             self.options,
-            self.draft,
+            self._model,
+            self.lookup,
             self.verifier,
             self.draft_length,
+            self._draft_source,
             self._watch,
             self._pair,
             self._thread_guard,
@@ -181,7 +188,8 @@ class SpeculativeDecoder:
         )
 
     def share_state_with(self, other: SpeculativeDecoder) -> None:
-        """Share the audits and the learnt draft length with a decoder of the same settings."""
+        """Share the audits, the learnt draft length and acceptance rates with a decoder of the same settings."""
+        self._draft_source = other._draft_source
         self.draft_length, self._guarantees, self._lock = other.draft_length, other._guarantees, other._lock
 
     # Prompts and texts --------------------------------------------------------------------------------------
@@ -244,9 +252,8 @@ class SpeculativeDecoder:
         return " · ".join([*sides, f"k {k}", f"gate {gate}", f"accept {accept}", f"loop {on_loop}"])
 
     def _describe_edge(self) -> str:
-        if self.draft is None:
-            return "none"
-        return self.draft.name if isinstance(self.draft, PromptLookup) else _describe_engine(self.draft)
+        model = None if self._model is None else _describe_engine(self._model)
+        return " + ".join(part for part in (model, self.lookup and self.lookup.name) if part) or "none"
 
     def _describe_cloud(self) -> str:
         if self.verifier is None:
@@ -264,13 +271,12 @@ class SpeculativeDecoder:
     @property
     def _ids_only(self) -> str:
         """The reason for which prompts are token ids."""
-        return NO_TOKENIZER if isinstance(self.draft, PromptLookup) else IDS_ONLY
+        return IDS_ONLY if self.lookup is None else NO_TOKENIZER
 
     @property
     def _encoder(self) -> Engine | PromptLookup | _IdsOnly:
         """The engine that encodes prompts, or a stand-in that takes token ids."""
-        draft = None if isinstance(self.draft, PromptLookup) else self.draft
-        encoder = draft if draft is not None else self._reader
+        encoder = self._model if self._model is not None else self._reader
         if encoder is not None:
             return encoder
         return self.verifier.engine if isinstance(self.verifier, LocalVerifier) else _IdsOnly(self._target)
@@ -304,7 +310,11 @@ def _describe_engine(engine: Any) -> str:
     return f"{engine.name} ({str(engine.dtype).removeprefix('torch.')}, {engine.device})"
 
 
-def _check_types(draft: object, verifier: object) -> None:
+def _check_types(draft: object, verifier: object, lookup: object) -> None:
+    if lookup is not None and not isinstance(lookup, PromptLookup):
+        raise SettingsError(f"lookup is one from prompt_lookup(…), not {type(lookup).__name__}")
+    if lookup is not None and not hasattr(draft, "forward_many"):
+        raise SettingsError("lookup is for an edge engine as draft. Without one, give draft=prompt_lookup(…)")
     if draft is not None and not isinstance(draft, PromptLookup) and not hasattr(draft, "forward_many"):
         raise SettingsError(
             f"draft is an engine, as from load_engine(…), or prompt_lookup(…), not {type(draft).__name__}"

@@ -34,6 +34,9 @@ def generate(models: Models, **groups: object) -> int:
         (Models("lookup:missing"), ModelError, "no such tokenizer: missing"),
         (Models("lookup:t.gguf"), ModelError, "t.gguf: the tokenizer of a .gguf file"),
         (Models("lookups"), ModelError, "no such model: lookups"),
+        (Models("missing+lookup"), ModelError, "no such model: missing "),
+        (Models("+lookup"), ModelError, "a model's name is empty"),
+        (Models("demo+lookup", "none"), SettingsError, r"\(--edge lookup\) cannot decode edge-only"),
     ],
 )
 def test_what_cannot_be_used_is_refused_before_a_model_is_loaded(
@@ -48,7 +51,7 @@ def test_what_cannot_be_used_is_refused_before_a_model_is_loaded(
 
 
 def test_gates_with_signals_are_refused_by_the_text_that_was_given() -> None:
-    with pytest.raises(SettingsError, match=r"gate maxprob\.mean:0\.3 needs a draft model"):
+    with pytest.raises(SettingsError, match=r"gate maxprob\.mean:0\.3 needs confidence signals"):
         generate(LOOKUP, speculation=Speculation(gate="maxprob.mean:0.3"))
     with pytest.raises(SettingsError, match="on_cloud_loss 'edge-only' needs a draft model"):
         generate(Models("lookup", "grpc://127.0.0.1:1"), network=Network(on_cloud_loss="edge-only"))
@@ -67,7 +70,7 @@ def test_commands_that_need_a_draft_model_say_so(run: Callable[[Models], object]
         run(LOOKUP)
 
 
-@pytest.mark.parametrize("edge", ["lookup", "lookup:demo"])
+@pytest.mark.parametrize("edge", ["lookup", "lookup:demo", "demo+lookup"])
 def test_the_output_is_that_of_the_cloud_alone(edge: str, capsys: pytest.CaptureFixture[str]) -> None:
     outputs = []
     for models in (Models("none", "local:demo"), Models(edge, "local:demo")):

@@ -87,10 +87,10 @@ def test_the_verifier_s_tokenizer_encodes_in_this_process() -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"gate": "never"}, "gate never needs a draft model"),
-        ({"gate": "entropy:1.5"}, "gate entropy:1.5 needs a draft model: prompt lookup gives no confidence signals"),
-        ({"gate": "trigger:never"}, "gate trigger:never needs a draft model"),
-        ({"gate": "margin:0.2|logprob:2"}, r"gate margin:0.2\|logprob:2 needs a draft model"),
+        ({"gate": "never"}, "gate never needs confidence signals"),
+        ({"gate": "entropy:1.5"}, "gate entropy:1.5 needs confidence signals, which prompt lookup does not give"),
+        ({"gate": "trigger:never"}, "gate trigger:never needs confidence signals"),
+        ({"gate": "margin:0.2|logprob:2"}, r"gate margin:0.2\|logprob:2 needs confidence signals"),
         ({"on_cloud_loss": "edge-only"}, "on_cloud_loss 'edge-only' needs a draft model"),
     ],
 )

@@ -71,7 +71,9 @@ def test_random_settings_give_the_tokens_of_generate(data: st.DataObject) -> Non
     target.eos_ids = eos
     try:
         lookup = prompt_lookup(min_ngram=least, max_ngram=most_compared)
-        decoder = SpeculativeDecoder(lookup, local(target), k=data.draw(st.sampled_from(KS), "k"))
+        model = data.draw(st.sampled_from((None, tiny_engine(family, drift=0.05), tiny_engine(family, 7))), "model")
+        sources: dict[str, Any] = {"draft": lookup} if model is None else {"draft": model, "lookup": lookup}
+        decoder = SpeculativeDecoder(**sources, verifier=local(target), k=data.draw(st.sampled_from(KS), "k"))
         for _ in range(2):  # the second one has a controller that has learnt
             check_exact(decoder.generate(list(prompt), **options), wanted)
     finally:

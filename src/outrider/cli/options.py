@@ -61,7 +61,7 @@ class Models:
     edge
         The drafter: a directory, hub id, .gguf file, "demo", or "none" for cloud-only. "lookup" drafts without a model
         (prompt lookup, n-gram), and lookup:TOKENIZER names the cloud's tokenizer, a directory or hub id, which texts
-        need with a cloud across a network.
+        need with a cloud across a network. MODEL+lookup uses whichever of the two is accepted more often.
     cloud
         The verifier: grpc://HOST:PORT (a running outrider cloud), vllm://HOST:PORT[,HOST:PORT...] (one vLLM server, or
         replicas), sglang://HOST:PORT, local:MODEL, or "none" for edge-only.
@@ -78,9 +78,15 @@ class Models:
     device: str = "auto"
 
     @property
-    def is_lookup(self) -> bool:
-        """True if the edge drafts by prompt lookup, without a model."""
-        return self.edge == "lookup" or self.edge.startswith("lookup:")
+    def edge_model(self) -> str | None:
+        """The draft model, or None without one."""
+        is_lookup = self.edge == "lookup" or self.edge.startswith("lookup:")
+        return None if self.edge == "none" or is_lookup else self.edge.removesuffix("+lookup")
+
+    @property
+    def uses_lookup(self) -> bool:
+        """True if the edge drafts by prompt lookup, alone or together with a model."""
+        return self.edge not in ("none", self.edge_model)
 
     @property
     def lookup_tokenizer(self) -> str | None:
@@ -88,8 +94,8 @@ class Models:
         return self.edge.removeprefix("lookup:") if self.edge.startswith("lookup:") else None
 
     def require_edge_model(self, purpose: str) -> None:
-        """Raise SettingsError for an edge without a model. purpose: the thing that needs one."""
-        if self.is_lookup:
+        """Raise SettingsError for an edge that drafts by prompt lookup. purpose: the thing that needs a model."""
+        if self.uses_lookup:
             raise SettingsError(
                 f"--edge {self.edge}: {purpose} needs a draft model, not prompt lookup: give --edge MODEL"
             )
@@ -333,8 +339,10 @@ def build_decoder(pair: Pair, *, watch: bool = False, for_text: bool = False) ->
         if isinstance(verifier, Connectable) and loss == "fail":
             verifier.probe()  # detect an unreachable cloud before a model is loaded
         options = build_options(pair.speculation, pair.network)
-        draft = load_lookup(models) if models.is_lookup else load_drafter(models)
-        return SpeculativeDecoder(draft, verifier, **options.keywords(), watch=watch)
+        model, lookup = load_drafter(models), load_lookup(models)
+        if model is None:
+            return SpeculativeDecoder(lookup, verifier, **options.keywords(), watch=watch)
+        return SpeculativeDecoder(model, verifier, lookup=lookup, **options.keywords(), watch=watch)
 
 
 @contextmanager
@@ -373,17 +381,18 @@ def connect_verifier(models: Models, network: Connection = Connection()) -> Veri
 
 
 def load_drafter(models: Models) -> Engine | None:
-    """Load and return the edge's engine, or None for cloud-only."""
+    """Load and return the edge's engine, or None without a draft model."""
     from outrider.engines.load import load_engine
 
-    return None if models.edge == "none" else load_engine(models.edge, dtype=models.dtype, device=models.device)
+    name = models.edge_model
+    return None if name is None else load_engine(name, dtype=models.dtype, device=models.device)
 
 
-def load_lookup(models: Models) -> PromptLookup:
-    """Return the prompt lookup of --edge lookup, with its tokenizer if one is named."""
+def load_lookup(models: Models) -> PromptLookup | None:
+    """Return the prompt lookup of the edge, with its tokenizer if one is named, or None."""
     from outrider.engines.prompt_lookup import prompt_lookup
 
-    return prompt_lookup(models.lookup_tokenizer)
+    return prompt_lookup(models.lookup_tokenizer) if models.uses_lookup else None
 
 
 def check_edge(models: Models) -> None:
@@ -391,12 +400,11 @@ def check_edge(models: Models) -> None:
     from outrider.engines.load import resolve_path, resolve_tokenizer_path
     from outrider.verifiers.connect import parse_cloud_address
 
-    if not models.is_lookup:
-        if models.edge != "none":
-            resolve_path(models.edge)
+    if models.edge_model is not None:
+        resolve_path(models.edge_model)
     elif models.lookup_tokenizer is not None:
         resolve_tokenizer_path(models.lookup_tokenizer)
-    elif (kind := parse_cloud_address(models.cloud).kind) in ("vllm", "sglang"):
+    elif models.uses_lookup and (kind := parse_cloud_address(models.cloud).kind) in ("vllm", "sglang"):
         raise SettingsError(
             f"--edge lookup: {kind} does not list its tokens: name its tokenizer, a directory or hub id, as in --edge "
             "lookup:TOKENIZER"
@@ -440,7 +448,7 @@ def check(pair: Pair) -> ResolvedOptions:
     if target.kind == "local":
         resolve_path(target.model)
     sides = {"has_drafter": pair.models.edge != "none", "has_verifier": target.kind != "none"}
-    options, is_lookup = build_options(pair.speculation, pair.network), pair.models.is_lookup
+    options, is_lookup = build_options(pair.speculation, pair.network), pair.models.uses_lookup
     return options.resolve(**sides, remote=target.is_remote, is_lookup=is_lookup)
 
 
@@ -451,7 +459,6 @@ def check_accepts_text(models: Models) -> None:
     from outrider.verifiers.connect import parse_cloud_address
 
     target = parse_cloud_address(models.cloud)
-    has_model = models.edge != "none" and not models.is_lookup
-    reader = models.edge if has_model else target.model if target.kind == "local" else None
+    reader = models.edge_model or (target.model if target.kind == "local" else None)
     if reader is not None and captions_only(reader):
         raise PromptError(NO_TEXTS.format(full_name(reader)))

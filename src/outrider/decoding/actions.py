@@ -19,12 +19,14 @@ class Proposal:
     """One drafted token.
 
     signals: for the gate and the draft length. q: the distribution from which it was drawn, for rejection sampling.
+    match_length: tokens that agreed in prompt lookup, 0 for a model's token.
     """
 
     token: int
     signals: Signals | None = None
     q: Support | None = None
     left_loop: bool = False
+    match_length: int = 0
 
 
 def measured_signals(proposals: Seq[Proposal]) -> list[Signals]:

@@ -74,7 +74,7 @@ class DecodingOptions:
         """Validate the options for the given sides and fill in the defaults. No model needs to be loaded.
 
         By default, a decoder that loses the cloud continues without it only if its gate skips blocks anyway.
-        remote: the verifier is across a network. is_lookup: the drafter is prompt lookup, without a model.
+        remote: the verifier is across a network. is_lookup: drafts come from prompt lookup, alone or with a model.
 
         Raises:
             SettingsError: a value is unknown, or options contradict each other or have no effect.
@@ -104,21 +104,21 @@ class DecodingOptions:
             getattr(self, parsed)
 
     def _check_lookup(self, has_verifier: bool) -> None:
-        """Raise SettingsError for options that need a draft model."""
+        """Raise SettingsError for options that prompt lookup does not support."""
         if not has_verifier:
             raise SettingsError(
                 "prompt lookup (--edge lookup) cannot decode edge-only: it copies earlier tokens, and only a "
-                "verifier's model decides whether they continue the text. Give a cloud, or a draft model"
+                "verifier's model decides whether they continue the text. Give a cloud, or a draft model alone"
             )
         if not isinstance(self.parsed_gate, Always):
             raise SettingsError(
-                f"gate {self.gate} needs a draft model: prompt lookup gives no confidence signals, so that every block "
-                "is verified (gate always)"
+                f"gate {self.gate} needs confidence signals, which prompt lookup does not give: use gate always, or a "
+                "draft model alone"
             )
         if self.on_cloud_loss == "edge-only":
             raise SettingsError(
-                "on_cloud_loss 'edge-only' needs a draft model: prompt lookup cannot continue without the cloud. Use "
-                "'fail' or 'wait'"
+                "on_cloud_loss 'edge-only' needs a draft model alone: prompt lookup cannot continue without the cloud. "
+                "Use 'fail' or 'wait'"
             )
 
     def _check_sides(self, has_drafter: bool, has_verifier: bool, remote: bool) -> None:

@@ -15,6 +15,7 @@ from outrider.decoding.calibrated_gate import Calibrated
 from outrider.decoding.decoder import Decoder
 from outrider.decoding.detokenizer import Tokenizer, get_detokenizer
 from outrider.decoding.draft_length import DraftLength
+from outrider.decoding.draft_source import DraftSourceController
 from outrider.decoding.events import Event, StreamEvent
 from outrider.decoding.incremental_text import IncrementalDetokenizer
 from outrider.decoding.ngram_index import NgramIndex
@@ -24,7 +25,7 @@ from outrider.decoding.stopping import StopRules
 from outrider.edge.cancellation import Cancellation
 from outrider.edge.drafter import Drafter, Proposer
 from outrider.edge.drivers import pipelined, sequential
-from outrider.edge.lookup_drafter import LookupDrafter
+from outrider.edge.lookup_drafter import CombinedDrafter, LookupDrafter
 from outrider.edge.model_pair import Handshake, ModelPair
 from outrider.edge.round_observer import RoundObserver
 from outrider.edge.thread_guard import ThreadGuard
@@ -45,14 +46,16 @@ if TYPE_CHECKING:  # a module that loads transformers
 class GenerationContext:
     """The parts of a `SpeculativeDecoder` that all its generations use.
 
-    lock: guards `guarantees` and the controller of `draft_length`, which learn from every generation.
+    lock: guards `guarantees`, `draft_source` and the controller of `draft_length`, which learn from every generation.
     tokenizer, audio_encoder: those of the engine that encodes prompts, or None.
     """
 
     options: ResolvedOptions
-    draft: Engine | PromptLookup | None
+    draft: Engine | None
+    lookup: PromptLookup | None
     verifier: Verifier | None
     draft_length: DraftLength | None
+    draft_source: DraftSourceController
     with_signals: bool
     pair: ModelPair
     thread_guard: ThreadGuard
@@ -187,21 +190,23 @@ class Generation:
     def open_drafter(self) -> Proposer | None:
         """Return the drafter on a new sequence, or None in cloud-only decoding."""
         context, handshake, options = self._context, self._handshake, self._context.options
-        if context.draft is None or context.draft_length is None:
+        if context.draft_length is None:
             return None
         needs_q = options.acceptance_rule.needs_q and context.verifier is not None
-        if isinstance(context.draft, PromptLookup):
-            return self._open_lookup(context.draft, needs_q=needs_q)
+        lookup = None if context.lookup is None else self._open_lookup(context.lookup, needs_q=needs_q)
+        if context.draft is None:
+            return lookup
         policy = Policy.build(
             self._settings, handshake.target.eos_ids, handshake.draft_vocabulary, len(self.prompt.ids)
         )
-        return Drafter(
+        model = Drafter(
             CachedSequence(context.draft, self.prompt, "drafter"),
             policy,
             needs_signals=context.with_signals or options.gate.needs_signals or context.draft_length.needs_signals,
             needs_q=needs_q,
             cancellation=self._cancellation,
         )
+        return model if lookup is None else CombinedDrafter(model, lookup, context.draft_source)
 
     def _open_lookup(self, lookup: PromptLookup, *, needs_q: bool) -> LookupDrafter:
         handshake, settings = self._handshake, self._settings
@@ -237,7 +242,9 @@ class Generation:
         return Prompt(prompt.ids, features=encoder.features(prompt.audio))
 
     def _run_driver(self, drafter: Proposer | None, session: VerifierSession | None) -> Iterator[Event]:
-        observer = RoundObserver(self._decoder, lock=self._context.lock)
+        context = self._context
+        draft_source = None if context.lookup is None else context.draft_source
+        observer = RoundObserver(self._decoder, lock=context.lock, draft_source=draft_source)
         if drafter is not None and session is not None and self._context.options.driver == "pipelined":
             return pipelined(self._decoder, drafter, session, observer)
         verify = None if session is None else (session.verify if drafter is not None else session.generate)

@@ -1,4 +1,4 @@
-"""The drafter of prompt lookup: it proposes what followed an earlier occurrence of the last tokens."""
+"""The drafter of prompt lookup, alone and together with a model: it copies what followed earlier occurrences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Collection
 import torch
 
 from outrider.decoding.actions import Draft, Proposal
-from outrider.decoding.ngram_index import NgramIndex
+from outrider.decoding.draft_source import DraftSourceController
+from outrider.decoding.ngram_index import Match, NgramIndex
+from outrider.edge.drafter import Drafter
 from outrider.sampling.sampler import Support
 
 
@@ -43,9 +45,10 @@ class LookupDrafter:
         proposals: list[Proposal] = []
         for _ in range(action.count):
             self._index.extend(ids[len(self._index) :])
-            if (token := self._next_token()) is None:
+            if (match := self._find()) is None:
                 break
-            proposals.append(self._propose(token))
+            token = match.token
+            proposals.append(self._propose(match))
             ids.append(token)
             if token in self._eos_ids:
                 break
@@ -54,6 +57,12 @@ class LookupDrafter:
         self.prefill_seconds = self.prefill_seconds or elapsed
         return proposals
 
+    def match_length(self, ids: list[int]) -> int:
+        """Return how many of the last tokens agree with the occurrence to copy from, 0 if there is none."""
+        self._index.extend(ids[len(self._index) :])
+        match = self._find()
+        return 0 if match is None else match.length
+
     def rollback_to(self, length: int) -> None:
         """Roll the index back to a proper prefix of the first `length` tokens."""
         self._index.truncate(length - 1)
@@ -61,12 +70,49 @@ class LookupDrafter:
     def close(self) -> None:
         """Do nothing: the index is freed with the drafter."""
 
-    def _next_token(self) -> int | None:
-        """Return the token to propose, or None without a match, or if the target cannot emit it."""
+    def _find(self) -> Match | None:
+        """Return the match, or None if there is none, or if the target cannot emit its token."""
         match = self._index.find()
         if match is None or match.token >= self._vocab_size or match.token in self._excluded_ids:
             return None
-        return match.token
+        return match
 
-    def _propose(self, token: int) -> Proposal:
-        return Proposal(token, q=Support(torch.tensor([token]), torch.zeros(1)) if self._needs_q else None)
+    def _propose(self, match: Match) -> Proposal:
+        q = Support(torch.tensor([match.token]), torch.zeros(1)) if self._needs_q else None
+        return Proposal(match.token, q=q, match_length=match.length)
+
+
+class CombinedDrafter:
+    """Drafts each part of a block by prompt lookup or with the model, as the controller prefers.
+
+    The model's cache lacks the tokens that were looked up. The next draft of the model feeds them in one forward.
+    """
+
+    def __init__(self, model: Drafter, lookup: LookupDrafter, controller: DraftSourceController) -> None:
+        self._model, self._lookup, self._controller = model, lookup, controller
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of drafting."""
+        return self._model.seconds + self._lookup.seconds
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Seconds of drafting until the first token of each source."""
+        return self._model.prefill_seconds + self._lookup.prefill_seconds
+
+    def draft(self, ids: list[int], action: Draft) -> list[Proposal]:
+        """Return up to action.count proposals of one source."""
+        length = 0 if action.leave_loop else self._lookup.match_length(ids)
+        use_lookup = length and self._controller.prefers_lookup(length)
+        return (self._lookup if use_lookup else self._model).draft(ids, action)
+
+    def rollback_to(self, length: int) -> None:
+        """Roll both sources back to a proper prefix of the first `length` tokens."""
+        self._model.rollback_to(length)
+        self._lookup.rollback_to(length)
+
+    def close(self) -> None:
+        """Free the model's slot."""
+        self._model.close()
+        self._lookup.close()
