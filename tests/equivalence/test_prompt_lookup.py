@@ -19,7 +19,7 @@ from tests.equivalence.test_sampled import FILTERS, SEEDS, SMALL, assert_frequen
 from tests.support.cloud_server import serving
 from tests.support.fake_llm_server import EOS, Model, connect_servers, target_engine
 from tests.support.fake_vllm import VllmServer
-from tests.support.fakes import FarVerifier, HashRows, ScriptedEngine, replay
+from tests.support.fakes import FarVerifier, HashRows, OracleEngine, ScriptedEngine, blend, replay
 from tests.support.tiny_models import (
     VOCAB,
     byte_tokenizer,
@@ -92,6 +92,28 @@ def test_a_repetitive_output_takes_few_rounds(k: int | str) -> None:
     assert result.stats.acceptance_rate == 1.0
     if isinstance(k, int):
         assert result.stats.rounds <= 5 + -(-len(output) // (k + 1))
+
+
+def test_a_model_and_lookup_together_take_as_few_rounds_as_the_better_of_the_two() -> None:
+    """The model is right in the first half and wrong in the second, which repeats."""
+    fresh, loop = list(range(10, 60)), [5, 6, 7, 8] * 12
+    output = [*fresh, *loop]
+    verifier = local(ScriptedEngine(replay(2, output, VOCAB), VOCAB))
+    rounds = {}
+    for name, errors in (("fresh", range(50, 98)), ("all", range(98))):
+        model = OracleEngine(2, output, VOCAB, errors)
+        sources: dict[str, dict[str, Any]] = {
+            "model": {"draft": model},
+            "lookup": {"draft": prompt_lookup()},
+            "both": {"draft": model, "lookup": prompt_lookup()},
+        }
+        for which, source in sources.items():
+            decoder = SpeculativeDecoder(**source, verifier=verifier, k=4, on_loop="ignore")
+            result = decoder.generate([1, 2], max_new_tokens=len(output))
+            check_exact(result, output)
+            rounds[name, which] = result.stats.rounds
+    assert rounds["fresh", "both"] < 0.6 * min(rounds["fresh", "model"], rounds["fresh", "lookup"])
+    assert rounds["all", "both"] <= rounds["all", "lookup"] + 3
 
 
 def test_without_a_match_nothing_is_drafted_and_each_verdict_gives_one_token() -> None:
@@ -169,8 +191,9 @@ def test_rejection_sampling_with_a_point_mass_keeps_the_target_s_distribution(k:
     polls=st.lists(st.integers(0, 8), min_size=1, max_size=4),
     losses=st.sets(st.integers(0, 20)),
     heard=st.booleans(),
-    accept=st.sampled_from(("exact", "residual")),
+    accept=st.sampled_from(("exact", "residual", "rank:3")),
     temperature=st.sampled_from((0.0, 0.7)),
+    with_model=st.booleans(),
 )
 def test_late_and_lost_verdicts_change_nothing(
     prompt: list[int],
@@ -181,15 +204,22 @@ def test_late_and_lost_verdicts_change_nothing(
     heard: bool,
     accept: str,
     temperature: float,
+    with_model: bool,
 ) -> None:
     target = ScriptedEngine(HashRows(4, VOCAB, memory=2), VOCAB, eos_ids=(0,))
     verifier = FarVerifier(local(target), polls=polls, losses=losses, heard=heard)
     assert isinstance(verifier, PipelinedVerifier)
     options = {"max_new_tokens": 24, "temperature": temperature}
-    drafter = prompt_lookup() if accept == "residual" else None  # its output depends on the drafts
-    wanted = SpeculativeDecoder(drafter, local(target), k=k, accept=accept).generate(prompt, **options)
-    decoder = SpeculativeDecoder(prompt_lookup(), verifier, k=k, driver=driver, on_cloud_loss="wait", accept=accept)
-    check_exact(decoder.generate(prompt, **options), wanted.token_ids)
+    close = ScriptedEngine(blend(target.rows, HashRows(5, VOCAB, memory=2), 0.4), VOCAB)
+    sources: dict[str, Any] = {"draft": close, "lookup": prompt_lookup()} if with_model else {"draft": prompt_lookup()}
+    alone = {} if accept == "exact" else sources  # the output of other rules depends on the drafts
+    wanted = SpeculativeDecoder(**alone, verifier=local(target), k=k, accept=accept if alone else "exact").generate(
+        prompt, **options
+    )
+    decoder = SpeculativeDecoder(**sources, verifier=verifier, k=k, driver=driver, on_cloud_loss="wait", accept=accept)
+    result = decoder.generate(prompt, **options)
+    assert result.token_ids == wanted.token_ids
+    assert result.guarantee == wanted.guarantee
 
 
 @pytest.mark.network

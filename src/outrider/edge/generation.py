@@ -206,7 +206,10 @@ class Generation:
             needs_q=needs_q,
             cancellation=self._cancellation,
         )
-        return model if lookup is None else CombinedDrafter(model, lookup, context.draft_source)
+        if lookup is None:
+            return model
+        per_token = not self._decoder.plan.is_block_invariant
+        return CombinedDrafter(model, lookup, context.draft_source, per_token=per_token)
 
     def _open_lookup(self, lookup: PromptLookup, *, needs_q: bool) -> LookupDrafter:
         handshake, settings = self._handshake, self._settings

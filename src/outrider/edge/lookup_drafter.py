@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 
@@ -86,10 +87,16 @@ class CombinedDrafter:
     """Drafts each part of a block by prompt lookup or with the model, as the controller prefers.
 
     The model's cache lacks the tokens that were looked up. The next draft of the model feeds them in one forward.
+
+    per_token: choose the source of each token, not of each call. If the output depends on the drafts, it must not
+    depend on their division into calls.
     """
 
-    def __init__(self, model: Drafter, lookup: LookupDrafter, controller: DraftSourceController) -> None:
+    def __init__(
+        self, model: Drafter, lookup: LookupDrafter, controller: DraftSourceController, *, per_token: bool
+    ) -> None:
         self._model, self._lookup, self._controller = model, lookup, controller
+        self._per_token = per_token
 
     @property
     def seconds(self) -> float:
@@ -104,8 +111,8 @@ class CombinedDrafter:
     def draft(self, ids: list[int], action: Draft) -> list[Proposal]:
         """Return up to action.count proposals of one source."""
         length = 0 if action.leave_loop else self._lookup.match_length(ids)
-        use_lookup = length and self._controller.prefers_lookup(length)
-        return (self._lookup if use_lookup else self._model).draft(ids, action)
+        source = self._lookup if length and self._controller.prefers_lookup(length) else self._model
+        return source.draft(ids, replace(action, count=1) if self._per_token else action)
 
     def rollback_to(self, length: int) -> None:
         """Roll both sources back to a proper prefix of the first `length` tokens."""
