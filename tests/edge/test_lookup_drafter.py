@@ -8,9 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.config import GenerationSettings
 from outrider.decoding.actions import Draft
+from outrider.decoding.draft_source import DraftSourceController
 from outrider.decoding.ngram_index import NgramIndex
-from outrider.edge.lookup_drafter import LookupDrafter
+from outrider.edge.drafter import Drafter
+from outrider.edge.lookup_drafter import CombinedDrafter, LookupDrafter
+from outrider.engines.base import CachedSequence, Prompt
+from outrider.sampling.policy import Policy
+from tests.support.fakes import ScriptedEngine, replay
+from tests.support.generation import block
 
 
 def drafter(vocab_size: int = 100, **options: Any) -> LookupDrafter:
@@ -83,3 +90,26 @@ def test_the_time_to_index_the_prompt_is_the_prefill() -> None:
     first = lookup.prefill_seconds
     tokens(lookup, [1, 2, 1, 2])
     assert 0 < first == lookup.prefill_seconds < lookup.seconds
+
+
+@pytest.mark.parametrize(("per_token", "last"), [(True, 9), (False, 6)])
+def test_together_with_a_model_the_source_is_chosen_per_token_or_per_call(per_token: bool, last: int) -> None:
+    """The model drafts five tokens of the prompt, which become a match in the middle of the block."""
+    prompt = [1, 2, 3, 4, 5, 9, 8]
+    engine = ScriptedEngine(replay(len(prompt), [1, 2, 3, 4, 5, 6], 100), 100)
+    policy = Policy.build(GenerationSettings(), (), 100, len(prompt))
+    model = Drafter(
+        CachedSequence(engine, Prompt(tuple(prompt)), "drafter"), policy, needs_signals=False, needs_q=False
+    )
+    both = CombinedDrafter(model, drafter(), DraftSourceController(), per_token=per_token)
+    known = [*prompt, 1]
+    assert [proposal.token for proposal in both.draft(prompt, Draft(1))] == [1]  # the model's first call
+    drafted = block(both, known, 5)
+    assert [proposal.token for proposal in drafted] == [2, 3, 4, 5, last]
+    assert [proposal.match_length for proposal in drafted] == [0, 0, 0, 0, 5 if per_token else 0]
+    both.rollback_to(len(prompt) + 3)
+    assert engine.kv_len(engine.open_slots[0]) <= len(prompt) + 2
+    assert [proposal.token for proposal in both.draft([*prompt, 1, 2, 7], Draft(1))] == [4]
+    both.close()
+    assert not engine.open_slots
+    assert both.seconds > both.prefill_seconds > 0
