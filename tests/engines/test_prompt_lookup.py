@@ -100,6 +100,24 @@ def test_options_that_need_a_draft_model_are_refused(options: Any, match: str) -
         SpeculativeDecoder(prompt_lookup(), verifier, **options)
 
 
+def test_lookup_goes_with_an_engine() -> None:
+    engine, verifier = tiny_engine("qwen2"), local(tiny_engine("qwen2"))
+    for draft in (None, prompt_lookup()):
+        with pytest.raises(SettingsError, match="lookup is for an edge engine as draft"):
+            SpeculativeDecoder(draft, verifier, lookup=prompt_lookup())
+    wrong: Any = "lookup"
+    with pytest.raises(SettingsError, match=r"lookup is one from prompt_lookup\(…\), not str"):
+        SpeculativeDecoder(engine, verifier, lookup=wrong)
+    with pytest.raises(SettingsError, match=r"or prompt_lookup\(…\), not str"):
+        SpeculativeDecoder(wrong, verifier)
+    with pytest.raises(SettingsError, match="gate never needs confidence signals"):
+        SpeculativeDecoder(engine, verifier, lookup=prompt_lookup(), gate="never")
+    with pytest.raises(SettingsError, match="cannot decode edge-only"):
+        SpeculativeDecoder(engine, lookup=prompt_lookup())
+    both = SpeculativeDecoder(engine, verifier, lookup=prompt_lookup())
+    assert both.summary().startswith("edge tiny qwen2 0 (float32, cpu) + lookup · cloud tiny qwen2 0")
+
+
 def test_edge_only_is_refused() -> None:
     with pytest.raises(SettingsError, match="cannot decode edge-only: it copies earlier tokens"):
         SpeculativeDecoder(prompt_lookup())
