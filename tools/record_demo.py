@@ -28,7 +28,7 @@ from outrider.cli.subprocess_cloud import cloud_process
 
 CLIPS = Path(__file__).parents[1] / "src" / "outrider" / "demo" / "clips"
 RECORDINGS = ("en-1.ogg", "en-2.ogg", "en-4.ogg", "en-5.ogg")
-COLUMNS, ROWS = 92, 24
+COLUMNS, ROWS = 92, 27
 CELL_WIDTH, LINE_HEIGHT, MARGIN, BAR = 8.4, 19, 14, 30  # pixels
 LONGEST_PAUSE, LAST_FRAME = 0.8, 6.0  # seconds
 FEWEST_MS = 40  # between frames
@@ -205,7 +205,7 @@ def _line(line: Line) -> str:
 
 
 def svg(found: list[tuple[float, tuple[Line, ...]]], title: str) -> str:
-    """Return an SVG that shows one view after another and repeats; with reduced motion, the last one."""
+    """Return an SVG that shows one view after another and repeats; without animation, the last one."""
     width = round(COLUMNS * CELL_WIDTH + 2 * MARGIN)
     rows = max(len(view) for _, view in found)
     height = BAR + rows * LINE_HEIGHT + MARGIN
@@ -230,8 +230,9 @@ def svg(found: list[tuple[float, tuple[Line, ...]]], title: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" aria-label="{escape(title)}"><title>{escape(title)}</title><style>'
         "text{font:14px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace}"
-        f"#strip{{animation:play {total:.2f}s steps(1,end) infinite}}@keyframes play{{{steps}100%{{transform:{end}}}}}"
-        f"@media (prefers-reduced-motion){{#strip{{animation:none;transform:{end}}}}}</style>"
+        f"#strip{{transform:{end};animation:play {total:.2f}s steps(1,end) infinite}}"
+        f"@keyframes play{{{steps}100%{{transform:{end}}}}}"
+        f"@media (prefers-reduced-motion){{#strip{{animation:none}}}}</style>"
         f'<rect width="{width}" height="{height}" rx="8" fill="{BACKGROUND}"/>'
         + "".join(f'<circle cx="{18 + 18 * n}" cy="16" r="5" fill="#30363d"/>' for n in range(3))
         + f"<defs>{definitions}</defs>"

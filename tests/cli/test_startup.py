@@ -100,7 +100,7 @@ def test_a_wrong_option_of_the_demo_ends_its_cloud_too(monkeypatch: pytest.Monke
 
 
 def test_garbage_is_looked_for_again_once_models_are_loaded() -> None:
-    code = "import gc\nfrom outrider.cli.options import enable_gc\n"
+    code = "import gc\nfrom outrider.cli.build import enable_gc\n"
     code += "gc.disable(); enable_gc()\nassert gc.isenabled() and gc.get_freeze_count()"
     assert loaded(code) == []
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from outrider.api import SpeculativeDecoder
-from outrider.cli.options import Network, Speculation, build_options
+from outrider.cli.build import build_options
+from outrider.cli.options import Network, Speculation
 from outrider.decoding.options import DecodingOptions
 from outrider.errors import SettingsError
 from outrider.integrations.transformers.generation import for_transformers

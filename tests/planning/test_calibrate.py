@@ -398,7 +398,7 @@ def test_the_seed_of_the_command_is_that_of_the_traces_too(monkeypatch: pytest.M
 def test_the_pair_is_identified_as_a_run_would_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = engine("qwen2"), engine("llama")
     monkeypatch.setattr("outrider.cli.calibrate.load_drafter", lambda models: small)
-    monkeypatch.setattr("outrider.cli.options.connect_verifier", lambda models, network: local(large))
+    monkeypatch.setattr("outrider.cli.build.connect_verifier", lambda models, network: local(large))
     assert model_ids(Models()) == (ModelId("qwen2", small.fingerprint), ModelId("llama", large.fingerprint))
     with pytest.raises(SettingsError, match="give --edge and --cloud"):
         model_ids(Models(cloud="none"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from outrider.cli.options import Connection, Models, check_connection, connected, load_drafter
+from outrider.cli.build import check_connection, connected, load_drafter
+from outrider.cli.options import Connection, Models
 from outrider.cli.terminal import borderless_table, print_json, print_message, stdout
 from outrider.config import GenerationSettings, Loss, ModelId
 from outrider.edge.model_pair import ModelPair

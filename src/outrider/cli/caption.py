@@ -11,18 +11,10 @@ from typing import Any
 
 from outrider.api import SpeculativeDecoder
 from outrider.cli import rendering
+from outrider.cli.build import build_decoder, build_options, check, closed_on_failure, load_drafter
 from outrider.cli.escape import one_line
 from outrider.cli.loading import Loading, describe_models, loaded_decoder
-from outrider.cli.options import (
-    Models,
-    Output,
-    Run,
-    build_decoder,
-    build_options,
-    check,
-    closed_on_failure,
-    load_drafter,
-)
+from outrider.cli.options import Models, Output, Run
 from outrider.cli.progress import progress_bar
 from outrider.cli.terminal import STDERR, print_json, print_message, stdout
 from outrider.config import GenerationSettings

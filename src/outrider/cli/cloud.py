@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Group, Parameter
 
 from outrider.cli import interrupts
+from outrider.cli.build import enable_gc
 from outrider.cli.escape import one_line
-from outrider.cli.options import Whole, enable_gc
+from outrider.cli.options import Whole
 from outrider.errors import SettingsError
 from outrider.hints import check_extra
 from outrider.transport.hosts import bracket_host

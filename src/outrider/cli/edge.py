@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Group, Parameter
 
 from outrider.cli import interrupts
+from outrider.cli.build import build_options, check, enable_gc, load_drafter
 from outrider.cli.escape import one_line
-from outrider.cli.options import Models, Network, Pair, Whole, build_options, check, enable_gc, load_drafter
+from outrider.cli.options import Models, Network, Pair, Whole
 from outrider.config import DecodingMode
 from outrider.errors import SettingsError
 from outrider.hints import check_extra

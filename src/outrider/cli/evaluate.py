@@ -103,7 +103,7 @@ class _Options:
 
 def run_eval(data: str, evaluation: Evaluation, assistant: Assistant, run: Run) -> int:
     """Run `outrider eval`. Return 1 if an item failed."""
-    from outrider.cli.options import check_accepts_text, enable_gc
+    from outrider.cli.build import check_accepts_text, enable_gc
     from outrider.cli.terminal import configure_logging
     from outrider.evals.bertscore import Encoder
     from outrider.evals.manifest import load_set
@@ -137,7 +137,7 @@ def run_eval(data: str, evaluation: Evaluation, assistant: Assistant, run: Run) 
 
 def _check_options(evaluation: Evaluation, assistant: Assistant, run: Run) -> _Options:
     """Check every option before a model is loaded."""
-    from outrider.cli.options import check
+    from outrider.cli.build import check
     from outrider.config import GenerationSettings
     from outrider.engines.load import resolve_path
     from outrider.evals.baselines import Assistance
@@ -194,7 +194,7 @@ def _check_limits(evaluation: Evaluation, models: Models, cloud: str) -> int | N
 
 def _loaded(options: _Options, stack: ExitStack) -> tuple[EvalContext, Limits]:
     """Load the models. Return them with the limits of --edge-memory and --edge-threads as they were read back."""
-    from outrider.cli.options import build_options, connected, load_drafter
+    from outrider.cli.build import build_options, connected, load_drafter
     from outrider.evals.context import EvalContext
     from outrider.evals.modes import Setup
     from outrider.evals.resource_limits import PinnedEngine, address_space

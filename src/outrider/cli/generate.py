@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 from outrider.cli import rendering
+from outrider.cli.build import build_decoder
 from outrider.cli.loading import Loading, describe_models, loaded_decoder
-from outrider.cli.options import Run, build_decoder
+from outrider.cli.options import Run
 from outrider.cli.terminal import STDERR, print_json
 from outrider.config import GenerationSettings
 from outrider.errors import PromptError

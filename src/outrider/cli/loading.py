@@ -12,8 +12,9 @@ from rich.text import Text
 
 from outrider.api import SpeculativeDecoder
 from outrider.cli import interrupts
+from outrider.cli.build import enable_gc
 from outrider.cli.escape import one_line
-from outrider.cli.options import Models, Output, enable_gc
+from outrider.cli.options import Models, Output
 from outrider.cli.terminal import STDERR, configure_logging, print_message
 from outrider.engines.load import full_name, resolve_path
 from outrider.errors import OutriderError

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter, Token
 
 from outrider.config import DEFAULT_K, DriverName, OnCloudLoss, OnLoop, Privacy, Scope
 from outrider.decoding.loop_detection import DEFAULT_LOOP_RULE
-from outrider.errors import PromptError, SettingsError
-
-if TYPE_CHECKING:
-    from outrider.api import SpeculativeDecoder
-    from outrider.decoding.options import DecodingOptions, ResolvedOptions
-    from outrider.engines.base import Engine
-    from outrider.engines.prompt_lookup import PromptLookup
-    from outrider.verifiers.base import Verifier
-    from outrider.verifiers.connect import CloudAddress
+from outrider.errors import SettingsError
 
 MODELS = Group("Models", sort_key=1)
 SPECULATION = Group("Speculation", sort_key=2)
@@ -317,148 +306,3 @@ class Measurement:
     connection: Connection = Connection()
     decoding: Decoding = Decoding()
     output: Output = Output()
-
-
-def build_decoder(pair: Pair, *, watch: bool = False, for_text: bool = False) -> SpeculativeDecoder:
-    """Check the settings, connect to the cloud, load the models and return the decoder, in this order.
-
-    for_text: the prompt is a text, which captions-only models refuse before a model is loaded or a cloud is reached.
-    """
-    loss = check(pair).on_cloud_loss
-    from outrider.api import SpeculativeDecoder
-    from outrider.verifiers.base import Connectable
-    from outrider.verifiers.connect import parse_cloud_address
-
-    models = pair.models
-    check_edge(models)
-    if for_text and not parse_cloud_address(models.cloud).is_remote:
-        check_accepts_text(models)
-    with closed_on_failure(connect_verifier(models, pair.network)) as verifier:
-        if for_text:  # behind the checks of the connection's options
-            check_accepts_text(models)
-        if isinstance(verifier, Connectable) and loss == "fail":
-            verifier.probe()  # detect an unreachable cloud before a model is loaded
-        options = build_options(pair.speculation, pair.network)
-        model, lookup = load_drafter(models), load_lookup(models)
-        if model is None:
-            return SpeculativeDecoder(lookup, verifier, **options.keywords(), watch=watch)
-        return SpeculativeDecoder(model, verifier, lookup=lookup, **options.keywords(), watch=watch)
-
-
-@contextmanager
-def closed_on_failure(verifier: Verifier | None) -> Iterator[Verifier | None]:
-    """Yield the verifier, and close its connection if the block raises."""
-    from outrider.verifiers.base import disconnect
-
-    try:
-        yield verifier
-    except BaseException:
-        disconnect(verifier)
-        raise
-
-
-@contextmanager
-def connected(models: Models, network: Connection) -> Iterator[Verifier | None]:
-    """Yield the verifier, and disconnect from it afterwards. An unreachable cloud raises before a model is loaded."""
-    from outrider.verifiers.base import Connectable, disconnect
-
-    verifier = connect_verifier(models, network)
-    try:
-        if isinstance(verifier, Connectable):
-            verifier.probe()
-        yield verifier
-    finally:
-        disconnect(verifier)
-
-
-def connect_verifier(models: Models, network: Connection = Connection()) -> Verifier | None:
-    """Return the verifier of --cloud, or None. Load a local one, but send no request to another one yet."""
-    from outrider.verifiers.connect import connect, parse_cloud_address
-
-    local = parse_cloud_address(models.cloud).kind == "local"
-    load_options = {"dtype": models.dtype, "device": models.device}
-    return connect(models.cloud, **(load_options if local else network.connection()))
-
-
-def load_drafter(models: Models) -> Engine | None:
-    """Load and return the edge's engine, or None without a draft model."""
-    from outrider.engines.load import load_engine
-
-    name = models.edge_model
-    return None if name is None else load_engine(name, dtype=models.dtype, device=models.device)
-
-
-def load_lookup(models: Models) -> PromptLookup | None:
-    """Return the prompt lookup of the edge, with its tokenizer if one is named, or None."""
-    from outrider.engines.prompt_lookup import prompt_lookup
-
-    return prompt_lookup(models.lookup_tokenizer) if models.uses_lookup else None
-
-
-def check_edge(models: Models) -> None:
-    """Raise InputError if there is no such edge model or tokenizer, or lookup lacks one that the cloud needs."""
-    from outrider.engines.load import resolve_path, resolve_tokenizer_path
-    from outrider.verifiers.connect import parse_cloud_address
-
-    if models.edge_model is not None:
-        resolve_path(models.edge_model)
-    elif models.lookup_tokenizer is not None:
-        resolve_tokenizer_path(models.lookup_tokenizer)
-    elif models.uses_lookup and (kind := parse_cloud_address(models.cloud).kind) in ("vllm", "sglang"):
-        raise SettingsError(
-            f"--edge lookup: {kind} does not list its tokens: name its tokenizer, a directory or hub id, as in --edge "
-            "lookup:TOKENIZER"
-        )
-
-
-def build_options(speculation: Speculation, network: Network) -> DecodingOptions:
-    """Return the decoding options of both groups together."""
-    from outrider.decoding.options import DecodingOptions
-
-    network_options = {name: getattr(network, name) for name in ("driver", "on_cloud_loss", "privacy")}
-    return DecodingOptions(**asdict(speculation), **network_options)
-
-
-def enable_gc() -> None:
-    """Enable garbage collection, which `main` disabled, for objects created from now on.
-
-    Most of the present ones (modules and models) stay until the end.
-    """
-    gc.freeze()
-    gc.enable()
-    atexit.register(gc.unfreeze)  # some libraries warn about objects that are never collected
-
-
-def check_connection(models: Models, network: Connection) -> CloudAddress:
-    """Raise SettingsError for network options with a cloud that is not across a network."""
-    from outrider.verifiers.connect import parse_cloud_address
-
-    target = parse_cloud_address(models.cloud)
-    if not target.is_remote and network.connection():
-        used = ", ".join(f"--{name.replace('_', '-')}" for name in network.connection())
-        raise SettingsError(f"{used}: only for a cloud across a network (grpc, vllm, sglang), not {models.cloud}")
-    return target
-
-
-def check(pair: Pair) -> ResolvedOptions:
-    """Validate the options and resolve their defaults. Raise InputError where they contradict each other."""
-    from outrider.engines.load import resolve_path
-
-    target = check_connection(pair.models, pair.network)
-    if target.kind == "local":
-        resolve_path(target.model)
-    sides = {"has_drafter": pair.models.edge != "none", "has_verifier": target.kind != "none"}
-    options, is_lookup = build_options(pair.speculation, pair.network), pair.models.uses_lookup
-    return options.resolve(**sides, remote=target.is_remote, is_lookup=is_lookup)
-
-
-def check_accepts_text(models: Models) -> None:
-    """Raise PromptError if the configuration of the prompts' model shows that it takes recordings only."""
-    from outrider.api import NO_TEXTS
-    from outrider.engines.load import captions_only, full_name
-    from outrider.verifiers.connect import parse_cloud_address
-
-    target = parse_cloud_address(models.cloud)
-    reader = models.edge_model or (target.model if target.kind == "local" else None)
-    if reader is not None and captions_only(reader):
-        raise PromptError(NO_TEXTS.format(full_name(reader)))

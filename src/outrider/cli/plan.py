@@ -138,7 +138,7 @@ def _cloud_alone(traces: Sequence[Trace], costs: StepCosts, nets: Sequence[Condi
 
 def _measure(measured: Measured, pair: Measurement) -> tuple[list[Trace], StepCosts]:
     """Return the pair's traces and times."""
-    from outrider.cli.options import check_connection, connected, enable_gc, load_drafter
+    from outrider.cli.build import check_connection, connected, enable_gc, load_drafter
     from outrider.cli.terminal import configure_logging
     from outrider.evals.manifest import load_set
     from outrider.evals.modes import item_prompt
