@@ -11,7 +11,6 @@ import socket
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -25,7 +24,7 @@ from outrider import Result, connect
 from outrider.cli.subprocess_cloud import cloud_process
 from tests.support.chaos_cases import Case, check_counters, comparable, draw_case, undisturbed_result
 from tests.support.locked_engine import LockedEngine
-from tests.support.processes import HANG_S, wait_until
+from tests.support.processes import read_metric, wait_until
 
 pytestmark = pytest.mark.soak
 
@@ -47,9 +46,7 @@ class Service:
         (self.process,) = psutil.Process().children()
 
     def metric(self, name: str) -> float:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=HANG_S) as answer:
-            lines = answer.read().decode().splitlines()
-        return next(float(line.split()[1]) for line in lines if line.split()[0] == name)
+        return read_metric(f"http://127.0.0.1:{self._port}", name)
 
     def settle(self) -> None:
         """Until nobody is served any more; goodbyes are not waited for, and gauges are set every second."""

@@ -40,7 +40,7 @@ from outrider.planning.calibrate import (
 from outrider.planning.traces import Trace
 from outrider.sampling.acceptance import Exact, Verdict
 from tests.support import adversaries
-from tests.support.calibration_requests import CLOUD, EDGE, STOP_TIMEOUT_S, request, requests, write_requests
+from tests.support.calibration_requests import CLOUD, EDGE, EOS, request, requests, write_requests
 from tests.support.tiny_text_models import engine
 
 REPEATS = 80
@@ -100,7 +100,7 @@ def traces(draw: st.DrawFn) -> Trace:
 def looping(draw: st.DrawFn) -> Trace:
     """A trace whose target repeats itself."""
     phrase = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
-    target = tuple(phrase * draw(st.integers(4, 9)) + draw(st.lists(st.integers(1, 3), max_size=6)) + [STOP_TIMEOUT_S])
+    target = tuple(phrase * draw(st.integers(4, 9)) + draw(st.lists(st.integers(1, 3), max_size=6)) + [EOS])
     draft = tuple(t if draw(st.integers(0, 5)) else 4 for t in target)
     uncertainty = [draw(LEVELS) for _ in target]
     return Trace("t", 1, target, draft, tuple(Signals(u, 1 - u, u, u) for u in uncertainty))
@@ -174,7 +174,7 @@ def test_many_traces_and_limits_at_once_are_each_by_itself() -> None:
 
 def test_an_end_that_the_edge_invents_costs_all_that_was_to_come() -> None:
     sure = (Signals(0.0, 1.0, 0.0, 0.0),) * 6
-    trace = Trace("t", 1, (1, 2, 3, 4, 5, STOP_TIMEOUT_S), (1, STOP_TIMEOUT_S, 3, 4, 5, STOP_TIMEOUT_S), sure)
+    trace = Trace("t", 1, (1, 2, 3, 4, 5, EOS), (1, EOS, 3, 4, 5, EOS), sure)
     assert replay_gate([trace], Threshold("entropy", 0.5), 3).losses[0, 0] == pytest.approx(5 / 6)
 
 
@@ -183,8 +183,8 @@ def test_only_what_stands_before_a_disagreement_tells_how_sure_a_block_is() -> N
     trace = Trace(
         "t",
         1,
-        (1, 2, 3, 4, 5, STOP_TIMEOUT_S),
-        (1, 0, 3, 4, 5, STOP_TIMEOUT_S),
+        (1, 2, 3, 4, 5, EOS),
+        (1, 0, 3, 4, 5, EOS),
         tuple(Signals(e, 1.0, 0.0, 0.0) for e in entropies),
     )
     gate = Threshold("entropy", 0.5)

@@ -31,7 +31,7 @@ from outrider.planning.calibrate import calibrate
 from outrider.planning.traces import Trace
 from outrider.sampling.acceptance import Exact, Verdict
 
-STOP_TIMEOUT_S, VOCAB, LIMIT, K = 0, 40, 40, 5
+EOS, VOCAB, LIMIT, K = 0, 40, 40, 5
 SOMEONE = ModelId("scripted", "scripted")
 SETTINGS = GenerationSettings(max_new_tokens=LIMIT)
 Text = tuple[int, ...]  # what was generated so far
@@ -72,13 +72,13 @@ class Pair:
 
     def target(self, text: Text) -> int:
         if len(text) >= 8 and chance(self.seed, 1, text) < 0.04:
-            return STOP_TIMEOUT_S
+            return EOS
         if self.period is not None and len(text) >= self.period and chance(self.seed, 2, text) < 0.97:
             return text[-self.period]
         return 1 + int(chance(self.seed, 3, text) * (VOCAB - 1))
 
     def errs(self, text: Text) -> bool:
-        if self.misses and self.target(text) == STOP_TIMEOUT_S:
+        if self.misses and self.target(text) == EOS:
             return True
         return chance(self.seed, 4, text) < self.rate(len(text), chance(self.seed, 5, ()))
 
@@ -89,7 +89,7 @@ class Pair:
 
     def _draft(self, text: Text) -> tuple[int, Signals]:
         said, errs = self.target(text), self.errs(text)
-        other = STOP_TIMEOUT_S if self.ends and said != STOP_TIMEOUT_S else 1 + said % (VOCAB - 1)
+        other = EOS if self.ends and said != EOS else 1 + said % (VOCAB - 1)
         uncertainty = self.uncertainty(
             Place(len(text), chance(self.seed, 6, text), errs, self._strayed(text), self._spared(text))
         )
@@ -177,7 +177,7 @@ PAIRS: dict[str, Callable[[int], Pair]] = {
 def trace(pair: Pair) -> Trace:
     """Teacher-forced, as `planning/trace_recorder.py` takes it."""
     text: Text = ()
-    while (not text or text[-1] != STOP_TIMEOUT_S) and len(text) < LIMIT:
+    while (not text or text[-1] != EOS) and len(text) < LIMIT:
         text += (pair.target(text),)
     drafts, signals = zip(*(pair.draft(text[:n]) for n in range(len(text))), strict=True)
     return Trace(str(pair.seed), 1, text, drafts, tuple(_rounded(signals)))
@@ -205,7 +205,7 @@ class Live:
 def live(pair: Pair, gate: Calibrated, k: int = K, **plan: object) -> Live:
     """One request through the decoder, the drafter going on from its own tokens."""
     options = {"on_loop": "escalate", **plan}
-    rules = StopRules(LIMIT, (STOP_TIMEOUT_S,))
+    rules = StopRules(LIMIT, (EOS,))
     keyed = gate.with_audit_key(0, [pair.seed])
     decoder = Decoder([1], Plan(rules, keyed, Exact(), FixedDraftLength(k), has_verifier=True, **options))  # type: ignore[arg-type]
     while not isinstance(action := decoder.next(), Done):

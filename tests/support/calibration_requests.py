@@ -12,14 +12,14 @@ from outrider.decoding.gate import Signals
 from outrider.planning.traces import Trace
 
 EDGE, CLOUD = ModelId("small", "vocab-1"), ModelId("large", "vocab-1")
-STOP_TIMEOUT_S = 9
+EOS = 9
 
 
 def request(rng: np.random.Generator, name: int = 0, hard: float = 0.15) -> Trace:
     """One request: some are harder than others, and the drafter mostly knows where it errs."""
     size, hardness = int(rng.integers(5, 40)), rng.beta(1, 1 / hard)
     chances = np.clip(rng.beta(0.5, 3, size) * 2 * hardness + 0.02, 0, 1)
-    target = [*rng.integers(10, 50, size - 1).tolist(), STOP_TIMEOUT_S]
+    target = [*rng.integers(10, 50, size - 1).tolist(), EOS]
     draft = [t if rng.random() > c else 50 for t, c in zip(target, chances, strict=True)]
     uncertainty = chances * rng.lognormal(0, 0.5, size)
     signals = tuple(Signals(float(2 * u), float(1 - min(u, 1)), float(min(u, 1)), float(u)) for u in uncertainty)

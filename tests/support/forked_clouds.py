@@ -16,11 +16,10 @@ import subprocess
 import sys
 import tempfile
 import traceback
-import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tests.support.processes import HANG_S, wait_until
+from tests.support.processes import read_metric, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,9 +49,7 @@ class Cloud:
 
     def metric(self, name: str) -> float:
         """One of the service's figures; gauges are set every second."""
-        with urllib.request.urlopen(f"http://{self.host}:{self.metrics_port}/metrics", timeout=HANG_S) as answer:
-            lines = answer.read().decode().splitlines()
-        return next(float(line.split()[1]) for line in lines if line.split()[0] == name)
+        return read_metric(f"http://{self.host}:{self.metrics_port}", name)
 
     def kill(self) -> None:
         """SIGKILL; returns when the process is gone."""

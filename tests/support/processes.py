@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -44,3 +45,10 @@ async def until(condition: Callable[[], T]) -> T:
         assert time.monotonic() < deadline, f"the condition was still false after {HANG_S} s"
         await asyncio.sleep(POLL_S)
     return value
+
+
+def read_metric(url: str, name: str) -> float:
+    """Return a figure without labels from the /metrics of the service at `url`."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=HANG_S) as answer:
+        lines = answer.read().decode().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.split()[0] == name)

@@ -33,10 +33,11 @@ def build_decoder(pair: Pair, *, watch: bool = False, for_text: bool = False) ->
 
     models = pair.models
     check_edge(models)
-    if for_text and not parse_cloud_address(models.cloud).is_remote:
+    remote = parse_cloud_address(models.cloud).is_remote
+    if for_text and not remote:
         check_accepts_text(models)
     with closed_on_failure(connect_verifier(models, pair.network)) as verifier:
-        if for_text:  # behind the checks of the connection's options
+        if for_text and remote:  # behind the checks of the connection's options
             check_accepts_text(models)
         if isinstance(verifier, Connectable) and loss == "fail":
             verifier.probe()  # detect an unreachable cloud before a model is loaded

@@ -125,9 +125,8 @@ class Batcher:
                 arrived, self._submitted = self._submitted, []
                 closed, self._closed = self._closed, []
             self._scheduler.requests += [job for job in arrived if job.future.set_running_or_notify_cancel()]
-            self._attempt(
-                list(self._scheduler.requests), self._run_step, closed
-            )  # an exception must not end the thread
+            # An exception must not end the thread.
+            self._attempt(list(self._scheduler.requests), self._run_step, closed)
 
     # One step -----------------------------------------------------------------------------------------------
 
