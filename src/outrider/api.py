@@ -7,9 +7,9 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from outrider.config import DEFAULT_K, DriverName, GenerationSettings, OnCloudLoss, OnLoop, Privacy, Scope
+from outrider.decoding.adaptive_draft_length import AcceptanceModel
 from outrider.decoding.detokenizer import Tokenizer
 from outrider.decoding.draft_length import parse_draft_length
-from outrider.decoding.draft_source import DraftSourceController
 from outrider.decoding.events import StreamEvent as StreamEvent
 from outrider.decoding.gate import Gate
 from outrider.decoding.loop_detection import DEFAULT_LOOP_RULE
@@ -116,15 +116,19 @@ class SpeculativeDecoder:
             on_cloud_loss=on_cloud_loss,
             privacy=privacy,
         )
-        sides = {"has_drafter": draft is not None, "has_verifier": verifier is not None}
         model, lookup = (None, draft) if isinstance(draft, PromptLookup) else (draft, lookup)
         self.options = options.resolve(
-            **sides, remote=isinstance(verifier, PipelinedVerifier), is_lookup=lookup is not None
+            has_drafter=model is not None,
+            has_verifier=verifier is not None,
+            remote=isinstance(verifier, PipelinedVerifier),
+            uses_lookup=lookup is not None,
         )
         self.draft, self.lookup, self.verifier, self._watch = draft, lookup, verifier, watch
-        self._model, self._draft_source = model, DraftSourceController()
+        self._model = model
         self._reader = _with_tokenizer(lookup if reader is None and model is None else reader)
         self.draft_length = parse_draft_length(k) if draft is not None else None
+        controller = None if self.draft_length is None else self.draft_length.controller
+        self._acceptance = AcceptanceModel() if controller is None else controller.acceptance
         self._guarantees, self._lock = GuaranteeTracker(self.options.gate), threading.Lock()
         self._pair = ModelPair(model, verifier, self.options.on_cloud_loss, reader=self._reader, lazy=lazy)
         self._thread_guard = ThreadGuard(model, getattr(verifier, "engine", None))
@@ -177,7 +181,7 @@ class SpeculativeDecoder:
             self.lookup,
             self.verifier,
             self.draft_length,
-            self._draft_source,
+            self._acceptance,
             self._watch,
             self._pair,
             self._thread_guard,
@@ -189,7 +193,7 @@ class SpeculativeDecoder:
 
     def share_state_with(self, other: SpeculativeDecoder) -> None:
         """Share the audits, the learnt draft length and acceptance rates with a decoder of the same settings."""
-        self._draft_source = other._draft_source
+        self._acceptance = other._acceptance
         self.draft_length, self._guarantees, self._lock = other.draft_length, other._guarantees, other._lock
 
     # Prompts and texts --------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from tests.equivalence.test_sampled import FILTERS, SEEDS, SMALL, assert_frequen
 from tests.support.cloud_server import serving
 from tests.support.fake_llm_server import EOS, Model, connect_servers, target_engine
 from tests.support.fake_vllm import VllmServer
-from tests.support.fakes import FarVerifier, HashRows, OracleEngine, ScriptedEngine, blend, replay
+from tests.support.fakes import FarVerifier, HashRows, OracleEngine, ScriptedEngine, blend, exhaust, replay
 from tests.support.tiny_models import (
     VOCAB,
     byte_tokenizer,
@@ -220,6 +220,35 @@ def test_late_and_lost_verdicts_change_nothing(
     result = decoder.generate(prompt, **options)
     assert result.token_ids == wanted.token_ids
     assert result.guarantee == wanted.guarantee
+
+
+@settings(max_examples=40)
+@given(
+    prompt=repetitive_prompts(),
+    k=st.sampled_from(KS),
+    driver=st.sampled_from(("sequential", "pipelined")),
+    polls=st.lists(st.integers(0, 8), min_size=1, max_size=4),
+    lost=st.integers(0, 12),
+)
+def test_after_a_loss_of_the_cloud_the_model_continues_alone(
+    prompt: list[int], k: int | str, driver: Any, polls: Seq[int], lost: int
+) -> None:
+    """The output is the target's up to the loss, then the model's: no looked-up token is committed unverified."""
+    target = ScriptedEngine(HashRows(4, VOCAB, memory=2), VOCAB)
+    model = ScriptedEngine(blend(target.rows, HashRows(5, VOCAB, memory=2), 0.5), VOCAB)
+    verifier = FarVerifier(local(target), polls=polls, losses=range(lost, 1000))
+    options: dict[str, Any] = {"k": k, "driver": driver, "on_cloud_loss": "edge-only", "on_loop": "ignore"}
+    decoder = SpeculativeDecoder(model, verifier, lookup=prompt_lookup(), **options)
+    found = exhaust(decoder.stream(prompt, max_new_tokens=24))
+    result = decoder.generate(prompt, max_new_tokens=24)
+    alone = SpeculativeDecoder(model, on_loop="ignore")
+    assert result.token_ids == alone.generate(prompt, max_new_tokens=24).token_ids, "the cloud is lost from the start"
+    cut = sum(source.by_cloud for source in found.sources)
+    assert all(source.by_cloud for source in found.sources[:cut])
+    wanted = SpeculativeDecoder(None, local(target)).generate(prompt, max_new_tokens=24).token_ids[:cut]
+    if cut < 24:
+        wanted += alone.generate([*prompt, *wanted], max_new_tokens=24 - cut).token_ids
+    assert found.token_ids == wanted
 
 
 @pytest.mark.network

@@ -150,9 +150,12 @@ def check(pair: Pair) -> ResolvedOptions:
     target = check_connection(pair.models, pair.network)
     if target.kind == "local":
         resolve_path(target.model)
-    sides = {"has_drafter": pair.models.edge != "none", "has_verifier": target.kind != "none"}
-    options, is_lookup = build_options(pair.speculation, pair.network), pair.models.uses_lookup
-    return options.resolve(**sides, remote=target.is_remote, is_lookup=is_lookup)
+    return build_options(pair.speculation, pair.network).resolve(
+        has_drafter=pair.models.edge_model is not None,
+        has_verifier=target.kind != "none",
+        remote=target.is_remote,
+        uses_lookup=pair.models.uses_lookup,
+    )
 
 
 def check_accepts_text(models: Models) -> None:

@@ -70,7 +70,7 @@ class Decoder:
                 return self._request
             if missing := self._missing_in_block():
                 if not self._draft_from_ahead():
-                    return Draft(missing, leave_loop=self._must_leave_loop())
+                    return Draft(missing, leave_loop=self._must_leave_loop(), model_only=not self.plan.has_verifier)
             elif self._gate():
                 self._request = self._verify()
             else:
@@ -125,7 +125,9 @@ class Decoder:
         self._committer.commit_verdict(verdict, request)
 
     def on_verifier_lost(self) -> None:
-        """Continue edge-only after the loss of the verifier. Provisional tokens are committed unverified.
+        """Continue edge-only after the loss of the verifier.
+
+        Provisional tokens are committed unverified, up to the first one from prompt lookup.
 
         Raises:
             StateError: there is no drafter.
@@ -136,6 +138,9 @@ class Decoder:
         self.plan = replace(self.plan, has_verifier=False, on_loop=on_loop)
         self._recorder.record_loss()
         self._request = None
+        if (kept := self._drafts.drop_lookups()) < self.sequence.pending_count:
+            self.sequence.discard(kept)
+            self._recorder.record_drop()
         self._drafts.end_block(awaits_verdict=False)
         self._committer.end_repairs()
         self._committer.commit_unverified()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from outrider.decoding.actions import Proposal, measured_signals
+from outrider.decoding.actions import Proposal
 from outrider.decoding.draft_length import DraftLength
 
 MAX_PROVISIONAL = 64  # limit of pending tokens without a verdict, and of tokens drafted ahead
@@ -40,7 +40,8 @@ class DraftBuffer:
     def _missing(self, block: Seq[Proposal], room: int) -> int:
         if self._draft_length is None or room <= 0 or (block and block[-1].token in self._eos_ids):
             return 0
-        return max(0, min(room, self._draft_length.tokens_to_draft(len(block), measured_signals(block))))
+        known = [proposal.confidence for proposal in block if proposal.confidence is not None]
+        return max(0, min(room, self._draft_length.tokens_to_draft(len(block), known)))
 
     def add(self, proposal: Proposal) -> bool:
         """Add the next token of the block. Return whether it begins the block."""
@@ -75,6 +76,14 @@ class DraftBuffer:
     def drop_ahead(self) -> None:
         """Drop the tokens drafted ahead."""
         self.ahead.clear()
+
+    def drop_lookups(self) -> int:
+        """Drop the first proposal of prompt lookup and all behind it. Return how many pending ones are left."""
+        proposals = [*self.pending, *self.ahead]
+        kept = next((n for n, proposal in enumerate(proposals) if proposal.match_length), len(proposals))
+        self.ahead = self.ahead[: max(0, kept - len(self.pending))]
+        del self.pending[kept:]
+        return len(self.pending)
 
     def resolve_guess(self, bonus: int | None) -> None:
         """Keep the tokens behind a correct guess of the bonus token, else none. bonus: None if drafts were rejected."""

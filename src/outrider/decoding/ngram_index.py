@@ -12,7 +12,7 @@ than the tokens that it removes, and each of them was appended once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 MAX_CANDIDATES = 1024  # most recent occurrences that are compared: bounds the time in repetitive texts
@@ -66,8 +66,8 @@ class NgramIndex:
                 del self._last_end[self._last_ngram()]
             self._ids.pop()
 
-    def find(self) -> Match | None:
-        """Return the longest match of the last tokens, of several the most recent, or None.
+    def find(self, excluded: Collection[int] = ()) -> Match | None:
+        """Return the longest match of the last tokens whose token is not excluded, of several the most recent, or None.
 
         The result depends on the tokens alone, not on the calls that appended them.
         """
@@ -77,7 +77,7 @@ class NgramIndex:
             if not end or (best is not None and best.length == self._max_ngram):
                 break
             length = self._match_length(end)
-            if best is None or length > best.length:
+            if (best is None or length > best.length) and self._ids[end] not in excluded:
                 best = Match(length, self._ids[end])
             end = self._previous_end[end - 1]
         return best

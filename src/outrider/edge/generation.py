@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from outrider.config import GenerationSettings
 from outrider.decoding.actions import Plan
+from outrider.decoding.adaptive_draft_length import AcceptanceModel
 from outrider.decoding.calibrated_gate import Calibrated
 from outrider.decoding.decoder import Decoder
 from outrider.decoding.detokenizer import Tokenizer, get_detokenizer
 from outrider.decoding.draft_length import DraftLength
-from outrider.decoding.draft_source import DraftSourceController
 from outrider.decoding.events import Event, StreamEvent
 from outrider.decoding.incremental_text import IncrementalDetokenizer
 from outrider.decoding.ngram_index import NgramIndex
@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # a module that loads transformers
 class GenerationContext:
     """The parts of a `SpeculativeDecoder` that all its generations use.
 
-    lock: guards `guarantees`, `draft_source` and the controller of `draft_length`, which learn from every generation.
+    lock: guards `guarantees`, `acceptance` and the controller of `draft_length`, which learn from every generation.
     tokenizer, audio_encoder: those of the engine that encodes prompts, or None.
     """
 
@@ -55,7 +55,7 @@ class GenerationContext:
     lookup: PromptLookup | None
     verifier: Verifier | None
     draft_length: DraftLength | None
-    draft_source: DraftSourceController
+    acceptance: AcceptanceModel
     with_signals: bool
     pair: ModelPair
     thread_guard: ThreadGuard
@@ -193,12 +193,12 @@ class Generation:
         if context.draft_length is None:
             return None
         needs_q = options.acceptance_rule.needs_q and context.verifier is not None
-        lookup = None if context.lookup is None else self._open_lookup(context.lookup, needs_q=needs_q)
-        if context.draft is None:
-            return lookup
         policy = Policy.build(
             self._settings, handshake.target.eos_ids, handshake.draft_vocabulary, len(self.prompt.ids)
         )
+        lookup = None if context.lookup is None else self._open_lookup(context.lookup, policy, needs_q=needs_q)
+        if context.draft is None:
+            return lookup
         model = Drafter(
             CachedSequence(context.draft, self.prompt, "drafter"),
             policy,
@@ -209,18 +209,11 @@ class Generation:
         if lookup is None:
             return model
         per_token = not self._decoder.plan.is_block_invariant
-        return CombinedDrafter(model, lookup, context.draft_source, per_token=per_token)
+        return CombinedDrafter(model, lookup, context.acceptance, per_token=per_token)
 
-    def _open_lookup(self, lookup: PromptLookup, *, needs_q: bool) -> LookupDrafter:
-        handshake, settings = self._handshake, self._settings
-        placeholder = handshake.target.placeholder
-        return LookupDrafter(
-            NgramIndex(lookup.min_ngram, lookup.max_ngram),
-            handshake.draft_vocabulary,
-            eos_ids=() if settings.ignore_eos else handshake.target.eos_ids,
-            excluded_ids={*settings.suppress_tokens, *(() if placeholder is None else (placeholder,))},
-            needs_q=needs_q,
-        )
+    def _open_lookup(self, lookup: PromptLookup, policy: Policy, *, needs_q: bool) -> LookupDrafter:
+        index, placeholder = NgramIndex(lookup.min_ngram, lookup.max_ngram), self._handshake.target.placeholder
+        return LookupDrafter(index, policy, placeholder=placeholder, needs_q=needs_q)
 
     def _open_session(self) -> VerifierSession | None:
         context, options = self._context, self._context.options
@@ -246,8 +239,8 @@ class Generation:
 
     def _run_driver(self, drafter: Proposer | None, session: VerifierSession | None) -> Iterator[Event]:
         context = self._context
-        draft_source = None if context.lookup is None else context.draft_source
-        observer = RoundObserver(self._decoder, lock=context.lock, draft_source=draft_source)
+        acceptance = None if context.lookup is None else context.acceptance
+        observer = RoundObserver(self._decoder, lock=context.lock, acceptance=acceptance)
         if drafter is not None and session is not None and self._context.options.driver == "pipelined":
             return pipelined(self._decoder, drafter, session, observer)
         verify = None if session is None else (session.verify if drafter is not None else session.generate)

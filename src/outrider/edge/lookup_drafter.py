@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 from dataclasses import replace
 
 import torch
 
 from outrider.decoding.actions import Draft, Proposal
-from outrider.decoding.draft_source import DraftSourceController
+from outrider.decoding.adaptive_draft_length import AcceptanceModel
 from outrider.decoding.ngram_index import Match, NgramIndex
 from outrider.edge.drafter import Drafter
+from outrider.sampling.policy import Policy
 from outrider.sampling.sampler import Support
 
 
@@ -21,22 +21,22 @@ class LookupDrafter:
     Each token is looked up behind the earlier ones, so a proposal depends on its prefix alone. The division into calls
     and the timing of verdicts do not matter.
 
-    vocab_size: the number of ids that the target may emit. eos_ids: one of them ends a block. excluded_ids: never
-    proposed. needs_q: proposals carry q for rejection sampling. Lookup is deterministic, so q is a point mass: d is
-    accepted with probability p(d), and a rejected d is replaced by a draw from p without d.
+    policy: the target's. Tokens that it bans are not proposed, as with `no_repeat_ngram_size`, and an EOS ends a block.
+    placeholder: of recordings, never proposed. needs_q: proposals carry q for rejection sampling. Lookup is
+    deterministic, so q is a point mass: d is accepted with probability p(d), and a rejected d is replaced by a draw
+    from p without d.
     """
 
     def __init__(
         self,
         index: NgramIndex,
-        vocab_size: int,
+        policy: Policy,
         *,
-        eos_ids: Collection[int] = (),
-        excluded_ids: Collection[int] = (),
+        placeholder: int | None = None,
         needs_q: bool = False,
     ) -> None:
-        self._index, self._vocab_size = index, vocab_size
-        self._eos_ids, self._excluded_ids, self._needs_q = eos_ids, excluded_ids, needs_q
+        self._index, self._policy, self._needs_q = index, policy, needs_q
+        self._placeholders = () if placeholder is None else (placeholder,)
         self.seconds = 0.0  # of drafting
         self.prefill_seconds = 0.0  # of these, of the first draft, which indexes the prompt
 
@@ -45,13 +45,11 @@ class LookupDrafter:
         started, ids = time.perf_counter(), list(ids)
         proposals: list[Proposal] = []
         for _ in range(action.count):
-            self._index.extend(ids[len(self._index) :])
-            if (match := self._find()) is None:
+            if (match := self._find(ids)) is None:
                 break
-            token = match.token
             proposals.append(self._propose(match))
-            ids.append(token)
-            if token in self._eos_ids:
+            ids.append(match.token)
+            if match.token in self._policy.processors.eos_ids:
                 break
         elapsed = time.perf_counter() - started
         self.seconds += elapsed
@@ -60,8 +58,7 @@ class LookupDrafter:
 
     def match_length(self, ids: list[int]) -> int:
         """Return how many of the last tokens agree with the occurrence to copy from, 0 if there is none."""
-        self._index.extend(ids[len(self._index) :])
-        match = self._find()
+        match = self._find(ids)
         return 0 if match is None else match.length
 
     def rollback_to(self, length: int) -> None:
@@ -71,12 +68,12 @@ class LookupDrafter:
     def close(self) -> None:
         """Do nothing: the index is freed with the drafter."""
 
-    def _find(self) -> Match | None:
-        """Return the match, or None if there is none, or if the target cannot emit its token."""
-        match = self._index.find()
-        if match is None or match.token >= self._vocab_size or match.token in self._excluded_ids:
-            return None
-        return match
+    def _find(self, ids: list[int]) -> Match | None:
+        """Return the longest match of `ids` with a token that the target can emit, or None."""
+        self._index.extend(ids[len(self._index) :])
+        excluded = {*self._policy.banned_ids(ids), *self._placeholders}
+        match = self._index.find(excluded)
+        return None if match is None or match.token >= self._policy.vocab_size else match
 
     def _propose(self, match: Match) -> Proposal:
         q = Support(torch.tensor([match.token]), torch.zeros(1)) if self._needs_q else None
@@ -84,18 +81,16 @@ class LookupDrafter:
 
 
 class CombinedDrafter:
-    """Drafts each part of a block by prompt lookup or with the model, as the controller prefers.
+    """Drafts each part of a block by prompt lookup or with the model, whichever is accepted more often.
 
     The model's cache lacks the tokens that were looked up. The next draft of the model feeds them in one forward.
 
-    per_token: choose the source of each token, not of each call. If the output depends on the drafts, it must not
-    depend on their division into calls.
+    Tokens that no verifier decides come from the model alone. per_token: choose the source of each token, not of each
+    call. If the output depends on the drafts, it must not depend on their division into calls.
     """
 
-    def __init__(
-        self, model: Drafter, lookup: LookupDrafter, controller: DraftSourceController, *, per_token: bool
-    ) -> None:
-        self._model, self._lookup, self._controller = model, lookup, controller
+    def __init__(self, model: Drafter, lookup: LookupDrafter, acceptance: AcceptanceModel, *, per_token: bool) -> None:
+        self._model, self._lookup, self._acceptance = model, lookup, acceptance
         self._per_token = per_token
 
     @property
@@ -110,8 +105,8 @@ class CombinedDrafter:
 
     def draft(self, ids: list[int], action: Draft) -> list[Proposal]:
         """Return up to action.count proposals of one source."""
-        length = 0 if action.leave_loop else self._lookup.match_length(ids)
-        source = self._lookup if length and self._controller.prefers_lookup(length) else self._model
+        length = 0 if action.model_only else self._lookup.match_length(ids)
+        source = self._lookup if length and self._acceptance.prefers_lookup(length) else self._model
         return source.draft(ids, replace(action, count=1) if self._per_token else action)
 
     def rollback_to(self, length: int) -> None:
