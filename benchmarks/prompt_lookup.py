@@ -1,15 +1,17 @@
 """Accepted tokens per verdict of prompt lookup, of a draft model, and of both together, on real models.
 
-For every prompt transformers generates with `prompt_lookup_num_tokens` k, and Outrider with prompt lookup and the same
-k. Both must give the same tokens. The other drafters then draft against a verifier that replays these tokens: in
-float32 a verdict depends on them alone, so that the target need not run again. With --timed the target does run for
-the draft model and for both together, and all drafters have tokens per second (without the time to the first token).
+The target generates with prompt lookup. All drafters, among them transformers' own prompt lookup with the same k, then
+draft against a verifier that replays this output: a greedy verdict depends on it alone, so that the target need not run
+again. With --check transformers generates with `prompt_lookup_num_tokens` as well: in float32 it must give the same
+tokens, in as many forwards as its replay. With --timed the target runs for each drafter, for tokens per second without
+the time to the first token.
 
-    python benchmarks/prompt_lookup.py TARGET DRAFT PROMPTS.jsonl [--categories summarization,rag,coding] [--count 3]
-        [--tokens 96] [--prompt-tokens 900] [--k 10] [--timed]
+    python -m benchmarks.prompt_lookup TARGET DRAFT PROMPTS.jsonl [--categories summarization,rag,coding] [--count 5]
+        [--tokens 96] [--prompt-tokens 900] [--k 10] [--outputs FILE.jsonl] [--check] [--timed]
 
-PROMPTS.jsonl holds one object per line with "category" and "turns", as Spec-Bench does. The first turn is the prompt.
-Prints a line per prompt and one JSON line at the end. Exits 1 if an output differs from transformers'.
+A model is a directory (float32) or a .gguf file (llama.cpp). PROMPTS.jsonl holds one object per line with "category"
+and "turns", as Spec-Bench does. The first turn is the prompt. --outputs keeps the target's outputs in a file, and uses
+those in it. Prints a line per prompt and one JSON line at the end. Exits 1 if an output differs from transformers'.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from outrider.api import SpeculativeDecoder, local
 from outrider.decoding.actions import Verify
@@ -32,7 +34,7 @@ from outrider.engines.base import Engine, Prompt
 from outrider.engines.load import load_engine
 from outrider.engines.prompt_lookup import prompt_lookup
 from outrider.sampling.acceptance import Verdict
-from outrider.verifiers.base import ModelInfo, SessionParams, SessionTable
+from outrider.verifiers.base import ModelInfo, SessionParams, SessionTable, Verifier
 from outrider.verifiers.local import describe
 
 MIN_NGRAMS = (1, 2, 3)
@@ -56,6 +58,7 @@ class Tally:
     def figures(self) -> dict[str, float | None]:
         """Return the rates."""
         return {
+            "accepted_per_verdict": round(self.accepted / self.verdicts, 3),
             "tokens_per_verdict": round(self.tokens / self.verdicts, 3),
             "acceptance_rate": round(self.accepted / self.drafted, 3) if self.drafted else None,
             "tokens_per_s": round(self.tokens / self.seconds, 2) if self.seconds else None,
@@ -80,10 +83,7 @@ class ReplayVerifier(SessionTable[int]):
     def verify(self, session: int, request: Verify) -> Verdict:
         """Accept the drafts that agree with the output, and correct the next one."""
         rest = self.output[request.base_length - self._get(session) :]
-        pairs = zip(request.draft_ids, rest, strict=False)
-        accepted = next((n for n, (drafted, token) in enumerate(pairs) if drafted != token), None)
-        if accepted is None:
-            accepted = min(len(request.draft_ids), len(rest))
+        accepted = count_accepted(list(request.draft_ids), rest)
         return Verdict(request.round, accepted, [*rest, 0][accepted])
 
     def generate(self, session: int) -> Iterator[Verdict]:
@@ -100,74 +100,112 @@ class Drafters:
 
     def __init__(self, target: Engine, model: Engine, k: int | str, *, timed: bool) -> None:
         self._replay = ReplayVerifier(target)
-        verifier = local(target) if timed else self._replay
-        self.lookup = SpeculativeDecoder(prompt_lookup(), local(target), k=k)
-        self._others = {
+        verifier: Verifier = local(target) if timed else self._replay
+        self._decoders = {
+            "lookup": SpeculativeDecoder(prompt_lookup(), verifier, k=k),
             "model": SpeculativeDecoder(model, verifier, k=k),
             "model+lookup": SpeculativeDecoder(model, verifier, lookup=prompt_lookup(), k=k),
         }
         for size in MIN_NGRAMS:
             lookup = prompt_lookup(min_ngram=size)
-            self._others[f"lookup, min_ngram {size}"] = SpeculativeDecoder(lookup, self._replay, k=k)
+            self._decoders[f"min_ngram {size}"] = SpeculativeDecoder(lookup, self._replay, k=k)
 
     def run(self, ids: list[int], output: list[int]) -> dict[str, Tally]:
-        """Draft against the output with all drafters but the lookup with the target."""
+        """Draft against the output with each drafter."""
         self._replay.output = output
-        return {name: measure(decoder, ids, output) for name, decoder in self._others.items()}
+        return {name: measure(decoder, ids, output) for name, decoder in self._decoders.items()}
+
+
+def count_accepted(drafted: list[int], output: list[int]) -> int:
+    """Return how many of the drafted tokens agree with the output."""
+    pairs = zip(drafted, output, strict=False)
+    return next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(drafted), len(output)))
 
 
 def measure(decoder: SpeculativeDecoder, ids: list[int], output: list[int]) -> Tally:
-    """Generate `output` again.
-
-    Raises:
-        ValueError: the decoder gives another output.
-    """
-    result = decoder.generate(ids, max_new_tokens=len(output), ignore_eos=True)
-    if result.token_ids != output:
-        raise ValueError(f"{decoder.summary()}: {result.token_ids} in place of {output}")
-    stats = result.stats
+    """Generate as many tokens as the output has, which is the decoder's output in a replay."""
+    stats = decoder.generate(ids, max_new_tokens=len(output), ignore_eos=True).stats
     seconds = 0.0 if isinstance(decoder.verifier, ReplayVerifier) else stats.total_s - stats.ttft_s
     return Tally(len(output), stats.rounds, stats.verified, stats.accepted, seconds)
 
 
-def reference(engine: Any, ids: list[int], tokens: int, k: int) -> tuple[list[int], Tally]:
-    """Generate with transformers' prompt lookup. Return the output and its tally."""
-    calls: list[tuple[int, float]] = []  # tokens and end of each forward
-    handle = engine.model.register_forward_hook(
-        lambda module, args, options, out: calls.append((options["input_ids"].shape[1], time.perf_counter())),
-        with_kwargs=True,
-    )
+def replay_transformers(ids: list[int], output: list[int], k: int) -> Tally:
+    """Draft against the output with transformers' prompt lookup, in its defaults."""
+    generator = PromptLookupCandidateGenerator(num_output_tokens=k, max_length=len(ids) + len(output))
+    tally, at = Tally(tokens=len(output)), 0
+    while at < len(output):
+        candidates, _ = generator.get_candidates(torch.tensor([[*ids, *output[:at]]]))
+        drafted = candidates[0, len(ids) + at :].tolist()[: len(output) - at - 1]
+        accepted = count_accepted(drafted, output[at:])
+        tally.add(Tally(0, 1, len(drafted), accepted))
+        at += accepted + 1
+    return tally
+
+
+def check(engine: Any, ids: list[int], output: list[int], options: argparse.Namespace) -> str:
+    """Return how the output and the forwards of its replay differ from transformers' generate, "" if they do not."""
+    forwards: list[int] = []
+    handle = engine.model.register_forward_hook(lambda *_: forwards.append(1))
     prompt = torch.tensor([ids])
     try:
         out = engine.model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            max_new_tokens=tokens,
+            max_new_tokens=options.tokens,
             do_sample=False,
             repetition_penalty=1.0,
             pad_token_id=engine.eos_ids[0],
-            prompt_lookup_num_tokens=k,
+            prompt_lookup_num_tokens=options.k,
         )
     finally:
         handle.remove()
-    seconds = time.perf_counter() - calls[0][1]
-    output = out[0, len(ids) :].tolist()
-    drafted = sum(count for count, _ in calls) - len(ids) - (len(calls) - 1)
-    return output, Tally(len(output), len(calls), drafted, len(output) - len(calls), seconds)
+    theirs, replayed = out[0, len(ids) :].tolist(), replay_transformers(ids, output, options.k).verdicts
+    if theirs != output:
+        return f"transformers gives {theirs} in place of {output}"
+    return "" if len(forwards) == replayed else f"transformers takes {len(forwards)} forwards, its replay {replayed}"
 
 
 def prompts(options: argparse.Namespace, decoder: SpeculativeDecoder) -> Iterator[tuple[str, list[int]]]:
-    """Yield the first prompts of each category that are short enough, category by category in turn."""
-    found: dict[str, list[list[int]]] = defaultdict(list)
+    """Yield the first prompts of each category that are short enough, in turn."""
+    found: dict[str, list[list[int]]] = {name: [] for name in options.categories.split(",")}
     for line in options.prompts.read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
-        category = found[entry["category"]]
-        if entry["category"] in options.categories.split(",") and len(category) < options.count:
+        kept = found.get(entry["category"])
+        if kept is not None and len(kept) < options.count:
             ids = list(decoder.encode([{"role": "user", "content": entry["turns"][0]}]).ids)
             if len(ids) <= options.prompt_tokens:
-                category.append(ids)
+                kept.append(ids)
     for n in range(options.count):
         yield from ((name, kept[n]) for name, kept in found.items() if n < len(kept))
+
+
+class Outputs:
+    """The target's outputs, in a file if there is one."""
+
+    def __init__(self, decoder: SpeculativeDecoder, tokens: int, file: Path | None) -> None:
+        self._decoder, self._tokens, self._file = decoder, tokens, file
+        lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []
+        self._known = {tuple(entry["ids"]): entry["output"] for entry in map(json.loads, lines)}
+
+    def output(self, ids: list[int]) -> list[int]:
+        """Return the output of a prompt."""
+        known: list[int] | None = self._known.get(tuple(ids))
+        if known is not None and (len(known) >= self._tokens or known[-1] in self._eos_ids):
+            return known[: self._tokens]
+        output = self._decoder.generate(ids, max_new_tokens=self._tokens).token_ids
+        if self._file is not None:
+            with self._file.open("a", encoding="utf-8") as file:
+                print(json.dumps({"ids": ids, "output": output}), file=file)
+        return output
+
+    @property
+    def _eos_ids(self) -> tuple[int, ...]:
+        return self._decoder.verifier.engine.eos_ids  # type: ignore[union-attr]
+
+
+def load(name: str) -> Engine:
+    """Load a .gguf file into llama.cpp, or a directory in float32."""
+    return load_engine(name) if name.endswith(".gguf") else load_engine(name, dtype="float32", device="cpu")
 
 
 def main() -> None:
@@ -176,25 +214,26 @@ def main() -> None:
     parser.add_argument("draft")
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--categories", default="summarization,rag,coding")
-    parser.add_argument("--count", type=int, default=3)
+    parser.add_argument("--count", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--prompt-tokens", type=int, default=900)
     parser.add_argument("--k", type=int, default=10)
+    parser.add_argument("--outputs", type=Path)
+    parser.add_argument("--check", action="store_true")
     parser.add_argument("--timed", action="store_true")
     options = parser.parse_args()
-    target, model = (load_engine(name, dtype="float32", device="cpu") for name in (options.target, options.draft))
+    target, model = load(options.target), load(options.draft)
     drafters = Drafters(target, model, options.k, timed=options.timed)
+    reader = SpeculativeDecoder(prompt_lookup(), local(target), k=options.k)
+    outputs = Outputs(reader, options.tokens, options.outputs)
     tallies: dict[str, dict[str, Tally]] = defaultdict(lambda: defaultdict(Tally))
     different = 0
-    for n, (category, ids) in enumerate(prompts(options, drafters.lookup)):
-        output, theirs = reference(target, ids, options.tokens, options.k)
-        found = {"transformers": theirs}
-        try:
-            found["lookup"] = measure(drafters.lookup, ids, output)
-        except ValueError as error:
+    for n, (category, ids) in enumerate(prompts(options, reader)):
+        output = outputs.output(ids)
+        if options.check and (difference := check(target, ids, output, options)):
             different += 1
-            print(error, flush=True)
-        found |= drafters.run(ids, output)
+            print(f"{n:2d} {category}: {difference}", flush=True)
+        found = {"transformers": replay_transformers(ids, output, options.k), **drafters.run(ids, output)}
         for name, tally in found.items():
             tallies[category][name].add(tally)
             tallies["all"][name].add(tally)
@@ -202,7 +241,9 @@ def main() -> None:
         print(f"{n:2d} {category:13s} {len(ids):4d}+{len(output)} tokens: {rates}", flush=True)
     summary = {
         "benchmark": "prompt_lookup",
+        "target": target.name,
         "k": options.k,
+        "checked": options.check,
         "different": different,
         "figures": {
             category: {name: tally.figures() for name, tally in by_name.items()}

@@ -29,15 +29,15 @@ from outrider.verifiers.base import ModelInfo, Verifier
 from outrider.verifiers.local import LocalVerifier
 
 if TYPE_CHECKING:  # a module that loads transformers
-    from outrider.engines.torch.model_families import AudioInput
+    from outrider.engines.torch.model_families import AudioFeatures
 
 IDS_ONLY = (
     "without a drafter, a cloud across a network takes token ids (--prompt-ids): texts and recordings need an edge "
     "model to prepare them"
 )
 NO_TOKENIZER = (
-    "prompt lookup without a tokenizer takes token ids (--prompt-ids) with a cloud across a network: for texts, name "
-    "the target's tokenizer, as --edge lookup:DIRECTORY or prompt_lookup(DIRECTORY)"
+    "prompt lookup without a tokenizer takes token ids (--prompt-ids) with a cloud across a network: for texts and "
+    "recordings, name the target's tokenizer, as --edge lookup:DIRECTORY or prompt_lookup(DIRECTORY)"
 )
 CAPTIONS_ONLY = (
     "{} only writes captions of recordings: its answer to a text or an instruction is meaningless, whatever the "
@@ -228,6 +228,11 @@ class SpeculativeDecoder:
         encoder = self._encoder
         if isinstance(encoder, _IdsOnly):
             raise PromptError(self._ids_only)
+        if self._audio_encoder is None and isinstance(encoder, PromptLookup):
+            raise PromptError(
+                f"{encoder.name} takes no audio: recordings need the target's config.json and preprocessor_config.json "
+                "in the directory of its tokenizer"
+            )
         if self._audio_encoder is None:
             raise PromptError(f"{encoder.name} takes no audio: give an audio-language model as --edge, or as the draft")
 
@@ -286,8 +291,8 @@ class SpeculativeDecoder:
         return self.verifier.engine if isinstance(self.verifier, LocalVerifier) else _IdsOnly(self._target)
 
     @property
-    def _audio_encoder(self) -> AudioInput | None:
-        audio_encoder: AudioInput | None = getattr(self._encoder, "audio", None)
+    def _audio_encoder(self) -> AudioFeatures | None:
+        audio_encoder: AudioFeatures | None = getattr(self._encoder, "audio", None)
         return audio_encoder
 
 

@@ -14,11 +14,12 @@ from outrider import (
     SettingsError,
     SpeculativeDecoder,
     VocabularyMismatch,
+    load_engine,
     local,
     prompt_lookup,
 )
 from tests.support.fakes import FarVerifier
-from tests.support.tiny_models import byte_tokenizer, clip, subword_tokenizer, tiny_engine
+from tests.support.tiny_models import byte_tokenizer, clip, subword_tokenizer, tiny_engine, tiny_model
 
 
 @pytest.mark.parametrize(
@@ -55,8 +56,26 @@ def test_a_directory_needs_no_weights_and_names_its_ends(tmp_path: Path) -> None
         prompt_lookup(tmp_path)
 
 
-def test_the_bundled_pair_s_tokenizer_has_a_name() -> None:
-    assert prompt_lookup("demo").name == "lookup:demo"
+def test_the_bundled_pair_s_tokenizer_has_a_name_and_audio_settings() -> None:
+    lookup, engine = prompt_lookup("demo"), load_engine("demo:edge")
+    assert lookup.name == "lookup:demo"
+    assert lookup.captions_only
+    assert lookup.audio is not None
+    assert lookup.audio.placeholder == engine.audio.placeholder
+    waveform = clip(1.234)
+    assert lookup.audio.token_count(len(waveform)) == engine.audio.token_count(len(waveform))
+    assert (lookup.audio.features(waveform) == engine.audio.features(waveform)).all()
+
+
+def test_a_text_model_s_directory_has_no_audio_settings(tmp_path: Path) -> None:
+    subword_tokenizer().save_pretrained(tmp_path)
+    tiny_model("qwen2").config.save_pretrained(tmp_path)
+    lookup = prompt_lookup(tmp_path)
+    assert lookup.audio is None
+    assert not lookup.captions_only
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot load the audio settings of"):
+        prompt_lookup(tmp_path)
 
 
 def test_another_tokenizer_than_the_target_s_is_refused() -> None:
@@ -74,6 +93,8 @@ def test_a_text_needs_a_tokenizer_on_the_edge() -> None:
     assert named.generate("the end", max_new_tokens=4).text
     from outrider import Audio
 
+    with pytest.raises(PromptError, match=r"takes no audio: recordings need the target's config\.json"):
+        named.check_audio_support()
     with pytest.raises(PromptError, match="takes no audio"):
         named.generate(Audio(clip(0.5)))
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ from hypothesis import strategies as st
 
 from outrider import Audio, SpeculativeDecoder, connect, local, prompt_lookup
 from outrider.edge.verifier_session import PipelinedVerifier
+from outrider.verifiers.base import Verifier, disconnect
 from tests.equivalence.test_greedy import PROMPTS, SETTINGS, check_exact, expected
 from tests.equivalence.test_sampled import FILTERS, SEEDS, SMALL, assert_frequencies, exact_probabilities
-from tests.support.cloud_server import serving
+from tests.support.cloud_server import Served, serving
 from tests.support.fake_llm_server import EOS, Model, connect_servers, target_engine
 from tests.support.fake_vllm import VllmServer
 from tests.support.fakes import FarVerifier, HashRows, OracleEngine, ScriptedEngine, blend, exhaust, replay
@@ -24,6 +27,7 @@ from tests.support.tiny_models import (
     VOCAB,
     byte_tokenizer,
     clip,
+    feature_extractor,
     reference_audio,
     subword_tokenizer,
     tiny_engine,
@@ -145,6 +149,24 @@ def test_recordings_are_encoded_by_the_verifier_in_this_process(family: str) -> 
     check_exact(decoder.generate(prompt, max_new_tokens=16), wanted)
 
 
+@pytest.mark.network
+@pytest.mark.parametrize("privacy", ["audio", "features"])
+@pytest.mark.parametrize("family", ["omni", "qwen2-audio"])
+def test_recordings_are_prepared_without_weights_for_our_own_cloud(family: str, privacy: Any, tmp_path: Path) -> None:
+    tokenizer, waveform = subword_tokenizer(), clip(0.777, seed=3)
+    tokenizer.save_pretrained(tmp_path)
+    tiny_model(family).config.save_pretrained(tmp_path)
+    feature_extractor(family).save_pretrained(tmp_path)
+    prompt = Audio(waveform, instruction="tell the emotion, tell the emotion.")
+    with serving(tiny_engine(family, tokenizer=tokenizer)) as served, connected_to(served) as verifier:
+        decoder = SpeculativeDecoder(prompt_lookup(tmp_path), verifier, k=4, privacy=privacy)
+        decoder.check_audio_support()
+        result = decoder.generate(prompt, max_new_tokens=16)
+        wanted = reference_audio(tiny_model(family), decoder.encode(prompt).ids, family, waveform)
+        check_exact(result, wanted)
+        assert result.stats.media_bytes_up > 1000
+
+
 # Sampled --------------------------------------------------------------------------------------------------------
 
 
@@ -251,11 +273,21 @@ def test_after_a_loss_of_the_cloud_the_model_continues_alone(
     assert found.token_ids == wanted
 
 
+@contextmanager
+def connected_to(served: Served) -> Iterator[Verifier]:
+    verifier = connect(f"grpc://{served.address}")
+    assert verifier is not None
+    try:
+        yield verifier
+    finally:
+        disconnect(verifier)
+
+
 @pytest.mark.network
 @pytest.mark.parametrize("accept", ["exact", "residual"])
 def test_our_own_cloud_verifies_lookups_and_empty_blocks(accept: str) -> None:
-    with serving(tiny_engine("qwen2", tokenizer=subword_tokenizer())) as served:
-        verifier = connect(f"grpc://{served.address}")
+    engine = tiny_engine("qwen2", tokenizer=subword_tokenizer())
+    with serving(engine) as served, connected_to(served) as verifier:
         for n, prompt in enumerate(PROMPTS):
             options = {"max_new_tokens": 20, **SETTINGS[n]}
             wanted = expected("qwen2", prompt, **options)
@@ -270,7 +302,6 @@ def test_our_own_cloud_verifies_lookups_and_empty_blocks(accept: str) -> None:
         result = texts.generate("the end and the end and the", max_new_tokens=12)
         check_exact(result, expected("qwen2", ids, max_new_tokens=12))
         assert result.text == subword_tokenizer().decode(result.token_ids, skip_special_tokens=True)
-        verifier.disconnect()  # type: ignore[union-attr]
 
 
 @pytest.mark.network

@@ -165,6 +165,6 @@ def check_accepts_text(models: Models) -> None:
     from outrider.verifiers.connect import parse_cloud_address
 
     target = parse_cloud_address(models.cloud)
-    reader = models.edge_model or (target.model if target.kind == "local" else None)
+    reader = models.edge_model or models.lookup_tokenizer or (target.model if target.kind == "local" else None)
     if reader is not None and captions_only(reader):
         raise PromptError(NO_TEXTS.format(full_name(reader)))

@@ -50,7 +50,8 @@ class Models:
     edge
         The drafter: a directory, hub id, .gguf file, "demo", or "none" for cloud-only. "lookup" drafts without a model
         (prompt lookup, n-gram), and lookup:TOKENIZER names the cloud's tokenizer, a directory or hub id, which texts
-        need with a cloud across a network. MODEL+lookup uses whichever of the two is accepted more often.
+        and recordings need with a cloud across a network. MODEL+lookup uses whichever of the two is accepted more
+        often. A directory of the name lookup is ./lookup.
     cloud
         The verifier: grpc://HOST:PORT (a running outrider cloud), vllm://HOST:PORT[,HOST:PORT...] (one vLLM server, or
         replicas), sglang://HOST:PORT, local:MODEL, or "none" for edge-only.
@@ -88,6 +89,18 @@ class Models:
             raise SettingsError(
                 f"--edge {self.edge}: {purpose} needs a draft model, not prompt lookup: give --edge MODEL"
             )
+
+
+@Parameter(name="*", group=MODELS)
+@dataclass(frozen=True)
+class MeasuredModels(Models):
+    """The models that a command measures, and their device.
+
+    Parameters
+    ----------
+    edge
+        The drafter: a directory, hub id, .gguf file, or "demo".
+    """
 
 
 @Parameter(name="*", group=SPECULATION)
@@ -302,7 +315,7 @@ class Run(Pair):
 class Measurement:
     """The options of a command that measures a pair, and prints figures."""
 
-    models: Models = Models()
+    models: MeasuredModels = MeasuredModels()
     connection: Connection = Connection()
     decoding: Decoding = Decoding()
     output: Output = Output()

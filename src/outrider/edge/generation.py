@@ -39,7 +39,7 @@ from outrider.transport.byte_counts import ByteCounts
 from outrider.verifiers.base import SessionParams, Verifier
 
 if TYPE_CHECKING:  # a module that loads transformers
-    from outrider.engines.torch.model_families import AudioInput
+    from outrider.engines.torch.model_families import AudioFeatures
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class GenerationContext:
     guarantees: GuaranteeTracker
     lock: threading.Lock
     tokenizer: Tokenizer | None
-    audio_encoder: AudioInput | None
+    audio_encoder: AudioFeatures | None
 
     def decode(self, ids: list[int], *, skip_special: bool = True) -> str:
         """Return the text of token ids, empty without a tokenizer."""

@@ -28,6 +28,7 @@ from outrider.hints import install_command
 if TYPE_CHECKING:
     from outrider.engines.llama_cpp.engine import GgufEngine
     from outrider.engines.torch.engine import TorchEngine
+    from outrider.engines.torch.model_families import AudioFeatures
 
 log = logging.getLogger(__name__)
 
@@ -185,6 +186,30 @@ def load_tokenizer(name: str) -> Any:
     return tokenizer
 
 
+def load_audio_features(name: str) -> AudioFeatures | None:
+    """Load the weightless part of a checkpoint's audio encoder: config.json and preprocessor_config.json.
+
+    Returns None without these files, and for a text model.
+
+    Raises:
+        ModelError: a file cannot be used.
+    """
+    path = resolve_tokenizer_path(name)
+    with LOAD_LOCK, warnings.catch_warnings(), map_load_errors(name, "cannot load the audio settings of"):
+        warnings.simplefilter("ignore")
+        if find_file(path, "config.json") is None:
+            return None
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        extractor = _load_extractor(path) if config.model_type in _AUDIO_TYPES else None
+        if extractor is None:
+            return None
+        from outrider.engines.torch.model_families import audio_features
+
+        return audio_features(getattr(config, "thinker_config", config), extractor)
+
+
 def read_eos_ids(name: str) -> tuple[object, ...]:
     """Return the end tokens of a checkpoint's generation_config.json, unchecked and without loading the model.
 
@@ -208,20 +233,25 @@ def resolve_tokenizer_path(name: str) -> str:
     if name.endswith(".gguf"):
         raise ModelError(f"{name}: the tokenizer of a .gguf file cannot be loaded alone: give a tokenizer's directory")
     path = Path(name).expanduser()
-    if path.is_dir():
-        return str(path)
-    if full_name(name) not in _BUNDLED_NAMES and (path.exists() or not _HUB_ID.fullmatch(name)):
+    if full_name(name) in _BUNDLED_NAMES:
+        return resolve_path(name)
+    if not path.is_dir() and (path.exists() or not _HUB_ID.fullmatch(name)):
         raise ModelError(f"no such tokenizer: {name} (give a directory or a hub id)")
-    return resolve_path(name)
+    return str(path)
 
 
 def captions_only(name: str) -> bool:
     """Return whether a model takes recordings alone as prompts, without loading it. False if only loading shows it.
 
+    name: a model, or the directory of its tokenizer.
+
     Raises:
         ModelError: no such model, or its config.json is not valid.
     """
-    config = Path(resolve_path(name)) / "config.json"  # of a hub id it need not be on this machine
+    folder = Path(name).expanduser()
+    if full_name(name) in _BUNDLED_NAMES or not folder.is_dir():
+        folder = Path(resolve_path(name))
+    config = folder / "config.json"  # of a hub id it need not be on this machine
     return config.is_file() and is_captions_only(read_json(config, name).get(TASKS))
 
 
