@@ -67,13 +67,15 @@ def test_the_bundled_pair_s_tokenizer_has_a_name_and_audio_settings() -> None:
     assert (lookup.audio.features(waveform) == engine.audio.features(waveform)).all()
 
 
-def test_a_text_model_s_directory_has_no_audio_settings(tmp_path: Path) -> None:
+def test_a_directory_without_a_feature_extractor_has_no_audio_settings(tmp_path: Path) -> None:
     subword_tokenizer().save_pretrained(tmp_path)
     tiny_model("qwen2").config.save_pretrained(tmp_path)
     lookup = prompt_lookup(tmp_path)
     assert lookup.audio is None
     assert not lookup.captions_only
-    (tmp_path / "config.json").write_text("{")
+    tiny_model("omni").config.save_pretrained(tmp_path)
+    assert prompt_lookup(tmp_path).audio is None
+    (tmp_path / "preprocessor_config.json").write_text("{")
     with pytest.raises(ModelError, match="cannot load the audio settings of"):
         prompt_lookup(tmp_path)
 
