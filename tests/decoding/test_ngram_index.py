@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
 from hypothesis import given
@@ -13,11 +14,11 @@ from outrider.decoding.ngram_index import MAX_CANDIDATES, Match, NgramIndex
 TOKENS = st.lists(st.integers(0, 3), max_size=12)
 
 
-def naive_match(ids: Seq[int], min_ngram: int, max_ngram: int) -> Match | None:
-    """The longest suffix, up to max_ngram, that occurs earlier; of several occurrences the last."""
+def naive_match(ids: Seq[int], min_ngram: int, max_ngram: int, excluded: Collection[int] = ()) -> Match | None:
+    """The longest suffix, up to max_ngram, that occurs earlier before a token not excluded; the last of several."""
     for length in range(min(max_ngram, len(ids) - 1), min_ngram - 1, -1):
         for end in range(len(ids) - 1, length - 1, -1):
-            if ids[end - length : end] == ids[len(ids) - length :]:
+            if ids[end - length : end] == ids[len(ids) - length :] and ids[end] not in excluded:
                 return Match(length, ids[end])
     return None
 
@@ -53,7 +54,8 @@ class Rollbacks(RuleBasedStateMachine):
     def matches_are_those_of_a_plain_search(self) -> None:
         for size, index in zip(self.sizes, self.indices, strict=True):
             assert len(index) == len(self.ids)
-            assert index.find() == naive_match(self.ids, *size)
+            for excluded in ((), (0,), (1, 2), (0, 1, 2, 3)):
+                assert index.find(excluded) == naive_match(self.ids, *size, excluded)
 
 
 TestRollbacks = Rollbacks.TestCase
