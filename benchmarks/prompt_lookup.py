@@ -7,11 +7,12 @@ tokens, in as many forwards as its replay. With --timed the target runs for each
 the time to the first token.
 
     python -m benchmarks.prompt_lookup TARGET DRAFT PROMPTS.jsonl [--categories summarization,rag,coding] [--count 5]
-        [--tokens 96] [--prompt-tokens 900] [--k 10] [--outputs FILE.jsonl] [--check] [--timed]
+        [--tokens 96] [--k 10] [--outputs FILE.jsonl] [--check] [--timed]
 
 A model is a directory (float32) or a .gguf file (llama.cpp). PROMPTS.jsonl holds one object per line with "category"
-and "turns", as Spec-Bench does. The first turn is the prompt. --outputs keeps the target's outputs in a file, and uses
-those in it. Prints a line per prompt and one JSON line at the end. Exits 1 if an output differs from transformers'.
+and "turns", as Spec-Bench does. The prompts are the shortest first turns. --outputs keeps the target's outputs in a
+file, and uses those in it. Prints a line per prompt and one JSON line at the end. Exits 1 if an output differs from
+transformers'.
 """
 
 from __future__ import annotations
@@ -166,17 +167,15 @@ def check(engine: Any, ids: list[int], output: list[int], options: argparse.Name
 
 
 def prompts(options: argparse.Namespace, decoder: SpeculativeDecoder) -> Iterator[tuple[str, list[int]]]:
-    """Yield the first prompts of each category that are short enough, in turn."""
+    """Yield the shortest prompts of each category, in turn."""
     found: dict[str, list[list[int]]] = {name: [] for name in options.categories.split(",")}
     for line in options.prompts.read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
         kept = found.get(entry["category"])
-        if kept is not None and len(kept) < options.count:
-            ids = list(decoder.encode([{"role": "user", "content": entry["turns"][0]}]).ids)
-            if len(ids) <= options.prompt_tokens:
-                kept.append(ids)
+        if kept is not None:
+            kept.append(list(decoder.encode([{"role": "user", "content": entry["turns"][0]}]).ids))
     for n in range(options.count):
-        yield from ((name, kept[n]) for name, kept in found.items() if n < len(kept))
+        yield from ((name, sorted(kept, key=len)[n]) for name, kept in found.items() if n < len(kept))
 
 
 class Outputs:
@@ -216,7 +215,6 @@ def main() -> None:
     parser.add_argument("--categories", default="summarization,rag,coding")
     parser.add_argument("--count", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--prompt-tokens", type=int, default=900)
     parser.add_argument("--k", type=int, default=10)
     parser.add_argument("--outputs", type=Path)
     parser.add_argument("--check", action="store_true")
