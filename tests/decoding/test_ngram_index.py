@@ -15,9 +15,9 @@ TOKENS = st.lists(st.integers(0, 3), max_size=12)
 
 
 def naive_match(ids: Seq[int], min_ngram: int, max_ngram: int, excluded: Collection[int] = ()) -> Match | None:
-    """The longest suffix, up to max_ngram, that occurs earlier before a token not excluded; the last of several."""
+    """The longest suffix, up to max_ngram, that occurs earlier before a token not excluded; the first of several."""
     for length in range(min(max_ngram, len(ids) - 1), min_ngram - 1, -1):
-        for end in range(len(ids) - 1, length - 1, -1):
+        for end in range(length, len(ids)):
             if ids[end - length : end] == ids[len(ids) - length :] and ids[end] not in excluded:
                 return Match(length, ids[end])
     return None

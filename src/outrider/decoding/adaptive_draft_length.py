@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 BUCKET_EDGES = (0.01, 0.05, 0.15, 0.4, 1.0, 2.5)  # of −log q
 MATCH_BUCKETS = (2, 3, 5, 9)  # least match lengths of all buckets but the first
-MATCH_PRIORS = (0.1, 0.4, 0.6, 0.8, 0.9)  # acceptance rate of each bucket before the first observation
+MATCH_PRIORS = (0.3, 0.4, 0.6, 0.8, 0.9)  # acceptance rate of each bucket before the first observation
 PRIOR_ACCEPTANCE = 0.7  # acceptance rate before the first observation
 PRIOR_WEIGHT = 4.0  # of the prior acceptance, in observations
 CONFIDENCE_WEIGHT = 10.0  # of the drafter's own probability, in observations

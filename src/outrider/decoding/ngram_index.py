@@ -67,17 +67,18 @@ class NgramIndex:
             self._ids.pop()
 
     def find(self, excluded: Collection[int] = ()) -> Match | None:
-        """Return the longest match of the last tokens whose token is not excluded, of several the most recent, or None.
+        """Return the longest match of the last tokens whose token is not excluded, of several the earliest, or None.
 
+        Long matches are rare, and the earliest of short ones lies in the prompt, which an output copies in its order.
         The result depends on the tokens alone, not on the calls that appended them.
         """
         best: Match | None = None
         end = self._previous_end[-1] if self._ids else 0
         for _ in range(MAX_CANDIDATES):
-            if not end or (best is not None and best.length == self._max_ngram):
+            if not end:
                 break
             length = self._match_length(end)
-            if (best is None or length > best.length) and self._ids[end] not in excluded:
+            if (best is None or length >= best.length) and self._ids[end] not in excluded:
                 best = Match(length, self._ids[end])
             end = self._previous_end[end - 1]
         return best

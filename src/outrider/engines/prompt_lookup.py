@@ -53,7 +53,7 @@ def prompt_lookup(
 ) -> PromptLookup:
     """Return a drafter without a model, as the `draft` of `SpeculativeDecoder`.
 
-    It finds the longest earlier occurrence of the last tokens in prompt and output, of several the most recent, and
+    It finds the longest earlier occurrence of the last tokens in prompt and output, of several the earliest, and
     drafts what followed there. Without an occurrence it drafts nothing, and the verdict adds one token. The output is
     that of the target in any case.
 
