@@ -5,7 +5,10 @@ costs measured over a plain link; then every setting (gate × driver × network)
 costs are measured again between turns, as the machine is not the same all the time. A setting's live time is the sum
 over clips of the medians over turns; its error is the simulated sum divided by that, less 1. Ends with one JSON line.
 
+--alpha: the drafter's token is replaced by its second choice at a share 1 − α of the positions.
+
     python -m benchmarks.simulation [--turns 5] [--clips 4] [--k 5] [--nets rtt=20ms rtt=50ms,bw=2Mbit]
+        [--gates always …] [--alpha 1.0]
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ import argparse
 import json
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.remote import captions
+from benchmarks.synthetic_drafter import corrupt_engine
 from outrider import SpeculativeDecoder, connect, load_engine
 from outrider.cli.subprocess_cloud import cloud_process
 from outrider.config import DriverName, GenerationSettings
@@ -33,9 +36,8 @@ from outrider.planning.costs import StepCosts, median_costs
 from outrider.planning.gate_candidates import thresholds
 from outrider.planning.simulator import Outcome, Setup, replay
 from outrider.planning.timing import measure_costs
-from outrider.planning.trace_recorder import Recorder, record
+from outrider.planning.trace_recorder import record
 from outrider.planning.traces import Trace
-from outrider.prompts.chat import encode
 
 DRIVERS: tuple[DriverName, ...] = ("sequential", "pipelined")
 TOKENS = 128
@@ -73,40 +75,32 @@ def deployed(args: argparse.Namespace) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def settings(args: argparse.Namespace, traces: list[Trace]) -> list[Setup]:
-    """Exact with k fixed and "auto", two gates that skip, one that triggers; cloud-only and edge-only."""
+    """Return exact with k fixed and "auto", the gates, cloud-only, and edge-only unless the drafter is corrupted.
+
+    Default gates: "always", two that skip and one that triggers.
+    """
     tight, loose = map(str, thresholds(traces, cloud_shares=(0.4, 0.1)))
     nets = [parse_conditions(net) for net in args.nets]
-    gates = ("always", tight, loose, f"trigger:{loose}")
+    gates = args.gates or ("always", tight, loose, f"trigger:{loose}")
     found = [
         Setup(gate=gate, k=args.k, driver=driver, net=net, max_new_tokens=TOKENS)
         for net, driver, gate in product(nets, DRIVERS, gates)
     ]
     found += [Setup(k="auto", driver=driver, net=nets[0], max_new_tokens=TOKENS) for driver in DRIVERS]
     found += [Setup(mode="cloud-only", net=net, max_new_tokens=TOKENS) for net in nets]
-    return [*found, Setup(mode="edge-only", net=Conditions(), max_new_tokens=TOKENS)]
+    return found if args.alpha < 1 else [*found, Setup(mode="edge-only", net=Conditions(), max_new_tokens=TOKENS)]
 
 
 def decoding(setup: Setup, edge: Any, verifiers: dict[str, Any]) -> Callable[[Any], Stats]:
     """A prompt's run, live."""
     if setup.mode == "cloud-only":
-        return cloud_only(Recorder(edge, verifiers[str(setup.net)], GenerationSettings(max_new_tokens=TOKENS)))
-    verifier = verifiers[str(setup.net)] if setup.mode == "speculative" else None
-    how: dict[str, Any] = (
-        {"gate": setup.gate, "k": setup.k, "driver": setup.driver} if verifier is not None else {"on_loop": "ignore"}
-    )
-    decoder = SpeculativeDecoder(edge, verifier, **how)
+        decoder = SpeculativeDecoder(None, verifiers[str(setup.net)], reader=edge, on_loop="ignore")
+    elif setup.mode == "edge-only":
+        decoder = SpeculativeDecoder(edge, on_loop="ignore")
+    else:
+        net = verifiers[str(setup.net)]
+        decoder = SpeculativeDecoder(edge, net, gate=setup.gate, k=setup.k, driver=setup.driver)
     return lambda prompt: decoder.generate(prompt, max_new_tokens=TOKENS).stats
-
-
-def cloud_only(recorder: Recorder) -> Callable[[Any], Stats]:
-    """Only seconds are counted. Recordings need somebody to encode them: the drafter's engine, which drafts nothing."""
-
-    def run(prompt: Any) -> Stats:
-        started = time.perf_counter()
-        recorder.generate_target(encode(recorder.draft, prompt))
-        return Stats(total_s=time.perf_counter() - started)
-
-    return run
 
 
 def same(live: Live, simulated: list[Outcome]) -> bool:
@@ -127,8 +121,7 @@ def report(live: Live, traces: list[Trace], costs: StepCosts) -> dict[str, Any]:
         row[f"{name}_error"] = sum(getattr(outcome, name) for outcome in simulated) / real - 1 if real else 0.0
     row["error"] = row["simulated_total_s"] / row["live_total_s"] - 1
     shown = f"{row['live_total_s']:7.3f} s live, {row['simulated_total_s']:7.3f} s simulated, {row['error']:+6.1%}"
-    tail = "" if live.setup.mode == "cloud-only" else others(row)
-    print(f"k {live.setup.k!s:4s} {live!s:50s} {shown}{tail}")
+    print(f"k {live.setup.k!s:4s} {live!s:50s} {shown}{others(row)}")
     return row
 
 
@@ -141,6 +134,7 @@ def others(row: dict[str, Any]) -> str:
 def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], StepCosts]:
     prompts = captions()[:: max(1, 12 // args.clips)][: args.clips]
     with deployed(args) as (edge, verifiers):
+        corrupt_engine(edge, args.alpha)
         plain, wanted = verifiers["none"], GenerationSettings(max_new_tokens=TOKENS)
         traces = list(record(edge, plain, prompts, wanted))
         lives = [Live(setup, decoding(setup, edge, verifiers), []) for setup in settings(args, traces)]
@@ -161,6 +155,8 @@ def main() -> None:
     parser.add_argument("--clips", type=int, default=4)
     parser.add_argument("--k", type=int, default=5)
     parser.add_argument("--nets", nargs="+", default=["rtt=20ms", "rtt=50ms,bw=2Mbit"])
+    parser.add_argument("--gates", nargs="+")
+    parser.add_argument("--alpha", type=float, default=1.0)
     args = parser.parse_args()
     torch.set_num_threads(1)  # the cloud process has the other core
     rows, costs = run(args)

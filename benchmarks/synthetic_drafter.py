@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from outrider.decoding.actions import Draft, Proposal
 from outrider.edge.drafter import Drafter
@@ -62,8 +65,37 @@ def corrupt_tokens(output: Seq[int], alpha: float, seed: int) -> list[int]:
     Raises:
         SettingsError: alpha is not a probability.
     """
+    check_alpha(alpha)
+    wrong = [is_wrong(seed, n, alpha) for n in range(len(output))]
+    return [(token - 1 if token else 1) if replaced else token for token, replaced in zip(output, wrong, strict=True)]
+
+
+def corrupt_engine(engine: Any, alpha: float, seed: int = 0) -> None:
+    """Exclude the best token from the engine's logits with probability 1 − alpha, drawn by (seed, position) alone.
+
+    Raises:
+        SettingsError: alpha is not a probability.
+    """
+    check_alpha(alpha)
+    forward = engine.forward
+
+    def corrupted(slot: int, ids: Seq[int], logits_to_keep: int | None = None) -> Tensor:
+        logits: Tensor = forward(slot, ids, logits_to_keep).clone()
+        first = engine.kv_len(slot) - len(logits)
+        for n, row in enumerate(logits):
+            if is_wrong(seed, first + n, alpha):
+                row[row.argmax()] = -torch.inf
+        return logits
+
+    engine.forward = corrupted
+
+
+def is_wrong(seed: int, position: int, alpha: float) -> bool:
+    """Return whether a position is wrong, with probability 1 − alpha."""
+    return bool(uniforms(seed, position, np.zeros(1, dtype=np.int64))[0] >= alpha)
+
+
+def check_alpha(alpha: float) -> None:
+    """Raise SettingsError if alpha is not a probability."""
     if not 0.0 <= alpha <= 1.0:
         raise SettingsError(f"alpha is a probability, not {alpha}")
-    positions = np.zeros(1, dtype=np.int64)
-    wrong = [uniforms(seed, n, positions)[0] >= alpha for n in range(len(output))]
-    return [(token - 1 if token else 1) if is_wrong else token for token, is_wrong in zip(output, wrong, strict=True)]

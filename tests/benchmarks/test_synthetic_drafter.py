@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.synthetic_drafter import SyntheticDrafter
+from benchmarks.synthetic_drafter import SyntheticDrafter, corrupt_engine
 from outrider.config import GenerationSettings
 from outrider.edge.drafter import Drafter
 from outrider.engines.base import CachedSequence, Prompt
@@ -69,3 +69,24 @@ def test_behind_the_output_the_drafters_tokens_stand() -> None:
 def test_what_is_no_probability_is_refused(alpha: float) -> None:
     with pytest.raises(SettingsError, match="probability"):
         oracle(alpha)
+
+
+def test_a_corrupted_engine_is_wrong_at_the_chosen_rate_however_it_is_fed() -> None:
+    plain, corrupted = (ScriptedEngine(HashRows(1, V), V) for _ in range(2))
+    corrupt_engine(corrupted, 0.7)
+    ids = [*PROMPT, *OUTPUT[:300]]
+    best = plain.forward(plain.open(Prompt(tuple(ids))), ids).argmax(-1).tolist()
+    slot = corrupted.open(Prompt(tuple(ids)))
+    stepwise = [int(corrupted.forward(slot, [token])[0].argmax()) for token in ids]
+    corrupted.truncate(slot, 3)
+    together = corrupted.forward(slot, ids[3:]).argmax(-1).tolist()
+    assert stepwise[3:] == together
+    same = [one == other for one, other in zip(best, stepwise, strict=True)]
+    assert sum(same) / len(same) == pytest.approx(0.7, abs=0.07)
+
+
+def test_an_engine_is_not_corrupted_at_a_rate_of_one() -> None:
+    plain, corrupted = (ScriptedEngine(HashRows(1, V), V) for _ in range(2))
+    corrupt_engine(corrupted, 1.0)
+    slots = [engine.open(Prompt(tuple(PROMPT))) for engine in (plain, corrupted)]
+    assert corrupted.forward(slots[1], PROMPT).equal(plain.forward(slots[0], PROMPT))

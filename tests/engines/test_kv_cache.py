@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from outrider.engines.base import Prompt, SequenceInput
-from outrider.engines.torch.kv_cache import INITIAL_CAPACITY, SlotKVCache
+from outrider.engines.torch.extents import INITIAL_TOTAL
+from outrider.engines.torch.kv_cache import SlotKVCache
 from outrider.errors import StateError
 from tests.support.tiny_text_models import engine, tokens
 
@@ -56,7 +57,7 @@ def test_rows_after_a_roll_back_equal_a_fresh_read(keep: int) -> None:
 
 def test_growing_past_the_first_buffer_keeps_what_was_there() -> None:
     model = engine("qwen2")
-    ids = tokens(INITIAL_CAPACITY + 60)
+    ids = tokens(INITIAL_TOTAL + 60)
     slot, whole = model.open(PROMPT), model.open(PROMPT)
     for start in range(0, len(ids), 50):
         rows = model.forward(slot, ids[start : start + 50], 1)

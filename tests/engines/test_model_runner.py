@@ -42,6 +42,11 @@ def policy(**settings: object) -> Policy:
     return Policy.build(GenerationSettings.build(settings), (), VOCAB, 1)
 
 
+def token_ids(engine: TorchEngine, slot: int, count: int) -> list[int]:
+    cache = engine._cache
+    return cache.token_ids(torch.tensor([cache.base(slot)]), count)[0].tolist()
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_rows_are_those_of_a_plain_forward(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wide and narrow, ragged, rolled back, beside another slot, across a growth of the cache."""
@@ -66,8 +71,7 @@ def test_rows_are_those_of_a_plain_forward(kind: str, monkeypatch: pytest.Monkey
     check([SequenceInput(b, two[3:5], 2)])
     check([SequenceInput(a, one[18:24], 6), SequenceInput(b, two[5:6], 1)])
     check([SequenceInput(a, one[24:44], 1)])
-    assert engine._cache.tokens is not None
-    assert engine._cache.tokens[a, :44].tolist() == one
+    assert token_ids(engine, a, 44) == one
 
 
 def test_one_chunk_of_keys_needs_no_bringing_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,22 +144,28 @@ def test_long_prefills_are_left_to_the_library_and_remembered(monkeypatch: pytes
     slot, other = engine.open(Prompt((1,))), plain.open(Prompt((1,)))
     expected = own.distribution(plain.forward(other, tokens, 1)[0], tokens, 20).token
     assert [proposal.token for proposal in engine.draft(slot, tokens, 1, own, with_signals=False)] == [expected]
-    assert engine._cache.tokens is not None
-    assert engine._cache.tokens[slot, :20].tolist() == tokens
+    assert token_ids(engine, slot, 20) == tokens
 
 
-def test_graphs_are_dropped_when_buffers_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_outlive_a_move_of_the_cache_until_its_tables_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = fused(model(), monkeypatch)
     graphs = Eager()
     monkeypatch.setattr(engine, "_runner", ModelRunner(engine._runner._model, engine.device, graphs))  # type: ignore[union-attr]
-    slot = engine.open(Prompt((1,)))
+    slot, other = engine.open(Prompt((1,))), engine.open(Prompt((1,)))
     engine.forward(slot, ids(3))
     kept = dict(graphs.found)
     engine.forward(slot, ids(3, 1))
     assert all(graphs.found[key] is run for key, run in kept.items())
-    engine.open(Prompt((1,)))
-    engine.open(Prompt((1,)))  # a third slot: buffers for two are too small
-    engine.forward(slot, ids(3, 2))
+    buffers, total = engine._cache.buffers, engine._cache.layout.total
+    engine.forward(other, ids(100, 2), 1)
+    engine.truncate(slot, 0)
+    rows = engine.forward(slot, ids(3, 3))
+    engine._cache._move_to(engine._cache.layout.packed({slot: 3, other: 100}, total + 64))
+    assert all(now is not before for now, before in zip(engine._cache.buffers, buffers, strict=True))
+    engine.truncate(slot, 0)
+    assert torch.equal(engine.forward(slot, ids(3, 3)), rows)
+    assert all(graphs.found[key] is run for key, run in kept.items())
+    engine.forward(other, ids(400, 4), 1)  # beyond the rotary tables
     assert not any(graphs.found.get(key) is run for key, run in kept.items())
 
 
@@ -163,16 +173,16 @@ def test_a_batch_is_described_flat() -> None:
     feeds = [SequenceInput(3, [10, 11, 12], 2), SequenceInput(0, [20], 1)]
     shape = BatchShape.of([3, 1], 3, 40)
     batch = stack.Batch.allocate(torch.device("cpu"), shape)
-    batch.all.copy_(pack_batch(shape, feeds, [5, 7]))
+    batch.all.copy_(pack_batch(shape, feeds, [5, 7], [300, 0]))
     assert (shape.tokens, shape.sequences, shape.longest, shape.rows, shape.span) == (4, 2, 4, 4, 256)
     assert batch.ids.tolist() == [10, 11, 12, 20]
     assert batch.positions.tolist() == [5, 6, 7, 7]
-    assert batch.token_slots.tolist() == [3, 3, 3, 0]
+    assert batch.token_bases.tolist() == [300, 300, 300, 0]
     assert (batch.firsts.tolist(), batch.counts.tolist()) == ([0, 3], [3, 1])
-    assert (batch.starts.tolist(), batch.slots.tolist()) == ([5, 7], [3, 0])
+    assert (batch.starts.tolist(), batch.bases.tolist()) == ([5, 7], [300, 0])
     assert batch.kept.tolist() == [1, 2, 3, 0]
-    batch.all.copy_(pack_batch(shape, [], []))
-    assert batch.token_slots.tolist() == [-1] * 4
+    batch.all.copy_(pack_batch(shape, [], [], []))
+    assert batch.token_bases.tolist() == [-1] * 4
     assert batch.counts.tolist() == [0, 0]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from outrider.errors import DataError, SettingsError
 from outrider.netem.conditions import Conditions, parse_conditions
-from outrider.planning.costs import StepCosts, md1_wait_s, median_costs
+from outrider.planning.costs import TRANSPORT_DOWN, StepCosts, md1_wait_s, median_costs
 from outrider.planning.simulator import Outcome, Setup, end_tokens, replay, simulate, summarise
 from outrider.planning.traces import Trace
 from outrider.planning.virtual_time import FRAMING, WINDOW, SimulatedLink
@@ -107,6 +107,14 @@ def test_cloud_only_pays_one_round_trip_and_its_stream(each: float | None) -> No
         assert done.ttft_s == pytest.approx(head + token)
         assert done.cloud_s == pytest.approx(COSTS.verify_prefill_s + len(text.target) * token)
         assert (done.tokens, done.cloud_share, done.drafted) == (len(text.target), 1.0, 0)
+
+
+def test_a_streamed_token_has_no_window_updates() -> None:
+    """No request arrives between the tokens of a stream. Their bytes had been simulated as 1.8 times the link's."""
+    short, long = (simulate(trace(1, length), Setup("cloud-only"), COSTS, ends=ENDS) for length in (10, 60))
+    per_token = (long.bytes_down - short.bytes_down) / (long.tokens - short.tokens)
+    assert FRAMING < per_token < FRAMING + TRANSPORT_DOWN
+    assert short.bytes_down == pytest.approx(TRANSPORT_DOWN + per_token * short.tokens, abs=short.tokens)
 
 
 def test_a_perfect_drafter_hides_the_round_trips_when_pipelined() -> None:

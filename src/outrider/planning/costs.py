@@ -12,7 +12,7 @@ from outrider.planning.validation import at_least_zero, positive
 
 ID_BYTES = 3  # varint of a token id below 2^21 (docs/design/maths.md, "Bytes")
 OPEN_BYTES = 300  # opening frame with its headers (docs/protocol.md): 289 to 302 for the bundled clips
-TRANSPORT_DOWN = 26  # bytes of the two window updates that a gRPC server sends with most messages
+TRANSPORT_DOWN = 26  # bytes of the two window updates that a gRPC server sends for a request
 
 
 @dataclass(frozen=True)

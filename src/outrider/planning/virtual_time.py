@@ -183,7 +183,8 @@ class SimulatedCloud:
         compute = self.costs.streaming_s(first=request.round == 1)
         verdict = self._verify(request, compute)
         self._stream_at += self.queue_s + compute
-        return InFlight(self.clock, self._return(verdict, 0, self._stream_at), verdict).result()
+        arrives = self._return(verdict, 0, self._stream_at, answers=request.round == 1)
+        return InFlight(self.clock, arrives, verdict).result()
 
     def target_token(self, at: int) -> int:
         """Return the target's token at a position of its output."""
@@ -200,8 +201,10 @@ class SimulatedCloud:
             size += OPEN_BYTES + prompt + self.media_bytes
         return self.up.arrival(size, self.clock.now)
 
-    def _return(self, verdict: Verdict, drafts: int, at: float) -> float:
-        return self.down.arrival(FRAMING + TRANSPORT_DOWN + pack_verdict(verdict, drafts).ByteSize(), at)
+    def _return(self, verdict: Verdict, drafts: int, at: float, *, answers: bool = True) -> float:
+        """Return the arrival time of a verdict. answers: a request arrived before it, which updates the windows."""
+        transport = TRANSPORT_DOWN if answers else 0
+        return self.down.arrival(FRAMING + transport + pack_verdict(verdict, drafts).ByteSize(), at)
 
     def _to_wire(self, request: Verify) -> Verify:
         """Return the request as it would be sent. The prompt of the simulated decoder is a single token."""

@@ -89,7 +89,7 @@ class TorchEngine(Vocabulary, Locked):
         self._runner = self._make_runner()
         self._state = capture_state(model)
         self.noise = self._run_self_test()
-        self.position_bytes = sum(b.nbytes // (b.shape[0] * b.shape[2]) for b in self._cache.buffers)
+        self.position_bytes = sum(b.nbytes // b.shape[1] for b in self._cache.buffers)
 
     def changed_part(self) -> str | None:
         """Return the name of a part of the model that changed since the engine was made, or None."""
@@ -135,7 +135,7 @@ class TorchEngine(Vocabulary, Locked):
         limit = read_max_length(self._text_config) or None
         each = self.position_bytes
         slots, length = plan_kv_budget(self.name, self._cache.in_use, budget, max_length, limit, lambda n: n * each)
-        self._cache = SlotKVCache(len(self._cache.layers), slots, length)
+        self._cache = SlotKVCache(len(self._cache.layers), slots, length, budget // each)
         if self._runner is not None:
             self._runner.release_cache()
         self.max_length = length

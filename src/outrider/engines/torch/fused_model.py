@@ -119,19 +119,19 @@ class BatchShape:
 class Batch:
     """A batch as the kernels read it: views of one int32 tensor, so that one copy brings it to the device.
 
-    ids, positions, token_slots: [tokens]. firsts, counts, starts, slots: [sequences]. kept: [rows], indices of the
-    tokens with logits to keep.
+    ids, positions, token_bases: [tokens]. firsts, counts, starts, bases: [sequences]. kept: [rows], indices of the
+    tokens with logits to keep. A base is the index of a sequence's first position in the cache's buffers.
     """
 
     shape: BatchShape
     all: Tensor
     ids: Tensor
     positions: Tensor
-    token_slots: Tensor
+    token_bases: Tensor
     firsts: Tensor
     counts: Tensor
     starts: Tensor
-    slots: Tensor
+    bases: Tensor
     kept: Tensor
 
     @classmethod
@@ -142,18 +142,18 @@ class Batch:
         return cls(shape, entries, *torch.split(entries, sizes))
 
 
-def pack_batch(shape: BatchShape, inputs: Seq[SequenceInput], starts: Seq[int]) -> Tensor:
-    """Return the entries of a `Batch`, int32 [shape.num_entries], on the host. Padding has slot −1 and no tokens."""
+def pack_batch(shape: BatchShape, inputs: Seq[SequenceInput], starts: Seq[int], bases: Seq[int]) -> Tensor:
+    """Return the entries of a `Batch`, int32 [shape.num_entries], on the host. Padding has base −1 and no tokens."""
     counts = [len(seq_input.ids) for seq_input in inputs]
     firsts = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
     parts = (
         (shape.tokens, 0, [token for seq_input in inputs for token in seq_input.ids]),
         (shape.tokens, 0, [start + n for start, count in zip(starts, counts, strict=True) for n in range(count)]),
-        (shape.tokens, -1, [seq_input.slot for seq_input in inputs for _ in seq_input.ids]),
+        (shape.tokens, -1, [base for base, count in zip(bases, counts, strict=True) for _ in range(count)]),
         (shape.sequences, 0, firsts),
         (shape.sequences, 0, counts),
         (shape.sequences, 0, starts),
-        (shape.sequences, 0, [seq_input.slot for seq_input in inputs]),
+        (shape.sequences, 0, bases),
         (shape.rows, 0, [first + n for first, each in zip(firsts, inputs, strict=True) for n in each.kept]),
     )
     padded = [number for size, padding, part in parts for number in (*part, *[padding] * (size - len(part)))]
@@ -236,8 +236,11 @@ class FusedModel:
         self._tables: tuple[Tensor, Tensor] | None = None
 
     @torch.no_grad()
-    def prepare(self, cache: SlotKVCache) -> None:
-        """Allocate the buffers at the cache's present size, and the rotary tables. A captured forward cannot."""
+    def prepare(self, cache: SlotKVCache) -> tuple[Tensor | None, ...]:
+        """Allocate the cache's buffers and the rotary tables. A captured forward cannot.
+
+        Returns the tensors that forwards read at fixed addresses.
+        """
         cache.ensure_capacity(self.kv_heads, self.dim, self._embedding)
         if self._tables is None or len(self._tables[0]) < cache.capacity:
             device = self._embedding.device
@@ -250,18 +253,20 @@ class FusedModel:
                 table.reshape(-1, cache.capacity, self.dim)[0, :, :half].float().contiguous()
                 for table in (cosines, sines)
             )
+        return cache.addresses, cache.tokens, *self._tables
 
     def forward(self, batch: Batch, cache: SlotKVCache) -> Tensor:
         """Return the logits after the kept tokens, [shape.rows, V] in the model's dtype."""
         kernels, n = self._kernels, batch.shape.tokens
         x = torch.empty(n, self._hidden, dtype=self._embedding.dtype, device=self._embedding.device)
         assert cache.tokens is not None
+        assert cache.addresses is not None
         kernels.embed[(n,)](
-            batch.ids, self._embedding, x, batch.positions, batch.token_slots, cache.tokens, cache.capacity,
-            self._hidden, _next_power_of_two(self._hidden), **self._launch_options,
+            batch.ids, self._embedding, x, batch.positions, batch.token_bases, cache.tokens, self._hidden,
+            _next_power_of_two(self._hidden), **self._launch_options,
         )  # fmt: skip
-        for layer, (keys, values) in zip(self._layers, cache.layer_buffers, strict=True):
-            attended = self._attention(layer, x, keys, values, batch, cache.capacity)
+        for layer, buffers in zip(self._layers, cache.addresses, strict=True):
+            attended = self._attention(layer, x, buffers, batch)
             self._add_projection(x, attended, layer.out)
             self._add_projection(x, self._gated_mlp(layer, x), layer.down)
         kept = x if n == batch.shape.rows == 1 else x.index_select(0, batch.kept)
@@ -269,14 +274,14 @@ class FusedModel:
 
     # Attention ----------------------------------------------------------------------------------------------
 
-    def _attention(self, layer: _Layer, x: Tensor, keys: Tensor, values: Tensor, batch: Batch, capacity: int) -> Tensor:
+    def _attention(self, layer: _Layer, x: Tensor, buffers: Tensor, batch: Batch) -> Tensor:
         """Return the attention's output before the output projection, [N, heads · dim]."""
         kernels, n = self._kernels, batch.shape.tokens
         assert self._tables is not None
         qkv = self._norm_linear(x, layer.input_norm, layer.qkv, layer.bias)
         kernels.rotate_and_store[(n, -(-(self.heads + 2 * self.kv_heads) // HEADS_PER_PROGRAM))](
-            qkv, *self._tables, layer.query_norm, layer.key_norm, keys, values, batch.positions, batch.token_slots,
-            capacity, self._eps, self.heads, self.kv_heads, self.dim, layer.query_norm is not None,
+            qkv, *self._tables, layer.query_norm, layer.key_norm, buffers, batch.positions, batch.token_bases,
+            self._eps, self.heads, self.kv_heads, self.dim, layer.query_norm is not None,
             HEADS_PER_PROGRAM, num_warps=2, **self._launch_options,
         )  # fmt: skip
         tile, splits = self._tiling(batch.shape)
@@ -285,13 +290,13 @@ class FusedModel:
         maxima, sums = x.new_empty(2, n, self.heads, splits, dtype=torch.float32)
         blocks = -(-batch.shape.longest * (self.heads // self.kv_heads) // tile)
         kernels.attend[(batch.shape.sequences * self.kv_heads, splits, blocks)](
-            qkv, keys, values, out, partial, maxima, sums, batch.firsts, batch.counts, batch.starts, batch.slots,
-            capacity, LOG2E * self.dim**-0.5, self.heads, self.kv_heads, self.dim, batch.shape.span // splits, splits,
+            qkv, buffers, out, partial, maxima, sums, batch.firsts, batch.counts, batch.starts, batch.bases,
+            LOG2E * self.dim**-0.5, self.heads, self.kv_heads, self.dim, batch.shape.span // splits, splits,
             tile, MIN_CHUNK, **self._launch_options,
         )  # fmt: skip
         if splits > 1:
             kernels.combine[(n * self.heads,)](
-                partial, maxima, sums, batch.token_slots, out, self.heads, self.dim, splits, **self._launch_options
+                partial, maxima, sums, batch.token_bases, out, self.heads, self.dim, splits, **self._launch_options
             )
         return out
 

@@ -1,7 +1,9 @@
 """Triton kernels of the fused model: all but its matrix products, and for few tokens these as well.
 
-Batches are flat: the tokens of all sequences stand one after another, [N, …]. `slot` < 0 marks padding. Sizes are
-constexpr. Lengths are read from device memory, so that one captured graph serves all lengths.
+Batches are flat: the tokens of all sequences stand one after another, [N, …]. Sizes are constexpr. Lengths and the
+places of keys and values are read from device memory, so that one captured graph serves all lengths and outlives a move
+of the cache. A layer's `buffers`, int64 [3], are the addresses of its keys and of its values, [KV_HEADS, capacity, DIM]
+each, and their capacity. A sequence's first position in them is its base. A base < 0 marks padding.
 
 EARLY: programmatic dependent launch. The kernel starts while the previous one still runs, and waits for its end before
 it reads its output. Weights may be read earlier.
@@ -37,15 +39,15 @@ def skinny_tiling(tokens: int, width: int, size: int, gated: bool) -> tuple[int,
 
 @triton.jit
 def embed(
-    ids, table, x, positions, slots, history, capacity, size: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    ids, table, x, positions, bases, history, size: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ) -> None:
-    """Copy a token's embedding to x [N, size], and its id to history [slots, capacity]. One token per program."""
+    """Copy a token's embedding to x [N, size], and its id to history. One token per program."""
     token, k = tl.program_id(0), tl.arange(0, BLOCK)
-    identifier, slot = tl.load(ids + token), tl.load(slots + token)
+    identifier, base = tl.load(ids + token), tl.load(bases + token)
     row = tl.load(table + identifier.to(tl.int64) * size + k, k < size, 0.0)
     tl.store(x + token * size + k, row, k < size)
-    if slot >= 0:
-        tl.store(history + slot.to(tl.int64) * capacity + tl.load(positions + token), identifier)
+    if base >= 0:
+        tl.store(history + base + tl.load(positions + token), identifier)
 
 
 @triton.jit
@@ -127,24 +129,33 @@ def silu_and_mul(gate_up, out, width: tl.constexpr, BLOCK: tl.constexpr, EARLY: 
 
 
 @triton.jit
+def _locate(buffers, like):
+    """Return pointers to a layer's keys and values, of the type of `like`, and their positions per head, int64."""
+    keys = tl.load(buffers).to(tl.pointer_type(like.dtype.element_ty))
+    values = tl.load(buffers + 1).to(tl.pointer_type(like.dtype.element_ty))
+    return tl.multiple_of(keys, 16), tl.multiple_of(values, 16), tl.load(buffers + 2)
+
+
+@triton.jit
 def rotate_and_store(
-    qkv, cosines, sines, query_norm, key_norm, keys, values, positions, slots, capacity, eps, HEADS: tl.constexpr,
+    qkv, cosines, sines, query_norm, key_norm, buffers, positions, bases, eps, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, HEAD_NORM: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """Rotate the queries of a few heads of one token in place, and write its rotated keys and its values to the cache.
 
     qkv: [N, HEADS + 2 KV_HEADS, DIM]. cosines, sines: float32 [positions, DIM / 2].
-    keys, values: [slots, KV_HEADS, capacity, DIM]. HEAD_NORM: RMS-normalise queries and keys first (Qwen3).
+    HEAD_NORM: RMS-normalise queries and keys first (Qwen3).
     """
+    keys, values, capacity = _locate(buffers, qkv)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
     half = tl.arange(0, DIM // 2)[None, :]
-    slot, position = tl.load(slots + token), tl.load(positions + token)
+    base, position = tl.load(bases + token), tl.load(positions + token)
     is_query, is_key, is_value = head < HEADS, (head >= HEADS) & (head < HEADS + KV_HEADS), head >= HEADS + KV_HEADS
-    is_valid = head < tl.where(slot >= 0, HEADS + 2 * KV_HEADS, 0)
+    is_valid = head < tl.where(base >= 0, HEADS + 2 * KV_HEADS, 0)
     at = qkv + (token * (HEADS + 2 * KV_HEADS) + head) * DIM + half
     a, b = tl.load(at, is_valid, 0.0).to(tl.float32), tl.load(at + DIM // 2, is_valid, 0.0).to(tl.float32)
     cosine, sine = tl.load(cosines + position * (DIM // 2) + half), tl.load(sines + position * (DIM // 2) + half)
@@ -159,18 +170,18 @@ def rotate_and_store(
     b = tl.where(is_value, b, y * cosine + x * sine).to(qkv.dtype.element_ty)
     tl.store(at, a, is_valid & is_query)
     tl.store(at + DIM // 2, b, is_valid & is_query)
-    row = (slot.to(tl.int64) * KV_HEADS * capacity + position) * DIM + half
-    key = keys + row + (head - HEADS) * capacity.to(tl.int64) * DIM
+    row = (base.to(tl.int64) + position) * DIM + half
+    key = keys + row + (head - HEADS) * capacity * DIM
     tl.store(key, a, is_valid & is_key)
     tl.store(key + DIM // 2, b, is_valid & is_key)
-    value = values + row + (head - HEADS - KV_HEADS) * capacity.to(tl.int64) * DIM
+    value = values + row + (head - HEADS - KV_HEADS) * capacity * DIM
     tl.store(value, a, is_valid & is_value)
     tl.store(value + DIM // 2, b, is_valid & is_value)
 
 
 @triton.jit
 def attend(
-    qkv, keys, values, result, partial, maxima, sums, firsts, counts, starts, slots, capacity, scale,
+    qkv, buffers, result, partial, maxima, sums, firsts, counts, starts, bases, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -181,6 +192,7 @@ def attend(
     [N, HEADS, DIM]. Otherwise writes, per token and head, the unnormalised output (partial float32
     [N, HEADS, SPLITS, DIM]), the largest score, and the sum of exponentials (base 2).
     """
+    keys, values, capacity = _locate(buffers, qkv)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -197,7 +209,7 @@ def attend(
         q = tl.load(
             qkv + (token[:, None] * (HEADS + 2 * KV_HEADS) + head[:, None]) * DIM + d[None, :], is_valid[:, None], 0.0
         )
-        base = (tl.load(slots + row).to(tl.int64) * KV_HEADS + kv_head) * capacity * DIM
+        base = (kv_head * capacity + tl.load(bases + row)) * DIM
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         out = tl.zeros([BLOCK_M, DIM], tl.float32)
@@ -228,7 +240,7 @@ def attend(
 
 @triton.jit
 def combine(
-    partial, maxima, sums, slots, out, HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr
+    partial, maxima, sums, bases, out, HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr
 ) -> None:
     """Combine the chunks (a power of two) of one token and head: out [N, HEADS, DIM]."""
     if EARLY:
@@ -236,7 +248,7 @@ def combine(
         gdc_wait()
     token = tl.program_id(0) // HEADS
     d = tl.arange(0, DIM)
-    if tl.load(slots + token) >= 0:
+    if tl.load(bases + token) >= 0:
         s = tl.arange(0, SPLITS)
         row_max = tl.load(maxima + tl.program_id(0) * SPLITS + s)
         weights = tl.exp2(row_max - tl.max(row_max))

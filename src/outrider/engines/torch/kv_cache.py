@@ -1,72 +1,85 @@
-"""The KV cache: one buffer per layer, one row per slot, one length per slot.
+"""The KV cache: one buffer per layer, one extent of it per slot (extents.py), one length per slot.
 
-        slot 0  |k k k k k k k . . . .|   lengths[0] = 7
-        slot 1  |k k k . . . . . . . .|   lengths[1] = 3
-                 0                    capacity
+        |k k k k k k k . . .|k k k . . .|           |   lengths = [7, 3]
+        base of slot 0       base of slot 1     total
 
-Entries beyond a slot's length are never visible: a query at position i attends to key positions ≤ i only, and the next
-forward overwrites stale entries. A roll-back is therefore one assignment to one integer. For a new sequence, stale
-entries are set to zero. Buffers grow by doubling, up to their limits. While one grows, its old copy is held beside the
-new one. On a GPU, `tokens` holds the ids of the cached tokens for the logits processors that run there. It shares the
-lengths, and so every roll-back.
+A forward reads only positions that its own sequences have written: a query at position i attends to key positions ≤ i,
+and the next forward overwrites stale entries. A roll-back is therefore one assignment to one integer. If extents move,
+or the total changes, each buffer is copied in turn, so that at most one of them is held twice. A buffer knows its own
+layout: it stays valid if memory runs out before it is copied. On a GPU, `tokens` holds the ids of the cached tokens for
+the logits processors that run there. It shares the lengths, and so every roll-back.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from outrider.engines.base import check_truncation, grow_to_fit
+from outrider.engines.torch.append_plan import AppendPlan
+from outrider.engines.torch.extents import (
+    INITIAL_TOTAL,
+    Layout,
+    Run,
+    make_room,
+    moved_runs,
+    roomy_size,
+    shrink_if_sparse,
+)
 from outrider.errors import PromptError, StateError
 
-INITIAL_CAPACITY = 256
+INITIAL_TOKENS = 16_384  # entries of `tokens`, 4 bytes each
+log = logging.getLogger(__name__)
+
+
+class _Buffer:
+    """Keys or values of one layer: [heads, total, dim], with the layout of their entries."""
+
+    def __init__(self, like: Tensor, layout: Layout) -> None:
+        self.data = like.new_empty(like.shape[1], layout.total, like.shape[3])
+        self.layout = layout
+
+    def move(self, layout: Layout, runs: Seq[Run]) -> None:
+        """Move the entries to another layout."""
+        old = self.data
+        in_place = layout.total == self.layout.total and not any(
+            run.overwrites(other) for run in runs for other in runs
+        )
+        new = old if in_place else old.new_empty(old.shape[0], layout.total, old.shape[2])
+        for run in runs:
+            new[:, run.target : run.target + run.length] = old[:, run.source : run.source + run.length]
+        self.data, self.layout = new, layout
 
 
 class _Layer(CacheLayerMixin):
-    """Keys and values of one layer: [slots, heads, capacity, dim]."""
+    """Keys and values of one layer."""
 
     is_sliding = False
     is_croppable = True
 
     def __init__(self, owner: SlotKVCache) -> None:
         super().__init__()
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+        self.buffers: list[_Buffer] = []
         self._owner = owner
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate or grow the buffers to the owner's size."""
-        self.keys = self._grow(self.keys, key_states)  # one at a time, so that only one old copy is held
-        self.values = self._grow(self.values, value_states)
+        """Allocate the buffers, once the shape of their entries is known."""
+        self.buffers = [_Buffer(like, self._owner.layout) for like in (key_states, value_states)]
         self.is_initialized = True
-
-    @property
-    def needs_growth(self) -> bool:
-        """Return whether the buffers do not exist yet, or are smaller than the owner's size."""
-        keys, owner = self.keys, self._owner
-        return keys is None or keys.shape[0] < owner.slots or keys.shape[2] < owner.capacity
-
-    def _grow(self, old: Tensor | None, like: Tensor) -> Tensor:
-        owner = self._owner
-        new = like.new_zeros(owner.slots, like.shape[1], owner.capacity, like.shape[3])
-        if old is not None:
-            new[: old.shape[0], :, : old.shape[2]] = old
-        return new
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write the new positions of the forward's rows. Return the keys and values of their whole sequences."""
-        owner = self._owner
-        if self.needs_growth:
+        if not self.buffers:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
-        return owner.write(self.keys, key_states), owner.write(self.values, value_states)
+        keys, values = self.buffers
+        plan = self._owner.append_plan
+        return plan.append(keys.data, key_states), plan.append(values.data, value_states)
 
     def get_mask_sizes(self, *args: object) -> tuple[int, int]:
         return self._owner.span, 0
@@ -81,20 +94,31 @@ class _Layer(CacheLayerMixin):
 class SlotKVCache(Cache):
     """KV cache of one engine. A forward runs between `prepare_append`, or `reserve`, and `commit_append`.
 
-    max_slots, max_length: limits of the slots, and of the positions per slot. None is no limit.
+    max_slots, max_length, max_positions: limits of the slots, of the positions per slot, and of all positions. None is
+    no limit.
     """
 
-    def __init__(self, layers: int, max_slots: int | None = None, max_length: int | None = None) -> None:
-        self.max_slots, self.max_length = max_slots, max_length
-        self.slots = 1
-        self.capacity = grow_to_fit(INITIAL_CAPACITY, 1, max_length)
+    def __init__(
+        self,
+        layers: int,
+        max_slots: int | None = None,
+        max_length: int | None = None,
+        max_positions: int | None = None,
+    ) -> None:
+        self.max_slots, self.max_length, self._max_positions = max_slots, max_length, max_positions
+        self.layout = Layout(0, {})
+        self.capacity = grow_to_fit(INITIAL_TOTAL, 1, max_length)  # positions that a slot may need so far
         self.lengths: list[int] = []
-        self._written_lengths: list[int] = []  # the largest length of each slot since it was zeroed
         self.tokens: Tensor | None = None
+        self.addresses: Tensor | None = None
         self.span = 0
+        self.append_plan = AppendPlan.build([0], [0], [1], torch.device("cpu"))
         self._free: list[int] = []
-        self._append_plan = _AppendPlan.build([0], [0], [1], torch.device("cpu"))
-        self._reserved: tuple[Seq[int], Seq[int]] = ((), ())
+        self._buffer_layout = self.layout  # of all buffers
+        self._planned = 0  # sum of the roomy sizes of all slots
+        self._reserved: dict[int, int] = {}  # lengths after the present forward
+        self._token_layout = Layout(0, {})
+        self._pointers: list[list[int]] = []  # in `addresses`
         super().__init__(layers=[_Layer(self) for _ in range(layers)])
 
     @property
@@ -104,9 +128,16 @@ class SlotKVCache(Cache):
 
     @property
     def buffers(self) -> list[Tensor]:
-        """Buffers of keys and values that are allocated, each [slots, heads, capacity, dim]."""
-        buffers = [buffer for layer in self.layers for buffer in (layer.keys, layer.values)]
-        return [buffer for buffer in buffers if buffer is not None]
+        """Buffers of keys and values that are allocated, each [heads, total, dim]."""
+        return [buffer.data for buffer in self._buffers]
+
+    @property
+    def _buffers(self) -> list[_Buffer]:
+        return [buffer for layer in self.layers for buffer in layer.buffers]
+
+    def base(self, slot: int) -> int:
+        """Return the index of a slot's first position in the buffers, once it was reserved."""
+        return self.layout.extents[slot].base
 
     def allocate(self) -> int:
         """Return a slot of length 0.
@@ -115,30 +146,20 @@ class SlotKVCache(Cache):
             StateError: all of `max_slots` are open.
         """
         if self._free:
-            slot = self._free.pop()
-        elif len(self.lengths) == self.max_slots:
+            return self._free.pop()
+        if len(self.lengths) == self.max_slots:
             raise StateError(f"all {self.max_slots} slots of the cache are in use")
-        else:
-            slot = len(self.lengths)
-            self.lengths.append(0)
-            self._written_lengths.append(0)
-            self.slots = grow_to_fit(self.slots, len(self.lengths), self.max_slots)
-        self.lengths[slot] = 0
-        self._zero_stale(slot)
-        return slot
-
-    @torch.inference_mode()
-    def _zero_stale(self, slot: int) -> None:
-        """Zero the entries of earlier sequences. A NaN there would pass the mask, as 0 × NaN is NaN."""
-        if self._written_lengths[slot]:
-            for buffer in self.buffers:
-                buffer[slot, :, : self._written_lengths[slot]] = 0
-            self._written_lengths[slot] = 0
+        self.lengths.append(0)
+        return len(self.lengths) - 1
 
     def release(self, slot: int) -> None:
-        """Return a slot to the free list."""
+        """Return a slot to the free list, and its extent to the others."""
         self.check(slot)
         self._free.append(slot)
+        self._reserved.pop(slot, None)
+        self._set_length(slot, 0)
+        self.layout = self.layout.without(slot)
+        self._shrink()
 
     def truncate(self, slot: int, length: int) -> None:
         """Roll a slot back to its first `length` positions.
@@ -148,7 +169,8 @@ class SlotKVCache(Cache):
         """
         self.check(slot)
         check_truncation(slot, length, self.lengths[slot])
-        self.lengths[slot] = length
+        self._set_length(slot, length)
+        self._shrink()
 
     def check(self, slot: int) -> None:
         """Raise StateError unless `slot` is open."""
@@ -163,93 +185,123 @@ class SlotKVCache(Cache):
 
         Raises:
             PromptError: a slot would pass `max_length`. Nothing has changed then.
+            StateError: all slots together would pass `max_positions`. Nothing has changed then.
         """
         starts = self.reserve(rows, counts)
-        self._append_plan = _AppendPlan.build(rows, starts, counts, device)
-        return self._append_plan.positions
+        self.append_plan = AppendPlan.build([self.base(row) for row in rows], starts, counts, device)
+        return self.append_plan.positions
 
     def reserve(self, rows: Seq[int], counts: Seq[int]) -> list[int]:
         """Reserve positions for a forward that computes its own. Return the start of each row."""
         starts = [self.lengths[row] for row in rows]
-        longest = max(start + count for start, count in zip(starts, counts, strict=True))
+        ends = {row: start + count for row, start, count in zip(rows, starts, counts, strict=True)}
+        longest = max(ends.values())
         if self.max_length is not None and longest > self.max_length:
             raise PromptError(f"a sequence of {longest} positions: the cache holds at most {self.max_length} of each")
+        layout = self.layout
+        if any(layout.size(row) < end for row, end in ends.items()):
+            lengths = {slot: self.lengths[slot] for slot in layout.extents} | ends
+            layout = make_room(layout, lengths, rows, self._max_positions)
+        if layout is not self._buffer_layout:
+            self._move_to(layout)
         self.span = longest
         self.capacity = grow_to_fit(self.capacity, longest, self.max_length)
-        self._reserved = rows, counts
-        for row, start, count in zip(rows, starts, counts, strict=True):
-            self._written_lengths[row] = max(self._written_lengths[row], start + count)
+        self._reserved = ends
         return starts
 
     def commit_append(self) -> None:
-        """Add the positions that the finished forward wrote to the slots' lengths."""
-        for row, count in zip(*self._reserved, strict=True):
-            self.lengths[row] += count
+        """Set the slots' lengths to the positions that the finished forward wrote."""
+        for row, end in self._reserved.items():
+            self._set_length(row, end)
+        self._reserved = {}
+
+    def _set_length(self, slot: int, length: int) -> None:
+        self._planned += roomy_size(length) - roomy_size(self.lengths[slot])
+        self.lengths[slot] = length
+
+    # Extents ------------------------------------------------------------------------------------------------
+
+    def _shrink(self) -> None:
+        """Give memory back if much of it is free."""
+        lengths = {slot: self._reserved.get(slot, self.lengths[slot]) for slot in self.layout.extents}
+        layout = shrink_if_sparse(self.layout, lengths, self._planned)
+        if layout is self.layout:
+            return
+        try:
+            self._move_to(layout)
+        except torch.OutOfMemoryError as error:  # of the copy of one buffer
+            log.warning("the KV cache could not shrink: %s", error)
+
+    def _move_to(self, layout: Layout) -> None:
+        """Copy the buffers to another layout. If that fails, the present layout stays."""
+        old, self.layout = self.layout, layout
+        try:
+            self._move_buffers()
+        except BaseException:
+            self.layout = old
+            raise
+
+    @torch.inference_mode()
+    def _move_buffers(self) -> None:
+        """Bring all buffers to the present layout."""
+        origin, runs = self.layout, list[Run]()
+        for buffer in self._buffers:
+            if buffer.layout is not self.layout:
+                if buffer.layout is not origin:
+                    origin, runs = buffer.layout, moved_runs(buffer.layout, self.layout, self._written)
+                buffer.move(self.layout, runs)
+        self._buffer_layout = self.layout
+
+    def _written(self, slot: int) -> int:
+        """Return how many positions of a slot hold entries, those of the present forward included."""
+        return max(self.lengths[slot], self._reserved.get(slot, 0))
 
     # For forwards on the device -----------------------------------------------------------------------------
 
-    @property
-    def layer_buffers(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of each layer, once allocated."""
-        return [(layer.keys, layer.values) for layer in self.layers]
-
+    @torch.inference_mode()
     def ensure_capacity(self, heads: int, dim: int, like: Tensor) -> None:
-        """Grow all buffers to the present size, and keep `tokens`, int32 [slots, capacity], from now on."""
-        nothing = like.new_empty(0, heads, 0, dim)
+        """Allocate all buffers, and keep `tokens`, int32 [≥ total], and `addresses`, int64 [layers, 4], from now on.
+
+        addresses: of each layer's keys and values, and the total. The last column is padding. Captured graphs read
+        these two tensors. `addresses` is never replaced, and `tokens` only if the total outgrows it.
+        """
+        if self._token_layout is self.layout:
+            return
+        nothing = like.new_empty(1, heads, 0, dim)
         for layer in self.layers:
-            if layer.needs_growth:
+            if not layer.buffers:
                 layer.lazy_initialization(nothing, nothing)
-        old = self.tokens
-        if old is None or old.shape[0] < self.slots or old.shape[1] < self.capacity:
-            self.tokens = torch.zeros(self.slots, self.capacity, dtype=torch.int32, device=like.device)
-            if old is not None:
-                self.tokens[: old.shape[0], : old.shape[1]] = old
+        self._move_buffers()
+        self._store_addresses(like.device)
+        self._move_tokens(like.device)
+
+    def _store_addresses(self, device: torch.device) -> None:
+        pointers = [
+            [*(buffer.data.data_ptr() for buffer in layer.buffers), self.layout.total, 0] for layer in self.layers
+        ]
+        if pointers != self._pointers:
+            if self.addresses is None:
+                self.addresses = torch.zeros(len(pointers), 4, dtype=torch.int64, device=device)
+            self.addresses.copy_(torch.tensor(pointers))
+            self._pointers = pointers
+
+    def _move_tokens(self, device: torch.device) -> None:
+        old = new = self.tokens
+        if new is None or len(new) < self.layout.total:
+            new = torch.zeros(grow_to_fit(INITIAL_TOKENS, self.layout.total), dtype=torch.int32, device=device)
+        if old is not None:
+            source = old.clone() if new is old else old
+            for run in moved_runs(self._token_layout, self.layout, self._written):
+                new[run.target : run.target + run.length] = source[run.source : run.source + run.length]
+        self.tokens, self._token_layout = new, self.layout
 
     def store_token_ids(self, ids: Tensor) -> None:
         """Store the ids [B, T] of the prepared forward, if `tokens` is kept."""
         if self.tokens is not None:
-            self._append_plan.store(self.tokens[:, None, :, None], ids[:, None, :, None].to(torch.int32))
+            self.append_plan.store(self.tokens[None, :, None], ids[:, None, :, None].to(torch.int32))
 
-    def write(self, buffer: Tensor, new: Tensor) -> Tensor:
-        """Store `new` [B, heads, T, dim]. Return the rows' whole sequences, [B, heads, span, dim]."""
-        plan = self._append_plan
-        plan.store(buffer, new)
-        seen = buffer[:, :, : self.span]
-        if plan.is_contiguous:
-            return seen[plan.rows[0] : plan.rows[-1] + 1]
-        return seen.index_select(0, plan.slots)
-
-
-@dataclass(frozen=True)
-class _AppendPlan:
-    """Destination of one forward's keys and values: token t of row i goes to positions[i, t] of slot rows[i].
-
-    positions: int64 [B, T]. slots: int64 [B]. is_contiguous: the rows are consecutive slots, so that a view suffices.
-    valid_indices: indices in the flattened batch of all tokens but padding, or None if there is no padding.
-    """
-
-    rows: Seq[int]
-    counts: Seq[int]
-    positions: Tensor
-    slots: Tensor
-    is_contiguous: bool
-    valid_indices: Tensor | None
-
-    @classmethod
-    def build(cls, rows: Seq[int], starts: Seq[int], counts: Seq[int], device: torch.device) -> _AppendPlan:
-        """Return the plan in which row i appends counts[i] tokens to slot rows[i], from position starts[i]."""
-        first, new = torch.tensor(starts)[:, None], torch.tensor(counts)[:, None]
-        steps = torch.arange(max(counts))
-        positions = (first + torch.minimum(steps, new - 1)).to(device)
-        is_ragged = min(counts) < max(counts)
-        valid_indices = (steps < new).flatten().nonzero()[:, 0].to(device) if is_ragged else None
-        is_contiguous = list(rows) == list(range(rows[0], rows[0] + len(rows)))
-        return cls(rows, counts, positions, torch.tensor(rows, device=device), is_contiguous, valid_indices)
-
-    def store(self, buffer: Tensor, new: Tensor) -> None:
-        """Write `new` [B, heads, T, dim] into a buffer [slots, heads, capacity, dim]."""
-        slots = self.slots[:, None].expand_as(self.positions).flatten()
-        positions, tokens = self.positions.flatten(), new.transpose(1, 2).flatten(0, 1)
-        if self.valid_indices is not None:
-            slots, positions, tokens = (each[self.valid_indices] for each in (slots, positions, tokens))
-        buffer[slots, :, positions] = tokens
+    def token_ids(self, bases: Tensor, span: int) -> Tensor:
+        """Return the ids of `span` tokens from each base, int32 [bases, span]. Behind a sequence's end they are any."""
+        assert self.tokens is not None
+        places = bases[:, None] + torch.arange(span, device=bases.device)
+        return self.tokens[places.clamp_(max=len(self.tokens) - 1)]

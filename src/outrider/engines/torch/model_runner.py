@@ -50,7 +50,7 @@ class ModelRunner:
         self._graphs = graphs or CudaGraphCache(device)
         self._batches: dict[BatchShape, Batch] = {}
         self._row_context = torch.zeros(1, 3, dtype=torch.int64, device=device)  # of a decode step's row
-        self._buffers: tuple[object, ...] = ()  # identity of the cache's buffers in the captured graphs
+        self._tensors: tuple[Tensor | None, ...] = (None,) * 4  # those of `FusedModel.prepare` in the captured graphs
 
     @staticmethod
     def fits(inputs: Seq[SequenceInput]) -> bool:
@@ -58,18 +58,17 @@ class ModelRunner:
         return sum(len(seq_input.ids) for seq_input in inputs) <= MAX_TOKENS
 
     def prepare(self, cache: SlotKVCache) -> None:
-        """Adapt to the cache's present size. Graphs of an earlier size are dropped."""
-        buffers = (cache, cache.slots, cache.capacity)
-        if buffers != self._buffers:
-            self._model.prepare(cache)
+        """Adapt to the cache's present layout. Graphs are dropped if tensors that they read were replaced."""
+        tensors = self._model.prepare(cache)
+        if any(now is not before for now, before in zip(tensors, self._tensors, strict=True)):
             self._graphs.clear()
-            self._buffers = buffers
+            self._tensors = tensors
 
     def release_cache(self) -> None:
         """Release all references to a cache that was replaced."""
         self._graphs.clear()
         self._batches.clear()
-        self._buffers = ()
+        self._tensors = (None,) * 4
 
     def logits(self, inputs: Seq[SequenceInput], starts: Seq[int], cache: SlotKVCache, span: int) -> Tensor:
         """Return the logits of all inputs, [≥ rows, V] in the model's dtype, valid until the next call.
@@ -87,7 +86,7 @@ class ModelRunner:
             return lambda: self._model.forward(batch, cache)
 
         run = self._graphs.get_or_capture(shape, forward)
-        _copy_into(batch.all, pack_batch(shape, inputs, starts))
+        _copy_into(batch.all, pack_batch(shape, inputs, starts, [cache.base(each.slot) for each in inputs]))
         return run()
 
     # Drafting -----------------------------------------------------------------------------------------------
@@ -107,27 +106,27 @@ class ModelRunner:
         Returns the tokens up to an EOS. with_signals: with the gate signals of each.
         """
         self.prepare(cache)
-        slot, ids = seq_input.slot, seq_input.ids
+        base, ids = cache.base(seq_input.slot), seq_input.ids
         first, span = start + len(ids), start + len(ids) + count - 1
         head, step = (_DecodeStep(BatchShape.of([n], 1, span), policy.batch_key, with_signals) for n in (len(ids), 1))
         run, run_step = self._get_step(head, cache), self._get_step(step, cache)
-        _copy_into(self._batch(head.shape).all, pack_batch(head.shape, [seq_input], [start]))
+        _copy_into(self._batch(head.shape).all, pack_batch(head.shape, [seq_input], [start], [base]))
         _copy_into(self._row_context, torch.tensor([row_context(policy, first)]))
         found = [run().clone()]
         if count > 1:  # while the device is busy
-            self._prepare_next_token(head, step, slot, first)
+            self._prepare_next_token(head, step, base, first)
         for n in range(1, count):
             if not policy.sampling.greedy:
                 _copy_into(self._row_context, torch.tensor([row_context(policy, first + n)]))
             found.append(run_step().clone())
         return _proposals(torch.cat(found).tolist(), first, policy.processors.eos_ids, with_signals=with_signals)
 
-    def _prepare_next_token(self, head: _DecodeStep, step: _DecodeStep, slot: int, first: int) -> None:
+    def _prepare_next_token(self, head: _DecodeStep, step: _DecodeStep, base: int, first: int) -> None:
         """Let the single-token batch continue after the head, unless both share one batch."""
         if head.shape != step.shape:
             batch = self._batch(step.shape)
             sampled = self._batch(head.shape).ids[:1].clone()
-            _copy_into(batch.all, pack_batch(step.shape, [SequenceInput(slot, [0], 1)], [first]))
+            _copy_into(batch.all, pack_batch(step.shape, [SequenceInput(0, [0], 1)], [first], [base]))
             batch.ids[:1].copy_(sampled)
 
     def _get_step(self, step: _DecodeStep, cache: SlotKVCache) -> Run:
@@ -146,8 +145,7 @@ class ModelRunner:
         rows, batch_key = self._model.forward(batch, cache)[:1], step.batch_key
         history = None
         if batch_key.needs_history:
-            assert cache.tokens is not None
-            history = cache.tokens.index_select(0, batch.slots[:1])[:, : step.shape.span]
+            history = cache.token_ids(batch.bases[:1], step.shape.span)
         context = RowContext(self._row_context[:, 0], self._row_context[:, 1], self._row_context[:, 2], history)
         sampled = sample_batch(rows, batch_key, context, self._model.top2)
         if step.with_signals:
@@ -191,9 +189,8 @@ class ModelRunner:
         )
         history = None
         if batch_key.needs_history:
-            assert cache.tokens is not None
-            slots = self._upload([member.seq_input.slot for member in sampled_inputs for _ in member.lengths])
-            history = cache.tokens[slots, : max(member.lengths[-1] for member in sampled_inputs)]
+            bases = [cache.base(member.seq_input.slot) for member in sampled_inputs for _ in member.lengths]
+            history = cache.token_ids(self._upload(bases), max(member.lengths[-1] for member in sampled_inputs))
         is_prefix = rows == list(range(len(rows)))
         part = logits[: len(rows)] if is_prefix else logits[self._upload(rows)]
         limit = len(rows) if batch_key.sampling.greedy and not batch_key.has_processors else MAX_ROWS
@@ -216,7 +213,7 @@ class ModelRunner:
     @staticmethod
     def _pad(batch: Batch) -> None:
         """Fill the batch with padding, so that a forward over it writes nothing."""
-        _copy_into(batch.all, pack_batch(batch.shape, [], []))
+        _copy_into(batch.all, pack_batch(batch.shape, [], [], []))
 
 
 @dataclass(frozen=True)
