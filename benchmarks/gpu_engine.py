@@ -136,14 +136,12 @@ def main() -> None:
                     floor(engine, context, 1, speed),
                 )
         if size != "0.5B":
-            for tokens in (1, args.k + 1):
-                at = f"{size}, context 1000: 32 sessions × {tokens}"
-                show(at, verifying(engine, 1000, 32, tokens), floor(engine, 1000, 32, speed))
-                show(
-                    at + ", constrained",
-                    verifying(engine, 1000, 32, tokens, **CONSTRAINED),
-                    floor(engine, 1000, 32, speed),
-                )
+            for sessions, tokens in ((32, 1), (32, args.k + 1), (64, 4), (128, 1), (128, 3)):
+                at = f"{size}, context 1000: {sessions} sessions × {tokens}"
+                least = floor(engine, 1000, sessions, speed)
+                show(at, verifying(engine, 1000, sessions, tokens), least)
+                if sessions == 32:
+                    show(at + ", constrained", verifying(engine, 1000, sessions, tokens, **CONSTRAINED), least)
         del engine
         torch.cuda.empty_cache()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}

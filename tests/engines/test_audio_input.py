@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from outrider.engines.base import Prompt
+from outrider.engines.torch.attention import WINDOWED_NAME, batch_audio_windows
 from outrider.engines.torch.engine import TorchEngine
 from outrider.engines.torch.model_families import _fit_frames
 from outrider.errors import PromptError
@@ -53,6 +54,20 @@ def test_embeddings_are_those_of_the_family_s_own_processor(family: str, samples
         plain = tiny_model(family)(input_ids=tensor, attention_mask=torch.ones_like(tensor), **media).logits[0]
     rows = made.forward(made.open(Prompt(ids, wave)), ids)
     torch.testing.assert_close(rows, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("samples", [8_001, 16_000, 24_159, 32_000])
+def test_windows_in_one_batch_give_the_embeddings_of_one_after_another(
+    samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer positions than a window, whole windows, and a shorter one at the end."""
+    audio_encoder, wave = tiny_engine("omni").audio, clip(2.0)[:samples]
+    expected = audio_encoder.embed(wave)
+    config = audio_encoder.tower.config
+    monkeypatch.setattr(config, "_attn_implementation", config._attn_implementation)  # undone after the test
+    batch_audio_windows(tiny_model("omni"), audio_encoder.tower)
+    assert config._attn_implementation == WINDOWED_NAME
+    torch.testing.assert_close(audio_encoder.embed(wave), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from outrider.engines.torch import kernels
+from outrider.engines.torch.fused_model import LOG2E
 from outrider.engines.torch.kernels import skinny_tiling
 from outrider.sampling.batched_sampler import torch_top2
 from tests.support.triton_interpreter import VOCAB
@@ -106,3 +107,33 @@ def test_a_row_with_nan_has_no_finite_best() -> None:
     kernels.partial_top2[(1, 2)](rows, parts, 40, 40, 20, 2, 32)
     kernels.merge_top2[(1,)](parts, out, 2)
     assert not torch.isfinite(out[0, 1])
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("tile", [16, 64])
+def test_attention_is_causal_over_every_chunk_and_tile(splits: int, tile: int) -> None:
+    """Chunks shorter than a step of keys, blocks of several tiles, and a sequence that ends within a chunk."""
+    heads, kv_heads, dim, capacity, span, step = 4, 2, 32, 160, 64, 32
+    counts, starts, bases = [23, 1, 40], [41, 6, 0], [0, 64, 96]
+    qkv = drawn(sum(counts), heads + 2 * kv_heads, dim)
+    keys, values = drawn(kv_heads, capacity, dim), drawn(capacity, kv_heads, dim).transpose(0, 1).contiguous()
+    buffers = torch.tensor([keys.data_ptr(), values.data_ptr(), capacity])
+    out = torch.empty(len(qkv), heads, dim)
+    partial, maxima, sums = (torch.empty(len(qkv), heads, splits, *rest) for rest in ((dim,), (), ()))
+    firsts = [sum(counts[:n]) for n in range(len(counts))]
+    entries = [torch.tensor(each, dtype=torch.int32) for each in (firsts, counts, starts, bases)]
+    kernels.attend[(len(counts) * kv_heads, splits, -(-max(counts) * 2 // tile))](
+        qkv, buffers, out, partial, maxima, sums, *entries, span // splits, LOG2E * dim**-0.5, heads, kv_heads, dim,
+        splits, tile, step, False,
+    )  # fmt: skip
+    if splits > 1:
+        token_bases = torch.repeat_interleave(entries[3], entries[1])
+        kernels.combine[(len(qkv) * heads,)](partial, maxima, sums, token_bases, out, heads, dim, splits, False)
+    for first, count, start, base in zip(firsts, counts, starts, bases, strict=True):
+        query = qkv[first : first + count, :heads].transpose(0, 1)
+        cached = slice(base, base + start + count)
+        mask = torch.arange(start + count) <= start + torch.arange(count)[:, None]
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query[None], keys[None, :, cached], values[None, :, cached], mask, enable_gqa=True
+        )[0].transpose(0, 1)
+        assert torch.allclose(out[first : first + count], expected, atol=1e-5)

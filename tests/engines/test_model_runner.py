@@ -16,10 +16,11 @@ from outrider.engines.torch import fused_model as stack
 from outrider.engines.torch import kernels, model_runner
 from outrider.engines.torch.engine import TorchEngine
 from outrider.engines.torch.fused_model import BatchShape, pack_batch, unsupported_reason
-from outrider.engines.torch.model_runner import ModelRunner
+from outrider.engines.torch.model_runner import ModelRunner, split_prefill
 from outrider.errors import DecodingError
 from outrider.sampling.policy import Policy
-from tests.support.triton_interpreter import CONFIGS, VOCAB, Eager, fused, model
+from tests.support.tiny_models import AUDIO, clip
+from tests.support.triton_interpreter import CONFIGS, VOCAB, Eager, audio_engine, fuse, fused, model
 
 pytestmark = [
     pytest.mark.kernels,
@@ -135,16 +136,66 @@ def test_what_is_drafted_behind_an_eos_is_dropped(monkeypatch: pytest.MonkeyPatc
     assert result.finish_reason == "eos"
 
 
-def test_long_prefills_are_left_to_the_library_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Constraints on the device read what the other path has fed."""
+@pytest.mark.parametrize("captured", [8, 64])
+def test_a_long_prefill_in_parts_gives_the_logits_of_a_plain_forward(
+    captured: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside another slot, with more positions to keep than a part has, and with more than a graph takes."""
     monkeypatch.setattr(kernels, "SKINNY_TOKENS", 0)
-    monkeypatch.setattr(model_runner, "MAX_TOKENS", 8)
+    monkeypatch.setattr(model_runner, "MAX_TOKENS", 32)
+    monkeypatch.setattr(model_runner, "MAX_CAPTURED_TOKENS", captured)
+    made = model()
+    one, two = ids(75, 1), ids(50, 2)
+    with torch.no_grad():
+        plain = [made(input_ids=torch.tensor([tokens]), use_cache=False).logits[0] for tokens in (one, two)]
+    engine = fused(made, monkeypatch)
+    feeds = [SequenceInput(engine.open(Prompt((1,))), tokens, kept) for tokens, kept in ((one, 3), (two, 40))]
+    for feed, rows, expected in zip(feeds, engine.forward_many(feeds), plain, strict=True):
+        assert torch.allclose(rows, expected[-feed.logits_to_keep :], atol=1e-4)
+        assert engine.kv_len(feed.slot) == len(feed.ids)
+
+
+def test_a_prefill_is_split_into_even_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "MAX_TOKENS", 32)
+
+    def parts(*sizes: tuple[int, int]) -> list[list[tuple[int, int, int]]]:
+        inputs = [SequenceInput(slot, [slot] * count, kept) for slot, (count, kept) in enumerate(sizes)]
+        return [[(each.slot, len(each.ids), each.logits_to_keep) for each in part] for part in split_prefill(inputs)]
+
+    assert parts((32, 5)) == [[(0, 32, 5)]]
+    assert parts((33, 5)) == [[(0, 16, 1)], [(0, 17, 5)]]
+    assert parts((70, 1), (6, 6)) == [[(0, 25, 1)], [(0, 25, 1)], [(0, 20, 1), (1, 6, 6)]]
+    assert parts((40, 40)) == [[(0, 40, 40)]]
+
+
+def test_constraints_on_the_device_read_a_long_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "SKINNY_TOKENS", 0)
+    monkeypatch.setattr(model_runner, "MAX_CAPTURED_TOKENS", 8)
     engine, plain = fused(model(), monkeypatch), TorchEngine(model())
     tokens, own = ids(20), policy(**SETTINGS["constrained"])
     slot, other = engine.open(Prompt((1,))), plain.open(Prompt((1,)))
     expected = own.distribution(plain.forward(other, tokens, 1)[0], tokens, 20).token
     assert [proposal.token for proposal in engine.draft(slot, tokens, 1, own, with_signals=False)] == [expected]
     assert token_ids(engine, slot, 20) == tokens
+
+
+def test_a_recording_is_read_by_the_fused_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts that begin within the recording, beside a slot without one."""
+    monkeypatch.setattr(kernels, "SKINNY_TOKENS", 0)
+    plain, engine = audio_engine(), audio_engine()
+    fuse(engine, monkeypatch)
+    monkeypatch.setattr(engine, "_forward_transformers", None)
+    wave = clip(1.0)
+    prompt = Prompt((5, 6, *[AUDIO] * plain.audio.token_count(len(wave)), 7, 8), wave)
+    other, text = ids(9), Prompt((1,))
+    expected = plain.forward_many(
+        [SequenceInput(plain.open(prompt), prompt.ids, 3), SequenceInput(plain.open(text), other, 2)]
+    )
+    slot = engine.open(prompt)
+    engine.forward(slot, prompt.ids[:10], 1)
+    found = engine.forward_many([SequenceInput(engine.open(text), other, 2), SequenceInput(slot, prompt.ids[10:], 3)])
+    assert torch.allclose(found[1], expected[0], atol=1e-4)
+    assert torch.allclose(found[0], expected[1], atol=1e-4)
 
 
 def test_graphs_outlive_a_move_of_the_cache_until_its_tables_grow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from benchmarks.link_thread import LinkThread
 from outrider import CloudLost, PromptError, Result, SettingsError, StreamEvent
-from outrider.edge import drafter as drafting
 from outrider.edge.cancellation import Cancellation
+from outrider.engines import scheduler as scheduling
 from outrider.engines.base import SequenceInput
 from outrider.errors import StateError
 from outrider.gateway.decoder_pool import DecoderPool, RequestOptions
@@ -509,7 +509,7 @@ def test_a_generation_that_is_cancelled_gives_its_slot_back_at_once(how: str) ->
 
 
 def test_a_long_prompt_is_left_between_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafting, "PREFILL_CHUNK", 4)
+    monkeypatch.setattr(scheduling, "PREFILL_CHUNK", 4)
     engine = Held()
     engine.go.clear()
 

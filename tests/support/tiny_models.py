@@ -60,13 +60,14 @@ def _config(family: str, vocab: int) -> Any:
         case "gemma3":
             return transformers.Gemma3TextConfig(**{**_GEMMA, "vocab_size": vocab}, layer_types=_MIXED)
         case "omni":
-            return _omni(text)
+            return omni_config(text)
         case "qwen2-audio":
             return _qwen2_audio(text)
     raise ValueError(family)
 
 
-def _omni(text: dict[str, Any]) -> Any:
+def omni_config(text: dict[str, Any]) -> Any:
+    """Return the configuration of a tiny thinker around a language model of these sizes."""
     from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniThinkerConfig
 
     hidden, head = text["hidden_size"], text["hidden_size"] // text["num_attention_heads"]

@@ -15,6 +15,7 @@ from outrider.engines.torch.cuda_graphs import CudaGraphCache, Run
 from outrider.engines.torch.engine import TorchEngine
 from outrider.engines.torch.fused_model import FusedModel
 from outrider.engines.torch.model_runner import ModelRunner
+from tests.support.tiny_models import feature_extractor, omni_config
 
 VOCAB = 48
 _SIZES: dict[str, Any] = {
@@ -60,11 +61,28 @@ def model(kind: str = "qwen2", seed: int = 0, disturbed: float = 0.0) -> Any:
     return made
 
 
+def audio_engine() -> TorchEngine:
+    """An engine of a random float32 thinker, whose heads are of a size that the kernels take."""
+    torch.manual_seed(0)
+    text = {**_SIZES, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": VOCAB}
+    made = tf.Qwen2_5OmniThinkerForConditionalGeneration(omni_config(text)).eval()
+    for weight in made.parameters():
+        weight.data = torch.randn_like(weight) * (0.3 if weight.dim() > 1 else 0.1) + (weight.dim() == 1) * weight.data
+    return TorchEngine(made, None, feature_extractor("omni"), name="thinker")
+
+
 def fused(made: Any, monkeypatch: pytest.MonkeyPatch) -> TorchEngine:
-    """An engine that runs a model as on a GPU. Small spans and few programs: each of them takes the interpreter ms."""
+    """An engine that runs a model as on a GPU."""
+    engine = TorchEngine(made, name="fused")
+    fuse(engine, monkeypatch)
+    return engine
+
+
+def fuse(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an engine run its model as on a GPU. Small spans and few programs: each takes the interpreter ms."""
     monkeypatch.setattr(stack, "MIN_SPAN", 32)
     monkeypatch.setattr(stack, "MIN_CHUNK", 16)
     monkeypatch.setattr(stack, "TARGET_PROGRAMS", 4)
-    engine = TorchEngine(made, name="fused")
-    engine._runner = ModelRunner(FusedModel(made.model, made.lm_head, made.config), engine.device, Eager())
-    return engine
+    head = engine.model.get_output_embeddings()
+    fused_model = FusedModel(engine._family.decoder, head, engine._text_config)
+    engine._runner = ModelRunner(fused_model, engine.device, Eager())

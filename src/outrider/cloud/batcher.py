@@ -25,7 +25,7 @@ from outrider.cloud.sessions import SessionEntry
 from outrider.cloud.slot_pool import SlotPool
 from outrider.decoding.actions import Verify
 from outrider.engines.base import CachedSequence, Engine, forward_or_sample
-from outrider.engines.scheduler import MAX_BATCH, PREFILL_CHUNK, Batch, Request, Scheduler
+from outrider.engines.scheduler import MAX_BATCH, Batch, Request, Scheduler, prefill_chunk
 from outrider.errors import OutriderError
 from outrider.protocol.messages import ErrorCode, FrameError
 from outrider.sampling.acceptance import Verdict
@@ -59,15 +59,16 @@ class Job(Request):
 class Batcher:
     """Owner of the engine's thread.
 
-    chunk: tokens of long prefills per step, over all of them. max_batch: sessions in one forward.
+    chunk: tokens of long prefills per step, over all of them, by default those of the engine. max_batch: sessions in
+    one forward.
     """
 
     def __init__(
-        self, engine: Engine, slots: int, metrics: Metrics, *, chunk: int = PREFILL_CHUNK, max_batch: int = MAX_BATCH
+        self, engine: Engine, slots: int, metrics: Metrics, *, chunk: int | None = None, max_batch: int = MAX_BATCH
     ) -> None:
         self._engine, self._metrics = engine, metrics
         self.slot_pool = SlotPool(engine, slots, metrics)
-        self._scheduler: Scheduler[Job] = Scheduler(chunk=chunk, max_batch=max_batch)
+        self._scheduler: Scheduler[Job] = Scheduler(chunk=chunk or prefill_chunk(engine), max_batch=max_batch)
         self._wake = threading.Condition()
         self._submitted: list[Job] = []
         self._closed: list[SessionEntry] = []

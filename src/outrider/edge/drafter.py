@@ -11,7 +11,7 @@ from outrider.decoding.actions import Draft, Proposal
 from outrider.decoding.gate import compute_signals
 from outrider.edge.cancellation import Cancellation
 from outrider.engines.base import CachedSequence, as_device_sampler
-from outrider.engines.scheduler import PREFILL_CHUNK
+from outrider.engines.scheduler import prefill_chunk
 from outrider.sampling.acceptance import REJECTION_SHORTLIST
 from outrider.sampling.policy import Policy
 
@@ -113,8 +113,9 @@ class Drafter:
     def _prefill_chunks(self, ids: list[int], cancellation: Cancellation) -> None:
         """Prefill the missing tokens in chunks, except for the last chunk."""
         cancellation.check()
-        while len(ids) - (cached := self._sequence.cached_len) > PREFILL_CHUNK:
-            self._sequence.extend(ids[: cached + PREFILL_CHUNK], 1)
+        chunk = prefill_chunk(self._sequence.engine)
+        while len(ids) - (cached := self._sequence.cached_len) > chunk:
+            self._sequence.extend(ids[: cached + chunk], 1)
             cancellation.check()
 
     def rollback_to(self, length: int) -> None:

@@ -17,16 +17,21 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Generic, TypeVar
 
-from outrider.engines.base import SequenceInput
+from outrider.engines.base import Engine, SequenceInput
 from outrider.engines.fair_share import FairShare, limit_to_share, round_robin
 
 T = TypeVar("T")
 R = TypeVar("R", bound="Request")
 
 FREE_PADDING_TOKENS = 16  # padding up to this width costs less than a second forward
-PREFILL_CHUNK = 256  # tokens of a long prompt per forward, where others wait or it may be cancelled
+PREFILL_CHUNK = 256  # see `prefill_chunk`
 SHORT_BLOCK_TOKENS = 96  # up to here a step computes a request at once, beyond it in chunks
-MAX_BATCH = 64  # sequences in one forward
+MAX_BATCH = 256  # sequences in one forward
+
+
+def prefill_chunk(engine: Engine) -> int:
+    """Return the tokens of a long prompt per forward, where others wait or it may be cancelled."""
+    return int(getattr(engine, "prefill_chunk", PREFILL_CHUNK))
 
 
 def may_pad_together(narrowest: int, widest: int) -> bool:

@@ -27,7 +27,7 @@ from outrider.engines.base import (
     check_truncation,
     forward_or_sample,
 )
-from outrider.engines.scheduler import PREFILL_CHUNK, Batch, Request, Scheduler
+from outrider.engines.scheduler import Batch, Request, Scheduler, prefill_chunk
 from outrider.errors import StateError
 from outrider.sampling.policy import Policy
 from outrider.sampling.sampler import SampledToken
@@ -81,7 +81,7 @@ class SharedEngine:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._lock = threading.Lock()  # guards _scheduler and _busy
-        self._scheduler: Scheduler[_Call] = Scheduler()
+        self._scheduler: Scheduler[_Call] = Scheduler(chunk=prefill_chunk(engine))
         self._busy = False
         self._lengths: dict[int, int] = {}  # cached tokens of each open slot, for its owner
 
@@ -135,7 +135,7 @@ class SharedEngine:
     def draft(self, slot: int, ids: Seq[int], count: int, policy: Policy, *, with_signals: bool) -> list[Proposal]:
         """Draft a block on the device, in a turn of its own."""
         engine = cast(DeviceSampler, self._engine)
-        rest = (len(ids) - 1) % PREFILL_CHUNK + 1
+        rest = (len(ids) - 1) % prefill_chunk(engine) + 1
         if len(ids) > rest:
             self._run(SequenceInput(slot, ids[:-rest], 1))
 

@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from outrider.errors import ModelError
 
 ATTENTION_NAME = "outrider_grouped"
+WINDOWED_NAME = "outrider_flash_windows"  # transformers passes the windows to implementations with "flash" in the name
 MAX_FOLDED_TOKENS = 64  # per sequence: folding repeats the mask, which in a long prefill outgrows the saved copy
 
 
@@ -42,6 +43,36 @@ def grouped_attention(
     mask = attention_mask.to(query.dtype).repeat(1, 1, groups, 1)
     out = torch.nn.functional.scaled_dot_product_attention(folded, key, value, mask, scale=kwargs.get("scaling"))
     return out.reshape(batch, heads, tokens, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+def windowed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    max_length_q: int,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention within windows of `max_length_q` positions, of which the last may be shorter, as one batch.
+
+    For each window and layer, transformers' own path calls an attention function, and waits for the GPU.
+
+    query, key, value [1, heads, T, D] → [1, T, heads, D]
+    """
+    _, heads, total, dim = query.shape
+    whole = total - total % max_length_q
+    parts = []
+    for begin, end, width in ((0, whole, max_length_q), (whole, total, total - whole)):
+        if begin < end:
+            q, k, v = (
+                each[0, :, begin:end].reshape(heads, -1, width, dim).transpose(0, 1) for each in (query, key, value)
+            )
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scaling)
+            parts.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(parts)[None], None
 
 
 def _can_fold(query: Tensor, key: Tensor, mask: Tensor | None, kwargs: Mapping[str, object]) -> bool:
@@ -69,6 +100,13 @@ def configure_attention(model: PreTrainedModel, language: PreTrainedModel, confi
     return grouped
 
 
+def batch_audio_windows(model: PreTrainedModel, tower: nn.Module) -> None:
+    """Let the audio encoder of Qwen2.5-Omni compute its windows as one batch, if its attention is `sdpa`."""
+    config: Any = tower.config
+    if "Omni" in type(model).__name__ and config._attn_implementation == "sdpa":
+        config._attn_implementation = WINDOWED_NAME
+
+
 def attention_windows(config: PretrainedConfig, name: str) -> dict[str, int | None]:
     """Return the attention kinds of the layers, with their sliding windows.
 
@@ -85,4 +123,5 @@ def attention_windows(config: PretrainedConfig, name: str) -> dict[str, int | No
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, grouped_attention)
+ALL_ATTENTION_FUNCTIONS.register(WINDOWED_NAME, windowed_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,19 +19,26 @@ from outrider.engines.base import Prompt, SequenceInput, check_inputs, plan_kv_b
 from outrider.engines.checkpoint import TASKS, is_captions_only
 from outrider.engines.locking import Locked, exclusive, get_lock
 from outrider.engines.model_changes import capture_state, find_change
+from outrider.engines.scheduler import PREFILL_CHUNK
 from outrider.engines.self_test import SelfTest, check_weights, explain_non_finite
-from outrider.engines.torch.attention import attention_windows, configure_attention
-from outrider.engines.torch.fused_model import FusedModel, missing_requirement, unsupported_reason
+from outrider.engines.torch.attention import attention_windows, batch_audio_windows, configure_attention
+from outrider.engines.torch.fused_model import (
+    FUSED_PREFILL_CHUNK,
+    FusedModel,
+    Media,
+    missing_requirement,
+    unsupported_reason,
+)
 from outrider.engines.torch.kv_cache import SlotKVCache
 from outrider.engines.torch.model_families import (
     AudioModel,
+    MaskedMedia,
     MaskLike,
-    Media,
     TextModel,
     is_audio_model,
     read_max_length,
 )
-from outrider.engines.torch.model_runner import ModelRunner
+from outrider.engines.torch.model_runner import ModelRunner, split_prefill
 from outrider.engines.vocabulary import Vocabulary, check_eos_ids, warn_if_eos_differs
 from outrider.errors import ModelError, PromptError, StateError
 from outrider.sampling.policy import Policy
@@ -78,6 +86,8 @@ class TorchEngine(Vocabulary, Locked):
         self._text_config = model.config.get_text_config()
         self._attention_windows = attention_windows(self._text_config, self.name)
         self._additive_mask = configure_attention(model, self._family.language, self._text_config)
+        if self.audio is not None and model.device.type == "cuda":
+            batch_audio_windows(model, self.audio.tower)
         self._cache = SlotKVCache(self._text_config.num_hidden_layers)
         self._media: dict[int, _SlotAudio] = {}
         self.device, self.dtype = model.device, model.dtype
@@ -199,6 +209,11 @@ class TorchEngine(Vocabulary, Locked):
         return [rows.float() for rows in torch.split(self._logits(inputs)[: sum(counts)], counts)]
 
     @property
+    def prefill_chunk(self) -> int:
+        """Return the tokens of a long prompt per forward, where others wait or it may be cancelled."""
+        return PREFILL_CHUNK if self._runner is None else FUSED_PREFILL_CHUNK
+
+    @property
     def samples_on_device(self) -> bool:
         """Return whether the engine has `sample_many` and `draft`: on a GPU, for models that can be fused."""
         return self._runner is not None
@@ -235,12 +250,18 @@ class TorchEngine(Vocabulary, Locked):
         They are valid until the next forward.
         """
         check_inputs(inputs)
-        starts = [self.kv_len(seq_input.slot) for seq_input in inputs]
-        if self._runner is None or not self._runner.fits(inputs) or self._has_audio(inputs, starts):
+        if self._runner is None:
             return torch.cat(self._forward_transformers(inputs))
-        self._cache.reserve([each.slot for each in inputs], [len(each.ids) for each in inputs])
+        self._cache.reserve([each.slot for each in inputs], [len(each.ids) for each in inputs])  # refuses before a part
+        for part in split_prefill(inputs):
+            logits = self._forward_fused(self._runner, part)
+        return logits
+
+    def _forward_fused(self, runner: ModelRunner, inputs: Seq[SequenceInput]) -> Tensor:
+        starts = self._cache.reserve([each.slot for each in inputs], [len(each.ids) for each in inputs])
         with self._on_this_device():
-            logits = self._runner.logits(inputs, starts, self._cache, self._cache.span)
+            media = self._flat_media(inputs, starts)
+            logits = runner.logits(inputs, starts, self._cache, self._cache.span, media)
         self._cache.commit_append()
         return logits
 
@@ -303,20 +324,33 @@ class TorchEngine(Vocabulary, Locked):
             masks[kind] = visible
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _place_media(self, inputs: Seq[SequenceInput], starts: Seq[int], width: int) -> Media | None:
-        """Return the audio embeddings for the placeholders among the input tokens, or None."""
+    def _place_media(self, inputs: Seq[SequenceInput], starts: Seq[int], width: int) -> MaskedMedia | None:
+        """Return the audio embeddings for the placeholders among the padded input tokens, or None."""
         mask = torch.zeros(len(inputs), width, dtype=torch.bool, device=self.device)
-        embeds = []
-        for row, (seq_input, start) in enumerate(zip(inputs, starts, strict=True)):
-            media = self._media.get(seq_input.slot)
-            if media is None or start >= len(media.prompt.ids):
-                continue
-            holders = [i for i, token in enumerate(media.prompt.ids) if token == self.audio.placeholder]
-            fed = [n for n, i in enumerate(holders) if start <= i < start + len(seq_input.ids)]
-            mask[row, [holders[n] - start for n in fed]] = True
-            if fed:
-                embeds.append(self._embeds(media)[fed[0] : fed[-1] + 1])
+        placed = [self._placeholders(seq_input, start) for seq_input, start in zip(inputs, starts, strict=True)]
+        for row, (columns, _) in enumerate(placed):
+            mask[row, columns] = True
+        embeds = [part for columns, part in placed if columns]
         return (mask, torch.cat(embeds)) if embeds else None
+
+    def _flat_media(self, inputs: Seq[SequenceInput], starts: Seq[int]) -> Media | None:
+        """Return the audio embeddings for the placeholders in a flat batch, or None."""
+        firsts = [0, *accumulate(len(seq_input.ids) for seq_input in inputs)]
+        placed = [self._placeholders(seq_input, start) for seq_input, start in zip(inputs, starts, strict=True)]
+        indices = [first + column for first, (columns, _) in zip(firsts, placed, strict=False) for column in columns]
+        if not indices:
+            return None
+        embeds = torch.cat([part for columns, part in placed if columns])
+        return Media(torch.tensor(indices, device=self.device), embeds)
+
+    def _placeholders(self, seq_input: SequenceInput, start: int) -> tuple[list[int], Tensor]:
+        """Return the indices of the audio placeholders among an input's tokens, and the embeddings in their place."""
+        media = self._media.get(seq_input.slot)
+        if media is None or start >= len(media.prompt.ids):
+            return [], torch.empty(0)
+        holders = [i for i, token in enumerate(media.prompt.ids) if token == self.audio.placeholder]
+        fed = [n for n, i in enumerate(holders) if start <= i < start + len(seq_input.ids)]
+        return [holders[n] - start for n in fed], self._embeds(media)[fed[0] : fed[-1] + 1] if fed else torch.empty(0)
 
     def _embeds(self, media: _SlotAudio) -> Tensor:
         if media.embeds is None:

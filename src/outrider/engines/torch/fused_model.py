@@ -27,7 +27,11 @@ from outrider.engines.torch.kv_cache import SlotKVCache
 
 MODEL_TYPES = ("qwen2", "llama", "mistral", "qwen3", "qwen2_5_omni_text")
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
-MAX_TOKENS = 512  # per batch: longer prefills are left to transformers' own attention kernels
+MAX_CAPTURED_TOKENS = 1024  # a forward of more tokens takes longer than the launches of its kernels
+MAX_TOKENS = 2048  # of one forward: a longer prefill is computed in parts, as its activations take memory
+FUSED_PREFILL_CHUNK = (
+    512  # takes 1.5 times as long as a round of 32 blocks on an H200: smaller ones cost more per token
+)
 TARGET_PROGRAMS = 132  # one on each multiprocessor of a large GPU
 HEADS_PER_PROGRAM = 4  # of `rotate_and_store`
 MIN_SPAN, MIN_CHUNK = 256, 64
@@ -142,6 +146,14 @@ class Batch:
         return cls(shape, entries, *torch.split(entries, sizes))
 
 
+@dataclass(frozen=True)
+class Media:
+    """Embeddings of recordings, [P, hidden], and the indices of their tokens in the flat batch, int64 [P]."""
+
+    indices: Tensor
+    embeds: Tensor
+
+
 def pack_batch(shape: BatchShape, inputs: Seq[SequenceInput], starts: Seq[int], bases: Seq[int]) -> Tensor:
     """Return the entries of a `Batch`, int32 [shape.num_entries], on the host. Padding has base −1 and no tokens."""
     counts = [len(seq_input.ids) for seq_input in inputs]
@@ -164,11 +176,16 @@ def _next_power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+def _num_splits(programs: int, span: int) -> int:
+    """Return the number of chunks of keys, a power of two, that keeps the GPU busy."""
+    return min(_next_power_of_two(max(1, TARGET_PROGRAMS // programs) + 1) // 2, span // MIN_CHUNK)
+
+
 def _round_size(size: int) -> int:
-    """Round up to a power of two, then a multiple of 16, then of 64, so that few graphs serve all sizes."""
+    """Round up to a power of two, then a multiple of 16, or of 64, so that few graphs serve all sizes."""
     if size <= 16:
         return _next_power_of_two(size)
-    step = 16 if size <= 256 else 64
+    step = 64 if 256 < size <= MAX_CAPTURED_TOKENS else 16
     return -(-size // step) * step
 
 
@@ -255,8 +272,11 @@ class FusedModel:
             )
         return cache.addresses, cache.tokens, *self._tables
 
-    def forward(self, batch: Batch, cache: SlotKVCache) -> Tensor:
-        """Return the logits after the kept tokens, [shape.rows, V] in the model's dtype."""
+    def forward(self, batch: Batch, cache: SlotKVCache, media: Media | None = None) -> Tensor:
+        """Return the logits after the kept tokens, [shape.rows, V] in the model's dtype.
+
+        media: embeddings that replace those of some tokens.
+        """
         kernels, n = self._kernels, batch.shape.tokens
         x = torch.empty(n, self._hidden, dtype=self._embedding.dtype, device=self._embedding.device)
         assert cache.tokens is not None
@@ -265,6 +285,8 @@ class FusedModel:
             batch.ids, self._embedding, x, batch.positions, batch.token_bases, cache.tokens, self._hidden,
             _next_power_of_two(self._hidden), **self._launch_options,
         )  # fmt: skip
+        if media is not None:
+            x.index_copy_(0, media.indices, media.embeds.to(x.dtype))
         for layer, buffers in zip(self._layers, cache.addresses, strict=True):
             attended = self._attention(layer, x, buffers, batch)
             self._add_projection(x, attended, layer.out)
@@ -284,28 +306,23 @@ class FusedModel:
             self._eps, self.heads, self.kv_heads, self.dim, layer.query_norm is not None,
             HEADS_PER_PROGRAM, num_warps=2, **self._launch_options,
         )  # fmt: skip
-        tile, splits = self._tiling(batch.shape)
+        rows, groups = batch.shape.longest * (self.heads // self.kv_heads), batch.shape.sequences * self.kv_heads
+        tile, step, warps, stages = kernels.attend_tiling(rows, groups)
+        blocks = -(-rows // tile)
+        splits = _num_splits(groups * blocks, batch.shape.span)
         out = x.new_empty(n, self.heads * self.dim)
         partial = x.new_empty(n, self.heads, splits if splits > 1 else 0, self.dim, dtype=torch.float32)
         maxima, sums = x.new_empty(2, n, self.heads, splits, dtype=torch.float32)
-        blocks = -(-batch.shape.longest * (self.heads // self.kv_heads) // tile)
-        kernels.attend[(batch.shape.sequences * self.kv_heads, splits, blocks)](
+        kernels.attend[(groups, splits, blocks)](
             qkv, buffers, out, partial, maxima, sums, batch.firsts, batch.counts, batch.starts, batch.bases,
-            LOG2E * self.dim**-0.5, self.heads, self.kv_heads, self.dim, batch.shape.span // splits, splits,
-            tile, MIN_CHUNK, **self._launch_options,
+            batch.shape.span // splits, LOG2E * self.dim**-0.5, self.heads, self.kv_heads, self.dim, splits,
+            tile, step, num_warps=warps, num_stages=stages, **self._launch_options,
         )  # fmt: skip
         if splits > 1:
             kernels.combine[(n * self.heads,)](
                 partial, maxima, sums, batch.token_bases, out, self.heads, self.dim, splits, **self._launch_options
             )
         return out
-
-    def _tiling(self, shape: BatchShape) -> tuple[int, int]:
-        """Return the query rows per program, and the number of chunks of keys that keeps the GPU busy."""
-        rows = shape.longest * (self.heads // self.kv_heads)
-        tile = min(64, max(16, _next_power_of_two(rows)))
-        programs = shape.sequences * self.kv_heads * -(-rows // tile)
-        return tile, min(_next_power_of_two(max(1, TARGET_PROGRAMS // programs) + 1) // 2, shape.span // MIN_CHUNK)
 
     def top2(self, rows: Tensor) -> Tensor:
         """Return float64 [R, 3] for logits [R, V]: index of the largest entry, the entry, and its top-2 margin."""

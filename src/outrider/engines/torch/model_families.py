@@ -16,7 +16,7 @@ from outrider.engines.torch.kv_cache import SlotKVCache
 from outrider.errors import ModelError, PromptError
 
 MaskLike = Tensor | dict[str, Tensor]
-Media = tuple[Tensor, Tensor]  # of a batch: their positions, bool [B, T], and [positions, hidden]
+MaskedMedia = tuple[Tensor, Tensor]  # of a batch: their positions, bool [B, T], and [positions, hidden]
 
 
 class TextModel:
@@ -35,7 +35,13 @@ class TextModel:
             raise ModelError(f"{type(model).__name__} takes no position_ids: its cache cannot be rolled back by slot")
 
     def logits(
-        self, ids: Tensor, positions: Tensor, mask: MaskLike, cache: SlotKVCache, columns: Tensor, media: Media | None
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        mask: MaskLike,
+        cache: SlotKVCache,
+        columns: Tensor,
+        media: MaskedMedia | None,
     ) -> Tensor:
         """Return the logits of some columns, [B, C, V], in the model's dtype.
 
@@ -70,7 +76,13 @@ class AudioModel(TextModel):
         self.audio = AudioInput(model, tower, extractor, placeholder) if extractor is not None else None
 
     def logits(
-        self, ids: Tensor, positions: Tensor, mask: MaskLike, cache: SlotKVCache, columns: Tensor, media: Media | None
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        mask: MaskLike,
+        cache: SlotKVCache,
+        columns: Tensor,
+        media: MaskedMedia | None,
     ) -> Tensor:
         """Return the logits of some columns, [B, C, V], as `TextModel.logits` does."""
         embeds = self.model.get_input_embeddings()(ids)
@@ -170,7 +182,7 @@ class AudioInput(AudioFeatures):
 
     def __init__(self, model: Any, tower: nn.Module, extractor: Any, placeholder: int) -> None:
         super().__init__(extractor, placeholder, whole_window="Omni" not in type(model).__name__)
-        self._model, self._tower = model, tower
+        self._model, self.tower = model, tower
 
     def embed(self, waveform: np.ndarray) -> Tensor:
         """Return the embeddings of a waveform: float32 [samples] → [token_count, hidden] in the model's dtype."""
@@ -178,7 +190,7 @@ class AudioInput(AudioFeatures):
 
     def embed_features(self, features: np.ndarray) -> Tensor:
         """Return the embeddings of features: float32 [mels, frames] → [feature_tokens, hidden] in the model's dtype."""
-        weight = next(self._tower.parameters())
+        weight = next(self.tower.parameters())
         valid = features.shape[1] - self._tail
         encoder_input = _fit_frames(features, self._window) if self._whole_window else features
         batch = torch.from_numpy(np.ascontiguousarray(encoder_input))[None].to(weight.device, weight.dtype)
@@ -191,12 +203,12 @@ class AudioInput(AudioFeatures):
 
     def _embed_window(self, features: Tensor, valid: Tensor) -> Tensor:
         """Return Qwen2-Audio's embeddings of a whole window, with the padding masked out of the attention."""
-        input_lengths, output_lengths = self._tower._get_feat_extract_output_lengths(valid)  # type: ignore[operator]
+        input_lengths, output_lengths = self.tower._get_feat_extract_output_lengths(valid)  # type: ignore[operator]
         size = (features.shape[-1] - 2) // 2 + 1
         hidden = torch.arange(size, device=features.device)[None, None, None, :] >= input_lengths[:, None, None, None]
         additive = torch.zeros(1, 1, size, size, dtype=features.dtype, device=features.device)
         additive = additive.masked_fill(hidden, torch.finfo(features.dtype).min)
-        out = self._tower(features, attention_mask=additive).last_hidden_state
+        out = self.tower(features, attention_mask=additive).last_hidden_state
         inner_model = getattr(self._model, "model", self._model)
         return inner_model.multi_modal_projector(out)[0, : int(output_lengths[0])]
 

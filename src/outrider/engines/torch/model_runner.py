@@ -6,6 +6,7 @@ once per drafted block.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -16,7 +17,15 @@ from torch import Tensor
 from outrider.decoding.actions import Proposal
 from outrider.engines.base import SequenceInput
 from outrider.engines.torch.cuda_graphs import CudaGraphCache, Run
-from outrider.engines.torch.fused_model import MAX_TOKENS, Batch, BatchShape, FusedModel, pack_batch
+from outrider.engines.torch.fused_model import (
+    MAX_CAPTURED_TOKENS,
+    MAX_TOKENS,
+    Batch,
+    BatchShape,
+    FusedModel,
+    Media,
+    pack_batch,
+)
 from outrider.engines.torch.kv_cache import SlotKVCache
 from outrider.sampling.batched_sampler import (
     RowContext,
@@ -54,8 +63,8 @@ class ModelRunner:
 
     @staticmethod
     def fits(inputs: Seq[SequenceInput]) -> bool:
-        """Return whether a batch is short enough for the fused model."""
-        return sum(len(seq_input.ids) for seq_input in inputs) <= MAX_TOKENS
+        """Return whether a batch is short enough for a captured graph."""
+        return sum(len(seq_input.ids) for seq_input in inputs) <= MAX_CAPTURED_TOKENS
 
     def prepare(self, cache: SlotKVCache) -> None:
         """Adapt to the cache's present layout. Graphs are dropped if tensors that they read were replaced."""
@@ -70,7 +79,14 @@ class ModelRunner:
         self._batches.clear()
         self._tensors = (None,) * 4
 
-    def logits(self, inputs: Seq[SequenceInput], starts: Seq[int], cache: SlotKVCache, span: int) -> Tensor:
+    def logits(
+        self,
+        inputs: Seq[SequenceInput],
+        starts: Seq[int],
+        cache: SlotKVCache,
+        span: int,
+        media: Media | None = None,
+    ) -> Tensor:
         """Return the logits of all inputs, [≥ rows, V] in the model's dtype, valid until the next call.
 
         starts: cached length of each input's slot. span: positions that the longest cache holds afterwards.
@@ -79,13 +95,17 @@ class ModelRunner:
         shape = BatchShape.of(
             [len(seq_input.ids) for seq_input in inputs], sum(seq_input.logits_to_keep for seq_input in inputs), span
         )
-        batch = self._batch(shape)
+        is_captured = media is None and self.fits(inputs)
+        batch = self._batch(shape) if is_captured else Batch.allocate(self._device, shape)
+
+        def execute() -> Tensor:
+            return self._model.forward(batch, cache, media)
 
         def forward() -> Run:
             self._pad(batch)
-            return lambda: self._model.forward(batch, cache)
+            return execute
 
-        run = self._graphs.get_or_capture(shape, forward)
+        run = self._graphs.get_or_capture(shape, forward) if is_captured else execute
         _copy_into(batch.all, pack_batch(shape, inputs, starts, [cache.base(each.slot) for each in inputs]))
         return run()
 
@@ -214,6 +234,23 @@ class ModelRunner:
     def _pad(batch: Batch) -> None:
         """Fill the batch with padding, so that a forward over it writes nothing."""
         _copy_into(batch.all, pack_batch(batch.shape, [], [], []))
+
+
+def split_prefill(inputs: Seq[SequenceInput]) -> Iterator[list[SequenceInput]]:
+    """Yield the forwards that compute a batch: parts of long prefills while it exceeds `MAX_TOKENS`, then the rest.
+
+    The rest has all positions with logits to keep, even if they are more.
+    """
+    rest = list(inputs)
+    while (total := sum(len(each.ids) for each in rest)) > MAX_TOKENS:
+        n = max(range(len(rest)), key=lambda i: len(rest[i].ids) - rest[i].logits_to_keep)
+        longest = rest[n]
+        count = min(total // -(-total // MAX_TOKENS), len(longest.ids) - longest.logits_to_keep)
+        if not count:
+            break
+        yield [SequenceInput(longest.slot, longest.ids[:count], 1)]
+        rest[n] = SequenceInput(longest.slot, longest.ids[count:], longest.logits_to_keep)
+    yield rest
 
 
 @dataclass(frozen=True)
