@@ -18,6 +18,7 @@ from outrider.decoding.result import GuaranteeTracker, Result
 from outrider.edge.cancellation import Cancellation
 from outrider.edge.generation import Generation, GenerationContext
 from outrider.edge.model_pair import ModelPair
+from outrider.edge.text_codec import TextCodec, build_codecs
 from outrider.edge.thread_guard import ThreadGuard
 from outrider.edge.verifier_session import PipelinedVerifier
 from outrider.engines.base import Engine, Prompt
@@ -25,8 +26,8 @@ from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import PromptError, SettingsError
 from outrider.prompts.audio import Audio
 from outrider.prompts.chat import PromptLike, encode
-from outrider.verifiers.base import ModelInfo, Verifier
-from outrider.verifiers.local import LocalVerifier
+from outrider.verifiers.base import ModelInfo, Verifier, needs_translation
+from outrider.verifiers.local import LocalVerifier, describe
 
 if TYPE_CHECKING:  # a module that loads transformers
     from outrider.engines.torch.model_families import AudioFeatures
@@ -74,6 +75,9 @@ class SpeculativeDecoder:
             result's guarantee accounts for it), "features" (the drafter's features of a recording), or "audio".
         watch: report the drafter's confidence with each event, also without a gate.
         reader: without a draft model, the engine or prompt lookup whose tokenizer encodes prompts and decodes texts.
+            With a draft model of another tokenizer than the cloud's, `outrider.prompt_lookup(DIRECTORY)` with the
+            cloud's: drafts are then translated through their text, and verdicts decide on the cloud's ids. A verifier
+            in this process needs none.
         lazy: connect to the verifier at the first generation, not at construction.
 
     A decoder generates for one thread at a time. A second thread gets a StateError while a generation of the first is
@@ -81,7 +85,7 @@ class SpeculativeDecoder:
 
     Raises:
         SettingsError: settings contradict each other.
-        VocabularyMismatch: the two models do not share a vocabulary.
+        VocabularyMismatch: the two models have different tokenizers, and the target's is not known here.
         CloudLost: the cloud cannot be reached, and on_cloud_loss is "fail".
     """
 
@@ -126,12 +130,35 @@ class SpeculativeDecoder:
         self.draft, self.lookup, self.verifier, self._watch = draft, lookup, verifier, watch
         self._model = model
         self._reader = _with_tokenizer(lookup if reader is None and model is None else reader)
+        self._codecs = self._find_codecs()
         self.draft_length = parse_draft_length(k) if draft is not None else None
         controller = None if self.draft_length is None else self.draft_length.controller
         self._acceptance = AcceptanceModel() if controller is None else controller.acceptance
         self._guarantees, self._lock = GuaranteeTracker(self.options.gate), threading.Lock()
-        self._pair = ModelPair(model, verifier, self.options.on_cloud_loss, reader=self._reader, lazy=lazy)
+        self._pair = ModelPair(
+            model,
+            verifier,
+            self.options.on_cloud_loss,
+            reader=self._reader,
+            translates=self._codecs is not None,
+            lazy=lazy,
+        )
         self._thread_guard = ThreadGuard(model, getattr(verifier, "engine", None))
+
+    def _find_codecs(self) -> tuple[TextCodec, TextCodec] | None:
+        """Return the codecs of drafter and target if their tokenizers differ. The target's then encodes the prompts."""
+        target = getattr(self.verifier, "engine", None) if self._reader is None else self._reader
+        if self._model is None or target is None or self.verifier is None:
+            return None
+        if not needs_translation(describe(self._model), describe(target)):
+            return None
+        if self.options.acceptance_rule.needs_q:
+            raise SettingsError(
+                f"accept {self.options.accept} compares probabilities of the same ids, but {self._model.name} and "
+                f"{target.name} have different tokenizers: use accept exact"
+            )
+        self._reader = target
+        return build_codecs(self._model, target)
 
     # Generating ---------------------------------------------------------------------------------------------
 
@@ -189,6 +216,7 @@ class SpeculativeDecoder:
             self._lock,
             encoder.tokenizer,
             self._audio_encoder,
+            self._codecs,
         )
 
     def share_state_with(self, other: SpeculativeDecoder) -> None:
@@ -203,6 +231,8 @@ class SpeculativeDecoder:
         encoder = self._encoder
         if isinstance(encoder, _IdsOnly) and (isinstance(prompt, str) or not _is_ids(prompt)):
             raise PromptError(self._ids_only)
+        if isinstance(prompt, Audio):
+            self._check_shares_tokenizer()
         return encode(encoder, prompt)
 
     def decode(self, ids: list[int]) -> str:
@@ -228,6 +258,7 @@ class SpeculativeDecoder:
         encoder = self._encoder
         if isinstance(encoder, _IdsOnly):
             raise PromptError(self._ids_only)
+        self._check_shares_tokenizer()
         if self._audio_encoder is None and isinstance(encoder, PromptLookup):
             raise PromptError(
                 f"{encoder.name} takes no audio: recordings need the target's config.json and preprocessor_config.json "
@@ -235,6 +266,13 @@ class SpeculativeDecoder:
             )
         if self._audio_encoder is None:
             raise PromptError(f"{encoder.name} takes no audio: give an audio-language model as --edge, or as the draft")
+
+    def _check_shares_tokenizer(self) -> None:
+        if self._model is not None and self._codecs is not None:
+            raise PromptError(
+                f"{self._model.name} and {self._encoder.name} have different tokenizers: drafts about a recording need "
+                "two models with the same one"
+            )
 
     @property
     def captions_only(self) -> bool:
@@ -285,7 +323,7 @@ class SpeculativeDecoder:
     @property
     def _encoder(self) -> Engine | PromptLookup | _IdsOnly:
         """The engine that encodes prompts, or a stand-in that takes token ids."""
-        encoder = self._model if self._model is not None else self._reader
+        encoder = self._model if self._model is not None and self._codecs is None else self._reader
         if encoder is not None:
             return encoder
         return self.verifier.engine if isinstance(self.verifier, LocalVerifier) else _IdsOnly(self._target)
@@ -293,7 +331,7 @@ class SpeculativeDecoder:
     @property
     def _audio_encoder(self) -> AudioFeatures | None:
         audio_encoder: AudioFeatures | None = getattr(self._encoder, "audio", None)
-        return audio_encoder
+        return audio_encoder if self._codecs is None else None
 
 
 class _IdsOnly:

@@ -28,7 +28,9 @@ from outrider.edge.drivers import pipelined, sequential
 from outrider.edge.lookup_drafter import CombinedDrafter, LookupDrafter
 from outrider.edge.model_pair import Handshake, ModelPair
 from outrider.edge.round_observer import RoundObserver
+from outrider.edge.text_codec import TextCodec
 from outrider.edge.thread_guard import ThreadGuard
+from outrider.edge.translated_drafter import TranslatedDrafter, edge_settings
 from outrider.edge.verifier_session import VerifierSession
 from outrider.engines.base import CachedSequence, Engine, Prompt
 from outrider.engines.prompt_lookup import PromptLookup
@@ -47,7 +49,8 @@ class GenerationContext:
     """The parts of a `SpeculativeDecoder` that all its generations use.
 
     lock: guards `guarantees`, `acceptance` and the controller of `draft_length`, which learn from every generation.
-    tokenizer, audio_encoder: those of the engine that encodes prompts, or None.
+    tokenizer, audio_encoder: those of the engine that encodes prompts, or None. codecs: the tokenizers of drafter and
+    verifier, if they differ.
     """
 
     options: ResolvedOptions
@@ -63,6 +66,7 @@ class GenerationContext:
     lock: threading.Lock
     tokenizer: Tokenizer | None
     audio_encoder: AudioFeatures | None
+    codecs: tuple[TextCodec, TextCodec] | None = None
 
     def decode(self, ids: list[int], *, skip_special: bool = True) -> str:
         """Return the text of token ids, empty without a tokenizer."""
@@ -199,17 +203,47 @@ class Generation:
         lookup = None if context.lookup is None else self._open_lookup(context.lookup, policy, needs_q=needs_q)
         if context.draft is None:
             return lookup
-        model = Drafter(
-            CachedSequence(context.draft, self.prompt, "drafter"),
+        per_token = not self._decoder.plan.is_block_invariant
+        model: Proposer
+        if context.codecs is None:
+            model = self._open_model(context.draft, self.prompt, policy, needs_q=needs_q)
+        else:
+            model = self._open_translated(context.draft, context.codecs, policy, per_token=per_token)
+        if lookup is None:
+            return model
+        return CombinedDrafter(model, lookup, context.acceptance, per_token=per_token)
+
+    def _open_model(self, engine: Engine, prompt: Prompt, policy: Policy, *, needs_q: bool) -> Drafter:
+        context = self._context
+        needs_signals = context.with_signals or context.options.gate.needs_signals
+        assert context.draft_length is not None  # there is a drafter
+        return Drafter(
+            CachedSequence(engine, prompt, "drafter"),
             policy,
-            needs_signals=context.with_signals or options.gate.needs_signals or context.draft_length.needs_signals,
+            needs_signals=needs_signals or context.draft_length.needs_signals,
             needs_q=needs_q,
             cancellation=self._cancellation,
         )
-        if lookup is None:
-            return model
-        per_token = not self._decoder.plan.is_block_invariant
-        return CombinedDrafter(model, lookup, context.acceptance, per_token=per_token)
+
+    def _open_translated(
+        self, engine: Engine, codecs: tuple[TextCodec, TextCodec], policy: Policy, *, per_token: bool
+    ) -> TranslatedDrafter:
+        settings = edge_settings(self._settings, greedy=self._context.options.gate.exact)
+
+        def open_model(ids: list[int]) -> Drafter:
+            edge_policy = Policy.build(settings, engine.eos_ids, engine.vocab_size, len(ids))
+            return self._open_model(engine, Prompt(tuple(ids)), edge_policy, needs_q=False)
+
+        return TranslatedDrafter(
+            codecs,
+            self.prompt.ids,
+            open_model,
+            policy,
+            edge_eos_ids=engine.eos_ids,
+            target_eos_ids=self._handshake.target.eos_ids,
+            max_length=engine.max_length,
+            per_token=per_token,
+        )
 
     def _open_lookup(self, lookup: PromptLookup, policy: Policy, *, needs_q: bool) -> LookupDrafter:
         index, placeholder = NgramIndex(lookup.min_ngram, lookup.max_ngram), self._handshake.target.placeholder

@@ -181,6 +181,15 @@ def match_vocabularies(edge: ModelInfo, cloud: ModelInfo) -> tuple[int, int]:
     return min(edge.vocab_size, cloud.vocab_size), cloud.vocab_size
 
 
+def needs_translation(edge: ModelInfo, cloud: ModelInfo) -> bool:
+    """Return whether drafts must be translated: the ids differ in meaning, and both models have a tokenizer."""
+    try:
+        match_vocabularies(edge, cloud)
+    except VocabularyMismatch:
+        return bool(edge.vocabulary and cloud.vocabulary)
+    return False
+
+
 def _check_names(edge: ModelInfo, cloud: ModelInfo) -> list[str]:
     """Return the target's token strings after comparing the shared ids. The list is empty without tokenizers."""
     ours, theirs = edge.vocabulary, cloud.vocabulary
