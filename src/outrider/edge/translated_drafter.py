@@ -26,6 +26,7 @@ from outrider.sampling.policy import Policy
 
 CONTEXT_TOKENS = 16  # that are encoded again in front of a new text, as its first token depends on them
 RETOKENIZED = 4  # edge tokens before a change of the text that may change with it
+SEPARATOR = "\n"  # a context for a text that begins inside a token of the last target tokens
 EXTRA_DRAFTS = 8  # edge tokens that may be drafted in vain in one call
 
 EDGE_TOKENS = 4  # for one target token, at least: the edge may not end its text before the target may
@@ -133,37 +134,45 @@ class TranslatedDrafter:
             self._target.append(token)
         return self._target.text
 
-    def _align(self, text: str) -> list[Proposal]:
-        """Return the target ids of the drafted text behind `text`, as far as they are certain."""
+    def _align(self, text: str, *, certain: bool = True) -> list[Proposal]:
+        """Return the target ids of the drafted text behind `text`. certain: without those that may still change."""
         tail = self._drafted_text()[len(text) :]
-        context = self._context()
-        transcript, position, fits = IncrementalDetokenizer(self._target_codec.decode), 0, True
-        found: list[tuple[int, int]] = []  # tokens, and the ends of their texts
-        for token in self._target_codec.encode(context + tail):
+        attempts = (self._align_behind(context, tail) for context in (self._context(), SEPARATOR))
+        found, fits = next((attempt for attempt in attempts if attempt is not None), ([], False))
+        proposals = [self._propose(token, end, len(text)) for token, end in found]
+        if not fits or not certain:
+            return proposals
+        return proposals[:-1] if self._end is None else proposals + self._translated_end()
+
+    def _align_behind(self, context: str, tail: str) -> tuple[list[tuple[int, int]], bool] | None:
+        """Return the tokens of `tail` behind `context`, with the ends of their texts, as far as their texts fit it.
+
+        Return as well whether all fit. Return None if no token ends where `tail` begins.
+        """
+        transcript, text, position, fits = IncrementalDetokenizer(self._target_codec.decode), context + tail, 0, True
+        found: list[tuple[int, int]] = []
+        for token in self._target_codec.encode(text):
             piece = transcript.append(token)
-            fits = (context + tail).startswith(piece, position)
+            fits = text.startswith(piece, position)
             if not fits:
                 break
             position += len(piece)
-            found.append((token, position))
-        starts = [n + 1 for n, (_, end) in enumerate(found) if end == len(context)] if context else [0]
+            found.append((token, position - len(context)))
+        starts = [n + 1 for n, (_, end) in enumerate(found) if end == 0] if context else [0]
         if not starts:
-            return []
+            return None
         # Several tokens end here if one of them ends inside a character: the last one is then the target's own.
-        last = self._target.ids[-1]
-        start = next((n for n in starts if n and found[n - 1][0] == last), starts[0])
-        proposals = [self._propose(token, end - len(context), len(text)) for token, end in found[start:]]
-        if not fits:
-            return proposals
-        if self._end is None:
-            return proposals[:-1]
-        return proposals + self._translated_end()
+        start = next((n for n in starts if n and found[n - 1][0] == self._target.ids[-1]), starts[0])
+        return found[start:], fits
 
     def _context(self) -> str:
-        """Return the text of the last target tokens, from the beginning of a word if there is one."""
+        """Return the text of the last target tokens, from the beginning of a word if there is one.
+
+        Its space is left out, as some tokenizers add one in front of a text, and others drop it.
+        """
         pieces = self._target.pieces[-CONTEXT_TOKENS:]
         first = next((n for n, piece in enumerate(pieces[:-1]) if piece[:1].isspace()), 0)
-        return "".join(pieces[first:])
+        return "".join(pieces[first:]).removeprefix(" ")
 
     def _propose(self, token: int, end: int, text_length: int) -> Proposal:
         """Return the proposal of a target token. end: of its text, in characters of the drafted text."""
@@ -198,7 +207,7 @@ class TranslatedDrafter:
 
     def _unaligned(self, ids: list[int], text: str) -> list[Proposal]:
         """Return one target token of the drafted text, for edge-only decoding, which no verdict helps on."""
-        tokens = self._target_codec.encode(self._drafted_text()[len(text) :])
+        tokens = [proposal.token for proposal in self._align(text, certain=False)]
         options = (self._allowed(ids, [Proposal(token)]) for token in (*tokens, *self._target_eos_ids))
         return next(filter(None, options), [])
 
