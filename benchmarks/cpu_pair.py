@@ -71,17 +71,21 @@ class Sum:
         return 1000 * self.total_s / max(self.tokens, 1)
 
 
+Clock = Callable[[], float]
+
+
 class Watch(transformers.generation.streamers.BaseStreamer):
     """Notes when the first generated tokens come; the prompt comes before them."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
         self.calls = self.first_tokens = 0
         self.first = 0.0
 
     def put(self, value: torch.Tensor) -> None:
         self.calls += 1
         if self.calls == 2:
-            self.first, self.first_tokens = time.perf_counter(), value.numel()
+            self.first, self.first_tokens = self.clock(), value.numel()
 
     def end(self) -> None:
         pass
@@ -90,35 +94,41 @@ class Watch(transformers.generation.streamers.BaseStreamer):
 Way = Callable[[list[int], int], Run]
 
 
-def ours(decoder: SpeculativeDecoder) -> Way:
+def ours(decoder: SpeculativeDecoder, clock: Clock = time.perf_counter) -> Way:
     def run(ids: list[int], tokens: int) -> Run:
-        started, first, count = time.perf_counter(), 0.0, 0
+        started, first, count = clock(), 0.0, 0
         stream = decoder.stream(ids, max_new_tokens=tokens)
         while True:
             try:
                 event = next(stream)
             except StopIteration as stop:
-                result, ended = stop.value, time.perf_counter()
+                result, ended = stop.value, clock()
                 break
             if event.kind != "provisional":
-                first = first or time.perf_counter()
-                count += time.perf_counter() - first < 0.005  # those of the first verdict come together
+                first = first or clock()
+                count += clock() - first < 0.005  # those of the first verdict come together
         return Run(result.token_ids, first - started, count, ended - started, result.near_ties)
 
     return run
 
 
 def peers(
-    model: Any, eos: int, assistant: Any = None, count: int = 5, schedule: str = "constant", sure: float = 0.0
+    model: Any,
+    eos: int,
+    assistant: Any = None,
+    count: int = 5,
+    schedule: str = "constant",
+    sure: float = 0.0,
+    clock: Clock = time.perf_counter,
 ) -> Way:
     def run(ids: list[int], tokens: int) -> Run:
-        prompt, watch, more = torch.tensor([ids]), Watch(), {}
+        prompt, watch, more = torch.tensor([ids]), Watch(clock), {}
         if assistant is not None:
             config = assistant.generation_config
             config.num_assistant_tokens, config.num_assistant_tokens_schedule = count, schedule
             config.assistant_confidence_threshold = sure
             more["assistant_model"] = assistant
-        started = time.perf_counter()
+        started = clock()
         out = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
@@ -129,7 +139,7 @@ def peers(
             streamer=watch,
             **more,
         )
-        ended = time.perf_counter()
+        ended = clock()
         return Run(out[0, len(ids) :].tolist(), watch.first - started, watch.first_tokens, ended - started)
 
     return run

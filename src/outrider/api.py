@@ -60,7 +60,7 @@ class SpeculativeDecoder:
             as often.
         verifier: verifies the drafts. None leaves all tokens to the drafter (edge-only).
         gate: the blocks that are verified ("always": the output is exact). See `outrider.gate`.
-        k: tokens per block, 1 to 64, or "auto" for an adaptive draft length.
+        k: tokens per block, 1 to 64, or "auto" for an adaptive draft length, 0 while the target alone is faster.
         accept: the acceptance rule: "exact", "residual" (rejection sampling), "rank:N", "margin:D" or "typical:E".
         scope: the treatment of skipped tokens that the verifier later disagrees with: "block" leaves and counts them,
             "repair" rolls back to the first.

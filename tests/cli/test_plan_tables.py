@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from outrider.cli import plan, terminal
-from outrider.planning.planner import DRIVERS, Goal
+from outrider.planning.costs import StepCosts
+from outrider.planning.planner import DRIVERS, Goal, Planner
 from outrider.planning.sweep import sweep
 from tests.support.synthetic_traces import COSTS, NEAR, TRACES
 
@@ -87,3 +88,16 @@ def test_a_narrow_terminal_folds_a_gate_and_cuts_none(
     said = capsys.readouterr().out
     assert "…" not in said
     assert "".join(line.split(" ")[0] for line in said.splitlines()[1:]).endswith(LONG)
+
+
+def test_the_plan_says_that_no_draft_length_pays(capsys: pytest.CaptureFixture[str]) -> None:
+    cpu = StepCosts(draft_s=0.02, verify_s=0.06, verify_per_token_s=0.05)
+    ranking = Planner(TRACES[:4], cpu, ks=(1, 4)).rank(Goal())
+    plan._show_plan(ranking, cpu, "none")
+    said = " ".join(capsys.readouterr().out.split())
+    fastest = f"{1000 * ranking.plain.speculative_token_s:.1f} at k 1, its fastest"
+    assert "Plain decoding of the target is faster than exact speculation at any k: 60.0 ms per token" in said
+    assert fastest in said
+    assert "Use the cloud alone (--edge none)" in said
+    plan._show_plan(NEAR.rank(Goal()), COSTS, "none")
+    assert "Plain decoding" not in capsys.readouterr().out

@@ -19,10 +19,10 @@ from outrider.decoding.adaptive_draft_length import (
     LatencyModel,
     LinearFit,
     MatchLength,
-    MedianClip,
     RoundStats,
     best_fixed_length,
 )
+from outrider.decoding.speculation_switch import MedianClip
 
 KINDS = [0.5 * (low + high) for low, high in zip((0.0, *BUCKET_EDGES), (*BUCKET_EDGES, 5.0), strict=True)]
 

@@ -67,14 +67,23 @@ def test_the_cut_of_auto_is_part_of_what_a_lossy_gate_gives() -> None:
 # Learnt -----------------------------------------------------------------------------------------------------------
 
 
-def learnt(*, wait: float, alpha: float, step: float = 0.01, rounds: int = 200) -> AdaptiveDraftLength:
-    """After so many rounds of 4 tokens, of which every one is accepted with chance alpha."""
+def sampled(auto: AdaptiveDraftLength, plain: float = 1e3) -> AdaptiveDraftLength:
+    """Time the plain tokens that the policy needs."""
+    while auto.controller.switch.needs_sample:
+        auto.controller.decoded_plain(plain)
+    return auto
+
+
+def learnt(
+    *, wait: float, alpha: float, step: float = 0.01, rounds: int = 200, plain: float = 1e3
+) -> AdaptiveDraftLength:
+    """Return a policy after rounds of 4 tokens, each accepted with chance alpha. plain: seconds of a plain token."""
     auto, rng = AdaptiveDraftLength(), random.Random(1)
     for _ in range(rounds):
         accepted = next((n for n in range(4) if rng.random() >= alpha), 4)
         auto.controller.drafted(4, 4 * step)
         auto.controller.decided([0.1] * 4, accepted, drafted=4, seconds=wait)
-    return auto
+    return sampled(auto, plain)
 
 
 def length(auto: AdaptiveDraftLength, probability: float = math.exp(-0.1)) -> int:
@@ -121,6 +130,19 @@ def test_at_least_one_token_at_most_the_protocol_s() -> None:
     assert length(learnt(wait=1e3, alpha=1.0)) == MAX_K
 
 
+def test_no_token_if_plain_decoding_is_faster() -> None:
+    """Rounds of 0.07 s bring (1 − 0.7^5) / 0.3 tokens: one in 0.025 s."""
+    assert length(learnt(wait=0.03, alpha=0.7, plain=0.02)) == 0
+    assert length(learnt(wait=0.03, alpha=0.7, plain=0.03)) >= 1
+
+
+def test_the_edge_alone_always_drafts() -> None:
+    auto = learnt(wait=1.0, alpha=0.1, plain=1e-3)
+    assert auto.tokens_to_draft(0, []) == 0
+    assert auto.without_verifier.tokens_to_draft(0, []) == 1
+    assert FixedDraftLength(3).without_verifier == FixedDraftLength(3)
+
+
 def test_a_token_that_is_known_to_fail_ends_the_block() -> None:
     auto, rng = AdaptiveDraftLength(), random.Random(1)
     for _ in range(200):
@@ -138,7 +160,7 @@ def test_without_signals_the_mean_decides(accepted: int) -> None:
     for _ in range(200):
         auto.controller.drafted(4, 0.04)
         auto.controller.decided([None] * 4, accepted, drafted=4, seconds=0.1)
-    assert [auto.tokens_to_draft(n, []) for n in (0, 3)] == [1, accepted == 4]
+    assert [sampled(auto).tokens_to_draft(n, []) for n in (0, 3)] == [1, accepted == 4]
 
 
 # Prompt lookup ----------------------------------------------------------------------------------------------------
@@ -168,7 +190,7 @@ def test_a_long_match_is_copied_further_if_long_matches_are_accepted_more_often(
         auto.controller.drafted(1, 1e-5, is_lookup=True)
         block, accepted = (copied(12, 6), 6) if n % 2 else (copied(1, 2), 0)
         auto.controller.decided(block, accepted, drafted=len(block), seconds=0.1 + 0.01 * len(block))
-    assert lookup_length(auto, 1) == 1
+    assert lookup_length(sampled(auto), 1) == 1
     assert lookup_length(auto, 12) > 8
 
 

@@ -11,16 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.k_sweep import Case, find, rate
-from outrider import SpeculativeDecoder, local
+from outrider import SpeculativeDecoder, connect, local
 from outrider.decoding.actions import Plan, Proposal
 from outrider.decoding.decoder import Decoder
 from outrider.decoding.draft_length import AdaptiveDraftLength, ConfidenceStop
 from outrider.decoding.gate import Gate, Signals
 from outrider.decoding.gate_parsing import gate
+from outrider.decoding.speculation_switch import SpeculationSwitch
 from outrider.decoding.stopping import StopRules
 from outrider.edge.round_observer import RoundObserver
 from outrider.sampling.acceptance import AcceptanceRule, Exact, Verdict, parse_acceptance_rule
-from tests.support.fakes import HashRows, ScriptedEngine, blend, reference_output
+from outrider.verifiers.local import LocalVerifier
+from tests.support.cloud_server import serving
+from tests.support.fakes import FarVerifier, HashRows, ScriptedEngine, blend, reference_output
 
 V = 24
 PROMPT = [3, 1, 4, 1, 5]
@@ -101,6 +104,57 @@ def test_the_edge_alone_drafts_by_confidence() -> None:
     assert result.guarantee == "edge-only"
 
 
+# Plain decoding ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def changes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Let the switch change its mind after each token or two. Returns its decisions."""
+    decisions: list[bool] = []
+
+    def should_speculate(*_: object) -> bool:
+        decisions.append(len(decisions) % 5 > 2)
+        return decisions[-1]
+
+    monkeypatch.setattr(SpeculationSwitch, "should_speculate", should_speculate)
+    return decisions
+
+
+@pytest.mark.parametrize("driver", ["sequential", "pipelined"])
+def test_changes_between_stream_and_speculation_keep_the_output(driver: Any, changes: list[bool]) -> None:
+    drafter, wanted = ScriptedEngine(blend(TARGET, OTHER, 0.2), V), {"max_new_tokens": 60, "ignore_eos": True}
+    with serving(ScriptedEngine(TARGET, V, eos_ids=(0,))) as served, connect(f"grpc://{served.address}") as cloud:  # type: ignore[union-attr]
+        decoder = SpeculativeDecoder(drafter, cloud, k="auto", driver=driver)
+        for _ in range(3):
+            result = decoder.generate(PROMPT, **wanted)
+            assert result.token_ids == reference_output(TARGET, PROMPT, V, **wanted)
+            assert result.guarantee == "exact"
+        assert result.ledger["up"]["generate"] > 0
+        assert result.ledger["up"]["verify"] > 0
+    assert True in changes
+    assert False in changes
+
+
+@pytest.mark.parametrize("spec", ["always", "trigger:never"])
+def test_plain_decoding_does_not_draft(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AdaptiveDraftLength, "tokens_to_draft", lambda *_: 0)
+    drafter = ScriptedEngine(TARGET, V)
+    decoder = SpeculativeDecoder(drafter, local(ScriptedEngine(TARGET, V)), k="auto", gate=spec)
+    result = decoder.generate(PROMPT, max_new_tokens=20)
+    assert result.token_ids == reference_output(TARGET, PROMPT, V, max_new_tokens=20)
+    assert (drafter.forwards, result.stats.rounds, result.stats.blocks) == (0, 20, 20)
+
+
+def test_the_edge_alone_drafts_though_plain_decoding_was_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SpeculationSwitch, "should_speculate", lambda *_: False)
+    losses = range(4, 10**9)
+    cloud = FarVerifier(LocalVerifier(ScriptedEngine(TARGET, V)), losses=losses)
+    decoder = SpeculativeDecoder(ScriptedEngine(TARGET, V), cloud, k="auto", on_cloud_loss="edge-only")
+    result = decoder.generate(PROMPT, max_new_tokens=40)
+    assert result.stats.cloud_lost
+    assert len(result.token_ids) == 40
+
+
 # What is told -----------------------------------------------------------------------------------------------------
 
 
@@ -144,7 +198,9 @@ def test_the_first_draft_of_each_source_is_not_timed() -> None:
     observer = RoundObserver(decoder, lambda: now[0])
     for match_length, seconds in ((3, 0.5), (3, 0.001), (0, 9.0), (0, 0.2), (3, 0.001)):
         began, now[0] = now[0], now[0] + seconds
-        observer.record_draft([Proposal(7, match_length=match_length)], began)
+        proposals = [Proposal(7, match_length=match_length)]
+        observer.record_draft(proposals, began)
+        decoder.drafted(proposals)
     times = auto.controller.times
     assert times.draft_seconds_of(is_lookup=True) == pytest.approx(0.001)
     assert times.draft_seconds_of(is_lookup=False) == pytest.approx(0.2)

@@ -233,7 +233,7 @@ def stream(losses: Collection[int], on_loss: OnCloudLoss) -> tuple[Decoder, FarV
     plan = Plan(StopRules(12), Always(), Exact(), None, True, "ignore")
     decoder, verifier = Decoder(PROMPT, plan), FarVerifier(LocalVerifier(ScriptedEngine(TARGET, V)), losses=losses)
     link = link_to(verifier, on_loss)
-    events: Iterator[Any] = sequential(decoder, None, link.generate)
+    events: Iterator[Any] = sequential(decoder, None, link.verify)
     try:
         for _ in events:
             assert decoder.ahead() is None

@@ -132,7 +132,7 @@ def test_an_unrelated_drafter_changes_nothing(family: str) -> None:
         drafter = tiny_engine("mistral" if family == "llama" else "llama", 7)
         result = SpeculativeDecoder(drafter, verifier, k=k, gate=gate).generate(list(prompt), max_new_tokens=16)
         check_exact(result, wanted, (k, gate))
-        assert result.stats.corrected > 8
+        assert result.stats.accepted < 8
 
 
 @pytest.mark.parametrize("family", [*TEXT, "phi", *SLIDING])

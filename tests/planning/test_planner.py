@@ -14,7 +14,7 @@ from outrider.errors import DataError, SettingsError
 from outrider.netem.conditions import parse_conditions
 from outrider.planning.costs import StepCosts
 from outrider.planning.planner import DRIVERS, MAX_RTT_S, Goal, Planner, find_root
-from outrider.planning.simulator import Setup
+from outrider.planning.simulator import Setup, replay
 from outrider.planning.traces import Trace
 from outrider.sampling.sampler import Signals
 from tests.support.synthetic_traces import COSTS, GATES, NEAR, TRACES
@@ -112,3 +112,27 @@ def test_invalid_goals_and_gates_are_refused_by_name(make: Any, named: str) -> N
 def test_without_traces_there_is_nothing_to_plan() -> None:
     with pytest.raises(DataError, match="traces"):
         Planner([], COSTS).rank(Goal())
+
+
+def test_plain_decoding_is_compared_with_the_fastest_k() -> None:
+    """Here a verdict on k drafts takes as long as k + 1 tokens of the target, as on a CPU without idle arithmetic."""
+    cpu = StepCosts(draft_s=0.02, verify_s=0.06, verify_per_token_s=0.05)
+    plain = Planner(TRACES[:4], cpu, ks=(1, 2, 4)).rank(Goal()).plain
+    assert plain.is_faster
+    assert plain.token_s == pytest.approx(0.06, rel=0.05)
+    speeds = [
+        Planner(TRACES[:4], cpu, ks=(k,)).simulate(Setup(k=k, driver=driver)).token_s
+        for k in (1, 2, 4)
+        for driver in DRIVERS
+    ]
+    assert plain.speculative_token_s == min(speeds) > 0.06
+    assert not Planner(TRACES[:4], FAST, ks=(1, 4)).rank(Goal()).plain.is_faster
+
+
+def test_auto_is_plain_decoding_where_no_k_pays() -> None:
+    cpu = StepCosts(draft_s=0.02, verify_s=0.06, verify_per_token_s=0.05)
+    outcomes = replay(TRACES, Setup(k="auto", net=parse_conditions("rtt=40ms")), cpu)
+    assert sum(outcome.drafted for outcome in outcomes[3:]) < 0.1 * sum(outcome.tokens for outcome in outcomes[3:])
+    alone = replay(TRACES, Setup("cloud-only", net=parse_conditions("rtt=40ms")), cpu)
+    found, best = (sum(outcome.total_s for outcome in each[3:]) for each in (outcomes, alone))
+    assert found <= best / 0.95

@@ -260,6 +260,24 @@ def test_cloud_only_decoding_survives_a_restart(served: Served) -> None:
         assert tuple(first + second) == target_output(10, repetition_penalty=1.2)
 
 
+@pytest.mark.parametrize("streamed", [1, 4])
+def test_a_session_changes_between_streaming_and_verifying(served: Served, streamed: int) -> None:
+    """The cloud may have streamed more tokens than the edge has taken. It rolls back to those that the edge has."""
+    a = target_output(60)
+    with connect_remote(served) as cloud:
+        session = cloud.open(Prompt(PROMPT), conditions(max_new_tokens=240))
+        length, round_ = 0, 0
+        for _ in range(4):
+            verdicts = list(islice(cloud.generate(session), streamed))
+            assert [verdict.next_token for verdict in verdicts] == list(a[length : length + streamed])
+            length, round_ = length + streamed, verdicts[-1].round
+            draft = (*a[length : length + 2], (a[length + 2] + 1) % V)
+            verdict = cloud.verify(session, Verify(round_ + 1, len(PROMPT) + length, (), draft))
+            assert (verdict.accepted, verdict.next_token) == (2, a[length + 2])
+            length += 3
+        assert len(served.service.sessions) == 1
+
+
 @pytest.mark.parametrize(
     ("request_", "settings", "error", "named"),
     [

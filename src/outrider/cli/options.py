@@ -111,7 +111,8 @@ class Speculation:
     Parameters
     ----------
     k
-        The draft length in tokens, 1 to 64, or auto: adaptive, from measured times and acceptances.
+        The draft length in tokens, 1 to 64, or auto: adaptive, from measured times and acceptances, and 0 while the
+        target alone is faster.
     gate
         The blocks to verify: always, never, SIGNAL:THRESHOLD with SIGNAL entropy, margin, maxprob or logprob,
         SIGNAL.mean for the mean over the block, any-of with |, or calibrated:FILE (outrider calibrate). Blocks with

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from outrider.decoding.gate import Gate
     from outrider.netem.conditions import Conditions
     from outrider.planning.costs import StepCosts
-    from outrider.planning.planner import Goal, Option, Ranking
+    from outrider.planning.planner import Goal, Option, PlainDecoding, Ranking
     from outrider.planning.simulator import Summary
     from outrider.planning.sweep import Row
     from outrider.planning.traces import Trace
@@ -83,7 +83,9 @@ def run_plan(
         tried += frontier(traces, BLOCK_LENGTHS, goal.limit)
     ranking = Planner(traces, costs, base, gates=tried).rank(goal)
     if pair.output.json:
-        print_json({"goal": asdict(goal), "net": net, "costs": asdict(costs), "options": _options(ranking)})
+        plain = asdict(ranking.plain) | {"is_faster": ranking.plain.is_faster}
+        found = {"goal": asdict(goal), "net": net, "costs": asdict(costs), "plain": plain}
+        print_json(found | {"options": _options(ranking)})
     else:
         _show_plan(ranking, costs, net)
     return 0
@@ -197,7 +199,18 @@ def _show_plan(ranking: Ranking, costs: StepCosts, net: str) -> None:
     console.print(CHANGED, style="dim")
     if ranking.goal.budget is None and ranking.goal.limit == 0:
         console.print(NO_BUDGET, style="dim")
+    if ranking.plain.is_faster:
+        console.print(_plain_note(ranking.plain))
     console.print(_verdict(ranking), style="bold")
+
+
+def _plain_note(plain: PlainDecoding) -> str:
+    """Return the sentence for a pair and network at which no draft length pays."""
+    speculative = f"{1000 * plain.speculative_token_s:.1f} at k {plain.k}, its fastest ({plain.driver})"
+    return (
+        f"Plain decoding of the target is faster than exact speculation at any k: {1000 * plain.token_s:.1f} ms per "
+        f"token, not {speculative}. --k auto falls back to it."
+    )
 
 
 def _plan_cells(option: Option, goal: Goal) -> dict[str, str]:

@@ -4,7 +4,8 @@ The throughput is maximal if drafting continues while S ≥ c·λ (renewal rewar
 
     S   the probability that the block is accepted to its end, the next token included
     c   seconds of one more drafted token: its draft, and its share of the verdict
-    λ   throughput in tokens per second, of the past rounds, and at first of the best fixed block length k*
+    λ   throughput in tokens per second, of the past rounds or of plain decoding, and at first of the best fixed block
+        length k*
 
 The acceptance probability of a drafted token is the acceptance rate of tokens with a similar −log q, or of tokens
 looked up behind a match of a similar length. That of the next token, m, is the acceptance rate of tokens that follow
@@ -19,9 +20,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+
+from outrider.decoding.speculation_switch import MedianClip, SpeculationSwitch
 
 BUCKET_EDGES = (0.01, 0.05, 0.15, 0.4, 1.0, 2.5)  # of −log q
 MATCH_BUCKETS = (2, 3, 5, 9)  # least match lengths of all buckets but the first
@@ -33,8 +35,6 @@ NEXT_TOKEN_WEIGHT = 20.0  # of the mean as the prior of a next token, in observa
 MAX_CONFIDENCE_POWER = 4.0  # largest exponent that corrects the drafter's own probability
 MEMORY_TOKENS = 1024.0  # time constant of acceptance rates, in tokens: texts change
 MEMORY_ROUNDS = 64  # time constant of times, in rounds: networks change
-MEDIAN_WINDOW = 9  # values in the running median
-OUTLIER_FACTOR = 3.0  # longer times, in medians, are clipped: they are stalls
 MAX_BLOCK_LENGTH = 64  # largest candidate for k*
 PRIOR_SLOPE = 0.05  # time that a drafted token adds to a verdict, as a typical share of the verdict's time
 
@@ -151,17 +151,6 @@ class AcceptanceModel:
         return rate.estimate(PRIOR_ACCEPTANCE, PRIOR_WEIGHT, self._tokens_seen)
 
 
-class MedianClip:
-    """Clips values at `OUTLIER_FACTOR` times their running median."""
-
-    def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=MEDIAN_WINDOW)
-
-    def __call__(self, value: float) -> float:
-        self._recent.append(value)
-        return min(value, OUTLIER_FACTOR * sorted(self._recent)[len(self._recent) // 2])
-
-
 class LinearFit:
     """A least-squares line of y over x, decayed over MEMORY_ROUNDS, with a slope that noise shrinks towards 0."""
 
@@ -236,6 +225,12 @@ class LatencyModel:
         """Seconds that one drafted token adds to a verdict."""
         return self._verdict_compute.slope
 
+    @property
+    def compute_fixed(self) -> float:
+        """Seconds of the verifier for a verdict on an empty block."""
+        fit = self._verdict_compute
+        return max(fit.mean_y - fit.slope * fit.mean_x, 0.0)
+
     def fixed(self, slope: float) -> float:
         """Return the seconds of a verdict that do not depend on the block length."""
         return max(self._verdicts.mean_y - slope * self._verdicts.mean_x, 0.0)
@@ -271,16 +266,17 @@ class RoundStats:
 class DraftLengthController:
     """The controller of the draft length, which learns acceptance and times from the rounds of a model pair.
 
-    token_cost: c·λ, the cost of one more token of a draft model, in tokens. None until drafts and verdicts have been
-    timed. lookup_token_cost: that of one more looked-up token.
+    switch: decides whether to draft at all. token_cost: c·λ, the cost of one more token of a draft model, in tokens.
+    None until drafts and verdicts have been timed. lookup_token_cost: that of one more looked-up token.
     """
 
     def __init__(self) -> None:
-        self.acceptance, self.times = AcceptanceModel(), LatencyModel()
+        self.acceptance, self.times, self.switch = AcceptanceModel(), LatencyModel(), SpeculationSwitch()
         self.token_cost: float | None = None
         self.lookup_token_cost = 0.0
         self._hit_value = 0.0  # tokens
         self._prior_rounds = PRIOR_WEIGHT
+        self._unmatched = 0.0  # decayed number of tokens for which the drafter had no proposal
         # By whether a correct guess had drafted some of the block ahead.
         self._rounds = {hit: RoundStats() for hit in (True, False)}
 
@@ -307,34 +303,61 @@ class DraftLengthController:
         drafted: int,
         seconds: float | None = None,
         compute: float = 0.0,
+        draft_seconds: float = 0.0,
     ) -> None:
         """Observe a verdict that accepted the first `accepted` of drafts with these confidences.
 
         drafted: tokens drafted since the last verdict and outside a wait for one. seconds: the time until the verdict,
-        None if it is not typical. compute: the verifier's own seconds, 0 if unknown.
+        None if it is not typical. compute: the verifier's own seconds, 0 if unknown. draft_seconds: the time of
+        drafting outside a wait.
         """
         self.acceptance.update(confidences, accepted)
         if seconds is not None:
             self.times.update_verify(len(confidences), seconds, compute)
+        self.switch.speculated(accepted + 1, None if seconds is None else draft_seconds + seconds)
         for rounds in self._rounds.values():
             rounds.fade()
         self._prior_rounds *= 1.0 - 1.0 / MEMORY_ROUNDS
+        self._unmatched *= 1.0 - 1.0 / MEMORY_ROUNDS
         self._rounds[drafted < len(confidences)].update(accepted + 1, drafted, len(confidences))
         if self.times.is_ready:
-            rate, slope = self._throughput(), self.times.slope
-            self.token_cost = rate * (self.times.draft_seconds_of(is_lookup=False) + slope)
-            self.lookup_token_cost = rate * (self.times.draft_seconds_of(is_lookup=True) + slope)
-            self._hit_value = self._estimate_hit_value(rate)
+            self._update_estimates()
 
-    def _throughput(self) -> float:
-        """Return λ. Rounds of the best fixed block length serve as its prior."""
-        times, rounds, prior_rounds = self.times, RoundStats(), self._prior_rounds
+    def decoded_plain(self, seconds: float | None, *, is_unmatched: bool = False) -> None:
+        """Observe a token of plain decoding.
+
+        seconds: None if they are not typical. is_unmatched: the drafter should have drafted and had no proposal.
+        """
+        self.switch.decoded_plain(seconds)
+        if is_unmatched:
+            self._unmatched += 1.0 - self._unmatched / MEMORY_ROUNDS
+        if self.times.is_ready:
+            self._update_estimates()
+
+    def _update_estimates(self) -> None:
+        """Estimate the throughput λ, and from it the cost of a token, the value of a correct guess, and the switch.
+
+        Rounds of the best fixed block length serve as a prior of past rounds. The switch expects the better of the two,
+        since past rounds may have had other lengths. λ includes the tokens for which the drafter had no proposal. The
+        switch compares the rounds without them.
+        """
+        times, rounds, prior_rounds = self.times, RoundStats(), RoundStats()
         slope = times.slope
         k, tokens = best_fixed_length(self.acceptance.mean, times.fixed(slope), times.draft_seconds + slope)
-        rounds.update(tokens, k, k, weight=prior_rounds)
+        prior_rounds.update(tokens, k, k)
+        rounds.add(prior_rounds, self._prior_rounds)
         for each in self._rounds.values():
             rounds.add(each)
-        return rounds.tokens / rounds.seconds(times)
+        rate = rounds.tokens / rounds.seconds(times)
+        best_rate = max(rate, tokens / prior_rounds.seconds(times))
+        self.switch.update_estimate(best_rate, rounds.tokens / rounds.count, times.compute_fixed)
+        plain_seconds = self.switch.plain_seconds or times.fixed(slope)
+        rate = (rounds.tokens + self._unmatched) / (rounds.seconds(times) + self._unmatched * plain_seconds)
+        if self.switch.plain_seconds:
+            rate = max(rate, 1.0 / self.switch.plain_seconds)
+        self.token_cost = rate * (times.draft_seconds_of(is_lookup=False) + slope)
+        self.lookup_token_cost = rate * (times.draft_seconds_of(is_lookup=True) + slope)
+        self._hit_value = self._estimate_hit_value(rate)
 
     def _estimate_hit_value(self, rate: float) -> float:
         """Return h·c·λ: the surplus of a round after a correct guess, in tokens net of the cost of its time."""

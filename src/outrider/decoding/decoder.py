@@ -60,6 +60,8 @@ class Decoder:
         self._recorder = Recorder(self.sequence)
         self._committer = Committer(plan, self.sequence, self._recorder, decode)
         self._request: Verify | None = None  # the request in flight
+        self._drafted_length = 0  # of `context` after the last draft
+        self._read_by_lookup = 0  # tokens that were decoded without drafts and read by prompt lookup, not by the model
 
     # The driver's interface ---------------------------------------------------------------------------------
 
@@ -84,6 +86,7 @@ class Decoder:
         Raises:
             StateError: there are neither proposals nor a verifier.
         """
+        unread = self.unread_length
         if not proposals:
             if not self.plan.has_verifier:
                 raise StateError("the drafter proposed no token, and there is no verifier to continue with")
@@ -95,19 +98,25 @@ class Decoder:
             self._draft(proposal)
             if not self.plan.has_verifier and self._committer.loop_found:
                 break
+        self._record_read(proposals, unread)
 
     def ahead(self) -> Draft | None:
-        """Return the draft that may continue `context` during the wait for a verdict: one token, or None."""
-        waits = self._request is not None
+        """Return the draft that may continue `context` during the wait for a verdict: one token, or None.
+
+        Without drafts in the request, plain decoding is faster than drafting, or the drafter has no proposal.
+        """
+        waits = self._request is not None and bool(self._request.draft_ids)
         return Draft(1) if waits and self._drafts.may_extend_ahead(self.sequence.ids[-1], self._room) else None
 
     def drafted_ahead(self, proposals: Seq[Proposal]) -> None:
         """Add proposals drafted ahead. Drop those that `ahead` did not request."""
+        unread = self.unread_length
         for proposal in proposals:
             if self.ahead() is None:
                 break
             self._recorder.record_drafted()
             self._drafts.add_ahead(proposal)
+        self._record_read(proposals, unread)
 
     def decided(self, verdict: Verdict) -> None:
         """Commit the verdict on the block of the last `Verify`.
@@ -141,7 +150,7 @@ class Decoder:
         if (kept := self._drafts.drop_lookups()) < self.sequence.pending_count:
             self.sequence.discard(kept)
             self._recorder.record_drop()
-        self._drafts.end_block(awaits_verdict=False)
+        self._drafts.on_verifier_lost()
         self._committer.end_repairs()
         self._committer.commit_unverified()
 
@@ -160,6 +169,14 @@ class Decoder:
     def context_length(self) -> int:
         """The length of `context`. The drafter's cache must hold a proper prefix of it."""
         return len(self.sequence.ids) + len(self._drafts.ahead)
+
+    @property
+    def unread_length(self) -> int:
+        """The number of tokens before the last one that were decoded without drafts and not read by a draft model.
+
+        They include the prompt before the model's first draft. Prompt lookup reads in no time.
+        """
+        return self._read_by_lookup + max(len(self.sequence.ids) - 1 - self._drafted_length, 0)
 
     @property
     def pending_proposals(self) -> Seq[Proposal]:
@@ -193,7 +210,15 @@ class Decoder:
 
     def _missing_in_block(self) -> int:
         """Return how many tokens are missing from the block, 0 behind the end of the output."""
-        return self._drafts.missing(self._room) if self._committer.finish_reason is None else 0
+        if self._committer.finish_reason is not None:
+            return 0
+        return self._drafts.missing(self._room, self.unread_length)
+
+    def _record_read(self, proposals: Seq[Proposal], unread: int) -> None:
+        """Record that the source of these proposals has read `context`. unread: `unread_length` before them."""
+        is_lookup = not proposals or proposals[0].match_length > 0  # a model always proposes a token
+        self._read_by_lookup = unread if is_lookup else 0
+        self._drafted_length = self.context_length
 
     def _draft(self, proposal: Proposal) -> None:
         """Make the proposal pending. Without a verifier, commit it at once."""
@@ -223,11 +248,12 @@ class Decoder:
         """Return whether the complete block goes to the verifier, by gate, loop policy and end of the output."""
         if not self.plan.has_verifier:
             return False
-        decision = self.plan.gate.decide(measured_signals(self._drafts.block))
+        block = self._drafts.block
+        decision = self.plan.gate.decide(measured_signals(block)) if block else Decision(True, "plain decoding")
         if not decision.escalate and (reason := self._forced_reason()):
             decision = Decision(True, reason)
         end = self._committer.end_if_skipped() if decision.reason == "audit" else None
-        self._recorder.record_decision(decision, self._drafts.block, end)
+        self._recorder.record_decision(decision, block, end)
         return decision.escalate
 
     def _forced_reason(self) -> str:
@@ -235,8 +261,6 @@ class Decoder:
         gate = self.plan.gate
         if self._committer.loop_found and self.plan.on_loop == "escalate":
             return "loop"
-        if not self._drafts.block:
-            return "nothing drafted"
         ends = self._room <= 0 or self.sequence.ids[-1] in self.plan.stop_rules.eos_ids
         if gate.exact and (ends or self.sequence.pending_count >= MAX_PROVISIONAL):
             return "end of the provisional stretch"

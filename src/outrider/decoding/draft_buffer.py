@@ -33,15 +33,19 @@ class DraftBuffer:
         """The proposals since the last decision of the gate."""
         return self.pending[self._block_start :]
 
-    def missing(self, room: int) -> int:
-        """Return how many tokens are missing from the block. room: the tokens that may follow the pending ones."""
-        return 0 if self._is_closed else self._missing(self.block, room)
+    def missing(self, room: int, unread: int) -> int:
+        """Return how many tokens are missing from the block.
 
-    def _missing(self, block: Seq[Proposal], room: int) -> int:
+        room: the tokens that may follow the pending ones. unread: tokens before the last one that a draft model has not
+        read.
+        """
+        return 0 if self._is_closed else self._missing(self.block, room, unread)
+
+    def _missing(self, block: Seq[Proposal], room: int, unread: int = 0) -> int:
         if self._draft_length is None or room <= 0 or (block and block[-1].token in self._eos_ids):
             return 0
         known = [proposal.confidence for proposal in block if proposal.confidence is not None]
-        return max(0, min(room, self._draft_length.tokens_to_draft(len(block), known)))
+        return max(0, min(room, self._draft_length.tokens_to_draft(len(block), known, unread)))
 
     def add(self, proposal: Proposal) -> bool:
         """Add the next token of the block. Return whether it begins the block."""
@@ -58,6 +62,12 @@ class DraftBuffer:
         if not awaits_verdict:
             self.pending.clear()
         self._block_start = len(self.pending)
+
+    def on_verifier_lost(self) -> None:
+        """Draft without a verifier from now on. No later verdict decides the pending tokens."""
+        if self._draft_length is not None:
+            self._draft_length = self._draft_length.without_verifier
+        self.end_block(awaits_verdict=False)
 
     # Drafting ahead -----------------------------------------------------------------------------------------
 

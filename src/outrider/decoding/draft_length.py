@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
 from outrider.decoding.adaptive_draft_length import MATCH_PRIORS, Confidence, DraftLengthController, MatchLength
 from outrider.errors import SettingsError
@@ -28,10 +28,16 @@ class DraftLength(Protocol):
         """The controller that learns from the rounds, or None if the policy does not learn."""
         ...
 
-    def tokens_to_draft(self, drafted: int, block: Seq[Confidence]) -> int:
+    @property
+    def without_verifier(self) -> DraftLength:
+        """The policy after the loss of the verifier. Its blocks have at least one token."""
+        ...
+
+    def tokens_to_draft(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> int:
         """Return how many tokens to add to a block of `drafted` tokens, 0 if it is complete.
 
-        block: the confidences of its tokens, where they are known.
+        block: the confidences of its tokens, where they are known. unread: tokens before the last one that a draft
+        model has not read.
         """
         ...
 
@@ -44,7 +50,12 @@ class FixedDraftLength:
     needs_signals = False
     controller = None
 
-    def tokens_to_draft(self, drafted: int, block: Seq[Confidence]) -> int:
+    @property
+    def without_verifier(self) -> Self:
+        """The same policy."""
+        return self
+
+    def tokens_to_draft(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> int:
         """Return the tokens that are missing from k."""
         return self.k - drafted
 
@@ -62,7 +73,12 @@ class ConfidenceStop:
     needs_signals = True
     controller = None
 
-    def tokens_to_draft(self, drafted: int, block: Seq[Confidence]) -> int:
+    @property
+    def without_verifier(self) -> Self:
+        """The same policy."""
+        return self
+
+    def tokens_to_draft(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> int:
         """Return 1 until the block ends."""
         survival = math.prod(map(_prior_acceptance, block))
         return 1 if drafted < self.max_tokens and survival >= self.min_survival else 0
@@ -72,17 +88,25 @@ class ConfidenceStop:
 class AdaptiveDraftLength:
     """Blocks that end when another token costs more than it gains (`decoding.adaptive_draft_length`).
 
-    The fallback decides until drafts and verdicts have been timed.
+    A block is empty if plain decoding of the target is faster. The fallback decides until drafts and verdicts have been
+    timed.
     """
 
     controller: DraftLengthController = field(default_factory=DraftLengthController)
     fallback: ConfidenceStop = ConfidenceStop()
     needs_signals = True
 
-    def tokens_to_draft(self, drafted: int, block: Seq[Confidence]) -> int:
+    @property
+    def without_verifier(self) -> ConfidenceStop:
+        """The fallback, as there is no target to leave a token to."""
+        return self.fallback
+
+    def tokens_to_draft(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> int:
         """Return 1 until the block ends."""
-        if self.controller.token_cost is None or not drafted:
+        if self.controller.token_cost is None:
             return self.fallback.tokens_to_draft(drafted, block)
+        if not drafted:
+            return int(self.controller.switch.should_speculate(unread))
         return int(drafted < MAX_K and self.controller.should_continue(drafted, block))
 
 

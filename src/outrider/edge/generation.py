@@ -277,8 +277,7 @@ class Generation:
         observer = RoundObserver(self._decoder, lock=context.lock, acceptance=acceptance)
         if drafter is not None and session is not None and self._context.options.driver == "pipelined":
             return pipelined(self._decoder, drafter, session, observer)
-        verify = None if session is None else (session.verify if drafter is not None else session.generate)
-        return sequential(self._decoder, drafter, verify, observer)
+        return sequential(self._decoder, drafter, None if session is None else session.verify, observer)
 
     # Reporting ----------------------------------------------------------------------------------------------
 

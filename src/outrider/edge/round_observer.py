@@ -8,7 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from outrider.decoding.actions import Proposal
-from outrider.decoding.adaptive_draft_length import AcceptanceModel
+from outrider.decoding.adaptive_draft_length import AcceptanceModel, Confidence, DraftLengthController
 from outrider.decoding.decoder import Decoder
 from outrider.sampling.acceptance import Verdict
 
@@ -19,8 +19,9 @@ class RoundObserver:
     """Reports the rounds of one generation to its decoder's draft length controller.
 
     Nothing is reported if the output depends on its division into blocks: no clock may influence an output. The seconds
-    of the first draft of each source and of the first verdict include the prefill, so they are left out. acceptance:
-    learns from the verdicts if there is no controller, whose own model does otherwise. lock: serialises the reports of
+    of the first draft of each source and of the first verdict include the prefill, so they are left out. So are those
+    of the first plain token after a speculative round, which may start a stream of the verifier. acceptance: learns
+    from the verdicts if there is no controller, whose own model does otherwise. lock: serialises the reports of
     concurrent generations. The controller is read without it, since a partial update does no harm.
     """
 
@@ -37,29 +38,59 @@ class RoundObserver:
         self._controller = draft_length.controller if draft_length is not None and is_block_invariant else None
         self._acceptance = acceptance if is_block_invariant and self._controller is None else None
         self._decoder, self.clock = decoder, clock
-        self._drafted_since_verdict = 0
+        self._drafted_since_verdict, self._draft_seconds = 0, 0.0
         self._known_sources: set[bool] = set()  # whether drafts were looked up
+        self._is_unmatched = False  # the last draft was empty
+        self._is_plain = False  # the last verdict was one of plain decoding
 
     def record_draft(self, proposals: Seq[Proposal], started: float) -> None:
         """Report a draft of one source. Call it before the decoder gets it."""
         self._drafted_since_verdict += len(proposals)
+        self._is_unmatched = not proposals
         if self._controller is None or not proposals:
             return
-        is_lookup = proposals[0].match_length > 0
-        if is_lookup in self._known_sources:
-            with self._lock:
-                self._controller.drafted(len(proposals), self.clock() - started, is_lookup=is_lookup)
+        seconds, is_lookup = self.clock() - started, proposals[0].match_length > 0
+        unread = 0 if is_lookup else self._decoder.unread_length
+        with self._lock:
+            if unread:
+                drafting = len(proposals) * self._controller.times.draft_seconds_of(is_lookup=False)
+                reading = max(seconds - drafting, 0.0)
+                self._controller.switch.read(unread, reading)
+                seconds -= reading
+            elif is_lookup in self._known_sources:
+                self._controller.drafted(len(proposals), seconds, is_lookup=is_lookup)
         self._known_sources.add(is_lookup)
+        self._draft_seconds += seconds
 
     def record_verdict(self, verdict: Verdict, started: float) -> None:
         """Report a verdict. Call it before the decoder gets it."""
-        drafted, self._drafted_since_verdict = self._drafted_since_verdict, 0
         confidences = [proposal.confidence for proposal in self._decoder.pending_proposals]
         with self._lock:
             if self._acceptance is not None:
                 self._acceptance.update(confidences, verdict.accepted)
             if self._controller is not None:
-                seconds = self.clock() - started if verdict.round > 1 else None
-                self._controller.decided(
-                    confidences, verdict.accepted, drafted=drafted, seconds=seconds, compute=verdict.compute_s
-                )
+                self._report(self._controller, verdict, confidences, started)
+        self._drafted_since_verdict, self._draft_seconds = 0, 0.0
+        self._is_unmatched, self._is_plain = False, not confidences
+
+    def _report(
+        self,
+        controller: DraftLengthController,
+        verdict: Verdict,
+        confidences: Seq[Confidence | None],
+        started: float,
+    ) -> None:
+        seconds = self.clock() - started if verdict.round > 1 else None
+        if verdict.round == 1:
+            controller.switch.begin_generation()
+        if not confidences:
+            controller.decoded_plain(seconds if self._is_plain else None, is_unmatched=self._is_unmatched)
+            return
+        controller.decided(
+            confidences,
+            verdict.accepted,
+            drafted=self._drafted_since_verdict,
+            seconds=seconds,
+            compute=verdict.compute_s,
+            draft_seconds=self._draft_seconds,
+        )

@@ -39,10 +39,13 @@ class PipelinedVerifier(Verifier, Protocol):
 
 @runtime_checkable
 class StreamingVerifier(PipelinedVerifier, Protocol):
-    """A pipelined verifier that streams the tokens of cloud-only decoding."""
+    """A pipelined verifier that streams the tokens of plain decoding."""
 
     def next_token(self, session: int) -> Future[Verdict]:
-        """Return the stream's next verdict. After a loss, a new stream continues behind the last verdict."""
+        """Return the stream's next verdict. After a loss, a new stream continues behind the last verdict.
+
+        `submit` ends the stream. The next verdict is then that of a new one.
+        """
         ...
 
 
@@ -104,10 +107,9 @@ class VerifierSession:
 
     def verify(self, request: Verify) -> Verdict | None:
         """Return the verdict on a block, or None if the edge continues alone."""
-        remote = self._remote
-        if remote is not None:
-            return self._send_and_wait(lambda: remote.submit(self.session, request))
-        return self._apply_loss_policy(lambda: self._verifier.verify(self.session, request))
+        if self._remote is None:
+            return self._apply_loss_policy(lambda: self._verifier.verify(self.session, request))
+        return self._apply_loss_policy(lambda: self._cancellation.wait(self._send(request)))
 
     def submit(self, request: Verify) -> PendingVerdict:
         """Send a request for the verdict on a block without waiting for it.
@@ -115,21 +117,9 @@ class VerifierSession:
         Raises:
             SettingsError: the verifier is not across a network.
         """
-        remote = self._remote
-        if remote is None:
+        if self._remote is None:
             raise SettingsError("the pipelined driver needs a verifier across a network")
-
-        def send() -> Future[Verdict]:
-            return self._send(lambda: remote.submit(self.session, request))
-
-        return PendingVerdict(send, self._apply_loss_policy, self._cancellation)
-
-    def generate(self, request: Verify) -> Verdict | None:
-        """Return the next verdict of cloud-only decoding, from one stream for the whole output if possible."""
-        remote = self._remote
-        if isinstance(remote, StreamingVerifier):
-            return self._send_and_wait(lambda: remote.next_token(self.session))
-        return self.verify(request)
+        return PendingVerdict(lambda: self._send(request), self._apply_loss_policy, self._cancellation)
 
     def byte_counts(self) -> ByteCounts:
         """Return the session's bytes on the network, zero for a verifier in this process or an unopened session."""
@@ -173,15 +163,20 @@ class VerifierSession:
             log.warning("%s; %s", lost, "retrying" if self._on_loss == "wait" else "the edge continues alone")
         self._is_lost = True
 
-    def _send_and_wait(self, attempt: Callable[[], Future[Verdict]]) -> Verdict | None:
-        return self._apply_loss_policy(lambda: self._cancellation.wait(self._send(attempt)))
-
-    def _send(self, attempt: Callable[[], Future[Verdict]]) -> Future[Verdict]:
+    def _send(self, request: Verify) -> Future[Verdict]:
         """Send a request. An immediate loss becomes the future's exception, like a later one."""
         self._cancellation.check()
         try:
-            self._in_flight = attempt()
+            self._in_flight = self._submit(request)
         except CloudLost as lost:
             self._in_flight = Future()
             self._in_flight.set_exception(lost)
         return self._in_flight
+
+    def _submit(self, request: Verify) -> Future[Verdict]:
+        """Request a verdict. Plain decoding takes it from a stream if possible, without a round trip per token."""
+        remote = self._remote
+        assert remote is not None
+        if isinstance(remote, StreamingVerifier) and not (request.new_ids or request.draft_ids):
+            return remote.next_token(self.session)
+        return remote.submit(self.session, request)

@@ -82,11 +82,27 @@ class Option:
 
 
 @dataclass(frozen=True)
+class PlainDecoding:
+    """Plain decoding of the target, compared with exact speculation at its fastest k, in seconds per token."""
+
+    token_s: float
+    speculative_token_s: float
+    k: int | str
+    driver: DriverName
+
+    @property
+    def is_faster(self) -> bool:
+        """True if speculation is slower at every k."""
+        return self.token_s < self.speculative_token_s
+
+
+@dataclass(frozen=True)
 class Ranking:
     """Options, the best first. Those beyond the budget come last."""
 
     goal: Goal
     options: tuple[Option, ...]
+    plain: PlainDecoding
 
     @property
     def best(self) -> Option:
@@ -135,7 +151,13 @@ class Planner:
             )
             for option in found
         )
-        return Ranking(goal, tuple(options))
+        return Ranking(goal, tuple(options), self._plain_decoding())
+
+    def _plain_decoding(self) -> PlainDecoding:
+        plain = self.simulate(replace(self._base, mode="cloud-only"))
+        setups = [setup for driver in DRIVERS for setup in self._speculative(Always(), driver)]
+        best = min(setups, key=lambda setup: self.simulate(setup).token_s)
+        return PlainDecoding(plain.token_s, self.simulate(best).token_s, best.k, best.driver)
 
     def simulate(self, setup: Setup) -> Summary:
         """Return the summary of a setup over all traces."""

@@ -271,11 +271,8 @@ class _Simulation:
     def _run(self) -> float:
         """Run to the end. Return the time of the first committed token."""
         cloud, first = self._cloud, None
-        if self._drafts:
-            events = run_driver(self._decoder, self._drafter, cloud, self._clock, self._driver)
-        else:
-            events = run_driver(self._decoder, None, None, self._clock, stream=cloud.stream if cloud else None)
-        for event in events:
+        drafter = self._drafter if self._drafts else None
+        for event in run_driver(self._decoder, drafter, cloud, self._clock, self._driver):
             if first is None and event.kind != "provisional":
                 first = self._clock.now
         return first or 0.0

@@ -76,7 +76,7 @@ class Recorder:
         plan = Plan(self.rules, Always(), Exact(), None, has_verifier=True, on_loop="ignore")
         decoder = Decoder(prompt.ids, plan, self._decode if self.rules.needs_text else None)
         try:
-            for _ in sequential(decoder, None, link.generate):
+            for _ in sequential(decoder, None, link.verify):
                 pass
         finally:
             link.close()

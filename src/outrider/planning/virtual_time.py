@@ -76,16 +76,14 @@ def run_driver(
     verifier: SimulatedVerifier | None,
     clock: Callable[[], float],
     driver: DriverName = "sequential",
-    stream: Callable[[Verify], Verdict] | None = None,
 ) -> Iterator[Event]:
-    """Run the live driver of that name. stream: returns cloud-only verdicts, in place of `verifier`."""
+    """Run the live driver of that name."""
     observer = RoundObserver(decoder, clock)
     if driver == "pipelined" and verifier is not None and drafter is not None:
         link: Any = verifier
         return pipelined(decoder, drafter, link, observer)
-    return sequential(
-        decoder, drafter, stream if verifier is None else lambda request: verifier.submit(request).result(), observer
-    )
+    verify = None if verifier is None else lambda request: verifier.submit(request).result()
+    return sequential(decoder, drafter, verify, observer)
 
 
 @dataclass
@@ -161,30 +159,33 @@ class SimulatedCloud:
     media_bytes: int = 0
     up: SimulatedLink = field(init=False)
     down: SimulatedLink = field(init=False)
-    _stream_at: float = 0.0
+    _stream_at: float | None = None  # the end of the last streamed token's computation, None without a stream
 
     def __post_init__(self) -> None:
         check_constant(self.net)
         self.up, self.down = SimulatedLink(self.net.up, self.net.rtt), SimulatedLink(self.net.down, self.net.rtt)
 
     def submit(self, request: Verify) -> InFlight:
-        """Verify a block."""
+        """Verify a block, or stream the next token if there is no block."""
         count = len(request.new_ids) + len(request.draft_ids)
+        if not count:
+            return self._stream(request)
+        self._stream_at = None
         arrival = self._send(request)
         compute = self.costs.computing_s(count, first=request.round == 1)
         verdict = self._verify(request, compute)
         ready = arrival + self.queue_s + compute + self.costs.per_round_overhead_s
         return InFlight(self.clock, self._return(verdict, len(request.draft_ids), ready), verdict)
 
-    def stream(self, request: Verify) -> Verdict:
-        """Return the next token of a cloud-only stream, which takes one request in all."""
-        if request.round == 1:
-            self._stream_at = self._send(request) + self.costs.per_round_overhead_s
+    def _stream(self, request: Verify) -> InFlight:
+        """Return the next token of plain decoding. A stream takes one request in all."""
+        start, begins = self._stream_at, self._stream_at is None
+        if start is None:
+            start = self._send(request) + self.costs.per_round_overhead_s
         compute = self.costs.streaming_s(first=request.round == 1)
         verdict = self._verify(request, compute)
-        self._stream_at += self.queue_s + compute
-        arrives = self._return(verdict, 0, self._stream_at, answers=request.round == 1)
-        return InFlight(self.clock, arrives, verdict).result()
+        self._stream_at = start + self.queue_s + compute
+        return InFlight(self.clock, self._return(verdict, 0, self._stream_at, answers=begins), verdict)
 
     def target_token(self, at: int) -> int:
         """Return the target's token at a position of its output."""

@@ -71,7 +71,9 @@ class RemoteSession:
         self._media = pack_media(prompt, hides_audio=params.hides_audio)
 
     async def verify(self, request: Verify) -> Verdict:
-        """Make one attempt to verify a block."""
+        """Make one attempt to verify a block. A stream of `generate_next` ends, and another one resumes the session."""
+        if self._generating:
+            self._cancel_stream()
         frame = pack_verify(request)
         verdict = await self._exchange(frame, request)
         self.tokens += [*request.new_ids, *request.draft_ids[: verdict.accepted], verdict.next_token]
