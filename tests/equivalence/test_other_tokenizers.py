@@ -13,7 +13,7 @@ from outrider.errors import PromptError
 from outrider.prompts.audio import Audio
 from tests.support.fakes import FarVerifier, HashRows, Rows, ScriptedEngine, reference_output
 from tests.support.tiny_models import clip
-from tests.support.tokenized_models import TokenizedEngine, ids_in, model_of
+from tests.support.tokenized_models import TokenizedEngine, ids_in, model_of, model_that_knows
 from tests.support.tokenizers import CORPUS, trained
 
 KINDS = ("byte level", "llama", "unigram", "wordpiece")
@@ -131,7 +131,7 @@ def test_an_edge_that_knows_the_output_saves_most_rounds(kind: str, target_kind:
 @pytest.mark.parametrize("lost", [1, 2, 3])
 def test_the_edge_continues_alone_after_the_loss_of_the_cloud(lost: int) -> None:
     text = " the quick brown fox 社区 jumps over 👍 the lazy dog"
-    edge, target = model_of("byte level", PROMPT, text), model_of("llama", PROMPT, text)
+    edge, target = model_that_knows(PROMPT + text), model_of("llama", PROMPT, text)
     far = FarVerifier(local(target), losses=range(lost, 99))
     decoder = SpeculativeDecoder(
         edge, far, k=3, on_cloud_loss="edge-only", reader=prompt_lookup(target.tokenizer), on_loop="ignore"

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from outrider.decoding.detokenizer import _token_bytes
 from outrider.engines.vocabulary import tokenize
 from tests.support.fakes import Rows, ScriptedEngine, replay
 from tests.support.tokenizers import trained
@@ -37,4 +41,20 @@ def model_of(kind: str, prompt: str, output: str, *, name: str = "model", lead: 
     tokenizer = trained(kind)
     said: Seq[int] = [*ids[length:], tokenizer.eos_token_id]
     rows = replay(length, said, len(tokenizer), tail=(tokenizer.eos_token_id,), lead=lead)
+    return TokenizedEngine(rows, tokenizer, name=name)
+
+
+def model_that_knows(text: str, *, name: str = "edge") -> TokenizedEngine:
+    """A byte-level model that continues every beginning of `text`, in whatever tokens, and then ends."""
+    tokenizer, raw = trained("byte level"), text.encode()
+    spelt = [_token_bytes(str(token)) for token in tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))]
+    ordinary = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids), key=lambda token: -len(spelt[token]))
+
+    def rows(prefix: tuple[int, ...]) -> Tensor:
+        rest = raw[sum(len(spelt[token]) for token in prefix) :]
+        fitting = (token for token in ordinary if rest.startswith(spelt[token]))
+        row = torch.zeros(len(tokenizer))
+        row[next(fitting) if rest else tokenizer.eos_token_id] = 30.0
+        return row
+
     return TokenizedEngine(rows, tokenizer, name=name)

@@ -21,10 +21,13 @@ if TYPE_CHECKING:
     from outrider.verifiers.connect import CloudAddress
 
 
-def build_decoder(pair: Pair, *, watch: bool = False, for_text: bool = False) -> SpeculativeDecoder:
+def build_decoder(
+    pair: Pair, *, watch: bool = False, for_text: bool = False, target_tokenizer: str | None = None
+) -> SpeculativeDecoder:
     """Check the settings, connect to the cloud, load the models and return the decoder, in this order.
 
     for_text: the prompt is a text, which captions-only models refuse before a model is loaded or a cloud is reached.
+    target_tokenizer: the cloud's, if it differs from the edge model's.
     """
     loss = check(pair).on_cloud_loss
     from outrider.api import SpeculativeDecoder
@@ -33,6 +36,8 @@ def build_decoder(pair: Pair, *, watch: bool = False, for_text: bool = False) ->
 
     models = pair.models
     check_edge(models)
+    if target_tokenizer is not None:
+        check_target_tokenizer(models, target_tokenizer)
     remote = parse_cloud_address(models.cloud).is_remote
     if for_text and not remote:
         check_accepts_text(models)
@@ -45,7 +50,9 @@ def build_decoder(pair: Pair, *, watch: bool = False, for_text: bool = False) ->
         model, lookup = load_drafter(models), load_lookup(models)
         if model is None:
             return SpeculativeDecoder(lookup, verifier, **options.keywords(), watch=watch)
-        return SpeculativeDecoder(model, verifier, lookup=lookup, **options.keywords(), watch=watch)
+        reader = None if target_tokenizer is None else load_target_tokenizer(target_tokenizer)
+        keywords = {**options.keywords(), "watch": watch, "reader": reader}
+        return SpeculativeDecoder(model, verifier, lookup=lookup, **keywords)
 
 
 @contextmanager
@@ -96,6 +103,26 @@ def load_lookup(models: Models) -> PromptLookup | None:
     from outrider.engines.prompt_lookup import prompt_lookup
 
     return prompt_lookup(models.lookup_tokenizer) if models.uses_lookup else None
+
+
+def load_target_tokenizer(name: str) -> PromptLookup:
+    """Return the tokenizer of the cloud's model, as the reader of a decoder."""
+    from outrider.engines.prompt_lookup import prompt_lookup
+
+    return prompt_lookup(name)
+
+
+def check_target_tokenizer(models: Models, name: str) -> None:
+    """Raise InputError if there is no such tokenizer, or the models need none."""
+    from outrider.engines.load import resolve_tokenizer_path
+    from outrider.verifiers.connect import parse_cloud_address
+
+    if models.edge_model is None or not parse_cloud_address(models.cloud).is_remote:
+        raise SettingsError(
+            "--target-tokenizer is for an edge model and a cloud across a network: prompt lookup takes a tokenizer as "
+            "--edge lookup:TOKENIZER, and local:MODEL has its own"
+        )
+    resolve_tokenizer_path(name)
 
 
 def check_edge(models: Models) -> None:
