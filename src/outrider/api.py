@@ -26,7 +26,7 @@ from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import PromptError, SettingsError
 from outrider.prompts.audio import Audio
 from outrider.prompts.chat import PromptLike, encode
-from outrider.verifiers.base import ModelInfo, Verifier, needs_translation
+from outrider.verifiers.base import ModelInfo, Verifier, share_vocabulary
 from outrider.verifiers.local import LocalVerifier, describe
 
 if TYPE_CHECKING:  # a module that loads transformers
@@ -150,7 +150,9 @@ class SpeculativeDecoder:
         target = getattr(self.verifier, "engine", None) if self._reader is None else self._reader
         if self._model is None or target is None or self.verifier is None:
             return None
-        if not needs_translation(describe(self._model), describe(target)):
+        if not (callable(self._model.tokenizer) and callable(target.tokenizer)):
+            return None  # nothing encodes texts: other vocabularies are refused at the handshake
+        if share_vocabulary(describe(self._model), describe(target)):
             return None
         if self.options.acceptance_rule.needs_q:
             raise SettingsError(

@@ -10,7 +10,7 @@ import torch
 from outrider.decoding.actions import Draft, Proposal
 from outrider.decoding.adaptive_draft_length import AcceptanceModel
 from outrider.decoding.ngram_index import Match, NgramIndex
-from outrider.edge.drafter import Drafter
+from outrider.edge.drafter import Proposer
 from outrider.sampling.policy import Policy
 from outrider.sampling.sampler import Support
 
@@ -89,7 +89,7 @@ class CombinedDrafter:
     call. If the output depends on the drafts, it must not depend on their division into calls.
     """
 
-    def __init__(self, model: Drafter, lookup: LookupDrafter, acceptance: AcceptanceModel, *, per_token: bool) -> None:
+    def __init__(self, model: Proposer, lookup: LookupDrafter, acceptance: AcceptanceModel, *, per_token: bool) -> None:
         self._model, self._lookup, self._acceptance = model, lookup, acceptance
         self._per_token = per_token
 

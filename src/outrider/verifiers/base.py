@@ -181,13 +181,13 @@ def match_vocabularies(edge: ModelInfo, cloud: ModelInfo) -> tuple[int, int]:
     return min(edge.vocab_size, cloud.vocab_size), cloud.vocab_size
 
 
-def needs_translation(edge: ModelInfo, cloud: ModelInfo) -> bool:
-    """Return whether drafts must be translated: the ids differ in meaning, and both models have a tokenizer."""
+def share_vocabulary(edge: ModelInfo, cloud: ModelInfo) -> bool:
+    """Return whether the ids of drafter and target have the same meaning, as `match_vocabularies` checks it."""
     try:
         match_vocabularies(edge, cloud)
     except VocabularyMismatch:
-        return bool(edge.vocabulary and cloud.vocabulary)
-    return False
+        return False
+    return True
 
 
 def _check_names(edge: ModelInfo, cloud: ModelInfo) -> list[str]:
