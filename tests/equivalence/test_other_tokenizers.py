@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider import SettingsError, SpeculativeDecoder, VocabularyMismatch, local, prompt_lookup
+from outrider import SettingsError, SpeculativeDecoder, VocabularyMismatch, connect, local, prompt_lookup
 from outrider.errors import PromptError
 from outrider.prompts.audio import Audio
+from outrider.verifiers.base import disconnect
+from tests.support.cloud_server import serving
 from tests.support.fakes import FarVerifier, HashRows, Rows, ScriptedEngine, reference_output
 from tests.support.tiny_models import clip
 from tests.support.tokenized_models import TokenizedEngine, ids_in, model_of, model_that_knows
@@ -164,3 +167,24 @@ def test_rejection_sampling_recordings_and_missing_tokenizers_are_refused_by_nam
         SpeculativeDecoder(edge, FarVerifier(local(target)))
     with pytest.raises(VocabularyMismatch):  # and this is another one
         SpeculativeDecoder(edge, FarVerifier(local(target)), reader=prompt_lookup(trained("unigram")))
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("driver", ["sequential", "pipelined"])
+def test_a_cloud_across_a_network_is_compared_with_the_tokenizer_that_is_named(driver: Any, tmp_path: Path) -> None:
+    text = " the quick brown fox 社区 jumps over 👍 the lazy dog"
+    edge, target = model_that_knows(PROMPT + text), model_of("llama", PROMPT, text)
+    prompt = ids_in("llama", PROMPT)
+    trained("llama").save_pretrained(tmp_path)
+    with serving(target) as served:
+        verifier = connect(f"grpc://{served.address}")
+        try:
+            with pytest.raises(VocabularyMismatch):
+                SpeculativeDecoder(edge, verifier)
+            reader = prompt_lookup(tmp_path)
+            result = SpeculativeDecoder(edge, verifier, k=8, driver=driver, reader=reader).generate(PROMPT)
+        finally:
+            disconnect(verifier)
+    assert result.token_ids == reference_output(target.rows, prompt, target.vocab_size, eos=target.eos_ids)
+    assert result.guarantee == "exact"
+    assert result.stats.rounds <= 2 + len(result.token_ids) // 5
