@@ -260,3 +260,15 @@ def test_the_time_of_a_plain_token_is_measured_again_while_speculation_pays() ->
         seconds += 1.0
         switch.update_estimate(2.0, 2.0, 1.0)
     assert seconds == 150.0
+
+
+def test_a_plain_token_of_unknown_time_does_not_put_off_the_next_sample() -> None:
+    """Between drafts of prompt lookup there are single tokens without a match. Their times are never known."""
+    switch = learnt(2.0)
+    seconds = 0.0
+    while not switch.needs_sample:
+        switch.speculated(2, 1.0)
+        switch.decoded_plain(None)
+        seconds += 1.0
+        switch.update_estimate(2.0, 2.0, 1.0)
+    assert seconds == 150.0

@@ -36,6 +36,7 @@ MAX_CONFIDENCE_POWER = 4.0  # largest exponent that corrects the drafter's own p
 MEMORY_TOKENS = 1024.0  # time constant of acceptance rates, in tokens: texts change
 MEMORY_ROUNDS = 64  # time constant of times, in rounds: networks change
 MAX_BLOCK_LENGTH = 64  # largest candidate for k*
+MAX_UNMATCHED = 1024.0  # most tokens without a proposal that count in λ, so that they are forgotten when matches return
 PRIOR_SLOPE = 0.05  # time that a drafted token adds to a verdict, as a typical share of the verdict's time
 
 
@@ -276,7 +277,7 @@ class DraftLengthController:
         self.lookup_token_cost = 0.0
         self._hit_value = 0.0  # tokens
         self._prior_rounds = PRIOR_WEIGHT
-        self._unmatched = 0.0  # decayed number of tokens for which the drafter had no proposal
+        self._unmatched = 0.0  # number of tokens for which the drafter had no proposal, decayed by rounds
         # By whether a correct guess had drafted some of the block ahead.
         self._rounds = {hit: RoundStats() for hit in (True, False)}
 
@@ -330,7 +331,7 @@ class DraftLengthController:
         """
         self.switch.decoded_plain(seconds)
         if is_unmatched:
-            self._unmatched += 1.0 - self._unmatched / MEMORY_ROUNDS
+            self._unmatched = min(self._unmatched + 1.0, MAX_UNMATCHED)
         if self.times.is_ready:
             self._update_estimates()
 

@@ -216,8 +216,10 @@ class Decoder:
 
     def _record_read(self, proposals: Seq[Proposal], unread: int) -> None:
         """Record that the source of these proposals has read `context`. unread: `unread_length` before them."""
-        is_lookup = not proposals or proposals[0].match_length > 0  # a model always proposes a token
-        self._read_by_lookup = unread if is_lookup else 0
+        if proposals and not proposals[0].match_length:
+            self._read_by_lookup = 0
+        else:  # without a match, a token of plain decoding follows
+            self._read_by_lookup = unread + (not self._drafts.block)
         self._drafted_length = self.context_length
 
     def _draft(self, proposal: Proposal) -> None:
