@@ -9,6 +9,8 @@ import pytest
 from outrider.config import GenerationSettings
 from outrider.decoding.actions import Draft, Proposal
 from outrider.decoding.gate import compute_signals
+from outrider.edge import drafter as drafter_module
+from outrider.edge import translated_drafter
 from outrider.edge.drafter import Drafter
 from outrider.edge.text_codec import build_codecs
 from outrider.edge.translated_drafter import TranslatedDrafter, edge_settings
@@ -19,6 +21,13 @@ from tests.support.tokenizers import trained
 
 PROMPT = "the lazy dog"
 TEXT = " the quick brown fox jumps over the lazy dog, and the dog barks"
+
+
+@pytest.fixture(autouse=True)
+def no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow machine would return drafts in parts."""
+    for module in (drafter_module, translated_drafter):
+        monkeypatch.setattr(module, "FLUSH_INTERVAL_S", 1e9)
 
 
 def open_drafter(
@@ -150,3 +159,18 @@ def test_an_incomplete_character_is_no_text_yet() -> None:
         ids = ids_in(kind, "ok 뷁")
         assert codec.decode(ids) == "ok 뷁"
         assert codec.decode(ids[:-1]) == "ok "
+
+
+def test_a_slow_draft_is_returned_in_parts_without_drafting_anything_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(translated_drafter, "FLUSH_INTERVAL_S", 0.0)
+    monkeypatch.setattr(drafter_module, "FLUSH_INTERVAL_S", 0.0)
+    edge, target = model_that_knows(PROMPT + TEXT), model_of("llama", PROMPT, TEXT)
+    prompt = ids_in("llama", PROMPT)
+    drafter, ids, sizes = open_drafter(edge, target, prompt), list(prompt), []
+    while len(ids) < len(prompt) + 12:
+        proposals = tokens(drafter.draft(ids, Draft(12)))
+        sizes.append(len(proposals))
+        ids += proposals
+    assert ids == ids_in("llama", PROMPT + TEXT)[: len(ids)]
+    assert len(sizes) > 3
+    assert edge.fed < len(ids_in("byte level", PROMPT + TEXT)) + 4

@@ -11,6 +11,7 @@ Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies", 2025.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -20,13 +21,14 @@ from itertools import accumulate, takewhile
 from outrider.config import GenerationSettings
 from outrider.decoding.actions import Draft, Proposal
 from outrider.decoding.incremental_text import IncrementalDetokenizer
-from outrider.edge.drafter import Drafter
+from outrider.edge.drafter import FLUSH_INTERVAL_S, Drafter
 from outrider.edge.text_codec import TextCodec
 from outrider.sampling.policy import Policy
 
 CONTEXT_TOKENS = 16  # that are encoded again in front of a new text, as its first token depends on them
 RETOKENIZED = 4  # edge tokens before a change of the text that may change with it
 SEPARATOR = "\n"  # a context for a text that begins inside a token of the last target tokens
+LAST_WORD = re.compile(r"\s?[^\W\u2e80-\U0010ffff]*\Z")  # not of scripts without spaces, which begin at U+2E80
 EXTRA_DRAFTS = 8  # edge tokens that may be drafted in vain in one call
 
 EDGE_TOKENS = 4  # for one target token, at least: the edge may not end its text before the target may
@@ -42,8 +44,9 @@ class TranslatedDrafter:
     per_token: a proposal depends on the tokens before it alone, not on the division into calls. This drafts some edge
     tokens twice.
 
-    A proposal has the signals of the edge token that covers the end of its text. The last proposal of a draft may still
-    grow with the text that follows. It is therefore held back, and so is an incomplete character.
+    A proposal has the signals of the edge token that covers the end of its text. The tokens of the last word, and the
+    last token in any case, may still change with the text that follows. They are held back, and so is an incomplete
+    character.
     """
 
     def __init__(
@@ -82,7 +85,10 @@ class TranslatedDrafter:
         return self._model.prefill_seconds
 
     def draft(self, ids: list[int], action: Draft) -> list[Proposal]:
-        """Return up to action.count proposals that follow `ids`: fewer at an end token, none if no text fits."""
+        """Return up to action.count proposals that follow `ids`: fewer at an end token or after FLUSH_INTERVAL_S.
+
+        Return none if no text fits. The edge tokens behind the proposals are kept for the next call.
+        """
         started, ids = time.perf_counter() - self._translation_seconds, list(ids)
         self._translation_seconds = 0.0
         proposals = self._draft(ids, action.count, action)
@@ -104,12 +110,14 @@ class TranslatedDrafter:
         self._model.close()
 
     def _draft(self, ids: list[int], count: int, action: Draft) -> list[Proposal]:
-        count = 1 if self._per_token else count
+        count, deadline = 1 if self._per_token else count, time.perf_counter() + FLUSH_INTERVAL_S
         text = self._read(ids)
         if self._per_token or action.leave_loop or not self._drafted_text().startswith(text):
             self._encode_edge(text)
         found, leave_loop, budget = self._align(text), action.leave_loop, 2 * count + EXTRA_DRAFTS
         while len(found) < count and budget > 0 and self._end is None:
+            if found and time.perf_counter() > deadline:
+                break
             wanted = 1 if self._per_token else min(count - len(found) + 1, budget)
             if not (drafted := self._extend(wanted, leave_loop=leave_loop)):
                 break
@@ -139,10 +147,12 @@ class TranslatedDrafter:
         tail = self._drafted_text()[len(text) :]
         attempts = (self._align_behind(context, tail) for context in (self._context(), SEPARATOR))
         found, fits = next((attempt for attempt in attempts if attempt is not None), ([], False))
+        if fits and certain and self._end is None:
+            word = LAST_WORD.search(tail)
+            assert word is not None  # it may be empty
+            found = [(token, end) for token, end in found[:-1] if end <= word.start()]
         proposals = [self._propose(token, end, len(text)) for token, end in found]
-        if not fits or not certain:
-            return proposals
-        return proposals[:-1] if self._end is None else proposals + self._translated_end()
+        return proposals + self._translated_end() if fits and certain and self._end is not None else proposals
 
     def _align_behind(self, context: str, tail: str) -> tuple[list[tuple[int, int]], bool] | None:
         """Return the tokens of `tail` behind `context`, with the ends of their texts, as far as their texts fit it.
