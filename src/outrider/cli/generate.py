@@ -34,7 +34,7 @@ def run_generate(prompt: str | None, prompt_ids: str | None, chat: bool, run: Ru
             if output.json:
                 print_json(result.to_json())
                 return 0
-            rendering.print_text("", decoder, result)
+            rendering.print_text("", result)
         rendering.show_warnings(STDERR, result)
         rendering.print_summary([("", result)])
     return 0
