@@ -26,6 +26,7 @@ import transformers
 from benchmarks.exactness import compare, prompts
 from outrider.api import SpeculativeDecoder, local
 from outrider.engines.load import load_engine
+from outrider.engines.prefix_cache import unique_salt
 from outrider.engines.torch.engine import TorchEngine
 
 KS: tuple[int | str, ...] = (2, 3, 4, "auto")
@@ -97,7 +98,7 @@ Way = Callable[[list[int], int], Run]
 def ours(decoder: SpeculativeDecoder, clock: Clock = time.perf_counter) -> Way:
     def run(ids: list[int], tokens: int) -> Run:
         started, first, count = clock(), 0.0, 0
-        stream = decoder.stream(ids, max_new_tokens=tokens)
+        stream = decoder.stream(ids, cache_salt=unique_salt(), max_new_tokens=tokens)
         while True:
             try:
                 event = next(stream)

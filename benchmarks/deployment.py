@@ -45,7 +45,8 @@ SHAPES = {  # Qwen2.5's; GPUs for one copy; tokens of a prompt that are read at 
         2048,  # vLLM
     ),
 }
-HOST = Host(batch_s=0.4e-3, request_s=0.06e-3)  # docs/performance.md: benchmarks.capacity less benchmarks.gpu_engine
+# benchmarks.cloud_batches less benchmarks.gpu_engine, in docs/performance.md
+HOST = Host(batch_s=0.4e-3, request_s=0.06e-3)
 VERIFY_FIXED, VERIFY_DRAFT, VERDICT = 19, 3, 48  # bytes: benchmarks.wire; 34 up with k = 5
 PACKET, SEAL = 52, 22  # TCP/IPv4 headers with timestamps; a TLS 1.3 record
 DATA = PACKET + SEAL

@@ -24,12 +24,15 @@ import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import product
+from typing import TypeVar
 
 from outrider.transport.event_loop_thread import EventLoopThread
 from outrider.transport.http_client import HttpClient
 from outrider.verifiers.connect import parse_cloud_address
 from outrider.verifiers.llm_server.backend import Capabilities, LogprobsRequest, fetch_logprobs
 from outrider.verifiers.llm_server.vllm import DEFAULT_PARAMS, PER_PREFIX, PROMPT_LOGPROBS, VllmBackend
+
+T = TypeVar("T")
 
 WAYS = ("tail", "spread", "anew", "generated")
 WAIT = 600.0  # s
@@ -105,10 +108,11 @@ async def measure(server: Server, contexts: list[int], rounds: int, sessions: in
     return {way: {context: statistics.median(times[way, context]) for context in contexts} for way in WAYS}
 
 
-def in_worker(host: tuple[str, int], work: Callable[[HttpClient], Awaitable[dict[str, dict[int, float]]]]) -> object:
+def in_worker(host: tuple[str, int], work: Callable[[HttpClient], Awaitable[T]]) -> T:
+    """Run `work` with a client of the server, in an event loop's own thread."""
     worker = EventLoopThread("benchmark", [host])
 
-    async def run() -> dict[str, dict[int, float]]:
+    async def run() -> T:
         client = HttpClient(worker.endpoints[0], *host, None, None)
         try:
             return await work(client)

@@ -26,6 +26,7 @@ import torch
 from outrider.api import SpeculativeDecoder
 from outrider.cli.subprocess_cloud import cloud_process, share_cores
 from outrider.engines.load import load_engine
+from outrider.engines.prefix_cache import unique_salt
 from outrider.gateway.access import Access
 from outrider.gateway.app import GatewayInfo, build_overview, create_app
 from outrider.gateway.decoder_pool import DecoderPool, RequestOptions
@@ -64,7 +65,7 @@ def in_python(decoder: SpeculativeDecoder, tokens: int) -> Timed:
 
     def run() -> tuple[float, float]:
         began, first, count = time.perf_counter(), 0.0, 0
-        for event in decoder.stream(PROMPT, max_new_tokens=tokens, ignore_eos=True):
+        for event in decoder.stream(PROMPT, cache_salt=unique_salt(), max_new_tokens=tokens, ignore_eos=True):
             count += event.kind != "provisional"
             if not first and event.kind != "provisional" and event.text:
                 first = time.perf_counter() - began

@@ -24,8 +24,8 @@ from outrider.engines.torch.engine import TorchEngine
 class Unsplit(SpeculativeDecoder):
     """A decoder whose first block is drafted like any other, as if its drafter had already drafted a token."""
 
-    def _start(self, *arguments: Any) -> Generation:
-        generation = super()._start(*arguments)
+    def _start(self, *arguments: Any, **options: Any) -> Generation:
+        generation = super()._start(*arguments, **options)
         open_drafter = generation.open_drafter
 
         def open_started_drafter() -> Drafter | None:

@@ -28,6 +28,7 @@ from benchmarks.synthetic_drafter import SyntheticDrafter, corrupt_tokens
 from outrider.api import SpeculativeDecoder, local
 from outrider.edge.drafter import Drafter
 from outrider.edge.generation import Generation
+from outrider.engines.prefix_cache import unique_salt
 from outrider.engines.torch.engine import TorchEngine
 
 ASSISTANT_TOKENS = (3, 4, 5, 6)
@@ -41,8 +42,8 @@ class WithOracle(SpeculativeDecoder):
     alpha: float
     seed: int
 
-    def _start(self, *arguments: Any) -> Generation:
-        generation = super()._start(*arguments)
+    def _start(self, *arguments: Any, **options: Any) -> Generation:
+        generation = super()._start(*arguments, **options)
         open_drafter = generation.open_drafter
 
         def open_synthetic_drafter() -> Any:
@@ -131,15 +132,17 @@ def measure(draft: TorchEngine, target: TorchEngine, context: int, args: argpars
     acceptance: list[float] = []
 
     def speculative(**more: Any) -> list[int]:
-        result = ours.generate(prompt, **settings, **more)
+        result = ours.generate(prompt, cache_salt=unique_salt(), **settings, **more)
         acceptance.append(result.stats.acceptance_rate)
         return result.token_ids
 
     ways: dict[str, Callable[[], list[int]]] = {
         "speculative": speculative,
-        "plain": lambda: plain.generate(prompt, **settings).token_ids,
+        "plain": lambda: plain.generate(prompt, cache_salt=unique_salt(), **settings).token_ids,
         "speculative, constrained": lambda: speculative(**CONSTRAINED),
-        "plain, constrained": lambda: plain.generate(prompt, **settings, **CONSTRAINED).token_ids,
+        "plain, constrained": lambda: (
+            plain.generate(prompt, cache_salt=unique_salt(), **settings, **CONSTRAINED).token_ids
+        ),
     }
     length = 8  # at first
     peers: dict[str, Callable[[], list[int]]] = {"transformers plain": lambda: peer.plain(length)}

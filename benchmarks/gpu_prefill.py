@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import transformers
 
-from benchmarks.capacity import Client
+from benchmarks.cloud_batches import Client
 from benchmarks.random_models import PLACEHOLDER, counting, random_model, random_thinker
 from outrider.cloud.batcher import Batcher
 from outrider.cloud.metrics import Metrics

@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ class InstantEngine:
         self._length = 0
 
 
-def measure(vocab: int, context: int, tokens: int, settings: dict[str, object]) -> float:
+def measure(vocab: int, context: int, tokens: int, settings: dict[str, Any]) -> float:
     """Milliseconds per generated token, forwards taken off."""
     length = context + tokens + 64
     drafter, target = InstantEngine(vocab, length, wrong_every=5), InstantEngine(vocab, length)

@@ -27,6 +27,7 @@ from benchmarks.remote import captions, texts
 from outrider import SpeculativeDecoder, connect, load_engine
 from outrider.cli.subprocess_cloud import cloud_process
 from outrider.config import DriverName
+from outrider.engines.prefix_cache import unique_salt
 from outrider.netem.conditions import parse_conditions
 from outrider.sampling.acceptance import Verdict
 
@@ -88,7 +89,7 @@ def measured_rtt(net: str, pings: int = 15) -> float:
 
 def decode(decoder: SpeculativeDecoder, prompt: Any, tokens: int) -> tuple[float, int, Any]:
     """Seconds and tokens after the first round, and the result."""
-    stream, moments = decoder.stream(prompt, max_new_tokens=tokens), []
+    stream, moments = decoder.stream(prompt, cache_salt=unique_salt(), max_new_tokens=tokens), []
     try:
         while event := next(stream):
             if event.kind != "provisional":

@@ -31,6 +31,7 @@ from outrider import SpeculativeDecoder, connect, load_engine
 from outrider.cli.subprocess_cloud import cloud_process
 from outrider.config import DriverName, GenerationSettings
 from outrider.decoding.result import Stats
+from outrider.engines.prefix_cache import unique_salt
 from outrider.netem.conditions import Conditions, parse_conditions
 from outrider.planning.costs import StepCosts, median_costs
 from outrider.planning.gate_candidates import thresholds
@@ -100,7 +101,7 @@ def decoding(setup: Setup, edge: Any, verifiers: dict[str, Any]) -> Callable[[An
     else:
         net = verifiers[str(setup.net)]
         decoder = SpeculativeDecoder(edge, net, gate=setup.gate, k=setup.k, driver=setup.driver)
-    return lambda prompt: decoder.generate(prompt, max_new_tokens=TOKENS).stats
+    return lambda prompt: decoder.generate(prompt, cache_salt=unique_salt(), max_new_tokens=TOKENS).stats
 
 
 def same(live: Live, simulated: list[Outcome]) -> bool:

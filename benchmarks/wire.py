@@ -14,6 +14,7 @@ import statistics
 
 from benchmarks.remote import captions, linked_cloud, texts
 from outrider import SpeculativeDecoder, connect, load_engine
+from outrider.engines.prefix_cache import unique_salt
 
 
 def main() -> None:
@@ -34,7 +35,7 @@ def main() -> None:
         rows: list[dict[str, float]] = []
         print(f"{'tokens':>6} {'accepted':>8} {'up/token':>9} {'down/token':>10} {'media':>7}   of which transport")
         for prompt in prompts:
-            stats = (result := decoder.generate(prompt, max_new_tokens=args.tokens)).stats
+            stats = (result := decoder.generate(prompt, cache_salt=unique_salt(), max_new_tokens=args.tokens)).stats
             tokens = len(result.token_ids)
             up, down = (stats.bytes_up - stats.media_bytes_up) / tokens, stats.bytes_down / tokens
             accepted = stats.acceptance_rate or 0.0

@@ -1,5 +1,7 @@
 """The Python entry point: what it refuses, and when."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -92,9 +94,9 @@ def test_the_seconds_of_a_result_say_what_they_went_on() -> None:
 
 
 @pytest.mark.parametrize("prompt", ["Hello", [{"role": "user", "content": "Hello"}]])
-def test_a_text_for_a_model_that_only_captions_is_warned_about(prompt: object) -> None:
+def test_a_text_for_a_model_that_only_captions_is_warned_about(prompt: Any) -> None:
     decoder = SpeculativeDecoder(load_engine("demo:edge"), local(load_engine("demo:cloud")))
-    (warning,) = decoder.generate(prompt, max_new_tokens=4).warnings  # type: ignore[arg-type]
+    (warning,) = decoder.generate(prompt, max_new_tokens=4).warnings
     assert "only writes captions of recordings" in warning
     with pytest.raises(PromptError, match="only writes captions"):
         decoder.check_accepts_text()

@@ -26,7 +26,8 @@ ORDER = [
     "transport",
     "netem",
 ]
-ORDER += ["verifiers", "edge", "serving", "cloud", "planning", "api", "evals", "integrations", "gateway", "cli"]
+ORDER += ["verifiers", "edge", "serving", "cloud", "planning", "aio", "batch", "chat", "api", "evals"]
+ORDER += ["integrations", "gateway", "cli"]
 # Neither imports the other.
 BESIDE = [
     {"edge", "cloud"},

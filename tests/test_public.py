@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
+from html.parser import HTMLParser
 from typing import Any
 
 import pytest
 
 import outrider
-from outrider import SpeculativeDecoder, local
+from outrider import SpeculativeDecoder, load_engine, local
 from outrider.decoding.result import Result, Stats
 from outrider.decoding.sequence import Source
+from outrider.engines.shared_engine import SharedEngine
 from outrider.errors import StateError
-from outrider.gateway.shared_engine import SharedEngine
 from tests.support.tiny_text_models import engine
 
 
@@ -22,7 +23,9 @@ def test_dir_lists_the_public_names_and_each_of_them_is_there() -> None:
 
 
 def result(text: str | None, **more: Any) -> Result:
-    stats = Stats(blocks=2, escalated=1, cloud_tokens=1, edge_tokens=1, total_s=0.5)
+    stats = Stats(blocks=2, escalated=1, rounds=1, cloud_tokens=1, edge_tokens=1, total_s=0.5)
+    pieces = [] if text is None else [text[:3], text[3:]]
+    more = {"pieces": pieces, **more}
     return Result(text, [1, 2], "eos", "best-effort", 1, stats, [Source.EDGE, Source.BONUS], **more)
 
 
@@ -33,13 +36,64 @@ def test_a_result_s_repr_is_one_short_line() -> None:
     assert "[1, 2]" in repr(result(None))
 
 
-def test_a_result_in_a_notebook_is_escaped() -> None:
-    hostile = "<script>alert(1)</script>&\"'"
-    page = result(hostile, warnings=[hostile])._repr_html_()
-    assert "<script>" not in page
-    assert page.count("&lt;script&gt;") == 2
-    assert "best-effort" in page
-    assert "50 %" in page
+class Page(HTMLParser):
+    """The tags and attributes of a page, the text of each <pre>, <p> and <span>, and the tags that are still open."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.texts: list[tuple[str, str, str]] = []  # tag, title, text
+        self.open: list[tuple[str, str]] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        assert {name for name, _ in attributes} <= {"style", "title"}
+        self.open.append((tag, dict(attributes).get("title") or ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, text: str) -> None:
+        self.texts.append((*self.open[-1], text))
+
+
+@pytest.mark.parametrize(
+    "hostile", ["<script>alert(1)</script>&\"'", "</pre></span><b onload='x'>", '" onload="x', "&lt;"]
+)
+def test_a_result_in_a_notebook_is_escaped(hostile: str) -> None:
+    page = Page(result(hostile, warnings=[hostile, "\u202ereversed"])._repr_html_())
+    assert page.open == []
+    assert page.tags == {"div", "p", "pre", "span", "table", "tr", "th", "td"}
+    assert "".join(text for tag, _, text in page.texts[:3] if tag == "span") == hostile
+    assert ("p", "", f"warning: {hostile}") in page.texts
+    assert ("p", "", "warning: \\u202ereversed") in page.texts
+    assert ("td", "", "best-effort") in page.texts
+
+
+def test_a_result_in_a_notebook_states_its_gain_and_colours_its_tokens_by_source() -> None:
+    page = Page(result("abcdef")._repr_html_())
+    said = "Same text as the cloud alone is promised for 0 of 1 outputs; 1 of 2 blocks went to the cloud."
+    assert page.texts[0] == ("p", "", said)
+    assert page.texts[1:3] == [("span", "edge", "abc"), ("span", "bonus", "def")]
+    assert ("span", "edge", "1 edge") in page.texts
+    ids = Page(result(None)._repr_html_())
+    assert ids.texts[1:3] == [("span", "edge", "1 "), ("span", "bonus", "2 ")]
+
+
+def test_the_pieces_of_a_result_make_its_text() -> None:
+    decoder = SpeculativeDecoder(load_engine("demo:edge"), local(load_engine("demo:cloud")))
+    made = decoder.generate("你好, the speaker 👩‍💻", max_new_tokens=20, temperature=1.5, seed=3)
+    assert "".join(made.pieces) == made.text
+    assert len(made.pieces) == len(made.token_ids) == len(made.sources)
+    page = Page(made._repr_html_())
+    spans = [text for tag, _, text in page.texts if tag == "span"]
+    assert "".join(spans).startswith(made.text or "-")
+    assert page.texts[0][2].startswith("Same text as the cloud alone would give; the large model ran")
+    assert "pieces" not in made.to_json()
+    without = SpeculativeDecoder(engine("qwen2")).generate([1, 2], max_new_tokens=4)
+    assert (without.text, without.pieces) == (None, [])
 
 
 # One decoder, two threads -----------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ def _outside() -> dict[str, str]:
         "SECURITY.md": "security.md",
         "src/outrider/demo/MODEL_CARD.md": "model-card.md",
         "src/outrider/transport/README.md": "transport.md",
+        "examples/outrider.ipynb": "outrider.ipynb",
         proto: "outrider.proto",
     }
 

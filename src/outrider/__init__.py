@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.errors import (
     AudioError,
+    BatchError,
     CloudError,
     CloudLost,
     CloudRefused,
@@ -22,6 +23,8 @@ from outrider.errors import (
 )
 
 if TYPE_CHECKING:
+    from outrider.api import AsyncStream as AsyncStream
+    from outrider.api import Conversation as Conversation
     from outrider.api import SpeculativeDecoder as SpeculativeDecoder
     from outrider.api import StreamEvent as StreamEvent
     from outrider.api import local as local
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {  # imported on first use: they import torch, and `outrider --help` must be fast
+    "AsyncStream": "outrider.api",
+    "Conversation": "outrider.api",
     "SpeculativeDecoder": "outrider.api",
     "StreamEvent": "outrider.api",
     "connect": "outrider.verifiers.connect",
@@ -51,12 +56,15 @@ _LAZY = {  # imported on first use: they import torch, and `outrider --help` mus
 }
 
 __all__ = [
+    "AsyncStream",
     "Audio",
     "AudioError",
+    "BatchError",
     "CloudError",
     "CloudLost",
     "CloudRefused",
     "ContextError",
+    "Conversation",
     "DecodingError",
     "GenerationSettings",
     "InputError",

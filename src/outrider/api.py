@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast, overload
 
-from outrider.config import DEFAULT_K, DriverName, GenerationSettings, OnCloudLoss, OnLoop, Privacy, Scope
+from outrider.aio import AsyncStream as AsyncStream
+from outrider.aio import run_in_executor
+from outrider.batch import Batch, as_batch, check_results, run_batch, share_engines
+from outrider.chat import Conversation as Conversation
+from outrider.config import DEFAULT_K, DriverName, GenerationSettings, OnCloudLoss, OnLoop, Privacy, Scope, is_integer
 from outrider.decoding.adaptive_draft_length import AcceptanceModel
 from outrider.decoding.detokenizer import Tokenizer
 from outrider.decoding.draft_length import parse_draft_length
@@ -26,6 +34,7 @@ from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import PromptError, SettingsError
 from outrider.prompts.audio import Audio
 from outrider.prompts.chat import PromptLike, encode
+from outrider.prompts.chat_template import Messages
 from outrider.verifiers.base import ModelInfo, Verifier, share_vocabulary
 from outrider.verifiers.local import LocalVerifier, describe
 
@@ -79,9 +88,11 @@ class SpeculativeDecoder:
             cloud's: drafts are then translated through their text, and verdicts decide on the cloud's ids. A verifier
             in this process needs none.
         lazy: connect to the verifier at the first generation, not at construction.
+        slots: generations of batches and asyncio tasks that run at the same time. Each holds a KV cache.
 
-    A decoder generates for one thread at a time. A second thread gets a StateError while a generation of the first is
-    unfinished. On engines that serve several threads (`outrider.gateway.shared_engine`) it takes any number of them.
+    Batches and asyncio tasks run in threads of the decoder, and share forward passes. `generate` of one prompt and
+    `stream` are for one thread at a time: another thread, a batch or a task gets a StateError while such a generation
+    is unfinished. On engines that serve several threads (`outrider.engines.shared_engine`) any number can run.
 
     Raises:
         SettingsError: settings contradict each other.
@@ -107,8 +118,11 @@ class SpeculativeDecoder:
         watch: bool = False,
         reader: Engine | PromptLookup | None = None,
         lazy: bool = False,
+        slots: int = 8,
     ) -> None:
         _check_types(draft, verifier, lookup)
+        if not is_integer(slots) or slots < 1:
+            raise SettingsError(f"slots is a whole number, 1 or more, not {slots!r}")
         options = DecodingOptions(
             gate=gate,
             k=k,
@@ -144,6 +158,8 @@ class SpeculativeDecoder:
             lazy=lazy,
         )
         self._thread_guard = ThreadGuard(model, getattr(verifier, "engine", None))
+        self._shared_guard, self._uses_shared = self._thread_guard.group(), False
+        self._executor = ThreadPoolExecutor(slots, "outrider-generation")  # starts no thread before it is used
 
     def _find_codecs(self) -> tuple[TextCodec, TextCodec] | None:
         """Return the codecs of drafter and target if their tokenizers differ. The target's then encodes the prompts."""
@@ -164,56 +180,142 @@ class SpeculativeDecoder:
 
     # Generating ---------------------------------------------------------------------------------------------
 
-    def generate(self, prompt: PromptLike, **settings: object) -> Result:
-        """Generate to the end and return the result.
+    @overload
+    def generate(self, prompt: PromptLike, *, cache_salt: str = "", **settings: object) -> Result: ...
+
+    @overload
+    def generate(self, prompt: Batch, *, cache_salt: str = "", **settings: object) -> list[Result]: ...
+
+    def generate(
+        self, prompt: PromptLike | Batch, *, cache_salt: str = "", **settings: object
+    ) -> Result | list[Result]:
+        """Generate to the end and return the result. For a batch, return the results in the order of the prompts.
 
         Args:
-            prompt: text, a list of token ids, chat messages, or `outrider.Audio`.
-            settings: the fields of `GenerationSettings` by name.
+            prompt: text, a list of token ids, chat messages, or `outrider.Audio`. A list of such prompts is a batch.
+                A list of integers is one prompt of token ids, and a list of dictionaries is one chat.
+                Edge and cloud keep the KV caches of earlier generations, so that only what follows the longest common
+                prefix is sent and computed.
+            cache_salt: only prompts with equal ones share KV caches, so that no user's times depend on another's.
+            settings: the fields of `GenerationSettings` by name, for all prompts of a batch.
 
         Raises:
             InputError: a setting, prompt or recording cannot be used. Nothing was computed.
             StateError: another thread's generation is unfinished, and the engines serve one thread at a time.
+            BatchError: a prompt of a batch failed. Raised after the others have ended, with their results in `results`.
         """
-        generation = self._start(prompt, settings)
-        for _ in generation.events():
-            pass
-        return generation.result()
+        prompts = as_batch(prompt)
+        if prompts is None:
+            return self._generate(cast(PromptLike, prompt), settings, cache_salt)
+        GenerationSettings.build(settings)
+        with self._shared_guard.generation():
+            self._pair.connect()
+            return run_batch(
+                self._executor, lambda each, cancel: self._generate(each, settings, cache_salt, cancel, True), prompts
+            )
 
     def stream(
-        self, prompt: PromptLike, *, cancellation: Cancellation | None = None, **settings: object
+        self, prompt: PromptLike, *, cancellation: Cancellation | None = None, cache_salt: str = "", **settings: object
     ) -> Generator[StreamEvent, None, Result]:
         """Generate and yield an event for each change of a token. The generator's return value is the `Result`.
 
         Raise at once, as `generate` does. The texts of the tokens that stay make up the result's text.
         cancellation: ends the generation from another thread. This one gets `concurrent.futures.CancelledError`.
         """
-        return self._start(prompt, settings, cancellation).stream()
+        return self._start(prompt, settings, cancellation, cache_salt=cache_salt).stream()
+
+    @overload
+    async def agenerate(self, prompt: PromptLike, *, cache_salt: str = "", **settings: object) -> Result: ...
+
+    @overload
+    async def agenerate(self, prompt: Batch, *, cache_salt: str = "", **settings: object) -> list[Result]: ...
+
+    async def agenerate(
+        self, prompt: PromptLike | Batch, *, cache_salt: str = "", **settings: object
+    ) -> Result | list[Result]:
+        """Do as `generate`, in asyncio, for any number of tasks. `slots` generations run at the same time.
+
+        The cancellation of the awaiting task cancels the generation before its next forward pass. CancelledError is
+        raised when its slot and its session are free.
+        """
+        GenerationSettings.build(settings)
+        prompts = as_batch(prompt)
+        if prompts is None:
+            work = partial(self._generate, cast(PromptLike, prompt), settings, cache_salt, is_shared=True)
+            return await run_in_executor(self._executor, work)
+        with self._shared_guard.generation():
+            tasks = [self.agenerate(each, cache_salt=cache_salt, **settings) for each in prompts]
+            return check_results(await asyncio.gather(*tasks, return_exceptions=True))
+
+    def astream(self, prompt: PromptLike, *, cache_salt: str = "", **settings: object) -> AsyncStream:
+        """Return the events of a generation for `async for`, and then its result. See `outrider.AsyncStream`.
+
+        Raises (here: SettingsError, in the iteration: all others): as `generate`.
+        """
+        GenerationSettings.build(settings)
+        start = partial(self._start, prompt, settings, is_shared=True, cache_salt=cache_salt)
+        return AsyncStream(self._executor, lambda cancel: start(cancel).stream())
+
+    def chat(
+        self, system: str | None = None, *, messages: Messages = (), cache_salt: str = "", **settings: object
+    ) -> Conversation:
+        """Return a conversation, which keeps its history. See `outrider.Conversation`.
+
+        system: the system prompt. messages: an earlier history. cache_salt, settings: as for `generate`, for all turns.
+        """
+        GenerationSettings.build(settings)
+        return Conversation(self, system, messages, cache_salt=cache_salt, **settings)
+
+    def _generate(
+        self,
+        prompt: PromptLike,
+        settings: dict[str, object],
+        cache_salt: str,
+        cancellation: Cancellation | None = None,
+        is_shared: bool = False,
+    ) -> Result:
+        generation = self._start(prompt, settings, cancellation, is_shared, cache_salt=cache_salt)
+        for _ in generation.events():
+            pass
+        return generation.result()
 
     def _start(
-        self, prompt: PromptLike, values: dict[str, object], cancellation: Cancellation | None = None
+        self,
+        prompt: PromptLike,
+        values: dict[str, object],
+        cancellation: Cancellation | None = None,
+        is_shared: bool = False,
+        *,
+        cache_salt: str = "",
     ) -> Generation:
+        """Return a generation. is_shared: others may run in other threads at the same time."""
+        if as_batch(prompt) is not None:
+            raise PromptError("a batch of prompts has no stream: use generate, or a stream for each prompt")
         settings = GenerationSettings.build(values)
+        self._uses_shared |= is_shared  # from then on always, since the KV caches for later turns are there
         handshake = self._pair.connect(cancellation)
-        encoded = self.encode(prompt)
+        encoded = replace(self.encode(prompt), cache_salt=cache_salt)
         handshake.check(encoded, settings)
         has_instruction = isinstance(prompt, Audio) and prompt.instruction is not None
         is_misused = self.captions_only and not _is_ids(prompt) and (has_instruction or not encoded.has_audio)
         warnings = [CAPTIONS_ONLY.format(self._encoder.name)] if is_misused else []
-        return Generation(self._context(), encoded, settings, handshake, cancellation, warnings)
+        return Generation(self._context(is_shared), encoded, settings, handshake, cancellation, warnings)
 
-    def _context(self) -> GenerationContext:
+    def _context(self, is_shared: bool = False) -> GenerationContext:
         encoder = self._encoder
+        draft, verifier = self._model, self.verifier
+        if self._uses_shared:
+            draft, verifier = share_engines(draft, verifier)
         return GenerationContext(
             self.options,
-            self._model,
+            draft,
             self.lookup,
-            self.verifier,
+            verifier,
             self.draft_length,
             self._acceptance,
             self._watch,
             self._pair,
-            self._thread_guard,
+            self._shared_guard if is_shared else self._thread_guard,
             self._guarantees,
             self._lock,
             encoder.tokenizer,

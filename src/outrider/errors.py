@@ -9,6 +9,7 @@ OutriderError
 │   ├── DataError         a manifest, trace, gate or result file is invalid
 │   └── ModelError        a checkpoint is missing, unreadable or unsuitable
 │       └── VocabularyMismatch   the models do not share a vocabulary
+├── BatchError            a prompt of a batch failed; the results of the others are attached
 ├── DecodingError         no token can be chosen: NaN logits, or every token is banned
 ├── CloudError            the cloud failed or refused
 │   ├── CloudLost         the cloud is unreachable or timed out, and a retry may help
@@ -20,6 +21,8 @@ OutriderError
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
 # C0 except newline and tab, DEL, C1, line separators, and characters that reorder or hide text.
 _BIDI = "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
@@ -76,6 +79,20 @@ class VocabularyMismatch(ModelError):
 
 class DecodingError(OutriderError):
     """No token can be chosen: the logits are NaN, or every token is banned."""
+
+
+class BatchError(OutriderError):
+    """One or more prompts of a batch failed.
+
+    results: in the order of the prompts, a `Result` or the exception of a failed prompt.
+    """
+
+    def __init__(self, message: str, results: Sequence[Any] = ()) -> None:
+        super().__init__(message, results)
+        self.results = list(results)
+
+    def __str__(self) -> str:
+        return escape_controls(str(self.args[0]))
 
 
 class CloudError(OutriderError):

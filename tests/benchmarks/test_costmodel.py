@@ -174,7 +174,7 @@ def test_forwards_that_were_measured_are_predicted(sessions: int, tokens: int, c
 
 @pytest.mark.parametrize(("sessions", "cloud_only", "verifying"), [(1, 178, 549), (8, 1144, 4140), (32, 3579, 10_773)])
 def test_throughput_that_was_measured_is_predicted(sessions: int, cloud_only: float, verifying: float) -> None:
-    """docs/performance.md, benchmarks.capacity: tokens per second through the service, whose host times SERVED has."""
+    """docs/performance.md, before 2026-11-29: tokens per second through the service, whose host times SERVED has."""
     assert sessions / SERVED.batch_s(sessions, 1, 1000) == pytest.approx(cloud_only, rel=0.2)
     assert sessions * expected_tokens(0.8, 5) / SERVED.batch_s(sessions, 6, 1000) == pytest.approx(verifying, rel=0.2)
 

@@ -57,7 +57,6 @@ def test_a_drafter_that_fails_while_a_verdict_is_in_flight(cloud: Cloud, far: Li
     with pytest.raises(RuntimeError, match="engine failed"):
         decoder.generate(TEXT, **SETTINGS)
     time.sleep(1.5)  # gauges are set every second; a session that was opened again would stay for longer
-    assert cloud.metric("outrider_sessions") == 0
     assert cloud.metric("outrider_sessions_opened_total") <= 1
     far.conditions = Conditions()
     drafter.left = 10**9

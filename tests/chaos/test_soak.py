@@ -59,6 +59,7 @@ def service(target: LockedEngine) -> Iterator[Service]:
         port = free.getsockname()[1]
     budget = SLOTS * CONTEXT * target.position_bytes
     options = ["--kv-budget", str(budget), "--max-context", str(CONTEXT), "--metrics", f"127.0.0.1:{port}"]
+    options += ["--idle", "10"]  # s until sessions that were kept for a next turn end
     with cloud_process("demo", *options) as address:
         yield Service(address, port)
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.cloud.batcher import Batcher, Job
+from outrider.cloud.batcher import Batcher
+from outrider.cloud.jobs import Job
 from outrider.cloud.metrics import Metrics
 from outrider.decoding.actions import Verify
 from outrider.engines.base import SequenceInput

@@ -41,7 +41,7 @@ EVENTS: list[tuple[Callable[[Metrics], None], dict[str, float]]] = [
         {"batch_size_sum": 3, "batch_tokens_sum": 17, "forward_seconds_sum": 0.5, "forward_seconds_count": 1},
     ),
     (
-        lambda m: m.observe_verdict(drafts=5, accepted=3, seconds=0.75),
+        lambda m: m.observe_verdicts(drafts=5, accepted=3, seconds=[0.75]),
         {"drafts_total": 5, "accepted_total": 3, "verdicts_total": 1, "verify_seconds_sum": 0.75},
     ),
 ]

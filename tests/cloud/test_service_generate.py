@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+
 import grpc
 import pytest
 
+from outrider.cloud.limits import Limits
+from outrider.cloud.sessions import SessionEntry
+from outrider.cloud.stream_handler import READ_AHEAD, StreamHandler
 from outrider.protocol import schema
 from tests.support.cloud_server import serving
 from tests.support.cloud_service import EOS, SOON, HeldEngine, error_name, open_request, target_output, wait_until
@@ -62,6 +68,63 @@ def test_generating_from_a_wrong_base_is_refused(stream: RawStream, base: int, e
     """Far beyond the end, too: there is always an answer."""
     stream.opened(open_request())
     assert error_name(stream.refused(generating(1, base)).code) == expected
+
+
+def test_a_client_that_does_not_read_holds_neither_slot_nor_session() -> None:
+    """The engine runs ahead of it by a few tokens. Then its session is idle, and others get the slot."""
+    engine = HeldEngine()
+    with serving(engine, slots=1) as served:
+
+        async def start() -> tuple[SessionEntry, AsyncIterator[schema.Answer], list[int]]:
+            handler = StreamHandler(served.service, "slow")
+            assert [answer async for answer in handler.handle(open_request(max_new_tokens=200, ignore_eos=True))]
+            answers = handler.handle(generating(1, 5))
+            (entry,) = served.service.sessions
+            return entry, answers, await read(answers, 1)
+
+        async def read(answers: AsyncIterator[schema.Answer], count: int) -> list[int]:
+            return [(await anext(answers)).verdict.next_token for _ in range(count)]
+
+        entry, answers, tokens = served.run(start())
+        wait_until(lambda: entry.awaits_client)
+        assert len(entry.session.ids) == 5 + READ_AHEAD
+        assert not entry.busy
+        with grpc.insecure_channel(served.address) as channel, RawStream(channel) as other:
+            other.opened(open_request((1, 2)))
+            other.verdict(verifying(1, 2))
+        tokens += served.run(read(answers, 30))
+        assert tuple(tokens) == target_output(31, ignore_eos=True)
+        assert entry.busy or len(entry.session.ids) == 5 + 31 + READ_AHEAD - 1
+        served.run(answers.aclose())  # type: ignore[attr-defined]
+        wait_until(lambda: not entry.busy)
+
+
+def test_a_rate_limit_delays_streamed_tokens_and_lets_the_engine_run_ahead_by_one() -> None:
+    engine, clock = HeldEngine(), [0.0]
+    with serving(engine, limits=Limits(max_rate=20, burst=3)) as served:
+        served.service._rate._clock = lambda: clock[0]
+
+        async def start() -> tuple[SessionEntry, list[int], asyncio.Task[int]]:
+            handler = StreamHandler(served.service, "paced")
+            assert [answer async for answer in handler.handle(open_request(max_new_tokens=9, ignore_eos=True))]
+            answers, tokens = handler.handle(generating(1, 5)), []
+            (entry,) = served.service.sessions
+
+            async def read() -> int:
+                async for answer in answers:
+                    tokens.append(answer.verdict.next_token)
+                return len(tokens)
+
+            return entry, tokens, asyncio.create_task(read())
+
+        entry, tokens, reading = served.run(start())
+        wait_until(lambda: len(tokens) == 2 and entry.awaits_client)  # the opening counts as well
+        assert len(entry.session.ids) == 5 + 4
+        for more in (5, 8, 9):  # three at once whenever the burst is full again
+            clock[0] += 100.0
+            wait_until(lambda more=more: len(tokens) == more)  # type: ignore[misc]
+        wait_until(reading.done)
+        assert tuple(tokens) == target_output(9, ignore_eos=True)
 
 
 def test_generation_ends_with_the_stream_and_the_slot_is_free_for_others() -> None:

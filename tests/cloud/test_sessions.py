@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.cloud.limits import Limits
-from outrider.cloud.sessions import SessionEntry, Sessions
+from outrider.cloud.sessions import SessionEntry, SessionMedia, Sessions
 from outrider.config import GenerationSettings
 from outrider.engines.base import Prompt
+from outrider.protocol import schema
 from outrider.protocol.messages import ErrorCode, FrameError
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import open_session
@@ -54,7 +55,7 @@ class Kept:
     def add(self, identity: str = "me", media: int = 0) -> SessionEntry:
         prompt, settings = Prompt((1, 2)), GenerationSettings()
         session = open_session(ENGINE, prompt, SessionParams(settings, "exact", V))
-        entry = SessionEntry(identity, session, settings, lambda: prompt, media)
+        entry = SessionEntry(identity, session, settings, lambda: prompt, SessionMedia(schema.AUDIO, bytes(media)))
         entry.stream = Somebody()
         self.sessions.add(entry)
         return entry

@@ -16,6 +16,7 @@ class Uncaptured(CudaGraphCache):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
         super().__init__(torch.device("cpu"))
         self.captured: list[Run] = []
 

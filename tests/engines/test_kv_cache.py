@@ -4,10 +4,13 @@ import pytest
 import torch
 
 from outrider.engines.base import Prompt, SequenceInput
+from outrider.engines.torch import append_plan
+from outrider.engines.torch.engine import TorchEngine
 from outrider.engines.torch.extents import INITIAL_TOTAL
 from outrider.engines.torch.kv_cache import SlotKVCache
 from outrider.errors import StateError
-from tests.support.tiny_text_models import engine, tokens
+from tests.support.tiny_models import tiny_model
+from tests.support.tiny_text_models import CONFIGS, engine, tokens
 
 PROMPT = Prompt((1,))
 
@@ -93,6 +96,29 @@ def test_a_ragged_batch_equals_single_forwards(kind: str) -> None:
     for one, many in zip(single, batched, strict=True):
         torch.testing.assert_close(many, one, rtol=1e-4, atol=1e-4)
     assert [model.kv_len(slot) for slot in slots] == [prefix + new for prefix, new in lengths]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "mistral", "qwen3", "omni", "qwen2-audio"])
+def test_long_rows_attend_to_views_of_their_own_keys(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is copied, and each row's logits are those of the batch that reads copies."""
+    model = engine(kind) if kind in CONFIGS else TorchEngine(tiny_model(kind), name=kind)
+    assert model._cache.by_row
+    slots = [model.open(PROMPT) for _ in range(3)]
+    for slot, length in zip(slots, (9, 40, 25), strict=True):
+        model.forward(slot, plain_tokens(length, slot), 1)
+    counts = zip(slots, (3, 1, 70), strict=True)
+    inputs = [SequenceInput(slot, plain_tokens(count, 50 + slot), 1) for slot, count in counts]
+    copied = model.forward_many(inputs)
+    for seq_input in inputs:
+        model.truncate(seq_input.slot, model.kv_len(seq_input.slot) - len(seq_input.ids))
+    monkeypatch.setattr(append_plan, "MAX_COPIED_SIZE", 0)
+    monkeypatch.setattr(append_plan.AppendPlan, "_row_indices", lambda *args: pytest.fail("copied"))
+    torch.testing.assert_close(model.forward_many(inputs), copied, rtol=1e-4, atol=1e-4)
+
+
+def plain_tokens(count: int, seed: int) -> list[int]:
+    """Tokens that no model of these takes for a recording or a picture."""
+    return [10 + token % 20 for token in tokens(count, seed)]
 
 
 def test_a_batch_with_one_slot_twice_or_too_many_rows_is_refused() -> None:

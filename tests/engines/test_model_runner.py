@@ -11,7 +11,7 @@ import transformers as tf
 
 from outrider.api import SpeculativeDecoder, local
 from outrider.config import GenerationSettings
-from outrider.engines.base import Prompt, SequenceInput
+from outrider.engines.base import LAST_SAMPLED, Prompt, SequenceInput
 from outrider.engines.torch import fused_model as stack
 from outrider.engines.torch import kernels, model_runner
 from outrider.engines.torch.engine import TorchEngine
@@ -113,6 +113,30 @@ def test_sessions_of_different_settings_are_chosen_for_at_once(monkeypatch: pyte
         expected = [own.distribution(rows[n], tokens, len(tokens) - 1 + n) for n in range(2)]
         assert [pick.token for pick in picks] == [row.token for row in expected]
         assert [pick.top2_margin for pick in picks] == pytest.approx([row.top2_margin for row in expected], abs=1e-3)
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_a_launch_continues_from_tokens_that_the_host_has_not_read(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Across a move of the cache, beside another slot, and in batches above the limit of tokens."""
+    monkeypatch.setattr(kernels, "SKINNY_TOKENS", 0)
+    engine, plain = fused(model(), monkeypatch), fused(model(), monkeypatch)
+    prompts, own = [ids(29), ids(4, 1)], policy(**SETTINGS[case])
+    expected = []
+    for prompt in prompts:
+        slot, tokens = plain.open(Prompt((1,))), list(prompt)
+        for _ in range(5):
+            ((pick,),) = plain.sample_many([SequenceInput(slot, tokens[plain.kv_len(slot) :], 1)], [own])
+            tokens.append(pick.token)
+        expected.append(tokens[len(prompt) :])
+    slots = [engine.open(Prompt((1,))) for _ in prompts]
+    pending = [engine.launch([SequenceInput(s, p, 1) for s, p in zip(slots, prompts, strict=True)], [own] * 2)]
+    engine.open(Prompt((1,)))  # the buffers grow
+    for n in range(4):
+        monkeypatch.setattr(model_runner, "MAX_TOKENS", 512 if n < 3 else 1)
+        pending.append(engine.launch([SequenceInput(slot, (LAST_SAMPLED,), 1) for slot in reversed(slots)], [own] * 2))
+    found = [[rows[0].token for rows in each.result()] for each in pending]
+    assert [list(column) for column in zip(*(found[:1] + [row[::-1] for row in found[1:]]), strict=True)] == expected
+    assert token_ids(engine, slots[0], 33)[29:] == expected[0][:4]
 
 
 def test_a_session_that_has_no_token_left_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,17 @@ def test_a_step_has_every_short_request_and_one_chunk_of_the_long_ones() -> None
     ]
 
 
+def test_a_request_in_flight_is_launched_again_unless_another_waits_for_a_slot() -> None:
+    flying, other = Tokens(1, admitted=0.0), Tokens(1, admitted=0.0)
+    flying.in_flight = 1
+    assert [batch.requests for batch in scheduler(flying, other).plan_step()] == [[flying, other]]
+    assert [batch.requests for batch in scheduler(flying, other, Tokens(1)).plan_step()] == [[other]]
+
+
+def test_a_request_without_tokens_to_append_is_in_no_batch() -> None:
+    assert scheduler(Tokens(0, admitted=0.0)).plan_step() == []
+
+
 def test_slots_go_round_robin_over_identities() -> None:
     requests = [Tokens(1, "a"), Tokens(1, "a"), Tokens(1, "b")]
     assert scheduler(*requests).admit(2, ()) == ([requests[0], requests[2]], None)

@@ -29,6 +29,7 @@ from outrider.decoding.result import Stats
 from outrider.decoding.sequence import Source, check_cache
 from outrider.edge.drafter import Drafter
 from outrider.engines.base import CachedSequence, Prompt, SequenceInput
+from outrider.engines.prefix_cache import unique_salt
 from outrider.sampling import logits_processors as constraints
 from outrider.sampling.acceptance import Verdict
 from outrider.sampling.logits_processors import LogitsProcessors, PrefixIndex
@@ -58,8 +59,16 @@ PROMPT = (3, 1, 4, 1, 5)
 LENGTH = 20
 TARGET = HashRows(1, V)
 OTHER = HashRows(2, V)
-EDGE_READER, CLOUD_READER = "outrider.edge.generation.CachedSequence", "outrider.verifiers.local.CachedSequence"
 Patch = pytest.MonkeyPatch
+
+
+def replace_sequences(patch: Patch, side: str, mutant: type[CachedSequence]) -> None:
+    """Let the drafter or the verifier keep its cache by a mutant."""
+
+    def build(engine: Any, prompt: Prompt, owner: str, **slot: Any) -> CachedSequence:
+        return (mutant if owner == side else CachedSequence)(engine, prompt, owner, **slot)
+
+    patch.setattr("outrider.engines.prefix_cache.CachedSequence", build)
 
 
 def generate_edge_only(rows: Any = TARGET, **options: Any) -> Result:
@@ -116,10 +125,9 @@ class AdvancesOnCommit(CachedSequence):
 def test_abab_loops_because_the_cache_advanced_twice(monkeypatch: Patch, mutant: type[CachedSequence]) -> None:
     right = target_output()
     assert generate_edge_only().token_ids == verified().token_ids == right
-    monkeypatch.setattr(EDGE_READER, mutant)
+    replace_sequences(monkeypatch, "drafter", mutant)
     assert caught(generate_edge_only, right)
-    monkeypatch.setattr(EDGE_READER, CachedSequence)
-    monkeypatch.setattr(CLOUD_READER, mutant)
+    replace_sequences(monkeypatch, "verifier", mutant)
     assert caught(verified, right)
 
 
@@ -185,10 +193,9 @@ class PrefillsTwice(CachedSequence):
 
 
 def test_the_last_prompt_token_is_seen_twice(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(EDGE_READER, PrefillsTwice)
+    replace_sequences(monkeypatch, "drafter", PrefillsTwice)
     assert caught(generate_edge_only, target_output())
-    monkeypatch.setattr(EDGE_READER, CachedSequence)
-    monkeypatch.setattr(CLOUD_READER, PrefillsTwice)
+    replace_sequences(monkeypatch, "verifier", PrefillsTwice)
     assert caught(verified, target_output())
 
 
@@ -449,7 +456,8 @@ def hear(draft: Any = None, gate: str = "always") -> Result:
     tokenizer = subword_tokenizer()
     target = tiny_engine("omni", tokenizer=tokenizer)
     decoder = SpeculativeDecoder(draft or target, local(target), k=3, gate=gate, on_loop="ignore")
-    return decoder.generate(Audio(clip(0.7), instruction="tell the emotion."), max_new_tokens=12)
+    recording = Audio(clip(0.7), instruction="tell the emotion.")
+    return decoder.generate(recording, cache_salt=unique_salt(), max_new_tokens=12)
 
 
 class Deaf(LocalVerifier):
@@ -489,8 +497,8 @@ def test_a_verifier_that_would_hear_something_else_refuses() -> None:
 class ResendsMedia(CachedSequence):
     """Every round starts from the beginning, the recording included."""
 
-    def __init__(self, engine: Any, prompt: Prompt, owner: str) -> None:
-        super().__init__(engine, prompt, owner)
+    def __init__(self, engine: Any, prompt: Prompt, owner: str, **slot: Any) -> None:
+        super().__init__(engine, prompt, owner, **slot)
         self._prompt = prompt
 
     def rollback_to(self, length: int) -> None:
@@ -518,7 +526,7 @@ def test_a_recording_is_sent_with_every_call(monkeypatch: Patch) -> None:
     assert encoded == {"drafter": 1, "verifier": 1}
     hear(draft, gate="never")
     assert encoded == {"drafter": 2, "verifier": 1}, "nothing was escalated: nothing had to be heard over there"
-    monkeypatch.setattr(CLOUD_READER, ResendsMedia)
+    replace_sequences(monkeypatch, "verifier", ResendsMedia)
     hear(draft)
     assert encoded["verifier"] > 6
 
@@ -583,7 +591,7 @@ OUTERMOST = {  # a process, a thread, a stream: whatever reaches these is told, 
     "cloud/service.py": 1,
     "engines/llama_cpp/engine.py": 1,  # what the tokenizers library raises has no narrower name; it is mapped at once
     "prompts/chat_template.py": 1,  # a template is the checkpoint's program: whatever it raises is mapped at once
-    "gateway/shared_engine.py": 1,  # a failed batch is repeated one by one, each with its own error
+    "engines/shared_engine.py": 1,  # a failed batch is repeated one by one, each with its own error
 }
 
 

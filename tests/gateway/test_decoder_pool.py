@@ -14,9 +14,9 @@ import pytest
 from outrider import CloudLost, SettingsError, SpeculativeDecoder, StreamEvent, local, prompt_lookup
 from outrider.edge import model_pair
 from outrider.edge.cancellation import Cancellation, chain_future
+from outrider.engines.shared_engine import SharedEngine
 from outrider.gateway import decoder_pool as pools
 from outrider.gateway.decoder_pool import DecoderPool, RequestOptions
-from outrider.gateway.shared_engine import SharedEngine
 from outrider.verifiers.base import ModelInfo
 from outrider.verifiers.local import LocalVerifier
 from tests.support.cloud_server import Served, serving

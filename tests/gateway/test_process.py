@@ -133,6 +133,10 @@ def test_a_cloud_that_is_ended_while_it_starts_says_so_by_its_code(moment: str, 
         wait_until(lambda: moment in child.stderr.readline())  # type: ignore[union-attr]
         child.send_signal(number)
         said = child.communicate(timeout=HANG_S)[1]
-    assert child.returncode == (0 if "serving demo" in said else 128 + number)
+    drained, ended = 0, 128 + number
+    if "serving demo" in said:
+        assert child.returncode == drained
+    else:  # the service may drain already, just before it says that it serves
+        assert child.returncode in ((ended,) if moment == "loading" else (drained, ended))
     assert "Traceback" not in said
     assert "never retrieved" not in said

@@ -20,6 +20,7 @@ from outrider import CloudLost, PromptError, Result, SettingsError, StreamEvent
 from outrider.edge.cancellation import Cancellation
 from outrider.engines import scheduler as scheduling
 from outrider.engines.base import SequenceInput
+from outrider.engines.prefix_cache import MAX_KEPT
 from outrider.errors import StateError
 from outrider.gateway.decoder_pool import DecoderPool, RequestOptions
 from outrider.gateway.request_scheduler import (
@@ -113,7 +114,7 @@ def test_32_concurrent_generations_equal_sequential_ones(served: Served, options
             await scheduler.close()
 
     work(body)
-    assert demo_edge()._cache.in_use == 0
+    assert demo_edge()._cache.in_use <= 2 * MAX_KEPT  # of the shared engine, and of generations before it was shared
 
 
 def test_events_come_in_order_and_make_the_text(served: Served) -> None:
@@ -625,7 +626,7 @@ def test_a_task_waiting_for_a_silent_cloud_is_cancelled_at_once(options: Request
             scheduler = RequestScheduler(pool, slots=1)
             await answer(scheduler, [1, 2], options, max_new_tokens=2)  # so that it is known
             sessions = served.service.sessions
-            await until(lambda: not list(sessions))
+            await until(lambda: all(entry.unused for entry in sessions))
             if not again:
                 link.conditions = SILENT
             cancellation = Cancellation()
@@ -641,7 +642,7 @@ def test_a_task_waiting_for_a_silent_cloud_is_cancelled_at_once(options: Request
             assert not engine.open_slots
             await reading
             link.conditions = Conditions()  # the cloud is told of it all
-            await until(lambda: not list(sessions))
+            await until(lambda: all(entry.unused for entry in sessions))
             await scheduler.close()
 
         work(body)
@@ -665,9 +666,8 @@ def test_the_cloud_session_ends_with_its_generation(options: RequestOptions) -> 
                 task.cancel()
             await until(lambda: scheduler.active == 0)
             cloud.go.set()
-            await until(lambda: not list(served.service.sessions))
+            await until(lambda: all(entry.unused for entry in served.service.sessions))
             assert not engine.open_slots
-            await until(lambda: not cloud.open_slots)
             assert cloud.forwards - before <= 3 * len(tasks), "what it had begun, and not the rest of 200 tokens"
             await scheduler.close()
 

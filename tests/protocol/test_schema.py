@@ -62,7 +62,7 @@ def test_the_modules_constants_are_the_protos() -> None:
     file = committed()
     (kinds,) = (enum for enum in file.enum_type if enum.name == "MediaKind")
     assert {value.name: value.number for value in kinds.value} == {
-        name: getattr(schema, name) for name in ("NONE", "AUDIO", "FEATURES", "WITHHELD")
+        name: getattr(schema, name) for name in ("NONE", "AUDIO", "FEATURES", "WITHHELD", "KEPT")
     }
     (service,) = file.service
     assert f"{file.package}.{service.name}" == schema.SERVICE

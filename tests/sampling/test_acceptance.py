@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch import Tensor
 
-from outrider.errors import SettingsError
+from outrider.errors import DecodingError, SettingsError
 from outrider.sampling.acceptance import (
     AcceptanceRule,
     Exact,
@@ -25,10 +25,11 @@ from outrider.sampling.acceptance import (
     count_disagreements,
     parse_acceptance_rule,
     verify_block,
+    verify_sampled,
 )
 from outrider.sampling.logits_processors import LogitsProcessors
 from outrider.sampling.policy import Policy
-from outrider.sampling.sampler import Distribution, SamplingParams, Support, filter_logits
+from outrider.sampling.sampler import Distribution, SampledRows, SamplingParams, Support, filter_logits
 
 INF = math.inf
 VOCAB = 4
@@ -328,6 +329,32 @@ def test_near_ties_are_named_by_their_offset(offsets: tuple[int, ...]) -> None:
 def test_a_near_tie_that_rejects_is_named_and_later_ones_are_not() -> None:
     drafts = [0, 1, 3, 1, 0]
     assert verdict(drafts, near_tied(1, 2, 4), noise=0.2) == Verdict(7, 2, 2, near_ties=(1, 2))
+
+
+# From sampled tokens --------------------------------------------------------------------------------------------
+
+columns = st.tuples(st.integers(0, 2), st.sampled_from([0.0, 0.05, 0.15, 3.0]), st.sampled_from([1.0, -2.0, math.nan]))
+
+
+@given(st.lists(columns, min_size=1, max_size=7), st.data(), st.sampled_from([0.0, 0.1, 0.2]))
+def test_verdicts_from_columns_are_those_from_sampled_tokens(
+    rows: list[tuple[int, float, float]], data: st.DataObject, noise: float
+) -> None:
+    """Rows behind the first rejection do not matter, and a row without a token is an error where it is reached."""
+    tokens, margins, scores = (list(column) for column in zip(*rows, strict=True))
+    sampled = SampledRows(tokens, margins, scores)
+    assert list(sampled[1:]) == [sampled[n] for n in range(1, len(rows))]
+    drafts = data.draw(st.lists(st.integers(0, 2), min_size=len(rows) - 1, max_size=len(rows) - 1))
+    chosen = policy(repetition_penalty=1.3)
+    try:
+        expected: object = verify_block(7, PROMPT + drafts, len(PROMPT), list(sampled), chosen, Exact(), noise=noise)
+    except DecodingError as error:
+        expected = str(error)
+    try:
+        found: object = verify_sampled(7, drafts, len(PROMPT), sampled, noise * chosen.noise_gain)
+    except DecodingError as error:
+        found = str(error)
+    assert found == expected
 
 
 # Audit ----------------------------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ from outrider.sampling.sampler import (
     Support,
     filter_logits,
     gumbel_noise,
+    position_key,
+    position_keys,
     uniforms,
 )
 
@@ -242,6 +244,12 @@ def key_for(output: int) -> int:
 
 def one(seed: int, position: int, stream: NoiseStream = NoiseStream.TOKEN, token: int = 0) -> float:
     return float(uniforms(seed, position, np.array([token]), stream)[0])
+
+
+@given(st.lists(st.tuples(seeds, positions), min_size=1, max_size=6))
+def test_keys_of_many_positions_are_those_of_each(pairs: list[tuple[int, int]]) -> None:
+    own_seeds, own_positions = (np.array(column, dtype=np.uint64) for column in zip(*pairs, strict=True))
+    assert position_keys(own_seeds, own_positions).tolist() == [int(position_key(*pair)) for pair in pairs]
 
 
 @pytest.mark.parametrize(("key", "expected"), KNOWN.items())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -16,8 +17,10 @@ from outrider.cloud.metrics import Metrics
 from outrider.cloud.sessions import SessionEntry
 from outrider.config import GenerationSettings
 from outrider.decoding.actions import Verify
-from outrider.engines.base import Prompt, SequenceInput
+from outrider.engines.base import LAST_SAMPLED, Prompt, SequenceInput
 from outrider.sampling.acceptance import Verdict
+from outrider.sampling.policy import Policy
+from outrider.sampling.sampler import SampledRows
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.local import LocalVerifier, open_session
 from tests.support.fakes import HashRows, ScriptedEngine, greedy_tokens
@@ -126,3 +129,57 @@ class Edge:
             drafts = self.request.draft_ids[: verdict.accepted]
             self.ids += [*self.request.new_ids, *drafts, verdict.next_token]
         assert self.entry.session.ids == self.ids
+
+
+class _LateOutputs:
+    """The outputs of a launched forward: not ready before they are waited for."""
+
+    def __init__(self, rows: list[SampledRows]) -> None:
+        self._rows = rows
+
+    def ready(self) -> bool:
+        return False
+
+    def result(self) -> list[SampledRows]:
+        return self._rows
+
+
+class AsyncEngine(RecordingEngine):
+    """Samples tokens like a GPU: a launch returns before its results are known, and the next may build on them.
+
+    unread: launches whose results were not asked for. deepest: the most that there were at once.
+    """
+
+    samples_on_device = True
+
+    def __init__(self, rows: Any = TARGET) -> None:
+        super().__init__(rows)
+        self._last: dict[int, int] = {}
+        self.unread: list[_LateOutputs] = []
+        self.deepest = 0
+
+    def sample_many(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> list[SampledRows]:
+        return self.launch(inputs, policies).result()
+
+    def launch(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> _LateOutputs:
+        known = [replace(each, ids=self._known(each)) for each in inputs]
+        rows = [
+            self._sampled(each, logits, policy)
+            for each, logits, policy in zip(known, self.forward_many(known), policies, strict=True)
+        ]
+        self._last |= {each.slot: sampled.tokens[-1] for each, sampled in zip(inputs, rows, strict=True)}
+        outputs = _LateOutputs(rows)
+        self.unread.append(outputs)
+        self.deepest = max(self.deepest, len(self.unread))
+        outputs.result = lambda: (self.unread.remove(outputs), rows)[1]  # type: ignore[func-returns-value, method-assign]
+        return outputs
+
+    def _known(self, seq_input: SequenceInput) -> list[int]:
+        return [self._last[seq_input.slot] if token == LAST_SAMPLED else token for token in seq_input.ids]
+
+    def _sampled(self, seq_input: SequenceInput, logits: Tensor, policy: Policy) -> SampledRows:
+        ids = self.slots[seq_input.slot].tokens
+        first = len(ids) - seq_input.logits_to_keep + 1
+        found = [policy.distribution(row, ids, first + n) for n, row in enumerate(logits)]
+        margins = [each.top2_margin for each in found]
+        return SampledRows([each.token for each in found], margins, [0.0] * len(found))

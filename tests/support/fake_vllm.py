@@ -1,4 +1,4 @@
-"""vLLM, played: the endpoints, fields, limits and error texts of 0.32, and both of its runners' prefix caches."""
+"""vLLM, played: the endpoints, fields, limits and error texts of 0.32 and 0.24, and both runners' prefix caches."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ class VllmServer(Server):
 
     runner: "v2" sends rows of what it read anew; "v1" sends all, those of cached tokens as `garbage` (nan: a 400).
     logits: the --logprobs-mode is raw_logits, not raw_logprobs. max_logprobs: −1 for all. scale_out: 200, or the status
-    with which the endpoint is refused where the option was not given. length: --max-model-len.
+    with which the endpoint is refused where the option was not given. length: --max-model-len. old: 0.24, whose
+    generate endpoint is always open, ignores fields that it does not know (recordings among them), counts no tokens in
+    its answer, and names the tokens of generated rows as text.
     """
 
     scheme = "vllm"
@@ -87,11 +89,12 @@ class VllmServer(Server):
         logits: bool = True,
         scale_out: int = 200,
         length: int = 512,
+        old: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(model, **options)
         self.name, self.runner, self.garbage, self.max_logprobs = name, runner, garbage, max_logprobs
-        self.logits, self.scale_out, self.length = logits, scale_out, length
+        self.logits, self.scale_out, self.length, self.old = logits, scale_out, length, old
         self.paths = {
             ("GET", "/v1/models"): self._models,
             ("POST", "/inference/v1/generate"): self._generate,
@@ -126,6 +129,8 @@ class VllmServer(Server):
         if self.scale_out != 200:
             message = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
             raise Bad(message, self.scale_out)
+        if self.old:
+            body.pop("content_parts", None)
         check_fields(body, GENERATE, "generate", ("token_ids", "sampling_params"))
         params = body["sampling_params"]
         check_fields(
@@ -144,21 +149,13 @@ class VllmServer(Server):
             prompt_rows = self._prompt_rows(tokens, rows, cached, params["prompt_logprobs"])
         token, reason = self._next(rows[-1], None)
         top = params.get("logprobs")
-        return {
-            "request_id": "generate-tokens-1",
-            "prompt_logprobs": prompt_rows,
-            "choices": [
-                {
-                    "index": 0,
-                    "finish_reason": reason,
-                    "stop_reason": None,
-                    "token_ids": [token],
-                    "logprobs": None if top is None else {"content": [_content(rows[-1], token, top)]},
-                }
-            ],
-            "usage": _usage(len(tokens), 1),
-            "kv_transfer_params": None,
-        }
+        content = None if top is None else (_old_content if self.old else _content)(rows[-1], token, top)
+        choice = {"index": 0, "finish_reason": reason, "token_ids": [token]}
+        choice["logprobs"] = None if content is None else {"content": [content]}
+        answer = {"request_id": "generate-tokens-1", "prompt_logprobs": prompt_rows, "kv_transfer_params": None}
+        if self.old:
+            return {**answer, "choices": [{**choice, "routed_experts": None}]}
+        return {**answer, "choices": [{**choice, "stop_reason": None}], "usage": _usage(len(tokens), 1)}
 
     def _prompt_rows(self, tokens: list[int], rows: torch.Tensor, cached: int, top: int) -> list[Any]:
         """[null], then a row for each token but the first: as far as what is before it was read (v2), or all (v1)."""
@@ -208,6 +205,8 @@ class VllmServer(Server):
         self._check_counts(body)
         if max(body.get("allowed_token_ids", [0])) >= self.model.rows:
             raise Bad("allowed_token_ids contains out-of-vocab token id!")
+        if self.old and body.get("logprobs", 0) < 0:
+            raise Bad("`logprobs` must be a positive value.")
         prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
         longest = max(prompts, key=len)
         rows = self._rows(longest, None)
@@ -299,6 +298,13 @@ def _content(row: torch.Tensor, token: int, top: int) -> Json:
     named = _entries(row, token, top).items()
     entries = [{"token_id": int(one), "logprob": entry["logprob"], "rank": entry["rank"]} for one, entry in named]
     return {**entries[0], "top_logprobs": entries if top < 0 else entries[: max(top, 1)]}
+
+
+def _old_content(row: torch.Tensor, token: int, top: int) -> Json:
+    """A generated token's row in 0.24: the first `top` entries, and only one if all are requested."""
+    named = [(f"token_id:{one}", entry["logprob"]) for one, entry in _entries(row, token, top).items()]
+    entries = [{"token": name, "logprob": max(value, -9999.0), "bytes": None} for name, value in named]
+    return {**entries[0], "top_logprobs": entries[: max(top, 1)]}
 
 
 def _usage(read: int, made: int) -> Json:

@@ -24,6 +24,7 @@ from outrider.decoding.actions import Verify
 from outrider.decoding.result import Result
 from outrider.decoding.stopping import StopRules, find_finish_reason
 from outrider.engines.base import Prompt, SequenceInput
+from outrider.engines.prefix_cache import PrefixCache, same_media
 from outrider.errors import CloudLost, StateError
 from outrider.sampling.acceptance import Verdict
 from outrider.sampling.policy import Policy
@@ -193,6 +194,25 @@ class ScriptedEngine:
         if slot not in self.slots:
             raise StateError(f"{self.name}: slot {slot} is not open")
         return self.slots[slot]
+
+
+class ReusableEngine(ScriptedEngine):
+    """A scripted engine that keeps the slots of finished sequences. A slot may only go on with what it holds."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.prefix_cache = PrefixCache()
+
+    def reopen(self, slot: int, prompt: Prompt) -> None:
+        state = self._find(slot)
+        held = len(state.tokens)
+        assert tuple(state.tokens) == prompt.ids[:held], "a slot of another prefix"
+        placeholder = None if self.audio is None else self.audio.placeholder
+        if placeholder in state.tokens:
+            assert same_media(state.prompt, prompt), "keys of another recording"
+        else:
+            state.media_sent = 0
+        state.prompt = prompt
 
 
 class ScriptedAudioEncoder:

@@ -50,4 +50,5 @@ class LockedEngine:
 
     @property
     def open_slots(self) -> int:
-        return int(self._engine._cache.in_use)
+        """Slots of running generations, without those that are kept for the next prompt."""
+        return int(self._engine._cache.in_use) - len(self._engine.prefix_cache)

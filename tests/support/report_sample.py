@@ -24,7 +24,6 @@ import transformers
 import outrider
 from benchmarks.link_thread import LinkThread
 from outrider.api import SpeculativeDecoder, local
-from outrider.cli.rendering import pieces
 from outrider.cli.subprocess_cloud import cloud_process
 from outrider.decoding.gate import SIGNAL_NAMES, Signals, compute_signals
 from outrider.decoding.result import Result
@@ -97,7 +96,7 @@ def answers(sample: Sample, folder: Path, modes: list[str], verifier: Callable[[
             judged = sample.signals(decoder, n, result)
             row = result.to_json()
             signals = [{name: round(getattr(s, name), 6) for name in SIGNAL_NAMES} for _, s in judged]
-            results.append({"id": name, "mode": mode, **row, "pieces": pieces(decoder, result), "signals": signals})
+            results.append({"id": name, "mode": mode, **row, "pieces": result.pieces, "signals": signals})
             spent = {key: row["stats"][key] for key in TIMES}
             timings.append({"id": name, "mode": mode, **spent, "bytes": {"up": {}, "down": {}, **result.ledger}})
             if mode == "exact":

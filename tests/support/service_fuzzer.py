@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.cloud.batcher import Batcher
+from outrider.cloud.batcher import Batcher, call_each
 from outrider.cloud.limits import Limits
 from outrider.cloud.metrics import Metrics
 from outrider.cloud.service import Service
@@ -153,7 +153,8 @@ async def fuzz_directly(
     slots = model.reserve(SLOTS * MAX_LENGTH, MAX_LENGTH)
     batcher = Batcher(model, slots, metrics)
     service = Service(model, batcher, limits=LIMITS, metrics=metrics, tokens=TOKENS, max_length=MAX_LENGTH)  # type: ignore[arg-type]
-    batcher.start()
+    loop = asyncio.get_running_loop()
+    batcher.start(lambda outcomes: loop.call_soon_threadsafe(call_each, outcomes))
     over = asyncio.Event()
     standing = asyncio.create_task(stand_by(service, over, bystander))
     await until(lambda: service.streams == 1)  # the bystander's

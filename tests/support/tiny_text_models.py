@@ -26,6 +26,7 @@ _COMMON: dict[str, Any] = {
 _MIXED = ["sliding_attention", "full_attention"]
 CONFIGS: dict[str, Any] = {
     "qwen2": lambda: tf.Qwen2Config(**_COMMON),
+    "qwen3": lambda: tf.Qwen3Config(**_COMMON, head_dim=8),
     "llama": lambda: tf.LlamaConfig(**_COMMON),
     "mistral": lambda: tf.MistralConfig(**_COMMON, sliding_window=8),
     "gemma3": lambda: tf.Gemma3TextConfig(**_COMMON, head_dim=8, sliding_window=8, layer_types=_MIXED),

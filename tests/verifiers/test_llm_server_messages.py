@@ -225,13 +225,21 @@ def test_a_server_alone_moves_nothing(caplog: pytest.LogCaptureFixture) -> None:
 # What a setting or an option of the server costs ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale_out", [403, 404])
-def test_the_slow_way_is_told_once_with_its_remedy(caplog: pytest.LogCaptureFixture, scale_out: int) -> None:
+@pytest.mark.parametrize(
+    ("scale_out", "reason"),
+    [
+        (403, "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them"),
+        (404, "this version of vllm has no /inference/v1/generate"),
+    ],
+)
+def test_the_slow_way_is_told_once_with_its_remedy(
+    caplog: pytest.LogCaptureFixture, scale_out: int, reason: str
+) -> None:
     with VllmServer(Model(target_engine()), scale_out=scale_out) as server, connect_briefly(server) as verifier:
         generate_tokens(verifier)
         generate_tokens(verifier)
     line = f"{server.address} reads each block as k+1 prompts, at some k+1 times the work: "
-    assert own_warnings(caplog) == [f"{line}start it with --enable-scale-out"]
+    assert own_warnings(caplog) == [f"{line}{reason}"]
 
 
 def test_the_slow_way_for_another_reason_names_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -248,9 +256,40 @@ def test_a_recording_for_which_there_is_no_slow_way_is_refused_without_a_warning
     heard = Audio(clip(1.3) * np.float32(1.0), instruction="hi")
     with VllmServer(Model(target_engine("omni")), scale_out=403) as server, connect_briefly(server) as verifier:
         decoder = SpeculativeDecoder(draft_engine("omni"), verifier)
-        with pytest.raises(SettingsError, match="a recording needs vllm to be started with --enable-scale-out"):
+        with pytest.raises(SettingsError, match=r"cannot verify a recording: .*with --enable-scale-out to enable them"):
             decoder.generate(heard, max_new_tokens=4)
     assert own_warnings(caplog) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"runner": "v1", "garbage": "nan"}], ids=str)
+def test_a_recording_that_0_24_would_ignore_is_never_sent(
+    caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    heard = Audio(clip(1.3) * np.float32(1.0), instruction="hi")
+    with VllmServer(Model(target_engine("omni")), old=True, **options) as server, connect_briefly(server) as verifier:
+        decoder = SpeculativeDecoder(draft_engine("omni"), verifier)
+        with pytest.raises(SettingsError, match=r"do not count the tokens.*vllm 0\.24 is such a version"):
+            decoder.generate(heard, max_new_tokens=4)
+        assert not any("content_parts" in body for _, body in server.requests)
+    assert own_warnings(caplog) == []
+
+
+def test_nan_in_cached_rows_of_0_24_is_told_without_a_word_on_recordings(caplog: pytest.LogCaptureFixture) -> None:
+    server = VllmServer(Model(target_engine()), old=True, runner="v1", garbage="nan")
+    with server, connect_briefly(server) as verifier:
+        assert generate_tokens(verifier) == reference_result(PROMPT, k=3).token_ids
+    (line,) = own_warnings(caplog)
+    assert "reads each block as k+1 prompts; start vllm with MALLOC_PERTURB_=255" in line
+    assert line.endswith("or VLLM_USE_V2_MODEL_RUNNER=1")
+
+
+def test_the_whole_vocabulary_needs_a_later_version_than_0_24() -> None:
+    server = VllmServer(Model(target_engine()), old=True, max_logprobs=-1)
+    with server, connect_briefly(server) as verifier:
+        with pytest.raises(SettingsError, match="use a later vllm with --max-logprobs -1"):
+            generate_tokens(verifier, temperature=1.0, seed=1)
+        with pytest.raises(SettingsError, match="start vllm with --max-logprobs 301"):
+            generate_tokens(verifier, temperature=1.0, seed=1, top_k=300)
 
 
 @pytest.mark.parametrize("which", [{"top_p": 0.5}, {"min_p": 0.5}], ids=str)

@@ -94,7 +94,7 @@ def test_another_protocol_is_named(served: Served, monkeypatch: pytest.MonkeyPat
 
     with connect_remote(served) as cloud:
         monkeypatch.setattr(cloud.connection, "describe", describe)
-        with pytest.raises(CloudRefused, match="speaks protocol 1, this edge 2"):
+        with pytest.raises(CloudRefused, match="speaks protocol 1, this edge 3"):
             cloud.describe()
 
 
@@ -379,7 +379,7 @@ def test_closing_while_tokens_are_still_coming_ends_them_and_the_session(served:
         stream = cloud.generate(session)
         assert [verdict.next_token for verdict in islice(stream, 3)] == list(target_output(3))
         cloud.close(session)
-        wait_until(lambda: not len(served.service.sessions))
+        wait_until(lambda: all(entry.unused for entry in served.service.sessions))
 
 
 @pytest.mark.parametrize("how", ["broken", "slow"])

@@ -40,6 +40,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "per_prefix": {"scale_out": 403, "max_logprobs": -1},
     "prompt_logprobs-normalised": {"logits": False, "max_logprobs": 256},
     "per_prefix-normalised": {"logits": False, "scale_out": 404, "max_logprobs": -1},
+    "prompt_logprobs-0.24-v2": {"old": True, "logits": False, "max_logprobs": 256},
+    "prompt_logprobs-0.24-v1": {"old": True, "runner": "v1", "garbage": "random", "max_logprobs": 256},
 }
 PROMPTS = ([33], [20, 30, 40, 50], [60, 61, 62] * 6, list(range(20, 63)))
 SETTINGS: dict[str, dict[str, Any]] = {

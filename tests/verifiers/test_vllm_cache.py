@@ -14,6 +14,7 @@ from outrider.engines.base import Prompt
 from outrider.engines.load import BUNDLED
 from outrider.errors import CloudRefused, SettingsError
 from outrider.verifiers.base import SessionParams
+from outrider.verifiers.llm_server import session as llm_server_session
 from tests.support.fake_llm_server import (
     BLOCK,
     Fault,
@@ -160,6 +161,61 @@ def test_a_whole_output_reads_its_prompt_once() -> None:
         assert server.read - before <= 400 + result.stats.rounds * (BLOCK + 4)
         salts = {body["cache_salt"] for body in server.asked(GENERATE)[asked:]}
         assert len(salts) == 1, "what is cached is the session's own"
+
+
+@pytest.mark.parametrize("options", [{"runner": "v2"}, *V1[:3]], ids=str)
+def test_the_next_turn_of_a_conversation_reads_only_what_is_new(options: dict[str, Any]) -> None:
+    history = [20 + n * 7 % 200 for n in range(400)]
+    alone = SpeculativeDecoder(draft_engine(), local(target_engine()), k=3)
+    with VllmServer(Model(target_engine()), length=700, **options) as server, met(server) as verifier:
+        decoder = SpeculativeDecoder(draft_engine(), verifier, k=3)
+        salts = []
+        for turn in range(4):
+            before, asked = server.read, len(server.asked(GENERATE))
+            result = decoder.generate(history, max_new_tokens=8, ignore_eos=True)
+            assert result.token_ids == alone.generate(history, max_new_tokens=8, ignore_eos=True).token_ids
+            used = {body["cache_salt"] for body in server.asked(GENERATE)[asked:]}
+            assert len(used) == 1
+            salts.append(used.pop())
+            if turn:
+                assert server.read - before <= BLOCK + 30 + result.stats.rounds * (BLOCK + 4)
+            history += [*result.token_ids, *(30 + turn for _ in range(24))]
+        assert len(set(salts)) == 1
+        for prompt, salt in ((history[:300], ""), (history, "another user's")):
+            asked = len(server.asked(GENERATE))
+            decoder.generate(prompt, cache_salt=salt, max_new_tokens=2, ignore_eos=True)
+            assert salts[0] not in {body["cache_salt"] for body in server.asked(GENERATE)[asked:]}
+
+
+@pytest.mark.parametrize("options", [{}, {"old": True}, {"runner": "v1", "garbage": "random"}], ids=str)
+@pytest.mark.parametrize("length", [96, 97, 111])
+def test_a_long_text_is_computed_before_its_first_block(
+    options: dict[str, Any], length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows would come with those of the block, which are all there, at every place in a cache block."""
+    monkeypatch.setattr(llm_server_session, "PREFILL_MIN", 95)
+    prompt = [20 + n * 7 % 200 for n in range(length)]
+    with VllmServer(Model(target_engine()), **options) as server, met(server) as verifier:
+        asked = len(server.asked(GENERATE))
+        result = SpeculativeDecoder(draft_engine(), verifier, k=3).generate(prompt, max_new_tokens=8, ignore_eos=True)
+        first, *blocks = server.asked(GENERATE)[asked:]
+        assert first["token_ids"] == prompt[:-1]
+        assert "prompt_logprobs" not in first["sampling_params"]
+        assert len(blocks) == result.stats.rounds
+        assert not any(body["sampling_params"]["skip_reading_prefix_cache"] for body in blocks)
+    assert result.token_ids == reference_result(prompt, k=3, max_new_tokens=8, ignore_eos=True).token_ids
+
+
+def test_a_token_without_drafts_needs_no_rows_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_server_session, "PREFILL_MIN", 0)
+    prompt = [20 + n * 7 % 200 for n in range(60)]
+    with VllmServer(Model(target_engine())) as server, met(server) as verifier:
+        asked = len(server.asked(GENERATE))
+        result = SpeculativeDecoder(None, verifier).generate(prompt, max_new_tokens=3)
+        bodies = server.asked(GENERATE)[asked:]
+        assert len(bodies) == len(result.token_ids)
+        assert not any("prompt_logprobs" in body["sampling_params"] for body in bodies)
+    assert result.token_ids == reference_result(prompt, max_new_tokens=3).token_ids
 
 
 def test_sessions_never_share_what_is_cached() -> None:

@@ -97,7 +97,7 @@ def test_a_server_that_was_not_started_for_it(pair_of_servers, edge, caplog) -> 
         for text in TEXTS[:6]:
             ids = list(encode(edge, text).ids)
             assert decoder.generate(ids, max_new_tokens=16).token_ids == vllm_requests.completion(port, ids, 16, 1.0)
-        assert caplog.text.count("start it with --enable-scale-out") == 1
+        assert caplog.text.count("Restart vllm serve with --enable-scale-out to enable them") == 1
 
 
 def test_one_of_two_replicas_is_killed(pair_of_servers, start: Start, edge) -> None:

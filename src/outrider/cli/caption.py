@@ -21,6 +21,7 @@ from outrider.config import GenerationSettings
 from outrider.decoding.gain import CloudBaseline
 from outrider.decoding.result import Result
 from outrider.engines.load import BUNDLED
+from outrider.engines.prefix_cache import unique_salt
 from outrider.errors import AudioError, OutriderError, PromptError, SettingsError
 from outrider.files import read_json
 from outrider.hints import install_command
@@ -95,7 +96,7 @@ def _compare_with_cloud(
     with progress_bar("the cloud alone", len(jobs)) as advance:
         results = []
         for job in jobs:
-            results.append(cloud_only.generate(job, **settings))
+            results.append(cloud_only.generate(job, cache_salt=unique_salt(), **settings))
             advance()
     same = sum(one.token_ids == other.token_ids for one, (_, other) in zip(results, done, strict=True))
     return CloudBaseline(len(results), same, sum(one.stats.total_s for one in results))
@@ -132,7 +133,7 @@ def _warm_up(decoder: SpeculativeDecoder, job: Audio, settings: GenerationSettin
     """Decode a few tokens in both modes, as the first ones of a process take longer."""
     limits = {name: min(WARM_UP, getattr(settings, name)) for name in ("max_new_tokens", "min_new_tokens")}
     for one in (decoder, SpeculativeDecoder(None, decoder.verifier, reader=decoder.draft)):
-        one.generate(job, **asdict(settings) | limits)
+        one.generate(job, cache_salt=unique_salt(), **asdict(settings) | limits)
 
 
 def _caption_each(
@@ -194,7 +195,7 @@ def _caption(job: Audio, title: str, decoder: SpeculativeDecoder, run: Run, piec
             where = {} if piece is None else {"start_s": round(piece.start, 3), "end_s": round(piece.end, 3)}
             print_json({"file": str(job.source), **where, "lang": job.lang, "task": job.task, **result.to_json()})
             return result
-        rendering.print_text(title, decoder, result)
+        rendering.print_text(title, result)
     rendering.show_warnings(STDERR, result, one_line(str(job.source)) + _times(piece))
     return result
 

@@ -36,7 +36,7 @@ def run_generate(
             if output.json:
                 print_json(result.to_json())
                 return 0
-            rendering.print_text("", decoder, result)
+            rendering.print_text("", result)
         rendering.show_warnings(STDERR, result)
         rendering.print_summary([("", result)])
     return 0

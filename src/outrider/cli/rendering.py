@@ -16,7 +16,6 @@ from outrider.cli.escape import escape_controls, one_line
 from outrider.cli.options import Output
 from outrider.cli.terminal import STDERR, borderless_table, stdout
 from outrider.decoding.gain import CloudBaseline, Gain
-from outrider.decoding.incremental_text import IncrementalDetokenizer
 from outrider.decoding.result import Result
 from outrider.decoding.sequence import Source
 from outrider.prompts.chat import PromptLike
@@ -150,17 +149,17 @@ def stream_to_terminal(decoder: SpeculativeDecoder, model_input: PromptLike, set
                 strip.update(next(stream))
             except StopIteration as end:
                 result: Result = end.value
-                live.update(coloured(pieces(decoder, result), result.sources))
+                live.update(coloured(result.visible_pieces, result.sources))
                 return result
             text = strip.text
             live.update(text, refresh=not shown)  # the first token at once, others ten times a second
             shown = text
 
 
-def print_text(title: str, decoder: SpeculativeDecoder, result: Result) -> None:
+def print_text(title: str, result: Result) -> None:
     """Print a text to a pipe or a file, under its title if there are several texts."""
     lines = [title] if title else []
-    text = "".join(pieces(decoder, result)) if result.text is None else result.text
+    text = "".join(result.visible_pieces) if result.text is None else result.text
     print("\n".join([*lines, escape_controls(text), *[""] * bool(title)]), flush=True)  # noqa: T201
 
 
@@ -172,13 +171,3 @@ def print_summary(done: list[tuple[str, Result]], baseline: CloudBaseline | None
     console.print(table(done, console.width))
     if gain_text := Gain.of(result for _, result in done).describe(baseline):
         console.print(gain_text, style="bold", soft_wrap=True)
-
-
-def pieces(decoder: SpeculativeDecoder, result: Result) -> list[str]:
-    """Return the text of each token of a result, or its id if there is no tokenizer."""
-    if decoder.tokenizer is None:
-        return [f"{token} " for token in result.token_ids]
-    transcript = IncrementalDetokenizer(decoder.decode)
-    for token in result.token_ids:
-        transcript.append(token)
-    return transcript.pieces

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -35,6 +36,8 @@ class Metrics:
         self._drafts = self._counter("outrider_drafts", "draft tokens that were verified")
         self._accepted = self._counter("outrider_accepted", "draft tokens that were accepted")
         self._verdicts = self._counter("outrider_verdicts", "verdicts given")
+        self._prefix_queries = self._counter("outrider_prefix_cache_queries", "tokens of newly opened sessions")
+        self._prefix_hits = self._counter("outrider_prefix_cache_hits", "of these, tokens with a kept KV cache")
         self._generated = self._counter("outrider_generated", "tokens of cloud-only decoding")
         self._opened = self._counter("outrider_sessions_opened", "sessions opened")
         self._rebuilt = self._counter("outrider_sessions_rebuilt", "sessions whose cache was computed again")
@@ -64,12 +67,18 @@ class Metrics:
         self._batch_tokens.observe(tokens)
         self._forward_seconds.observe(seconds)
 
-    def observe_verdict(self, drafts: int, accepted: int, seconds: float) -> None:
-        """Observe a verdict. seconds: since its request arrived."""
-        self._verdicts.inc()
+    def observe_verdicts(self, drafts: int, accepted: int, seconds: Seq[float]) -> None:
+        """Observe the verdicts of a forward. drafts, accepted: in total. seconds: of each, since its request."""
+        self._verdicts.inc(len(seconds))
         self._drafts.inc(drafts)
         self._accepted.inc(accepted)
-        self._verify_seconds.observe(seconds)
+        for each in seconds:
+            self._verify_seconds.observe(each)
+
+    def count_prefix(self, cached: int, tokens: int) -> None:
+        """Count the tokens of a new session's first request, and those whose KV cache was kept from its base."""
+        self._prefix_queries.inc(tokens)
+        self._prefix_hits.inc(cached)
 
     def count_generated(self, tokens: int = 1) -> None:
         """Count tokens of cloud-only decoding."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import grpc
 from grpc_health.v1 import health, health_pb2
 
-from outrider.cloud.batcher import Batcher
+from outrider.cloud.batcher import Batcher, call_each
 from outrider.cloud.channel_options import server_options
 from outrider.cloud.health import health_handlers
 from outrider.cloud.limits import Limits
@@ -84,7 +84,8 @@ class Server:
         except SettingsError:
             await self.stop()
             raise
-        self._batcher.start()
+        loop = asyncio.get_running_loop()
+        self._batcher.start(lambda outcomes: loop.call_soon_threadsafe(call_each, outcomes))
         await self._grpc.start()
         await self._serve_health(health_pb2.HealthCheckResponse.SERVING)
         self._housekeeping = asyncio.create_task(self.service.housekeeping())

@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from outrider.cloud.limits import Limits
 from outrider.config import GenerationSettings
 from outrider.engines.base import Prompt
-from outrider.protocol.messages import ErrorCode, FrameError
-from outrider.sampling.acceptance import Verdict
+from outrider.protocol import schema
+from outrider.protocol.messages import ErrorCode, FrameError, digest
 from outrider.verifiers.session import Session
 
 SESSION_ID_BYTES = 16
@@ -33,6 +33,25 @@ class Stream(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class SessionMedia:
+    """The media of a session as they crossed the wire. kind: a MediaKind."""
+
+    kind: int
+    data: bytes
+
+
+NO_MEDIA = SessionMedia(schema.NONE, b"")
+
+
+@dataclass(frozen=True)
+class Base:
+    """The session that a new one continues. length: tokens that both begin with, of which the KV cache can be used."""
+
+    entry: SessionEntry
+    length: int
+
+
 @dataclass(eq=False)
 class SessionEntry:
     """One session. load_prompt: returns its prompt, with the media unpacked, for each slot that it gets."""
@@ -41,17 +60,24 @@ class SessionEntry:
     session: Session
     settings: GenerationSettings
     load_prompt: Callable[[], Prompt]
-    media_bytes: int = 0
+    media: SessionMedia = NO_MEDIA
     id: bytes = field(default_factory=lambda: secrets.token_bytes(SESSION_ID_BYTES))
+    base: Base | None = None  # until the session has taken the base's slot over
     last_used: float = 0.0
     stream: Stream | None = None  # the last one to open or resume the session, None once that has ended
-    pending: Future[Verdict] | None = None  # the verdict being computed
+    pending: Future[Any] | None = None  # the verdict or the generation being computed
+    awaits_client: bool = False  # the generation goes on when its client has read more of it
 
     def attach(self, stream: Stream | None) -> None:
         """Attach the session to a stream, or to none. Its previous stream is detached."""
         if self.stream is not None and self.stream is not stream:
             self.stream.on_detached()
         self.stream = stream
+
+    @property
+    def media_bytes(self) -> int:
+        """Number of bytes of media that the session holds."""
+        return len(self.media.data)
 
     @property
     def name(self) -> str:
@@ -66,7 +92,7 @@ class SessionEntry:
     @property
     def busy(self) -> bool:
         """Return whether a verdict is being computed."""
-        return self.pending is not None and not self.pending.done()
+        return self.pending is not None and not self.pending.done() and not self.awaits_client
 
 
 class Sessions:
@@ -88,16 +114,27 @@ class Sessions:
         return iter(list(self._entries.values()))
 
     def add(self, entry: SessionEntry) -> None:
-        """Add a new session, and evict others for it if necessary.
+        """Add a new session, in place of its base if it has one, and evict others for it if necessary.
 
         Raises:
-            FrameError: a session limit is reached, or the media limit, and nothing can be evicted.
+            FrameError: a session limit is reached, or the media limit, and nothing can be evicted. The base has ended.
         """
+        if entry.base is not None:
+            entry.base.entry.attach(None)
+            self._entries.pop(entry.base.entry.id, None)
+        try:
+            self._make_room(entry)
+        except FrameError:
+            if entry.base is not None:
+                self._on_ended(entry)  # frees the base's slot
+            raise
+        self._entries[entry.id] = entry
+        entry.last_used = self._clock()
+
+    def _make_room(self, entry: SessionEntry) -> None:
         evicted = self._evictions_for_session(entry.identity)
         for other in (*evicted, *self._evictions_for_media(entry.identity, entry.media_bytes)):
             self.drop(other)
-        self._entries[entry.id] = entry
-        entry.last_used = self._clock()
 
     def find(self, id_: bytes, identity: str) -> SessionEntry:
         """Return the session with this id. Sessions of other identities count as unknown.
@@ -108,6 +145,18 @@ class Sessions:
         entry = self._entries.get(id_)
         if entry is None or entry.identity != identity:
             raise FrameError(ErrorCode.UNKNOWN_SESSION, "unknown session: it expired, or was never opened")
+        return entry
+
+    def find_base(self, frame: schema.Base, identity: str) -> SessionEntry:
+        """Return the session that a new one continues.
+
+        Raises:
+            FrameError: it is unknown, or its tokens are not those that the edge announced.
+        """
+        entry = self.find(frame.session, identity)
+        ids = entry.session.ids
+        if not 0 < frame.length <= len(ids) or digest(ids[: frame.length]) != frame.digest:
+            raise FrameError(ErrorCode.UNKNOWN_SESSION, "the session to continue has other tokens")
         return entry
 
     def touch(self, entry: SessionEntry) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Set
 
 from outrider.cloud.metrics import Metrics
 from outrider.cloud.sessions import SessionEntry
-from outrider.engines.base import CachedSequence, Engine
+from outrider.engines.base import CachedSequence, Engine, as_slot_reuse
+from outrider.engines.prefix_cache import continue_sequence
 
 
 class SlotPool:
@@ -33,7 +34,7 @@ class SlotPool:
 
     def acquire(self, entry: SessionEntry, busy: Set[SessionEntry]) -> bool:
         """Give a session a slot if it has none. Return False if all slots belong to `busy` sessions."""
-        if entry in self._sequences:
+        if entry in self._sequences or self._take_over(entry):
             return True
         if len(self) >= self.total and not self._evict_idle(busy):
             return False
@@ -43,8 +44,29 @@ class SlotPool:
             self._metrics.count_rebuilt()
         return True
 
+    def _take_over(self, entry: SessionEntry) -> bool:
+        """Give a new session the slot of its base, with the KV cache of the tokens that both begin with.
+
+        Return False if it has no base, or one that has lost its slot.
+        """
+        base, entry.base = entry.base, None
+        if base is None:
+            return False
+        self._take_over(base.entry)  # which may not have run since it took its own base's place
+        sequence, engine = self._sequences.get(base.entry), as_slot_reuse(self._engine)
+        if sequence is None or engine is None:
+            self.release(base.entry)
+            return False
+        tokens = base.entry.session.ids[: min(base.length, sequence.cached_len)]
+        prompt = entry.load_prompt()
+        self._sequences[entry] = continue_sequence(engine, sequence.slot, tokens, prompt, "verifier")
+        del self._sequences[base.entry]
+        return True
+
     def release(self, entry: SessionEntry) -> None:
-        """Free the slot of a session that has ended."""
+        """Free the slot of a session that has ended, and that of its base if it has not taken it over."""
+        if entry.base is not None:
+            self.release(entry.base.entry)
         self.evict(entry)
         self._evicted_ids.discard(entry.id)
 

@@ -7,11 +7,14 @@ import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
+from outrider.cloud.jobs import Generation
 from outrider.cloud.service_state import ServiceState
-from outrider.cloud.sessions import SessionEntry
+from outrider.cloud.sessions import Base, SessionEntry, SessionMedia
 from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
+from outrider.engines.prefix_cache import length_before_media
 from outrider.protocol import schema
 from outrider.protocol.media_messages import unpack_media
 from outrider.protocol.messages import (
@@ -31,14 +34,17 @@ from outrider.verifiers.local import open_session
 
 log = logging.getLogger(__name__)
 
+READ_AHEAD = 16  # tokens that a generation may be ahead of its client
+READ_AHEAD_PACED = 2  # the same under a rate limit
 MEDIA_KINDS = (schema.AUDIO, schema.FEATURES)  # kinds that are uploaded in Media frames
 
 
 @dataclass
 class _PendingOpen:
-    """An Open frame that waits for its media."""
+    """An Open frame that waits for its media. base: the session that it continues."""
 
     frame: schema.Open
+    base: SessionEntry | None
     parts: list[bytes] = field(default_factory=list)  # a single growing buffer would be copied at each part
     size: int = 0
 
@@ -53,6 +59,7 @@ class StreamHandler:
         self._service, self._identity = service, identity
         self._opening: _PendingOpen | None = None
         self._entry: SessionEntry | None = None
+        self._generation: Generation | None = None  # the last one
         self.detached = asyncio.Event()  # the session has ended, or another stream uses it
 
     def handle(self, request: schema.Request) -> AsyncIterator[schema.Answer]:
@@ -72,7 +79,7 @@ class StreamHandler:
             case "generate":
                 return self._generate(request.generate)
             case _:
-                return self._close()
+                return self._close(request.close)
 
     def needs_engine(self, request: schema.Request) -> bool:
         """Return whether a frame asks for a new verdict. A repeat is answered from memory."""
@@ -85,6 +92,8 @@ class StreamHandler:
     def on_detached(self) -> None:
         """Note that the session has ended, or that another stream uses it."""
         self.detached.set()
+        if self._generation is not None:
+            self._service.batcher.cancel(self._generation)
 
     @property
     def has_session(self) -> bool:
@@ -103,12 +112,14 @@ class StreamHandler:
         self._check_no_session()
         self._service.check_rate(self._identity)
         self._service.check_opening(frame)
-        self._service.sessions.check_capacity(self._identity)  # before the edge uploads media
+        base = await self._find_base(frame)
+        if base is None:  # else the session takes its base's place
+            self._service.sessions.check_capacity(self._identity)  # before the edge uploads media
         if frame.media in MEDIA_KINDS:
             self._service.check_audio_support()
-            self._opening = _PendingOpen(frame)
+            self._opening = _PendingOpen(frame, base)
             return
-        yield await self._start_session(frame, b"")
+        yield await self._start_session(frame, b"", base)
 
     async def _media(self, frame: schema.Media) -> AsyncIterator[schema.Answer]:
         if self._opening is None:
@@ -123,7 +134,7 @@ class StreamHandler:
         opening.parts.append(data)
         opening.size += len(data)
         if not frame.more:
-            yield await self._start_session(opening.frame, b"".join(opening.parts))
+            yield await self._start_session(opening.frame, b"".join(opening.parts), opening.base)
             self._discard_opening()
 
     def _discard_opening(self) -> None:
@@ -132,32 +143,47 @@ class StreamHandler:
         if opening is not None:
             self._service.reserve_media(self._identity, -opening.size)
 
-    async def _start_session(self, frame: schema.Open, media: bytes) -> schema.Answer:
+    async def _find_base(self, frame: schema.Open) -> SessionEntry | None:
+        """Return the session that the new one continues, once it is not busy, or None for a new sequence."""
+        if not frame.HasField("base"):
+            return None
+        sessions = self._service.sessions
+        entry = sessions.find_base(frame.base, self._identity)
+        entry.attach(None)
+        if entry.pending is None or entry.pending.done():
+            return entry
+        await _wait_pending(entry.pending)
+        return sessions.find_base(frame.base, self._identity)
+
+    async def _start_session(self, frame: schema.Open, data: bytes, base: SessionEntry | None) -> schema.Answer:
         async with self._service.opening_semaphore.hold(self._identity):
-            entry = await asyncio.to_thread(self._build_session, frame, media)
+            entry = await asyncio.to_thread(self._build_session, frame, data, base)
         self._service.check_serving()
-        entry.attach(self)
+        if base is not None:
+            await self._find_base(frame)  # another stream may have continued it meanwhile
         self._service.sessions.add(entry)
+        entry.attach(self)
         self._entry = entry
         self._service.metrics.count_opened()
-        log.info("session opened", extra=self.log_fields(tokens=len(entry.session.ids), bytes=len(media)))
+        log.info("session opened", extra=self.log_fields(tokens=len(entry.session.ids), bytes=len(data)))
         return schema.Answer(opened=schema.Opened(session=entry.id))
 
-    def _build_session(self, frame: schema.Open, media: bytes) -> SessionEntry:
+    def _build_session(self, frame: schema.Open, data: bytes, base: SessionEntry | None) -> SessionEntry:
         """Build a session from its opening. Called in a worker thread, because unpacking media takes time."""
         service, engine = self._service, self._service.engine
-        ids = unpack_ids(frame.prompt, service.prompt_limit, "a prompt")
+        shared = () if base is None else tuple(base.session.ids[: frame.base.length])
+        media = _session_media(frame, data, base)
+        ids = (*shared, *unpack_ids(frame.prompt, service.prompt_limit - len(shared), "a prompt"))
         committed = unpack_ids(frame.committed, service.length_limit - len(ids), "the output")
         if not ids:
             raise FrameError(ErrorCode.PROMPT, "the prompt is empty")
         check_ids((*ids, *committed), engine.row_count, "the prompt")
-        if frame.conditioning != digest(ids, media):
+        if frame.conditioning != digest(ids, media.data):
             raise FrameError(ErrorCode.CONDITIONING, "prompt and media are not those that the opening announced")
         settings = unpack_settings(frame.settings, engine.vocab_size)
         params = SessionParams(settings, unpack_accept(frame.accept), frame.vocab_size)
-        kind: int = frame.media
 
-        prompt = unpack_media(engine, ids, kind, media)
+        prompt = unpack_media(engine, ids, media.kind, media.data)
         session = open_session(engine, prompt, params, committed)
         cached = [prompt]
         service.cache_prompt(cached)
@@ -166,9 +192,13 @@ class StreamHandler:
             try:
                 return cached.pop()
             except IndexError:
-                return unpack_media(engine, ids, kind, media)
+                return unpack_media(engine, ids, media.kind, media.data)
 
-        return SessionEntry(self._identity, session, settings, load_prompt, len(media))
+        entry = SessionEntry(self._identity, session, settings, load_prompt, media)
+        if base is not None:
+            length = len(shared) if media == base.media else length_before_media(engine, shared)
+            entry.base = Base(base, length)
+        return entry
 
     async def _resume(self, frame: schema.Resume) -> AsyncIterator[schema.Answer]:
         self._check_no_session()
@@ -207,38 +237,57 @@ class StreamHandler:
 
         At least one is requested, so that a wrong base length is an error even without room for a token.
         """
-        entry, engine = self._require_session(), self._service.engine
-        self._service.check_id_count(len(frame.new_ids))
+        entry, service = self._require_session(), self._service
+        request, limit = self._check_generate(entry, frame)
+        verdicts: asyncio.Queue[Verdict | None] = asyncio.Queue()
+        ends = service.end_ids(entry)
+        self._generation = generation = service.batcher.generate(entry, request, limit, ends, verdicts.put_nowait)
+        entry.pending = generation.future
+        generation.future.add_done_callback(lambda _: verdicts.put_nowait(None))
+        service.batcher.grant(generation, READ_AHEAD if service.limits.max_rate is None else READ_AHEAD_PACED)
+        try:
+            while (verdict := await verdicts.get()) is not None:
+                await service.wait_for_rate(self._identity)
+                self._check_attached(entry)
+                service.sessions.touch(entry)
+                service.metrics.count_generated()
+                yield pack_verdict(verdict, 0)
+                service.batcher.grant(generation, 1)
+        finally:
+            service.batcher.cancel(generation)
+        self._check_attached(entry)
+        generation.future.result()
+
+    def _check_generate(self, entry: SessionEntry, frame: schema.Generate) -> tuple[Verify, int]:
+        """Return the request of the first token, and the number of tokens."""
+        service = self._service
+        service.check_id_count(len(frame.new_ids))
         first = schema.Verify(round=frame.round, base_length=frame.base_length, new_ids=frame.new_ids)
-        request = unpack_verify(first, entry.session.vocab_size, engine.row_count)
-        ends, room = self._service.end_ids(entry), self._service.remaining_tokens(entry, request.base_length)
+        request = unpack_verify(first, entry.session.vocab_size, service.engine.row_count)
+        room = service.remaining_tokens(entry, request.base_length)
         if room < 1 and request.base_length == len(entry.session.ids) + len(request.new_ids):
             message = f"the sequence of {request.base_length} tokens has reached its limit: no token may follow"
             raise FrameError(ErrorCode.INVALID, message)
-        for _ in range(max(1, room)):
-            await self._service.wait_for_rate(self._identity)
-            verdict = await self._request_verdict(entry, request)
-            self._service.metrics.count_generated()
-            yield pack_verdict(verdict, 0)
-            if verdict.next_token in ends:
-                return
-            request = Verify(request.round + 1, len(entry.session.ids), (), ())
+        self._check_attached(entry)
+        service.check_length(request)
+        return request, max(1, room)
 
     async def _request_verdict(self, entry: SessionEntry, request: Verify) -> Verdict:
         service = self._service
         self._check_attached(entry)
         service.check_length(request)
         entry.pending = service.batcher.submit(entry, request)
-        verdict = await asyncio.wrap_future(entry.pending)
+        verdict = await _outcome(entry.pending)
         service.sessions.touch(entry)
         return verdict
 
-    async def _close(self) -> AsyncIterator[schema.Answer]:
+    async def _close(self, frame: schema.Close) -> AsyncIterator[schema.Answer]:
         entry = self._require_session()
         self._check_attached(entry)
         log.info("session closed", extra=self.log_fields(tokens=len(entry.session.ids)))
         entry.stream = self._entry = None  # before `drop`, which would mark this stream as detached
-        self._service.sessions.drop(entry)
+        if not frame.keep:
+            self._service.sessions.drop(entry)
         return
         yield
 
@@ -262,8 +311,29 @@ def detached_error() -> FrameError:
     return FrameError(ErrorCode.UNKNOWN_SESSION, "this session has ended, or was resumed on another stream")
 
 
-async def _wait_pending(pending: Future[Verdict]) -> None:
-    """Wait for the end of a verdict's computation. Its error is for the stream that requested it.
+def _session_media(frame: schema.Open, data: bytes, base: SessionEntry | None) -> SessionMedia:
+    """Return the media that an opening uploads, or those of the session that it continues."""
+    if frame.media != schema.KEPT:
+        return SessionMedia(frame.media, data)
+    if base is None:
+        raise FrameError(ErrorCode.INVALID, "media kept from an earlier session, but none is continued")
+    return base.media
+
+
+async def _outcome(pending: Future[Verdict]) -> Verdict:
+    """Wait for a verdict of the batcher, which resolves it in this thread. Cancelling the wait cancels the verdict."""
+    done = asyncio.Event()
+    pending.add_done_callback(lambda _: done.set())
+    try:
+        await done.wait()
+    except asyncio.CancelledError:
+        pending.cancel()
+        raise
+    return pending.result()
+
+
+async def _wait_pending(pending: Future[Any]) -> None:
+    """Wait for the end of a verdict's computation, or of a generation. Its error is for the stream that requested it.
 
     Cancelling the wait does not cancel the verdict.
     """

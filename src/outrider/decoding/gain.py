@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from outrider.config import Loss, format_number
-from outrider.decoding.result import Result
 from outrider.decoding.risk_estimate import Risk
 
 EQUAL_SPEED_TOLERANCE = 0.05  # a difference in speed that is within the noise of a measurement
@@ -15,6 +15,40 @@ _EXPECTED: dict[Loss, str] = {
     "outputs": "The share of outputs that differ from the cloud's is expected to be at most {} % (bounded)",
     "tokens": "The share of the cloud's tokens from the first difference on is expected to be at most {} % (bounded)",
 }
+
+
+class Counters(Protocol):
+    """The counters of a `Stats` that a gain sums up."""
+
+    rounds: int
+    blocks: int
+    escalated: int
+    cloud_tokens: int
+    total_s: float
+
+
+class Counted(Protocol):
+    """The part of a `Result` that a gain sums up."""
+
+    @property
+    def guarantee(self) -> str:
+        """Guarantee of the output."""
+        ...
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens of the output."""
+        ...
+
+    @property
+    def stats(self) -> Counters:
+        """Counters of the generation."""
+        ...
+
+    @property
+    def risk(self) -> Risk | None:
+        """Estimate for a calibrated gate, else None."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -50,7 +84,7 @@ class Gain:
     risk: Risk | None = None
 
     @classmethod
-    def of(cls, results: Iterable[Result]) -> Gain:
+    def of(cls, results: Iterable[Counted]) -> Gain:
         """Sum up results."""
         results = list(results)
         return cls(

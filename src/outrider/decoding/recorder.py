@@ -90,6 +90,7 @@ class Recorder:
         stats.verify_s += verdict.compute_s
         if verdict.round == 1:
             stats.verify_prefill_s = verdict.compute_s
+            stats.cloud_cached_tokens = verdict.cached
 
     def record_verified(self, drafts: int) -> None:
         """Record that a verdict decided this many drafts of the output."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, fields
-from html import escape
 from typing import Literal
 
 from outrider.config import GenerationSettings
 from outrider.decoding.calibrated_gate import Calibrated, CalibrationFit, ModelIdentity
+from outrider.decoding.gain import Gain
 from outrider.decoding.gate import Gate
 from outrider.decoding.options import DecodingOptions
+from outrider.decoding.result_html import render_html
 from outrider.decoding.risk_estimate import AuditTrail, RiskEstimator
 from outrider.decoding.risk_estimate import Risk as Risk
 from outrider.decoding.sequence import Source
@@ -32,6 +33,8 @@ class Stats:
     (always 0 in float32). forced_by_audit: blocks that a calibrated gate would skip and that an audit verified.
     cloud_lost: the verifier became unreachable and the edge continued alone. prefill_s: the part of draft_s until the
     first drafted token. verify_prefill_s: the part of verify_s of the first verdict. Both include reading the prompt.
+    edge_cached_tokens, cloud_cached_tokens: prompt tokens that drafter and verifier did not compute, because their KV
+    caches of an earlier generation hold them.
     """
 
     rounds: int = 0
@@ -50,6 +53,8 @@ class Stats:
     audited: int = 0
     disagreed: int = 0
     near_ties: int = 0
+    edge_cached_tokens: int = 0
+    cloud_cached_tokens: int = 0
     cloud_lost: bool = False
     bytes_up: int = 0
     bytes_down: int = 0
@@ -78,6 +83,11 @@ class Stats:
         """The cloud's tokens ÷ tokens, or None without tokens."""
         tokens = self.cloud_tokens + self.edge_tokens
         return self.cloud_tokens / tokens if tokens else None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed again by the verifier, or by the drafter if no verdict was needed."""
+        return self.cloud_cached_tokens if self.rounds else self.edge_cached_tokens
 
     def count_sources(self, sources: list[Source]) -> None:
         """Set the token counters from the source of each token of the output."""
@@ -175,7 +185,7 @@ class Result:
     without an incomplete character at the end, or None if the model has no tokenizer. sources: the side that decided
     each token. near_ties: the indices into token_ids that `stats.near_ties` counts. ledger: bytes on the network by
     kind of frame, "up" and "down", which add up to stats.bytes_up and bytes_down. risk: the estimate for a calibrated
-    gate, else None.
+    gate, else None. pieces: the text of each token, which together make up `text`, or empty without a tokenizer.
     """
 
     text: str | None
@@ -189,6 +199,7 @@ class Result:
     warnings: list[str] = field(default_factory=list)
     risk: Risk | None = None
     ledger: dict[str, dict[str, int]] = field(default_factory=dict, repr=False)
+    pieces: list[str] = field(default_factory=list, repr=False)
 
     def __repr__(self) -> str:
         """Return one line: the guarantee, the end, the counts, and the beginning of the text."""
@@ -200,7 +211,7 @@ class Result:
         return f"Result({self.guarantee}, {end}{notes}: {preview})"
 
     def _repr_html_(self) -> str:
-        """Return the text with its figures as HTML for a notebook. All text from the model is escaped."""
+        """Return HTML for a notebook: what was gained, each token in the colour of its source, and the figures."""
         stats = self.stats
         rows = {
             "guarantee": self.guarantee,
@@ -211,16 +222,16 @@ class Result:
             "blocks to the cloud": f"{stats.escalated} of {stats.blocks}",
             "seconds": f"{stats.total_s:.2f}",
         }
-        body = escape(" ".join(map(str, self.token_ids)) if self.text is None else self.text)
-        cells = "".join(
-            f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>" for name, value in rows.items()
-        )
-        notes = "".join(f"<p>warning: {escape(warning)}</p>" for warning in self.warnings)
-        return f'<div><pre style="white-space:pre-wrap">{body}</pre>{notes}<table>{cells}</table></div>'
+        return render_html(Gain.of([self]).describe(), self.visible_pieces, self.sources, rows, self.warnings)
+
+    @property
+    def visible_pieces(self) -> list[str]:
+        """The text of each token, or its id and a space without a tokenizer."""
+        return [f"{token} " for token in self.token_ids] if self.text is None else self.pieces
 
     def to_json(self) -> dict[str, object]:
         """Return a JSON-ready dictionary with the keys of docs/results.md."""
-        out = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("stats", "sources")}
+        out = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("stats", "sources", "pieces")}
         stats = {name: round(v, 6) if isinstance(v, float) else v for name, v in asdict(self.stats).items()}
         risk = asdict(self.risk) if self.risk is not None else None
         return {**out, "risk": risk, "stats": stats, "sources": [source.value for source in self.sources]}

@@ -11,6 +11,7 @@ from outrider.decoding.actions import Draft, Proposal
 from outrider.decoding.gate import compute_signals
 from outrider.edge.cancellation import Cancellation
 from outrider.engines.base import CachedSequence, as_device_sampler
+from outrider.engines.prefix_cache import close_sequence
 from outrider.engines.scheduler import prefill_chunk
 from outrider.sampling.acceptance import REJECTION_SHORTLIST
 from outrider.sampling.policy import Policy
@@ -39,8 +40,13 @@ class Proposer(Protocol):
         """Forget all but a proper prefix of the first `length` tokens, the last of which may have changed."""
         ...
 
-    def close(self) -> None:
-        """Free the resources of the sequence."""
+    @property
+    def cached_len(self) -> int:
+        """Number of tokens in the KV cache of a model, 0 without one."""
+        ...
+
+    def close(self, *, keep: bool = False) -> None:
+        """Free the resources of the sequence. keep: keep a KV cache for prompts that begin with the same tokens."""
         ...
 
 
@@ -122,9 +128,14 @@ class Drafter:
         """Roll the cache back to a proper prefix of the first `length` tokens."""
         self._sequence.rollback_to(length)
 
-    def close(self) -> None:
-        """Free the drafter's slot."""
-        self._sequence.close()
+    @property
+    def cached_len(self) -> int:
+        """Number of tokens that the cache holds."""
+        return self._sequence.cached_len
+
+    def close(self, *, keep: bool = False) -> None:
+        """Release the drafter's slot. keep: keep its KV cache for prompts that begin with the same tokens."""
+        close_sequence(self._sequence, keep=keep)
 
     def _propose(self, logits: Tensor, ids: list[int], *, leave_loop: bool) -> Proposal:
         q = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Generator, Iterator
+from concurrent.futures import CancelledError
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from outrider.config import GenerationSettings
@@ -32,7 +33,8 @@ from outrider.edge.text_codec import TextCodec
 from outrider.edge.thread_guard import ThreadGuard
 from outrider.edge.translated_drafter import TranslatedDrafter, edge_settings
 from outrider.edge.verifier_session import VerifierSession
-from outrider.engines.base import CachedSequence, Engine, Prompt
+from outrider.engines.base import Engine, Prompt
+from outrider.engines.prefix_cache import open_sequence
 from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import SettingsError
 from outrider.prompts.audio import is_silent
@@ -42,6 +44,8 @@ from outrider.verifiers.base import SessionParams, Verifier
 
 if TYPE_CHECKING:  # a module that loads transformers
     from outrider.engines.torch.model_families import AudioFeatures
+
+ENDED_EARLY = (GeneratorExit, CancelledError)  # the caller ended the generation between two forwards
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,13 @@ class GenerationContext:
     def decode(self, ids: list[int], *, skip_special: bool = True) -> str:
         """Return the text of token ids, empty without a tokenizer."""
         return "" if self.tokenizer is None else get_detokenizer(self.tokenizer)(ids, skip_special=skip_special)
+
+    def split_text(self, ids: list[int]) -> list[str]:
+        """Return the text of each token, which together make up `decode(ids)`. Empty without a tokenizer."""
+        if self.tokenizer is None:
+            return []
+        transcript = IncrementalDetokenizer(self.decode)
+        return [transcript.append(token) for token in ids]
 
     def hides_audio(self, prompt: Prompt) -> bool:
         """Return whether the verifier gets less of the prompt than the drafter."""
@@ -115,7 +126,8 @@ class Generation:
             stack.enter_context(context.thread_guard.generation())
             drafter = self.open_drafter()
             if drafter is not None:
-                stack.callback(drafter.close)
+                stats.edge_cached_tokens = drafter.cached_len
+                stack.push(lambda error, *_: drafter.close(keep=error is None or issubclass(error, ENDED_EARLY)))
             session = self._open_session()
             if session is not None:
                 stack.callback(session.close)
@@ -171,6 +183,7 @@ class Generation:
             warnings=[*self._all_warnings(), *report.warnings],
             risk=report.risk,
             ledger=self._byte_counts.to_json(),
+            pieces=context.split_text(ids),
         )
 
     # Opening ------------------------------------------------------------------------------------------------
@@ -218,7 +231,7 @@ class Generation:
         needs_signals = context.with_signals or context.options.gate.needs_signals
         assert context.draft_length is not None  # there is a drafter
         return Drafter(
-            CachedSequence(engine, prompt, "drafter"),
+            open_sequence(engine, prompt, "drafter"),
             policy,
             needs_signals=needs_signals or context.draft_length.needs_signals,
             needs_q=needs_q,
@@ -232,7 +245,8 @@ class Generation:
 
         def open_model(ids: list[int]) -> Drafter:
             edge_policy = Policy.build(settings, engine.eos_ids, engine.vocab_size, len(ids))
-            return self._open_model(engine, Prompt(tuple(ids)), edge_policy, needs_q=False)
+            prompt = Prompt(tuple(ids), cache_salt=self.prompt.cache_salt)
+            return self._open_model(engine, prompt, edge_policy, needs_q=False)
 
         return TranslatedDrafter(
             codecs,
@@ -266,10 +280,10 @@ class Generation:
         if prompt.audio is None or privacy == "audio":
             return prompt
         if privacy == "tokens":
-            return Prompt(prompt.ids)
+            return replace(prompt, audio=None)
         encoder = self._context.audio_encoder
         assert encoder is not None  # it encoded the recording
-        return Prompt(prompt.ids, features=encoder.features(prompt.audio))
+        return replace(prompt, audio=None, features=encoder.features(prompt.audio))
 
     def _run_driver(self, drafter: Proposer | None, session: VerifierSession | None) -> Iterator[Event]:
         context = self._context

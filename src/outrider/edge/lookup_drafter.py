@@ -65,7 +65,12 @@ class LookupDrafter:
         """Roll the index back to a proper prefix of the first `length` tokens."""
         self._index.truncate(length - 1)
 
-    def close(self) -> None:
+    @property
+    def cached_len(self) -> int:
+        """0: lookup has no KV cache."""
+        return 0
+
+    def close(self, *, keep: bool = False) -> None:
         """Do nothing: the index is freed with the drafter."""
 
     def _find(self, ids: list[int]) -> Match | None:
@@ -114,7 +119,12 @@ class CombinedDrafter:
         self._model.rollback_to(length)
         self._lookup.rollback_to(length)
 
-    def close(self) -> None:
-        """Free the model's slot."""
-        self._model.close()
-        self._lookup.close()
+    @property
+    def cached_len(self) -> int:
+        """Number of tokens that the model's cache holds."""
+        return self._model.cached_len
+
+    def close(self, *, keep: bool = False) -> None:
+        """Release the model's slot. keep: keep its KV cache for prompts that begin with the same tokens."""
+        self._model.close(keep=keep)
+        self._lookup.close(keep=keep)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,14 @@ class ThreadGuard:
     def __init__(self, *engines: object) -> None:
         self._allows_threads = all(getattr(engine, "serves_threads", False) for engine in engines if engine is not None)
         self._lock = threading.Lock()
-        self._running: list[int] = []  # a thread for each unfinished generation
+        self._running: list[object] = []  # for each unfinished generation, its thread or group
+        self._group: object = None
+
+    def group(self) -> ThreadGuard:
+        """Return this guard for threads that share the engines, and count as one thread together."""
+        guard = copy.copy(self)
+        guard._group = object()
+        return guard
 
     @contextmanager
     def generation(self) -> Iterator[None]:
@@ -26,16 +34,16 @@ class ThreadGuard:
         Raises:
             StateError: another thread's generation is unfinished.
         """
-        thread = threading.get_ident()
+        owner = self._group or threading.get_ident()
         with self._lock:
-            if not self._allows_threads and any(other != thread for other in self._running):
+            if not self._allows_threads and any(other != owner for other in self._running):
                 raise StateError(
                     "another thread is generating with this decoder: use one decoder and engine per thread, or wait "
-                    "until its generation ends"
+                    "until its generation ends or its stream is closed"
                 )
-            self._running.append(thread)
+            self._running.append(owner)
         try:
             yield
         finally:
             with self._lock:
-                self._running.remove(thread)
+                self._running.remove(owner)

@@ -105,9 +105,14 @@ class TranslatedDrafter:
     def rollback_to(self, length: int) -> None:
         """Do nothing: `draft` compares the tokens with those of the last call."""
 
-    def close(self) -> None:
-        """Free the model's slot."""
-        self._model.close()
+    @property
+    def cached_len(self) -> int:
+        """Number of edge tokens that the model's cache holds."""
+        return self._model.cached_len
+
+    def close(self, *, keep: bool = False) -> None:
+        """Release the model's slot. keep: keep its KV cache for prompts that begin with the same tokens."""
+        self._model.close(keep=keep)
 
     def _draft(self, ids: list[int], count: int, action: Draft) -> list[Proposal]:
         count, deadline = 1 if self._per_token else count, time.perf_counter() + FLUSH_INTERVAL_S

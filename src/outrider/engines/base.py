@@ -23,7 +23,7 @@ class Prompt:
 
     ids: tokens, audio placeholders expanded. audio: float32 [samples], 16 kHz mono. features: float32 [mels, frames]
     from `AudioInput.features`, in place of the recording. With neither, placeholders are ordinary tokens.
-    warnings: remarks about the recording, for the result.
+    warnings: remarks about the recording, for the result. cache_salt: only prompts with equal ones share KV caches.
 
     Raises:
         PromptError: both a recording and features.
@@ -33,6 +33,7 @@ class Prompt:
     audio: np.ndarray | None = None
     features: np.ndarray | None = None
     warnings: tuple[str, ...] = ()
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         if self.audio is not None and self.features is not None:
@@ -42,6 +43,9 @@ class Prompt:
     def has_audio(self) -> bool:
         """Return whether the prompt has a recording, as a waveform or as features."""
         return self.audio is not None or self.features is not None
+
+
+LAST_SAMPLED = -1  # as an id: the token that the slot's latest launch sampled last, which the host may not know yet
 
 
 @dataclass(frozen=True)
@@ -178,12 +182,59 @@ class ServableEngine(Engine, Protocol):
         ...
 
 
+class SlotReuse(Engine, Protocol):
+    """An engine whose slots can be continued by another sequence (engines/prefix_cache.py)."""
+
+    prefix_cache: Any  # a `PrefixCache`, or None for an engine that keeps nothing
+
+    def reopen(self, slot: int, prompt: Prompt) -> None:
+        """Let an open slot continue as a sequence that begins with `prompt`. Its cached positions stay.
+
+        They must be those of the prompt's first tokens, with the prompt's media.
+
+        Raises: as `open`.
+        """
+        ...
+
+
+def as_slot_reuse(engine: Engine) -> SlotReuse | None:
+    """Return the engine if it keeps the KV caches of finished sequences, or None."""
+    return cast(SlotReuse, engine) if getattr(engine, "prefix_cache", None) is not None else None
+
+
+class PendingOutputs(Protocol):
+    """The outputs of a launched forward, in the order of its inputs."""
+
+    def ready(self) -> bool:
+        """Return whether `result` would return at once."""
+        ...
+
+    def result(self) -> Seq[ForwardOutput]:
+        """Wait for the device, and return the output of each input."""
+        ...
+
+
+@dataclass(frozen=True)
+class KnownOutputs:
+    """Outputs that were computed when the forward was launched."""
+
+    outputs: Seq[ForwardOutput]
+
+    def ready(self) -> bool:
+        """Return True."""
+        return True
+
+    def result(self) -> Seq[ForwardOutput]:
+        """Return the outputs."""
+        return self.outputs
+
+
 class DeviceSampler(Engine, Protocol):
     """An engine that can sample tokens on the device, without reading the logits back to the host."""
 
     samples_on_device: bool  # False for an engine that lacks the kernels
 
-    def sample_many(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> list[list[SampledToken]]:
+    def sample_many(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> Seq[Seq[SampledToken]]:
         """Run `forward_many`, and sample a token from each kept position by its input's policy."""
         ...
 
@@ -192,6 +243,17 @@ class DeviceSampler(Engine, Protocol):
 
         Returns the tokens up to an EOS. The cache may hold tokens behind it.
         with_signals: compute the gate signals of each token as well.
+        """
+        ...
+
+
+class AsyncSampler(DeviceSampler, Protocol):
+    """A `DeviceSampler` whose forwards can be launched before the host has read the results of earlier ones."""
+
+    def launch(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> PendingOutputs:
+        """Start `sample_many`, and return while the device computes. The KV lengths move at once.
+
+        Forwards run in the order of their launch. An input may be the single id `LAST_SAMPLED`.
         """
         ...
 
@@ -214,15 +276,26 @@ def forward_or_sample(engine: Engine, inputs: Seq[SequenceInput], policies: Seq[
     return [found[n] for n in range(len(inputs))]
 
 
+def launch(engine: Engine, inputs: Seq[SequenceInput], policies: Seq[Policy | None]) -> PendingOutputs:
+    """Start `forward_or_sample`. It is over at once, unless an `AsyncSampler` samples for all inputs."""
+    given = [policy for policy in policies if policy is not None]
+    if len(given) < len(inputs) or as_device_sampler(engine) is None or not hasattr(engine, "launch"):
+        return KnownOutputs(forward_or_sample(engine, inputs, policies))
+    return cast(AsyncSampler, engine).launch(inputs, given)
+
+
 class CachedSequence:
     """One sequence in an engine's slot. It feeds only the tokens that the cache lacks.
 
-    owner: name of the sequence in error messages.
+    owner: name of the sequence in error messages. slot, tokens: an open slot to continue, and its cached tokens.
     """
 
-    def __init__(self, engine: Engine, prompt: Prompt, owner: str) -> None:
-        self.engine, self.owner = engine, owner
-        self.slot = engine.open(prompt)
+    def __init__(
+        self, engine: Engine, prompt: Prompt, owner: str, *, slot: int | None = None, tokens: Seq[int] = ()
+    ) -> None:
+        self.engine, self.prompt, self.owner = engine, prompt, owner
+        self.slot = engine.open(prompt) if slot is None else slot
+        self._tokens = list(tokens)
 
     @property
     def cached_len(self) -> int:
@@ -245,7 +318,13 @@ class CachedSequence:
             raise StateError(
                 f"{self.owner}: {logits_to_keep} logits requested, but {len(ids) - cached_len} tokens are new"
             )
+        kept = min(cached_len, len(self._tokens))
+        self._tokens[kept:] = ids[kept:]
         return SequenceInput(self.slot, ids[cached_len:], logits_to_keep)
+
+    def cached_tokens(self) -> list[int]:
+        """Return the tokens that the cache holds, without those that the engine drafted last."""
+        return self._tokens[: self.cached_len]
 
     def rollback_to(self, length: int) -> None:
         """Roll the cache back to a proper prefix of the first `length` tokens."""

@@ -2,7 +2,7 @@
 
 It calls no engine and takes no lock. Two drivers run its batches:
 
-    gateway/shared_engine.py   `next_batch`: one forward at a time, always with the oldest request
+    engines/shared_engine.py   `next_batch`: one forward at a time, always with the oldest request
     cloud/batcher.py           `admit`, `plan_step`: slots and steps that are shared between clients
 
 Chunked prefill: a long prompt is computed over several forwards. Only inputs of similar width share a forward.
@@ -88,10 +88,11 @@ class Request:
     logits_to_keep: int = 0  # how many of the last ids need logits
     admitted: float | None = None  # time when the request got its slot
     alone: bool = False  # whether it is never batched with others
+    in_flight: int = 0  # forwards that were launched and not read back
 
     @property
     def remaining(self) -> int:
-        """Return how many of the ids the KV cache lacks."""
+        """Return how many of the ids can be appended now: those that the KV cache lacks."""
         return len(self.ids)
 
     def next_input(self, count: int) -> SequenceInput:
@@ -171,6 +172,8 @@ class Scheduler(Generic[R]):
         slots: total. cached: requests of sequences that have a slot, and keep it if they are selected.
         """
         running, waiting = self.running, self.waiting
+        if not waiting:
+            return [], None
         permitted = self._fair_share.permitted(
             _identities(request for request in waiting if request not in cached), _identities([*running, *cached])
         )
@@ -202,17 +205,21 @@ class Scheduler(Generic[R]):
     def plan_step(self) -> list[Batch[R]]:
         """Return the forwards of one step: all short requests of the running ones, then a chunk of the long prefills.
 
-        So a long prefill delays the others by one chunk at most.
+        So a long prefill delays the others by one chunk at most. While requests wait for a slot, none that is in flight
+        is launched again: it gives its slot up between two forwards.
         """
-        running = self.running
-        short = [request for request in running if request.remaining <= SHORT_BLOCK_TOKENS]
-        long = [request for request in running if request.remaining > SHORT_BLOCK_TOKENS]
-        shared = limit_to_share(short, _identity, _remaining, SHORT_BLOCK_TOKENS)
+        is_crowded = bool(self.waiting)
+        pending = [(request, request.remaining) for request in self.running if not (is_crowded and request.in_flight)]
+        short = [entry for entry in pending if 0 < entry[1] <= SHORT_BLOCK_TOKENS]
+        long = [request for request, remaining in pending if remaining > SHORT_BLOCK_TOKENS]
+        shared = limit_to_share(short, _entry_identity, _entry_width, SHORT_BLOCK_TOKENS)
         batches = [
-            Batch(group, [request.remaining for request in group])
-            for group in group_by_width(shared, _remaining, self._max_batch)
+            Batch([request for request, _ in group], [remaining for _, remaining in group])
+            for group in group_by_width(shared, _entry_width, self._max_batch)
         ]
-        permitted = self._fair_share.permitted(_identities(long), _identities(short))
+        if not long:
+            return batches
+        permitted = self._fair_share.permitted(_identities(long), {request.identity for request, _ in short})
         long = round_robin([request for request in long if request.identity in permitted], _identity, {})
         if long := long[: max(1, self._chunk // SHORT_BLOCK_TOKENS)]:
             share = max(1, self._chunk // len(long))
@@ -238,7 +245,14 @@ class Scheduler(Generic[R]):
 
 
 _identity: Callable[[Request], str] = attrgetter("identity")
-_remaining: Callable[[Request], int] = attrgetter("remaining")
+
+
+def _entry_identity(entry: tuple[Request, int]) -> str:
+    return entry[0].identity
+
+
+def _entry_width(entry: tuple[Request, int]) -> int:
+    return entry[1]
 
 
 def _identities(requests: Iterable[Request]) -> set[str]:

@@ -7,6 +7,8 @@ import logging
 from functools import cached_property, lru_cache
 from typing import Any
 
+from torch import Tensor
+
 from outrider.config import is_integer
 from outrider.engines.locking import get_lock
 from outrider.errors import ModelError
@@ -84,3 +86,11 @@ def _warn_once(name: str, used: tuple[str, ...], end: str, source: str) -> None:
 
 def _describe_token(tokenizer: Any, token: int) -> str:
     return f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})"
+
+
+def read_eos_ids(model: Any) -> tuple[int, ...]:
+    """Return the end tokens of a transformers model's generation config."""
+    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if isinstance(eos, Tensor):
+        eos = eos.tolist()
+    return () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)

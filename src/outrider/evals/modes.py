@@ -17,10 +17,10 @@ from itertools import pairwise
 from typing import Any, Final, Protocol
 
 from outrider.api import SpeculativeDecoder
-from outrider.decoding.incremental_text import IncrementalDetokenizer
 from outrider.decoding.options import DecodingOptions
 from outrider.decoding.result import TIME_FIELDS, GuaranteeTracker, Result
 from outrider.engines.base import Engine, Prompt
+from outrider.engines.prefix_cache import unique_salt
 from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import OutriderError, SettingsError
 from outrider.evals.manifest import Item
@@ -166,7 +166,7 @@ class EncodedDecoder(SpeculativeDecoder):
         self._guarantees = GuaranteeTracker(self.options.gate)
         started = time.perf_counter()
         arrivals: list[float] = []
-        run = self._start(prompt, settings)  # type: ignore[arg-type]
+        run = self._start(prompt, settings, cache_salt=unique_salt())  # type: ignore[arg-type]
         for event in run.events():
             if event.kind != "provisional":
                 del arrivals[event.index :]
@@ -196,20 +196,11 @@ class DecoderMode:
             "prompt_tokens": result.prompt_tokens,
             "stats": stats,
             "sources": [source.value for source in result.sources],
-            "pieces": self._pieces(result.token_ids),
+            "pieces": result.pieces,
             "warnings": result.warnings,
             "risk": None if result.risk is None else asdict(result.risk),
         }
         return ItemResult(facts, timing)
-
-    def _pieces(self, ids: list[int]) -> list[str]:
-        """Return the text of each token, or none without a tokenizer."""
-        if self.decoder.tokenizer is None or not ids:
-            return []
-        transcript = IncrementalDetokenizer(self.decoder.decode)
-        for token in ids:
-            transcript.append(token)
-        return transcript.pieces
 
 
 def build(

@@ -14,8 +14,8 @@ from outrider.config import DecodingMode, check_choice
 from outrider.decoding.options import DecodingOptions
 from outrider.engines.base import Engine
 from outrider.engines.prompt_lookup import PromptLookup
+from outrider.engines.shared_engine import share
 from outrider.errors import CloudError, SettingsError
-from outrider.gateway.shared_engine import SharedEngine
 from outrider.netem.conditions import parse_conditions
 from outrider.verifiers.base import Connectable, Verifier, disconnect
 from outrider.verifiers.local import LocalVerifier
@@ -85,13 +85,9 @@ class DecoderPool:
         *,
         lookup: PromptLookup | None = None,
     ) -> None:
-        self._model: Engine | None = None
-        self._lookup = lookup
-        self.engine: Engine | PromptLookup = engine
-        if isinstance(engine, PromptLookup):
-            self._lookup = engine
-        else:
-            self.engine = self._model = engine if isinstance(engine, SharedEngine) else SharedEngine(engine)
+        self._model = None if isinstance(engine, PromptLookup) else share(engine)
+        self._lookup = engine if isinstance(engine, PromptLookup) else lookup
+        self.engine: Engine | PromptLookup = engine if self._model is None else self._model
         self._cloud = cloud
         self._lock = threading.RLock()
         self._decoders: OrderedDict[RequestOptions, SpeculativeDecoder] = OrderedDict()
@@ -205,8 +201,8 @@ class DecoderPool:
         verifier = cloud("none" if net == CUT else net)
         if isinstance(verifier, LocalVerifier) and net != "none":
             raise SettingsError(f"net {net!r}: the cloud runs in this process, without a network to emulate")
-        if isinstance(verifier, LocalVerifier) and not isinstance(verifier.engine, SharedEngine):
-            return LocalVerifier(SharedEngine(verifier.engine))
+        if isinstance(verifier, LocalVerifier):
+            return LocalVerifier(share(verifier.engine))
         if net == CUT:
             if not isinstance(verifier, Cuttable):
                 _disconnect([verifier])

@@ -203,6 +203,7 @@ async def _run_generation(
                 request.prompt,
                 request.settings,
                 request.options,
+                cache_salt=request.cache_salt,
                 provisional=request.provisional,
                 queued=queued,
                 cancellation=active.cancellation,

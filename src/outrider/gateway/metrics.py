@@ -26,6 +26,7 @@ class Metrics:
         self._requests = self._counter("outrider_edge_requests", "answers by endpoint and status", "path", "status")
         self._gone = self._counter("outrider_edge_disconnects", "clients that left before their answer's end")
         self._prompt = self._counter("outrider_edge_prompt_tokens", "tokens of prompts")
+        self._cached = self._counter("outrider_edge_cached_tokens", "of these, tokens that were not computed again")
         self._tokens = self._counter("outrider_edge_tokens", "tokens generated, by who decided them", "source")
         self._guarantees = self._counter("outrider_edge_results", "answers by guarantee", "guarantee")
         self._blocks = self._counter("outrider_edge_blocks", "blocks drafted")
@@ -53,6 +54,7 @@ class Metrics:
         """Record the tokens, blocks, bytes and times of a finished generation."""
         stats = result.stats
         self._prompt.inc(result.prompt_tokens)
+        self._cached.inc(stats.cached_tokens)
         for source in set(result.sources):
             self._tokens.labels(source.value).inc(result.sources.count(source))
         self._guarantees.labels(result.guarantee).inc()

@@ -75,6 +75,7 @@ class ParsedRequest:
     include_usage: bool = False
     provisional: bool = False
     tokens: bool = False
+    cache_salt: str = ""
     stop: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     field: str = "prompt"
@@ -138,6 +139,7 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         provisional=bool(options.provisional),
         tokens=bool(options.tokens),
+        cache_salt=options.cache_salt or "",
         stop=settings["stop"],
         notes=build_notes(request, settings),
         field="messages" if isinstance(request, ChatRequest) else "prompt",

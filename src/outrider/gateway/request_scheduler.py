@@ -55,16 +55,22 @@ class GenerationTask:
     `cancel` ends it, releases its engine slot and its cloud session, and ends the iteration. The caller either iterates
     to the end or cancels. A coroutine that is cancelled while it iterates cancels the generation.
 
-    provisional: yield drafted tokens at once, and not with the next confirmed ones.
+    cache_salt: only generations with the same one share KV caches. provisional: yield drafted tokens at once, and not
+    with the next confirmed ones.
 
     Raises (iteration): the exception of the generation.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, *, provisional: bool = False, cancellation: Cancellation | None = None
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        cache_salt: str = "",
+        provisional: bool = False,
+        cancellation: Cancellation | None = None,
     ) -> None:
         self.started = loop.create_future()  # the prompt and the settings are valid
-        self._loop, self._provisional = loop, provisional
+        self._loop, self._cache_salt, self._provisional = loop, cache_salt, provisional
         self._cancellation = cancellation or Cancellation()
         self._events: deque[StreamEvent] = deque()
         self._wakeup = asyncio.Event()
@@ -81,7 +87,7 @@ class GenerationTask:
         """Generate, in a thread of its own."""
         self._cancellation.check()
         with pool.checkout(options) as decoder:
-            stream = decoder.stream(prompt, cancellation=self._cancellation, **settings)
+            stream = decoder.stream(prompt, cancellation=self._cancellation, cache_salt=self._cache_salt, **settings)
             self._loop.call_soon_threadsafe(self._set_started)
             try:
                 while True:
@@ -245,12 +251,14 @@ class RequestScheduler:
         settings: Settings,
         options: RequestOptions,
         *,
+        cache_salt: str = "",
         provisional: bool = False,
         queued: Callable[[], None] = lambda: None,
         cancellation: Cancellation | None = None,
     ) -> GenerationTask:
         """Wait for a slot, and start a generation. Cancelling the wait leaves the queue, or ends the generation.
 
+        cache_salt: the client's generations share KV caches with those of its own that have the same one.
         queued: called if there is no slot at once. cancellation: of the generation, for a caller that may disconnect it
         from the cloud.
 
@@ -262,7 +270,9 @@ class RequestScheduler:
             GenerationTimeout: the time limit passed before the first token.
         """
         await self._admit(client, queued)
-        task = GenerationTask(asyncio.get_running_loop(), provisional=provisional, cancellation=cancellation)
+        loop = asyncio.get_running_loop()
+        salt = f"{client}\n{cache_salt}"
+        task = GenerationTask(loop, cache_salt=salt, provisional=provisional, cancellation=cancellation)
         self._run(task, client, prompt, settings, options)
         try:
             await task.started

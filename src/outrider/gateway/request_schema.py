@@ -135,6 +135,9 @@ class OutriderOptions(StrictModel):
     net: Word | None = Field(default=None, description="an emulated network: none, rtt=50ms,bw=2Mbit, or cut")
     provisional: bool | None = Field(default=None, description="report drafted tokens too, before their verdict")
     tokens: bool | None = Field(default=None, description="report each token, and its source")
+    cache_salt: Word | None = Field(
+        default=None, description="only requests of one client with the same salt share KV caches"
+    )
     task: Literal["default", "detailed", "concise"] | None = Field(
         default=None, description="the caption task of a recording"
     )

@@ -236,13 +236,14 @@ def outcome(result: Result, notes: Seq[str] = ()) -> JsonObject:
     return {**fields, "warnings": [*result.warnings, *notes], **rounded}
 
 
-def usage(result: Result) -> dict[str, int]:
+def usage(result: Result) -> JsonObject:
     """Return OpenAI's usage object. The end-of-sequence token counts as a generated one."""
     generated = len(result.token_ids)
     return {
         "prompt_tokens": result.prompt_tokens,
         "completion_tokens": generated,
         "total_tokens": result.prompt_tokens + generated,
+        "prompt_tokens_details": {"cached_tokens": result.stats.cached_tokens},
     }
 
 

@@ -62,12 +62,19 @@ class Outcome(Reply):
     tokens: list[TokenReport] | None = None
 
 
+class PromptTokensDetails(Reply):
+    """Of the prompt's tokens, those that were not computed again."""
+
+    cached_tokens: int
+
+
 class Usage(Reply):
     """Token counts."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class ReplyMessage(Reply):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from statistics import median
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ from outrider.config import GenerationSettings
 from outrider.decoding.actions import Draft, Verify
 from outrider.edge.drafter import Drafter
 from outrider.engines.base import CachedSequence, Engine, Prompt
+from outrider.engines.prefix_cache import unique_salt
 from outrider.planning.costs import StepCosts, median_costs
 from outrider.planning.trace_recorder import Recorder
 from outrider.planning.validation import count
@@ -92,7 +94,7 @@ def _block(drafter: Drafter, ids: list[int], length: int) -> float:
 def _verdicts(recorder: Recorder, prompt: Prompt, output: list[int], drafts: int) -> tuple[float, float, float]:
     """Return the seconds of a session's first verdict, of computing a later one, and of its overhead."""
     target, ids = recorder.target, list(prompt.ids)
-    session = target.open(prompt, recorder.params)
+    session = target.open(replace(prompt, cache_salt=unique_salt()), recorder.params)
     try:
         first, _ = _verdict(target, session, ids, prompt, output, drafts, 1)
         rounds = [_verdict(target, session, ids, prompt, output, drafts, n) for n in range(2, TIMED_STEPS + 2)]
@@ -106,7 +108,7 @@ def _verdicts(recorder: Recorder, prompt: Prompt, output: list[int], drafts: int
 def _streaming(recorder: Recorder, prompt: Prompt, length: int) -> float:
     """Return the seconds between tokens of a cloud-only stream."""
     target = recorder.target
-    session = target.open(prompt, recorder.params)
+    session = target.open(replace(prompt, cache_salt=unique_salt()), recorder.params)
     try:
         stream = target.generate(session)
         next(stream)

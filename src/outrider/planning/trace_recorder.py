@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from outrider.edge.drivers import sequential
 from outrider.edge.model_pair import ModelPair
 from outrider.edge.verifier_session import VerifierSession
 from outrider.engines.base import CachedSequence, Engine, Prompt
+from outrider.engines.prefix_cache import unique_salt
 from outrider.errors import SettingsError
 from outrider.planning.traces import Trace
 from outrider.prompts.chat import PromptLike, encode
@@ -72,7 +74,8 @@ class Recorder:
 
     def generate_target(self, prompt: Prompt) -> list[int]:
         """Return the output of the target alone, including the end token."""
-        link = VerifierSession(self.target, lambda verifier: verifier.open(prompt, self.params))
+        unshared = replace(prompt, cache_salt=unique_salt())
+        link = VerifierSession(self.target, lambda verifier: verifier.open(unshared, self.params))
         plan = Plan(self.rules, Always(), Exact(), None, has_verifier=True, on_loop="ignore")
         decoder = Decoder(prompt.ids, plan, self._decode if self.rules.needs_text else None)
         try:

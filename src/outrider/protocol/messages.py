@@ -223,6 +223,7 @@ def pack_verdict(verdict: acceptance.Verdict, drafts: int) -> schema.Answer:
         disagreed=verdict.disagreed,
         queue_tenths=round(verdict.queue_s * TENTHS_PER_SECOND),
         compute_tenths=round(verdict.compute_s * TENTHS_PER_SECOND),
+        cached=verdict.cached,
     )
     return schema.Answer(verdict=frame)
 
@@ -238,4 +239,5 @@ def unpack_verdict(frame: schema.Verdict) -> acceptance.Verdict:
         frame.disagreed,
         frame.queue_tenths / TENTHS_PER_SECOND,
         frame.compute_tenths / TENTHS_PER_SECOND,
+        frame.cached,
     )

@@ -13,6 +13,7 @@ class MediaKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     AUDIO: _ClassVar[MediaKind]
     FEATURES: _ClassVar[MediaKind]
     WITHHELD: _ClassVar[MediaKind]
+    KEPT: _ClassVar[MediaKind]
 
 class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -22,6 +23,7 @@ NONE: MediaKind
 AUDIO: MediaKind
 FEATURES: MediaKind
 WITHHELD: MediaKind
+KEPT: MediaKind
 BONUS: Reason
 CORRECTION: Reason
 
@@ -126,7 +128,7 @@ class Settings(_message.Message):
     def __init__(self, max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., no_repeat_ngram_size: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., suppress_tokens: _Optional[_Iterable[int]] = ..., repetition_window: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("protocol", "fingerprint", "model", "settings", "accept", "vocab_size", "prompt", "committed", "media", "conditioning")
+    __slots__ = ("protocol", "fingerprint", "model", "settings", "accept", "vocab_size", "prompt", "committed", "media", "conditioning", "base")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +139,7 @@ class Open(_message.Message):
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     MEDIA_FIELD_NUMBER: _ClassVar[int]
     CONDITIONING_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     fingerprint: bytes
     model: bytes
@@ -147,7 +150,18 @@ class Open(_message.Message):
     committed: Ids
     media: MediaKind
     conditioning: bytes
-    def __init__(self, protocol: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., model: _Optional[bytes] = ..., settings: _Optional[_Union[Settings, _Mapping[str, object]]] = ..., accept: _Optional[str] = ..., vocab_size: _Optional[int] = ..., prompt: _Optional[_Union[Ids, _Mapping[str, object]]] = ..., committed: _Optional[_Union[Ids, _Mapping[str, object]]] = ..., media: _Optional[_Union[MediaKind, str]] = ..., conditioning: _Optional[bytes] = ...) -> None: ...
+    base: Base
+    def __init__(self, protocol: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., model: _Optional[bytes] = ..., settings: _Optional[_Union[Settings, _Mapping[str, object]]] = ..., accept: _Optional[str] = ..., vocab_size: _Optional[int] = ..., prompt: _Optional[_Union[Ids, _Mapping[str, object]]] = ..., committed: _Optional[_Union[Ids, _Mapping[str, object]]] = ..., media: _Optional[_Union[MediaKind, str]] = ..., conditioning: _Optional[bytes] = ..., base: _Optional[_Union[Base, _Mapping[str, object]]] = ...) -> None: ...
+
+class Base(_message.Message):
+    __slots__ = ("session", "length", "digest")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    length: int
+    digest: bytes
+    def __init__(self, session: _Optional[bytes] = ..., length: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class Media(_message.Message):
     __slots__ = ("data", "more")
@@ -206,7 +220,7 @@ class Generate(_message.Message):
     def __init__(self, round: _Optional[int] = ..., base_length: _Optional[int] = ..., new_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("round", "accepted", "next_token", "reason", "near_ties", "audited", "disagreed", "queue_tenths", "compute_tenths")
+    __slots__ = ("round", "accepted", "next_token", "reason", "near_ties", "audited", "disagreed", "queue_tenths", "compute_tenths", "cached")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     NEXT_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +230,7 @@ class Verdict(_message.Message):
     DISAGREED_FIELD_NUMBER: _ClassVar[int]
     QUEUE_TENTHS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_TENTHS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
     round: int
     accepted: int
     next_token: int
@@ -225,7 +240,8 @@ class Verdict(_message.Message):
     disagreed: int
     queue_tenths: int
     compute_tenths: int
-    def __init__(self, round: _Optional[int] = ..., accepted: _Optional[int] = ..., next_token: _Optional[int] = ..., reason: _Optional[_Union[Reason, str]] = ..., near_ties: _Optional[_Iterable[int]] = ..., audited: _Optional[int] = ..., disagreed: _Optional[int] = ..., queue_tenths: _Optional[int] = ..., compute_tenths: _Optional[int] = ...) -> None: ...
+    cached: int
+    def __init__(self, round: _Optional[int] = ..., accepted: _Optional[int] = ..., next_token: _Optional[int] = ..., reason: _Optional[_Union[Reason, str]] = ..., near_ties: _Optional[_Iterable[int]] = ..., audited: _Optional[int] = ..., disagreed: _Optional[int] = ..., queue_tenths: _Optional[int] = ..., compute_tenths: _Optional[int] = ..., cached: _Optional[int] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "retry_after_ms")
@@ -270,5 +286,7 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[_Union[Error.Code, str]] = ..., message: _Optional[str] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
 
 class Close(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("keep",)
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    keep: bool
+    def __init__(self, keep: _Optional[bool] = ...) -> None: ...

@@ -14,7 +14,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 if TYPE_CHECKING:
     from outrider.protocol.outrider_pb2 import *  # noqa: F403 - every message, as below
 else:
-    NONE, AUDIO, FEATURES, WITHHELD = range(4)  # MediaKind
+    NONE, AUDIO, FEATURES, WITHHELD, KEPT = range(5)  # MediaKind
     _FILES = descriptor_pb2.FileDescriptorSet.FromString((Path(__file__).parent / "outrider.binpb").read_bytes())
     _POOL = descriptor_pool.DescriptorPool()
     for _file in _FILES.file:
@@ -23,6 +23,6 @@ else:
             _name = f"{_file.package}.{_message.name}"
             globals()[_message.name] = message_factory.GetMessageClass(_POOL.FindMessageTypeByName(_name))
 
-VERSION = 2
+VERSION = 3
 SERVICE = "outrider.v1.Verifier"
 MAX_DRAFTS = 256

@@ -27,7 +27,7 @@ import torch
 from outrider.config import format_number
 from outrider.errors import SettingsError
 from outrider.sampling.policy import ForwardOutput, Policy
-from outrider.sampling.sampler import Distribution, NoiseStream, SampledToken, Support
+from outrider.sampling.sampler import Distribution, NoiseStream, SampledRows, SampledToken, Support
 
 REJECTION_SHORTLIST = 32  # tokens of q that the drafter draws from and sends, for rejection sampling
 
@@ -41,7 +41,8 @@ class Verdict:
     accepted: number of accepted drafts. next_token: the correction, or the bonus after a full acceptance.
     near_ties: offsets from the base (drafts, then next_token) whose choice was within the engine's numeric noise.
     audited, disagreed: number of skipped tokens compared, and of those that the target would have changed.
-    queue_s, compute_s: seconds in the service's queue and in its forward pass, not part of equality.
+    queue_s, compute_s: seconds in the service's queue and in its forward pass. cached: in a session's first verdict,
+    the tokens whose KV cache was kept from an earlier session. None of the three is part of equality.
     """
 
     round: int
@@ -52,6 +53,7 @@ class Verdict:
     disagreed: int = 0
     queue_s: float = field(default=0.0, compare=False)
     compute_s: float = field(default=0.0, compare=False)
+    cached: int = field(default=0, compare=False)
 
 
 class AcceptanceRule(Protocol):
@@ -260,6 +262,29 @@ def verify_block(
         if not accept.accepts(p, ids[base + i], q_i):
             return Verdict(round_, i, accept.replacement_token(p, q_i), tuple(near_ties))
     return Verdict(round_, k, p.token, tuple(near_ties))
+
+
+def verify_sampled(
+    round_: int,
+    drafts: Seq[int],
+    base: int,
+    sampled: SampledRows,
+    noise: float,
+    times: tuple[float, float] = (0.0, 0.0),
+) -> Verdict:
+    """Return the verdict of the exact rule on drafts after `base` tokens, without an object for each sampled token.
+
+    sampled: a row for each draft, and one more. noise: with the policy's gain. times: queue_s, compute_s. Equal to
+    `verify_block`.
+    """
+    tokens, accepted = sampled.tokens, 0
+    for draft in drafts:
+        if tokens[accepted] != draft:
+            break
+        accepted += 1
+    sampled.check_scores(accepted + 1, base)
+    near_ties = tuple(i for i, margin in enumerate(sampled.margins[: accepted + 1]) if margin < noise) if noise else ()
+    return Verdict(round_, accepted, tokens[accepted], near_ties, 0, 0, *times)
 
 
 def count_disagreements(ids: list[int], start: int, base: int, logits: ForwardOutput, policy: Policy) -> int:

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from outrider.sampling.logits_processors import LogitsProcessors
 from outrider.sampling.policy import BatchKey, Policy
-from outrider.sampling.sampler import GOLDEN_GAMMA, MIN_TEMPERATURE, SampledToken, SamplingParams, Signals, position_key
+from outrider.sampling.sampler import (
+    GOLDEN_GAMMA,
+    MIN_TEMPERATURE,
+    SampledToken,
+    SamplingParams,
+    Signals,
+    position_key,
+    position_keys,
+)
 
 
 @dataclass(frozen=True)
@@ -34,11 +42,27 @@ class RowContext:
     history: Tensor | None
 
 
+_NOTHING = torch.zeros(0, dtype=torch.int64)
+NO_CONTEXT = RowContext(_NOTHING, _NOTHING, _NOTHING, None)  # of greedy rows without logits processors
+
+
 def row_context(policy: Policy, length: int) -> tuple[int, int, int]:
     """Return length, generated and key for the row that follows a prefix of `length` tokens."""
     sampling = policy.sampling
     key = 0 if sampling.greedy else int(np.uint64(position_key(sampling.seed, length)).astype(np.int64))
     return length, length - policy.processors.prompt_length, key
+
+
+def row_contexts(policies: Seq[Policy], lengths: Seq[range]) -> np.ndarray:
+    """Return `row_context` for each policy at each of its lengths, int64 [R, 3]."""
+    counts = [len(each) for each in lengths]
+    positions = np.concatenate([np.arange(each.start, each.stop) for each in lengths])
+    prompts = np.repeat([policy.processors.prompt_length for policy in policies], counts)
+    keys = np.zeros_like(positions)
+    if not policies[0].sampling.greedy:
+        seeds = np.repeat(np.array([policy.sampling.seed for policy in policies], dtype=np.uint64), counts)
+        keys = position_keys(seeds, positions.astype(np.uint64)).astype(np.int64)
+    return np.stack([positions, positions - prompts, keys], -1)
 
 
 Top2 = Callable[[Tensor], Tensor]

@@ -9,9 +9,11 @@ token is the one that it draws alone (docs/design/maths.md, "Shared randomness")
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from typing import overload
 
 import numpy as np
 import torch
@@ -54,6 +56,27 @@ def position_key(seed: int, position: int, stream: NoiseStream = NoiseStream.TOK
         key=np.array([seed, int(stream)], dtype=np.uint64), counter=np.array([0, position, 0, 0], dtype=np.uint64)
     )
     return np.uint64(philox.random_raw())
+
+
+def position_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return `position_key` for many seeds and positions, uint64 [R] each: the first output of Philox4x64-10."""
+    x0, x1 = np.ones_like(positions), positions  # numpy counts up before its first output
+    x2 = x3 = key1 = np.zeros_like(positions)
+    key0 = seeds
+    for _ in range(10):
+        (high0, low0), (high2, low2) = _multiply(x0, 0xD2E7470EE14C6C93), _multiply(x2, 0xCA5A826395121157)
+        x0, x1, x2, x3 = high2 ^ x1 ^ key0, low2, high0 ^ x3 ^ key1, low0
+        key0, key1 = key0 + np.uint64(0x9E3779B97F4A7C15), key1 + np.uint64(0xBB67AE8584CAA73B)
+    return x0
+
+
+def _multiply(x: np.ndarray, factor: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the high and the low 64 bits of the products of uint64 [R] with a factor."""
+    mask, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    high, low = np.uint64(factor >> 32), np.uint64(factor & 0xFFFFFFFF)
+    middle = (x >> half) * low + (((x & mask) * low) >> half)
+    carry = (x & mask) * high + (middle & mask)
+    return (x >> half) * high + (middle >> half) + (carry >> half), x * np.uint64(factor)
 
 
 def gumbel_noise(seed: int, position: int, ids: Tensor, stream: NoiseStream = NoiseStream.TOKEN) -> Tensor:
@@ -235,6 +258,35 @@ class SampledToken:
         if not math.isfinite(self.score):
             raise _no_valid_token(position)
         return self
+
+
+@dataclass(frozen=True)
+class SampledRows(Sequence[SampledToken]):
+    """The sampled tokens of consecutive positions, as columns: objects are made only for rows that are indexed."""
+
+    tokens: list[int]
+    margins: list[float]
+    scores: list[float]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> SampledToken: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> SampledRows: ...
+
+    def __getitem__(self, index: int | slice) -> SampledToken | SampledRows:
+        if isinstance(index, slice):
+            return SampledRows(self.tokens[index], self.margins[index], self.scores[index])
+        return SampledToken(self.tokens[index], self.margins[index], self.scores[index])
+
+    def check_scores(self, count: int, position: int) -> None:
+        """Raise DecodingError unless each of the first `count` rows, from `position` on, has a token."""
+        for n, score in enumerate(self.scores[:count]):
+            if not math.isfinite(score):
+                raise _no_valid_token(position + n)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from outrider.decoding.actions import Verify
 from outrider.engines.base import CachedSequence, Engine, Prompt, forward_or_sample
+from outrider.engines.prefix_cache import close_sequence, open_sequence
 from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import PromptError
 from outrider.sampling.acceptance import Verdict, parse_acceptance_rule
@@ -30,7 +31,7 @@ class LocalVerifier(SessionTable[tuple[Session, CachedSequence]]):
     def open(self, prompt: Prompt, params: SessionParams) -> int:
         """Open a session with a KV cache of its own."""
         session = open_session(self.engine, prompt, params)
-        return self._add((session, CachedSequence(self.engine, prompt, "verifier")))
+        return self._add((session, open_sequence(self.engine, prompt, "verifier")))
 
     def verify(self, session: int, request: Verify) -> Verdict:
         """Run the engine over the block and verify it."""
@@ -38,12 +39,12 @@ class LocalVerifier(SessionTable[tuple[Session, CachedSequence]]):
         plan = entry.prepare(request)
         if isinstance(plan, Verdict):
             return plan
-        started = time.perf_counter()
+        started, cached = time.perf_counter(), 0 if entry.rounds else cache.cached_len
         cache.rollback_to(plan.start)
         (output,) = forward_or_sample(self.engine, [cache.next_input(plan.ids, plan.rows)], [entry.sampling_policy])
-        verdict = entry.judge(plan, output)
+        verdict = entry.judge(plan, output, compute_s=time.perf_counter() - started)
         cache.rollback_to(len(entry.ids))
-        return replace(verdict, compute_s=time.perf_counter() - started)
+        return replace(verdict, cached=cached) if cached else verdict
 
     def generate(self, session: int) -> Iterator[Verdict]:
         """Yield the target's own tokens, one verdict for each token."""
@@ -52,8 +53,8 @@ class LocalVerifier(SessionTable[tuple[Session, CachedSequence]]):
             yield self.verify(session, Verify(entry.rounds + 1, len(entry.ids), (), ()))
 
     def close(self, session: int) -> None:
-        """Release the session's KV cache."""
-        self._get(session)[1].close()
+        """Close the session. Its KV cache is kept for prompts that begin with the same tokens."""
+        close_sequence(self._get(session)[1], keep=True)
         del self._sessions[session]
 
 

@@ -7,11 +7,20 @@ session.judge(plan, output)  →  Verdict      after which the accepted tokens a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from outrider.decoding.actions import Verify
 from outrider.errors import OutOfSync
-from outrider.sampling.acceptance import AcceptanceRule, Verdict, count_disagreements, verify_block
+from outrider.sampling.acceptance import (
+    AcceptanceRule,
+    Exact,
+    Verdict,
+    count_disagreements,
+    verify_block,
+    verify_sampled,
+)
 from outrider.sampling.policy import ForwardOutput, Policy
+from outrider.sampling.sampler import SampledRows
 
 MAX_AUDITED = 128  # unverified tokens that one verdict audits at most, since each holds a row of logits in memory
 
@@ -20,12 +29,26 @@ MAX_AUDITED = 128  # unverified tokens that one verdict audits at most, since ea
 class ForwardPlan:
     """The forward pass for a verdict: the logits after each of the last `rows` of `ids`.
 
-    start: length of the session before the request.
+    committed: the session's tokens before the request, of which there are `start`. They grow only with the verdict.
     """
 
     request: Verify
-    ids: list[int]
+    committed: list[int]
     start: int
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """All tokens: the session's, and those of the request."""
+        return self.ids_from(0)
+
+    def ids_from(self, position: int) -> list[int]:
+        """Return the tokens from a position on."""
+        ids = [*self.committed[position : self.start], *self.request.new_ids, *self.request.draft_ids]
+        return ids[position - self.start :] if position > self.start else ids
+
+    def __len__(self) -> int:
+        """Return the number of all tokens."""
+        return self.request.base_length + len(self.request.draft_ids)
 
     @property
     def audit_from(self) -> int:
@@ -35,7 +58,7 @@ class ForwardPlan:
     @property
     def rows(self) -> int:
         """Return how many rows of logits the verdict needs."""
-        return len(self.ids) - self.audit_from + 1
+        return len(self) - self.audit_from + 1
 
 
 class Session:
@@ -71,7 +94,7 @@ class Session:
             OutOfSync: the base length differs from the session's (the message has both), or the round was answered for
                 other tokens.
         """
-        is_repeat = self._last is not None and _same(request, self._last[0])
+        is_repeat = self._last is not None and request.round == self._last[0].round and _same(request, self._last[0])
         if self._resumed_at is not None and not is_repeat:
             self._truncate(self._resumed_at)  # the edge does not repeat the request whose verdict was kept for it
         self._resumed_at = None
@@ -85,25 +108,31 @@ class Session:
                 f"round {request.round}: the edge's base length is {request.base_length}, but this session has "
                 f"{start} tokens and was sent {len(request.new_ids)} new ones"
             )
-        return ForwardPlan(request, [*self.ids, *request.new_ids, *request.draft_ids], start)
+        return ForwardPlan(request, self.ids, start)
 
     @property
     def sampling_policy(self) -> Policy | None:
         """Return the policy for on-device sampling, or None if the acceptance rule needs the logits."""
         return None if self._rule.needs_logits else self._policy
 
-    def judge(self, plan: ForwardPlan, output: ForwardOutput) -> Verdict:
+    def judge(self, plan: ForwardPlan, output: ForwardOutput, queue_s: float = 0.0, compute_s: float = 0.0) -> Verdict:
         """Verify the block and commit its accepted tokens.
 
-        output: [plan.rows, …], first the rows of audited tokens, then those of the drafts.
+        output: [plan.rows, …], first the rows of audited tokens, then those of the drafts. queue_s, compute_s: for the
+        verdict.
         """
-        request, ids, start = plan.request, plan.ids, plan.audit_from
+        request, start = plan.request, plan.audit_from
         base = request.base_length
-        verdict = verify_block(
-            request.round, ids, base, output[base - start :], self._policy, self._rule, request.q, self.noise
-        )
+        rows = output[base - start :] if base > start else output
+        if isinstance(rows, SampledRows) and isinstance(self._rule, Exact):
+            noise = self.noise * self._policy.noise_gain
+            times = queue_s, compute_s
+            verdict = verify_sampled(request.round, request.draft_ids, base, rows, noise, times)
+        else:
+            verdict = verify_block(request.round, plan.ids, base, rows, self._policy, self._rule, request.q, self.noise)
+            verdict = replace(verdict, queue_s=queue_s, compute_s=compute_s)
         if base > start:
-            disagreed = count_disagreements(ids, start, base, output, self._policy)
+            disagreed = count_disagreements(plan.ids, start, base, output, self._policy)
             verdict = replace(verdict, audited=base - start, disagreed=disagreed)
         self.ids += [*request.new_ids, *request.draft_ids[: verdict.accepted], verdict.next_token]
         self._last = (request, verdict)
@@ -136,5 +165,5 @@ class Session:
 
 
 def _same(one: Verify, other: Verify) -> bool:
-    """Return whether two requests are the same round with the same tokens. q is not compared."""
-    return all(getattr(one, name) == getattr(other, name) for name in ("round", "base_length", "new_ids", "draft_ids"))
+    """Return whether two requests of one round have the same tokens. q is not compared."""
+    return all(getattr(one, name) == getattr(other, name) for name in ("base_length", "new_ids", "draft_ids"))

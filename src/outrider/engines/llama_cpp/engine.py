@@ -31,6 +31,7 @@ from outrider.engines.llama_cpp.context import (
     pad_length,
 )
 from outrider.engines.locking import Locked, check_process, exclusive
+from outrider.engines.prefix_cache import PrefixCache
 from outrider.engines.self_test import SelfTest
 from outrider.engines.vocabulary import Vocabulary, check_eos_ids, warn_if_eos_differs
 from outrider.errors import ModelError, OutriderError, PromptError, StateError
@@ -67,6 +68,7 @@ class GgufEngine(Vocabulary, Locked):
         self.max_length: int | None = self._model.n_ctx_train
         self._max_slots: int | None = None
         self._lengths: dict[int, int] = {}  # of the open slots
+        self.prefix_cache = PrefixCache()
         self._contexts = [self._new_context(2, SELF_TEST.head + SELF_TEST.tail)]
         self.noise = self._run_self_test()
         self._contexts = [self._new_context(1, CELL_PADDING)]
@@ -117,6 +119,7 @@ class GgufEngine(Vocabulary, Locked):
             ModelError: the budget does not hold one sequence.
             StateError: slots are open.
         """
+        self.prefix_cache.clear(self)
         limit = self._model.n_ctx_train
         found, length = plan_kv_budget(
             self.name, len(self._lengths), budget, max_length, limit, lambda n: self.position_bytes * pad_length(n)
@@ -170,14 +173,22 @@ class GgufEngine(Vocabulary, Locked):
             PromptError: the prompt has a recording.
             StateError: all slots are in use.
         """
-        if prompt.has_audio:
-            raise PromptError(f"{self.name} takes no audio")
+        self._check_prompt(prompt)
         slot = next(n for n in count() if n not in self._lengths)
         if slot == self._max_slots:
             raise StateError(f"all {self._max_slots} slots of the cache are in use")
         self._ensure_slots(slot + 1)
         self._lengths[slot] = 0
         return slot
+
+    def reopen(self, slot: int, prompt: Prompt) -> None:
+        """Let an open slot continue as a sequence that begins with `prompt`. Raises: as `open`."""
+        self._check_prompt(prompt)
+        self.kv_len(slot)
+
+    def _check_prompt(self, prompt: Prompt) -> None:
+        if prompt.has_audio:
+            raise PromptError(f"{self.name} takes no audio")
 
     @exclusive
     def close(self, slot: int) -> None:

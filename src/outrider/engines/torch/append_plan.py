@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+MAX_COPIED_SIZE = 2**15  # numbers that are copied faster than attention is called for a row of its own
+
 
 @dataclass(frozen=True)
 class AppendPlan:
@@ -39,8 +41,11 @@ class AppendPlan:
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
         return cls(bases, ends, positions.to(device), targets.to(device), valid_indices)
 
-    def append(self, buffer: Tensor, new: Tensor) -> Tensor:
-        """Store `new` [B, heads, T, dim]. Return the rows' whole sequences, [B, heads, span, dim]."""
+    def append(self, buffer: Tensor, new: Tensor, *, by_row: bool = False) -> Tensor | list[Tensor]:
+        """Store `new` [B, heads, T, dim]. Return the rows' whole sequences, [B, heads, span, dim].
+
+        by_row: if they would have to be copied, and are long, return a view of each instead, [1, heads, end, dim].
+        """
         self.store(buffer, new)
         span = max(self.ends)
         heads, total, dim = buffer.shape
@@ -49,6 +54,8 @@ class AppendPlan:
             return buffer.as_strided(
                 (len(self.bases), heads, span, dim), (min(steps) * dim, total * dim, dim, 1), self.bases[0] * dim
             )
+        if by_row and heads * span * dim > MAX_COPIED_SIZE:
+            return [buffer[None, :, base : base + end] for base, end in zip(self.bases, self.ends, strict=True)]
         found = buffer.flatten(0, 1).index_select(0, self._row_indices(heads, total))
         return found.view(len(self.bases), heads, span, dim)
 

@@ -1,4 +1,4 @@
-"""Attention over grouped key/value heads that does not copy the cache.
+"""Attention over the KV cache without copies of it.
 
 Where several query heads share one key/value head, transformers' own path (`sdpa`, with a mask) first repeats keys and
 values for each query head, which copies the whole cache, per layer and per forward. Here the query heads of a group
@@ -6,6 +6,8 @@ become further query rows instead:
 
     query [B, groups × H, T, D]  →  [B, H, groups × T, D]
     keys, values [B, H, span, D]    as they lie in the cache
+
+On a CPU, the rows of a batch are attended to one by one, each over a view of its own sequence.
 """
 
 from __future__ import annotations
@@ -22,17 +24,33 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from outrider.errors import ModelError
 
 ATTENTION_NAME = "outrider_grouped"
+BY_ROW_TYPES = ("qwen2", "llama", "mistral", "qwen3", "qwen2_5_omni_text")  # they pass keys and values on untouched
 WINDOWED_NAME = "outrider_flash_windows"  # transformers passes the windows to implementations with "flash" in the name
 MAX_FOLDED_TOKENS = 64  # per sequence: folding repeats the mask, which in a long prefill outgrows the saved copy
 
 
 def grouped_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | list[Tensor],
+    value: Tensor | list[Tensor],
+    attention_mask: Tensor | None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention as transformers' `sdpa` does, folded for few tokens with grouped heads and an additive mask.
 
     query [B, heads, T, D], key and value [B, KV heads, span, D], attention_mask [B, 1, T, span] → [B, T, heads, D]
+    key and value may be lists of each row's own, [1, KV heads, ≤ span, D].
     """
+    if isinstance(key, list) or isinstance(value, list):
+        assert attention_mask is not None
+        rows = [
+            grouped_attention(
+                module, query[n : n + 1], own, other, attention_mask[n : n + 1, ..., : own.shape[2]], **kwargs
+            )
+            for n, (own, other) in enumerate(zip(key, value, strict=True))
+        ]
+        return torch.cat([out for out, _ in rows]), None
     if not _can_fold(query, key, attention_mask, kwargs):
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return sdpa(module, query, key, value, attention_mask, **kwargs)
@@ -105,6 +123,26 @@ def batch_audio_windows(model: PreTrainedModel, tower: nn.Module) -> None:
     config: Any = tower.config
     if "Omni" in type(model).__name__ and config._attn_implementation == "sdpa":
         config._attn_implementation = WINDOWED_NAME
+
+
+def visible_keys(
+    positions: Tensor, span: int, windows: Mapping[str, int | None], additive: torch.dtype | None
+) -> dict[str, Tensor]:
+    """Return the mask of visible keys for queries at `positions` [B, T], [B, 1, T, span], per kind of attention layer.
+
+    additive: dtype of an additive mask. None: the mask is boolean.
+    """
+    keys, queries = torch.arange(span, device=positions.device), positions[:, None, :, None]
+    masks = {}
+    for kind, window in windows.items():
+        visible = keys <= queries
+        if window is not None:
+            visible = visible & (keys > queries - window)
+        if additive is not None:
+            zeros = torch.zeros(visible.shape, dtype=additive, device=positions.device)
+            visible = zeros.masked_fill(~visible, torch.finfo(additive).min)
+        masks[kind] = visible
+    return masks
 
 
 def attention_windows(config: PretrainedConfig, name: str) -> dict[str, int | None]:

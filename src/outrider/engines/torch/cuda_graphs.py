@@ -32,6 +32,8 @@ class CudaGraphCache:
 
     def clear(self) -> None:
         """Drop all graphs, as the buffers that they read are gone."""
+        if self._graphs:
+            torch.cuda.synchronize(self._device)  # one may still run
         self._graphs.clear()
         self._used_once.clear()
         self._pool = torch.cuda.graph_pool_handle()  # a pool is freed with its last graph

@@ -19,9 +19,17 @@ from outrider.engines.base import Prompt, SequenceInput, check_inputs, plan_kv_b
 from outrider.engines.checkpoint import TASKS, is_captions_only
 from outrider.engines.locking import Locked, exclusive, get_lock
 from outrider.engines.model_changes import capture_state, find_change
+from outrider.engines.prefix_cache import PrefixCache
 from outrider.engines.scheduler import PREFILL_CHUNK
 from outrider.engines.self_test import SelfTest, check_weights, explain_non_finite
-from outrider.engines.torch.attention import attention_windows, batch_audio_windows, configure_attention
+from outrider.engines.torch.attention import (
+    ATTENTION_NAME,
+    BY_ROW_TYPES,
+    attention_windows,
+    batch_audio_windows,
+    configure_attention,
+    visible_keys,
+)
 from outrider.engines.torch.fused_model import (
     FUSED_PREFILL_CHUNK,
     FusedModel,
@@ -38,11 +46,11 @@ from outrider.engines.torch.model_families import (
     is_audio_model,
     read_max_length,
 )
-from outrider.engines.torch.model_runner import ModelRunner, split_prefill
-from outrider.engines.vocabulary import Vocabulary, check_eos_ids, warn_if_eos_differs
+from outrider.engines.torch.model_runner import ModelRunner, PendingSamples, split_prefill
+from outrider.engines.vocabulary import Vocabulary, check_eos_ids, read_eos_ids, warn_if_eos_differs
 from outrider.errors import ModelError, PromptError, StateError
 from outrider.sampling.policy import Policy
-from outrider.sampling.sampler import SampledToken
+from outrider.sampling.sampler import SampledRows
 
 SELF_TESTS = {
     torch.float64: SelfTest(9, 3, 3, 1e-3),
@@ -88,11 +96,12 @@ class TorchEngine(Vocabulary, Locked):
         self._additive_mask = configure_attention(model, self._family.language, self._text_config)
         if self.audio is not None and model.device.type == "cuda":
             batch_audio_windows(model, self.audio.tower)
-        self._cache = SlotKVCache(self._text_config.num_hidden_layers)
-        self._media: dict[int, _SlotAudio] = {}
         self.device, self.dtype = model.device, model.dtype
+        self._cache = SlotKVCache(self._text_config.num_hidden_layers, by_row=self._attends_by_row)
+        self._media: dict[int, _SlotAudio] = {}
+        self.prefix_cache = PrefixCache()
         self.row_count = int(self._text_config.vocab_size)
-        self.eos_ids = check_eos_ids(self.name, _read_eos_ids(model), self.row_count, "generation config")
+        self.eos_ids = check_eos_ids(self.name, read_eos_ids(model), self.row_count, "generation config")
         warn_if_eos_differs(self.name, self.eos_ids, tokenizer, "generation config")
         self.captions_only = is_captions_only(getattr(model.config, TASKS, None))
         self.max_length = read_max_length(self._text_config)
@@ -100,6 +109,12 @@ class TorchEngine(Vocabulary, Locked):
         self._state = capture_state(model)
         self.noise = self._run_self_test()
         self.position_bytes = sum(b.nbytes // b.shape[1] for b in self._cache.buffers)
+
+    @property
+    def _attends_by_row(self) -> bool:
+        """Return whether each row of a batch may attend to a view of its own keys, as on a CPU (attention.py)."""
+        is_grouped = getattr(self._family.language.config, "_attn_implementation", None) == ATTENTION_NAME
+        return is_grouped and self.device.type == "cpu" and self._text_config.model_type in BY_ROW_TYPES
 
     def changed_part(self) -> str | None:
         """Return the name of a part of the model that changed since the engine was made, or None."""
@@ -142,10 +157,11 @@ class TorchEngine(Vocabulary, Locked):
             ModelError: the budget does not hold one sequence.
             StateError: slots are open.
         """
+        self.prefix_cache.clear(self)
         limit = read_max_length(self._text_config) or None
         each = self.position_bytes
         slots, length = plan_kv_budget(self.name, self._cache.in_use, budget, max_length, limit, lambda n: n * each)
-        self._cache = SlotKVCache(len(self._cache.layers), slots, length, budget // each)
+        self._cache = SlotKVCache(len(self._cache.layers), slots, length, budget // each, by_row=self._attends_by_row)
         if self._runner is not None:
             self._runner.release_cache()
         self.max_length = length
@@ -161,18 +177,30 @@ class TorchEngine(Vocabulary, Locked):
             PromptError: the prompt's recording does not fit the model or its placeholders.
             StateError: all slots are in use, or the loaded model changed after its engine was made.
         """
+        self._check_prompt(prompt)
+        slot = self._cache.allocate()
+        self._place_prompt(slot, prompt)
+        return slot
+
+    @exclusive
+    def reopen(self, slot: int, prompt: Prompt) -> None:
+        """Let an open slot continue as a sequence that begins with `prompt`. Raises: as `open`."""
+        self._check_prompt(prompt)
+        self._cache.check(slot)
+        self._place_prompt(slot, prompt)
+
+    def _place_prompt(self, slot: int, prompt: Prompt) -> None:
+        self._media.pop(slot, None)
+        if prompt.has_audio:
+            self._media[slot] = _SlotAudio(prompt)
+
+    def _check_prompt(self, prompt: Prompt) -> None:
         if self._is_loaded_model and (changed := self.changed_part()):
             raise StateError(
                 f"{self.name}: the model's {changed} changed after its engine was made: make another with load_engine"
             )
-        if prompt.has_audio:
-            self._check_media(prompt)
-        slot = self._cache.allocate()
-        if prompt.has_audio:
-            self._media[slot] = _SlotAudio(prompt)
-        return slot
-
-    def _check_media(self, prompt: Prompt) -> None:
+        if not prompt.has_audio:
+            return
         if self.audio is None:
             raise PromptError(f"{self.name} takes no audio")
         placed, made = prompt.ids.count(self.audio.placeholder), self.audio.prompt_tokens(prompt)
@@ -218,10 +246,14 @@ class TorchEngine(Vocabulary, Locked):
         """Return whether the engine has `sample_many` and `draft`: on a GPU, for models that can be fused."""
         return self._runner is not None
 
+    def sample_many(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> Seq[SampledRows]:
+        """Run `forward_many`, and sample a token from each kept position by its input's policy."""
+        return self.launch(inputs, policies).result()
+
     @exclusive
     @torch.inference_mode()
-    def sample_many(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> list[list[SampledToken]]:
-        """Run `forward_many`, and sample a token from each kept position by its input's policy."""
+    def launch(self, inputs: Seq[SequenceInput], policies: Seq[Policy]) -> PendingSamples:
+        """Start `sample_many`, and return while the GPU computes. An input may be the single id `LAST_SAMPLED`."""
         assert self._runner is not None
         starts = [self.kv_len(seq_input.slot) for seq_input in inputs]
         with self._on_this_device():
@@ -275,16 +307,13 @@ class TorchEngine(Vocabulary, Locked):
 
     def _forward_transformers(self, inputs: Seq[SequenceInput]) -> list[Tensor]:
         """Run transformers' own forward. Return the kept logits of each input."""
-        ordered = sorted(inputs, key=lambda seq_input: seq_input.slot)  # consecutive slots are read without a copy
+        ordered = sorted(inputs, key=lambda seq_input: seq_input.slot)  # neighbours of equal length need no copy
         slots, counts = [seq_input.slot for seq_input in ordered], [len(seq_input.ids) for seq_input in ordered]
         starts = [self.kv_len(slot) for slot in slots]
         positions = self._cache.prepare_append(slots, counts, self.device)
         width = positions.shape[1]
         padded = [[*seq_input.ids, *[0] * (width - len(seq_input.ids))] for seq_input in ordered]
         ids = torch.tensor(padded, device=self.device)
-        if self._runner is not None:
-            self._runner.prepare(self._cache)
-            self._cache.store_token_ids(ids)
         media = self._place_media(ordered, starts, width)
         columns = sorted({column for seq_input in inputs for column in seq_input.kept})
         kept = torch.tensor(columns, device=self.device)
@@ -311,17 +340,8 @@ class TorchEngine(Vocabulary, Locked):
 
     def _mask(self, positions: Tensor) -> MaskLike:
         """Return the mask of visible keys, [B, 1, T, span], per kind of attention layer."""
-        keys = torch.arange(self._cache.span, device=self.device)
-        queries = positions[:, None, :, None]
-        masks = {}
-        for kind, window in self._attention_windows.items():
-            visible = keys <= queries
-            if window is not None:
-                visible = visible & (keys > queries - window)
-            if self._additive_mask:
-                zeros = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
-                visible = zeros.masked_fill(~visible, torch.finfo(self.dtype).min)
-            masks[kind] = visible
+        additive = self.dtype if self._additive_mask else None
+        masks = visible_keys(positions, self._cache.span, self._attention_windows, additive)
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _place_media(self, inputs: Seq[SequenceInput], starts: Seq[int], width: int) -> MaskedMedia | None:
@@ -376,10 +396,3 @@ class TorchEngine(Vocabulary, Locked):
         max_difference = self_test.max_difference(self, ids, plain, type(self.model).__name__)
         rounding = torch.finfo(self.dtype).eps * float(plain[-self_test.tail :].abs().max())
         return 0.0 if self.dtype in (torch.float32, torch.float64) else 2 * max(max_difference, rounding)
-
-
-def _read_eos_ids(model: Any) -> tuple[int, ...]:
-    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if isinstance(eos, Tensor):
-        eos = eos.tolist()
-    return () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)

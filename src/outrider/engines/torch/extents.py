@@ -112,17 +112,27 @@ class Run:
         return self.target < other.source + other.length and other.source < self.target + self.length
 
 
-def moved_runs(old: Layout, new: Layout, length: Callable[[int], int]) -> list[Run]:
-    """Return the runs to copy from one layout to another. length: entries of a slot.
+@dataclass(frozen=True)
+class Move:
+    """Runs to copy from one layout to another. in_place: within the buffer, in any order. Otherwise to a new buffer."""
 
-    If the totals are equal, entries that stay in place are left out.
-    """
-    kept = [(old.extents[slot], extent, length(slot)) for slot, extent in new.extents.items() if slot in old.extents]
-    runs = [Run(before.base, after.base, min(count, before.size)) for before, after, count in kept if count]
-    if all(run.source == run.target for run in runs):
+    runs: list[Run]
+    in_place: bool
+
+    @classmethod
+    def between(cls, old: Layout, new: Layout, length: Callable[[int], int]) -> Move:
+        """Return the move that keeps the entries of each slot. length: how many a slot has."""
+        kept = [
+            (old.extents[slot].base, new.extents[slot].base, length(slot)) for slot in new.extents.keys() & old.extents
+        ]
+        runs = [Run(source, target, count) for source, target, count in kept if count]
+        moved = [run for run in runs if run.source != run.target]
+        if old.total == new.total and not any(run.overwrites(other) for run in moved for other in moved):
+            return cls(moved, in_place=True)
+        if moved:
+            return cls(runs, in_place=False)
         end = max((run.source + run.length for run in runs), default=0)
-        return [Run(0, 0, end)] if end and old.total != new.total else []
-    return [run for run in runs if old.total != new.total or run.source != run.target]
+        return cls([Run(0, 0, end)], in_place=False)
 
 
 def make_room(layout: Layout, lengths: Mapping[int, int], slots: Iterable[int], limit: int | None) -> Layout:
@@ -146,10 +156,13 @@ def make_room(layout: Layout, lengths: Mapping[int, int], slots: Iterable[int], 
     return layout.packed(lengths, total)
 
 
-def shrink_if_sparse(layout: Layout, lengths: Mapping[int, int], planned: int) -> Layout:
-    """Return a packed layout if the present one is an eighth larger than the planned sizes of its extents."""
-    if layout.total <= max(MIN_SHRINKABLE, planned + planned // 8):
-        return layout
+def is_sparse(layout: Layout, planned: int) -> bool:
+    """Return whether a layout is an eighth larger than its slots need. planned: sum of their roomy sizes."""
+    return layout.total > max(MIN_SHRINKABLE, planned + planned // 8)
+
+
+def shrunk(layout: Layout, lengths: Mapping[int, int]) -> Layout:
+    """Return a packed layout for slots of these lengths."""
     return layout.packed(lengths, max(MIN_SHRINKABLE, _roomy_total(lengths)))
 
 

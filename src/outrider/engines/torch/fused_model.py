@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -156,20 +156,29 @@ class Media:
 
 def pack_batch(shape: BatchShape, inputs: Seq[SequenceInput], starts: Seq[int], bases: Seq[int]) -> Tensor:
     """Return the entries of a `Batch`, int32 [shape.num_entries], on the host. Padding has base −1 and no tokens."""
-    counts = [len(seq_input.ids) for seq_input in inputs]
-    firsts = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
-    parts = (
-        (shape.tokens, 0, [token for seq_input in inputs for token in seq_input.ids]),
-        (shape.tokens, 0, [start + n for start, count in zip(starts, counts, strict=True) for n in range(count)]),
-        (shape.tokens, -1, [base for base, count in zip(bases, counts, strict=True) for _ in range(count)]),
-        (shape.sequences, 0, firsts),
-        (shape.sequences, 0, counts),
-        (shape.sequences, 0, starts),
-        (shape.sequences, 0, bases),
-        (shape.rows, 0, [first + n for first, each in zip(firsts, inputs, strict=True) for n in each.kept]),
-    )
-    padded = [number for size, padding, part in parts for number in (*part, *[padding] * (size - len(part)))]
-    return torch.tensor(padded, dtype=torch.int32)
+    tokens, sequences = shape.tokens, shape.sequences
+    entries = np.zeros(shape.num_entries, dtype=np.int32)
+    entries[2 * tokens : 3 * tokens] = -1
+    if inputs:
+        ids = [token for seq_input in inputs for token in seq_input.ids]
+        counts = np.array([len(seq_input.ids) for seq_input in inputs])
+        kept = np.array([seq_input.logits_to_keep for seq_input in inputs])
+        places = np.array(bases)
+        ends, first_positions = counts.cumsum(), np.array(starts)
+        index = np.arange(len(ids))
+        parts = (
+            (0, ids),
+            (tokens, index + np.repeat(first_positions - ends + counts, counts)),
+            (2 * tokens, np.repeat(places, counts)),
+            (3 * tokens, ends - counts),
+            (3 * tokens + sequences, counts),
+            (3 * tokens + 2 * sequences, first_positions),
+            (3 * tokens + 3 * sequences, places),
+            (3 * tokens + 4 * sequences, index[: kept.sum()] + np.repeat(ends - kept.cumsum(), kept)),
+        )
+        for offset, part in parts:
+            entries[offset : offset + len(part)] = part
+    return torch.from_numpy(entries)
 
 
 def _next_power_of_two(size: int) -> int:

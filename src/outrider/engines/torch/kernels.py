@@ -139,10 +139,10 @@ def silu_and_mul(gate_up, out, width: tl.constexpr, BLOCK: tl.constexpr, EARLY: 
 
 @triton.jit
 def _locate(buffers, like):
-    """Return pointers to a layer's keys and values, of the type of `like`, and their positions per head, int64."""
+    """Return pointers to a layer's keys and values, of the type of `like`, and their positions per head."""
     keys = tl.load(buffers).to(tl.pointer_type(like.dtype.element_ty))
     values = tl.load(buffers + 1).to(tl.pointer_type(like.dtype.element_ty))
-    return tl.multiple_of(keys, 16), tl.multiple_of(values, 16), tl.load(buffers + 2)
+    return tl.multiple_of(keys, 16), tl.multiple_of(values, 16), tl.load(buffers + 2).to(tl.int32)
 
 
 @triton.jit
@@ -179,11 +179,12 @@ def rotate_and_store(
     b = tl.where(is_value, b, y * cosine + x * sine).to(qkv.dtype.element_ty)
     tl.store(at, a, is_valid & is_query)
     tl.store(at + DIM // 2, b, is_valid & is_query)
-    row = (base.to(tl.int64) + position) * DIM + half
-    key = keys + row + (head - HEADS) * capacity * DIM
+    kv_head = tl.where(is_key, head - HEADS, head - HEADS - KV_HEADS)
+    entry = (kv_head * capacity + base + position).to(tl.int64) * DIM + half
+    key = keys + entry
     tl.store(key, a, is_valid & is_key)
     tl.store(key + DIM // 2, b, is_valid & is_key)
-    value = values + row + (head - HEADS - KV_HEADS) * capacity * DIM
+    value = values + entry
     tl.store(value, a, is_valid & is_value)
     tl.store(value + DIM // 2, b, is_valid & is_value)
 
@@ -218,7 +219,7 @@ def attend(
         q = tl.load(
             qkv + (token[:, None] * (HEADS + 2 * KV_HEADS) + head[:, None]) * DIM + d[None, :], is_valid[:, None], 0.0
         )
-        base = (kv_head * capacity + tl.load(bases + row)) * DIM
+        base = (kv_head * capacity + tl.load(bases + row)).to(tl.int64) * DIM
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         out = tl.zeros([BLOCK_M, DIM], tl.float32)

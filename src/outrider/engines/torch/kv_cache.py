@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,11 +25,11 @@ from outrider.engines.torch.append_plan import AppendPlan
 from outrider.engines.torch.extents import (
     INITIAL_TOTAL,
     Layout,
-    Run,
+    Move,
+    is_sparse,
     make_room,
-    moved_runs,
     roomy_size,
-    shrink_if_sparse,
+    shrunk,
 )
 from outrider.errors import PromptError, StateError
 
@@ -43,14 +44,11 @@ class _Buffer:
         self.data = like.new_empty(like.shape[1], layout.total, like.shape[3])
         self.layout = layout
 
-    def move(self, layout: Layout, runs: Seq[Run]) -> None:
+    def move(self, layout: Layout, move: Move) -> None:
         """Move the entries to another layout."""
         old = self.data
-        in_place = layout.total == self.layout.total and not any(
-            run.overwrites(other) for run in runs for other in runs
-        )
-        new = old if in_place else old.new_empty(old.shape[0], layout.total, old.shape[2])
-        for run in runs:
+        new = old if move.in_place else old.new_empty(old.shape[0], layout.total, old.shape[2])
+        for run in move.runs:
             new[:, run.target : run.target + run.length] = old[:, run.source : run.source + run.length]
         self.data, self.layout = new, layout
 
@@ -73,13 +71,13 @@ class _Layer(CacheLayerMixin):
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | list[Tensor], Tensor | list[Tensor]]:
         """Write the new positions of the forward's rows. Return the keys and values of their whole sequences."""
         if not self.buffers:
             self.lazy_initialization(key_states, value_states)
         keys, values = self.buffers
-        plan = self._owner.append_plan
-        return plan.append(keys.data, key_states), plan.append(values.data, value_states)
+        plan, by_row = self._owner.append_plan, self._owner.by_row
+        return plan.append(keys.data, key_states, by_row=by_row), plan.append(values.data, value_states, by_row=by_row)
 
     def get_mask_sizes(self, *args: object) -> tuple[int, int]:
         return self._owner.span, 0
@@ -95,7 +93,7 @@ class SlotKVCache(Cache):
     """KV cache of one engine. A forward runs between `prepare_append`, or `reserve`, and `commit_append`.
 
     max_slots, max_length, max_positions: limits of the slots, of the positions per slot, and of all positions. None is
-    no limit.
+    no limit. by_row: the model's attention accepts a list of each row's keys (attention.py).
     """
 
     def __init__(
@@ -104,7 +102,10 @@ class SlotKVCache(Cache):
         max_slots: int | None = None,
         max_length: int | None = None,
         max_positions: int | None = None,
+        *,
+        by_row: bool = False,
     ) -> None:
+        self.by_row = by_row
         self.max_slots, self.max_length, self._max_positions = max_slots, max_length, max_positions
         self.layout = Layout(0, {})
         self.capacity = grow_to_fit(INITIAL_TOTAL, 1, max_length)  # positions that a slot may need so far
@@ -223,12 +224,10 @@ class SlotKVCache(Cache):
 
     def _shrink(self) -> None:
         """Give memory back if much of it is free."""
-        lengths = {slot: self._reserved.get(slot, self.lengths[slot]) for slot in self.layout.extents}
-        layout = shrink_if_sparse(self.layout, lengths, self._planned)
-        if layout is self.layout:
+        if not is_sparse(self.layout, self._planned):
             return
         try:
-            self._move_to(layout)
+            self._move_to(shrunk(self.layout, {slot: self._written(slot) for slot in self.layout.extents}))
         except torch.OutOfMemoryError as error:  # of the copy of one buffer
             log.warning("the KV cache could not shrink: %s", error)
 
@@ -238,19 +237,30 @@ class SlotKVCache(Cache):
         try:
             self._move_buffers()
         except BaseException:
-            self.layout = old
+            self.layout = replace(old)  # another object, as the buffers differ from each other
             raise
 
     @torch.inference_mode()
     def _move_buffers(self) -> None:
         """Bring all buffers to the present layout."""
-        origin, runs = self.layout, list[Run]()
+        origin, move = self.layout, Move([], in_place=True)
         for buffer in self._buffers:
             if buffer.layout is not self.layout:
                 if buffer.layout is not origin:
-                    origin, runs = buffer.layout, moved_runs(buffer.layout, self.layout, self._written)
-                buffer.move(self.layout, runs)
+                    origin, move = buffer.layout, Move.between(buffer.layout, self.layout, self._written)
+                buffer.move(self.layout, move)
         self._buffer_layout = self.layout
+        if not move.in_place:
+            self._release_unused()
+
+    def _release_unused(self) -> None:
+        """Return the memory of replaced buffers to the device, if PyTorch keeps much of it for later tensors."""
+        device = self.buffers[0].device
+        if device.type == "cuda":
+            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            if unused > sum(buffer.nbytes for buffer in self.buffers) // 8:
+                with torch.cuda.device(device):
+                    torch.cuda.empty_cache()
 
     def _written(self, slot: int) -> int:
         """Return how many positions of a slot hold entries, those of the present forward included."""
@@ -291,14 +301,9 @@ class SlotKVCache(Cache):
             new = torch.zeros(grow_to_fit(INITIAL_TOKENS, self.layout.total), dtype=torch.int32, device=device)
         if old is not None:
             source = old.clone() if new is old else old
-            for run in moved_runs(self._token_layout, self.layout, self._written):
+            for run in Move.between(self._token_layout, self.layout, self._written).runs:
                 new[run.target : run.target + run.length] = source[run.source : run.source + run.length]
         self.tokens, self._token_layout = new, self.layout
-
-    def store_token_ids(self, ids: Tensor) -> None:
-        """Store the ids [B, T] of the prepared forward, if `tokens` is kept."""
-        if self.tokens is not None:
-            self.append_plan.store(self.tokens[None, :, None], ids[:, None, :, None].to(torch.int32))
 
     def token_ids(self, bases: Tensor, span: int) -> Tensor:
         """Return the ids of `span` tokens from each base, int32 [bases, span]. Behind a sequence's end they are any."""

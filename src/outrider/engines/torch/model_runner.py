@@ -1,21 +1,23 @@
 """Forwards of the fused model as captured CUDA graphs, and on-device sampling.
 
 Results stay on the device until they are complete. The host reads sampled tokens back once per verification batch, and
-once per drafted block.
+once per drafted block. A verification batch is launched without waiting for its results, and a later batch may take its
+sampled tokens from the device, before the host knows them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.decoding.actions import Proposal
-from outrider.engines.base import SequenceInput
+from outrider.engines.base import LAST_SAMPLED, SequenceInput
 from outrider.engines.torch.cuda_graphs import CudaGraphCache, Run
 from outrider.engines.torch.fused_model import (
     MAX_CAPTURED_TOKENS,
@@ -28,16 +30,18 @@ from outrider.engines.torch.fused_model import (
 )
 from outrider.engines.torch.kv_cache import SlotKVCache
 from outrider.sampling.batched_sampler import (
+    NO_CONTEXT,
     RowContext,
     batched_signals,
     row_context,
+    row_contexts,
     sample_batch,
     tensors_to_keep,
     to_sampled_tokens,
     to_signals,
 )
 from outrider.sampling.policy import BatchKey, Policy
-from outrider.sampling.sampler import SampledToken
+from outrider.sampling.sampler import SampledRows
 
 MAX_ROWS = 64  # rows that processors or sampling take at once: each needs several copies of itself
 
@@ -59,6 +63,7 @@ class ModelRunner:
         self._graphs = graphs or CudaGraphCache(device)
         self._batches: dict[BatchShape, Batch] = {}
         self._row_context = torch.zeros(1, 3, dtype=torch.int64, device=device)  # of a decode step's row
+        self._last_sampled = torch.zeros(0, dtype=torch.int32, device=device)  # [slots]
         self._tensors: tuple[Tensor | None, ...] = (None,) * 4  # those of `FusedModel.prepare` in the captured graphs
 
     @staticmethod
@@ -107,6 +112,7 @@ class ModelRunner:
 
         run = self._graphs.get_or_capture(shape, forward) if is_captured else execute
         _copy_into(batch.all, pack_batch(shape, inputs, starts, [cache.base(each.slot) for each in inputs]))
+        self.fill_last_sampled(batch.ids, inputs, accumulate((len(each.ids) for each in inputs[:-1]), initial=0))
         return run()
 
     # Drafting -----------------------------------------------------------------------------------------------
@@ -186,44 +192,56 @@ class ModelRunner:
 
     def sample(
         self, logits: Tensor, inputs: Seq[SequenceInput], starts: Seq[int], policies: Seq[Policy], cache: SlotKVCache
-    ) -> list[list[SampledToken]]:
-        """Return the sampled tokens of each input, with one read-back. logits: rows of all inputs, in their order."""
+    ) -> PendingSamples:
+        """Start to sample a token from each row. logits: rows of all inputs, in their order."""
         firsts = [0, *accumulate(each.logits_to_keep for each in inputs)][:-1]
         sampled_inputs = [_SampledInput(*parts) for parts in zip(inputs, starts, policies, firsts, strict=True)]
-        order = sorted(range(len(inputs)), key=lambda i: hash(sampled_inputs[i].policy.batch_key))
-        groups = [list(group) for _, group in groupby(order, key=lambda i: sampled_inputs[i].policy.batch_key)]
-        sampled = [self._sample_group(logits, [sampled_inputs[i] for i in group], cache) for group in groups]
-        flat = torch.cat(sampled).tolist()
-        found: dict[int, list[SampledToken]] = {}
-        for i in (i for group in groups for i in group):
-            lengths = sampled_inputs[i].lengths
-            found[i] = to_sampled_tokens(flat[: len(lengths)])
-            del flat[: len(lengths)]
-        return [found[i] for i in range(len(inputs))]
+        groups: dict[BatchKey, list[_SampledInput]] = {}
+        for member in sampled_inputs:
+            groups.setdefault(member.policy.batch_key, []).append(member)
+        parts = [self._sample_group(logits, members, cache) for members in groups.values()]
+        sampled = parts[0] if len(parts) == 1 else torch.cat(parts)
+        ordered = [member for members in groups.values() for member in members]
+        ends = list(accumulate(member.seq_input.logits_to_keep for member in ordered))
+        self._store_last(sampled, [end - 1 for end in ends], [member.seq_input.slot for member in ordered])
+        rows = {member.first: slice(end - len(member.rows), end) for member, end in zip(ordered, ends, strict=True)}
+        return PendingSamples(sampled, [rows[first] for first in firsts])
 
-    def _sample_group(self, logits: Tensor, sampled_inputs: Seq[_SampledInput], cache: SlotKVCache) -> Tensor:
+    def _store_last(self, sampled: Tensor, rows: Seq[int], slots: Seq[int]) -> None:
+        """Keep the last token that was sampled for each slot, for inputs of `LAST_SAMPLED`."""
+        if (missing := max(slots) + 1 - len(self._last_sampled)) > 0:
+            self._last_sampled = torch.cat([self._last_sampled, self._last_sampled.new_zeros(missing)])
+        index = self._upload([rows, slots])
+        self._last_sampled.index_copy_(0, index[1], sampled[:, 0].index_select(0, index[0]).int())
+
+    def fill_last_sampled(self, ids: Tensor, inputs: Seq[SequenceInput], offsets: Iterable[int]) -> None:
+        """Replace each `LAST_SAMPLED` in ids (contiguous integers), in which input n begins at offsets[n]."""
+        places = [(at, each.slot) for at, each in zip(offsets, inputs, strict=True) if each.ids[0] == LAST_SAMPLED]
+        if places:
+            index = self._upload([list(column) for column in zip(*places, strict=True)])
+            ids.view(-1).index_copy_(0, index[0], self._last_sampled.index_select(0, index[1]).to(ids.dtype))
+
+    def _sample_group(self, logits: Tensor, members: Seq[_SampledInput], cache: SlotKVCache) -> Tensor:
         """Run `sample_batch` for inputs with equal batch keys. Return float64 [rows, 3]."""
-        batch_key, rows = sampled_inputs[0].policy.batch_key, [row for member in sampled_inputs for row in member.rows]
-        entries = self._upload(
-            [row_context(member.policy, length) for member in sampled_inputs for length in member.lengths]
-        )
-        history = None
+        batch_key, rows = members[0].policy.batch_key, [row for member in members for row in member.rows]
+        part = logits[: len(rows)] if rows == list(range(len(rows))) else logits[self._upload(rows)]
+        if batch_key.sampling.greedy and not batch_key.has_processors:
+            return sample_batch(part, batch_key, NO_CONTEXT, self._model.top2)
+        contexts = row_contexts([member.policy for member in members], [member.lengths for member in members])
+        entries, history = self._upload(contexts), None
         if batch_key.needs_history:
-            bases = [cache.base(member.seq_input.slot) for member in sampled_inputs for _ in member.lengths]
-            history = cache.token_ids(self._upload(bases), max(member.lengths[-1] for member in sampled_inputs))
-        is_prefix = rows == list(range(len(rows)))
-        part = logits[: len(rows)] if is_prefix else logits[self._upload(rows)]
-        limit = len(rows) if batch_key.sampling.greedy and not batch_key.has_processors else MAX_ROWS
+            bases = [cache.base(member.seq_input.slot) for member in members for _ in member.lengths]
+            history = cache.token_ids(self._upload(bases), max(member.lengths[-1] for member in members))
         sampled = []
-        for cut in (slice(n, n + limit) for n in range(0, len(rows), limit)):
+        for cut in (slice(n, n + MAX_ROWS) for n in range(0, len(rows), MAX_ROWS)):
             at = entries[cut]
             context = RowContext(at[:, 0], at[:, 1], at[:, 2], None if history is None else history[cut])
             sampled.append(sample_batch(part[cut], batch_key, context, self._model.top2))
         return torch.cat(sampled)
 
-    def _upload(self, numbers: Seq[int] | Seq[Seq[int]]) -> Tensor:
+    def _upload(self, numbers: Seq[int] | Seq[Seq[int]] | np.ndarray) -> Tensor:
         """Return integers as an int64 tensor on the device."""
-        return _pin_if_cuda(torch.tensor(numbers), self._device).to(self._device, non_blocking=True)
+        return _pin_if_cuda(torch.as_tensor(numbers), self._device).to(self._device, non_blocking=True)
 
     def _batch(self, shape: BatchShape) -> Batch:
         if shape not in self._batches:
@@ -234,6 +252,37 @@ class ModelRunner:
     def _pad(batch: Batch) -> None:
         """Fill the batch with padding, so that a forward over it writes nothing."""
         _copy_into(batch.all, pack_batch(batch.shape, [], [], []))
+
+
+class PendingSamples:
+    """Sampled tokens on their way to the host. rows: of each input, in `sampled`, float64 [R, 3] of `sample_batch`."""
+
+    def __init__(self, sampled: Tensor, rows: Seq[slice]) -> None:
+        self._rows = rows
+        self._copied: torch.cuda.Event | None = None
+        if sampled.is_cuda:
+            self._sampled = torch.empty_like(sampled, device="cpu", pin_memory=True)
+            self._sampled.copy_(sampled, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+        else:
+            self._sampled = sampled
+
+    def ready(self) -> bool:
+        """Return whether the tokens have arrived."""
+        return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
+
+    def result(self) -> list[SampledRows]:
+        """Wait for the tokens, and return those of each input."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        sampled = self._sampled.numpy()
+        tokens, scores, margins = (
+            sampled[:, 0].astype(np.int64).tolist(),
+            sampled[:, 1].tolist(),
+            sampled[:, 2].tolist(),
+        )
+        return [SampledRows(tokens[rows], margins[rows], scores[rows]) for rows in self._rows]
 
 
 def split_prefill(inputs: Seq[SequenceInput]) -> Iterator[list[SequenceInput]]:

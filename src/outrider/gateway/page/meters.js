@@ -78,6 +78,13 @@ function traffic(name, ledger) {
   return made;
 }
 
+/** What an earlier run saved: tokens of the prompt that were neither sent nor computed again. */
+function reused({ edge_cached_tokens: edge, cloud_cached_tokens: cloud }) {
+  if (!edge && !cloud) return [];
+  const sides = [[edge, "on the edge"], [cloud, "in the cloud"]].filter(([count]) => count);
+  return [`prompt tokens kept from an earlier run: ${sides.map(([count, where]) => `${count} ${where}`).join(", ")}`];
+}
+
 /** end: the `outrider` object of the last chunk. seen: what the page measured. */
 export function meters(place, end, seen, count) {
   const { stats } = end;
@@ -88,7 +95,7 @@ export function meters(place, end, seen, count) {
       [["s0", stats.escalated]], stats.blocks),
     tile("Accepted", percent(stats.accepted, stats.verified), [`${stats.accepted} of ${stats.verified} verified drafts`],
       [["s2", Math.min(stats.accepted, stats.verified)]], stats.verified),
-    tile("First token", seconds(seen.ttft), [`here; ${seconds(stats.ttft_s)} at the gateway`]),
+    tile("First token", seconds(seen.ttft), [`here; ${seconds(stats.ttft_s)} at the gateway`, ...reused(stats)]),
     tile("Tokens per second", rate(seen.speed), [`here; ${rate(served)} at the gateway`]),
     traffic("Sent up", ledger.up),
     traffic("Came down", ledger.down),

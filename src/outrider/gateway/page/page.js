@@ -115,9 +115,10 @@ function rest() {
   by("output").setAttribute("aria-busy", "false");
 }
 
-/** Stream one completion into a panel. Throws what ended it early, after the panel has said it. */
-async function stream(panel, input, of, signal) {
-  const body = { model, ...input.fields, ...decoding(), stream: true, outrider: { ...choice(of), ...input.own } };
+/** Stream one completion into a panel. Throws what ended it early, after the panel has said it. more: fields of it. */
+async function stream(panel, input, of, signal, more = {}) {
+  const options = { ...choice(of), ...input.own, ...more };
+  const body = { model, ...input.fields, ...decoding(), stream: true, outrider: options };
   showRequest(input.path, body);
   panel.began = performance.now();
   let end = null;
@@ -180,8 +181,9 @@ function runAll() {
 
 /** A column that fails says so itself, and the others go on. */
 async function streamOrSay(panel, input, of, signal) {
+  const anew = { cache_salt: `${of} ${Date.now()}` }; // else the later runs would find the prompt of the first computed
   try {
-    await stream(panel, input, of, signal);
+    await stream(panel, input, of, signal, anew);
   } catch (problem) {
     if (problem.name === "AbortError" || problem.status === 401) throw problem;
   }

@@ -84,6 +84,8 @@ class EngineView:
     reads_audio: False drops the recording, for a drafter that cannot read it.
     """
 
+    prefix_cache = None  # `generate` returns with no slot in use
+
     def __init__(self, engine: Engine, eos_ids: tuple[int, ...], *, reads_audio: bool = True) -> None:
         self._engine, self.eos_ids, self._reads_audio = engine, eos_ids, reads_audio
 

@@ -77,7 +77,8 @@ class Capabilities:
     model: the served model. max_length: most positions of a sequence. mode: the backend's request mode. top: most
     entries of a row, ALL_LOGPROBS without a limit. normalised: rows are log-probabilities, not logits. noise: twice the
     measured difference between two computations of the same row, in logits. sample: rows of the probe prompt. warning:
-    the cost of the request mode, for the log, or empty.
+    the cost of the request mode, for the log, or empty. media_refusal: the reason that recordings cannot be verified,
+    or empty. sends_computed_rows: the answer has the rows of all computed tokens, not of the requested ones alone.
     """
 
     model: str
@@ -88,19 +89,23 @@ class Capabilities:
     noise: float
     sample: tuple[TopLogprobs, ...]
     warning: str = ""
+    media_refusal: str = ""
+    sends_computed_rows: bool = False
 
 
 class Backend(Protocol):
     """The requests and answers of one kind of server.
 
     scheme: as in "vllm://host:port". product: name of the server software. logits_hint: advice on how to get logits.
-    more_hint: advice on how to get n entries of a row, with "{}" for n.
     """
 
     scheme: str
     product: str
     logits_hint: str
-    more_hint: str
+
+    def more_hint(self, capabilities: Capabilities, count: int) -> str:
+        """Return advice on how to get `count` entries of a row (ALL_LOGPROBS for the whole row)."""
+        ...
 
     async def probe(self, client: HttpClient) -> Capabilities:
         """Determine the server's capabilities with requests for the probe prompt."""

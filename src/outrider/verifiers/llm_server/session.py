@@ -33,11 +33,13 @@ from outrider.verifiers.llm_server.backend import (
     Media,
     MediaMissing,
 )
+from outrider.verifiers.llm_server.conversations import Conversations
 from outrider.verifiers.llm_server.replicas import Replica, use_first_ready
 from outrider.verifiers.retry import MIN_UPLOAD_RATE
 from outrider.verifiers.session import ForwardPlan, Session
 
 TOP_CONSTRAINED, TOP_NUCLEUS = 8, 64  # entries of a row in the first request
+PREFILL_MIN = 512  # tokens before a first block; with more, a request of its own computes them
 TOP_GROWTH, MAX_TOP = 4, 4096  # factor for the next request if they do not suffice; above MAX_TOP the whole row
 
 
@@ -57,6 +59,7 @@ class LlmServerSession:
         params: SessionParams,
         target: ModelInfo,
         noise: float,
+        conversations: Conversations,
     ) -> None:
         _check_prompt(prompt, params, target)
         settings = params.settings
@@ -64,11 +67,16 @@ class LlmServerSession:
         self.session = Session(prompt.ids, len(prompt.ids), policy, parse_acceptance_rule(params.accept), noise)
         self.byte_counts = ByteCounts()
         self._backend, self._replicas, self._settings = backend, replicas, settings
-        self._key = uuid.uuid4().hex  # unique, so the server caches only this session's tokens under it
         self._eos_ids = None if settings.ignore_eos else target.eos_ids
         self._top = _initial_top(settings)
-        self._media = _media(prompt, target)
-        self._has_recording: set[Replica] = set()
+        media = _media(prompt, target)
+        self._conversation = conversations.take(prompt, media)
+        kept = self._conversation.media
+        self._media = None if media is None or kept is None else replace(media, uuid=kept.uuid)
+        self._conversations = conversations
+        self._key = self._conversation.key
+        self._has_recording = self._conversation.has_recording
+        self._prefilled: set[Replica] = set()  # replicas that have computed the tokens before the first block
         self._maybe_cached: set[Replica] = set()  # replicas that may have cached tokens without a verdict
 
     async def verify(self, request: Verify) -> Verdict:
@@ -83,6 +91,11 @@ class LlmServerSession:
 
         await use_first_ready(self._replicas, self._key, use)
         return verdicts[0]
+
+    def close(self) -> None:
+        """End the session. Its key is kept for the next turn of the conversation."""
+        self._conversation.tokens = self.session.ids
+        self._conversations.add(self._conversation)
 
     async def count_bytes(self) -> ByteCounts:
         """Return the byte counts, including all transport bytes that no session has claimed."""
@@ -99,6 +112,7 @@ class LlmServerSession:
             sampling_warning(self._settings, capabilities, self.session.vocab_size, replica.name, self._backend)
         )
         self.session.noise = max(self.session.noise, capabilities.noise)
+        await self._prefill(replica, capabilities, plan)
         while True:
             rows = await self._fetch_logprobs(replica, capabilities, plan)
             try:
@@ -109,6 +123,17 @@ class LlmServerSession:
             self._maybe_cached.discard(replica)
             return verdict
 
+    async def _prefill(self, replica: Replica, capabilities: Capabilities, plan: ForwardPlan) -> None:
+        """Let a replica compute a long text before its first block, if the answer would contain all rows of the text.
+
+        The last token before the drafts is left out. If it were cached, the row after it would be missing.
+        """
+        is_new = capabilities.sends_computed_rows and replica not in self._prefilled
+        length = len(plan.ids) - plan.rows
+        if is_new and plan.rows > 1 and length >= PREFILL_MIN and self._media is None:
+            await self._post(replica, capabilities, LogprobsRequest(plan.ids[:length], 1, 1, self._key))
+        self._prefilled.add(replica)
+
     async def _fetch_logprobs(
         self, replica: Replica, capabilities: Capabilities, plan: ForwardPlan
     ) -> list[TopLogprobs]:
@@ -116,6 +141,7 @@ class LlmServerSession:
         for _ in range(3):
             request = self._build_request(replica, capabilities, plan)
             self._maybe_cached.add(replica)
+            self._conversation.sent = max(self._conversation.sent, len(plan.ids))
             try:
                 rows = await self._post(replica, capabilities, request)
             except CachedLogprobsMissing:
@@ -159,10 +185,10 @@ class LlmServerSession:
     def _increase_top(self, capabilities: Capabilities, shortage: NeedMoreLogprobs, name: str) -> None:
         """Request more entries from now on, since the next rows are likely to need them too."""
         if self._top == ALL_LOGPROBS or (capabilities.top != ALL_LOGPROBS and self._top >= capabilities.top):
+            hint = self._backend.more_hint(capabilities, TOP_GROWTH * capabilities.top)
             raise CloudRefused(
                 f"{name} sends {capabilities.top} entries of a row, which do not determine the token at position "
-                f"{shortage.position}: {self._backend.more_hint.format(TOP_GROWTH * capabilities.top)}, or restrict "
-                "sampling further (top_k, top_p)"
+                f"{shortage.position}: {hint}, or restrict sampling further (top_k, top_p)"
             )
         self._top *= TOP_GROWTH
         if self._top > MAX_TOP and capabilities.top == ALL_LOGPROBS:
@@ -184,12 +210,12 @@ def check_settings(settings: GenerationSettings, capabilities: Capabilities, nam
     if settings.top_k >= capabilities.top:
         raise SettingsError(
             f"top_k {settings.top_k}: {name} sends {capabilities.top} entries of a row, which covers top_k up to "
-            f"{capabilities.top - 1}; {backend.more_hint.format(settings.top_k + 1)}"
+            f"{capabilities.top - 1}; {backend.more_hint(capabilities, settings.top_k + 1)}"
         )
     if not settings.top_k and settings.top_p == 1.0 and settings.min_p == 0.0:
         raise SettingsError(
             f"sampling from the whole vocabulary: {name} sends {capabilities.top} entries of a row; set top_k (up to "
-            f"{capabilities.top - 1}), top_p or min_p, or {backend.more_hint.format(-1)}"
+            f"{capabilities.top - 1}), top_p or min_p, or {backend.more_hint(capabilities, ALL_LOGPROBS)}"
         )
 
 
@@ -201,9 +227,10 @@ def sampling_warning(
     if settings.temperature == 0 or settings.top_k or has_all:
         return ""
     which = "top_p" if settings.top_p < 1.0 else "min_p"
+    hint = backend.more_hint(capabilities, ALL_LOGPROBS)
     return (
         f"{which} may not be determined by the {capabilities.top} entries of a row that {name} sends, and the output "
-        f"then ends with an error: add top_k (up to {capabilities.top - 1}), or {backend.more_hint.format(-1)}"
+        f"then ends with an error: add top_k (up to {capabilities.top - 1}), or {hint}"
     )
 
 

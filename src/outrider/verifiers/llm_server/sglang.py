@@ -29,7 +29,10 @@ class SglangBackend:
 
     scheme, product = "sglang", "SGLang"
     logits_hint = "use vllm or our own cloud, which send logits"
-    more_hint = "use vllm with --max-logprobs {}, or our own cloud"
+
+    def more_hint(self, _: Capabilities, count: int) -> str:
+        """Return advice on how to get `count` entries of a row."""
+        return f"use vllm with --max-logprobs {count}, or our own cloud"
 
     async def probe(self, client: HttpClient) -> Capabilities:
         """Determine the capabilities, and compare the rows with and without the radix cache.

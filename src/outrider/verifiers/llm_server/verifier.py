@@ -20,6 +20,7 @@ from outrider.transport.http_client import HttpClient
 from outrider.transport.tls import ClientTls
 from outrider.verifiers.base import ModelInfo, RemoteSessions, SessionParams
 from outrider.verifiers.llm_server.backend import Backend, Capabilities
+from outrider.verifiers.llm_server.conversations import Conversations
 from outrider.verifiers.llm_server.replicas import Replica, strip_name, use_first_ready
 from outrider.verifiers.llm_server.session import LlmServerSession
 from outrider.verifiers.llm_server.vocabulary_check import count_shared_tokens
@@ -63,6 +64,7 @@ class LlmServerVerifier(RemoteSessions[LlmServerSession]):
         ]
         self.replicas = [Replica(backend, client, deadline) for client in self._loop_thread.clients]
         self._model_info: ModelInfo | None = None
+        self._conversations = Conversations()
         self._edge_fingerprint = ""  # of the drafter that _model_info was compared with
 
     def __repr__(self) -> str:
@@ -97,7 +99,8 @@ class LlmServerVerifier(RemoteSessions[LlmServerSession]):
     def open(self, prompt: Prompt, params: SessionParams) -> int:
         """Open a session, which exists on this side only."""
         noise = max(replica.capabilities.noise for replica in self.replicas if replica.capabilities is not None)
-        return self._add(LlmServerSession(self._backend, self.replicas, prompt, params, self.describe(), noise))
+        target, conversations = self.describe(), self._conversations
+        return self._add(LlmServerSession(self._backend, self.replicas, prompt, params, target, noise, conversations))
 
     def submit(self, session: int, request: Verify) -> Future[Verdict]:
         """Send a request and return the future of its verdict."""
@@ -114,8 +117,10 @@ class LlmServerVerifier(RemoteSessions[LlmServerSession]):
         return self._loop_thread.run(self._get(session).count_bytes()).result()
 
     def close(self, session: int) -> None:
-        """Discard the session. The servers keep none, so there is no request."""
-        self._sessions.pop(session, None)
+        """End the session. The servers keep none, so there is no request."""
+        entry = self._sessions.pop(session, None)
+        if entry is not None:
+            entry.close()
 
     # In the event loop of the connections -------------------------------------------------------------------
 

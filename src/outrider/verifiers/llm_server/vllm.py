@@ -1,8 +1,9 @@
 """vLLM's HTTP server as a verifier (vllm://host:port), in one of two request modes that the probe chooses.
 
-    prompt_logprobs   POST /inference/v1/generate, for servers started with --enable-scale-out. The request is one
-                      sequence, prompt and drafts, with the log-probabilities of its tokens. The prefix cache serves
-                      the earlier tokens, and the answer has the rows of the later ones. Recordings need this mode.
+    prompt_logprobs   POST /inference/v1/generate, which 0.32 offers if started with --enable-scale-out, and 0.24
+                      always. The request is one sequence, prompt and drafts, with the log-probabilities of its tokens.
+                      The prefix cache serves the earlier tokens, and the answer has the rows of the later ones.
+                      Recordings need this mode, in a version whose answers count the tokens of the prompt (`usage`).
     per_prefix        POST /v1/completions, for any server. The request has k+1 prompts, each one draft longer, and
                       generates one token for each. The prefix cache serves them up to the last whole block, so a
                       verdict computes about k+1 times as many tokens.
@@ -40,7 +41,8 @@ from outrider.verifiers.llm_server.logit_noise import PROBE_PROMPT, PROBE_TOP
 PROMPT_LOGPROBS, PER_PREFIX = "prompt_logprobs", "per_prefix"
 HYBRID = "hybrid"  # per_prefix for texts, prompt_logprobs for recordings, if necessary without the prefix cache
 TOP_CANDIDATES = (ALL_LOGPROBS, 4096, 1024, 256, 64, 20, PROBE_TOP)  # to try; vLLM's default limit is 20
-SCALE_OUT_FLAG = "--enable-scale-out"  # vLLM's error message without it contains this text
+SCALE_OUT = "scale-out"  # vLLM's error message contains this text if the endpoint is disabled, and the option to set
+GENERATE_PATH = "/inference/v1/generate"
 DEFAULT_PARAMS = {  # explicit, because a server may have other defaults
     "temperature": 0.0,
     "max_tokens": 1,
@@ -53,13 +55,22 @@ DEFAULT_PARAMS = {  # explicit, because a server may have other defaults
 }
 COST = "reads each block as k+1 prompts, at some k+1 times the work"
 CACHE_WARNING = (
-    "vllm://{} does not send rows with its prefix cache ({}): it reads each block as k+1 prompts and recordings "
-    "without the cache; start vllm with MALLOC_PERTURB_=255 in its environment, or with model runner V2"
+    "vllm://{} does not send rows with its prefix cache ({}): it reads each block as k+1 prompts{}; start vllm with "
+    "MALLOC_PERTURB_=255 in its environment, or VLLM_USE_V2_MODEL_RUNNER=1"
+)
+NO_ENDPOINT = f"this version of vllm has no {GENERATE_PATH}"
+UNCOUNTED = (
+    f"the answers of its {GENERATE_PATH} do not count the tokens of the prompt, so a recording in it could go "
+    "unnoticed; vllm 0.24 is such a version, and 0.32 with --enable-scale-out is not"
 )
 
 
 class _EndpointClosed(CloudRefused):
-    """The server does not have the endpoint."""
+    """The server does not have the endpoint, for `reason`."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class VllmBackend:
@@ -67,7 +78,11 @@ class VllmBackend:
 
     scheme, product = "vllm", "vLLM"
     logits_hint = "start vllm with --logprobs-mode raw_logits"
-    more_hint = "start vllm with --max-logprobs {}"
+
+    def more_hint(self, capabilities: Capabilities, count: int) -> str:
+        """Return advice on how to get `count` entries of a row."""
+        start = f"vllm with --max-logprobs {count}"
+        return f"use a later {start}" if count < 0 and _lacks_whole_rows(capabilities) else f"start {start}"
 
     async def probe(self, client: HttpClient) -> Capabilities:
         """Determine the capabilities and the request mode with requests for the probe prompt.
@@ -78,6 +93,7 @@ class VllmBackend:
         """
         model, length = await self._model(client)
         plain = Capabilities(model, length, PROMPT_LOGPROBS, PROBE_TOP, normalised=False, noise=0.0, sample=())
+        plain = replace(plain, sends_computed_rows=True)
         return await self._probe_prompt_logprobs(client, plain)
 
     async def _model(self, client: HttpClient) -> tuple[str, int | None]:
@@ -93,18 +109,25 @@ class VllmBackend:
         """Probe prompt_logprobs with the prefix cache, and fall back to another mode if its rows are missing."""
         probe = backend.probe_request()
         try:
-            read = await backend.fetch_logprobs(self, client, replace(probe, skip_cache=True), capabilities)
+            path, body = self.build_request(fresh := replace(probe, skip_cache=True), capabilities)
+            answer = await backend.post_json(self, client, path, body)
+            read = self.parse_logprobs(answer, fresh, capabilities)
+            capabilities = replace(capabilities, media_refusal="" if answer.get("usage") else UNCOUNTED)
             await backend.fetch_logprobs(self, client, replace(probe, ids=PROBE_PROMPT, rows=1), capabilities)
             reused = await backend.fetch_logprobs(self, client, probe, capabilities)
         except CachedLogprobsMissing as error:
             per_prefix = await self._probe_per_prefix(client, capabilities)
-            return replace(per_prefix, mode=HYBRID, warning=CACHE_WARNING.format(client.name, error))
+            others = "" if capabilities.media_refusal else " and recordings without the cache"
+            warning = CACHE_WARNING.format(client.name, error, others)
+            return replace(per_prefix, mode=HYBRID if others else PER_PREFIX, warning=warning)
         except CloudRefused as error:
-            return replace(await self._probe_per_prefix(client, capabilities), warning=_warning(client.name, error))
+            per_prefix = await self._probe_per_prefix(client, capabilities)
+            reason = _reason(client.name, error)
+            return replace(per_prefix, media_refusal=reason, warning=f"vllm://{client.name} {COST}: {reason}")
         return await self._measured(client, capabilities, read, reused)
 
     async def _probe_per_prefix(self, client: HttpClient, capabilities: Capabilities) -> Capabilities:
-        capabilities = replace(capabilities, mode=PER_PREFIX)
+        capabilities = replace(capabilities, mode=PER_PREFIX, sends_computed_rows=False)
         probe = backend.probe_request()
         read = await backend.fetch_logprobs(self, client, probe, capabilities)
         again = await backend.fetch_logprobs(self, client, probe, capabilities)
@@ -118,7 +141,7 @@ class VllmBackend:
 
     async def _find_max_top(self, client: HttpClient, capabilities: Capabilities) -> int:
         """Return how many entries of a row the server sends, found with one-token prompts, which have no rows."""
-        for top in TOP_CANDIDATES:
+        for top in TOP_CANDIDATES[1:] if _lacks_whole_rows(capabilities) else TOP_CANDIDATES:
             request = LogprobsRequest(PROBE_PROMPT[:1], 1, capabilities.top, uuid.uuid4().hex)
             path, body = self.build_request(request, capabilities)
             (body if capabilities.mode == PER_PREFIX else body["sampling_params"])["prompt_logprobs"] = top
@@ -138,11 +161,11 @@ class VllmBackend:
 
     def build_request(self, request: LogprobsRequest, capabilities: Capabilities) -> tuple[str, Json]:
         """Return path and body of a request for the rows."""
+        if request.media is not None and capabilities.media_refusal:
+            raise SettingsError(f"this vllm server cannot verify a recording: {capabilities.media_refusal}")
         if _mode(request, capabilities) == PER_PREFIX:
-            if request.media is not None:
-                raise SettingsError("a recording needs vllm to be started with --enable-scale-out")
             return "/v1/completions", _per_prefix_body(request, capabilities)
-        return "/inference/v1/generate", _prompt_logprobs_body(request, capabilities)
+        return GENERATE_PATH, _prompt_logprobs_body(request, capabilities)
 
     def parse_logprobs(self, content: Json, request: LogprobsRequest, capabilities: Capabilities) -> list[TopLogprobs]:
         """Return the rows in the answer."""
@@ -152,8 +175,10 @@ class VllmBackend:
 
     def map_error(self, name: str, reply: HttpResponse) -> Exception:
         """Return the exception for a status other than 200."""
-        if reply.status == 404 or SCALE_OUT_FLAG in reply.error:
-            return _EndpointClosed(f"{name}: {reply.reason}")
+        if reply.status == 404:
+            return _EndpointClosed(f"{name}: {reply.reason}", NO_ENDPOINT)
+        if SCALE_OUT in reply.error.lower():
+            return _EndpointClosed(f"{name}: {reply.reason}", reply.error.rstrip("."))
         if "not JSON compliant" in reply.error:  # rows of cached tokens are uninitialised memory, here NaN
             return CachedLogprobsMissing(reply.error)
         if "Cache miss" in reply.error:
@@ -176,10 +201,16 @@ class VllmBackend:
             return str(content["choices"][0]["finish_reason"]) == "stop"
 
 
-def _warning(name: str, error: CloudRefused) -> str:
+def _reason(name: str, error: CloudRefused) -> str:
+    """Return the reason that a block cannot be verified as one sequence."""
     if isinstance(error, _EndpointClosed):
-        return f"vllm://{name} {COST}: start it with {SCALE_OUT_FLAG}"
-    return f"vllm://{name} {COST}: as one sequence it could not be verified ({str(error).removeprefix(f'{name}: ')})"
+        return error.reason
+    return f"as one sequence it could not be verified ({str(error).removeprefix(f'{name}: ')})"
+
+
+def _lacks_whole_rows(capabilities: Capabilities) -> bool:
+    """Return whether the server is a version like 0.24, which sends no row of a generated token with all entries."""
+    return capabilities.media_refusal == UNCOUNTED
 
 
 def _mode(request: LogprobsRequest, capabilities: Capabilities) -> str:
@@ -189,13 +220,14 @@ def _mode(request: LogprobsRequest, capabilities: Capabilities) -> str:
 
 
 def _prompt_logprobs_body(request: LogprobsRequest, capabilities: Capabilities) -> Json:
-    params = {
+    params: Json = {
         **DEFAULT_PARAMS,
-        "prompt_logprobs": request.top,
         "logprobs": request.top,
         "skip_reading_prefix_cache": request.skip_cache,
         "detokenize": False,
     }
+    if request.rows > 1:  # else the server would send the rows of the whole prompt for none that is needed
+        params["prompt_logprobs"] = request.top
     body: Json = {
         "model": capabilities.model,
         "token_ids": list(request.ids),
@@ -229,10 +261,11 @@ def _per_prefix_body(request: LogprobsRequest, capabilities: Capabilities) -> Js
 def _parse_prompt_logprobs(content: Json, request: LogprobsRequest, capabilities: Capabilities) -> list[TopLogprobs]:
     """Return the rows of the last `request.rows` − 1 prompt tokens and of the generated token.
 
-    Tokens in the prefix cache have no rows: vLLM omits them (model runner V2) or sends uninitialised memory (V1).
+    Tokens in the prefix cache have no rows: vLLM omits them (model runner V2) or sends uninitialised memory (V1). The
+    number of prompt tokens matters for recordings, which the server expands. It takes the ids of a text as they are.
     """
-    prompt_tokens = content["usage"]["prompt_tokens"]
-    if prompt_tokens != len(request.ids):
+    is_counted = request.media is not None or content.get("usage") is not None
+    if is_counted and (prompt_tokens := content["usage"]["prompt_tokens"]) != len(request.ids):
         raise CloudRefused(
             f"vllm makes {prompt_tokens} tokens of the prompt, the drafter {len(request.ids)}: the two probably make "
             "other audio tokens of the recording"
@@ -249,9 +282,9 @@ def _parse_prompt_logprobs(content: Json, request: LogprobsRequest, capabilities
     ]
     (choice,) = content["choices"]
     (last,) = choice["logprobs"]["content"]
-    backend.check_eos(request, last["token_id"], ended=choice["finish_reason"] == "stop")
-    bonus = {entry["token_id"]: entry["logprob"] for entry in last["top_logprobs"]}
-    return [*found, _row({last["token_id"]: last["logprob"], **bonus}, request, capabilities)]
+    backend.check_eos(request, _token_id(last), ended=choice["finish_reason"] == "stop")
+    bonus = {_token_id(entry): entry["logprob"] for entry in (last, *last["top_logprobs"])}
+    return [*found, _row(bonus, request, capabilities)]
 
 
 def _parse_per_prefix(content: Json, request: LogprobsRequest, capabilities: Capabilities) -> list[TopLogprobs]:
@@ -273,6 +306,11 @@ def _is_complete_row(entries: Json | None, token: int, top: int) -> bool:
         return False
     ranks = {entry["rank"] for entry in entries.values()}
     return len(entries) > 1 if top == ALL_LOGPROBS else ranks.issuperset(range(1, top + 1))
+
+
+def _token_id(entry: Json) -> int:
+    """Return the id of an entry for a generated token. vLLM 0.24 names it in `token`, as "token_id:N"."""
+    return int(entry["token_id"]) if "token_id" in entry else _parse_token_id(entry["token"])
 
 
 def _parse_token_id(name: str) -> int:

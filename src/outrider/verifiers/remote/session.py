@@ -28,6 +28,7 @@ from outrider.transport.status import CallFailed, Disconnected
 from outrider.transport.stream import Stream
 from outrider.verifiers.base import SessionParams
 from outrider.verifiers.remote.errors import map_call_error, map_error_frame
+from outrider.verifiers.remote.kept_sessions import KeptSession, KeptSessions
 from outrider.verifiers.retry import MIN_UPLOAD_RATE, Retryable
 
 log = logging.getLogger(__name__)
@@ -37,13 +38,17 @@ MEDIA_CHUNK = 256 * 1024  # bytes in one Media frame
 
 @dataclass(frozen=True)
 class Peer:
-    """The cloud of a session. fingerprint, model: from its description. deadline: seconds per attempt."""
+    """The cloud of a session. fingerprint, model: from its description. deadline: seconds per attempt.
+
+    kept: the closed sessions that the next ones may continue.
+    """
 
     name: str
     connection: Connection
     fingerprint: str
     model: bytes
     deadline: float
+    kept: KeptSessions
 
 
 class RemoteSession:
@@ -69,6 +74,7 @@ class RemoteSession:
         self._generating = self._closed = False
         self._pending_frames: list[tuple[str, int]] = []  # kind and cost of the frames sent since the last verdict
         self._media = pack_media(prompt, hides_audio=params.hides_audio)
+        self._base: KeptSession | None = None  # that the last opening continued
 
     async def verify(self, request: Verify) -> Verdict:
         """Make one attempt to verify a block. A stream of `generate_next` ends, and another one resumes the session."""
@@ -102,6 +108,10 @@ class RemoteSession:
         if task is not None:
             task.set_name(CLOSING_TASK_NAME)
         self._closed = True
+        keeps = False
+        if self._id is not None and self.rounds:
+            keeps = True
+            self._peer.kept.add(KeptSession(self._id, self.tokens, self._media, self._prompt.cache_salt))
         stream, self._stream = self._stream or self._detached, None
         if stream is None:
             return
@@ -109,7 +119,7 @@ class RemoteSession:
             async with asyncio.timeout(self._peer.deadline):
                 if self._generating:
                     stream = await self._interrupt(stream)
-                await stream.send(schema.Request(close=schema.Close()).SerializeToString(), last=True)
+                await stream.send(schema.Request(close=schema.Close(keep=keeps)).SerializeToString(), last=True)
                 while await stream.receive() is not None:
                     pass
         except (CallFailed, Disconnected, TimeoutError) as error:
@@ -190,8 +200,15 @@ class RemoteSession:
         return [schema.Request(resume=schema.Resume(session=self._id, length=len(self.tokens), digest=token_digest))]
 
     def _open(self) -> list[schema.Request]:
-        """Return the Open frame, with the committed tokens, and the Media frames that it announces."""
+        """Return the Open frame, with the committed tokens, and the Media frames that it announces.
+
+        A kept session with a common prefix is continued: what the cloud has of it is not sent again.
+        """
         prompt, params, (kind, media) = self._prompt, self._params, self._media
+        base, length = (None, 0) if self._base is not None else self._peer.kept.take(prompt)
+        self._base, conditioning = base or self._base, digest(prompt.ids, media)
+        if base is not None and media and base.media == self._media:
+            kind, media = schema.KEPT, b""
         opening = schema.Open(
             protocol=schema.VERSION,
             fingerprint=self._peer.fingerprint.encode(),
@@ -199,10 +216,11 @@ class RemoteSession:
             settings=pack_settings(params.settings),
             accept="" if params.accept == "exact" else params.accept,
             vocab_size=params.vocab_size,
-            prompt=pack_ids(prompt.ids),
+            prompt=pack_ids(prompt.ids[length:]),
             committed=pack_ids(self.tokens[len(prompt.ids) :]),
             media=kind,  # type: ignore[arg-type]
-            conditioning=digest(prompt.ids, media),
+            conditioning=conditioning,
+            base=None if base is None else base.reference(length),
         )
         parts = [media[i : i + MEDIA_CHUNK] for i in range(0, len(media), MEDIA_CHUNK)]
         frames = [schema.Media(data=part, more=n + 1 < len(parts)) for n, part in enumerate(parts)]
@@ -254,6 +272,8 @@ class RemoteSession:
         """Return the exception for an Error frame, and prepare the next attempt."""
         is_out_of_sync = error.code == ErrorCode.BASE_LENGTH and not self._just_opened
         if error.code == ErrorCode.UNKNOWN_SESSION or is_out_of_sync:
+            if self._id is None and self._base is not None:
+                self._peer.kept.drop_until(self._base)
             self._id = None  # the next attempt opens a new session with all tokens
         if error.code == ErrorCode.DRAINING:
             self._peer.connection.drain()  # the next connection may reach a server that accepts sessions

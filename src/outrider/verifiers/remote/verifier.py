@@ -27,6 +27,7 @@ from outrider.transport.status import CallFailed, Disconnected
 from outrider.transport.tls import ClientTls
 from outrider.verifiers.base import ModelInfo, RemoteSessions, SessionParams
 from outrider.verifiers.remote.errors import map_call_error
+from outrider.verifiers.remote.kept_sessions import KeptSessions
 from outrider.verifiers.remote.session import Peer, RemoteSession
 from outrider.verifiers.retry import Retryable, retry
 
@@ -66,6 +67,7 @@ class RemoteVerifier(RemoteSessions[RemoteSession]):
         self._model_info: ModelInfo | None = None
         self._token_names: list[str] = []  # empty until the first request for them
         self._model, self._vocab_size = b"", 0
+        self._kept = KeptSessions()
 
     def disconnect(self) -> None:
         """Close all sessions and the connection."""
@@ -85,7 +87,7 @@ class RemoteVerifier(RemoteSessions[RemoteSession]):
 
     def open(self, prompt: Prompt, params: SessionParams) -> int:
         """Open a session. The first request opens it in the cloud."""
-        peer = Peer(self.name, self.connection, self.describe().fingerprint, self._model, self.deadline)
+        peer = Peer(self.name, self.connection, self.describe().fingerprint, self._model, self.deadline, self._kept)
         return self._add(RemoteSession(peer, prompt, params))
 
     def submit(self, session: int, request: Verify) -> Future[Verdict]:

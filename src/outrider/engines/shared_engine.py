@@ -23,14 +23,19 @@ from outrider.engines.base import (
     Engine,
     Prompt,
     SequenceInput,
+    SlotReuse,
+    as_slot_reuse,
     check_inputs,
     check_truncation,
     forward_or_sample,
 )
+from outrider.engines.prefix_cache import PrefixCache
 from outrider.engines.scheduler import Batch, Request, Scheduler, prefill_chunk
 from outrider.errors import StateError
 from outrider.sampling.policy import Policy
 from outrider.sampling.sampler import SampledToken
+
+_SHARING = threading.Lock()  # guards the attribute `shared` of engines
 
 
 class _Call(Request):
@@ -84,6 +89,7 @@ class SharedEngine:
         self._scheduler: Scheduler[_Call] = Scheduler(chunk=prefill_chunk(engine))
         self._busy = False
         self._lengths: dict[int, int] = {}  # cached tokens of each open slot, for its owner
+        self.prefix_cache = PrefixCache() if as_slot_reuse(engine) is not None else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -95,6 +101,16 @@ class SharedEngine:
         slot: int = self._submit(_Call(lambda: self._engine.open(prompt)))
         self._lengths[slot] = 0
         return slot
+
+    def reopen(self, slot: int, prompt: Prompt) -> None:
+        """Let a slot continue with another prompt, in a turn of its own."""
+        engine = cast(SlotReuse, self._engine)
+
+        def reopen() -> None:
+            self._sync_slot(slot)
+            engine.reopen(slot, prompt)
+
+        self._submit(_Call(reopen))
 
     def close(self, slot: int) -> None:
         """Close a slot, in a turn of its own."""
@@ -221,3 +237,19 @@ class SharedEngine:
         for seq_input in inputs:
             self._lengths[seq_input.slot] += len(seq_input.ids)
         return outputs
+
+
+def share(engine: Engine) -> Engine:
+    """Return the engine for any number of threads, the same object for each call.
+
+    The sequences that the engine has kept are closed, as its `SharedEngine` keeps its own.
+    """
+    if getattr(engine, "serves_threads", False):
+        return engine
+    with _SHARING:
+        shared: SharedEngine | None = vars(engine).get("shared")
+        if shared is None:
+            if (reuse := as_slot_reuse(engine)) is not None:
+                reuse.prefix_cache.clear(engine)
+            shared = vars(engine)["shared"] = SharedEngine(engine)
+    return shared

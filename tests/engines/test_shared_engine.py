@@ -18,9 +18,9 @@ from torch import Tensor
 from outrider.decoding.actions import Proposal
 from outrider.engines.base import Prompt, SequenceInput, as_device_sampler, forward_or_sample
 from outrider.engines.scheduler import PREFILL_CHUNK
+from outrider.engines.shared_engine import SharedEngine
 from outrider.engines.torch.engine import TorchEngine
 from outrider.errors import ModelError, StateError
-from outrider.gateway.shared_engine import SharedEngine
 from outrider.sampling.policy import Policy
 from outrider.sampling.sampler import SampledToken
 from tests.support.cloud_service import SOON, wait_until
