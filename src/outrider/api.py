@@ -26,36 +26,24 @@ from outrider.decoding.result import GuaranteeTracker, Result
 from outrider.edge.cancellation import Cancellation
 from outrider.edge.generation import Generation, GenerationContext
 from outrider.edge.model_pair import ModelPair
-from outrider.edge.text_codec import TextCodec, build_codecs
+from outrider.edge.prompt_reader import PromptReader, is_ids
 from outrider.edge.thread_guard import ThreadGuard
 from outrider.edge.verifier_session import PipelinedVerifier
 from outrider.engines.base import Engine, Prompt
 from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import PromptError, SettingsError
 from outrider.prompts.audio import Audio
-from outrider.prompts.chat import PromptLike, encode
+from outrider.prompts.chat import PromptLike
 from outrider.prompts.chat_template import Messages
-from outrider.verifiers.base import ModelInfo, Verifier, share_vocabulary
-from outrider.verifiers.local import LocalVerifier, describe
+from outrider.verifiers.base import ModelInfo, Verifier
+from outrider.verifiers.local import LocalVerifier
 
 if TYPE_CHECKING:  # a module that loads transformers
-    from outrider.engines.torch.model_families import AudioFeatures
+    pass
 
-IDS_ONLY = (
-    "without a drafter, a cloud across a network takes token ids (--prompt-ids): texts and recordings need an edge "
-    "model to prepare them"
-)
-NO_TOKENIZER = (
-    "prompt lookup without a tokenizer takes token ids (--prompt-ids) with a cloud across a network: for texts and "
-    "recordings, name the target's tokenizer, as --edge lookup:DIRECTORY or prompt_lookup(DIRECTORY)"
-)
 CAPTIONS_ONLY = (
     "{} only writes captions of recordings: its answer to a text or an instruction is meaningless, whatever the "
     "guarantee"
-)
-NO_TEXTS = (
-    "{} only writes captions of recordings: caption a recording, or give text models as --edge and --cloud (token ids, "
-    "as --prompt-ids, are accepted)"
 )
 
 
@@ -143,8 +131,8 @@ class SpeculativeDecoder:
         )
         self.draft, self.lookup, self.verifier, self._watch = draft, lookup, verifier, watch
         self._model = model
-        self._reader = _with_tokenizer(lookup if reader is None and model is None else reader)
-        self._codecs = self._find_codecs()
+        self._reader = PromptReader(model, lookup, verifier, reader, lambda: self._target)
+        self._reader.check_accept(accept, needs_q=self.options.acceptance_rule.needs_q)
         self.draft_length = parse_draft_length(k) if draft is not None else None
         controller = None if self.draft_length is None else self.draft_length.controller
         self._acceptance = AcceptanceModel() if controller is None else controller.acceptance
@@ -153,30 +141,13 @@ class SpeculativeDecoder:
             model,
             verifier,
             self.options.on_cloud_loss,
-            reader=self._reader,
-            translates=self._codecs is not None,
+            reader=self._reader.side,
+            translates=self._reader.codecs is not None,
             lazy=lazy,
         )
         self._thread_guard = ThreadGuard(model, getattr(verifier, "engine", None))
         self._shared_guard, self._uses_shared = self._thread_guard.group(), False
         self._executor = ThreadPoolExecutor(slots, "outrider-generation")  # starts no thread before it is used
-
-    def _find_codecs(self) -> tuple[TextCodec, TextCodec] | None:
-        """Return the codecs of drafter and target if their tokenizers differ. The target's then encodes the prompts."""
-        target = getattr(self.verifier, "engine", None) if self._reader is None else self._reader
-        if self._model is None or target is None or self.verifier is None:
-            return None
-        if not (callable(self._model.tokenizer) and callable(target.tokenizer)):
-            return None  # nothing encodes texts: other vocabularies are refused at the handshake
-        if share_vocabulary(describe(self._model), describe(target)):
-            return None
-        if self.options.acceptance_rule.needs_q:
-            raise SettingsError(
-                f"accept {self.options.accept} compares probabilities of the same ids, but {self._model.name} and "
-                f"{target.name} have different tokenizers: use accept exact"
-            )
-        self._reader = target
-        return build_codecs(self._model, target)
 
     # Generating ---------------------------------------------------------------------------------------------
 
@@ -297,12 +268,11 @@ class SpeculativeDecoder:
         encoded = replace(self.encode(prompt), cache_salt=cache_salt)
         handshake.check(encoded, settings)
         has_instruction = isinstance(prompt, Audio) and prompt.instruction is not None
-        is_misused = self.captions_only and not _is_ids(prompt) and (has_instruction or not encoded.has_audio)
-        warnings = [CAPTIONS_ONLY.format(self._encoder.name)] if is_misused else []
+        is_misused = self.captions_only and not is_ids(prompt) and (has_instruction or not encoded.has_audio)
+        warnings = [CAPTIONS_ONLY.format(self._reader.encoder.name)] if is_misused else []
         return Generation(self._context(is_shared), encoded, settings, handshake, cancellation, warnings)
 
     def _context(self, is_shared: bool = False) -> GenerationContext:
-        encoder = self._encoder
         draft, verifier = self._model, self.verifier
         if self._uses_shared:
             draft, verifier = share_engines(draft, verifier)
@@ -318,9 +288,9 @@ class SpeculativeDecoder:
             self._shared_guard if is_shared else self._thread_guard,
             self._guarantees,
             self._lock,
-            encoder.tokenizer,
-            self._audio_encoder,
-            self._codecs,
+            self.tokenizer,
+            self._reader.audio_encoder,
+            self._reader.codecs,
         )
 
     def share_state_with(self, other: SpeculativeDecoder) -> None:
@@ -332,12 +302,7 @@ class SpeculativeDecoder:
 
     def encode(self, prompt: PromptLike) -> Prompt:
         """Return the prompt as the models read it."""
-        encoder = self._encoder
-        if isinstance(encoder, _IdsOnly) and (isinstance(prompt, str) or not _is_ids(prompt)):
-            raise PromptError(self._ids_only)
-        if isinstance(prompt, Audio):
-            self._check_shares_tokenizer()
-        return encode(encoder, prompt)
+        return self._reader.encode(prompt)
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids without special tokens, empty if there is no tokenizer."""
@@ -345,48 +310,26 @@ class SpeculativeDecoder:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The pair's tokenizer, or None."""
-        return self._encoder.tokenizer
+        """The target's tokenizer, or None."""
+        return self._reader.encoder.tokenizer
 
     @property
     def audio_seconds(self) -> float:
         """The longest recording that the models accept, in seconds, or 0 if they accept none."""
-        audio_encoder = self._audio_encoder
-        if audio_encoder is None:
-            return 0.0
-        target = self._target.audio_seconds
-        return min(audio_encoder.max_seconds, target) if target else float(audio_encoder.max_seconds)
+        return self._reader.audio_seconds
 
     def check_audio_support(self) -> None:
         """Raise PromptError unless recordings can be prompts."""
-        encoder = self._encoder
-        if isinstance(encoder, _IdsOnly):
-            raise PromptError(self._ids_only)
-        self._check_shares_tokenizer()
-        if self._audio_encoder is None and isinstance(encoder, PromptLookup):
-            raise PromptError(
-                f"{encoder.name} takes no audio: recordings need the target's config.json and preprocessor_config.json "
-                "in the directory of its tokenizer"
-            )
-        if self._audio_encoder is None:
-            raise PromptError(f"{encoder.name} takes no audio: give an audio-language model as --edge, or as the draft")
-
-    def _check_shares_tokenizer(self) -> None:
-        if self._model is not None and self._codecs is not None:
-            raise PromptError(
-                f"{self._model.name} and {self._encoder.name} have different tokenizers: drafts about a recording need "
-                "two models with the same one"
-            )
+        self._reader.check_audio_support()
 
     @property
     def captions_only(self) -> bool:
         """True if the checkpoint is for recordings alone (`outrider_tasks` in its config.json)."""
-        return bool(getattr(self._encoder, "captions_only", False))
+        return self._reader.captions_only
 
     def check_accepts_text(self) -> None:
         """Raise PromptError if the models accept texts but only caption recordings."""
-        if self.captions_only:
-            raise PromptError(NO_TEXTS.format(self._encoder.name))
+        self._reader.check_accepts_text()
 
     # Descriptions -------------------------------------------------------------------------------------------
 
@@ -418,42 +361,6 @@ class SpeculativeDecoder:
     @property
     def _target(self) -> ModelInfo:
         return self._pair.state.target
-
-    @property
-    def _ids_only(self) -> str:
-        """The reason for which prompts are token ids."""
-        return IDS_ONLY if self.lookup is None else NO_TOKENIZER
-
-    @property
-    def _encoder(self) -> Engine | PromptLookup | _IdsOnly:
-        """The engine that encodes prompts, or a stand-in that takes token ids."""
-        encoder = self._model if self._model is not None and self._codecs is None else self._reader
-        if encoder is not None:
-            return encoder
-        return self.verifier.engine if isinstance(self.verifier, LocalVerifier) else _IdsOnly(self._target)
-
-    @property
-    def _audio_encoder(self) -> AudioFeatures | None:
-        audio_encoder: AudioFeatures | None = getattr(self._encoder, "audio", None)
-        return audio_encoder if self._codecs is None else None
-
-
-class _IdsOnly:
-    """The stand-in for an edge model in cloud-only decoding across a network: token ids in, token ids out."""
-
-    tokenizer = None
-
-    def __init__(self, target: ModelInfo) -> None:
-        self.name, self.vocab_size, self.max_length = target.name, target.vocab_size, target.max_length
-
-
-def _with_tokenizer(reader: Engine | PromptLookup | None) -> Engine | PromptLookup | None:
-    """Return the reader, or None for a prompt lookup that encodes no texts."""
-    return None if isinstance(reader, PromptLookup) and reader.tokenizer is None else reader
-
-
-def _is_ids(prompt: PromptLike) -> bool:
-    return isinstance(prompt, (list, tuple)) and not any(isinstance(part, dict) for part in prompt)
 
 
 def _describe_engine(engine: Any) -> str:

@@ -187,7 +187,7 @@ def check(pair: Pair) -> ResolvedOptions:
 
 def check_accepts_text(models: Models) -> None:
     """Raise PromptError if the configuration of the prompts' model shows that it takes recordings only."""
-    from outrider.api import NO_TEXTS
+    from outrider.edge.prompt_reader import NO_TEXTS
     from outrider.engines.load import captions_only, full_name
     from outrider.verifiers.connect import parse_cloud_address
 
