@@ -149,6 +149,8 @@ def test_the_edge_continues_alone_after_the_loss_of_the_cloud(lost: int) -> None
 def test_prompts_are_encoded_with_the_tokenizer_of_the_target() -> None:
     edge, target = model_of("byte level", PROMPT, " the end"), model_of("llama", PROMPT, " the end")
     decoder = SpeculativeDecoder(edge, local(target))
+    assert "its drafts translated through text to model" in decoder.summary()
+    assert "translated" not in SpeculativeDecoder(edge, local(edge)).summary()
     assert list(decoder.encode(PROMPT).ids) == ids_in("llama", PROMPT)
     assert decoder.tokenizer is target.tokenizer
     assert decoder.generate(PROMPT).text.strip() == "the end"

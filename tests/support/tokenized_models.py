@@ -17,6 +17,8 @@ from tests.support.tokenizers import trained
 class TokenizedEngine(ScriptedEngine):
     """A scripted engine whose vocabulary is that of a tokenizer."""
 
+    dtype, device = torch.float32, torch.device("cpu")
+
     def __init__(self, rows: Rows, tokenizer: Any, *, name: str = "model", **options: Any) -> None:
         eos = (tokenizer.eos_token_id,)
         super().__init__(rows, len(tokenizer), eos_ids=eos, tokenizer=tokenizer, name=name, **options)
