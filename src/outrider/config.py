@@ -23,7 +23,11 @@ Loss = Literal["outputs", "tokens"]  # the unit of a risk budget
 
 DEFAULT_K = 5  # tokens per block
 PER_REQUEST_SETTING = "seed"  # the setting that each request chooses, and to which no gate is calibrated
+REPORT_SETTING = "logprobs"  # the setting without influence on the output
+MAX_TOP_LOGPROBS = 20  # the limit of OpenAI's API
 SEED_LIMIT = 2**64
+MAX_ADDITIVE_PENALTY, MAX_LOGIT_BIAS = 2.0, 100.0  # the limits of OpenAI's API
+_ADDITIVE_PENALTIES = ("frequency_penalty", "presence_penalty")
 GATE_FILE_VERSION = 3
 OLD_VERSION_HINT = (
     ". The budget of older files does not hold live. Make a new file from the same traces: "
@@ -42,7 +46,10 @@ class GenerationSettings:
     temperature 0 is greedy. top_k 0, top_p 1, min_p 0 keep all tokens. no_repeat_ngram_size 0 is off. stop strings stay
     in the text. sentences ends the output after that many complete sentences, but not before min_new_tokens.
     suppress_tokens are never emitted. repetition_window is the number of last tokens that repetition_penalty covers,
-    for example 64 or 128. With 0 it covers the whole prefix, as in transformers.
+    for example 64 or 128. With 0 it covers the whole prefix, as in transformers. frequency_penalty is subtracted from a
+    token's logit once for each of its occurrences in the output, presence_penalty once if it occurs there. logit_bias
+    holds pairs of a token id and a number that is added to its logit, and may be given as a mapping. logprobs requests
+    the log-probability of each token, and of that many of the best ones, which does not change the output.
     """
 
     max_new_tokens: int = 128
@@ -59,11 +66,15 @@ class GenerationSettings:
     ignore_eos: bool = False
     suppress_tokens: tuple[int, ...] = ()
     repetition_window: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "min_new_tokens", "top_k", "seed", "no_repeat_ngram_size", "repetition_window"):
             _require_setting(is_integer(getattr(self, name)), f"{name} is a whole number, not {getattr(self, name)!r}")
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", *_ADDITIVE_PENALTIES):
             _require_setting(is_number(getattr(self, name)), f"{name} is a finite number, not {getattr(self, name)!r}")
         _require_setting(self.max_new_tokens >= 1, "max_new_tokens is 1 or more")
         _require_setting(
@@ -78,6 +89,9 @@ class GenerationSettings:
         _require_setting(
             0.01 <= penalty <= 100, f"repetition_penalty is between 0.01 and 100 (1 is off), not {penalty}"
         )
+        for name in _ADDITIVE_PENALTIES:
+            within = abs(getattr(self, name)) <= MAX_ADDITIVE_PENALTY
+            _require_setting(within, f"{name} is between -2 and 2 (0 is off), not {getattr(self, name)}")
         _require_setting(self.no_repeat_ngram_size >= 0, "no_repeat_ngram_size is 0 (off) or more")
         _require_setting(self.repetition_window >= 0, "repetition_window is 0 (the whole prefix) or more")
         _require_setting(
@@ -87,6 +101,8 @@ class GenerationSettings:
             self.sentences is None or (is_integer(self.sentences) and self.sentences >= 1),
             "sentences is a whole number, 1 or more",
         )
+        good = self.logprobs is None or (is_integer(self.logprobs) and 0 <= self.logprobs <= MAX_TOP_LOGPROBS)
+        _require_setting(good, f"logprobs is a whole number from 0 to {MAX_TOP_LOGPROBS}, not {self.logprobs!r}")
         self._check_texts()
 
     def _check_texts(self) -> None:
@@ -97,6 +113,7 @@ class GenerationSettings:
             all(isinstance(text, str) and text for text in self.stop), "a stop string is a text that is not empty"
         )
         _require_setting(all(is_integer(t) and t >= 0 for t in self.suppress_tokens), "suppress_tokens are token ids")
+        _check_logit_bias(self.logit_bias)
         if self.temperature == 0:
             used = [name for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)) if getattr(self, name) != off]
             _require_setting(
@@ -114,6 +131,16 @@ class GenerationSettings:
         unknown = sorted(set(values) - set(names))
         _require_setting(not unknown, f"unknown setting {', '.join(unknown)}: expected any of {', '.join(names)}")
         return cls(**{name: _as_tuple(name, value) for name, value in values.items()})
+
+
+def _check_logit_bias(pairs: Any) -> None:
+    is_pairs = isinstance(pairs, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
+    _require_setting(is_pairs, f"logit_bias is a mapping from token ids to numbers, not {pairs!r}")
+    _require_setting(all(is_integer(token) and token >= 0 for token, _ in pairs), "logit_bias: its keys are token ids")
+    _require_setting(len(dict(pairs)) == len(pairs), "logit_bias: a token id occurs twice")
+    for token, bias in pairs:
+        within = is_number(bias) and abs(bias) <= MAX_LOGIT_BIAS
+        _require_setting(within, f"logit_bias: the bias of token {token} is between -100 and 100, not {bias!r}")
 
 
 @dataclass(frozen=True)
@@ -274,9 +301,14 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
 
 
 def _as_tuple(name: str, value: Any) -> Any:
-    """Convert a single stop string, and lists of texts or ids, to tuples."""
+    """Convert a single stop string, and lists of texts or ids, to tuples, and biases to pairs in order of their ids."""
     if name == "stop" and isinstance(value, str):
         return (value,)
+    if name == "logit_bias" and isinstance(value, (Mapping, list, tuple)):
+        pairs = value.items() if isinstance(value, Mapping) else value
+        pairs = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in pairs)
+        is_sortable = all(isinstance(pair, tuple) and pair and is_integer(pair[0]) for pair in pairs)
+        return tuple(sorted(pairs, key=lambda pair: int(pair[0]))) if is_sortable else pairs
     return tuple(value) if name in ("stop", "suppress_tokens") and isinstance(value, list) else value
 
 

@@ -66,6 +66,32 @@ def test_a_chat_is_answered_as_in_python(client: openai.OpenAI, decoder: Specula
     assert reply.outrider["stats"]["rounds"] == expected.stats.rounds
 
 
+def test_log_probabilities_come_whole_and_in_streams_as_in_python(
+    client: openai.OpenAI, decoder: SpeculativeDecoder
+) -> None:
+    messages: Any = [{"role": "user", "content": "这段语音"}]
+    expected = decoder.generate(messages, max_new_tokens=24, logprobs=3)
+    asked: dict[str, Any] = {"model": "outrider", "messages": messages, "max_tokens": 24, "logprobs": True}
+    whole = client.chat.completions.create(**asked, top_logprobs=3).choices[0].logprobs.content
+    chunks = list(client.chat.completions.create(**asked, top_logprobs=3, stream=True))
+    streamed = [each for c in chunks for choice in c.choices if choice.logprobs for each in choice.logprobs.content]
+    assert streamed == whole
+    assert [each.logprob for each in whole] == pytest.approx([each.logprob for each in expected.logprobs], abs=1e-4)
+    assert [bytes(each.bytes) for each in whole] == [each.data for each in expected.logprobs]
+    assert [len(each.top_logprobs) for each in whole] == [3] * len(expected.token_ids)
+    assert [each.source for each in whole] == [source.value for source in expected.sources]
+
+
+def test_a_completion_s_log_probabilities_have_offsets_into_its_text(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "outrider", "prompt": "This is", "max_tokens": 12, "logprobs": 2}
+    choice = client.completions.create(**asked, frequency_penalty=0.5, logit_bias={"100": -5}).choices[0]
+    found = choice.logprobs
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == len(found.text_offset) == 12
+    for token, at in zip(found.tokens, found.text_offset, strict=True):
+        assert "bytes:" in token or choice.text[at:].startswith(token)
+    assert all(2 <= len(top) <= 3 and max(top.values()) <= 0 for top in found.top_logprobs)
+
+
 def test_a_last_message_of_the_assistant_is_continued(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
     messages = [{"role": "user", "content": "Say it"}, {"role": "assistant", "content": "This is slow"}]
     expected = decoder.generate(messages, max_new_tokens=8)

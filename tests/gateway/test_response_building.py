@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 from outrider.api import StreamEvent
 from outrider.decoding.detokenizer import REPLACEMENT_CHARACTER
 from outrider.decoding.incremental_text import IncrementalDetokenizer
+from outrider.decoding.result import Result
 from outrider.decoding.sequence import Source
+from outrider.decoding.token_logprob import TokenLogprob
 from outrider.errors import StateError
 from outrider.gateway import response_schema
 from outrider.gateway.decoder_pool import RequestOptions
@@ -220,3 +223,65 @@ def test_an_empty_stream_still_has_its_opening() -> None:
 
 def test_nothing_is_sent_while_there_is_nothing_to_say() -> None:
     assert Answer(asked(stream=True), chat=True).chunk([event(0, "a", "provisional")]) == b""
+
+
+# Log-probabilities --------------------------------------------------------------------------------------------
+
+
+def scored(
+    index: int, text: str, kind: str = "confirmed", source: Source = Source.ACCEPTED, **more: Any
+) -> StreamEvent:
+    return replace(event(index, text, kind, source), logprob=logprob_of(text.encode()), **more)
+
+
+def logprob_of(data: bytes) -> TokenLogprob:
+    return TokenLogprob(5, -0.5, data, (TokenLogprob(5, -0.5, data), TokenLogprob(6, -math.inf, b"\xe7")))
+
+
+def scored_result(*texts: str, sources: list[Source] | None = None) -> Result:
+    result = result_of("".join(texts), len(texts))
+    logprobs = [logprob_of(text.encode()) for text in texts]
+    return replace(result, pieces=list(texts), logprobs=logprobs, sources=sources or result.sources)
+
+
+def with_logprobs(**more: Any) -> ParsedRequest:
+    return replace(asked(**more), settings={"logprobs": 2})
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_log_probabilities_of_a_body_are_what_the_document_says(chat: bool) -> None:
+    sources = [Source.EDGE, Source.CORRECTION]
+    body = json.loads(Answer(with_logprobs(), chat=chat).body(scored_result("a", " b", sources=sources)))
+    (response_schema.ChatCompletion if chat else response_schema.Completion).model_validate(body)
+    logprobs = body["choices"][0]["logprobs"]
+    if chat:
+        assert [each["token"] for each in logprobs["content"]] == ["a", " b"]
+        assert [each["source"] for each in logprobs["content"]] == ["edge", "correction"]
+        assert logprobs["content"][1]["bytes"] == [32, 98]
+        least = logprobs["content"][0]["top_logprobs"][1]
+        assert least == {"token": REPLACEMENT_CHARACTER, "logprob": -9999.0, "bytes": [0xE7]}
+    else:
+        assert logprobs["tokens"] == ["a", " b"]
+        assert logprobs["text_offset"] == [0, 1]
+        assert logprobs["sources"] == ["edge", "correction"]
+        assert logprobs["top_logprobs"][0] == {"a": -0.5, "bytes:\\xe7": -9999.0}
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_stream_s_log_probabilities_are_the_body_s(chat: bool) -> None:
+    """Held-back text, a revision, tokens that are confirmed twice, and an end-of-sequence token without text."""
+    request = with_logprobs(stream=True, stop=(" bc",))
+    answer = Answer(request, chat=chat)
+    said = answer.chunk([scored(0, "a"), scored(1, "x", "confirmed", Source.EDGE, settled=1)])
+    said += answer.chunk([scored(1, " b", "revised", Source.CORRECTION), scored(2, "", "provisional")])
+    said += answer.chunk([scored(1, " b", source=Source.CORRECTION), scored(2, "d")])
+    result = scored_result("a", " b", "d", "", sources=[Source.ACCEPTED, Source.CORRECTION, *[Source.ACCEPTED] * 2])
+    said += answer.last(result)
+    reports = [choice["logprobs"] for chunk in events_of(said) for choice in chunk["choices"]]
+    whole = json.loads(Answer(with_logprobs(), chat=chat).body(result))["choices"][0]["logprobs"]
+    for name in ("content",) if chat else ("tokens", "token_logprobs", "top_logprobs", "text_offset", "sources"):
+        assert [entry for report in reports if report for entry in report[name]] == whole[name]
+
+
+def test_without_a_request_there_are_none() -> None:
+    assert json.loads(Answer(asked(), chat=True).body(result_of("a", 1)))["choices"][0]["logprobs"] is None

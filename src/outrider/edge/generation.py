@@ -23,6 +23,7 @@ from outrider.decoding.ngram_index import NgramIndex
 from outrider.decoding.options import ResolvedOptions
 from outrider.decoding.result import GuaranteeTracker, Result
 from outrider.decoding.stopping import StopRules
+from outrider.decoding.token_logprob import TokenLogprob
 from outrider.edge.cancellation import Cancellation
 from outrider.edge.drafter import Drafter, Proposer
 from outrider.edge.drivers import pipelined, sequential
@@ -38,6 +39,7 @@ from outrider.engines.prefix_cache import open_sequence
 from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import SettingsError
 from outrider.prompts.audio import is_silent
+from outrider.sampling.logprobs import Logprobs
 from outrider.sampling.policy import Policy
 from outrider.transport.byte_counts import ByteCounts
 from outrider.verifiers.base import SessionParams, Verifier
@@ -82,6 +84,11 @@ class GenerationContext:
             return []
         transcript = IncrementalDetokenizer(self.decode)
         return [transcript.append(token) for token in ids]
+
+    def describe_logprobs(self, logprobs: Logprobs) -> TokenLogprob:
+        """Return the log-probabilities at one position with the texts of their tokens."""
+        to_bytes = None if self.tokenizer is None else get_detokenizer(self.tokenizer).token_bytes
+        return TokenLogprob.build(logprobs, to_bytes)
 
     def hides_audio(self, prompt: Prompt) -> bool:
         """Return whether the verifier gets less of the prompt than the drafter."""
@@ -153,7 +160,10 @@ class Generation:
                 if event.index == len(transcript.ids):
                     transcript.append(event.token)
                 kind, text = event.kind, transcript.pieces[event.index]
-                yield StreamEvent(kind, event.index, event.token, text, event.source, event.signals, event.settled)
+                logprob = None if event.logprobs is None else self._context.describe_logprobs(event.logprobs)
+                yield StreamEvent(
+                    kind, event.index, event.token, text, event.source, event.signals, event.settled, logprob
+                )
         return self.result()
 
     def result(self) -> Result:
@@ -184,6 +194,7 @@ class Generation:
             risk=report.risk,
             ledger=self._byte_counts.to_json(),
             pieces=context.split_text(ids),
+            logprobs=[context.describe_logprobs(each) for each in decoder.logprobs()],
         )
 
     # Opening ------------------------------------------------------------------------------------------------

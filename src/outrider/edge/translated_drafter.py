@@ -296,6 +296,8 @@ def edge_settings(settings: GenerationSettings, *, greedy: bool) -> GenerationSe
         max_new_tokens=EDGE_TOKENS * settings.max_new_tokens,
         min_new_tokens=EDGE_TOKENS * settings.min_new_tokens,
         suppress_tokens=(),
+        logit_bias=(),
+        logprobs=None,
         no_repeat_ngram_size=0,
     )
 

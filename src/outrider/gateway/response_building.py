@@ -17,6 +17,7 @@ from outrider.decoding.result import Result
 from outrider.decoding.stopping import FinishReason
 from outrider.errors import StateError
 from outrider.gateway.errors import ErrorResponse, JsonObject, encode_json
+from outrider.gateway.logprobs import LogprobReports
 from outrider.gateway.request_parsing import ParsedRequest
 from outrider.gateway.request_schema import MODEL
 
@@ -153,6 +154,7 @@ class Answer:
         }
         self._text = StableText(request.stop)
         self._tokens = TokenReports(provisional=request.provisional) if request.tokens else None
+        self._logprobs = LogprobReports(chat=chat) if request.settings.get("logprobs") is not None else None
         self._role_sent = False
 
     # Streams ------------------------------------------------------------------------------------------------
@@ -161,14 +163,17 @@ class Answer:
         """Return the stream's chunks for these events, which may be empty."""
         text = self._text.add(events)
         tokens = self._tokens.add(events) if self._tokens is not None else []
-        if not text and not tokens:
+        logprobs = self._logprobs.add(events) if self._logprobs is not None else None
+        if not text and not tokens and logprobs is None:
             return b""
-        return self._role_chunk() + self._delta(text, {"tokens": tokens} if tokens else None)
+        return self._role_chunk() + self._delta(text, {"tokens": tokens} if tokens else None, logprobs)
 
     def last(self, result: Result) -> bytes:
         """Return the last chunks: held-back text, the finish reason, the outcome, and the usage if requested."""
         rest = self._text.end(result)
-        data = self._role_chunk() + (self._delta(rest) if rest else b"")
+        logprobs = self._logprobs.end(result) if self._logprobs is not None else None
+        is_empty = not rest and logprobs is None
+        data = self._role_chunk() + (b"" if is_empty else self._delta(rest, None, logprobs))
         data += self._event(
             [self._delta_choice("", FINISH_REASONS[result.finish_reason])], outcome(result, self._request.notes)
         )
@@ -183,15 +188,15 @@ class Answer:
         self._role_sent = True
         return self._event([self._choice({"delta": {"role": "assistant", "content": ""}}, None)])
 
-    def _delta(self, text: str, more: JsonObject | None = None) -> bytes:
-        return self._event([self._delta_choice(text, None)], more)
+    def _delta(self, text: str, more: JsonObject | None = None, logprobs: JsonObject | None = None) -> bytes:
+        return self._event([self._delta_choice(text, None, logprobs)], more)
 
-    def _delta_choice(self, text: str, finish: str | None) -> JsonObject:
+    def _delta_choice(self, text: str, finish: str | None, logprobs: JsonObject | None = None) -> JsonObject:
         data = {"delta": {"content": text} if text else {}} if self._chat else {"text": text}
-        return self._choice(data, finish)
+        return self._choice(data, finish, logprobs)
 
-    def _choice(self, data: JsonObject, finish: str | None) -> JsonObject:
-        return {"index": 0, **data, "logprobs": None, "finish_reason": finish}
+    def _choice(self, data: JsonObject, finish: str | None, logprobs: JsonObject | None = None) -> JsonObject:
+        return {"index": 0, **data, "logprobs": logprobs, "finish_reason": finish}
 
     def _event(self, choices: list[JsonObject], more: JsonObject | None = None) -> bytes:
         chunk = {**self._head, "choices": choices}
@@ -212,9 +217,9 @@ class Answer:
         """Return the whole answer as JSON."""
         text = visible_text(result, self._request.stop)
         message = {"role": "assistant", "content": text, "refusal": None}
-        choice = self._choice(
-            {"message": message} if self._chat else {"text": text}, FINISH_REASONS[result.finish_reason]
-        )
+        logprobs = self._logprobs.end(result) if self._logprobs is not None else None
+        data = {"message": message} if self._chat else {"text": text}
+        choice = self._choice(data, FINISH_REASONS[result.finish_reason], logprobs)
         report = outcome(result, self._request.notes)
         if self._tokens is not None:
             report["tokens"] = self._tokens.final[: len(result.token_ids)]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outrider.config import GenerationSettings
 from outrider.sampling.logits_processors import LogitsProcessors
+from outrider.sampling.logprobs import Logprobs, compute_logprobs
 from outrider.sampling.sampler import Distribution, NoiseStream, SampledToken, SamplingParams, filter_logits
 from outrider.sampling.top_logprobs import TopLogprobs
 
@@ -32,24 +33,29 @@ class BatchKey:
     def has_processors(self) -> bool:
         """Return whether a logits processor can apply to a row."""
         processors = self.processors
-        return self.needs_history or bool(processors.banned_ids or (processors.eos_ids and processors.min_new_tokens))
+        bans = processors.banned_ids or (processors.eos_ids and processors.min_new_tokens)
+        return bool(self.needs_history or processors.logit_bias or bans)
 
     @property
     def needs_history(self) -> bool:
         """Return whether a logits processor reads the ids of the prefix."""
-        return self.processors.repetition_penalty != 1.0 or self.processors.no_repeat_ngram > 0
+        return self.processors.needs_history
 
 
 class Policy:
     """Logits processors and sampling over the vocabulary that both models share.
 
-    vocab_size: the length to which rows are cut. Entries beyond it are padding, without a token.
+    vocab_size: the length to which rows are cut. Entries beyond it are padding, without a token. logprobs: how many of
+    the best tokens' log-probabilities to report beside the token's own, or None for no report.
     """
 
-    def __init__(self, processors: LogitsProcessors, sampling: SamplingParams, vocab_size: int) -> None:
+    def __init__(
+        self, processors: LogitsProcessors, sampling: SamplingParams, vocab_size: int, logprobs: int | None = None
+    ) -> None:
         self.processors = processors
         self.sampling = sampling
         self.vocab_size = vocab_size
+        self.logprobs = logprobs
         self._index = processors.index()
 
     @classmethod
@@ -65,9 +71,12 @@ class Policy:
             settings.suppress_tokens,
             prompt_length,
             settings.repetition_window,
+            settings.frequency_penalty,
+            settings.presence_penalty,
+            settings.logit_bias,
         )
         sampling = SamplingParams(settings.temperature, settings.top_k, settings.top_p, settings.min_p, settings.seed)
-        return cls(processors, sampling, vocab_size)
+        return cls(processors, sampling, vocab_size, settings.logprobs)
 
     @cached_property
     def batch_key(self) -> BatchKey:
@@ -94,12 +103,26 @@ class Policy:
             return self.distribution(row, ids, length)
         if isinstance(row, SampledToken):
             return row.validated(length)
-        known = self.distribution(row.to_logits(self.vocab_size), ids, length)
-        return row.to_distribution(known, self.processors.repetition_penalty)
+        return row.to_distribution(lambda logits: self.distribution(logits, ids, length), self.vocab_size)
+
+    def report_logprobs(self, output: ForwardOutput, tokens: Seq[int], position: int) -> tuple[Logprobs, ...]:
+        """Return the log-probabilities of `tokens`, the first at `position`, or () if none are requested.
+
+        output: the raw rows before the tokens.
+
+        Raises:
+            NeedMoreLogprobs: the known entries of a row do not contain the best tokens.
+        """
+        if self.logprobs is None:
+            return ()
+        return compute_logprobs(output, tokens, self.logprobs, self.vocab_size, position)
 
     @property
     def noise_gain(self) -> float:
-        """The factor by which the logits processors can enlarge a difference of two logits."""
+        """The factor by which the logits processors can enlarge a difference of two logits.
+
+        Biases and the penalties that are subtracted do not change the noise of a logit.
+        """
         penalty = self.processors.repetition_penalty
         return max(penalty, 1.0 / penalty)
 
