@@ -20,10 +20,12 @@ DecodingMode = Literal["speculative", "edge-only", "cloud-only"]
 OnCloudLoss = Literal["fail", "edge-only", "wait"]
 Privacy = Literal["tokens", "features", "audio"]
 Loss = Literal["outputs", "tokens"]  # the unit of a risk budget
+GrammarKind = Literal["json_object", "json_schema", "regex", "lark"]
 
 DEFAULT_K = 5  # tokens per block
 PER_REQUEST_SETTING = "seed"  # the setting that each request chooses, and to which no gate is calibrated
 SEED_LIMIT = 2**64
+MAX_GRAMMAR_BYTES = 2**17
 GATE_FILE_VERSION = 3
 OLD_VERSION_HINT = (
     ". The budget of older files does not hold live. Make a new file from the same traces: "
@@ -36,13 +38,58 @@ DIGEST_MISMATCH = (
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """The language that an output must be in. The mask of allowed tokens depends on the output's tokens alone.
+
+    kind: json_object (any JSON object), json_schema (JSON that a schema validates), regex (a whole match), or lark (a
+    context-free grammar in llguidance's variant of Lark). text: the schema as JSON, the expression, or the grammar,
+    empty for json_object.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        check_choice("grammar kind", self.kind, GrammarKind)
+        _require_setting(isinstance(self.text, str), f"grammar text is a text, not {self.text!r}")
+        size = len(self.text.encode(errors="surrogatepass"))
+        _require_setting(size <= MAX_GRAMMAR_BYTES, f"grammar of {size} bytes: at most {MAX_GRAMMAR_BYTES}")
+        if self.kind == "json_object":
+            _require_setting(not self.text, "grammar kind json_object takes no text")
+        else:
+            _require_setting(bool(self.text), f"grammar kind {self.kind} needs a text")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool) -> Grammar:
+        """Return the grammar of a JSON schema. Keys of an object are written in the order of `properties`."""
+        try:
+            return cls("json_schema", json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise SettingsError(f"grammar: the schema is not JSON: {error}") from error
+
+    @classmethod
+    def json_in(
+        cls, schema: Mapping[str, Any] | bool, before: str = "", after: str = "", *, separator: str | None = None
+    ) -> Grammar:
+        """Return the grammar of JSON between two texts, such as those around a tool call.
+
+        separator: allow one or more of them, with this text between each two.
+        """
+        before, after, between = (json.dumps(text, ensure_ascii=False) for text in (before, after, separator or ""))
+        more = "" if separator is None else f" ({between} call)*"
+        value = cls.json_schema(schema).text
+        return cls("lark", f"start: call{more}\ncall: {before} value {after}\nvalue: %json {value}")
+
+
+@dataclass(frozen=True)
 class GenerationSettings:
     """Decoding settings, shared by drafter, verifier and baselines.
 
     temperature 0 is greedy. top_k 0, top_p 1, min_p 0 keep all tokens. no_repeat_ngram_size 0 is off. stop strings stay
     in the text. sentences ends the output after that many complete sentences, but not before min_new_tokens.
     suppress_tokens are never emitted. repetition_window is the number of last tokens that repetition_penalty covers,
-    for example 64 or 128. With 0 it covers the whole prefix, as in transformers.
+    for example 64 or 128. With 0 it covers the whole prefix, as in transformers. grammar: the language of the output,
+    which then ends where the grammar does, unless max_new_tokens, a stop string or a loop ends it earlier.
     """
 
     max_new_tokens: int = 128
@@ -59,6 +106,7 @@ class GenerationSettings:
     ignore_eos: bool = False
     suppress_tokens: tuple[int, ...] = ()
     repetition_window: int = 0
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "min_new_tokens", "top_k", "seed", "no_repeat_ngram_size", "repetition_window"):
@@ -87,6 +135,12 @@ class GenerationSettings:
             self.sentences is None or (is_integer(self.sentences) and self.sentences >= 1),
             "sentences is a whole number, 1 or more",
         )
+        _require_setting(
+            self.grammar is None or isinstance(self.grammar, Grammar), f"grammar is a Grammar, not {self.grammar!r}"
+        )
+        _require_setting(
+            self.grammar is None or not self.ignore_eos, "grammar ends the output with EOS: leave out ignore_eos"
+        )
         self._check_texts()
 
     def _check_texts(self) -> None:
@@ -113,7 +167,7 @@ class GenerationSettings:
         names = [f.name for f in fields(cls)]
         unknown = sorted(set(values) - set(names))
         _require_setting(not unknown, f"unknown setting {', '.join(unknown)}: expected any of {', '.join(names)}")
-        return cls(**{name: _as_tuple(name, value) for name, value in values.items()})
+        return cls(**{name: _convert(name, value) for name, value in values.items()})
 
 
 @dataclass(frozen=True)
@@ -273,10 +327,14 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
     _require_setting(value in options, f"{name} {value!r}: expected one of {', '.join(options)}")
 
 
-def _as_tuple(name: str, value: Any) -> Any:
-    """Convert a single stop string, and lists of texts or ids, to tuples."""
+def _convert(name: str, value: Any) -> Any:
+    """Convert a single stop string, and lists of texts or ids, to tuples, and a grammar's fields to a grammar."""
     if name == "stop" and isinstance(value, str):
         return (value,)
+    if name == "grammar" and isinstance(value, Mapping):
+        unknown = sorted(set(value) - {"kind", "text"})
+        _require_setting("kind" in value and not unknown, f"grammar has the keys kind and text, not {sorted(value)}")
+        return Grammar(**value)
     return tuple(value) if name in ("stop", "suppress_tokens") and isinstance(value, list) else value
 
 
