@@ -25,7 +25,7 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "lark"]
 DEFAULT_K = 5  # tokens per block
 PER_REQUEST_SETTING = "seed"  # the setting that each request chooses, and to which no gate is calibrated
 SEED_LIMIT = 2**64
-MAX_GRAMMAR_BYTES = 2**17
+MAX_GRAMMAR_BYTES = 2**16
 GATE_FILE_VERSION = 3
 OLD_VERSION_HINT = (
     ". The budget of older files does not hold live. Make a new file from the same traces: "

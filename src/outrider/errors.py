@@ -3,6 +3,7 @@
 OutriderError
 ├── InputError            an input cannot be used, and no model has run (exit code 2)
 │   ├── SettingsError     a setting is out of range, unknown, or contradicts another
+│   │   └── GrammarError  a grammar or a JSON schema cannot be compiled
 │   ├── PromptError       a prompt is empty, too long, or of a kind that the model does not take
 │   │   └── ContextError  the prompt, or prompt and output together, exceed a model's context
 │   ├── AudioError        a recording is unreadable, empty, too short, too long, or not finite
@@ -51,6 +52,17 @@ class InputError(OutriderError):
 
 class SettingsError(InputError):
     """A setting is out of range, unknown, or contradicts another one."""
+
+
+class GrammarError(SettingsError):
+    """A grammar cannot be compiled.
+
+    place: path of the failing part in a JSON schema, such as "properties.a", empty for the root and for other grammars.
+    """
+
+    def __init__(self, reason: str, place: str = "") -> None:
+        super().__init__(f"grammar{'.' if place else ''}{place}: {reason}")
+        self.reason, self.place = reason, place
 
 
 class PromptError(InputError):

@@ -36,7 +36,8 @@ class Drafter:
     ) -> None:
         self._sequence, self._policy, self._cancellation = sequence, policy, cancellation
         self._needs_signals, self._needs_q = needs_signals, needs_q
-        self._device_sampler = None if needs_q else as_device_sampler(sequence.engine)
+        on_host = needs_q or policy.has_grammar  # a mask depends on the token before
+        self._device_sampler = None if on_host else as_device_sampler(sequence.engine)
         self.seconds = 0.0  # of drafting
         self.prefill_seconds = 0.0  # of these, until the first token
 

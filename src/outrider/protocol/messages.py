@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from google.protobuf.message import DecodeError
 
-from outrider.config import GenerationSettings
+from outrider.config import GenerationSettings, Grammar
 from outrider.decoding.actions import Verify
 from outrider.errors import CloudRefused, OutriderError
 from outrider.protocol import schema
@@ -134,6 +134,9 @@ def pack_settings(settings: GenerationSettings) -> schema.Settings:
     for name in _OPTIONAL_FIELDS:
         if values[name] == 1.0:
             del values[name]
+    grammar = values.pop("grammar")
+    if grammar is not None:
+        values["grammar"] = schema.Grammar(kind=grammar.kind, text=grammar.text)
     return schema.Settings(**values)
 
 
@@ -152,7 +155,8 @@ def unpack_settings(packed: schema.Settings, vocab_size: int) -> GenerationSetti
     for name in _OPTIONAL_FIELDS:
         if not packed.HasField(name):
             del values[name]
-    return GenerationSettings.build({**values, "suppress_tokens": tuple(packed.suppress_tokens)})
+    grammar = Grammar(packed.grammar.kind, packed.grammar.text) if packed.HasField("grammar") else None  # type: ignore[arg-type]
+    return GenerationSettings.build({**values, "suppress_tokens": tuple(packed.suppress_tokens), "grammar": grammar})
 
 
 def unpack_accept(spec: str) -> str:

@@ -8,13 +8,14 @@ same token as the complete row:
     top-p       the nucleus is the same for the least and for the largest possible missing mass
     min-p       the threshold is above the bound
 
-Otherwise `NeedMoreLogprobs` requests more entries. No token is ever guessed.
+Otherwise `NeedMoreLogprobs` requests more entries. No token is ever guessed. Of a row within a grammar, only entries
+that the grammar allows can be missing. A single allowed token needs no entries.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -41,12 +42,21 @@ class TopLogprobs:
 
     ids: int64 [n]. values: float32 [n], raw logits or log-probabilities. missing_max: the upper bound of missing
     entries, −inf if none is missing. normalised: the values are log-probabilities, so the missing mass is known.
+    allowed: bool [≤ vocab_size], the entries that matter, or None for all.
     """
 
     ids: np.ndarray
     values: np.ndarray
     missing_max: float
     normalised: bool = False
+    allowed: np.ndarray | None = None
+
+    def within(self, allowed: np.ndarray) -> TopLogprobs:
+        """Return the row for a grammar that allows these tokens, bool [≤ vocab_size]."""
+        ids = np.flatnonzero(allowed)
+        if len(ids) == 1:  # its score does not matter
+            return TopLogprobs(ids, np.zeros(1, dtype=np.float32), -math.inf, False, allowed)
+        return replace(self, allowed=allowed)
 
     def to_logits(self, vocab_size: int) -> Tensor:
         """Return float32 [vocab_size], −inf where an entry is missing. Ids beyond the vocabulary are padding."""
@@ -72,12 +82,20 @@ class TopLogprobs:
 
     def _missing_logit_max(self, vocab_size: int, repetition_penalty: float) -> float:
         """Return the upper bound of missing entries after the logits processors: a penalty below 1 raises them."""
-        if self.missing_max == -math.inf:  # a row that claims to be complete, and may not be
-            complete = int(self._in_vocabulary(vocab_size).sum()) >= vocab_size
-            return self.missing_max if complete else math.inf
+        if not self._missing_count(vocab_size):
+            return -math.inf
+        if self.missing_max == -math.inf:  # a row that claims to be complete, and is not
+            return math.inf
         missing_max = np.float32(self.missing_max)
         penalty = np.float32(min(repetition_penalty, 1.0))  # float32, to round as the entries themselves are
         return float(missing_max / penalty if missing_max > 0 else missing_max * penalty)
+
+    def _missing_count(self, vocab_size: int) -> int:
+        """Return how many entries are missing."""
+        ids = self.ids[self._in_vocabulary(vocab_size)]
+        if self.allowed is None:
+            return max(0, vocab_size - len(ids))
+        return int(self.allowed.sum()) - int(self.allowed[ids[ids < len(self.allowed)]].sum())
 
     def _is_determined(self, distribution: _BoundedDistribution) -> bool:
         logits, sampling = distribution.logits, distribution.sampling
@@ -117,8 +135,7 @@ class TopLogprobs:
         For log-probabilities l with Σ exp(l) = m missing, none above f, at a temperature T ≤ 1:
         Σ exp(l/T) = Σ exp(l)·exp(l·(1/T − 1)) ≤ m·exp(f·(1/T − 1)).
         """
-        missing_count = vocab_size - int(self._in_vocabulary(vocab_size).sum())
-        bound = missing_score_max + math.log(max(missing_count, 1))
+        bound = missing_score_max + math.log(max(self._missing_count(vocab_size), 1))
         if self.normalised and sampling.temperature <= 1.0:
             missing = max(0.0, 1.0 - float(np.exp(self.values.astype(np.float64)).sum())) + ROUNDING_ERROR
             bound = min(bound, math.log(missing) + self.missing_max * (1.0 / sampling.temperature - 1.0))

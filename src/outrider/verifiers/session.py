@@ -112,8 +112,8 @@ class Session:
 
     @property
     def sampling_policy(self) -> Policy | None:
-        """Return the policy for on-device sampling, or None if the acceptance rule needs the logits."""
-        return None if self._rule.needs_logits else self._policy
+        """Return the policy for on-device sampling, or None if the acceptance rule or a grammar needs the logits."""
+        return None if self._rule.needs_logits or self._policy.has_grammar else self._policy
 
     def judge(self, plan: ForwardPlan, output: ForwardOutput, queue_s: float = 0.0, compute_s: float = 0.0) -> Verdict:
         """Verify the block and commit its accepted tokens.
