@@ -57,12 +57,16 @@ class SettingsError(InputError):
 class GrammarError(SettingsError):
     """A grammar cannot be compiled.
 
-    place: path of the failing part in a JSON schema, such as "properties.a", empty for the root and for other grammars.
+    place: the path of the failing part in a JSON schema, such as "properties.a", or "" for all of a grammar.
     """
 
-    def __init__(self, reason: str, place: str = "") -> None:
-        super().__init__(f"grammar{'.' if place else ''}{place}: {reason}")
+    def __init__(self, reason: str, place: str | None = None) -> None:
+        super().__init__(reason, place)
         self.reason, self.place = reason, place
+
+    def __str__(self) -> str:
+        where = "" if self.place is None else f"grammar.{self.place}: " if self.place else "grammar: "
+        return escape_controls(where + self.reason)
 
 
 class PromptError(InputError):

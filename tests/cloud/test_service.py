@@ -185,7 +185,7 @@ def change_settings(**values: Any) -> Callable[[schema.Open], None]:
 @pytest.mark.parametrize(
     ("spoil", "expected", "words"),
     [
-        (change_open(protocol=4), "PROTOCOL", "protocol 4"),
+        (change_open(protocol=schema.VERSION + 1), "PROTOCOL", f"protocol {schema.VERSION + 1}"),
         (change_open(protocol=0), "PROTOCOL", f"speaks {schema.VERSION}"),
         (change_open(fingerprint=b"other"), "VOCABULARY", "another vocabulary"),
         (change_open(model=b""), "MODEL", "another model"),

@@ -94,7 +94,7 @@ def test_another_protocol_is_named(served: Served, monkeypatch: pytest.MonkeyPat
 
     with connect_remote(served) as cloud:
         monkeypatch.setattr(cloud.connection, "describe", describe)
-        with pytest.raises(CloudRefused, match="speaks protocol 1, this edge 3"):
+        with pytest.raises(CloudRefused, match=f"speaks protocol 1, this edge {schema.VERSION}"):
             cloud.describe()
 
 

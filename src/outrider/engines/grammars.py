@@ -68,7 +68,7 @@ def _compile(grammar: Grammar, tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -
     if failure is not None:
         raise _locate(grammar, failure[1], vocabulary)
     if reason := _matcher(vocabulary, source).get_error():
-        raise GrammarError(_describe(reason))
+        raise GrammarError(_describe(reason), "")
     return CompiledGrammar(lambda: _matcher(vocabulary, source), vocabulary.vocab_size, eos_ids)
 
 
@@ -140,11 +140,11 @@ def read_schema(grammar: Grammar) -> Any:
     try:
         schema = json.loads(grammar.text)
     except (ValueError, RecursionError) as error:
-        raise GrammarError(f"the schema is not valid JSON: {error}") from error
+        raise GrammarError(f"the schema is not valid JSON: {error}", "") from error
     if not isinstance(schema, (dict, bool)):
-        raise GrammarError("a schema is an object, true or false")
+        raise GrammarError("a schema is an object, true or false", "")
     if schema is False:
-        raise GrammarError("the schema false allows no output")
+        raise GrammarError("the schema false allows no output", "")
     return {} if schema is True else schema
 
 
@@ -169,7 +169,7 @@ def _describe(reason: str) -> str:
 def _locate(grammar: Grammar, reason: str, vocabulary: LLTokenizer) -> GrammarError:
     """Return the error with the innermost part of a schema that fails by itself."""
     if grammar.kind != "json_schema":
-        return GrammarError(reason)
+        return GrammarError(reason, "")
     part = root = read_schema(grammar)
     place, places_left = "", MAX_PLACES
     while children := list(islice(_children(part), places_left)):

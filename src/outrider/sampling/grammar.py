@@ -64,16 +64,12 @@ class GrammarMask:
         Raises:
             DecodingError: no token of the vocabulary continues the output, or the grammar is too complex here.
         """
-        end = self._move_to(output)
-        if end < len(output):
-            self._words[:], self._has_mask = 0, False
-            if output[end] in self._grammar.eos_ids:
-                for token in self._grammar.eos_ids:
-                    self._words.view(np.uint8)[token // 8] |= 1 << token % 8
-        elif not self._has_mask and not self._fill():
-            self._restart(output)
-            if not self._fill():
-                raise DecodingError(f"grammar: no token can follow {len(output)} tokens: {self._reason()}")
+        if not self._move_to(output):
+            self._matcher = self._grammar.compile_matcher()  # no earlier output has used up its limits
+            self._ids = []
+            if not self._move_to(output):
+                reason = self._matcher.get_error().partition("\n")[0] or "its tokens have other bytes"
+                raise DecodingError(f"grammar: no token can follow {len(output)} tokens: {reason}")
         return self._words
 
     def allowed(self, output: list[int]) -> np.ndarray:
@@ -81,31 +77,26 @@ class GrammarMask:
         bits = np.unpackbits(self.packed(output).view(np.uint8), bitorder="little")
         return bits[: self._grammar.vocab_size].view(np.bool_)
 
-    def _move_to(self, output: list[int]) -> int:
-        """Let the matcher consume the output up to an EOS or a token that is not allowed. Return their number."""
+    def _move_to(self, output: list[int]) -> bool:
+        """Compute the mask after an output. Return whether the matcher could do it."""
         common = common_prefix_length(self._ids, output, len(output))
         surplus = len(self._ids) - common
         if surplus and not self._matcher.rollback(surplus):
-            self._restart(output[:common])
+            return False
         del self._ids[common:]
-        self._has_mask = self._has_mask and not surplus
         text = list(takewhile(self._grammar.is_text, output[common:]))
-        if text:
-            consumed = self._matcher.try_consume_tokens(text)
-            self._ids += text[:consumed]
-            self._has_mask = self._has_mask and not consumed
-        return len(self._ids)
+        consumed = self._matcher.try_consume_tokens(text) if text else 0
+        self._ids += text[:consumed]
+        self._has_mask = self._has_mask and not surplus and not consumed
+        if len(self._ids) < len(output):
+            self._words[:], self._has_mask = 0, False
+            if output[len(self._ids)] in self._grammar.eos_ids:
+                self._allow_eos()
+        elif not self._has_mask:
+            self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+            self._has_mask = self._matcher.stop_reason() != "NoExtensionBias"  # no token is allowed, not even EOS
+        return not self._matcher.is_error() and (self._has_mask or len(self._ids) < len(output))
 
-    def _fill(self) -> bool:
-        """Compute the mask after the consumed tokens. Return whether that succeeded."""
-        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
-        self._has_mask = not self._matcher.is_error() and self._matcher.stop_reason() != "NoExtensionBias"
-        return self._has_mask
-
-    def _restart(self, output: list[int]) -> None:
-        """Consume all tokens again with a new matcher, whose limits no earlier output has used up."""
-        self._matcher = self._grammar.compile_matcher()
-        self._ids = output[: self._matcher.try_consume_tokens(output)]
-
-    def _reason(self) -> str:
-        return self._matcher.get_error().partition("\n")[0] or "its tokens have other bytes"
+    def _allow_eos(self) -> None:
+        for token in self._grammar.eos_ids:
+            self._words.view(np.uint8)[token // 8] |= 1 << token % 8

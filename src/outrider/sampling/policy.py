@@ -100,15 +100,27 @@ class Policy:
         return BatchKey(processors, sampling, self.vocab_size)
 
     def distribution(self, logits: Tensor, ids: list[int], length: int) -> Distribution:
-        """Return the distribution after ids[:length]. logits: the model's raw row, float32 [≥ vocab_size]."""
+        """Return the distribution after ids[:length]. logits: the model's raw row, float32 [≥ vocab_size].
+
+        Raises:
+            DecodingError: the other settings ban every token that the grammar allows, or none can follow.
+        """
+        processed = self._process(logits, ids, length)
+        if self.has_grammar and float(processed.max()) == -math.inf:
+            raise DecodingError(
+                f"no token can be chosen at position {length}: the grammar allows none that min_new_tokens, "
+                "suppress_tokens and no_repeat_ngram_size leave"
+            )
+        return Distribution(processed, self.sampling, length)
+
+    def _process(self, logits: Tensor, ids: list[int], length: int) -> Tensor:
         raw = logits[: self.vocab_size]
-        logits = self.processors.apply(raw, ids, length, self._index)
+        processed = self.processors.apply(raw, ids, length, self._index)
         allowed = self.allowed(ids, length)
         if allowed is not None:
-            logits = clone_logits(logits) if logits is raw else logits
-            ban_others(logits, allowed)
-            self._check_allowed(logits, length)
-        return Distribution(logits, self.sampling, length)
+            processed = clone_logits(raw) if processed is raw else processed
+            ban_others(processed, allowed)
+        return processed
 
     @property
     def has_grammar(self) -> bool:
@@ -120,14 +132,6 @@ class Policy:
         if self._mask is None:
             return None
         return self._mask.allowed(ids[self.processors.prompt_length : length])[: self.vocab_size]
-
-    @staticmethod
-    def _check_allowed(logits: Tensor, length: int) -> None:
-        if float(logits.max()) == -math.inf:
-            raise DecodingError(
-                f"no token can be chosen at position {length}: the grammar allows none that min_new_tokens, "
-                "suppress_tokens and no_repeat_ngram_size leave"
-            )
 
     def distribution_at(
         self, output: ForwardOutput, i: int, ids: list[int], length: int
@@ -146,7 +150,7 @@ class Policy:
         allowed = self.allowed(ids, length)
         if allowed is not None:
             row = row.within(allowed)
-        known = self.distribution(row.to_logits(self.vocab_size), ids, length)
+        known = Distribution(self._process(row.to_logits(self.vocab_size), ids, length), self.sampling, length)
         return row.to_distribution(known, self.processors.repetition_penalty)
 
     @property
