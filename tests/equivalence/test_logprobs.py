@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider import Result, SpeculativeDecoder, connect, local
+from outrider import Result, SpeculativeDecoder, connect, local, prompt_lookup
 from outrider.decoding.sequence import Source
 from tests.support.cloud_server import serving
 from tests.support.fakes import exhaust
@@ -104,3 +104,13 @@ def test_a_stream_s_last_event_of_a_token_has_the_result_s() -> None:
     assert "".join(texts).strip() == (result.text or "").strip()
     assert all(each.data is not None for each in result.logprobs)
     assert exhaust(decoder.stream(list(PROMPT), max_new_tokens=2)).logprobs == []
+
+
+@pytest.mark.parametrize("with_model", [True, False])
+def test_looked_up_drafts_are_the_targets_once_verified(with_model: bool) -> None:
+    prompt, target = (40, 41, 42, 40, 41, 42, 40, 41), tiny_engine("qwen2")
+    lookup = prompt_lookup()
+    sources: Any = {"draft": tiny_engine("qwen2", drift=0.05), "lookup": lookup} if with_model else {"draft": lookup}
+    decoder = SpeculativeDecoder(**sources, verifier=local(target), k=4)
+    result = decoder.generate(list(prompt), max_new_tokens=24, logprobs=3)
+    check(result, {True: log_softmax(tiny_model("qwen2"), prompt, result.token_ids)}, 3)

@@ -86,6 +86,12 @@ class GenerationContext:
         transcript = IncrementalDetokenizer(self.decode)
         return [transcript.append(token) for token in ids]
 
+    @property
+    def verifies_all(self) -> bool:
+        """Return whether no token can be committed without a verdict."""
+        options = self.options
+        return self.verifier is not None and options.gate.exact and options.on_cloud_loss != "edge-only"
+
     def describe_logprobs(self, logprobs: Logprobs) -> TokenLogprob:
         """Return the log-probabilities at one position with the texts of their tokens."""
         to_bytes = None if self.tokenizer is None else get_detokenizer(self.tokenizer).token_bytes
@@ -102,7 +108,8 @@ class Generation:
     handshake: the models at its start, on which it relies to its end. warnings: for the result.
 
     Raises:
-        SettingsError: a stop rule needs text, and there is no tokenizer, or the grammar cannot be compiled.
+        SettingsError: a stop rule needs text, and there is no tokenizer. Or log-probabilities are requested of drafts
+            that have none. Or the grammar cannot be compiled.
     """
 
     def __init__(
@@ -121,6 +128,11 @@ class Generation:
         rules = StopRules(settings.max_new_tokens, eos, settings.stop, settings.sentences, settings.min_new_tokens)
         if rules.needs_text and context.tokenizer is None:
             raise SettingsError("stop strings and sentences need a tokenizer, and the model came without one")
+        if settings.logprobs is not None and context.codecs is not None and not context.verifies_all:
+            raise SettingsError(
+                "logprobs: unverified tokens of a drafter with another tokenizer have none. Let verdicts decide all "
+                "tokens: gate always, and on_cloud_loss fail or wait"
+            )
         self._decoder = Decoder(prompt.ids, self._plan(rules), self._decode if rules.needs_text else None)
         self._grammar = None
         if settings.grammar is not None and context.tokenizer is not None:  # else the cloud alone compiles it

@@ -140,7 +140,29 @@ def build_notes(request: Request, settings: Settings) -> tuple[str, ...]:
     for name, value in filters.items():
         if value is not None and not settings["temperature"] and value != NEUTRAL_FILTERS[name.rpartition(".")[2]]:
             unused.append(f"{name} was not used: decoding at temperature 0 is greedy")
+    if max(request.n or 1, getattr(request, "best_of", None) or 1) > 1 and not settings["temperature"]:
+        unused.append("n: all choices are equal, because decoding at temperature 0 is greedy")
     return tuple(unused)
+
+
+def count_choices(request: Request) -> tuple[int, int]:
+    """Return how many choices the answer has, and how many generations they are chosen from.
+
+    Raises:
+        RequestError: best_of is below n, or would choose from a stream.
+    """
+    n = request.n or 1
+    best_of = getattr(request, "best_of", None)
+    candidates = n if best_of is None else int(best_of)
+    if candidates < n:
+        raise RequestError(
+            f"best_of {candidates} is below n {n}: give n or more", param="best_of", code="invalid_value"
+        )
+    if request.stream and candidates > n:
+        raise RequestError(
+            "best_of chooses among whole texts, which a stream cannot: leave out one of the two", param="best_of"
+        )
+    return n, candidates
 
 
 def find_length_field(request: Request) -> str | None:

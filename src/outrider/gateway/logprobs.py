@@ -33,13 +33,13 @@ class LogprobReports:
         """Process events, and return the report on the tokens that became final, or None."""
         settled = self._num_taken
         for event in events:
-            if event.kind == "provisional" or event.logprob is None:
+            if event.kind == "provisional":
                 continue
-            end = len(self._entries) if event.kind == "confirmed" else event.index + 1
-            self._entries[event.index :] = [
-                (event.logprob, event.text, event.source),
-                *self._entries[event.index + 1 : end],
-            ]
+            if event.kind == "revised":
+                del self._entries[event.index :]
+            if event.logprob is not None:
+                entry = event.logprob, event.text, event.source
+                self._entries[event.index : event.index + 1] = [entry]
             settled = max(settled, event.settled)
         return self._take(self._entries[self._num_taken : settled])
 

@@ -1,7 +1,7 @@
 """Schemas of requests of the OpenAI API, and the reasons for unsupported fields.
 
-An unknown field is refused by name. An unsupported field is accepted with its neutral value alone (`n` 1, `tools`
-empty), and refused with its reason in `UNSUPPORTED` otherwise.
+An unknown field is refused by name. An unsupported field is accepted with its neutral value alone (`tools` empty,
+`echo` false), and refused with its reason in `UNSUPPORTED` otherwise.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ MAX_STOPS = 16
 MAX_KEYS = 256  # of one object, because each invalid key costs an error of its own
 MAX_MESSAGES = 4096
 MAX_PARTS = 256
+MAX_CHOICES = 20  # OpenAI's limit of best_of
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 AudioFormat = Literal["wav", "mp3", "flac", "ogg", "opus", "aiff", "m4a", "mp4", "3gp", "webm", "aac", "amr", "wma"]
 
 _TOOLS = "function calls need a model and a chat template made for them, and a parser of the model's output"
 UNSUPPORTED: Final[dict[str, str]] = {
-    "n": "one answer to a request: send it again, with another seed",
-    "best_of": "one answer to a request: send it again, with another seed",
     "tools": _TOOLS,
     "tool_choice": _TOOLS,
     "functions": _TOOLS,
@@ -110,7 +109,7 @@ LIMITED_KEYS: Final = BeforeValidator(_limit_keys)
 False_ = Annotated[Literal[False], BeforeValidator(_check_bool)]
 NoItems = Annotated[list[None], Field(max_length=0, fail_fast=True)]
 Penalty = Annotated[float, Field(ge=-MAX_ADDITIVE_PENALTY, le=MAX_ADDITIVE_PENALTY)]
-OneInt = Annotated[int, Field(ge=1, le=1)]
+Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 TopLogprobsCount = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -208,7 +207,7 @@ class Request(StrictModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=SEED_LIMIT)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
-    n: Annotated[OneInt | None, _unsupported("n")] = None
+    n: Choices | None = Field(default=None, description="choices, whose seeds are the request's plus their index")
     frequency_penalty: Penalty | None = Field(default=None, description="times a token's occurrences in the output")
     presence_penalty: Penalty | None = Field(default=None, description="for each token of the output")
     logit_bias: Annotated[dict[TokenKey, Bias], LIMITED_KEYS] | None = Field(
@@ -298,7 +297,7 @@ class CompletionRequest(Request):
         | Annotated[list[str], Field(min_length=1, max_length=1, fail_fast=True)]
         | Annotated[list[Ids], Field(min_length=1, max_length=1, fail_fast=True)]
     )
-    best_of: Annotated[OneInt | None, _unsupported("best_of")] = None
+    best_of: Choices | None = Field(default=None, description="generations, of which the n likeliest are sent")
     echo: Annotated[False_ | None, _unsupported("echo")] = None
     logprobs: TopLogprobsCount | None = Field(
         default=None, description="report each token's log-probability, and those of this many of the best tokens"

@@ -6,6 +6,7 @@ OpenAI's API excludes the stop string from the text.
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Sequence as Seq
@@ -139,22 +140,14 @@ class TokenReports:
         return report
 
 
-class Answer:
-    """One answer, as a body or as chunks. chat: False for a plain completion."""
+class Choice:
+    """One choice of an answer, as a part of a body or as chunks. chat: False for a plain completion."""
 
-    def __init__(self, request: ParsedRequest, *, chat: bool) -> None:
-        self._request, self._chat = request, chat
-        kind = "chat.completion" if chat else "text_completion"
-        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._head = {
-            "id": self.id,
-            "object": f"{kind}.chunk" if chat and request.stream else kind,
-            "created": int(time.time()),
-            "model": MODEL,
-        }
+    def __init__(self, request: ParsedRequest, head: JsonObject, index: int, *, chat: bool) -> None:
+        self._request, self._head, self._index, self._chat = request, head, index, chat
         self._text = StableText(request.stop)
         self._tokens = TokenReports(provisional=request.provisional) if request.tokens else None
-        self._logprobs = LogprobReports(chat=chat) if request.settings.get("logprobs") is not None else None
+        self._logprobs = LogprobReports(chat=chat) if request.logprobs else None
         self._role_sent = False
 
     # Streams ------------------------------------------------------------------------------------------------
@@ -169,17 +162,13 @@ class Answer:
         return self._role_chunk() + self._delta(text, {"tokens": tokens} if tokens else None, logprobs)
 
     def last(self, result: Result) -> bytes:
-        """Return the last chunks: held-back text, the finish reason, the outcome, and the usage if requested."""
+        """Return the last chunks: held-back text, the finish reason, and the outcome."""
         rest = self._text.end(result)
         logprobs = self._logprobs.end(result) if self._logprobs is not None else None
         is_empty = not rest and logprobs is None
         data = self._role_chunk() + (b"" if is_empty else self._delta(rest, None, logprobs))
-        data += self._event(
-            [self._delta_choice("", FINISH_REASONS[result.finish_reason])], outcome(result, self._request.notes)
-        )
-        if self._request.include_usage:
-            data += _data({**self._head, "choices": [], "usage": usage(result)})
-        return data + DONE
+        choice = self._delta_choice("", FINISH_REASONS[result.finish_reason])
+        return data + self._event([choice], outcome(result, self._request.notes))
 
     def _role_chunk(self) -> bytes:
         """Return OpenAI's first chunk of a chat, with the role, unless it was sent."""
@@ -196,7 +185,7 @@ class Answer:
         return self._choice(data, finish, logprobs)
 
     def _choice(self, data: JsonObject, finish: str | None, logprobs: JsonObject | None = None) -> JsonObject:
-        return {"index": 0, **data, "logprobs": logprobs, "finish_reason": finish}
+        return {"index": self._index, **data, "logprobs": logprobs, "finish_reason": finish}
 
     def _event(self, choices: list[JsonObject], more: JsonObject | None = None) -> bytes:
         chunk = {**self._head, "choices": choices}
@@ -213,8 +202,8 @@ class Answer:
         if self._tokens is not None:
             self._tokens.add(events)
 
-    def body(self, result: Result) -> bytes:
-        """Return the whole answer as JSON."""
+    def whole(self, result: Result) -> tuple[JsonObject, JsonObject]:
+        """Return the choice of a body, and the outcome of its generation."""
         text = visible_text(result, self._request.stop)
         message = {"role": "assistant", "content": text, "refusal": None}
         logprobs = self._logprobs.end(result) if self._logprobs is not None else None
@@ -223,7 +212,51 @@ class Answer:
         report = outcome(result, self._request.notes)
         if self._tokens is not None:
             report["tokens"] = self._tokens.final[: len(result.token_ids)]
-        return encode_json({**self._head, "choices": [choice], "usage": usage(result), "outrider": report})
+        return choice, report
+
+
+class Answer:
+    """One answer, as a body or as chunks. chat: False for a plain completion. choices: one for each generation."""
+
+    def __init__(self, request: ParsedRequest, *, chat: bool) -> None:
+        self._request = request
+        kind = "chat.completion" if chat else "text_completion"
+        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._head: JsonObject = {
+            "id": self.id,
+            "object": f"{kind}.chunk" if chat and request.stream else kind,
+            "created": int(time.time()),
+            "model": MODEL,
+        }
+        self.choices = [Choice(request, self._head, index, chat=chat) for index in range(request.candidates)]
+
+    def end(self, results: Seq[Result]) -> bytes:
+        """Return the end of a stream, with the usage if requested. results: of all choices."""
+        chunk = {**self._head, "choices": [], "usage": usage(results)}
+        return (_data(chunk) if self._request.include_usage else b"") + DONE
+
+    def body(self, results: Seq[Result]) -> bytes:
+        """Return the whole answer as JSON. results: of all choices, of which the `n` likeliest are sent.
+
+        The outcome of a single choice is the answer's. Several have one each.
+        """
+        n = self._request.n
+        order = list(range(len(results)))
+        if n < len(results):
+            order = sorted(order, key=lambda at: -mean_logprob(results[at]))[:n]
+        sent = [self.choices[at].whole(results[at]) for at in order]
+        choices = [{**choice, "index": index} for index, (choice, _) in enumerate(sent)]
+        body = {**self._head, "choices": choices, "usage": usage(results)}
+        if n == 1:
+            return encode_json({**body, "outrider": sent[0][1]})
+        for choice, (_, report) in zip(choices, sent, strict=True):
+            choice["outrider"] = report
+        return encode_json(body)
+
+
+def mean_logprob(result: Result) -> float:
+    """Return the mean log-probability of a result's tokens, by which `best_of` chooses."""
+    return math.fsum(each.logprob for each in result.logprobs) / len(result.logprobs)
 
 
 def outcome(result: Result, notes: Seq[str] = ()) -> JsonObject:
@@ -241,14 +274,18 @@ def outcome(result: Result, notes: Seq[str] = ()) -> JsonObject:
     return {**fields, "warnings": [*result.warnings, *notes], **rounded}
 
 
-def usage(result: Result) -> JsonObject:
-    """Return OpenAI's usage object. The end-of-sequence token counts as a generated one."""
-    generated = len(result.token_ids)
+def usage(results: Seq[Result]) -> JsonObject:
+    """Return OpenAI's usage object. The prompt counts once, the tokens of all generations count.
+
+    The end-of-sequence token counts as a generated one. Cached tokens are those that no generation computed again.
+    """
+    generated = sum(len(result.token_ids) for result in results)
+    prompt = results[0].prompt_tokens
     return {
-        "prompt_tokens": result.prompt_tokens,
+        "prompt_tokens": prompt,
         "completion_tokens": generated,
-        "total_tokens": result.prompt_tokens + generated,
-        "prompt_tokens_details": {"cached_tokens": result.stats.cached_tokens},
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": min(result.stats.cached_tokens for result in results)},
     }
 
 

@@ -120,8 +120,9 @@ class TextLogprobs(Reply):
 
 
 class _Choice(Reply):
-    index: Literal[0]
+    index: int
     finish_reason: Literal["stop", "length"]
+    outrider: Outcome | None = None
 
 
 class ChatChoice(_Choice):
@@ -139,11 +140,12 @@ class TextChoice(_Choice):
 
 
 class _Completion(Reply):
+    # outrider: of a single choice. Several choices have one each.
     id: str
     created: int
     model: str
     usage: Usage
-    outrider: Outcome
+    outrider: Outcome | None = None
 
 
 class ChatCompletion(_Completion):
