@@ -103,7 +103,7 @@ def test_a_schema_is_refused_with_the_place(schema: Any, place: str, reason: str
 
 
 def test_the_place_in_a_long_schema_is_found_in_a_child_process() -> None:
-    properties = {f"p{n}": {"type": "string", "description": "x" * 50} for n in range(120)}
+    properties: dict[str, Any] = {f"p{n}": {"type": "string", "description": "x" * 50} for n in range(120)}
     properties["p77"] = {"items": {"format": "nothing"}}
     with pytest.raises(GrammarError, match="Unknown format") as refused:
         compile_grammar(Grammar.json_schema({"properties": properties}), byte_level(), EOS)

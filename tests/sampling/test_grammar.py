@@ -114,7 +114,7 @@ def test_a_vocabulary_that_cannot_go_on_is_an_error_and_not_an_end() -> None:
 def test_a_grammar_that_is_too_complex_is_an_error_and_not_an_end() -> None:
     schema = {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(1_200)}}
     grammar = compile_grammar(Grammar.json_schema(schema), byte_level(), (EOS,))
-    with pytest.raises(DecodingError, match="no token can follow 1 tokens: .*items"):
+    with pytest.raises(DecodingError, match=r"no token can follow 1 tokens: .*items"):
         GrammarMask(grammar).allowed(ids_of("{", byte_level()))
 
 
