@@ -212,7 +212,7 @@ class TranslatedDrafter:
         ids = list(ids)
         for proposal in proposals:
             token = proposal.token
-            if token >= self._policy.vocab_size or token in self._policy.banned_ids(ids):
+            if token in self._policy.banned_ids(ids) or not self._policy.allows(token, ids):
                 break
             allowed.append(proposal)
             ids.append(token)
@@ -297,11 +297,10 @@ def edge_settings(settings: GenerationSettings, *, greedy: bool) -> GenerationSe
         max_new_tokens=EDGE_TOKENS * settings.max_new_tokens,
         min_new_tokens=EDGE_TOKENS * settings.min_new_tokens,
         suppress_tokens=(),
-        logit_bias=(),
-        logprobs=None,
         no_repeat_ngram_size=0,
         logit_bias=(),
         logprobs=None,
+        grammar=None,
     )
 
 

@@ -146,6 +146,11 @@ class Policy:
             return None
         return self._mask.allowed(ids[self.processors.prompt_length : length])[: self.vocab_size]
 
+    def allows(self, token: int, ids: list[int]) -> bool:
+        """Return whether a token is in the vocabulary, and in the grammar after `ids`."""
+        allowed = self.allowed(ids, len(ids))
+        return token < self.vocab_size and (allowed is None or (token < len(allowed) and bool(allowed[token])))
+
     def distribution_at(
         self, output: ForwardOutput, i: int, ids: list[int], length: int
     ) -> Distribution | SampledToken:
