@@ -127,6 +127,13 @@ class Policy:
         """True if a grammar masks the tokens of each position."""
         return self._mask is not None
 
+    def allows(self, ids: list[int], token: int) -> bool:
+        """Return whether the vocabulary has a token, and the grammar allows it after `ids`."""
+        if token >= self.vocab_size:
+            return False
+        allowed = self.allowed(ids, len(ids))
+        return allowed is None or (token < len(allowed) and bool(allowed[token]))
+
     def allowed(self, ids: list[int], length: int) -> np.ndarray | None:
         """Return the tokens that the grammar allows after ids[:length], bool [≤ vocab_size], or None without one."""
         if self._mask is None:
