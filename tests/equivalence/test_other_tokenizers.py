@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import SettingsError, SpeculativeDecoder, VocabularyMismatch, connect, local, prompt_lookup
+from outrider.config import Grammar
 from outrider.errors import PromptError
 from outrider.prompts.audio import Audio
 from outrider.verifiers.base import disconnect
@@ -245,7 +247,7 @@ def test_a_cloud_across_a_network_is_compared_with_the_tokenizer_that_is_named(d
         verifier = connect(f"grpc://{served.address}")
         try:
             with pytest.raises(VocabularyMismatch):
-                SpeculativeDecoder(edge, verifier)
+                SpeculativeDecoder(edge, verifier, reader=prompt_lookup(trained("unigram")))
             reader = prompt_lookup(tmp_path)
             result = SpeculativeDecoder(edge, verifier, k=8, driver=driver, reader=reader).generate(PROMPT)
         finally:
@@ -253,3 +255,18 @@ def test_a_cloud_across_a_network_is_compared_with_the_tokenizer_that_is_named(d
     assert result.token_ids == reference_output(target.rows, prompt, target.vocab_size, eos=target.eos_ids)
     assert result.guarantee == "exact"
     assert result.stats.rounds <= 2 + len(result.token_ids) // 5
+
+
+@pytest.mark.parametrize("expression", ["[a-z ]{5,40}[.!?]", "the (quick|lazy) (fox|dog) .{1,9}"])
+@pytest.mark.parametrize("kind", ["llama", "unigram"])
+def test_a_grammar_over_the_targets_tokens_masks_translated_drafts(kind: str, expression: str) -> None:
+    grammar = Grammar("regex", expression)
+    target = model_of("byte level", PROMPT, "the quick fox jumps", lead=4.0)
+    edge = model_of(kind, PROMPT, "the quick fox 社区 jumps", name="edge")
+    prompt = ids_in("byte level", PROMPT)
+    limits = {"max_new_tokens": 40, "grammar": grammar}
+    wanted = SpeculativeDecoder(None, local(target)).generate(prompt, **limits)
+    result = SpeculativeDecoder(edge, local(target), k=5).generate(prompt, **limits)
+    assert result.token_ids == wanted.token_ids
+    assert re.fullmatch(expression, result.text or "")
+    assert result.stats.drafted

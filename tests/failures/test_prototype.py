@@ -268,8 +268,8 @@ class OnTheEdgeOnly(Policy):
     """The verifier's policy without any constraint: its corrections and its verdicts bypass them."""
 
     @classmethod
-    def build(cls, settings: Any, eos_ids: Any, vocab_size: int, prompt_length: int) -> Policy:
-        full = Policy.build(settings, eos_ids, vocab_size, prompt_length)
+    def build(cls, settings: Any, eos_ids: Any, vocab_size: int, prompt_length: int, grammar: Any = None) -> Policy:
+        full = Policy.build(settings, eos_ids, vocab_size, prompt_length, grammar)
         return cls(LogitsProcessors(prompt_length=prompt_length), full.sampling, vocab_size)
 
 

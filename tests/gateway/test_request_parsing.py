@@ -347,7 +347,7 @@ def test_audio_for_a_text_model_is_refused() -> None:
 DIFFERENT: dict[str, Any] = {  # a value that asks for what is not done
     "tools": [{"type": "function"}],
     "tool_choice": "required",
-    "functions": [{"name": "f"}], "function_call": {"name": "f"}, "response_format": {"type": "json_object"},
+    "functions": [{"name": "f"}], "function_call": {"name": "f"},
     "modalities": ["text", "audio"], "audio": {"voice": "x"}, "prediction": {"type": "content", "content": "x"},
     "verbosity": "low", "web_search_options": {}, "moderation": {},
     "service_tier": "flex", "echo": True, "suffix": "x", "prompt_cache_options": {}, "prompt_cache_retention": "24h",
@@ -366,7 +366,7 @@ def test_what_is_not_done_is_refused_with_what_it_would_need(name: str) -> None:
 def test_every_field_of_openai_s_api_is_done_refused_or_told_as_not_used() -> None:
     done = {"messages", "model", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed"}
     done |= {"stop", "stream", "stream_options", "frequency_penalty", "presence_penalty", "logit_bias", *IGNORED}
-    done |= {"logprobs", "top_logprobs", "n", "best_of"}
+    done |= {"logprobs", "top_logprobs", "response_format", "n", "best_of"}
     theirs = set(chat_create_params.CompletionCreateParamsBase.__annotations__)
     theirs |= set(completion_create_params.CompletionCreateParamsBase.__annotations__)
     assert theirs - done - set(DIFFERENT) == set()

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from outrider.config import GenerationSettings
+from outrider.config import GenerationSettings, Grammar
 from outrider.decoding.actions import Verify
 from outrider.errors import SettingsError
 from outrider.protocol import messages, schema
@@ -41,6 +41,8 @@ def settings_(draw: st.DrawFn) -> GenerationSettings:
     most = draw(st.integers(1, UINT32))
     warm = draw(st.booleans())
     penalty = draw(st.just(1.0) | st.floats(0.01, 100))
+    texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+    grammar = draw(st.none() | st.just(Grammar("json_object")) | st.builds(Grammar, st.just("regex"), texts))
     return GenerationSettings(
         max_new_tokens=most,
         min_new_tokens=draw(st.integers(0, most)),
@@ -52,12 +54,13 @@ def settings_(draw: st.DrawFn) -> GenerationSettings:
         repetition_penalty=penalty,
         repetition_window=draw(st.integers(0, UINT32)) if penalty != 1.0 else 0,
         no_repeat_ngram_size=draw(st.integers(0, UINT32)),
-        ignore_eos=draw(st.booleans()),
+        ignore_eos=draw(st.booleans()) and grammar is None,
         suppress_tokens=tuple(draw(st.lists(st.integers(0, V - 1), max_size=5))),
         frequency_penalty=draw(st.floats(-2, 2)),
         presence_penalty=draw(st.floats(-2, 2)),
         logprobs=draw(st.none() | st.integers(0, 20)),
         logit_bias=tuple(sorted(draw(st.dictionaries(st.integers(0, V - 1), st.floats(-100, 100))).items())),
+        grammar=grammar,
     )
 
 

@@ -18,6 +18,7 @@ from typing import Final, Protocol
 
 REPLACEMENT_CHARACTER: Final = "\ufffd"  # for bytes that are not valid UTF-8
 METASPACE: Final = "\u2581"  # SentencePiece's letter for a space
+SPECIAL_MARK: Final = b"\xff"  # no byte of UTF-8
 MAX_UTF8_BYTES: Final = 4  # largest length of a character in UTF-8
 
 
@@ -99,6 +100,26 @@ class Detokenizer:
         if ids and ids[-1] in self._bytes and _ends_incomplete(raw):
             del repaired[-len(REPLACEMENT_CHARACTER.encode()) :]
         return repaired
+
+    def vocabulary_bytes(self, count: int) -> list[bytes] | None:
+        """Return what each of the ids below `count` adds to a text, or None if a token has no bytes of its own.
+
+        A special token is marked by the byte 0xFF before its name, which no text has. Ids without a token are empty.
+        """
+        if not (self._byte_level or self._bytes):
+            return None
+        tokens = [b""] * count
+        for name, token in self._tokenizer.get_vocab().items():
+            if token < count:
+                tokens[token] = self._bytes_of(token, name)
+        return tokens
+
+    def _bytes_of(self, token: int, name: str) -> bytes:
+        if token in self._special_ids:
+            return SPECIAL_MARK + name.encode()
+        if self._byte_level:
+            return _token_bytes(name)
+        return bytes([self._bytes[token]]) if token in self._bytes else name.replace(METASPACE, " ").encode()
 
     def _last_bytes(self, ids: list[int]) -> bytes:
         """Return the last bytes of a byte-level tokenizer's ids, as many as one character may have or more."""

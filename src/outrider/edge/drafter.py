@@ -68,8 +68,8 @@ class Drafter:
     ) -> None:
         self._sequence, self._policy, self._cancellation = sequence, policy, cancellation
         self._needs_signals, self._needs_q = needs_signals, needs_q
-        needs_logits = needs_q or policy.logprobs is not None
-        self._device_sampler = None if needs_logits else as_device_sampler(sequence.engine)
+        on_host = needs_q or policy.needs_logits
+        self._device_sampler = None if on_host else as_device_sampler(sequence.engine)
         self.seconds = 0.0  # of drafting
         self.prefill_seconds = 0.0  # of these, until the first token
 

@@ -35,6 +35,7 @@ from outrider.edge.thread_guard import ThreadGuard
 from outrider.edge.translated_drafter import TranslatedDrafter, edge_settings
 from outrider.edge.verifier_session import VerifierSession
 from outrider.engines.base import Engine, Prompt
+from outrider.engines.grammars import compile_grammar
 from outrider.engines.prefix_cache import open_sequence
 from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import SettingsError
@@ -108,7 +109,7 @@ class Generation:
 
     Raises:
         SettingsError: a stop rule needs text, and there is no tokenizer. Or log-probabilities are requested of drafts
-            that have none.
+            that have none. Or the grammar cannot be compiled.
     """
 
     def __init__(
@@ -133,6 +134,9 @@ class Generation:
                 "tokens: gate always, and on_cloud_loss fail or wait"
             )
         self._decoder = Decoder(prompt.ids, self._plan(rules), self._decode if rules.needs_text else None)
+        self._grammar = None
+        if settings.grammar is not None and context.tokenizer is not None:  # else the cloud alone compiles it
+            self._grammar = compile_grammar(settings.grammar, context.tokenizer, handshake.target.eos_ids)
         self._byte_counts = ByteCounts()
         if not handshake.is_complete:
             self._decoder.on_verifier_lost()
@@ -234,7 +238,11 @@ class Generation:
             return None
         needs_q = options.acceptance_rule.needs_q and context.verifier is not None
         policy = Policy.build(
-            self._settings, handshake.target.eos_ids, handshake.draft_vocabulary, len(self.prompt.ids)
+            self._settings,
+            handshake.target.eos_ids,
+            handshake.draft_vocabulary,
+            len(self.prompt.ids),
+            self._grammar,
         )
         lookup = None if context.lookup is None else self._open_lookup(context.lookup, policy, needs_q=needs_q)
         if context.draft is None:
@@ -292,7 +300,7 @@ class Generation:
             return None
         prompt = self._redacted_prompt()
         vocabulary, hides_audio = self._handshake.target_vocabulary, context.hides_audio(self.prompt)
-        params = SessionParams(self._settings, options.accept, vocabulary, hides_audio)
+        params = SessionParams(self._settings, options.accept, vocabulary, hides_audio, self._grammar)
         return VerifierSession(
             context.verifier, lambda verifier: verifier.open(prompt, params), options.on_cloud_loss, self._cancellation
         )

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Final
 
-from outrider.config import GenerationSettings
+from outrider.config import GenerationSettings, Grammar
 from outrider.decoding.gate_parsing import gate
 from outrider.errors import SettingsError
 from outrider.gateway.decoder_pool import RequestOptions, Settings
 from outrider.gateway.errors import JsonObject, RequestError
-from outrider.gateway.request_schema import IGNORED, ChatRequest, OutriderOptions, Request
+from outrider.gateway.request_schema import (
+    IGNORED,
+    ChatRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    OutriderOptions,
+    Request,
+    TextFormat,
+)
 from outrider.netem.conditions import Conditions, parse_conditions
 from outrider.sampling.acceptance import parse_acceptance_rule
 
@@ -21,7 +30,9 @@ MIN_RATE: Final = 1000.0  # bit/s, likewise
 NEUTRAL_FILTERS: Final = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # each at the value that keeps everything
 OPTION_FIELDS: Final = tuple(each.name for each in fields(RequestOptions) if each.name in OutriderOptions.model_fields)
 SETTINGS_FIELDS: Final = tuple(
-    each.name for each in fields(GenerationSettings) if each.name in OutriderOptions.model_fields
+    each.name
+    for each in fields(GenerationSettings)
+    if each.name in OutriderOptions.model_fields and each.name != "grammar"
 )
 
 
@@ -32,6 +43,7 @@ def build_settings(request: Request, requested: OutriderOptions, defaults: Setti
         RequestError: a value is out of range, or contradicts another. The error names the field.
     """
     given = {name: value for name in SETTINGS_FIELDS if (value := getattr(requested, name)) is not None}
+    given |= _build_grammar(request, requested)
     names = ("temperature", "top_p", "seed", "frequency_penalty", "presence_penalty")
     given |= {name: value for name in names if (value := getattr(request, name)) is not None}
     length = _length(request)
@@ -80,6 +92,43 @@ def _logprobs(request: Request) -> int | None:
             "top_logprobs needs logprobs: set logprobs to true", param="top_logprobs", code="invalid_value"
         )
     return request.top_logprobs or 0 if request.logprobs else None
+
+
+def find_grammar_field(request: Request) -> str | None:
+    """Return the field that holds the grammar of the answer."""
+    fields_ = _grammar_fields(request, request.outrider or OutriderOptions())
+    return next(iter(fields_), None)
+
+
+def _grammar_fields(request: Request, requested: OutriderOptions) -> dict[str, JsonObject]:
+    """Return the grammars of a request by their fields, as keyword arguments of `Grammar`."""
+    found: dict[str, JsonObject] = {}
+    response_format = getattr(request, "response_format", None)
+    if isinstance(response_format, JsonSchemaFormat):
+        schema = json.dumps(response_format.json_schema.schema_, ensure_ascii=False, separators=(",", ":"))
+        found["response_format.json_schema.schema"] = {"kind": "json_schema", "text": schema}
+    elif isinstance(response_format, JsonObjectFormat):
+        found["response_format"] = {"kind": "json_object"}
+    texts = {"outrider.regex": ("regex", requested.regex), "outrider.grammar": ("lark", requested.grammar)}
+    return found | {name: {"kind": kind, "text": text} for name, (kind, text) in texts.items() if text is not None}
+
+
+def _build_grammar(request: Request, requested: OutriderOptions) -> JsonObject:
+    """Return the field `grammar` of the settings, or {} if the request leaves it to the command line.
+
+    Raises:
+        RequestError: there are two grammars, or one is too long.
+    """
+    found = _grammar_fields(request, requested)
+    if len(found) > 1:
+        first, second, *_ = found
+        raise RequestError(f"{first} and {second} both constrain the answer: give one", param=second)
+    for field, values in found.items():
+        try:
+            return {"grammar": Grammar(**values)}
+        except SettingsError as error:
+            raise RequestError(f"{field}: {error}", param=field, code="invalid_value") from error
+    return {"grammar": None} if isinstance(getattr(request, "response_format", None), TextFormat) else {}
 
 
 def build_notes(request: Request, settings: Settings) -> tuple[str, ...]:
@@ -137,6 +186,8 @@ def _compatible_defaults(values: Settings, given: Settings) -> JsonObject:
     kept = {"stop": (), **values}
     if given.get("temperature") == 0:
         kept |= NEUTRAL_FILTERS
+    if given.get("grammar") is not None:
+        kept["ignore_eos"] = False
     if "max_new_tokens" in given:
         kept["min_new_tokens"] = min(kept.get("min_new_tokens", 0), given["max_new_tokens"])
     return kept

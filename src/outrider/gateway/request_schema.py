@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from outrider.config import (
     MAX_ADDITIVE_PENALTY,
+    MAX_GRAMMAR_BYTES,
     MAX_LOGIT_BIAS,
     MAX_TOP_LOGPROBS,
     SEED_LIMIT,
@@ -41,7 +42,6 @@ UNSUPPORTED: Final[dict[str, str]] = {
     "functions": _TOOLS,
     "function_call": _TOOLS,
     "tool_calls": _TOOLS,
-    "response_format": "only text: JSON would need a grammar that constrains drafter and verifier alike",
     "modalities": "only text: the models have no audio output",
     "audio": "the models have no audio output",
     "prediction": "the drafter is the only source of drafts",
@@ -66,6 +66,7 @@ IGNORED: Final[dict[str, str]] = {  # fields without effect on the answer: accep
 }
 ROLES_MESSAGE = "expected the role system, developer, user or assistant: function calls are not supported"
 PARTS_MESSAGE = "expected a part of type text or input_audio"
+FORMATS_MESSAGE = "expected the type text, json_object or json_schema"
 
 
 def _limit_keys(value: object) -> object:
@@ -117,6 +118,7 @@ Count = Annotated[int, Field(ge=0, le=2**31)]
 Positive = Annotated[int, Field(ge=1, le=2**31)]
 BlockLength = Annotated[int, Field(ge=1, le=64)] | Literal["auto"]
 Stop = Annotated[str, Field(max_length=1000)]
+GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_BYTES)]
 
 
 class OutriderOptions(StrictModel):
@@ -151,6 +153,8 @@ class OutriderOptions(StrictModel):
     sentences: Positive | None = Field(default=None, description="end after so many complete sentences")
     min_new_tokens: Count | None = None
     ignore_eos: bool | None = None
+    grammar: GrammarText | None = Field(default=None, description="a context-free grammar in llguidance's Lark")
+    regex: GrammarText | None = Field(default=None, description="a regular expression that the whole answer matches")
 
 
 class StreamOptions(StrictModel):
@@ -160,10 +164,35 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = Field(default=None, description="not used: chunks are not padded")
 
 
-class ResponseFormat(StrictModel):
-    """The format of the answer."""
+class TextFormat(StrictModel):
+    """Any text."""
 
     type: Literal["text"]
+
+
+class JsonObjectFormat(StrictModel):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(StrictModel):
+    """A JSON schema, which every complete answer matches."""
+
+    name: Word
+    description: str | None = Field(default=None, description="not used: describe the answer in the prompt")
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = Field(default=None, description="not used: answers are always strict")
+
+
+class JsonSchemaFormat(StrictModel):
+    """JSON that matches a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
 class Request(StrictModel):
@@ -237,7 +266,7 @@ class ChatRequest(Request):
     parallel_tool_calls: bool | None = _ignored("parallel_tool_calls")
     functions: Annotated[NoItems | None, _unsupported("functions")] = None
     function_call: Annotated[Literal["none", "auto"] | None, _unsupported("function_call")] = None
-    response_format: Annotated[ResponseFormat | None, _unsupported("response_format")] = None
+    response_format: ResponseFormat | None = None
     modalities: Annotated[
         Annotated[list[Literal["text"]], Field(max_length=1, fail_fast=True)] | None, _unsupported("modalities")
     ] = None

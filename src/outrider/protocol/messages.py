@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from google.protobuf.message import DecodeError
 
-from outrider.config import GenerationSettings
+from outrider.config import GenerationSettings, Grammar
 from outrider.decoding.actions import Verify
 from outrider.errors import CloudRefused, OutriderError
 from outrider.protocol import schema
@@ -135,7 +135,11 @@ def pack_settings(settings: GenerationSettings) -> schema.Settings:
     for name in _OPTIONAL_FIELDS:
         if values[name] == getattr(GenerationSettings, name):
             del values[name]
-    return schema.Settings(**{**values, "logit_bias": dict(settings.logit_bias)})
+    values["logit_bias"] = dict(settings.logit_bias)
+    grammar = values.pop("grammar")
+    if grammar is not None:
+        values["grammar"] = schema.Grammar(kind=grammar.kind, text=grammar.text)
+    return schema.Settings(**values)
 
 
 def unpack_settings(packed: schema.Settings, vocab_size: int) -> GenerationSettings:
@@ -154,8 +158,9 @@ def unpack_settings(packed: schema.Settings, vocab_size: int) -> GenerationSetti
     for name in _OPTIONAL_FIELDS:
         if not packed.HasField(name):
             del values[name]
-    suppressed, biases = tuple(packed.suppress_tokens), dict(packed.logit_bias)
-    return GenerationSettings.build({**values, "suppress_tokens": suppressed, "logit_bias": biases})
+    values["suppress_tokens"], values["logit_bias"] = tuple(packed.suppress_tokens), dict(packed.logit_bias)
+    grammar = Grammar(packed.grammar.kind, packed.grammar.text) if packed.HasField("grammar") else None  # type: ignore[arg-type]
+    return GenerationSettings.build({**values, "grammar": grammar})
 
 
 def unpack_accept(spec: str) -> str:

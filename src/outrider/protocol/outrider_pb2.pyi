@@ -32,7 +32,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeAnswer(_message.Message):
-    __slots__ = ("protocol", "name", "vocab_size", "row_count", "eos_ids", "fingerprint", "model", "max_length", "audio_seconds", "max_drafts")
+    __slots__ = ("protocol", "name", "vocab_size", "row_count", "eos_ids", "fingerprint", "model", "max_length", "audio_seconds", "max_drafts", "tokenizer")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class DescribeAnswer(_message.Message):
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
     AUDIO_SECONDS_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     name: str
     vocab_size: int
@@ -53,7 +54,8 @@ class DescribeAnswer(_message.Message):
     max_length: int
     audio_seconds: float
     max_drafts: int
-    def __init__(self, protocol: _Optional[int] = ..., name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., row_count: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[bytes] = ..., model: _Optional[bytes] = ..., max_length: _Optional[int] = ..., audio_seconds: _Optional[float] = ..., max_drafts: _Optional[int] = ...) -> None: ...
+    tokenizer: bytes
+    def __init__(self, protocol: _Optional[int] = ..., name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., row_count: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[bytes] = ..., model: _Optional[bytes] = ..., max_length: _Optional[int] = ..., audio_seconds: _Optional[float] = ..., max_drafts: _Optional[int] = ..., tokenizer: _Optional[bytes] = ...) -> None: ...
 
 class VocabularyRequest(_message.Message):
     __slots__ = ()
@@ -64,6 +66,16 @@ class VocabularyPart(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, tokens: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TokenizerRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TokenizerPart(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
 
 class Request(_message.Message):
     __slots__ = ("open", "media", "verify", "generate", "resume", "close")
@@ -100,7 +112,7 @@ class Ids(_message.Message):
     def __init__(self, token: _Optional[_Iterable[int]] = ..., count: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Settings(_message.Message):
-    __slots__ = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "no_repeat_ngram_size", "ignore_eos", "suppress_tokens", "repetition_window", "frequency_penalty", "presence_penalty", "logit_bias", "logprobs")
+    __slots__ = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "no_repeat_ngram_size", "ignore_eos", "suppress_tokens", "repetition_window", "frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "grammar")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -124,6 +136,7 @@ class Settings(_message.Message):
     PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     max_new_tokens: int
     min_new_tokens: int
     temperature: float
@@ -140,7 +153,16 @@ class Settings(_message.Message):
     presence_penalty: float
     logit_bias: _containers.ScalarMap[int, float]
     logprobs: int
-    def __init__(self, max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., no_repeat_ngram_size: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., suppress_tokens: _Optional[_Iterable[int]] = ..., repetition_window: _Optional[int] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ...) -> None: ...
+    grammar: Grammar
+    def __init__(self, max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., no_repeat_ngram_size: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., suppress_tokens: _Optional[_Iterable[int]] = ..., repetition_window: _Optional[int] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping[str, object]]] = ...) -> None: ...
+
+class Grammar(_message.Message):
+    __slots__ = ("kind", "text")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    text: str
+    def __init__(self, kind: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("protocol", "fingerprint", "model", "settings", "accept", "vocab_size", "prompt", "committed", "media", "conditioning", "base")

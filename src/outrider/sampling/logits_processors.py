@@ -38,7 +38,7 @@ class PrefixIndex:
 
     def move_to(self, ids: list[int], length: int) -> None:
         """Index the prefix ids[:length], in amortised O(changed tokens) plus one comparison of the common part."""
-        common = _common_prefix_length(self._ids, ids, length)
+        common = common_prefix_length(self._ids, ids, length)
         while len(self._ids) > common:
             self._pop()
         for token in ids[common:length]:
@@ -78,7 +78,8 @@ class PrefixIndex:
             self._ngram_followers[self._tail()].pop()
 
 
-def _common_prefix_length(old: list[int], new: list[int], length: int) -> int:
+def common_prefix_length(old: list[int], new: list[int], length: int) -> int:
+    """Return how many of the first `length` ids of `new` are those of `old`."""
     shared = min(len(old), length)
     if old[:shared] == new[:shared]:
         return shared

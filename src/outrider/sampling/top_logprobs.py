@@ -9,7 +9,8 @@ banned. The largest of these bounds decides whether the known entries give the s
     top-p       the nucleus is the same for the least and for the largest possible missing mass
     min-p       the threshold is above the bound
 
-Otherwise `NeedMoreLogprobs` requests more entries. No token is ever guessed.
+Otherwise `NeedMoreLogprobs` requests more entries. No token is ever guessed. Of a row within a grammar, only entries
+that the grammar allows can be missing. A single allowed token needs no entries.
 """
 
 from __future__ import annotations
@@ -49,6 +50,11 @@ class TopLogprobs:
     values: np.ndarray
     missing_max: float
     normalised: bool = False
+
+    def within(self, allowed: np.ndarray) -> TopLogprobs:
+        """Return the row for a grammar that allows these tokens, bool [≤ vocab_size]. A single one needs no score."""
+        ids = np.flatnonzero(allowed)
+        return self if len(ids) != 1 else TopLogprobs(ids, np.zeros(1, dtype=np.float32), -math.inf)
 
     def to_distribution(self, process: Callable[[Tensor], Distribution], vocab_size: int) -> Distribution:
         """Return the distribution of the row. process: the policy's, from logits float32 [vocab_size].

@@ -14,6 +14,7 @@ from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.errors import StateError, VocabularyMismatch
 from outrider.sampling.acceptance import Verdict
+from outrider.sampling.grammar import CompiledGrammar
 
 MAX_EXTRA_TOKENS = 128  # tokens by which vocabulary sizes may differ beyond the shared ids, as in llama.cpp
 
@@ -26,7 +27,8 @@ class ModelInfo:
     positions of a sequence, None without a limit. audio_seconds: length of the longest accepted recording, 0 without
     audio support. placeholder: the token that stands for a recording in a prompt. read_vocabulary: fetches the token
     strings in order of their ids, and is called only when fingerprints differ, because they can be many. decode: turns
-    ids into text, special tokens included. special_ids: the tokenizer's special tokens.
+    ids into text, special tokens included. special_ids: the tokenizer's special tokens. read_tokenizer: fetches the
+    packed files of the tokenizer (`protocol.tokenizer_files`), None if the server sends none.
     """
 
     name: str
@@ -40,6 +42,7 @@ class ModelInfo:
     read_vocabulary: Callable[[], list[str]] = field(default=list, repr=False, compare=False)
     decode: Callable[[Sequence[int]], str] | None = field(default=None, repr=False, compare=False)
     special_ids: tuple[int, ...] = field(default=(), repr=False)
+    read_tokenizer: Callable[[], bytes] | None = field(default=None, repr=False, compare=False)
 
     @property
     def vocabulary(self) -> list[str]:
@@ -52,13 +55,15 @@ class SessionParams:
     """The decoding parameters of a session.
 
     vocab_size: number of ids that the target may emit. hides_audio: the prompt has a recording that the edge does not
-    send to the verifier (`--privacy tokens`).
+    send to the verifier (`--privacy tokens`). grammar: that of the settings over the edge's vocabulary, for verifiers
+    without a tokenizer.
     """
 
     settings: GenerationSettings
     accept: str
     vocab_size: int
     hides_audio: bool = False
+    grammar: CompiledGrammar | None = None
 
 
 class Verifier(Protocol):

@@ -112,8 +112,8 @@ class Session:
 
     @property
     def sampling_policy(self) -> Policy | None:
-        """Return the policy for on-device sampling, or None if the acceptance rule or a report needs the logits."""
-        return None if self._rule.needs_logits or self._policy.logprobs is not None else self._policy
+        """Return the policy for on-device sampling, or None if the acceptance rule or the policy needs the logits."""
+        return None if self._rule.needs_logits or self._policy.needs_logits else self._policy
 
     def judge(self, plan: ForwardPlan, output: ForwardOutput, queue_s: float = 0.0, compute_s: float = 0.0) -> Verdict:
         """Verify the block and commit its accepted tokens.

@@ -38,7 +38,7 @@ from outrider.verifiers.llm_server.replicas import Replica, use_first_ready
 from outrider.verifiers.retry import MIN_UPLOAD_RATE
 from outrider.verifiers.session import ForwardPlan, Session
 
-TOP_CONSTRAINED, TOP_NUCLEUS = 8, 64  # entries of a row in the first request
+TOP_CONSTRAINED, TOP_GRAMMAR, TOP_NUCLEUS = 8, 20, 64  # entries of a row in the first request
 PREFILL_MIN = 512  # tokens before a first block; with more, a request of its own computes them
 TOP_GROWTH, MAX_TOP = 4, 4096  # factor for the next request if they do not suffice; above MAX_TOP the whole row
 
@@ -63,7 +63,7 @@ class LlmServerSession:
     ) -> None:
         _check_prompt(prompt, params, target)
         settings = params.settings
-        policy = Policy.build(settings, target.eos_ids, params.vocab_size, len(prompt.ids))
+        policy = Policy.build(settings, target.eos_ids, params.vocab_size, len(prompt.ids), params.grammar)
         self.session = Session(prompt.ids, len(prompt.ids), policy, parse_acceptance_rule(params.accept), noise)
         self.byte_counts = ByteCounts()
         self._backend, self._replicas, self._settings = backend, replicas, settings
@@ -183,13 +183,22 @@ class LlmServerSession:
             replica.mark_failed()
         raise error
 
+    def _cause(self, greedy: bool) -> str:
+        return ", since the grammar allows none of them" if greedy and self._settings.grammar is not None else ""
+
     def _increase_top(self, capabilities: Capabilities, shortage: NeedMoreLogprobs, name: str) -> None:
         """Request more entries from now on, since the next rows are likely to need them too."""
         if self._top == ALL_LOGPROBS or (capabilities.top != ALL_LOGPROBS and self._top >= capabilities.top):
             hint = self._backend.more_hint(capabilities, TOP_GROWTH * capabilities.top)
+            greedy = self._settings.temperature == 0
+            remedy = (
+                "let the prompt ask for this format"
+                if greedy
+                else "restrict sampling further (top_k, top_p, smaller biases)"
+            )
             raise CloudRefused(
                 f"{name} sends {capabilities.top} entries of a row, which do not determine the token at position "
-                f"{shortage.position}: {hint}, or restrict sampling further (top_k, top_p, smaller biases)"
+                f"{shortage.position}{self._cause(greedy)}: {hint}, or {remedy}"
             )
         self._top *= TOP_GROWTH
         if self._top > MAX_TOP and capabilities.top == ALL_LOGPROBS:
@@ -266,6 +275,8 @@ def _sampling_top(settings: GenerationSettings) -> int:
     penalties = settings.frequency_penalty, settings.presence_penalty
     raises_logits = min(penalties) < 0 or any(bias > 0 for _, bias in settings.logit_bias)
     if settings.temperature == 0:
+        if settings.grammar is not None:
+            return TOP_GRAMMAR
         if raises_logits:
             return TOP_NUCLEUS
         bans = settings.no_repeat_ngram_size, settings.suppress_tokens, settings.min_new_tokens, settings.ignore_eos
