@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from outrider.cli.subprocess_cloud import SupervisedCloud
+    from outrider.engines.base import Engine
+    from outrider.engines.prompt_lookup import PromptLookup
     from outrider.gateway.access import Access
     from outrider.gateway.connections import Listener
     from outrider.gateway.decoder_pool import DecoderPool
@@ -263,8 +265,8 @@ def _serve(
             step(f"waiting for the cloud {models.cloud}")
         reach = cloud.reach()
         with (
-            closing(DecoderPool(engine, reach, lookup=lookup, target_tokenizer=tokenizer)) as pool,
-            _wait_for_cloud(pool, reach, cloud) as cloud_state,
+            _wait_for_cloud(engine, tokenizer, reach, cloud) as cloud_state,
+            closing(DecoderPool(engine, reach, lookup=lookup, target_tokenizer=cloud_state.tokenizer)) as pool,
         ):
             step("starting to serve")
             enable_gc()
@@ -324,14 +326,23 @@ def _application(
 
 @dataclass(frozen=True)
 class _CloudState:
-    """The present state of the cloud. trouble: the reason if it is unreachable, else None."""
+    """The present state of the cloud. trouble: the reason if it is unreachable, else None.
+
+    tokenizer: that of the cloud, if it is named, or was sent at the start.
+    """
 
     name: Callable[[], str]
     trouble: Callable[[], str | None] = lambda: None
+    tokenizer: PromptLookup | None = None
 
 
 @contextmanager
-def _wait_for_cloud(pool: DecoderPool, reach: VerifierFactory | None, cloud: _CloudConnection) -> Iterator[_CloudState]:
+def _wait_for_cloud(
+    engine: Engine | PromptLookup,
+    tokenizer: PromptLookup | None,
+    reach: VerifierFactory | None,
+    cloud: _CloudConnection,
+) -> Iterator[_CloudState]:
     """Connect to the cloud if it is reachable now. An incompatible cloud ends the gateway.
 
     With an unreachable cloud the gateway serves, and requests fail with 503 until the cloud can be reached.
@@ -341,12 +352,15 @@ def _wait_for_cloud(pool: DecoderPool, reach: VerifierFactory | None, cloud: _Cl
     if reach is None:
         yield _CloudState(lambda: "none")
         return
-    tokenizer = pool.target_tokenizer
-    with closing(CloudMonitor(pool.engine, reach("none"), cloud.hosts, target_tokenizer=tokenizer)) as monitor:
+    with closing(CloudMonitor(engine, reach("none"), cloud.hosts, target_tokenizer=tokenizer)) as monitor:
         if not monitor.wait(CLOUD_TIMEOUT_S):
             log.warning("the cloud cannot be reached yet")
         own = cloud.own
-        yield _CloudState(lambda: monitor.name, lambda: (own.trouble if own is not None else None) or monitor.trouble)
+        yield _CloudState(
+            lambda: monitor.name,
+            lambda: (own.trouble if own is not None else None) or monitor.trouble,
+            monitor.target_tokenizer,
+        )
 
 
 def _log_to_stderr(serving: Serving) -> None:
