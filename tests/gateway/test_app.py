@@ -28,9 +28,8 @@ from outrider.errors import (
 from outrider.gateway import connections, handlers, response_schema
 from outrider.gateway.access import Access, allowed_hosts, check_listen
 from outrider.gateway.app import PAGE_HEADERS
-from outrider.gateway.errors import to_error_response
+from outrider.gateway.errors import GenerationTimeout, QueueFull, ShuttingDown, to_error_response
 from outrider.gateway.handlers import UploadLimiter
-from outrider.gateway.request_scheduler import GenerationTimeout, QueueFull, ShuttingDown
 from outrider.gateway.server import bound
 from outrider.serving.tokens import Tokens
 from tests.support.processes import HANG_S, wait_until
