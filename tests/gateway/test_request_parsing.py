@@ -30,6 +30,8 @@ from outrider.prompts.audio import read as read_audio
 CLIP = Path(outrider.__file__).parent / "demo" / "clips" / "en-1.ogg"
 TEXT = {"type": "text", "text": "x"}
 HEARS = Defaults(audio_seconds=30.0)
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 def chat(defaults: Defaults = Defaults(), **fields: Any) -> ParsedRequest:  # noqa: B008
@@ -315,8 +317,8 @@ def test_audio_for_a_text_model_is_refused() -> None:
 
 DIFFERENT: dict[str, Any] = {  # a value that asks for what is not done
     "n": 2, "best_of": 2, "frequency_penalty": 0.5, "presence_penalty": -0.5, "logprobs": True, "top_logprobs": 3,
-    "logit_bias": {"5": 10}, "tools": [{"type": "function"}], "tool_choice": "required",
-    "functions": [{"name": "f"}], "function_call": {"name": "f"}, "response_format": {"type": "json_object"},
+    "logit_bias": {"5": 10}, "functions": [{"name": "f"}], "function_call": {"name": "f"},
+    "response_format": {"type": "json_object"},
     "modalities": ["text", "audio"], "audio": {"voice": "x"}, "prediction": {"type": "content", "content": "x"},
     "verbosity": "low", "web_search_options": {}, "moderation": {},
     "service_tier": "flex", "echo": True, "suffix": "x", "prompt_cache_options": {}, "prompt_cache_retention": "24h",
@@ -334,7 +336,7 @@ def test_what_is_not_done_is_refused_with_what_it_would_need(name: str) -> None:
 
 def test_every_field_of_openai_s_api_is_done_refused_or_told_as_not_used() -> None:
     done = {"messages", "model", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed"}
-    done |= {"stop", "stream", "stream_options", *IGNORED}
+    done |= {"stop", "stream", "stream_options", "tools", "tool_choice", "parallel_tool_calls", *IGNORED}
     theirs = set(chat_create_params.CompletionCreateParamsBase.__annotations__)
     theirs |= set(completion_create_params.CompletionCreateParamsBase.__annotations__)
     assert theirs - done - set(DIFFERENT) == set()
@@ -347,7 +349,23 @@ def test_every_field_of_openai_s_api_is_done_refused_or_told_as_not_used() -> No
         ({"outrider": {"speed": 3}}, "outrider.speed"),
         ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages.0.colour"),
         ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages.0.name"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]}, "messages.0.tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages.0.tool_calls"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "1"}}]}
+                ]
+            },
+            "messages.0.tool_calls.0.function.arguments",
+        ),
+        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "any"}, "tool_choice"),
         ({"messages": said({"type": "image_url", "image_url": {"url": "x"}})}, "messages.0.content.0"),
         ({"messages": said({"type": "text", "text": 5})}, "messages.0.content.0.text"),
         ({"messages": said(recording(extra=1))}, "messages.0.content.0.input_audio.extra"),

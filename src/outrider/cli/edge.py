@@ -19,7 +19,7 @@ from outrider.cli.build import build_options, check, enable_gc, load_drafter
 from outrider.cli.escape import one_line
 from outrider.cli.options import Models, Network, Pair, Whole
 from outrider.config import DecodingMode
-from outrider.errors import SettingsError
+from outrider.errors import PromptError, SettingsError
 from outrider.hints import check_extra
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from outrider.gateway.connections import Listener
     from outrider.gateway.decoder_pool import DecoderPool
     from outrider.gateway.request_scheduler import RequestScheduler
+    from outrider.gateway.tools import ToolSupport
     from outrider.verifiers.base import Verifier
 
     VerifierFactory = Callable[[str], Verifier]
@@ -294,11 +295,24 @@ def _application(
     pool.pin(decoding_options)
     audio = getattr(engine, "audio", None)
     seconds, text = 0.0 if audio is None else audio.max_seconds, not getattr(engine, "captions_only", False)
-    defaults = Defaults(decoding_options, options.pair.decoding.settings(), seconds, text, engine.name)
+    settings = options.pair.decoding.settings()
+    defaults = Defaults(decoding_options, settings, seconds, text, engine.name, _tool_support(engine))
     metrics = Metrics(lambda: scheduler.active, lambda: scheduler.waiting, serving.slots)
     overview = build_overview(defaults, cloud_state.name(), serving.slots, cut=pool.cuttable)
     info = GatewayInfo(overview, serving.allow_origin, cloud_state.name, cloud_state.trouble)
     return scheduler, create_app(Gateway(scheduler, access, defaults, metrics), info)
+
+
+def _tool_support(engine: Engine) -> ToolSupport | str:
+    """Return the model's way to call tools, or the reason why it has none."""
+    from outrider.gateway.tools import find_tool_support
+
+    if engine.tokenizer is None:
+        return f"tools: {engine.name} came without a tokenizer"
+    try:
+        return find_tool_support(engine.name, engine.tokenizer)
+    except PromptError as error:
+        return str(error)
 
 
 @dataclass(frozen=True)

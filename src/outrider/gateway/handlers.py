@@ -21,14 +21,15 @@ from outrider.decoding.result import Result
 from outrider.edge.cancellation import Cancellation
 from outrider.errors import AudioError, OutriderError, PromptError, SettingsError, StateError
 from outrider.gateway.access import Access
-from outrider.gateway.errors import RequestError, to_error_response
+from outrider.gateway.errors import QueueFull, RequestError, ShuttingDown, to_error_response
 from outrider.gateway.metrics import Metrics
 from outrider.gateway.request_parsing import Defaults, ParsedRequest, attach_param, parse_request, validate_body
-from outrider.gateway.request_scheduler import GenerationTask, QueueFull, RequestScheduler, ShuttingDown
+from outrider.gateway.request_scheduler import GenerationTask, RequestScheduler
 from outrider.gateway.request_schema import ChatRequest, Request
 from outrider.gateway.response_building import Answer, error_event
 from outrider.prompts.audio import Audio
 from outrider.prompts.chat import PromptLike
+from outrider.prompts.tool_template import ToolChat
 
 T = TypeVar("T")
 
@@ -225,7 +226,15 @@ def _prompt_bytes(prompt: PromptLike) -> int:
         return int(getattr(prompt.source, "nbytes", 0))
     if isinstance(prompt, str):
         return sys.getsizeof(prompt)
-    return sum(INT_BYTES if isinstance(each, int) else sys.getsizeof(each.get("content", "")) for each in prompt)
+    if isinstance(prompt, ToolChat):
+        return _value_bytes(list(prompt.messages)) + _value_bytes(list(prompt.tools))
+    return sum(INT_BYTES if isinstance(each, int) else _value_bytes(each) for each in prompt)
+
+
+def _value_bytes(value: object) -> int:
+    """Return the approximate memory of a JSON value, in bytes."""
+    inner = [*value.values(), *value] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sys.getsizeof(value) + sum(map(_value_bytes, inner))
 
 
 async def _respond_streaming(

@@ -26,6 +26,7 @@ from outrider.gateway.request_schema import (
     MODEL,
     PARTS_MESSAGE,
     ROLES_MESSAGE,
+    TOOL_CHOICE_MESSAGE,
     UNSUPPORTED,
     AudioPart,
     ChatRequest,
@@ -35,13 +36,17 @@ from outrider.gateway.request_schema import (
     Request,
     TextPart,
 )
+from outrider.gateway.tools import RequestedTools, ToolSupport, message_fields, read_tools
+from outrider.gateway.tools import build_notes as build_tool_notes
 from outrider.prompts.audio import Audio
 from outrider.prompts.chat import PromptLike, check_text
+from outrider.prompts.tool_template import ToolChat
 
 R = TypeVar("R", bound=Request)
 
 MAX_BYTES_BESIDE_RECORDING: Final = 2**21  # bytes of a body beside its recording: texts, ids and options
 RECORDING: Final = re.compile(rb'"data"\s*:\s*"[ !#-~]{1000,}')  # parses into a single string of ASCII
+PART_TYPES: Final = ("text", "input_audio")  # of which pydantic adds a step to an error's path
 SIZE_ERRORS: Final = ("too_long", "too_short", "string_too_long", "string_too_short")
 
 
@@ -50,7 +55,7 @@ class Defaults:
     """The command line's defaults.
 
     settings: fields of GenerationSettings. audio_seconds: the longest recording, 0 for a model without audio. text:
-    False for a model that only takes recordings.
+    False for a model that only takes recordings. tools: the edge's support of tools, or the reason why it has none.
     """
 
     options: RequestOptions = field(default_factory=RequestOptions)
@@ -58,6 +63,7 @@ class Defaults:
     audio_seconds: float = 0.0
     text: bool = True
     edge: str = "the edge model"
+    tools: ToolSupport | str = "tools: the model has no chat template with tools"
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class ParsedRequest:
     """A valid request.
 
     notes: on its fields without effect, for the answer's warnings. field: the prompt's field. length_field: the field
-    that limits the output, if the request has one.
+    that limits the output, if the request has one. tools: those that the answer may call.
     """
 
     prompt: PromptLike
@@ -80,6 +86,7 @@ class ParsedRequest:
     notes: tuple[str, ...] = ()
     field: str = "prompt"
     length_field: str | None = None
+    tools: RequestedTools | None = None
 
 
 def validate_body(kind: type[R], body: bytes) -> R:
@@ -131,8 +138,10 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
             param="outrider.provisional",
         )
     settings = build_settings(request, options, defaults.settings)
+    tools = read_tools(request, defaults.tools) if isinstance(request, ChatRequest) else None
+    tool_notes = build_tool_notes(request) if isinstance(request, ChatRequest) else []
     return ParsedRequest(
-        prompt=_prompt(request, options, defaults),
+        prompt=_prompt(request, options, defaults, tools),
         settings=settings,
         options=build_options(options, defaults.options),
         stream=bool(request.stream),
@@ -141,9 +150,10 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
         tokens=bool(options.tokens),
         cache_salt=options.cache_salt or "",
         stop=settings["stop"],
-        notes=build_notes(request, settings),
+        notes=(*build_notes(request, settings), *tool_notes),
         field="messages" if isinstance(request, ChatRequest) else "prompt",
         length_field=find_length_field(request),
+        tools=tools,
     )
 
 
@@ -161,15 +171,17 @@ def attach_param(error: InputError, request: ParsedRequest) -> RequestError:
 # Prompts ----------------------------------------------------------------------------------------------------
 
 
-def _prompt(request: Request, options: OutriderOptions, defaults: Defaults) -> PromptLike:
+def _prompt(request: Request, options: OutriderOptions, defaults: Defaults, tools: RequestedTools | None) -> PromptLike:
     if isinstance(request, ChatRequest):
-        if any(isinstance(part, AudioPart) for message in request.messages for part in message.content):
+        if any(isinstance(part, AudioPart) for message in request.messages for part in message.content or ()):
+            if tools is not None:
+                raise RequestError("tools: a request with a recording has no tools: leave them out", param="tools")
             return _decode_recording(request, options, defaults)
         _check_no_task(options)
         for at, message in enumerate(request.messages):
             _check_texts(at, message)
-        roles = {"developer": "system"}
-        return [{"role": roles.get(each.role, each.role), "content": _texts(each)} for each in request.messages]
+        messages = [_build_message(at, message) for at, message in enumerate(request.messages)]
+        return messages if tools is None else ToolChat(messages, tools.definitions)
     _check_no_task(options)
     assert isinstance(request, CompletionRequest)  # there are two kinds of requests
     prompt = request.prompt
@@ -180,6 +192,13 @@ def _prompt(request: Request, options: OutriderOptions, defaults: Defaults) -> P
         if not prompt:
             raise RequestError("the prompt is empty", param="prompt")
     return prompt
+
+
+def _build_message(at: int, message: Message) -> JsonObject:
+    """Return a message in the form of chat templates."""
+    role = "system" if message.role == "developer" else message.role
+    content = {} if message.content is None else {"content": _texts(message)}
+    return {"role": role, **content, **message_fields(at, message)}
 
 
 def _check_no_task(options: OutriderOptions) -> None:
@@ -193,7 +212,7 @@ def _texts(message: Message) -> str:
     """Return a message's text, with a line for each part."""
     if isinstance(message.content, str):
         return message.content
-    return "\n".join(part.text for part in message.content if isinstance(part, TextPart))
+    return "\n".join(part.text for part in message.content or () if isinstance(part, TextPart))
 
 
 def _check_texts(at: int, message: Message) -> None:
@@ -201,7 +220,7 @@ def _check_texts(at: int, message: Message) -> None:
     if isinstance(message.content, str):
         _check_text(message.content, f"messages.{at}.content")
         return
-    for n, part in enumerate(message.content):
+    for n, part in enumerate(message.content or ()):
         if isinstance(part, TextPart):
             _check_text(part.text, f"messages.{at}.content.{n}.text")
 
@@ -222,7 +241,7 @@ def _decode_recording(request: ChatRequest, options: OutriderOptions, defaults: 
             "a request with a recording has one message, of the user: remove the others", param="messages"
         )
     message = request.messages[0]
-    (at, found), *others = [(n, part) for n, part in enumerate(message.content) if isinstance(part, AudioPart)]
+    (at, found), *others = [(n, part) for n, part in enumerate(message.content or ()) if isinstance(part, AudioPart)]
     if others:
         param = f"messages.0.content.{others[0][0]}"
         raise RequestError("more than one recording: send a request for each", param=param)
@@ -276,6 +295,8 @@ def _describe_error(type_: str, message: str, path_steps: list[str], kind: type[
         )
     if name == "role":
         message = ROLES_MESSAGE
+    elif path == "tool_choice":
+        message = TOOL_CHOICE_MESSAGE
     elif path == "outrider.k":
         message = "expected 1 to 64, or auto"
     elif type_.startswith("union_tag"):
@@ -290,8 +311,8 @@ def _error_path(loc: Sequence[int | str], data: object, *, missing: bool) -> lis
     path_steps: list[str] = []
     for number, step in enumerate(loc, start=1):
         child = _step_into(data, step)
-        tag = number > 1 and isinstance(loc[number - 2], int) and isinstance(data, dict) and data.get("type") == step
-        if tag and number < len(loc):
+        is_tag = number > 1 and isinstance(loc[number - 2], int) and step in PART_TYPES
+        if is_tag and isinstance(data, dict) and data.get("type") == step and number < len(loc):
             continue  # a part's kind, although there may be a field of the same name
         if child is not None:
             data = child[0]

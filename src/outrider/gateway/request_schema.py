@@ -19,10 +19,11 @@ MAX_STOPS = 16
 MAX_KEYS = 256  # of one object, because each invalid key costs an error of its own
 MAX_MESSAGES = 4096
 MAX_PARTS = 256
+MAX_TOOLS = 128
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 AudioFormat = Literal["wav", "mp3", "flac", "ogg", "opus", "aiff", "m4a", "mp4", "3gp", "webm", "aac", "amr", "wma"]
 
-_TOOLS = "function calls need a model and a chat template made for them, and a parser of the model's output"
+_FUNCTIONS = "deprecated by OpenAI: use tools, tool_choice and messages of the role tool"
 _PENALTY = (
     "only 0, because drafter and verifiers would have to apply the same penalty, and not every verifier can: "
     "use outrider.repetition_penalty or outrider.no_repeat_ngram_size against repetition"
@@ -36,11 +37,8 @@ UNSUPPORTED: Final[dict[str, str]] = {
     "logprobs": _LOGPROBS,
     "top_logprobs": _LOGPROBS,
     "logit_bias": "only -100, which bans a token: drafter and verifiers do not support other biases",
-    "tools": _TOOLS,
-    "tool_choice": _TOOLS,
-    "functions": _TOOLS,
-    "function_call": _TOOLS,
-    "tool_calls": _TOOLS,
+    "functions": _FUNCTIONS,
+    "function_call": _FUNCTIONS,
     "response_format": "only text: JSON would need a grammar that constrains drafter and verifier alike",
     "modalities": "only text: the models have no audio output",
     "audio": "the models have no audio output",
@@ -62,9 +60,9 @@ IGNORED: Final[dict[str, str]] = {  # fields without effect on the answer: accep
     "store": "the gateway stores nothing",
     "prompt_cache_key": "prompts are not cached between requests",
     "reasoning_effort": "the models have no reasoning apart from their answer",
-    "parallel_tool_calls": "there are no tools",
 }
-ROLES_MESSAGE = "expected the role system, developer, user or assistant: function calls are not supported"
+ROLES_MESSAGE = "expected the role system, developer, user, assistant or tool"
+TOOL_CHOICE_MESSAGE = 'expected none, auto, required, or {"type": "function", "function": {"name": …}}'
 PARTS_MESSAGE = "expected a part of type text or input_audio"
 
 
@@ -115,6 +113,7 @@ Word = Annotated[str, Field(max_length=MAX_WORD_CHARS)]
 Count = Annotated[int, Field(ge=0, le=2**31)]
 Positive = Annotated[int, Field(ge=1, le=2**31)]
 BlockLength = Annotated[int, Field(ge=1, le=64)] | Literal["auto"]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 Stop = Annotated[str, Field(max_length=1000)]
 
 
@@ -209,15 +208,71 @@ class AudioPart(StrictModel):
 Part = Annotated[TextPart | AudioPart, Field(discriminator="type")]
 
 
+class CalledFunction(StrictModel):
+    """A function and the arguments of a call. arguments: a JSON object, as text."""
+
+    name: FunctionName
+    arguments: str
+
+
+class ToolCall(StrictModel):
+    """A call of a tool in an earlier message of the assistant."""
+
+    id: Word
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class FunctionDefinition(StrictModel):
+    """A function that the model may call."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: Annotated[dict[str, Any], LIMITED_KEYS] | None = Field(
+        default=None, description="the JSON schema of its arguments"
+    )
+    strict: bool | None = Field(default=None, description="arguments are enforced with another tool_choice than auto")
+
+
+class Tool(StrictModel):
+    """A tool."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def definition(self) -> dict[str, Any]:
+        """Return the tool as chat templates expect it."""
+        given = self.function
+        description = {} if given.description is None else {"description": given.description}
+        parameters = given.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": {"name": given.name, **description, "parameters": parameters}}
+
+
+class ChosenFunction(StrictModel):
+    """The name of a function."""
+
+    name: FunctionName
+
+
+class NamedToolChoice(StrictModel):
+    """The choice of one function, which the answer calls."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
 class Message(StrictModel):
     """A message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)] | None = Field(
+        default=None, description="may be missing beside tool_calls only"
+    )
     name: Annotated[None, _unsupported("name")] = None
     refusal: None = None
     audio: Annotated[None, _unsupported("audio")] = None
-    tool_calls: Annotated[NoItems | None, _unsupported("tool_calls")] = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_call_id: Word | None = Field(default=None, description="the call whose result a message of the role tool is")
     function_call: Annotated[None, _unsupported("function_call")] = None
     annotations: NoItems | None = None
 
@@ -229,9 +284,9 @@ class ChatRequest(Request):
     max_completion_tokens: Positive | None = None
     logprobs: Annotated[False_ | None, _unsupported("logprobs")] = None
     top_logprobs: Annotated[Annotated[int, Field(ge=0, le=0)] | None, _unsupported("top_logprobs")] = None
-    tools: Annotated[NoItems | None, _unsupported("tools")] = None
-    tool_choice: Annotated[Literal["none", "auto"] | None, _unsupported("tool_choice")] = None
-    parallel_tool_calls: bool | None = _ignored("parallel_tool_calls")
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(default=None, description="false: at most one call in an answer")
     functions: Annotated[NoItems | None, _unsupported("functions")] = None
     function_call: Annotated[Literal["none", "auto"] | None, _unsupported("function_call")] = None
     response_format: Annotated[ResponseFormat | None, _unsupported("response_format")] = None

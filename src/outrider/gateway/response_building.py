@@ -19,6 +19,7 @@ from outrider.errors import StateError
 from outrider.gateway.errors import ErrorResponse, JsonObject, encode_json
 from outrider.gateway.request_parsing import ParsedRequest
 from outrider.gateway.request_schema import MODEL
+from outrider.gateway.tools import ToolOutput
 
 FINISH_REASONS: Final[dict[FinishReason, str]] = {
     "eos": "stop",
@@ -153,25 +154,26 @@ class Answer:
         }
         self._text = StableText(request.stop)
         self._tokens = TokenReports(provisional=request.provisional) if request.tokens else None
+        self._tools = ToolOutput(request.tools, whole=not request.stream) if request.tools is not None else None
         self._role_sent = False
 
     # Streams ------------------------------------------------------------------------------------------------
 
     def chunk(self, events: Seq[StreamEvent]) -> bytes:
         """Return the stream's chunks for these events, which may be empty."""
-        text = self._text.add(events)
+        text = self._text.add(events if self._tools is None else self._tools.add_special(events))
         tokens = self._tokens.add(events) if self._tokens is not None else []
-        if not text and not tokens:
+        deltas = [text] if self._tools is None else self._tools.feed(text)
+        if not any(deltas) and not tokens:
             return b""
-        return self._role_chunk() + self._delta(text, {"tokens": tokens} if tokens else None)
+        return self._role_chunk() + self._deltas(deltas, {"tokens": tokens} if tokens else None)
 
     def last(self, result: Result) -> bytes:
         """Return the last chunks: held-back text, the finish reason, the outcome, and the usage if requested."""
-        rest = self._text.end(result)
-        data = self._role_chunk() + (self._delta(rest) if rest else b"")
-        data += self._event(
-            [self._delta_choice("", FINISH_REASONS[result.finish_reason])], outcome(result, self._request.notes)
-        )
+        rest = self._text.end(result if self._tools is None else self._tools.with_special(result))
+        deltas = [rest] if self._tools is None else [*self._tools.feed(rest), *self._tools.end()]
+        data = self._role_chunk() + (self._deltas(deltas) if any(deltas) else b"")
+        data += self._event([self._delta_choice("", self._finish_reason(result))], self._outcome(result))
         if self._request.include_usage:
             data += _data({**self._head, "choices": [], "usage": usage(result)})
         return data + DONE
@@ -183,12 +185,23 @@ class Answer:
         self._role_sent = True
         return self._event([self._choice({"delta": {"role": "assistant", "content": ""}}, None)])
 
-    def _delta(self, text: str, more: JsonObject | None = None) -> bytes:
-        return self._event([self._delta_choice(text, None)], more)
+    def _deltas(self, deltas: Seq[str | JsonObject], more: JsonObject | None = None) -> bytes:
+        first, *others = deltas or [""]
+        events = [self._event([self._delta_choice(first, None)], more)]
+        return b"".join(events + [self._event([self._delta_choice(delta, None)]) for delta in others])
 
-    def _delta_choice(self, text: str, finish: str | None) -> JsonObject:
-        data = {"delta": {"content": text} if text else {}} if self._chat else {"text": text}
-        return self._choice(data, finish)
+    def _delta_choice(self, delta: str | JsonObject, finish: str | None) -> JsonObject:
+        if isinstance(delta, str) and self._chat:
+            delta = {"content": delta} if delta else {}
+        return self._choice({"delta": delta} if self._chat else {"text": delta}, finish)
+
+    def _finish_reason(self, result: Result) -> str:
+        reason = FINISH_REASONS[result.finish_reason]
+        return reason if self._tools is None else self._tools.finish_reason(reason)
+
+    def _outcome(self, result: Result) -> JsonObject:
+        warnings = self._tools.warnings if self._tools is not None else []
+        return outcome(result, [*self._request.notes, *warnings])
 
     def _choice(self, data: JsonObject, finish: str | None) -> JsonObject:
         return {"index": 0, **data, "logprobs": None, "finish_reason": finish}
@@ -210,12 +223,11 @@ class Answer:
 
     def body(self, result: Result) -> bytes:
         """Return the whole answer as JSON."""
-        text = visible_text(result, self._request.stop)
-        message = {"role": "assistant", "content": text, "refusal": None}
-        choice = self._choice(
-            {"message": message} if self._chat else {"text": text}, FINISH_REASONS[result.finish_reason]
-        )
-        report = outcome(result, self._request.notes)
+        text = visible_text(result if self._tools is None else self._tools.with_special(result), self._request.stop)
+        content = {"content": text} if self._tools is None else self._tools.message(text)
+        message = {"role": "assistant", "refusal": None, **content}
+        choice = self._choice({"message": message} if self._chat else {"text": text}, self._finish_reason(result))
+        report = self._outcome(result)
         if self._tokens is not None:
             report["tokens"] = self._tokens.final[: len(result.token_ids)]
         return encode_json({**self._head, "choices": [choice], "usage": usage(result), "outrider": report})

@@ -77,18 +77,34 @@ class Usage(Reply):
     prompt_tokens_details: PromptTokensDetails
 
 
+class ReplyFunction(Reply):
+    """A function, and its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ReplyToolCall(Reply):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: ReplyFunction
+
+
 class ReplyMessage(Reply):
-    """The assistant's message."""
+    """The assistant's message. content: null beside calls of tools without a text."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[ReplyToolCall] | None = None
 
 
 class _Choice(Reply):
     index: Literal[0]
     logprobs: None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class ChatChoice(_Choice):
