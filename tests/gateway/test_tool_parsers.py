@@ -40,6 +40,7 @@ def join(parts: list[Part]) -> Found:
 
 
 ARGUMENTS = '{"city": "K\\u00f6ln }] \\"<", "n": [1, {"a": null}]}'
+CODE = '```json\n{"names": [1]}\n``` and `f`:\n```python\nf()\n```\n'
 OUTPUTS: dict[str, tuple[ToolSyntax, str, Found]] = {
     "plain text": (HERMES, " Hello <tool_c all> \n", [" Hello <tool_c all> \n"]),
     "one call": (HERMES, f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>', [("f", ARGUMENTS)]),
@@ -55,6 +56,14 @@ OUTPUTS: dict[str, tuple[ToolSyntax, str, Found]] = {
     "a missing bracket": (
         HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1}\n</tool_call>', [("f", '{"a": 1}')]
     ),
+    "a block of code": (
+        HERMES, 'So:\n```json\n{\n  "name": "f",\n  "arguments": {}\n}\n```\nDone', ["So:", ("f", "{}"), "\nDone"]
+    ),
+    "two blocks": (
+        HERMES, '```\n{"name": "f"}\n```\n```json\n{"name": "g"}\n```', [("f", "{}"), ("g", "{}")]
+    ),
+    "code that is no call": (HERMES, CODE, [CODE]),
+    "alone": (HERMES, '{"name": "f", "arguments": {}}', [("f", "{}")]),
     "a bare call": (LLAMA, f'{{"name": "f", "parameters": {ARGUMENTS}}}', [("f", ARGUMENTS)]),
     "two bare calls": (
         LLAMA,

@@ -13,12 +13,13 @@ MAX_DEPTH: Final = 256
 class CallScanner:
     """The keys of a JSON object that arrives in pieces, and the extent of their values.
 
-    is_complete: the object has ended. has_failed: the last character cannot be JSON. The scanner only follows strings
-    and brackets, so `value` decides whether a complete object is valid.
+    is_complete: the object has ended. has_failed: the last character cannot be part of a call in JSON. The scanner only
+    follows strings, brackets and keys, so `value` decides whether a complete object is valid.
     """
 
     def __init__(self, arguments_key: str) -> None:
         self.arguments_key = arguments_key
+        self._known = {"name", arguments_key, "id", "type"}
         self.raw = ""
         self.is_complete = self.has_failed = False
         self._stack: list[str] = []
@@ -81,7 +82,7 @@ class CallScanner:
             self._key, self._expects_key = None, True
         elif isinstance(self._key, str):
             self._expects_key = False
-            self.has_failed = self._key in self._values
+            self.has_failed = self._key in self._values or self._key not in self._known
             self._values.setdefault(self._key, (at + 1, None))
 
     def _end_value(self, end: int) -> None:

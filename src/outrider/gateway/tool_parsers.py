@@ -24,8 +24,9 @@ class ToolSyntax:
     """The texts around the calls of tools in a model's output.
 
     opener: begins a group of calls. bare: a call may also be the whole answer, without an opener. start, separator,
-    closer: before, between and after the calls of a group, each possibly missing. arguments: the key of the arguments
-    beside "name". id_length: letters of a call's id, where templates demand a number of them, else 0.
+    closer: before, between and after the calls of a group, each possibly missing. others: openers that models write
+    instead, each with its closer. arguments: the key of the arguments beside "name". id_length: letters of a call's id,
+    where templates demand a number of them, else 0.
     """
 
     name: Literal["hermes", "llama", "mistral"]
@@ -34,6 +35,7 @@ class ToolSyntax:
     start: str = ""
     separator: str = ""
     closer: str = ""
+    others: tuple[tuple[str, str], ...] = ()
     arguments: Literal["arguments", "parameters"] = "arguments"
     id_length: int = 0
 
@@ -44,7 +46,9 @@ class ToolSyntax:
         return f"call_{secrets.token_hex(12)}"
 
 
-HERMES: Final = ToolSyntax("hermes", "<tool_call>", closer="</tool_call>")
+# Small models write a call as a block of code, or alone.
+FENCES: Final = (("```json", "```"), ("```", "```"))
+HERMES: Final = ToolSyntax("hermes", "<tool_call>", bare=True, closer="</tool_call>", others=FENCES)
 LLAMA: Final = ToolSyntax("llama", "<|python_tag|>", bare=True, separator=";", arguments="parameters")
 MISTRAL: Final = ToolSyntax("mistral", "[TOOL_CALLS]", start="[", separator=",", closer="]", id_length=9)
 
@@ -90,6 +94,8 @@ class ToolParser:
         self._lead = ""  # processed, and text if no call follows
         self._state: Callable[[], list[Part] | None] = self._group if opened or syntax.bare else self._text
         self._in_group = 0  # calls of the present group
+        self._openers = dict([(syntax.opener, syntax.closer), *syntax.others])
+        self._closer = syntax.closer if opened else ""  # of the present group
         self._scanner = CallScanner(syntax.arguments)
         self._started = False  # the present call is reported
         self.calls = 0
@@ -115,17 +121,25 @@ class ToolParser:
 
     def _text(self) -> list[Part] | None:
         """Search for an opener. The white space before a call is not text of the answer."""
-        at = self._pending.find(self._syntax.opener)
-        kept = at if at >= 0 else len(self._pending) - _overlap(self._pending, self._syntax.opener)
+        at, opener = self._find_opener()
+        kept = at if at >= 0 else len(self._pending) - max(_overlap(self._pending, each) for each in self._openers)
         text = self._pending[:kept].rstrip(WHITE)
         found: list[Part] = [Text(text)] if text else []
         if at < 0:
             self._pending = self._pending[len(text) :]
             return found or None
-        self._lead = self._pending[len(text) : at] + self._syntax.opener
-        self._pending = self._pending[at + len(self._syntax.opener) :]
+        self._lead = self._pending[len(text) : at] + opener
+        self._pending, self._closer = self._pending[at + len(opener) :], self._openers[opener]
         self._state, self._in_group = self._group, 0
         return found
+
+    def _find_opener(self) -> tuple[int, str]:
+        """Return the place of the first opener and its text, or -1 if there is none, or a longer one may follow."""
+        found = [(at, -len(opener), opener) for opener in self._openers if (at := self._pending.find(opener)) >= 0]
+        at, _, opener = min(found, default=(-1, 0, ""))
+        rest = self._pending[at:]
+        is_open = any(other != rest and other.startswith(rest) for other in self._openers)
+        return (-1, "") if at < 0 or is_open else (at, opener)
 
     def _group(self) -> list[Part] | None:
         """Expect a call, or the end of the group."""
@@ -138,11 +152,10 @@ class ToolParser:
         if rest[0] == "{":
             self._scanner, self._started, self._state = CallScanner(syntax.arguments), False, self._object
             return []
-        closes = bool(self._in_group and syntax.closer)
-        expected = (syntax.separator, syntax.closer if closes else "") if self._in_group else (syntax.start,)
+        expected = (syntax.separator, self._closer) if self._in_group else (syntax.start,)
         for token in filter(None, expected):
             if rest.startswith(token) and not self._lead.endswith(token):
-                return self._skip(token, is_end=closes and token == syntax.closer)
+                return self._skip(token, is_end=bool(self._in_group) and token == self._closer)
             if token.startswith(rest):
                 return None
         return self._leave_group()
@@ -165,9 +178,10 @@ class ToolParser:
 
     def _object(self) -> list[Part] | None:
         """Read a call."""
-        used = self._scanner.feed(self._pending)
-        self._pending = self._pending[used:]
-        if self._scanner.is_complete or self._scanner.has_failed:
+        scanner = self._scanner
+        self._pending = self._pending[scanner.feed(self._pending) :]
+        is_unknown = scanner.name is not None and scanner.name not in self._names
+        if scanner.is_complete or scanner.has_failed or is_unknown:
             return self._end_call()
         return (None if self._whole else self._progress()) or None
 

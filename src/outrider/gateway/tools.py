@@ -93,7 +93,7 @@ def find_tool_support(name: str, tokenizer: Any) -> ToolSupport:
 def _matches(syntax: ToolSyntax, opening: str, *, is_bare: bool) -> bool:
     """Return whether the text between an answer's beginning and its first call is the syntax's."""
     if is_bare:
-        return syntax.bare
+        return syntax is LLAMA
     return "".join(opening.split()).endswith(syntax.opener + syntax.start)
 
 
