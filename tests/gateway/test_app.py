@@ -191,6 +191,8 @@ def test_what_only_the_model_can_tell_names_the_field_too(error: OutriderError, 
     with serving(Script(refusal=error)) as running, pytest.raises(openai.BadRequestError) as raised:
         client(running).completions.create(model="outrider", prompt="x")
     assert (raised.value.param, raised.value.code) == (param, code)
+    # LiteLLM, for one, looks for these words of OpenAI's.
+    assert ("this model's maximum context length is" in str(raised.value)) == (code == "context_length_exceeded")
 
 
 def test_a_stream_that_fails_later_ends_with_the_error() -> None:

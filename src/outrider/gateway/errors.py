@@ -14,6 +14,8 @@ JsonObject = dict[str, Any]
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 CLOUD = "cloud_error"
+# LiteLLM and other clients recognise this error by OpenAI's words alone, not by its code.
+CONTEXT_EXCEEDED = "this model's maximum context length is exceeded"
 
 
 class RequestError(InputError):
@@ -73,8 +75,9 @@ def encode_json(value: JsonObject) -> bytes:
 
 def with_param(error: InputError, param: str | None) -> RequestError:
     """Return an error as a RequestError that names the field at fault."""
-    code = "context_length_exceeded" if isinstance(error, ContextError) else "unusable"
-    return RequestError(str(error), param=param, code=code)
+    if isinstance(error, ContextError):
+        return RequestError(f"{CONTEXT_EXCEEDED}: {error}", param=param, code="context_length_exceeded")
+    return RequestError(str(error), param=param, code="unusable")
 
 
 def to_error_response(error: OutriderError) -> ErrorResponse:

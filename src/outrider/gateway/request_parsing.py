@@ -164,7 +164,7 @@ def attach_param(error: InputError, request: ParsedRequest) -> RequestError:
     if isinstance(error, ContextError) and request.length_field and "max_new_tokens" in str(error):
         param = request.length_field  # the prompt alone fits, but not with the output
     request_error = with_param(error, param)
-    request_error.args = (use_request_names(str(error), request.length_field),)
+    request_error.args = (use_request_names(str(request_error), request.length_field),)
     return request_error
 
 
