@@ -150,6 +150,24 @@ def test_tools_and_their_results_reach_the_template() -> None:
     )
 
 
+def test_answers_are_accepted_back_as_clients_keep_them() -> None:
+    with serving(script(*letters(CALLS)), defaults=Defaults(tools=SUPPORT)) as running, client(running) as api:
+        whole = api.chat.completions.create(**ASK, tools=TOOLS).choices[0].message
+        with api.chat.completions.stream(**ASK, tools=TOOLS) as events:  # adds parsed and parsed_arguments
+            helped = events.get_final_completion().choices[0].message
+        numbered = whole.to_dict()  # as of a client that adds up the deltas of a stream
+        numbered["tool_calls"] = [{**call, "index": at} for at, call in enumerate(numbered["tool_calls"])]
+        nulls = {**numbered, "audio": None, "function_call": None, "annotations": [], "parsed": None}
+        for message in (whole, whole.to_dict(), helped, helped.to_dict(), numbered, nulls):
+            calls = (message if isinstance(message, dict) else message.to_dict())["tool_calls"]
+            results = [{"role": "tool", "tool_call_id": call["id"], "content": "warm"} for call in calls]
+            messages = [*ASK["messages"], message, *results]
+            api.chat.completions.create(**{**ASK, "messages": messages, "tools": TOOLS})  # type: ignore[arg-type]
+            called = running.scheduler.asked[-1][1].messages[1]
+            assert [call.keys() for call in called["tool_calls"]] == [{"id", "type", "function"}] * 2
+            assert all(call["function"].keys() == {"name", "arguments"} for call in called["tool_calls"])
+
+
 def test_with_the_choice_none_the_model_sees_no_tools() -> None:
     with serving(script(CALLS), defaults=Defaults(tools=SUPPORT)) as running, client(running) as api:
         reply = api.chat.completions.create(**ASK, tools=TOOLS, tool_choice="none")

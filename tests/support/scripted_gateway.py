@@ -85,13 +85,13 @@ class ScriptedTask:
 
 
 class ScriptedScheduler:
-    """The interface of `outrider.gateway.request_scheduler.Desk`. asked: what `start` was given."""
+    """The interface of `RequestScheduler`. script: for all prompts, or for each. asked: the arguments of `start`."""
 
     waiting = 0
     room = 72
 
-    def __init__(self, script: Script) -> None:
-        self.script = script
+    def __init__(self, script: Script | Callable[[Any], Script]) -> None:
+        self._script = script
         self.asked: list[tuple[str, Any, dict[str, Any], Any]] = []
         self.tasks: list[ScriptedTask] = []
         self._running: list[ScriptedTask] = []
@@ -104,12 +104,13 @@ class ScriptedScheduler:
         self, client: str, prompt: Any, settings: dict[str, Any], options: Any, *, queued: Callable[[], None], **_: Any
     ) -> ScriptedTask:
         self.asked.append((client, prompt, settings, options))
-        if self.script.hold is not None:
+        script = self._script if isinstance(self._script, Script) else self._script(prompt)
+        if script.hold is not None:
             queued()
-            await until(self.script.hold.is_set)
-        if self.script.refusal is not None:
-            raise self.script.refusal
-        task = ScriptedTask(self.script, self._gone)
+            await until(script.hold.is_set)
+        if script.refusal is not None:
+            raise script.refusal
+        task = ScriptedTask(script, self._gone)
         self.tasks.append(task)
         self._running.append(task)
         return task
@@ -136,7 +137,7 @@ class Running:
 
 @contextmanager
 def serving(
-    script: Script | None = None,
+    script: Script | Callable[[Any], Script] | None = None,
     access: Access | None = None,
     defaults: Defaults | None = None,
     origins: tuple[str, ...] = (),

@@ -95,6 +95,11 @@ def _unsupported(name: str) -> object:
     return Field(description=UNSUPPORTED[name])
 
 
+def _from_answer(reason: str) -> Any:
+    """Return the field declaration of a field that clients send back with an earlier answer."""
+    return Field(default=None, description=f"not used: {reason}")
+
+
 def _check_bool(value: object) -> object:
     """Refuse other types than bool: pydantic's Literal[False] accepts 0."""
     if not isinstance(value, bool):
@@ -213,6 +218,7 @@ class CalledFunction(StrictModel):
 
     name: FunctionName
     arguments: str
+    parsed_arguments: Any = _from_answer("the Python client's stream helper adds it to the calls of an answer")
 
 
 class ToolCall(StrictModel):
@@ -221,6 +227,7 @@ class ToolCall(StrictModel):
     id: Word
     type: Literal["function"]
     function: CalledFunction
+    index: Count | None = _from_answer("clients keep it from the deltas of a stream")
 
 
 class FunctionDefinition(StrictModel):
@@ -275,6 +282,7 @@ class Message(StrictModel):
     tool_call_id: Word | None = Field(default=None, description="the call whose result a message of the role tool is")
     function_call: Annotated[None, _unsupported("function_call")] = None
     annotations: NoItems | None = None
+    parsed: Any = _from_answer("the Python client's stream helper adds it to an answer")
 
 
 class ChatRequest(Request):

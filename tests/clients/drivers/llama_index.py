@@ -53,14 +53,17 @@ class LlamaIndexDriver:
     def tools(self, task: Task) -> Reply:
         """Return the calls and the answer of a conversation with the tool `weather`."""
         model = self._model(task)
-        return self._loop(task, lambda tool, messages: model.chat_with_tools([tool], chat_history=messages))
+        return self._loop(
+            task,
+            lambda tool, messages: model.chat_with_tools([tool], chat_history=messages, allow_parallel_tool_calls=True),
+        )
 
     def stream_tools(self, task: Task) -> Reply:
         """Do the same with streams."""
         model = self._model(task)
 
         def ask(tool: FunctionTool, messages: list[ChatMessage]) -> Any:
-            *_, last = model.stream_chat_with_tools([tool], chat_history=messages)
+            *_, last = model.stream_chat_with_tools(**self._offered(tool, messages))
             return last
 
         return self._loop(task, ask)
@@ -77,6 +80,9 @@ class LlamaIndexDriver:
             )
         calls = [[call.tool_name, call.tool_kwargs] for call in selected]
         return {"calls": calls, "answer": ask(tool, messages).message.content}
+
+    def _offered(self, tool: FunctionTool, messages: list[ChatMessage]) -> dict[str, Any]:
+        return {"tools": [tool], "chat_history": messages, "allow_parallel_tool_calls": True}
 
     def _model(self, task: Task, **options: Any) -> OpenAILike:
         kind = {"is_chat_model": True, "is_function_calling_model": True, "context_window": 2048}
