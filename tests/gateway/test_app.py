@@ -27,10 +27,10 @@ from outrider.errors import (
 )
 from outrider.gateway import connections, handlers, response_schema
 from outrider.gateway.access import Access, allowed_hosts, check_listen
-from outrider.gateway.app import PAGE_HEADERS
 from outrider.gateway.errors import GenerationTimeout, QueueFull, ShuttingDown, to_error_response
-from outrider.gateway.handlers import UploadLimiter
+from outrider.gateway.page_routes import PAGE_HEADERS
 from outrider.gateway.server import bound
+from outrider.gateway.upload_limiter import UploadLimiter
 from outrider.serving.tokens import Tokens
 from tests.support.processes import HANG_S, wait_until
 from tests.support.scripted_gateway import Running, Script, event, result_of, serving, spoken

@@ -38,6 +38,7 @@ def test_the_document_names_all_that_can_be_asked_and_what_it_is_answered() -> N
     with serving(SCRIPT) as running:
         document = httpx2.get(f"{running.url}/openapi.json").json()
     paths = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}", "/v1/outrider"}
+    paths |= {"/v1/audio/transcriptions", "/tokenize", "/detokenize"}
     assert set(document["paths"]) == paths | {"/health", "/metrics", "/v1/outrider/cut/{id}"}
     asked = document["paths"]["/v1/chat/completions"]["post"]
     assert asked["requestBody"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ChatRequest"}

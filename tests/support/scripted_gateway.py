@@ -20,6 +20,7 @@ from outrider.gateway.handlers import Gateway
 from outrider.gateway.metrics import Metrics
 from outrider.gateway.request_parsing import Defaults
 from outrider.gateway.server import bound, http_server
+from outrider.gateway.tokenization import Tokenization
 from tests.support.processes import HANG_S, until, wait_until
 
 
@@ -141,12 +142,14 @@ def serving(
     defaults: Defaults | None = None,
     origins: tuple[str, ...] = (),
     cloud: Callable[[], str] | None = None,
+    engine: Any = None,
 ) -> Iterator[Running]:
     """A gateway on loopback whose desk plays the script."""
     scheduler = ScriptedScheduler(script or Script())
     defaults = defaults or Defaults(edge="scripted")
     metrics = Metrics(lambda: scheduler.active, lambda: scheduler.waiting, 8)
-    gateway = Gateway(scheduler, access or Access(), defaults, metrics)  # type: ignore[arg-type]
+    tokenization = Tokenization(engine)
+    gateway = Gateway(scheduler, access or Access(), defaults, metrics, tokenization)  # type: ignore[arg-type]
     app = create_app(gateway, GatewayInfo(build_overview(defaults, "none", 8), origins, cloud))
     with bound("127.0.0.1", 0) as on:
         server = http_server(app, on)

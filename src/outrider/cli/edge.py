@@ -144,7 +144,7 @@ def _bind_listener(listen: str, serving: Serving) -> tuple[Listener, Access]:
     hosts = allowed_hosts(host, keys=keys is not None)
     if (max_body := parse_bytes(serving.max_body)) < 1:
         raise SettingsError(f"--max-body {serving.max_body}: 1 byte or more")
-    access = Access(keys, max_body, hosts)
+    access = Access(keys, max_body, hosts, origins=frozenset(serving.allow_origin))
     return bound(host, port), access
 
 
@@ -286,6 +286,7 @@ def _application(
     from outrider.gateway.metrics import Metrics
     from outrider.gateway.request_parsing import Defaults
     from outrider.gateway.request_scheduler import RequestScheduler
+    from outrider.gateway.tokenization import Tokenization
 
     engine, serving = pool.engine, options.serving
     scheduler = RequestScheduler(pool, slots=serving.slots, queue=serving.queue, seconds=serving.time_limit)
@@ -300,7 +301,7 @@ def _application(
     metrics = Metrics(lambda: scheduler.active, lambda: scheduler.waiting, serving.slots)
     overview = build_overview(defaults, cloud_state.name(), serving.slots, cut=pool.cuttable)
     info = GatewayInfo(overview, serving.allow_origin, cloud_state.name, cloud_state.trouble)
-    return scheduler, create_app(Gateway(scheduler, access, defaults, metrics), info)
+    return scheduler, create_app(Gateway(scheduler, access, defaults, metrics, Tokenization(engine)), info)
 
 
 def _tool_support(engine: Engine) -> ToolSupport | str:

@@ -34,6 +34,7 @@ from outrider.gateway.request_schema import (
     Message,
     OutriderOptions,
     Request,
+    StrictModel,
     TextPart,
 )
 from outrider.gateway.tools import RequestedTools, ToolSupport, message_fields, read_tools
@@ -43,6 +44,7 @@ from outrider.prompts.chat import PromptLike, check_text
 from outrider.prompts.tool_template import ToolChat
 
 R = TypeVar("R", bound=Request)
+M = TypeVar("M", bound=StrictModel)
 
 MAX_BYTES_BESIDE_RECORDING: Final = 2**21  # bytes of a body beside its recording: texts, ids and options
 RECORDING: Final = re.compile(rb'"data"\s*:\s*"[ !#-~]{1000,}')  # parses into a single string of ASCII
@@ -95,19 +97,28 @@ def validate_body(kind: type[R], body: bytes) -> R:
     Raises:
         RequestError: the body is not valid JSON, or a field is unknown, missing, out of range or unsupported.
     """
-    data = _parse_json(body)
+    return validate(kind, parse_json(body))
+
+
+def validate(kind: type[M], data: JsonObject) -> M:
+    """Return the request in an object.
+
+    Raises:
+        RequestError: a field is unknown, missing, out of range or unsupported, or there is no such model.
+    """
     try:
         request = kind.model_validate(data)
     except ValidationError as error:
         raise _to_request_error(error, kind, data) from None
-    if request.model != MODEL:
+    model = getattr(request, "model", MODEL)
+    if model not in (MODEL, None):
         raise RequestError(
-            f"no such model: {request.model!r}: use {MODEL!r}", param="model", code="model_not_found", status=404
+            f"no such model: {model!r}: use {MODEL!r}", param="model", code="model_not_found", status=404
         )
     return request
 
 
-def _parse_json(body: bytes) -> JsonObject:
+def parse_json(body: bytes) -> JsonObject:
     """Parse a body. Only a recording may be long, because other values take more memory than their JSON text."""
     recording = RECORDING.search(body)
     if len(body) - (len(recording[0]) if recording is not None else 0) > MAX_BYTES_BESIDE_RECORDING:
@@ -178,10 +189,7 @@ def _prompt(request: Request, options: OutriderOptions, defaults: Defaults, tool
                 raise RequestError("tools: a request with a recording has no tools: leave them out", param="tools")
             return _decode_recording(request, options, defaults)
         _check_no_task(options)
-        for at, message in enumerate(request.messages):
-            _check_texts(at, message)
-        messages = [_build_message(at, message) for at, message in enumerate(request.messages)]
-        return messages if tools is None else ToolChat(messages, tools.definitions)
+        return build_chat(request, tools)
     _check_no_task(options)
     assert isinstance(request, CompletionRequest)  # there are two kinds of requests
     prompt = request.prompt
@@ -192,6 +200,18 @@ def _prompt(request: Request, options: OutriderOptions, defaults: Defaults, tool
         if not prompt:
             raise RequestError("the prompt is empty", param="prompt")
     return prompt
+
+
+def build_chat(request: ChatRequest, tools: RequestedTools | None) -> PromptLike:
+    """Return a conversation without a recording as a prompt.
+
+    Raises:
+        RequestError: a message is invalid. The error names the field.
+    """
+    for at, message in enumerate(request.messages):
+        _check_texts(at, message)
+    messages = [_build_message(at, message) for at, message in enumerate(request.messages)]
+    return messages if tools is None else ToolChat(messages, tools.definitions)
 
 
 def _build_message(at: int, message: Message) -> JsonObject:
@@ -266,7 +286,7 @@ def _decode_recording(request: ChatRequest, options: OutriderOptions, defaults: 
 # Errors -----------------------------------------------------------------------------------------------------
 
 
-def _to_request_error(error: ValidationError, kind: type[Request], data: JsonObject) -> RequestError:
+def _to_request_error(error: ValidationError, kind: type[StrictModel], data: JsonObject) -> RequestError:
     """Return the most helpful of the validation errors: an unknown field, else the deepest one. It quotes no value."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     paths = [_error_path(each["loc"], data, missing=each["type"] == "missing") for each in errors]
@@ -281,7 +301,7 @@ def _to_request_error(error: ValidationError, kind: type[Request], data: JsonObj
     return _describe_error(errors[at]["type"], errors[at]["msg"], paths[at], kind)
 
 
-def _describe_error(type_: str, message: str, path_steps: list[str], kind: type[Request]) -> RequestError:
+def _describe_error(type_: str, message: str, path_steps: list[str], kind: type[StrictModel]) -> RequestError:
     name, path = (path_steps[-1] if path_steps else ""), ".".join(path_steps)
     if type_ == "too_many":
         return RequestError(f"{path or 'the body'}: {message}", param=path or None, code="invalid_value")
@@ -328,7 +348,7 @@ def _step_into(data: object, step: int | str) -> tuple[object] | None:
     return (data[step],) if isinstance(data, list) and isinstance(step, int) and step < len(data) else None
 
 
-def _list_known_fields(path_steps: list[str], kind: type[Request]) -> str:
+def _list_known_fields(path_steps: list[str], kind: type[StrictModel]) -> str:
     if len(path_steps) == 1 and path_steps[0] in OutriderOptions.model_fields:
         return f"; it is outrider.{path_steps[0]} here"
     if len(path_steps) == 1:

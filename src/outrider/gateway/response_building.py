@@ -16,6 +16,7 @@ from outrider.api import StreamEvent
 from outrider.decoding.result import Result
 from outrider.decoding.stopping import FinishReason
 from outrider.errors import StateError
+from outrider.gateway.access import JSON
 from outrider.gateway.errors import ErrorResponse, JsonObject, encode_json
 from outrider.gateway.request_parsing import ParsedRequest
 from outrider.gateway.request_schema import MODEL
@@ -142,6 +143,8 @@ class TokenReports:
 class Answer:
     """One answer, as a body or as chunks. chat: False for a plain completion."""
 
+    media_type = JSON
+
     def __init__(self, request: ParsedRequest, *, chat: bool) -> None:
         self._request, self._chat = request, chat
         kind = "chat.completion" if chat else "text_completion"
@@ -175,7 +178,7 @@ class Answer:
         data = self._role_chunk() + (self._deltas(deltas) if any(deltas) else b"")
         data += self._event([self._delta_choice("", self._finish_reason(result))], self._outcome(result))
         if self._request.include_usage:
-            data += _data({**self._head, "choices": [], "usage": usage(result)})
+            data += encode_event({**self._head, "choices": [], "usage": usage(result)})
         return data + DONE
 
     def _role_chunk(self) -> bytes:
@@ -212,7 +215,11 @@ class Answer:
             chunk["usage"] = None
         if more is not None:
             chunk["outrider"] = more
-        return _data(chunk)
+        return encode_event(chunk)
+
+    def error(self, response: ErrorResponse) -> bytes:
+        """Return an error as the last event of a stream, which OpenAI's clients raise."""
+        return encode_event(response.body())
 
     # Whole answers ------------------------------------------------------------------------------------------
 
@@ -259,10 +266,6 @@ def usage(result: Result) -> JsonObject:
     }
 
 
-def error_event(refusal: ErrorResponse) -> bytes:
-    """Return an error as the last event of a stream, which OpenAI's clients raise."""
-    return _data(refusal.body())
-
-
-def _data(value: JsonObject) -> bytes:
+def encode_event(value: JsonObject) -> bytes:
+    """Return a server-sent event."""
     return b"data: " + encode_json(value) + b"\n\n"

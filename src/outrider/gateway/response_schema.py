@@ -141,6 +141,41 @@ class Completion(_Completion):
     choices: list[TextChoice]
 
 
+class TranscriptionUsage(Reply):
+    """Token counts of a transcription."""
+
+    type: Literal["tokens"]
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
+class Transcription(Reply):
+    """The answer of `POST /v1/audio/transcriptions`. task, language, duration: with response_format verbose_json."""
+
+    text: str
+    task: Literal["transcribe"] | None = None
+    language: Literal["en", "zh"] | None = None
+    duration: float | None = None
+    usage: TranscriptionUsage
+    outrider: Outcome
+
+
+class Tokens(Reply):
+    """The answer of `POST /tokenize`. max_model_len: the model's window, null if unlimited."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Prompt(Reply):
+    """The answer of `POST /detokenize`."""
+
+    prompt: str
+
+
 class Model(Reply):
     """A model."""
 
