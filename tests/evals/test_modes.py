@@ -15,6 +15,7 @@ import soundfile
 import torch
 from transformers import GenerationConfig
 
+from outrider import prompt_lookup
 from outrider.api import local
 from outrider.config import GateFile, ModelId
 from outrider.decoding.options import DecodingOptions
@@ -81,6 +82,19 @@ def test_exact_modes_agree_on_recordings(tmp_path: Path, family: str, seconds: f
     for name in ("exact", "plain", "assisted"):
         assert found[name].get("token_ids") == found["cloud-only"]["token_ids"], found[name]
         assert found[name]["prompt_tokens"] == found["cloud-only"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("with_model", [True, False])
+def test_prompt_lookup_drafts_in_the_modes_with_a_cloud(with_model: bool) -> None:
+    made = context("llama", gate="always", ignore_eos=True)
+    setup = replace(made.setup, options=replace(made.setup.options, accept="residual"))
+    made = replace(made, draft=made.draft if with_model else None, lookup=prompt_lookup(), setup=setup)
+    names = NAMES if with_model else ("cloud-only", "exact", "gated", "plain")
+    found = answers(made, replace(TEXT, prompt="the ion and the ion and the ion and"), names)
+    for name in ("exact", "gated", "plain"):
+        assert found[name].get("token_ids") == found["cloud-only"]["token_ids"], found[name]
+    assert found["exact"]["stats"]["drafted"] > 0
+    assert made.models()["edge"]["lookup"] == {"min_ngram": 1, "max_ngram": 16}
 
 
 def test_an_assistant_that_cannot_hear_is_left_out_by_name() -> None:

@@ -97,6 +97,7 @@ def generate(
     *,
     prompt_ids: str | None = None,
     chat: Annotated[bool, Parameter(negative="")] = False,
+    target_tokenizer: str | None = None,
     run: Run = Run(),
 ) -> int:
     """Continue a text, or answer it with --chat.
@@ -114,10 +115,12 @@ def generate(
         Token ids instead of a text, as in "1 2 3".
     chat
         Apply the model's chat template, with the prompt as the user's message.
+    target_tokenizer
+        For an edge model with another tokenizer than a cloud across a network: a directory or hub id with the cloud's.
     """
     from outrider.cli.generate import run_generate
 
-    return run_generate(prompt, prompt_ids, chat, run)
+    return run_generate(prompt, prompt_ids, chat, run, target_tokenizer=target_tokenizer)
 
 
 @app.command

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Group, Parameter
 
 from outrider.cli import interrupts
-from outrider.cli.build import build_options, check, enable_gc, load_drafter
+from outrider.cli.build import build_options, check, check_edge, enable_gc, load_drafter, load_lookup
 from outrider.cli.escape import one_line
 from outrider.cli.options import Models, Network, Pair, Whole
 from outrider.config import DecodingMode
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from outrider.cli.subprocess_cloud import SupervisedCloud
     from outrider.engines.base import Engine
+    from outrider.engines.prompt_lookup import PromptLookup
     from outrider.gateway.access import Access
     from outrider.gateway.connections import Listener
     from outrider.gateway.decoder_pool import DecoderPool
@@ -157,8 +158,11 @@ def _check(pair: Pair, serving: Serving) -> None:
     models, network = pair.models, pair.network
     _check_serving(serving)
     GenerationSettings.build(pair.decoding.settings())
-    if models.edge == "none":
-        raise SettingsError("--edge none: the gateway needs the edge's tokenizer and chat template: give --edge MODEL")
+    if models.edge in ("none", "lookup"):
+        raise SettingsError(
+            f"--edge {models.edge}: the gateway needs the edge's tokenizer and chat template: give --edge MODEL, or "
+            "--edge lookup:TOKENIZER for prompt lookup"
+        )
     target = parse_cloud_address(models.cloud)
     if target.kind == "local":
         resolve_path(target.model)
@@ -167,7 +171,7 @@ def _check(pair: Pair, serving: Serving) -> None:
         check(replace(pair, models=Models(models.edge, own_process)))
     else:
         check(pair)
-    resolve_path(models.edge)
+    check_edge(models)
 
 
 def _check_serving(serving: Serving) -> None:
@@ -240,13 +244,18 @@ def _serve(
 
     quiet = options.serving.log_format == "json"
     with startup_steps(quiet=quiet) as step:
-        step(f"loading the edge's model {options.pair.models.edge}")
-        engine = load_drafter(options.pair.models)
+        models = options.pair.models
+        step(f"loading the edge's {'model' if models.edge_model else 'tokenizer'} {models.edge}")
+        model, lookup = load_drafter(options.pair.models), load_lookup(options.pair.models)
+        engine = lookup if model is None else model
         assert engine is not None  # --edge none was refused
         if cloud.target.kind != "none":
             step(f"waiting for the cloud {options.pair.models.cloud}")
         reach = cloud.reach()
-        with _wait_for_cloud(engine, reach, cloud) as cloud_state, closing(DecoderPool(engine, reach)) as pool:
+        with (
+            _wait_for_cloud(engine, reach, cloud) as cloud_state,
+            closing(DecoderPool(engine, reach, lookup=lookup)) as pool,
+        ):
             step("starting to serve")
             enable_gc()
             signals.defer()
@@ -299,7 +308,7 @@ def _application(
     settings = options.pair.decoding.settings()
     defaults = Defaults(decoding_options, settings, seconds, text, engine.name, _tool_support(engine))
     metrics = Metrics(lambda: scheduler.active, lambda: scheduler.waiting, serving.slots)
-    overview = build_overview(defaults, cloud_state.name(), serving.slots, cut=pool.cuttable)
+    overview = build_overview(defaults, cloud_state.name(), serving.slots, cut=pool.cuttable, drafter=pool.drafter)
     info = GatewayInfo(overview, serving.allow_origin, cloud_state.name, cloud_state.trouble)
     return scheduler, create_app(Gateway(scheduler, access, defaults, metrics, Tokenization(engine)), info)
 
@@ -325,7 +334,9 @@ class _CloudState:
 
 
 @contextmanager
-def _wait_for_cloud(engine: Engine, reach: VerifierFactory | None, cloud: _CloudConnection) -> Iterator[_CloudState]:
+def _wait_for_cloud(
+    engine: Engine | PromptLookup, reach: VerifierFactory | None, cloud: _CloudConnection
+) -> Iterator[_CloudState]:
     """Connect to the cloud if it is reachable now. An incompatible cloud ends the gateway.
 
     With an unreachable cloud the gateway serves, and requests fail with 503 until the cloud can be reached.

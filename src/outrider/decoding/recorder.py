@@ -29,6 +29,7 @@ class Recorder:
         self.trail = AuditTrail()
         self._events: list[Event] = []
         self._signals: dict[int, Signals] = {}  # of drafted tokens, by index into the sequence
+        self._dropped_from = -1  # index into the sequence of the first dropped token, or -1
         self._end_without_audit: int | None = None  # length of the output without the pending audit
 
     def take_events(self) -> list[Event]:
@@ -46,7 +47,13 @@ class Recorder:
         at = len(self._sequence.ids) - 1
         if proposal.signals is not None:
             self._signals[at] = proposal.signals
-        self._emit("provisional", at, Source.EDGE, settled_length)
+        kind: EventKind = "revised" if at == self._dropped_from else "provisional"
+        self._dropped_from = -1
+        self._emit(kind, at, Source.EDGE, settled_length)
+
+    def record_drop(self) -> None:
+        """Record that pending tokens were dropped. The next one is a revision, as it replaces the first of them."""
+        self._dropped_from = len(self._sequence.ids)
 
     def record_decision(self, decision: Decision, block: Seq[Proposal], end_without_audit: int | None) -> None:
         """Record the decision on a block. Log its number, length, signals and decision, never its tokens."""

@@ -17,6 +17,7 @@ import transformers
 import outrider
 from outrider.config import GenerationSettings
 from outrider.engines.base import Engine
+from outrider.engines.prompt_lookup import PromptLookup
 from outrider.engines.torch.engine import TorchEngine
 from outrider.evals import baselines
 from outrider.evals.baselines import Assistance, TransformersBaseline
@@ -31,12 +32,16 @@ from outrider.verifiers.local import LocalVerifier, describe
 
 @dataclass(frozen=True)
 class EvalContext:
-    """The models of a run, loaded once for all modes, and the decoding settings. draft or verifier may be None."""
+    """The models of a run, loaded once for all modes, and the decoding settings. draft or verifier may be None.
+
+    lookup: drafts without `draft`, or together with it.
+    """
 
     draft: Engine | None
     verifier: Verifier | None
     setup: Setup
     assistance: Assistance
+    lookup: PromptLookup | None = None
 
     @property
     def target(self) -> Engine | None:
@@ -62,16 +67,21 @@ class EvalContext:
 
         kept, left_out = select_modes(requested, reason)
         left_out = {name: reason for name, reason in left_out.items() if name in names}
-        encoder = Encoder(self.draft, self.target)
+        encoder = Encoder(self.draft, self._tokenizer, self.target)
         return [self._mode(name, encoder) for name in kept], left_out
 
     def _mode(self, name: str, encoder: Encoder) -> Mode:
         if name in OURS:
-            return build(name, self.draft, self.verifier, self.setup, encoder)
+            return build(name, self.draft, self.verifier, self.setup, encoder, self.lookup)
         target, assistant = self.target, self.draft if name == "assisted" else None
         assert isinstance(target, TorchEngine)  # other engines have an unsupported_reason
         assert isinstance(assistant, TorchEngine | None)
         return TransformersBaseline(target, encoder, self.settings, assistant, self.assistance)
+
+    @property
+    def _tokenizer(self) -> PromptLookup | None:
+        """The prompt lookup if it has a tokenizer, else None."""
+        return self.lookup if self.lookup is not None and self.lookup.tokenizer is not None else None
 
     def tracer(self) -> Tracer:
         """Return the function that records an item's trace."""
@@ -83,11 +93,15 @@ class EvalContext:
     def models(self) -> Row:
         """Return the descriptions of edge and cloud."""
         edge = None if self.draft is None else describe_engine(self.draft)
+        if self.lookup is not None:
+            sizes = {"min_ngram": self.lookup.min_ngram, "max_ngram": self.lookup.max_ngram}
+            edge = {**(edge or {"name": self.lookup.name}), "lookup": sizes}
         if self.target is not None:
             return {"edge": edge, "cloud": describe_engine(self.target)}
         if self.verifier is None:
             return {"edge": edge, "cloud": None}
-        cloud = self.verifier.describe(None if self.draft is None else describe(self.draft))
+        reader = self.draft or self._tokenizer
+        cloud = self.verifier.describe(None if reader is None else describe(reader))
         return {"edge": edge, "cloud": {"name": cloud.name, "vocabulary": cloud.fingerprint}}
 
 

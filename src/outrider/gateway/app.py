@@ -71,11 +71,14 @@ class GatewayInfo:
         return self.overview if self.cloud is None else {**self.overview, "cloud": self.cloud()}
 
 
-def build_overview(defaults: Defaults, cloud: str, slots: int, *, cut: bool = False) -> JsonObject:
+def build_overview(
+    defaults: Defaults, cloud: str, slots: int, *, cut: bool = False, drafter: str = "model"
+) -> JsonObject:
     """Return the fields of `response_schema.Overview`. cloud: the model's name, or "none"."""
     return {
         "edge": defaults.edge,
         "cloud": cloud,
+        "drafter": drafter,
         "defaults": asdict(defaults.options),
         "settings": dict(defaults.settings),
         "audio": bool(defaults.audio_seconds),

@@ -211,12 +211,14 @@ class Health(Reply):
 class Overview(Reply):
     """The gateway's description. text: False for a model that only takes recordings.
 
-    defaults: of the `outrider` field. networks: whether requests may set outrider.net. cut: whether they may set it to
-    `cut`.
+    drafter: the source of drafts. Prompt lookup alone cannot write without the cloud, and takes no gate with or without
+    a model. defaults: of the `outrider` field. networks: whether requests may set outrider.net. cut: whether they may
+    set it to `cut`.
     """
 
     edge: str
     cloud: str
+    drafter: Literal["model", "lookup", "model+lookup"]
     defaults: RequestOptions
     settings: JsonObject
     audio: bool

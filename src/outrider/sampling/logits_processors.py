@@ -102,16 +102,19 @@ class LogitsProcessors:
         if not self.is_active(length):
             return logits
         logits = clone_logits(logits)
-        if self.repetition_penalty != 1.0 or self.no_repeat_ngram:
-            index.move_to(ids, length)
         if self.repetition_penalty != 1.0:
+            index.move_to(ids, length)
             _apply_repetition_penalty(logits, self._penalised_ids(ids, length, index), self.repetition_penalty)
-        if self.no_repeat_ngram:
-            _ban(logits, index.ngram_completions())
-        if self.bans_eos(length):
-            _ban(logits, self.eos_ids)
-        _ban(logits, self.banned_ids)
+        _ban(logits, self.banned_at(ids, length, index))
         return logits
+
+    def banned_at(self, ids: list[int], length: int, index: PrefixIndex) -> list[int]:
+        """Return the tokens that cannot follow ids[:length], a token possibly more than once."""
+        banned = [*self.banned_ids, *(self.eos_ids if self.bans_eos(length) else ())]
+        if self.no_repeat_ngram:
+            index.move_to(ids, length)
+            banned += index.ngram_completions()
+        return banned
 
     def _penalised_ids(self, ids: list[int], length: int, index: PrefixIndex) -> np.ndarray:
         """Return the distinct tokens that the penalty covers, int64 [distinct]."""
@@ -134,7 +137,7 @@ def _apply_repetition_penalty(logits: Tensor, seen: np.ndarray, penalty: float) 
     scatter_logits(logits, indices, np.where(scores < 0, scores * np.float32(penalty), scores / np.float32(penalty)))
 
 
-def _ban(logits: Tensor, ids: list[int] | tuple[int, ...]) -> None:
+def _ban(logits: Tensor, ids: list[int]) -> None:
     indices = np.array([token for token in ids if token < logits.shape[-1]], dtype=np.int64)
     if indices.size:
         scatter_logits(logits, indices, -np.inf)

@@ -103,6 +103,10 @@ class Policy:
         penalty = self.processors.repetition_penalty
         return max(penalty, 1.0 / penalty)
 
+    def banned_ids(self, ids: list[int]) -> list[int]:
+        """Return the tokens that the logits processors ban behind `ids`, a token possibly more than once."""
+        return self.processors.banned_at(ids, len(ids), self._index)
+
     def leave_loop(self, logits: Tensor, ids: list[int], length: int) -> int:
         """Draw from the five best at temperature 0.8 (`--on-loop sample`). logits: float32 [≥ vocab_size]."""
         constrained = self.distribution(logits, ids, length).logits

@@ -181,6 +181,15 @@ def match_vocabularies(edge: ModelInfo, cloud: ModelInfo) -> tuple[int, int]:
     return min(edge.vocab_size, cloud.vocab_size), cloud.vocab_size
 
 
+def share_vocabulary(edge: ModelInfo, cloud: ModelInfo) -> bool:
+    """Return whether the ids of drafter and target have the same meaning, as `match_vocabularies` checks it."""
+    try:
+        match_vocabularies(edge, cloud)
+    except VocabularyMismatch:
+        return False
+    return True
+
+
 def _check_names(edge: ModelInfo, cloud: ModelInfo) -> list[str]:
     """Return the target's token strings after comparing the shared ids. The list is empty without tokenizers."""
     ours, theirs = edge.vocabulary, cloud.vocabulary

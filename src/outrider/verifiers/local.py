@@ -9,6 +9,7 @@ from dataclasses import replace
 from outrider.decoding.actions import Verify
 from outrider.engines.base import CachedSequence, Engine, Prompt, forward_or_sample
 from outrider.engines.prefix_cache import close_sequence, open_sequence
+from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import PromptError
 from outrider.sampling.acceptance import Verdict, parse_acceptance_rule
 from outrider.sampling.policy import Policy
@@ -69,8 +70,8 @@ def open_session(engine: Engine, prompt: Prompt, params: SessionParams, committe
     return Session((*prompt.ids, *committed), prompt_length, policy, parse_acceptance_rule(params.accept), engine.noise)
 
 
-def describe(engine: Engine) -> ModelInfo:
-    """Return the description of an engine."""
+def describe(engine: Engine | PromptLookup) -> ModelInfo:
+    """Return the description of an engine, or of the tokenizer of prompt lookup."""
     audio_encoder = getattr(engine, "audio", None)
     return ModelInfo(
         engine.name,
