@@ -313,7 +313,7 @@ def _application(
     return scheduler, create_app(Gateway(scheduler, access, defaults, metrics, Tokenization(engine)), info)
 
 
-def _tool_support(engine: Engine) -> ToolSupport | str:
+def _tool_support(engine: Engine | PromptLookup) -> ToolSupport | str:
     """Return the model's way to call tools, or the reason why it has none."""
     from outrider.gateway.tools import find_tool_support
 

@@ -29,6 +29,8 @@ from outrider.gateway.page_routes import add_page
 from outrider.gateway.request_kind import RequestKind, completion_kind
 from outrider.gateway.request_parsing import Defaults
 from outrider.gateway.request_schema import MODEL, ChatRequest, CompletionRequest, StrictModel
+from outrider.gateway.responses_request import RESPONSES
+from outrider.gateway.responses_schema import ResponsesRequest
 from outrider.gateway.tokenization import DetokenizeRequest, TokenizeRequest
 from outrider.gateway.transcriptions import TRANSCRIPTION, TranscriptionRequest
 
@@ -146,6 +148,14 @@ class _Routes:
                 response_schema.Completion,
                 "Continue a text.",
                 chunks,
+            ),
+            (
+                "responses",
+                RESPONSES,
+                ResponsesRequest,
+                response_schema.Response,
+                "Answer a conversation, or a recording.",
+                events,
             ),
             (
                 "audio/transcriptions",
@@ -333,7 +343,7 @@ def _to_response(response: ErrorResponse, headers: Mapping[str, str] | None = No
 def _document(app: FastAPI) -> JsonObject:
     """Return FastAPI's OpenAPI document with the request schemas. Bodies are read as bytes, so FastAPI has none."""
     document = app.openapi()
-    kinds = (ChatRequest, CompletionRequest, TranscriptionRequest, TokenizeRequest, DetokenizeRequest)
+    kinds = (ChatRequest, CompletionRequest, ResponsesRequest, TranscriptionRequest, TokenizeRequest, DetokenizeRequest)
     schemas = models_json_schema([(kind, "validation") for kind in kinds], ref_template="#/components/schemas/{model}")[
         1
     ]

@@ -24,10 +24,8 @@ from outrider.gateway.generation_options import (
 from outrider.gateway.recordings import decode_recording, extract_base64
 from outrider.gateway.request_schema import (
     MODEL,
-    PARTS_MESSAGE,
     ROLES_MESSAGE,
     TOOL_CHOICE_MESSAGE,
-    UNSUPPORTED,
     AudioPart,
     ChatRequest,
     CompletionRequest,
@@ -307,8 +305,8 @@ def _describe_error(type_: str, message: str, path_steps: list[str], kind: type[
         return RequestError(f"{path or 'the body'}: {message}", param=path or None, code="invalid_value")
     if type_ == "missing":
         return RequestError(f"{path} is missing", param=path, code="missing")
-    if unsupported := next((step for step in path_steps if step in UNSUPPORTED), None):
-        return RequestError(f"{path}: not supported: {UNSUPPORTED[unsupported]}", param=path, code="unsupported")
+    if unsupported := next((step for step in path_steps if step in kind.reasons), None):
+        return RequestError(f"{path}: not supported: {kind.reasons[unsupported]}", param=path, code="unsupported")
     if type_ == "extra_forbidden":
         return RequestError(
             f"{path}: no such field{_list_known_fields(path_steps, kind)}", param=path, code="unknown_parameter"
@@ -320,7 +318,7 @@ def _describe_error(type_: str, message: str, path_steps: list[str], kind: type[
     elif path == "outrider.k":
         message = "expected 1 to 64, or auto"
     elif type_.startswith("union_tag"):
-        message = PARTS_MESSAGE
+        message = kind.tags_message
     elif type_ in ("model_type", "model_attributes_type", "dict_type"):
         message = "expected an object"
     return RequestError(f"{path or 'the body'}: {message}", param=path or None, code="invalid_value")

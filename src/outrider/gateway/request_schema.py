@@ -6,7 +6,8 @@ empty), and refused with its reason in `UNSUPPORTED` otherwise.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -74,7 +75,13 @@ def _limit_keys(value: object) -> object:
 
 
 class StrictModel(BaseModel):
-    """Base of all objects of a request: no unknown fields, no type conversions, no infinities."""
+    """Base of all objects of a request: no unknown fields, no type conversions, no infinities.
+
+    reasons: why fields are not supported. tags_message: the error for an unknown type of a part.
+    """
+
+    reasons: ClassVar[Mapping[str, str]] = UNSUPPORTED
+    tags_message: ClassVar[str] = PARTS_MESSAGE
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 

@@ -141,6 +141,73 @@ class Completion(_Completion):
     choices: list[TextChoice]
 
 
+class ResponseText(Reply):
+    """The text of a message."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[None]
+    logprobs: list[None]
+
+
+class ResponseMessage(Reply):
+    """A message of the assistant."""
+
+    type: Literal["message"]
+    id: str
+    status: Literal["completed", "incomplete"]
+    role: Literal["assistant"]
+    content: list[ResponseText]
+
+
+class ResponseCall(Reply):
+    """A call of a tool. arguments: JSON."""
+
+    type: Literal["function_call"]
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["completed", "incomplete"]
+
+
+class ResponseUsage(Reply):
+    """Token counts of a response."""
+
+    input_tokens: int
+    input_tokens_details: dict[Literal["cached_tokens"], int]
+    output_tokens: int
+    output_tokens_details: dict[Literal["reasoning_tokens"], int]
+    total_tokens: int
+
+
+class Response(Reply):
+    """The answer of `POST /v1/responses`. incomplete_details: the output's limit, if it has cut the answer."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete"]
+    error: None
+    incomplete_details: dict[Literal["reason"], Literal["max_output_tokens"]] | None
+    instructions: str | None
+    max_output_tokens: int
+    metadata: dict[str, str]
+    output: list[ResponseMessage | ResponseCall]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    store: Literal[False]
+    temperature: float
+    text: JsonObject
+    tool_choice: str | JsonObject
+    tools: list[JsonObject]
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage
+    outrider: Outcome
+
+
 class TranscriptionUsage(Reply):
     """Token counts of a transcription."""
 
