@@ -321,13 +321,13 @@ DIFFERENT: dict[str, Any] = {  # a value that asks for what is not done
     "response_format": {"type": "json_object"},
     "modalities": ["text", "audio"], "audio": {"voice": "x"}, "prediction": {"type": "content", "content": "x"},
     "verbosity": "low", "web_search_options": {}, "moderation": {},
-    "service_tier": "flex", "echo": True, "suffix": "x", "prompt_cache_options": {}, "prompt_cache_retention": "24h",
+    "service_tier": "flex", "suffix": "x", "prompt_cache_options": {}, "prompt_cache_retention": "24h",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(DIFFERENT))
 def test_what_is_not_done_is_refused_with_what_it_would_need(name: str) -> None:
-    ask = completion if name in ("best_of", "echo", "suffix") else chat
+    ask = completion if name in ("best_of", "suffix") else chat
     with pytest.raises(RequestError, match=f"{name}.*not supported") as refused:
         ask(**{name: DIFFERENT[name]})
     assert str(refused.value.param).split(".")[0] == name
@@ -336,7 +336,7 @@ def test_what_is_not_done_is_refused_with_what_it_would_need(name: str) -> None:
 
 def test_every_field_of_openai_s_api_is_done_refused_or_told_as_not_used() -> None:
     done = {"messages", "model", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed"}
-    done |= {"stop", "stream", "stream_options", "tools", "tool_choice", "parallel_tool_calls", *IGNORED}
+    done |= {"stop", "stream", "stream_options", "tools", "tool_choice", "parallel_tool_calls", "echo", *IGNORED}
     theirs = set(chat_create_params.CompletionCreateParamsBase.__annotations__)
     theirs |= set(completion_create_params.CompletionCreateParamsBase.__annotations__)
     assert theirs - done - set(DIFFERENT) == set()

@@ -220,3 +220,21 @@ def test_an_empty_stream_still_has_its_opening() -> None:
 
 def test_nothing_is_sent_while_there_is_nothing_to_say() -> None:
     assert Answer(asked(stream=True), chat=True).chunk([event(0, "a", "provisional")]) == b""
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_an_echoed_prompt_comes_first(chat: bool) -> None:
+    request = ParsedRequest("The", {"max_new_tokens": 5}, RequestOptions(), stream=True, echo="" if chat else "The")
+    answer = Answer(request, chat=chat)
+    data = answer.chunk([event(0, " end")]) + answer.chunk([event(1, ".")]) + answer.last(result_of(" end.", 2))
+    chunks = [json.loads(line[6:]) for line in data.decode().split("\n\n") if line.startswith("data: {")]
+    texts = [choice["text"] for chunk in chunks for choice in chunk["choices"] if "text" in choice]
+    assert "".join(texts) == ("" if chat else "The end.")
+    whole = Answer(replace(request, stream=False), chat=chat).body(result_of(" end.", 2))
+    choice = json.loads(whole)["choices"][0]
+    assert choice["message"]["content"] == " end." if chat else choice["text"] == "The end."
+
+
+def test_an_echoed_prompt_comes_before_an_empty_answer() -> None:
+    answer = Answer(ParsedRequest("The", {}, RequestOptions(), stream=True, echo="The"), chat=False)
+    assert b'"text": "The"' in answer.last(result_of("", 1))

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 
 from outrider.gateway import response_schema
 from outrider.gateway.request_parsing import Defaults
+from outrider.gateway.tokenization import Tokenization
 from outrider.gateway.tool_parsers import HERMES
 from outrider.gateway.tools import ToolSupport
 from outrider.prompts.chat import encode
@@ -75,3 +76,14 @@ def test_a_conversation_has_the_tokens_of_its_chat_request(running: Running) -> 
 )
 def test_refusals_name_the_field(running: Running, path: str, body: dict[str, Any], param: str) -> None:
     assert post(running, path, **body)["error"]["param"] == param
+
+
+def test_an_echoed_prompt_of_ids_is_decoded() -> None:
+    ids = MODEL.tokenizer("Hi 社")["input_ids"]
+    with serving(engine=MODEL, defaults=Defaults(decode=Tokenization(MODEL).decode)) as running:
+        found = post(running, "/v1/completions", model="outrider", prompt=ids, echo=True)
+        assert found["choices"][0]["text"] == "Hi 社a b c"
+        refused = post(running, "/v1/completions", model="outrider", prompt=[10**6], echo=True)
+        assert refused["error"]["param"] == "prompt"
+    with serving() as running:
+        assert post(running, "/v1/completions", model="outrider", prompt=ids, echo=True)["error"]["param"] == "echo"

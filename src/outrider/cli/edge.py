@@ -306,11 +306,13 @@ def _application(
     audio = getattr(engine, "audio", None)
     seconds, text = 0.0 if audio is None else audio.max_seconds, not getattr(engine, "captions_only", False)
     settings = options.pair.decoding.settings()
-    defaults = Defaults(decoding_options, settings, seconds, text, engine.name, _tool_support(engine))
+    tokenization, tools = Tokenization(engine), _tool_support(engine)
+    decode = tokenization.decode if engine.tokenizer is not None else None
+    defaults = Defaults(decoding_options, settings, seconds, text, engine.name, tools, decode)
     metrics = Metrics(lambda: scheduler.active, lambda: scheduler.waiting, serving.slots)
     overview = build_overview(defaults, cloud_state.name(), serving.slots, cut=pool.cuttable, drafter=pool.drafter)
     info = GatewayInfo(overview, serving.allow_origin, cloud_state.name, cloud_state.trouble)
-    return scheduler, create_app(Gateway(scheduler, access, defaults, metrics, Tokenization(engine)), info)
+    return scheduler, create_app(Gateway(scheduler, access, defaults, metrics, tokenization), info)
 
 
 def _tool_support(engine: Engine | PromptLookup) -> ToolSupport | str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
@@ -56,6 +56,7 @@ class Defaults:
 
     settings: fields of GenerationSettings. audio_seconds: the longest recording, 0 for a model without audio. text:
     False for a model that only takes recordings. tools: the edge's support of tools, or the reason why it has none.
+    decode: returns the text of token ids, None without a tokenizer.
     """
 
     options: RequestOptions = field(default_factory=RequestOptions)
@@ -64,6 +65,7 @@ class Defaults:
     text: bool = True
     edge: str = "the edge model"
     tools: ToolSupport | str = "tools: the model has no chat template with tools"
+    decode: Callable[[list[int]], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class ParsedRequest:
     """A valid request.
 
     notes: on its fields without effect, for the answer's warnings. field: the prompt's field. length_field: the field
-    that limits the output, if the request has one. tools: those that the answer may call.
+    that limits the output, if the request has one. tools: those that the answer may call. echo: the prompt's text, if
+    the answer begins with it.
     """
 
     prompt: PromptLike
@@ -87,6 +90,7 @@ class ParsedRequest:
     field: str = "prompt"
     length_field: str | None = None
     tools: RequestedTools | None = None
+    echo: str = ""
 
 
 def validate_body(kind: type[R], body: bytes) -> R:
@@ -149,8 +153,9 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
     settings = build_settings(request, options, defaults.settings)
     tools = read_tools(request, defaults.tools) if isinstance(request, ChatRequest) else None
     tool_notes = build_tool_notes(request) if isinstance(request, ChatRequest) else []
+    prompt = _prompt(request, options, defaults, tools)
     return ParsedRequest(
-        prompt=_prompt(request, options, defaults, tools),
+        prompt=prompt,
         settings=settings,
         options=build_options(options, defaults.options),
         stream=bool(request.stream),
@@ -163,6 +168,7 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
         field="messages" if isinstance(request, ChatRequest) else "prompt",
         length_field=find_length_field(request),
         tools=tools,
+        echo=_echo(prompt, defaults) if getattr(request, "echo", None) else "",
     )
 
 
@@ -198,6 +204,18 @@ def _prompt(request: Request, options: OutriderOptions, defaults: Defaults, tool
         if not prompt:
             raise RequestError("the prompt is empty", param="prompt")
     return prompt
+
+
+def _echo(prompt: PromptLike, defaults: Defaults) -> str:
+    """Return the text of a completion's prompt."""
+    if isinstance(prompt, str):
+        return prompt
+    if defaults.decode is None:
+        raise RequestError(f"echo: {defaults.edge} came without a tokenizer", param="echo", code="unsupported")
+    try:
+        return defaults.decode(list(prompt))  # type: ignore[arg-type]
+    except RequestError as error:
+        raise RequestError(str(error), param="prompt") from error
 
 
 def build_chat(request: ChatRequest, tools: RequestedTools | None) -> PromptLike:

@@ -48,7 +48,6 @@ UNSUPPORTED: Final[dict[str, str]] = {
     "web_search_options": "there is no web search",
     "moderation": "there is no moderation",
     "service_tier": "there is one tier: auto or default",
-    "echo": "the answer contains generated text only: prepend the prompt yourself",
     "suffix": "the models continue a text, and cannot fill in its middle",
     "name": "chat templates have roles but no names: write the name into the content",
     "prompt_cache_options": "prompts are not cached between requests",
@@ -328,6 +327,6 @@ class CompletionRequest(Request):
         | Annotated[list[Ids], Field(min_length=1, max_length=1, fail_fast=True)]
     )
     best_of: Annotated[OneInt | None, _unsupported("best_of")] = None
-    echo: Annotated[False_ | None, _unsupported("echo")] = None
+    echo: bool | None = Field(default=None, description="begin the answer's text with the prompt")
     logprobs: Annotated[None, _unsupported("logprobs")] = None
     suffix: Annotated[Literal[""] | None, _unsupported("suffix")] = None

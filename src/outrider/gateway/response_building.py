@@ -182,10 +182,12 @@ class Answer:
         return data + DONE
 
     def _role_chunk(self) -> bytes:
-        """Return OpenAI's first chunk of a chat, with the role, unless it was sent."""
-        if self._role_sent or not self._chat:
+        """Return OpenAI's first chunk, with a chat's role or the prompt of a completion, unless it was sent."""
+        if self._role_sent or not (self._chat or self._request.echo):
             return b""
         self._role_sent = True
+        if not self._chat:
+            return self._deltas([self._request.echo])
         return self._event([self._choice({"delta": {"role": "assistant", "content": ""}}, None)])
 
     def _deltas(self, deltas: Seq[str | JsonObject], more: JsonObject | None = None) -> bytes:
@@ -233,7 +235,8 @@ class Answer:
         text = visible_text(result if self._tools is None else self._tools.with_special(result), self._request.stop)
         content = {"content": text} if self._tools is None else self._tools.message(text)
         message = {"role": "assistant", "refusal": None, **content}
-        choice = self._choice({"message": message} if self._chat else {"text": text}, self._finish_reason(result))
+        data = {"message": message} if self._chat else {"text": self._request.echo + text}
+        choice = self._choice(data, self._finish_reason(result))
         report = self._outcome(result)
         if self._tokens is not None:
             report["tokens"] = self._tokens.final[: len(result.token_ids)]

@@ -64,10 +64,18 @@ class Tokenization:
             RequestError: the request is invalid, an id is outside the vocabulary, or the model has no tokenizer.
         """
         request = validate(DetokenizeRequest, parse_json(body))
+        return {"prompt": self.decode(request.tokens)}
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of tokens, special ones included.
+
+        Raises:
+            RequestError: an id is outside the vocabulary, or the model has no tokenizer.
+        """
         size = self._engine.vocab_size
-        if (outside := next((token for token in request.tokens if token >= size), None)) is not None:
+        if (outside := next((token for token in ids if token >= size), None)) is not None:
             raise RequestError(f"token id {outside} is outside the vocabulary (0 to {size - 1})", param="tokens")
-        return {"prompt": get_detokenizer(self._tokenizer())(request.tokens)}
+        return get_detokenizer(self._tokenizer())(ids)
 
     def _text(self, request: TokenizeRequest) -> list[int]:
         text = request.prompt or ""
