@@ -347,6 +347,8 @@ class SpeculativeDecoder:
 
     def _describe_edge(self) -> str:
         model = None if self._model is None else _describe_engine(self._model)
+        if model is not None and self._reader.codecs is not None:
+            model = f"{model}, its drafts translated through text to {self._reader.encoder.name}"
         return " + ".join(part for part in (model, self.lookup and self.lookup.name) if part) or "none"
 
     def _describe_cloud(self) -> str:

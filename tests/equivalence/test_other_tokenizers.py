@@ -16,7 +16,14 @@ from outrider.verifiers.base import disconnect
 from tests.support.cloud_server import serving
 from tests.support.fakes import FarVerifier, HashRows, Rows, ScriptedEngine, reference_output
 from tests.support.tiny_models import clip
-from tests.support.tokenized_models import TokenizedEngine, ids_in, model_of, model_that_knows
+from tests.support.tokenized_models import (
+    TokenizedEngine,
+    ids_in,
+    ids_of_bytes,
+    model_of,
+    model_that_emits,
+    model_that_knows,
+)
 from tests.support.tokenizers import CORPUS, trained
 
 KINDS = ("byte level", "llama", "unigram", "wordpiece")
@@ -29,7 +36,9 @@ TEXTS = (
     "👍👨‍👩‍👧‍👦🏳️‍🌈 ok 👍",
     "ﬁ Å é e\u0301 \u200d\u00a0क्षि",
     "<|end|></s> <unk> [END] the end",
+    "def f(x):\n\tif x:\n\t\treturn  x\t# 社区\r\n",
 )
+NO_UTF8 = (b"\xff", b"\xe7\xa4", b"\xa4\xbe", b"\xed\xa0\x80", b"\xc0\xaf", b"\xf0\x9f\x91", b"caf\xe9 ")
 PROMPT = "the lazy dog"
 
 
@@ -102,6 +111,31 @@ def test_any_ids_give_the_tokens_of_the_target(data: st.DataObject) -> None:
     generate(edge, target, prompt, {"k": data.draw(st.sampled_from(KS), "k")}, **values)
 
 
+@st.composite
+def mixed_ids(draw: st.DrawFn, kind: str) -> list[int]:
+    """Ids of texts and of bytes that are no UTF-8, in any order."""
+    raw = st.one_of(st.sampled_from(NO_UTF8), st.binary(min_size=1, max_size=5))
+    parts = draw(st.lists(st.one_of(texts(), raw), min_size=1, max_size=4))
+    ids = (ids_in(kind, part) if isinstance(part, str) else ids_of_bytes(kind, part) for part in parts)
+    return [token for some in ids for token in some]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_texts_mixed_with_bytes_that_are_no_utf8_give_the_tokens_of_the_target(data: st.DataObject) -> None:
+    kind, target_kind = data.draw(st.permutations(("byte level", "llama")), "kinds")
+    prompt, output = data.draw(mixed_ids(target_kind), "prompt"), data.draw(mixed_ids(target_kind), "output")
+    target = model_that_emits(target_kind, len(prompt), output, lead=data.draw(st.sampled_from((30.0, 4.0)), "lead"))
+    said = data.draw(mixed_ids(kind), "said by the edge")
+    edge = model_that_emits(kind, data.draw(st.integers(1, len(prompt) + 4), "position"), said, name="edge")
+    values = {
+        "temperature": data.draw(st.sampled_from((0.0, 1.0)), "temperature"),
+        "seed": data.draw(st.integers(0, 9), "seed"),
+        "polls": data.draw(st.sampled_from((None, (0,), (3, 0, 40))), "polls"),
+    }
+    generate(edge, target, prompt, {"k": data.draw(st.sampled_from(KS), "k")}, **values)
+
+
 @pytest.mark.parametrize("driver", ["sequential", "pipelined"])
 @pytest.mark.parametrize("k", [3, 8])
 def test_a_skip_gate_gives_the_same_tokens_with_both_drivers(k: int, driver: Any) -> None:
@@ -149,6 +183,8 @@ def test_the_edge_continues_alone_after_the_loss_of_the_cloud(lost: int) -> None
 def test_prompts_are_encoded_with_the_tokenizer_of_the_target() -> None:
     edge, target = model_of("byte level", PROMPT, " the end"), model_of("llama", PROMPT, " the end")
     decoder = SpeculativeDecoder(edge, local(target))
+    assert "its drafts translated through text to model" in decoder.summary()
+    assert "translated" not in SpeculativeDecoder(edge, local(edge)).summary()
     assert list(decoder.encode(PROMPT).ids) == ids_in("llama", PROMPT)
     assert decoder.tokenizer is target.tokenizer
     assert decoder.generate(PROMPT).text.strip() == "the end"

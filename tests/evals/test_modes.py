@@ -26,7 +26,9 @@ from outrider.evals.manifest import Item
 from outrider.evals.modes import NAMES, Setup
 from outrider.evals.resource_limits import PinnedEngine, address_space, check_memory, check_threads
 from outrider.evals.runner import answer
+from tests.support.fakes import FarVerifier
 from tests.support.tiny_models import clip, subword_tokenizer, tiny_engine
+from tests.support.tokenized_models import model_of
 
 pytestmark = pytest.mark.network
 
@@ -95,6 +97,22 @@ def test_prompt_lookup_drafts_in_the_modes_with_a_cloud(with_model: bool) -> Non
         assert found[name].get("token_ids") == found["cloud-only"]["token_ids"], found[name]
     assert found["exact"]["stats"]["drafted"] > 0
     assert made.models()["edge"]["lookup"] == {"min_ngram": 1, "max_ngram": 16}
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_a_pair_with_different_tokenizers_reads_prompts_in_the_ids_of_each_mode_s_model(is_remote: bool) -> None:
+    text = " the quick brown fox"
+    edge, target = model_of("byte level", "the lazy dog", text), model_of("llama", "the lazy dog", text)
+    setup = Setup({"max_new_tokens": 40}, DecodingOptions(k=4))
+    verifier = FarVerifier(local(target)) if is_remote else local(target)
+    tokenizer = prompt_lookup(target.tokenizer) if is_remote else None
+    made = EvalContext(edge, verifier, setup, Assistance(), target_tokenizer=tokenizer)
+    modes, _ = made.modes(("edge-only", "cloud-only", "exact"), [])
+    found = {mode.name: answer(mode, Item("t", prompt="the lazy dog"))[0] for mode in modes}
+    assert {name: each["text"].strip() for name, each in found.items()} == dict.fromkeys(found, text.strip())
+    assert found["exact"]["token_ids"] == found["cloud-only"]["token_ids"] != found["edge-only"]["token_ids"]
+    assert found["exact"]["guarantee"] == "exact"
+    assert made.models()["cloud"]["vocabulary"] == target.fingerprint
 
 
 def test_an_assistant_that_cannot_hear_is_left_out_by_name() -> None:

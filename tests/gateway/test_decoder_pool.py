@@ -31,6 +31,7 @@ from tests.support.gateway_pair import (
     serving_demo_cloud,
 )
 from tests.support.processes import wait_until
+from tests.support.tokenized_models import model_of
 
 V = 32
 LENGTH = 24
@@ -527,3 +528,28 @@ def test_a_model_with_lookup_writes_in_each_way(served: Served) -> None:
             assert tuple(found) == reference_tokens(side, PROMPTS[1], LENGTH)
     finally:
         pool.close()
+
+
+# Other tokenizers -------------------------------------------------------------------------------------------------
+
+
+def test_prompts_for_a_cloud_with_another_tokenizer_are_in_its_own_ids() -> None:
+    text = " the quick brown fox"
+    edge, target = model_of("byte level", "the lazy dog", text), model_of("llama", "the lazy dog", text)
+    pool = DecoderPool(edge, lambda _: local(target), target_tokenizer=prompt_lookup(target.tokenizer))
+    assert pool.target_tokenizer is not None
+    outputs = {}
+    for way in ("speculative", "cloud-only", "edge-only"):
+        with pool.checkout(RequestOptions(way, k=4)) as decoder:  # type: ignore[arg-type]
+            outputs[way] = decoder.generate("the lazy dog", max_new_tokens=60)
+    assert outputs["speculative"].token_ids == outputs["cloud-only"].token_ids
+    assert outputs["speculative"].stats.accepted > 0
+    assert {way: (output.text or "").strip() for way, output in outputs.items()} == dict.fromkeys(outputs, text.strip())
+    pool.close()
+
+
+def test_a_target_tokenizer_that_is_the_edge_s_own_is_not_used() -> None:
+    edge = model_of("llama", "the lazy dog", " the end")
+    pool = DecoderPool(edge, lambda _: local(edge), target_tokenizer=prompt_lookup(edge.tokenizer))
+    assert pool.target_tokenizer is None
+    assert pool.reader is pool.engine

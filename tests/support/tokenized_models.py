@@ -17,6 +17,8 @@ from tests.support.tokenizers import trained
 class TokenizedEngine(ScriptedEngine):
     """A scripted engine whose vocabulary is that of a tokenizer."""
 
+    dtype, device = torch.float32, torch.device("cpu")
+
     def __init__(self, rows: Rows, tokenizer: Any, *, name: str = "model", **options: Any) -> None:
         eos = (tokenizer.eos_token_id,)
         super().__init__(rows, len(tokenizer), eos_ids=eos, tokenizer=tokenizer, name=name, **options)
@@ -35,13 +37,28 @@ def ids_in(kind: str, text: str) -> list[int]:
     return tokenize(trained(kind), text, add_special_tokens=False)
 
 
+def ids_of_bytes(kind: str, raw: bytes) -> list[int]:
+    """The ids of any bytes, one for each, in a tokenizer that has them: "byte level" or "llama"."""
+    tokenizer = trained(kind)
+    names = {_token_bytes(str(token)): str(token) for token in tokenizer.get_vocab()}
+    spelt = (names[bytes([byte])] if kind == "byte level" else f"<0x{byte:02X}>" for byte in raw)
+    return [tokenizer.convert_tokens_to_ids(token) for token in spelt]
+
+
+def model_that_emits(
+    kind: str, length: int, ids: Seq[int], *, name: str = "model", lead: float = 30.0
+) -> TokenizedEngine:
+    """A model that answers a prompt of `length` ids with `ids` and its end token, whatever is in between."""
+    tokenizer = trained(kind)
+    said = [*ids, tokenizer.eos_token_id]
+    rows = replay(length, said, len(tokenizer), tail=(tokenizer.eos_token_id,), lead=lead)
+    return TokenizedEngine(rows, tokenizer, name=name)
+
+
 def model_of(kind: str, prompt: str, output: str, *, name: str = "model", lead: float = 30.0) -> TokenizedEngine:
     """A model that answers `prompt` with `output` and its end token, whatever is in between."""
     length, ids = len(ids_in(kind, prompt)), ids_in(kind, prompt + output)
-    tokenizer = trained(kind)
-    said: Seq[int] = [*ids[length:], tokenizer.eos_token_id]
-    rows = replay(length, said, len(tokenizer), tail=(tokenizer.eos_token_id,), lead=lead)
-    return TokenizedEngine(rows, tokenizer, name=name)
+    return model_that_emits(kind, length, ids[length:], name=name, lead=lead)
 
 
 def model_that_knows(text: str, *, name: str = "edge") -> TokenizedEngine:

@@ -11,7 +11,18 @@ from outrider import __version__
 from outrider.cli.cloud import Capacity, Operation, Security
 from outrider.cli.edge import Serving
 from outrider.cli.evaluate import Assistant, Evaluation
-from outrider.cli.options import Decoding, DemoNetwork, Measurement, Models, Output, Pair, Run, Speculation, Whole
+from outrider.cli.options import (
+    Decoding,
+    DemoNetwork,
+    Measurement,
+    Models,
+    Output,
+    Pair,
+    Run,
+    Speculation,
+    TargetTokenizer,
+    Whole,
+)
 from outrider.cli.plan import Drivers, Measured
 from outrider.cli.shell import add_completion, format_default
 from outrider.config import DEFAULT_K
@@ -97,8 +108,8 @@ def generate(
     *,
     prompt_ids: str | None = None,
     chat: Annotated[bool, Parameter(negative="")] = False,
-    target_tokenizer: str | None = None,
     run: Run = Run(),
+    target_tokenizer: TargetTokenizer = None,
 ) -> int:
     """Continue a text, or answer it with --chat.
 
@@ -115,8 +126,6 @@ def generate(
         Token ids instead of a text, as in "1 2 3".
     chat
         Apply the model's chat template, with the prompt as the user's message.
-    target_tokenizer
-        For an edge model with another tokenizer than a cloud across a network: a directory or hub id with the cloud's.
     """
     from outrider.cli.generate import run_generate
 
@@ -157,6 +166,7 @@ def edge(
     *,
     listen: str = "127.0.0.1:8080",
     pair: Pair = Pair(),
+    target_tokenizer: TargetTokenizer = None,
     serving: Serving = Serving(),
 ) -> int:
     """Serve the pair to OpenAI clients and browsers until SIGTERM.
@@ -176,7 +186,7 @@ def edge(
     """
     from outrider.cli.edge import run_edge
 
-    return run_edge(listen, pair, serving)
+    return run_edge(listen, pair, serving, target_tokenizer=target_tokenizer)
 
 
 @app.command(name="eval")
@@ -187,6 +197,7 @@ def evaluate(
     evaluation: Evaluation,
     assistant: Assistant = Assistant(),
     run: Run = Run(),
+    target_tokenizer: TargetTokenizer = None,
 ) -> int:
     """Decode a data set in several modes with the same models. The same command resumes an interrupted run.
 
@@ -202,7 +213,7 @@ def evaluate(
     """
     from outrider.cli.evaluate import run_eval
 
-    return run_eval(data, evaluation, assistant, run)
+    return run_eval(data, evaluation, assistant, run, target_tokenizer=target_tokenizer)
 
 
 @app.command

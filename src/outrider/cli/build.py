@@ -50,7 +50,7 @@ def build_decoder(
         model, lookup = load_drafter(models), load_lookup(models)
         if model is None:
             return SpeculativeDecoder(lookup, verifier, **options.keywords(), watch=watch)
-        reader = None if target_tokenizer is None else load_target_tokenizer(target_tokenizer)
+        reader = load_target_tokenizer(target_tokenizer)
         keywords = {**options.keywords(), "watch": watch, "reader": reader}
         return SpeculativeDecoder(model, verifier, lookup=lookup, **keywords)
 
@@ -105,11 +105,11 @@ def load_lookup(models: Models) -> PromptLookup | None:
     return prompt_lookup(models.lookup_tokenizer) if models.uses_lookup else None
 
 
-def load_target_tokenizer(name: str) -> PromptLookup:
-    """Return the tokenizer of the cloud's model, as the reader of a decoder."""
+def load_target_tokenizer(name: str | None) -> PromptLookup | None:
+    """Return the tokenizer of the cloud's model, as the reader of a decoder, or None if none is named."""
     from outrider.engines.prompt_lookup import prompt_lookup
 
-    return prompt_lookup(name)
+    return None if name is None else prompt_lookup(name)
 
 
 def check_target_tokenizer(models: Models, name: str) -> None:

@@ -99,9 +99,12 @@ class _Options:
     modes: list[str]
     left_out: dict[str, str]
     memory: int | None
+    target_tokenizer: str | None
 
 
-def run_eval(data: str, evaluation: Evaluation, assistant: Assistant, run: Run) -> int:
+def run_eval(
+    data: str, evaluation: Evaluation, assistant: Assistant, run: Run, *, target_tokenizer: str | None = None
+) -> int:
     """Run `outrider eval`. Return 1 if an item failed."""
     from outrider.cli.build import check_accepts_text, enable_gc
     from outrider.cli.terminal import configure_logging
@@ -110,7 +113,7 @@ def run_eval(data: str, evaluation: Evaluation, assistant: Assistant, run: Run) 
     from outrider.evals.metrics import Scoring
     from outrider.evals.store import Store
 
-    options = _check_options(evaluation, assistant, run)
+    options = _check_options(evaluation, assistant, run, target_tokenizer)
     items = load_set(data)[: evaluation.limit]
     if any(item.audio is None for item in items):
         check_accepts_text(run.models)
@@ -135,9 +138,9 @@ def run_eval(data: str, evaluation: Evaluation, assistant: Assistant, run: Run) 
 # Checking ---------------------------------------------------------------------------------------------------
 
 
-def _check_options(evaluation: Evaluation, assistant: Assistant, run: Run) -> _Options:
+def _check_options(evaluation: Evaluation, assistant: Assistant, run: Run, target_tokenizer: str | None) -> _Options:
     """Check every option before a model is loaded."""
-    from outrider.cli.build import check, check_edge
+    from outrider.cli.build import check, check_edge, check_target_tokenizer
     from outrider.config import GenerationSettings
     from outrider.evals.baselines import Assistance
     from outrider.evals.modes import select_modes, unsupported_reason
@@ -152,6 +155,8 @@ def _check_options(evaluation: Evaluation, assistant: Assistant, run: Run) -> _O
     GenerationSettings.build(run.decoding.settings())
     assistance = Assistance(assistant.assistant_tokens, assistant.assistant_schedule, assistant.assistant_confidence)
     check_edge(models)
+    if target_tokenizer is not None:
+        check_target_tokenizer(models, target_tokenizer)
     edge, cloud = models.edge_model is not None, parse_cloud_address(models.cloud).kind
     limited = evaluation.edge_threads is not None
     modes, left_out = select_modes(
@@ -172,7 +177,7 @@ def _check_options(evaluation: Evaluation, assistant: Assistant, run: Run) -> _O
             "--edge lookup:TOKENIZER"
         )
     memory = _check_limits(evaluation, models, cloud)
-    return _Options(evaluation, assistance, run, modes, left_out, memory)
+    return _Options(evaluation, assistance, run, modes, left_out, memory, target_tokenizer)
 
 
 def _check_limits(evaluation: Evaluation, models: Models, cloud: str) -> int | None:
@@ -196,7 +201,7 @@ def _check_limits(evaluation: Evaluation, models: Models, cloud: str) -> int | N
 
 def _loaded(options: _Options, stack: ExitStack) -> tuple[EvalContext, Limits]:
     """Load the models. Return them with the limits of --edge-memory and --edge-threads as they were read back."""
-    from outrider.cli.build import build_options, connected, load_drafter, load_lookup
+    from outrider.cli.build import build_options, connected, load_drafter, load_lookup, load_target_tokenizer
     from outrider.evals.context import EvalContext
     from outrider.evals.modes import Setup
     from outrider.evals.resource_limits import PinnedEngine, address_space
@@ -215,7 +220,8 @@ def _loaded(options: _Options, stack: ExitStack) -> tuple[EvalContext, Limits]:
     except MemoryError as error:
         raise SettingsError(f"--edge-memory {options.evaluation.edge_memory}: the models do not fit") from error
     setup = Setup(run.decoding.settings(), build_options(run.speculation, run.network))
-    return EvalContext(draft, verifier, setup, options.assistant, load_lookup(run.models)), limits
+    lookup, tokenizer = load_lookup(run.models), load_target_tokenizer(options.target_tokenizer)
+    return EvalContext(draft, verifier, setup, options.assistant, lookup, tokenizer), limits
 
 
 def _about(
@@ -232,7 +238,7 @@ def _about(
     secrets = ("token_file", "ca", "cert", "key")
     network = {name: value for name, value in asdict(options.run.network).items() if name not in secrets}
     more = {
-        "asked": asdict(options.run.models),
+        "asked": {**asdict(options.run.models), "target_tokenizer": options.target_tokenizer},
         "network": network,
         "limits": limits,
         "trace": options.evaluation.trace,

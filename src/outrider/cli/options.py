@@ -91,6 +91,16 @@ class Models:
             )
 
 
+TargetTokenizer = Annotated[
+    str | None,
+    Parameter(
+        group=MODELS,
+        help="For an edge model with another tokenizer than a cloud across a network: a directory or hub id with the "
+        "cloud's tokenizer.",
+    ),
+]
+
+
 @Parameter(name="*", group=MODELS)
 @dataclass(frozen=True)
 class MeasuredModels(Models):

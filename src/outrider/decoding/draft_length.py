@@ -89,7 +89,7 @@ class AdaptiveDraftLength:
     """Blocks that end when another token costs more than it gains (`decoding.adaptive_draft_length`).
 
     A block is empty if plain decoding of the target is faster. The fallback decides until drafts and verdicts have been
-    timed.
+    timed, unless drafting in vain has taken too long.
     """
 
     controller: DraftLengthController = field(default_factory=DraftLengthController)
@@ -104,7 +104,8 @@ class AdaptiveDraftLength:
     def tokens_to_draft(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> int:
         """Return 1 until the block ends."""
         if self.controller.token_cost is None:
-            return self.fallback.tokens_to_draft(drafted, block)
+            is_hopeless = not drafted and self.controller.switch.is_overdrawn
+            return 0 if is_hopeless else self.fallback.tokens_to_draft(drafted, block)
         if not drafted:
             return int(self.controller.switch.should_speculate(unread))
         return int(drafted < MAX_K and self.controller.should_continue(drafted, block))

@@ -77,6 +77,11 @@ class SpeculationSwitch:
             return reading <= credit
         return self.budget >= 2.0 * reading + self._round_loss  # twice: reading is worth it for a few rounds only
 
+    @property
+    def is_overdrawn(self) -> bool:
+        """True if the budget is used up, even if speculation seems to pay."""
+        return self.budget < -MAX_CREDIT * self.plain_seconds < 0.0
+
     def begin_generation(self) -> None:
         """Observe the beginning of a generation."""
         fade = 1.0 - 1.0 / MEMORY
@@ -115,6 +120,10 @@ class SpeculationSwitch:
         self._read_seconds = self._read_seconds * fade + seconds
         if not self.pays or self.budget < 0.0:
             self.budget -= seconds
+
+    def drafted_in_vain(self, seconds: float) -> None:
+        """Observe that drafting took `seconds` and gave no proposal."""
+        self.budget -= seconds
 
     def update_estimate(self, throughput: float, round_tokens: float, verdict_seconds: float) -> None:
         """Compare plain decoding with the estimated tokens per second of speculation, and the tokens of its rounds.

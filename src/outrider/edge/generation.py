@@ -288,7 +288,8 @@ class Generation:
     def _run_driver(self, drafter: Proposer | None, session: VerifierSession | None) -> Iterator[Event]:
         context = self._context
         acceptance = None if context.lookup is None else context.acceptance
-        observer = RoundObserver(self._decoder, lock=context.lock, acceptance=acceptance)
+        in_bursts = context.codecs is not None
+        observer = RoundObserver(self._decoder, lock=context.lock, acceptance=acceptance, in_bursts=in_bursts)
         if drafter is not None and session is not None and self._context.options.driver == "pipelined":
             return pipelined(self._decoder, drafter, session, observer)
         return sequential(self._decoder, drafter, None if session is None else session.verify, observer)

@@ -66,9 +66,7 @@ class PromptReader:
     def _find_codecs(self) -> tuple[TextCodec, TextCodec] | None:
         """Return the codecs of drafter and target if their tokenizers differ. The target's then encodes the prompts."""
         model, target = self._model, self._local if self.side is None else self.side
-        if model is None or target is None or not (callable(model.tokenizer) and callable(target.tokenizer)):
-            return None  # nothing encodes texts: other vocabularies are refused at the handshake
-        if share_vocabulary(describe(model), describe(target)):
+        if model is None or target is None or not needs_translation(model, target):
             return None
         self.side = target
         return build_codecs(model, target)
@@ -152,6 +150,16 @@ class PromptReader:
     def _ids_only(self) -> str:
         """The reason for which prompts are token ids."""
         return IDS_ONLY if self._lookup is None else NO_TOKENIZER
+
+
+def needs_translation(model: Engine | PromptLookup, target: Engine | PromptLookup) -> bool:
+    """Return whether the tokenizers differ, and drafts can be translated through their text.
+
+    Other vocabularies are refused at the handshake if one side cannot encode texts.
+    """
+    if not (callable(model.tokenizer) and callable(target.tokenizer)):
+        return False
+    return not share_vocabulary(describe(model), describe(target))
 
 
 def is_ids(prompt: PromptLike) -> bool:

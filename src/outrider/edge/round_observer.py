@@ -22,7 +22,9 @@ class RoundObserver:
     of the first draft of each source and of the first verdict include the prefill, so they are left out. So are those
     of the first plain token after a speculative round, which may start a stream of the verifier. acceptance: learns
     from the verdicts if there is no controller, whose own model does otherwise. lock: serialises the reports of
-    concurrent generations. The controller is read without it, since a partial update does no harm.
+    concurrent generations. The controller is read without it, since a partial update does no harm. in_bursts: some
+    drafts take no time, since an earlier one of the round has done their work, so that rounds are timed in place of
+    drafts.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class RoundObserver:
         *,
         lock: threading.Lock | None = None,
         acceptance: AcceptanceModel | None = None,
+        in_bursts: bool = False,
     ) -> None:
         self._lock = lock or threading.Lock()
         draft_length, is_block_invariant = decoder.plan.draft_length, decoder.plan.is_block_invariant
@@ -39,7 +42,10 @@ class RoundObserver:
         self._acceptance = acceptance if is_block_invariant and self._controller is None else None
         self._decoder, self.clock = decoder, clock
         self._drafted_since_verdict, self._draft_seconds = 0, 0.0
+        self._in_bursts = in_bursts
         self._known_sources: set[bool] = set()  # whether drafts were looked up
+        self._bursts: dict[bool, tuple[int, float]] = {}  # tokens and seconds of this round by source
+        self._has_drafted = False
         self._is_unmatched = False  # the last draft was empty
         self._is_plain = False  # the last verdict was one of plain decoding
 
@@ -47,7 +53,10 @@ class RoundObserver:
         """Report a draft of one source. Call it before the decoder gets it."""
         self._drafted_since_verdict += len(proposals)
         self._is_unmatched = not proposals
-        if self._controller is None or not proposals:
+        if self._controller is None:
+            return
+        if not proposals:
+            self._record_vain_draft(self._controller, self.clock() - started)
             return
         seconds, is_lookup = self.clock() - started, proposals[0].match_length > 0
         unread = 0 if is_lookup else self._decoder.unread_length
@@ -58,9 +67,26 @@ class RoundObserver:
                 self._controller.switch.read(unread, reading)
                 seconds -= reading
             elif is_lookup in self._known_sources:
-                self._controller.drafted(len(proposals), seconds, is_lookup=is_lookup)
+                self._record_times(self._controller, len(proposals), seconds, is_lookup=is_lookup)
         self._known_sources.add(is_lookup)
+        self._has_drafted = True
         self._draft_seconds += seconds
+
+    def _record_times(self, controller: DraftLengthController, tokens: int, seconds: float, *, is_lookup: bool) -> None:
+        if not self._in_bursts:
+            controller.drafted(tokens, seconds, is_lookup=is_lookup)
+            return
+        earlier_tokens, earlier_seconds = self._bursts.get(is_lookup, (0, 0.0))
+        self._bursts[is_lookup] = earlier_tokens + tokens, earlier_seconds + seconds
+
+    def _record_vain_draft(self, controller: DraftLengthController, seconds: float) -> None:
+        """Report a draft without proposals. The first one of the generation is a prefill."""
+        with self._lock:
+            if self._has_drafted:
+                controller.switch.drafted_in_vain(seconds)
+            else:
+                controller.switch.read(self._decoder.unread_length, seconds)
+        self._has_drafted = True
 
     def record_verdict(self, verdict: Verdict, started: float) -> None:
         """Report a verdict. Call it before the decoder gets it."""
@@ -70,7 +96,7 @@ class RoundObserver:
                 self._acceptance.update(confidences, verdict.accepted)
             if self._controller is not None:
                 self._report(self._controller, verdict, confidences, started)
-        self._drafted_since_verdict, self._draft_seconds = 0, 0.0
+        self._drafted_since_verdict, self._draft_seconds, self._bursts = 0, 0.0, {}
         self._is_unmatched, self._is_plain = False, not confidences
 
     def _report(
@@ -81,6 +107,8 @@ class RoundObserver:
         started: float,
     ) -> None:
         seconds = self.clock() - started if verdict.round > 1 else None
+        for is_lookup, (tokens, drafting) in self._bursts.items():
+            controller.drafted(tokens, drafting, is_lookup=is_lookup)
         if verdict.round == 1:
             controller.switch.begin_generation()
         if not confidences:

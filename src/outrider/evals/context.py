@@ -16,6 +16,7 @@ import transformers
 
 import outrider
 from outrider.config import GenerationSettings
+from outrider.edge.prompt_reader import needs_translation
 from outrider.engines.base import Engine
 from outrider.engines.prompt_lookup import PromptLookup
 from outrider.engines.torch.engine import TorchEngine
@@ -34,7 +35,8 @@ from outrider.verifiers.local import LocalVerifier, describe
 class EvalContext:
     """The models of a run, loaded once for all modes, and the decoding settings. draft or verifier may be None.
 
-    lookup: drafts without `draft`, or together with it.
+    lookup: drafts without `draft`, or together with it. target_tokenizer: the verifier's, if it is not in this process
+    and differs from the drafter's.
     """
 
     draft: Engine | None
@@ -42,6 +44,7 @@ class EvalContext:
     setup: Setup
     assistance: Assistance
     lookup: PromptLookup | None = None
+    target_tokenizer: PromptLookup | None = None
 
     @property
     def target(self) -> Engine | None:
@@ -67,8 +70,22 @@ class EvalContext:
 
         kept, left_out = select_modes(requested, reason)
         left_out = {name: reason for name, reason in left_out.items() if name in names}
-        encoder = Encoder(self.draft, self._tokenizer, self.target)
-        return [self._mode(name, encoder) for name in kept], left_out
+        return [self._mode(name, self._encoder(name)) for name in kept], left_out
+
+    def _encoder(self, mode: str) -> Encoder:
+        """Return the encoder of a mode's prompts. Their ids are the drafter's in edge-only decoding alone."""
+        reader = self._reader
+        if mode != "edge-only" and reader is not None:
+            return Encoder(reader)
+        return Encoder(self.draft, self._tokenizer, self.target)
+
+    @property
+    def _reader(self) -> Engine | PromptLookup | None:
+        """The engine or tokenizer that encodes prompts for a target with another tokenizer than the drafter's."""
+        target = self.target_tokenizer or self.target
+        if self.draft is None or target is None or not needs_translation(self.draft, target):
+            return None
+        return target
 
     def _mode(self, name: str, encoder: Encoder) -> Mode:
         if name in OURS:
@@ -100,7 +117,7 @@ class EvalContext:
             return {"edge": edge, "cloud": describe_engine(self.target)}
         if self.verifier is None:
             return {"edge": edge, "cloud": None}
-        reader = self.draft or self._tokenizer
+        reader = self._reader or self.draft or self._tokenizer
         cloud = self.verifier.describe(None if reader is None else describe(reader))
         return {"edge": edge, "cloud": {"name": cloud.name, "vocabulary": cloud.fingerprint}}
 

@@ -25,16 +25,24 @@ class CloudMonitor:
     """The handshake with a cloud, then regular checks that it is reachable.
 
     engine: of the edge, or its prompt lookup. verifier: used for the handshake alone, and disconnected after it. hosts:
-    addresses, of which one must accept connections for the cloud to count as reachable.
+    addresses, of which one must accept connections for the cloud to count as reachable. target_tokenizer: the cloud's,
+    to which drafts are translated.
     """
 
     def __init__(
-        self, engine: Engine | PromptLookup, verifier: Verifier, hosts: Sequence[tuple[str, int]] = ()
+        self,
+        engine: Engine | PromptLookup,
+        verifier: Verifier,
+        hosts: Sequence[tuple[str, int]] = (),
+        *,
+        target_tokenizer: PromptLookup | None = None,
     ) -> None:
         self._hosts = hosts
         self._unreachable_reason: str | None = None
         model = None if isinstance(engine, PromptLookup) else engine
-        self._pair, self._verifier = ModelPair(model, verifier, "fail", reader=engine, lazy=True), verifier
+        reader, translates = target_tokenizer or engine, target_tokenizer is not None
+        self._pair = ModelPair(model, verifier, "fail", reader=reader, translates=translates, lazy=True)
+        self._verifier = verifier
         self._cancellation, self._closed = Cancellation(), threading.Event()
         self._attempted = threading.Event()  # the first attempt has ended
         self._outcome: Future[str] = Future()

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from outrider.api import SpeculativeDecoder
 from outrider.config import DecodingMode, check_choice
 from outrider.decoding.options import DecodingOptions
+from outrider.edge.prompt_reader import needs_translation
 from outrider.engines.base import Engine
 from outrider.engines.prompt_lookup import PromptLookup
 from outrider.engines.shared_engine import share
@@ -75,7 +76,7 @@ class DecoderPool:
 
     engine: drafts, and tokenises all prompts. A prompt lookup with a tokenizer does so without a model. cloud: returns
     a verifier behind the emulated network that a text names ("none" for none). None: there is no cloud. lookup: drafts
-    together with an engine.
+    together with an engine. target_tokenizer: the cloud's. It encodes the prompts if the engine's differs.
     """
 
     def __init__(
@@ -84,10 +85,13 @@ class DecoderPool:
         cloud: Callable[[str], Verifier] | None,
         *,
         lookup: PromptLookup | None = None,
+        target_tokenizer: PromptLookup | None = None,
     ) -> None:
         self._model = None if isinstance(engine, PromptLookup) else share(engine)
         self._lookup = engine if isinstance(engine, PromptLookup) else lookup
         self.engine: Engine | PromptLookup = engine if self._model is None else self._model
+        translates = target_tokenizer is not None and needs_translation(engine, target_tokenizer)
+        self.target_tokenizer = target_tokenizer if translates else None
         self._cloud = cloud
         self._lock = threading.RLock()
         self._decoders: OrderedDict[RequestOptions, SpeculativeDecoder] = OrderedDict()
@@ -116,6 +120,11 @@ class DecoderPool:
             for old in others[: max(0, len(self._decoders) - MAX_DECODERS)]:
                 del self._decoders[old]
             return found
+
+    @property
+    def reader(self) -> Engine | PromptLookup:
+        """The engine or tokenizer that encodes prompts for the cloud."""
+        return self.target_tokenizer or self.engine
 
     @property
     def drafter(self) -> str:
@@ -174,7 +183,7 @@ class DecoderPool:
             lookup = self._lookup
         kept = options.keywords()
         return SpeculativeDecoder(
-            draft, verifier, lookup=lookup, **kept, watch=options.watch, reader=self.engine, lazy=True
+            draft, verifier, lookup=lookup, **kept, watch=options.watch, reader=self.reader, lazy=True
         )
 
     def _check_options(self, options: RequestOptions) -> None:
