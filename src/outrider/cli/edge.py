@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from outrider.cli.subprocess_cloud import SupervisedCloud
+    from outrider.engines.base import Engine
+    from outrider.engines.prompt_lookup import PromptLookup
     from outrider.gateway.access import Access
     from outrider.gateway.connections import Listener
     from outrider.gateway.decoder_pool import DecoderPool
