@@ -6,8 +6,8 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -16,10 +16,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from outrider.api import StreamEvent
 from outrider.decoding.result import Result
 from outrider.edge.cancellation import Cancellation
 from outrider.errors import AudioError, OutriderError, PromptError, SettingsError, StateError
 from outrider.gateway.access import JSON, Access
+from outrider.gateway.choices import ChoiceStarts, merge
 from outrider.gateway.errors import JsonObject, RequestError, ShuttingDown, encode_json, to_error_response
 from outrider.gateway.metrics import Metrics
 from outrider.gateway.request_kind import Output, RequestKind
@@ -50,10 +52,10 @@ class ClientDisconnected(Exception):
 
 @dataclass(frozen=True)
 class ActiveRequest:
-    """A waiting or running request."""
+    """A waiting or running request. cancellations: of its choices."""
 
     client: str
-    cancellation: Cancellation = field(default_factory=Cancellation)
+    cancellations: tuple[Cancellation, ...]
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ class Gateway:
         active = self.active_requests.get(request_id)
         if active is None or active.client != client:
             raise RequestError("no running request has this id", param="id", code="not_found", status=404)
-        active.cancellation.mark_cloud_lost("the network is cut")
+        for cancellation in active.cancellations:
+            cancellation.mark_cloud_lost("the network is cut")
 
     @property
     def budget(self) -> int:
@@ -137,11 +140,72 @@ async def _parse(
 
 
 async def _respond_whole(client: str, request: ParsedRequest, answer: Output, gateway: Gateway) -> Response:
-    async with _run_generation(client, request, answer, gateway) as task:
-        async for events in task:
-            answer.note(events)
-    result = _result(task, gateway)
-    return Response(answer.body(result), media_type=answer.media_type)
+    results: dict[int, Result] = {}
+    async with aclosing(_run_choices(client, request, answer, gateway)) as items:
+        async for index, item in items:
+            if isinstance(item, Result):
+                results[index] = item
+            else:
+                answer.choices[index].note(item)
+    return Response(answer.body([results[index] for index in sorted(results)]), media_type=answer.media_type)
+
+
+async def _run_choices(
+    client: str, request: ParsedRequest, answer: Output, gateway: Gateway, queued: Callable[[], None] = lambda: None
+) -> AsyncGenerator[tuple[int, list[StreamEvent] | Result]]:
+    """Run the generations of all choices, and yield their events, and in the end their results, with their index.
+
+    The first error, and a disconnect of the client, end all of them.
+    """
+    active = ActiveRequest(client, tuple(Cancellation() for _ in answer.choices))
+    gateway.active_requests[answer.id] = active
+    starts = ChoiceStarts()
+    choices = [_run_choice(index, starts, active, request, gateway, queued) for index, _ in enumerate(answer.choices)]
+    try:
+        async with aclosing(merge(choices)) as items:
+            async for item in items:
+                yield item
+    finally:
+        del gateway.active_requests[answer.id]
+
+
+async def _run_choice(
+    index: int,
+    starts: ChoiceStarts,
+    active: ActiveRequest,
+    request: ParsedRequest,
+    gateway: Gateway,
+    queued: Callable[[], None],
+) -> AsyncGenerator[list[StreamEvent] | Result]:
+    """Run the generation of one choice, and yield its events and its result. It is cancelled at the end."""
+
+    async def begin() -> GenerationTask:
+        with gateway.uploads.reserving(active.client, gateway.budget) as reserve:
+            reserve(0 if index else _prompt_bytes(request.prompt))  # which all choices share
+            return await gateway.scheduler.start(
+                active.client,
+                request.prompt,
+                request.choice_settings(index),
+                request.options,
+                cache_salt=request.cache_salt,
+                provisional=request.provisional,
+                queued=queued,
+                cancellation=active.cancellations[index],
+            )
+
+    queued_at = time.perf_counter()
+    try:
+        async with starts.start(begin) as task:
+            gateway.metrics.observe_queue_wait(time.perf_counter() - queued_at)
+            try:
+                async for events in task:
+                    yield events
+                result = _result(task, gateway)
+            finally:
+                task.cancel()
+        yield result
+    except (PromptError, AudioError, SettingsError) as error:
+        raise attach_param(error, request) from error
 
 
 def _result(task: GenerationTask, gateway: Gateway) -> Result:
@@ -154,37 +218,6 @@ def _result(task: GenerationTask, gateway: Gateway) -> Result:
     if result.stats.cloud_lost:
         log.warning("an answer went on without the cloud")
     return result
-
-
-@asynccontextmanager
-async def _run_generation(
-    client: str, request: ParsedRequest, answer: Output, gateway: Gateway, queued: Callable[[], None] = lambda: None
-) -> AsyncIterator[GenerationTask]:
-    """Yield a generation with a slot, and cancel it at the end of the block."""
-    queued_at, active = time.perf_counter(), ActiveRequest(client)
-    gateway.active_requests[answer.id] = active
-    try:
-        with gateway.uploads.reserving(client, gateway.budget) as reserve:
-            reserve(_prompt_bytes(request.prompt))
-            task = await gateway.scheduler.start(
-                client,
-                request.prompt,
-                request.settings,
-                request.options,
-                cache_salt=request.cache_salt,
-                provisional=request.provisional,
-                queued=queued,
-                cancellation=active.cancellation,
-            )
-        gateway.metrics.observe_queue_wait(time.perf_counter() - queued_at)
-        try:
-            yield task
-        finally:
-            task.cancel()
-    except (PromptError, AudioError, SettingsError) as error:
-        raise attach_param(error, request) from error
-    finally:
-        del gateway.active_requests[answer.id]
 
 
 def _prompt_bytes(prompt: PromptLike) -> int:
@@ -213,7 +246,12 @@ async def _respond_streaming(
     `FIRST_CHUNK_TIMEOUT_S`. An error before that has its own HTTP status.
     """
     queued: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    chunks = _chunks(client, request, answer, gateway, lambda: queued.set_result(None))
+
+    def mark_queued() -> None:
+        if not queued.done():
+            queued.set_result(None)
+
+    chunks = _chunks(client, request, answer, gateway, mark_queued)
     disconnected = asyncio.create_task(_wait_disconnect(http_request.receive))
     stream = _EventStream(chunks, disconnected, gateway.metrics, answer)
     try:
@@ -232,12 +270,19 @@ async def _respond_streaming(
 async def _chunks(
     client: str, request: ParsedRequest, answer: Output, gateway: Gateway, queued: Callable[[], None]
 ) -> AsyncGenerator[bytes]:
-    """Run the generation, and yield the chunks of its stream."""
-    async with _run_generation(client, request, answer, gateway, queued) as task:
-        async for events in task:
-            if chunk := answer.chunk(events):
+    """Run the generations, and yield the chunks of their stream."""
+    results: dict[int, Result] = {}
+    async with aclosing(_run_choices(client, request, answer, gateway, queued)) as items:
+        async for index, item in items:
+            choice = answer.choices[index]
+            if not isinstance(item, Result):
+                chunk = choice.chunk(item)
+            else:
+                results[index] = item
+                is_last = len(results) == len(answer.choices)
+                chunk = choice.last(item) + (answer.end([*results.values()]) if is_last else b"")
+            if chunk:
                 yield chunk
-        yield answer.last(_result(task, gateway))
 
 
 class _EventStream(Response):

@@ -15,18 +15,11 @@ from outrider.gateway.request_schema import ChatRequest, Request
 from outrider.gateway.response_building import Answer
 
 
-class Output(Protocol):
-    """The conversion of one generation to an answer. id: of the request. media_type: of an answer as a whole."""
-
-    id: str
-    media_type: str
+class ChoiceOutput(Protocol):
+    """The conversion of one generation to a part of an answer."""
 
     def note(self, events: Sequence[StreamEvent]) -> None:
         """Process events of an answer that is sent as a whole."""
-        ...
-
-    def body(self, result: Result) -> bytes:
-        """Return the whole answer."""
         ...
 
     def chunk(self, events: Sequence[StreamEvent]) -> bytes:
@@ -34,7 +27,30 @@ class Output(Protocol):
         ...
 
     def last(self, result: Result) -> bytes:
-        """Return the stream's last chunks."""
+        """Return the last chunks of this generation."""
+        ...
+
+
+class Output(Protocol):
+    """The conversion of a request's generations to an answer.
+
+    id: of the request. media_type: of an answer as a whole. choices: one for each generation.
+    """
+
+    id: str
+    media_type: str
+
+    @property
+    def choices(self) -> Sequence[ChoiceOutput]:
+        """Return the parts of the answer."""
+        ...
+
+    def body(self, results: Sequence[Result]) -> bytes:
+        """Return the whole answer."""
+        ...
+
+    def end(self, results: Sequence[Result]) -> bytes:
+        """Return the end of a stream."""
         ...
 
     def error(self, response: ErrorResponse) -> bytes:

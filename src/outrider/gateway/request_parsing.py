@@ -10,19 +10,23 @@ from typing import Final, TypeVar
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from outrider.errors import AudioError, ContextError, InputError, PromptError
+from outrider.config import SEED_LIMIT
+from outrider.errors import AudioError, ContextError, GrammarError, InputError, PromptError
 from outrider.gateway.decoder_pool import RequestOptions, Settings
 from outrider.gateway.errors import JsonObject, RequestError, with_param
 from outrider.gateway.generation_options import (
     build_notes,
     build_options,
     build_settings,
+    count_choices,
     find_field,
+    find_grammar_field,
     find_length_field,
     use_request_names,
 )
 from outrider.gateway.recordings import decode_recording, extract_base64
 from outrider.gateway.request_schema import (
+    FORMATS_MESSAGE,
     MODEL,
     ROLES_MESSAGE,
     TOOL_CHOICE_MESSAGE,
@@ -74,7 +78,8 @@ class ParsedRequest:
 
     notes: on its fields without effect, for the answer's warnings. field: the prompt's field. length_field: the field
     that limits the output, if the request has one. tools: those that the answer may call. echo: the prompt's text, if
-    the answer begins with it.
+    the answer begins with it. grammar_field: the field that holds the grammar, if it has one. n: choices of the answer.
+    candidates: generations, of which the likeliest are the choices. logprobs: report log-probabilities.
     """
 
     prompt: PromptLike
@@ -91,6 +96,14 @@ class ParsedRequest:
     length_field: str | None = None
     tools: RequestedTools | None = None
     echo: str = ""
+    grammar_field: str | None = None
+    n: int = 1
+    candidates: int = 1
+    logprobs: bool = False
+
+    def choice_settings(self, index: int) -> JsonObject:
+        """Return the settings of one choice, whose seed is the request's plus its index."""
+        return {**self.settings, "seed": (self.settings.get("seed", 0) + index) % SEED_LIMIT}
 
 
 def validate_body(kind: type[R], body: bytes) -> R:
@@ -154,6 +167,10 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
     tools = read_tools(request, defaults.tools) if isinstance(request, ChatRequest) else None
     tool_notes = build_tool_notes(request) if isinstance(request, ChatRequest) else []
     prompt = _prompt(request, options, defaults, tools)
+    n, candidates = count_choices(request)
+    logprobs = settings["logprobs"] is not None
+    if candidates > n and not logprobs:
+        settings["logprobs"] = 0  # by which the choices are chosen
     return ParsedRequest(
         prompt=prompt,
         settings=settings,
@@ -169,11 +186,18 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
         length_field=find_length_field(request),
         tools=tools,
         echo=_echo(prompt, defaults) if getattr(request, "echo", None) else "",
+        grammar_field=find_grammar_field(request),
+        n=n,
+        candidates=candidates,
+        logprobs=logprobs,
     )
 
 
 def attach_param(error: InputError, request: ParsedRequest) -> RequestError:
     """Return an error of the decoder as a RequestError that names the field at fault."""
+    if isinstance(error, GrammarError) and request.grammar_field is not None:
+        place = ".".join(filter(None, (request.grammar_field, error.place)))
+        return RequestError(f"{place}: {error.reason}", param=place, code="invalid_value")
     about_prompt = isinstance(error, (PromptError, AudioError))
     param = request.field if about_prompt else find_field(str(error), request.length_field)
     if isinstance(error, ContextError) and request.length_field and "max_new_tokens" in str(error):
@@ -323,7 +347,7 @@ def _describe_error(type_: str, message: str, path_steps: list[str], kind: type[
         return RequestError(f"{path or 'the body'}: {message}", param=path or None, code="invalid_value")
     if type_ == "missing":
         return RequestError(f"{path} is missing", param=path, code="missing")
-    if unsupported := next((step for step in path_steps if step in kind.reasons), None):
+    if unsupported := _find_unsupported(path_steps, kind):
         return RequestError(f"{path}: not supported: {kind.reasons[unsupported]}", param=path, code="unsupported")
     if type_ == "extra_forbidden":
         return RequestError(
@@ -336,10 +360,16 @@ def _describe_error(type_: str, message: str, path_steps: list[str], kind: type[
     elif path == "outrider.k":
         message = "expected 1 to 64, or auto"
     elif type_.startswith("union_tag"):
-        message = kind.tags_message
+        message = FORMATS_MESSAGE if name == "response_format" else kind.tags_message
     elif type_ in ("model_type", "model_attributes_type", "dict_type"):
         message = "expected an object"
     return RequestError(f"{path or 'the body'}: {message}", param=path or None, code="invalid_value")
+
+
+def _find_unsupported(path_steps: list[str], kind: type[StrictModel]) -> str | None:
+    """Return the unsupported field of a path: a field of the request, or of a message."""
+    steps = path_steps if path_steps[:1] == ["messages"] else path_steps[:1]
+    return next((step for step in steps if step in kind.reasons), None)
 
 
 def _error_path(loc: Sequence[int | str], data: object, *, missing: bool) -> list[str]:

@@ -58,8 +58,18 @@ class ResponsesAnswer:
         if self._tokens is not None:
             self._tokens.add(events)
 
-    def body(self, result: Result) -> bytes:
+    @property
+    def choices(self) -> Sequence[ResponsesAnswer]:
+        """Return the parts of the answer: there is one."""
+        return (self,)
+
+    def end(self, results: Sequence[Result]) -> bytes:
+        """Return the end of a stream: `last` has returned it."""
+        return b""
+
+    def body(self, results: Sequence[Result]) -> bytes:
         """Return the whole answer."""
+        (result,) = results
         text = visible_text(result if self._tools is None else self._tools.with_special(result), self._request.stop)
         self._advance(text)
         self._finish(result)

@@ -102,8 +102,18 @@ class TranscriptionOutput:
     def note(self, events: Sequence[StreamEvent]) -> None:
         """Process events of an answer that is sent as a whole."""
 
-    def body(self, result: Result) -> bytes:
+    @property
+    def choices(self) -> Sequence[TranscriptionOutput]:
+        """Return the parts of the answer: there is one."""
+        return (self,)
+
+    def end(self, results: Sequence[Result]) -> bytes:
+        """Return the end of a stream: `last` has returned it."""
+        return b""
+
+    def body(self, results: Sequence[Result]) -> bytes:
         """Return the whole answer."""
+        (result,) = results
         text = visible_text(result, ())
         if self._kind == "text":
             return text.encode("utf-8", "backslashreplace")
