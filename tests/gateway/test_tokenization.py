@@ -85,5 +85,7 @@ def test_an_echoed_prompt_of_ids_is_decoded() -> None:
         assert found["choices"][0]["text"] == "Hi 社a b c"
         refused = post(running, "/v1/completions", model="outrider", prompt=[10**6], echo=True)
         assert refused["error"]["param"] == "prompt"
+        refused = post(running, "/v1/completions", model="outrider", prompt="a", echo=True, logprobs=1)
+        assert refused["error"]["param"] == "echo"
     with serving() as running:
         assert post(running, "/v1/completions", model="outrider", prompt=ids, echo=True)["error"]["param"] == "echo"

@@ -163,8 +163,9 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
             "provisional tokens are reported in the chunks of a stream: set stream and outrider.tokens to true",
             param="outrider.provisional",
         )
-    settings = build_settings(request, options, defaults.settings)
     tools = read_tools(request, defaults.tools) if isinstance(request, ChatRequest) else None
+    calls = tools.grammar if tools is not None else None
+    settings = build_settings(request, options, defaults.settings, calls)
     tool_notes = build_tool_notes(request) if isinstance(request, ChatRequest) else []
     prompt = _prompt(request, options, defaults, tools)
     n, candidates = count_choices(request)
@@ -185,8 +186,8 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
         field="messages" if isinstance(request, ChatRequest) else "prompt",
         length_field=find_length_field(request),
         tools=tools,
-        echo=_echo(prompt, defaults) if getattr(request, "echo", None) else "",
-        grammar_field=find_grammar_field(request),
+        echo=_echo(prompt, defaults, logprobs=logprobs) if getattr(request, "echo", None) else "",
+        grammar_field=find_grammar_field(request) if tools is None else tools.grammar_field,
         n=n,
         candidates=candidates,
         logprobs=logprobs,
@@ -230,8 +231,10 @@ def _prompt(request: Request, options: OutriderOptions, defaults: Defaults, tool
     return prompt
 
 
-def _echo(prompt: PromptLike, defaults: Defaults) -> str:
+def _echo(prompt: PromptLike, defaults: Defaults, *, logprobs: bool) -> str:
     """Return the text of a completion's prompt."""
+    if logprobs:
+        raise RequestError("echo: the prompt's log-probabilities are not computed: leave out logprobs", param="echo")
     if isinstance(prompt, str):
         return prompt
     if defaults.decode is None:
@@ -251,7 +254,7 @@ def build_chat(request: ChatRequest, tools: RequestedTools | None) -> PromptLike
     for at, message in enumerate(request.messages):
         _check_texts(at, message)
     messages = [_build_message(at, message) for at, message in enumerate(request.messages)]
-    return messages if tools is None else ToolChat(messages, tools.definitions)
+    return messages if tools is None else ToolChat(messages, tools.definitions, tools.opening)
 
 
 def _build_message(at: int, message: Message) -> JsonObject:
