@@ -30,7 +30,7 @@ class Unsplit(SpeculativeDecoder):
 
         def open_started_drafter() -> Drafter | None:
             drafter = open_drafter()
-            assert drafter is not None
+            assert isinstance(drafter, Drafter)
             drafter.prefill_seconds = 1.0
             return drafter
 

@@ -26,6 +26,7 @@ from benchmarks.gpu_engine import CONSTRAINED
 from benchmarks.random_models import counting, random_model
 from benchmarks.synthetic_drafter import SyntheticDrafter, corrupt_tokens
 from outrider.api import SpeculativeDecoder, local
+from outrider.edge.drafter import Drafter
 from outrider.edge.generation import Generation
 from outrider.engines.prefix_cache import unique_salt
 from outrider.engines.torch.engine import TorchEngine
@@ -47,7 +48,7 @@ class WithOracle(SpeculativeDecoder):
 
         def open_synthetic_drafter() -> Any:
             drafter = open_drafter()
-            assert drafter is not None
+            assert isinstance(drafter, Drafter)
             return SyntheticDrafter(drafter, len(generation.prompt.ids), self.output, self.alpha, self.seed)
 
         generation.open_drafter = open_synthetic_drafter  # type: ignore[method-assign]

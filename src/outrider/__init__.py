@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from outrider.decoding.gate_parsing import gate as gate
     from outrider.decoding.result import Result as Result
     from outrider.engines.load import load_engine as load_engine
+    from outrider.engines.prompt_lookup import prompt_lookup as prompt_lookup
     from outrider.integrations.transformers.generation import for_transformers as for_transformers
     from outrider.prompts.audio import Audio as Audio
     from outrider.verifiers.connect import connect as connect
@@ -49,6 +50,7 @@ _LAZY = {  # imported on first use: they import torch, and `outrider --help` mus
     "gate": "outrider.decoding.gate_parsing",
     "Result": "outrider.decoding.result",
     "load_engine": "outrider.engines.load",
+    "prompt_lookup": "outrider.engines.prompt_lookup",
     "for_transformers": "outrider.integrations.transformers.generation",
     "Audio": "outrider.prompts.audio",
 }
@@ -80,6 +82,7 @@ __all__ = [
     "gate",
     "load_engine",
     "local",
+    "prompt_lookup",
 ]
 
 

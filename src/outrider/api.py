@@ -15,6 +15,7 @@ from outrider.aio import run_in_executor
 from outrider.batch import Batch, as_batch, check_results, run_batch, share_engines
 from outrider.chat import Conversation as Conversation
 from outrider.config import DEFAULT_K, DriverName, GenerationSettings, OnCloudLoss, OnLoop, Privacy, Scope, is_integer
+from outrider.decoding.adaptive_draft_length import AcceptanceModel
 from outrider.decoding.detokenizer import Tokenizer
 from outrider.decoding.draft_length import parse_draft_length
 from outrider.decoding.events import StreamEvent as StreamEvent
@@ -25,30 +26,24 @@ from outrider.decoding.result import GuaranteeTracker, Result
 from outrider.edge.cancellation import Cancellation
 from outrider.edge.generation import Generation, GenerationContext
 from outrider.edge.model_pair import ModelPair
+from outrider.edge.prompt_reader import PromptReader, is_ids
 from outrider.edge.thread_guard import ThreadGuard
 from outrider.edge.verifier_session import PipelinedVerifier
 from outrider.engines.base import Engine, Prompt
+from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import PromptError, SettingsError
 from outrider.prompts.audio import Audio
-from outrider.prompts.chat import PromptLike, encode
+from outrider.prompts.chat import PromptLike
 from outrider.prompts.chat_template import Messages
 from outrider.verifiers.base import ModelInfo, Verifier
 from outrider.verifiers.local import LocalVerifier
 
 if TYPE_CHECKING:  # a module that loads transformers
-    from outrider.engines.torch.model_families import AudioInput
+    pass
 
-IDS_ONLY = (
-    "without a drafter, a cloud across a network takes token ids (--prompt-ids): texts and recordings need an edge "
-    "model to prepare them"
-)
 CAPTIONS_ONLY = (
     "{} only writes captions of recordings: its answer to a text or an instruction is meaningless, whatever the "
     "guarantee"
-)
-NO_TEXTS = (
-    "{} only writes captions of recordings: caption a recording, or give text models as --edge and --cloud (token ids, "
-    "as --prompt-ids, are accepted)"
 )
 
 
@@ -56,7 +51,10 @@ class SpeculativeDecoder:
     """Speculative decoding: a small model drafts tokens, a large one verifies them.
 
     Args:
-        draft: the edge engine. None leaves all tokens to the verifier (cloud-only).
+        draft: the edge engine, or `outrider.prompt_lookup()`, which drafts without a model. None leaves all tokens to
+            the verifier (cloud-only).
+        lookup: with an edge engine as `draft`, an `outrider.prompt_lookup()` that drafts where it is accepted at least
+            as often.
         verifier: verifies the drafts. None leaves all tokens to the drafter (edge-only).
         gate: the blocks that are verified ("always": the output is exact). See `outrider.gate`.
         k: tokens per block, 1 to 64, or "auto" for an adaptive draft length, 0 while the target alone is faster.
@@ -73,7 +71,10 @@ class SpeculativeDecoder:
         privacy: the most that leaves the edge: "tokens" (the verifier then knows less than the drafter, and the
             result's guarantee accounts for it), "features" (the drafter's features of a recording), or "audio".
         watch: report the drafter's confidence with each event, also without a gate.
-        reader: without a drafter, the engine whose tokenizer encodes prompts and decodes texts.
+        reader: without a draft model, the engine or prompt lookup whose tokenizer encodes prompts and decodes texts.
+            With a draft model of another tokenizer than the cloud's, `outrider.prompt_lookup(DIRECTORY)` with the
+            cloud's: drafts are then translated through their text, and verdicts decide on the cloud's ids. A verifier
+            in this process needs none.
         lazy: connect to the verifier at the first generation, not at construction.
         slots: generations of batches and asyncio tasks that run at the same time. Each holds a KV cache.
 
@@ -83,15 +84,16 @@ class SpeculativeDecoder:
 
     Raises:
         SettingsError: settings contradict each other.
-        VocabularyMismatch: the two models do not share a vocabulary.
+        VocabularyMismatch: the two models have different tokenizers, and the target's is not known here.
         CloudLost: the cloud cannot be reached, and on_cloud_loss is "fail".
     """
 
     def __init__(
         self,
-        draft: Engine | None = None,
+        draft: Engine | PromptLookup | None = None,
         verifier: Verifier | None = None,
         *,
+        lookup: PromptLookup | None = None,
         gate: str | Gate = "always",
         k: int | str = DEFAULT_K,
         accept: str = "exact",
@@ -102,11 +104,11 @@ class SpeculativeDecoder:
         on_cloud_loss: OnCloudLoss | None = None,
         privacy: Privacy = "audio",
         watch: bool = False,
-        reader: Engine | None = None,
+        reader: Engine | PromptLookup | None = None,
         lazy: bool = False,
         slots: int = 8,
     ) -> None:
-        _check_types(draft, verifier)
+        _check_types(draft, verifier, lookup)
         if not is_integer(slots) or slots < 1:
             raise SettingsError(f"slots is a whole number, 1 or more, not {slots!r}")
         options = DecodingOptions(
@@ -120,13 +122,30 @@ class SpeculativeDecoder:
             on_cloud_loss=on_cloud_loss,
             privacy=privacy,
         )
-        sides = {"has_drafter": draft is not None, "has_verifier": verifier is not None}
-        self.options = options.resolve(**sides, remote=isinstance(verifier, PipelinedVerifier))
-        self.draft, self.verifier, self._reader, self._watch = draft, verifier, reader, watch
+        model, lookup = (None, draft) if isinstance(draft, PromptLookup) else (draft, lookup)
+        self.options = options.resolve(
+            has_drafter=model is not None,
+            has_verifier=verifier is not None,
+            remote=isinstance(verifier, PipelinedVerifier),
+            uses_lookup=lookup is not None,
+        )
+        self.draft, self.lookup, self.verifier, self._watch = draft, lookup, verifier, watch
+        self._model = model
+        self._reader = PromptReader(model, lookup, verifier, reader, lambda: self._target)
+        self._reader.check_accept(accept, needs_q=self.options.acceptance_rule.needs_q)
         self.draft_length = parse_draft_length(k) if draft is not None else None
+        controller = None if self.draft_length is None else self.draft_length.controller
+        self._acceptance = AcceptanceModel() if controller is None else controller.acceptance
         self._guarantees, self._lock = GuaranteeTracker(self.options.gate), threading.Lock()
-        self._pair = ModelPair(draft, verifier, self.options.on_cloud_loss, reader=reader, lazy=lazy)
-        self._thread_guard = ThreadGuard(draft, getattr(verifier, "engine", None))
+        self._pair = ModelPair(
+            model,
+            verifier,
+            self.options.on_cloud_loss,
+            reader=self._reader.side,
+            translates=self._reader.codecs is not None,
+            lazy=lazy,
+        )
+        self._thread_guard = ThreadGuard(model, getattr(verifier, "engine", None))
         self._shared_guard, self._uses_shared = self._thread_guard.group(), False
         self._executor = ThreadPoolExecutor(slots, "outrider-generation")  # starts no thread before it is used
 
@@ -249,41 +268,41 @@ class SpeculativeDecoder:
         encoded = replace(self.encode(prompt), cache_salt=cache_salt)
         handshake.check(encoded, settings)
         has_instruction = isinstance(prompt, Audio) and prompt.instruction is not None
-        is_misused = self.captions_only and not _is_ids(prompt) and (has_instruction or not encoded.has_audio)
-        warnings = [CAPTIONS_ONLY.format(self._encoder.name)] if is_misused else []
+        is_misused = self.captions_only and not is_ids(prompt) and (has_instruction or not encoded.has_audio)
+        warnings = [CAPTIONS_ONLY.format(self._reader.encoder.name)] if is_misused else []
         return Generation(self._context(is_shared), encoded, settings, handshake, cancellation, warnings)
 
     def _context(self, is_shared: bool = False) -> GenerationContext:
-        encoder = self._encoder
-        draft, verifier = self.draft, self.verifier
+        draft, verifier = self._model, self.verifier
         if self._uses_shared:
             draft, verifier = share_engines(draft, verifier)
         return GenerationContext(
             self.options,
             draft,
+            self.lookup,
             verifier,
             self.draft_length,
+            self._acceptance,
             self._watch,
             self._pair,
             self._shared_guard if is_shared else self._thread_guard,
             self._guarantees,
             self._lock,
-            encoder.tokenizer,
-            self._audio_encoder,
+            self.tokenizer,
+            self._reader.audio_encoder,
+            self._reader.codecs,
         )
 
     def share_state_with(self, other: SpeculativeDecoder) -> None:
-        """Share the audits and the learnt draft length with a decoder of the same settings."""
+        """Share the audits, the learnt draft length and acceptance rates with a decoder of the same settings."""
+        self._acceptance = other._acceptance
         self.draft_length, self._guarantees, self._lock = other.draft_length, other._guarantees, other._lock
 
     # Prompts and texts --------------------------------------------------------------------------------------
 
     def encode(self, prompt: PromptLike) -> Prompt:
         """Return the prompt as the models read it."""
-        encoder = self._encoder
-        if isinstance(encoder, _IdsOnly) and (isinstance(prompt, str) or not _is_ids(prompt)):
-            raise PromptError(IDS_ONLY)
-        return encode(encoder, prompt)
+        return self._reader.encode(prompt)
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids without special tokens, empty if there is no tokenizer."""
@@ -291,35 +310,26 @@ class SpeculativeDecoder:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The pair's tokenizer, or None."""
-        return self._encoder.tokenizer
+        """The target's tokenizer, or None."""
+        return self._reader.encoder.tokenizer
 
     @property
     def audio_seconds(self) -> float:
         """The longest recording that the models accept, in seconds, or 0 if they accept none."""
-        audio_encoder = self._audio_encoder
-        if audio_encoder is None:
-            return 0.0
-        target = self._target.audio_seconds
-        return min(audio_encoder.max_seconds, target) if target else float(audio_encoder.max_seconds)
+        return self._reader.audio_seconds
 
     def check_audio_support(self) -> None:
         """Raise PromptError unless recordings can be prompts."""
-        encoder = self._encoder
-        if isinstance(encoder, _IdsOnly):
-            raise PromptError(IDS_ONLY)
-        if self._audio_encoder is None:
-            raise PromptError(f"{encoder.name} takes no audio: give an audio-language model as --edge, or as the draft")
+        self._reader.check_audio_support()
 
     @property
     def captions_only(self) -> bool:
         """True if the checkpoint is for recordings alone (`outrider_tasks` in its config.json)."""
-        return bool(getattr(self._encoder, "captions_only", False))
+        return self._reader.captions_only
 
     def check_accepts_text(self) -> None:
         """Raise PromptError if the models accept texts but only caption recordings."""
-        if self.captions_only:
-            raise PromptError(NO_TEXTS.format(self._encoder.name))
+        self._reader.check_accepts_text()
 
     # Descriptions -------------------------------------------------------------------------------------------
 
@@ -330,10 +340,16 @@ class SpeculativeDecoder:
 
     def summary(self) -> str:
         """Return one line with the resolved options: models, number formats, block length, gate and rule."""
-        sides = [f"edge {_describe_engine(self.draft)}" if self.draft is not None else "edge none"]
+        sides = [f"edge {self._describe_edge()}"]
         sides.append(f"cloud {self._describe_cloud()}")
         k, gate, accept, on_loop = self.options.k, self.options.gate, self.options.accept, self.options.on_loop
         return " · ".join([*sides, f"k {k}", f"gate {gate}", f"accept {accept}", f"loop {on_loop}"])
+
+    def _describe_edge(self) -> str:
+        model = None if self._model is None else _describe_engine(self._model)
+        if model is not None and self._reader.codecs is not None:
+            model = f"{model}, its drafts translated through text to {self._reader.encoder.name}"
+        return " + ".join(part for part in (model, self.lookup and self.lookup.name) if part) or "none"
 
     def _describe_cloud(self) -> str:
         if self.verifier is None:
@@ -348,41 +364,21 @@ class SpeculativeDecoder:
     def _target(self) -> ModelInfo:
         return self._pair.state.target
 
-    @property
-    def _encoder(self) -> Engine | _IdsOnly:
-        """The engine that encodes prompts, or a stand-in that takes token ids."""
-        encoder = self.draft if self.draft is not None else self._reader
-        if encoder is not None:
-            return encoder
-        return self.verifier.engine if isinstance(self.verifier, LocalVerifier) else _IdsOnly(self._target)
-
-    @property
-    def _audio_encoder(self) -> AudioInput | None:
-        audio_encoder: AudioInput | None = getattr(self._encoder, "audio", None)
-        return audio_encoder
-
-
-class _IdsOnly:
-    """The stand-in for an edge model in cloud-only decoding across a network: token ids in, token ids out."""
-
-    tokenizer = None
-
-    def __init__(self, target: ModelInfo) -> None:
-        self.name, self.vocab_size, self.max_length = target.name, target.vocab_size, target.max_length
-
-
-def _is_ids(prompt: PromptLike) -> bool:
-    return isinstance(prompt, (list, tuple)) and not any(isinstance(part, dict) for part in prompt)
-
 
 def _describe_engine(engine: Any) -> str:
     """Return a model's name, number format and device."""
     return f"{engine.name} ({str(engine.dtype).removeprefix('torch.')}, {engine.device})"
 
 
-def _check_types(draft: object, verifier: object) -> None:
-    if draft is not None and not hasattr(draft, "forward_many"):
-        raise SettingsError(f"draft is an engine, as from load_engine(…), not {type(draft).__name__}")
+def _check_types(draft: object, verifier: object, lookup: object) -> None:
+    if lookup is not None and not isinstance(lookup, PromptLookup):
+        raise SettingsError(f"lookup is one from prompt_lookup(…), not {type(lookup).__name__}")
+    if lookup is not None and not hasattr(draft, "forward_many"):
+        raise SettingsError("lookup is for an edge engine as draft. Without one, give draft=prompt_lookup(…)")
+    if draft is not None and not isinstance(draft, PromptLookup) and not hasattr(draft, "forward_many"):
+        raise SettingsError(
+            f"draft is an engine, as from load_engine(…), or prompt_lookup(…), not {type(draft).__name__}"
+        )
     if verifier is not None and not hasattr(verifier, "describe"):
         raise SettingsError(f"verifier is one from local(…) or connect(…), not {type(verifier).__name__}")
 

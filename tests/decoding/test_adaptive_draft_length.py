@@ -18,6 +18,7 @@ from outrider.decoding.adaptive_draft_length import (
     DraftLengthController,
     LatencyModel,
     LinearFit,
+    MatchLength,
     RoundStats,
     best_fixed_length,
 )
@@ -101,6 +102,62 @@ def test_old_observations_decay() -> None:
     for _ in range(int(6 * MEMORY_TOKENS)):
         found.update([0.3], 1)
     assert found.next_acceptance([KINDS[-1]]) > 0.8 * found.mean
+
+
+# Prompt lookup and a model ----------------------------------------------------------------------------------------
+
+
+def test_before_any_verdict_long_matches_win() -> None:
+    found = AcceptanceModel()
+    assert [found.prefers_lookup(length) for length in (1, 2, 3, 5, 9, 16)] == [False] * 3 + [True] * 3
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("model", [None, 0.1])
+def test_the_source_that_is_accepted_more_often_wins(length: int, model: float | None) -> None:
+    found, lookup = AcceptanceModel(), MatchLength(length)
+    for _ in range(50):
+        found.update([lookup, lookup], 2)
+        found.update([model, model], 0)
+    assert found.prefers_lookup(length)
+    for _ in range(200):
+        found.update([lookup, lookup], 0)
+        found.update([model, model], 2)
+    assert not found.prefers_lookup(length)
+
+
+def test_a_source_that_is_not_used_is_tried_again() -> None:
+    """Its rate decays towards the prior."""
+    found = AcceptanceModel()
+    for _ in range(20):
+        found.update([MatchLength(9)], 0)
+    assert not found.prefers_lookup(9)
+    for _ in range(6000):
+        found.update([0.3], 1)
+        found.update([0.3], 0)
+    assert found.prefers_lookup(9)
+
+
+def test_looked_up_tokens_do_not_change_the_rates_of_a_model() -> None:
+    alone, both = AcceptanceModel(), AcceptanceModel()
+    for n in range(300):
+        for found in (alone, both):
+            found.update([0.1, 0.1], n % 3)
+        both.update([MatchLength(9)] * 4, 0)
+    for logprob in (0.1, 2.0):
+        both_says, alone_says = both.acceptance_probability(logprob), alone.acceptance_probability(logprob)
+        assert both_says == pytest.approx(alone_says, abs=0.06)
+    assert both.next_acceptance([0.1]) == pytest.approx(alone.next_acceptance([0.1]), abs=0.06)
+    assert (both.mean, alone.mean) == (pytest.approx(3 / 8, abs=0.01), pytest.approx(3 / 5, abs=0.01))
+
+
+def test_the_next_token_of_a_copy_has_a_longer_match() -> None:
+    found = AcceptanceModel()
+    for _ in range(100):
+        found.update([MatchLength(4)], 0)
+        found.update([MatchLength(5)], 1)
+    assert found.next_acceptance([MatchLength(3)]) < 0.1
+    assert found.next_acceptance([MatchLength(4)]) > 0.9
 
 
 # Times ------------------------------------------------------------------------------------------------------------

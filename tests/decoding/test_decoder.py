@@ -55,6 +55,30 @@ def test_a_round_drafts_verifies_and_drafts_again() -> None:
     assert decoder.next() == Verify(2, 6, (), (5, 6, 7))
 
 
+@pytest.mark.parametrize("gate", [Always(), Trigger(Never()), Never(), Script([False, False, False])])
+def test_without_proposals_the_block_is_verified_as_it_is(gate: Gate) -> None:
+    """A drafter without a model may have nothing to propose. Skipping such a block would never end."""
+    decoder = start(gate=gate)
+    propose(decoder)
+    assert decoder.next() == Verify(1, 2, (), ())
+    decoder.decided(Verdict(1, 0, 4))
+    assert decoder.sequence.sources == [Source.BONUS]
+    assert decoder.next() == Draft(3)
+    propose(decoder, 1, 2)
+    assert decoder.next() == Draft(1)
+    propose(decoder)
+    if isinstance(gate, Always):
+        assert decoder.next() == Verify(2, 3, (), (1, 2))
+        decoder.decided(Verdict(2, 1, 7))
+    assert decoder.next() == Draft(3)
+    assert decoder.stats.blocks == 2
+
+
+def test_without_proposals_and_without_a_verifier_the_error_says_so() -> None:
+    with pytest.raises(StateError, match="the drafter proposed no token, and there is no verifier"):
+        propose(start(has_verifier=False))
+
+
 @pytest.mark.parametrize("accepted", [0, 1, 2, 3])
 def test_roll_back_to_any_length(accepted: int) -> None:
     decoder = start()
@@ -133,7 +157,7 @@ def test_edge_only_commits_at_once() -> None:
     decoder = start(has_verifier=False, limit=4)
     propose(decoder, 1, 2, 3)
     assert decoder.sequence.generated == [1, 2, 3]
-    assert decoder.next() == Draft(1)
+    assert decoder.next() == Draft(1, model_only=True)
     propose(decoder, 4)
     ended(decoder, "length", 1, 2, 3, 4)
     assert (decoder.stats.edge_tokens, decoder.stats.rounds, decoder.stats.escalated) == (4, 0, 0)
@@ -402,16 +426,16 @@ def test_on_loop_sample_asks_for_one_token_at_random_and_counts_it() -> None:
     propose(decoder, A, B, A, B, A)
     propose(decoder, B, A, B, A, B)
     assert decoder.sequence.generated == [A, B] * 4  # what follows the loop was drafted in vain
-    assert decoder.next() == Draft(2, leave_loop=True)
+    assert decoder.next() == Draft(2, leave_loop=True, model_only=True)
     decoder.drafted([Proposal(C, left_loop=True), Proposal(A)])
-    assert decoder.next() == Draft(5, leave_loop=False)
+    assert decoder.next() == Draft(5, model_only=True)
     propose(decoder, B, A, B, A, B)
     balanced(decoder)
     assert (decoder.stats.loop_sampled, decoder.stats.edge_tokens) == (1, 15)
-    assert decoder.next() == Draft(5, leave_loop=False)
+    assert decoder.next() == Draft(5, model_only=True)
     propose(decoder, A, B, A, B, A)
     assert decoder.sequence.generated == [A, B] * 4 + [C] + [A, B] * 4  # a new loop, so another token at random
-    assert decoder.next() == Draft(3, leave_loop=True)
+    assert decoder.next() == Draft(3, leave_loop=True, model_only=True)
 
 
 def test_after_a_repair_loops_are_sought_in_what_takes_the_place_of_the_old() -> None:
@@ -585,7 +609,7 @@ def test_a_block_cut_short_by_a_lost_cloud_counts_once(drafted: int) -> None:
     assert decoder.stats.blocks == 1
     decoder.on_verifier_lost()
     assert decoder.sequence.generated == [A] * drafted
-    assert decoder.next() == Draft(3)
+    assert decoder.next() == Draft(3, model_only=True)
     propose(decoder, B, B, B)
     assert decoder.stats.blocks == 2
     assert decoder.sequence.generated == [A] * drafted + [B] * 3

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from outrider.decoding.adaptive_draft_length import MATCH_PRIORS, MatchLength
 from outrider.decoding.draft_length import (
     AUTO_MAX_K,
     MAX_K,
@@ -16,11 +17,11 @@ from outrider.decoding.draft_length import (
     parse_draft_length,
 )
 from outrider.errors import SettingsError
-from outrider.sampling.sampler import Signals
 
 
-def sure(*probabilities: float) -> list[Signals]:
-    return [Signals(0.0, 0.0, 0.0, -math.log(p)) for p in probabilities]
+def sure(*probabilities: float) -> list[float]:
+    """−log q of tokens with these probabilities."""
+    return [-math.log(p) for p in probabilities]
 
 
 @pytest.mark.parametrize("drafted", [0, 1, 4, 5])
@@ -44,7 +45,7 @@ def test_the_cap_bounds_a_sure_drafter() -> None:
 
 
 def test_an_impossible_token_ends_the_block() -> None:
-    assert ConfidenceStop().tokens_to_draft(1, [Signals(0.0, 0.0, 0.0, math.inf)]) == 0
+    assert ConfidenceStop().tokens_to_draft(1, [math.inf]) == 0
 
 
 def test_draft_length_is_parsed_as_a_number_or_auto() -> None:
@@ -160,6 +161,53 @@ def test_without_signals_the_mean_decides(accepted: int) -> None:
         auto.controller.drafted(4, 0.04)
         auto.controller.decided([None] * 4, accepted, drafted=4, seconds=0.1)
     assert [sampled(auto).tokens_to_draft(n, []) for n in (0, 3)] == [1, accepted == 4]
+
+
+# Prompt lookup ----------------------------------------------------------------------------------------------------
+
+
+def copied(start: int, count: int) -> list[MatchLength]:
+    """Tokens that were looked up one behind the other: each match is longer by one than the one before."""
+    return [MatchLength(start + n) for n in range(count)]
+
+
+def lookup_length(auto: AdaptiveDraftLength, match_length: int) -> int:
+    """The length of a block that is copied from a match of this length."""
+    return next(n for n in range(MAX_K + 1) if not auto.tokens_to_draft(n, copied(match_length, n)))
+
+
+def test_before_any_verdict_a_long_match_is_copied_further() -> None:
+    lengths = [lookup_length(AdaptiveDraftLength(), match_length) for match_length in (1, 2, 3, 9)]
+    assert lengths[0] == 1
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == next(n for n in range(AUTO_MAX_K) if MATCH_PRIORS[-1] ** n < 0.4)
+
+
+def test_a_long_match_is_copied_further_if_long_matches_are_accepted_more_often() -> None:
+    """Copies from short matches fail at their first token, those from long matches never. Each token costs 10 ms."""
+    auto = AdaptiveDraftLength()
+    for n in range(400):
+        auto.controller.drafted(1, 1e-5, is_lookup=True)
+        block, accepted = (copied(12, 6), 6) if n % 2 else (copied(1, 2), 0)
+        auto.controller.decided(block, accepted, drafted=len(block), seconds=0.1 + 0.01 * len(block))
+    assert lookup_length(sampled(auto), 1) == 1
+    assert lookup_length(auto, 12) > 8
+
+
+def test_tokens_of_each_source_have_their_own_cost() -> None:
+    """Ten times as many looked-up tokens do not make a model's token cheap, nor count its times as outliers."""
+    auto = AdaptiveDraftLength()
+    for _ in range(200):
+        for _ in range(10):
+            auto.controller.drafted(1, 1e-5, is_lookup=True)
+        auto.controller.drafted(1, 0.05)
+        auto.controller.decided([*copied(3, 10), 0.1], 11, drafted=11, seconds=0.1)
+    times = auto.controller.times
+    assert times.draft_seconds_of(is_lookup=False) == pytest.approx(0.05)
+    assert times.draft_seconds_of(is_lookup=True) == pytest.approx(1e-5)
+    assert times.draft_seconds == pytest.approx((0.05 + 1e-4) / 11, rel=0.2)
+    assert auto.controller.token_cost == pytest.approx(12 / 0.15 * 0.05, rel=0.1)
+    assert auto.controller.lookup_token_cost == pytest.approx(12 / 0.15 * 1e-5, rel=0.1)
 
 
 @pytest.mark.parametrize("k", [0, -1, MAX_K + 1, "5", "Auto", 2.0, True, None])

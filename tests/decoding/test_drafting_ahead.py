@@ -261,7 +261,7 @@ def test_provisional_tokens_are_committed_unverified_after_a_loss() -> None:
     decoder = waiting(4, 5)
     decoder.events()
     decoder.on_verifier_lost()
-    assert decoder.next() == Draft(1)
+    assert decoder.next() == Draft(1, model_only=True)
     assert decoder.sequence.generated == [1, 2, 3, 4, 5]
     assert decoder.sequence.sources == [Source.EDGE] * 5
     assert [event.kind for event in decoder.events()][:3] == ["confirmed"] * 3
@@ -310,12 +310,40 @@ def test_provisional_stretches_of_a_trigger_are_kept() -> None:
     assert isinstance(decoder.next(), Draft)
 
 
+@pytest.mark.parametrize(
+    ("looked_up", "generated", "left"),
+    [({}, [1, 2, 3], [4, 5, 6]), ({5}, [1, 2, 3], [4]), ({4}, [1, 2, 3], []), ({2, 5}, [1], []), ({1}, [], [])],
+    ids=str,
+)
+def test_looked_up_tokens_are_dropped_after_a_loss(looked_up: set[int], generated: list[int], left: list[int]) -> None:
+    """Prompt lookup has no model: only a verdict may commit its tokens, and those behind them depend on them."""
+    decoder, consumer = start(), Consumer()
+    proposals = [Proposal(token, match_length=4 * (token in looked_up)) for token in range(1, 7)]
+    decoder.drafted(proposals[:3])
+    assert isinstance(decoder.next(), Verify)
+    decoder.drafted_ahead(proposals[3:])
+    events = decoder.events()
+    decoder.on_verifier_lost()
+    assert decoder.sequence.generated == generated
+    assert decoder.context[len(PROMPT) + len(generated) :] == left
+    while not isinstance(decoder.next(), Done):
+        action = decoder.next()
+        assert isinstance(action, Draft)
+        assert action.model_only
+        propose(decoder, *[7] * action.count)
+    for event in [*events, *decoder.events()]:
+        consumer.take(event)
+    assert decoder.sequence.generated[: len(generated + left)] == generated + left
+    assert consumer.shown == decoder.sequence.generated
+    balanced(decoder)
+
+
 def test_a_loop_is_left_by_a_draw_now() -> None:
     decoder = looping(3)
     assert isinstance(decoder.next(), Verify)
     draft_ahead(decoder, A, B, A, B, A, B, A, B, A)
     decoder.on_verifier_lost()
-    assert decoder.next() == Draft(4, leave_loop=True)
+    assert decoder.next() == Draft(4, leave_loop=True, model_only=True)
     assert decoder.sequence.generated == [A, B] * 8, "eight more, until it shows"
     assert decoder.context == decoder.sequence.ids
     stop = looping(2, gate=Script([False, True]), on_loop="stop")

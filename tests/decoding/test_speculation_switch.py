@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from outrider.decoding.draft_length import AdaptiveDraftLength
 from outrider.decoding.speculation_switch import EXPLORATION, MAX_CREDIT, PLAIN_SAMPLES, SpeculationSwitch
-from outrider.sampling.sampler import Signals
 
 PROMPT, GENERATION = 50, 200  # tokens
 WARM_UP, MEASURED = 600, 3000  # tokens
@@ -69,7 +68,7 @@ class Simulation:
                 accepted = next((n for n, p in enumerate(chances) if self._rng.random() >= p), len(block))
                 verdict_s = self._spend(self.costs.fixed + self.costs.slope * len(block))
                 controller.decided(
-                    [token.logprob for token in block],
+                    block,
                     accepted,
                     drafted=len(block),
                     seconds=None if is_first else verdict_s,
@@ -82,9 +81,9 @@ class Simulation:
                 self.tokens += 1
             was_plain, is_first = not block, False
 
-    def _draft(self, unread: int) -> tuple[list[Signals], list[float], float]:
-        """Return a block, its chances to be accepted, and the seconds of drafting it."""
-        block: list[Signals] = []
+    def _draft(self, unread: int) -> tuple[list[float], list[float], float]:
+        """Return the −log q of a block, its chances to be accepted, and the seconds of drafting it."""
+        block: list[float] = []
         chances: list[float] = []
         seconds = 0.0
         while self.auto.tokens_to_draft(len(block), block, 0 if block else unread):
@@ -94,7 +93,7 @@ class Simulation:
             self.auto.controller.drafted(1, each)
             seconds += each
             chances.append(self._rng.betavariate(2 * self.alpha, 2 * (1 - self.alpha)))
-            block.append(Signals(0.0, 0.0, 0.0, -math.log(max(chances[-1], 1e-9))))
+            block.append(-math.log(max(chances[-1], 1e-9)))
         self.drafted += len(block)
         return block, chances, seconds
 
@@ -258,6 +257,18 @@ def test_the_time_of_a_plain_token_is_measured_again_while_speculation_pays() ->
     seconds = 0.0
     while not switch.needs_sample:
         switch.speculated(2, 1.0)
+        seconds += 1.0
+        switch.update_estimate(2.0, 2.0, 1.0)
+    assert seconds == 150.0
+
+
+def test_a_plain_token_of_unknown_time_does_not_put_off_the_next_sample() -> None:
+    """Between drafts of prompt lookup there are single tokens without a match. Their times are never known."""
+    switch = learnt(2.0)
+    seconds = 0.0
+    while not switch.needs_sample:
+        switch.speculated(2, 1.0)
+        switch.decoded_plain(None)
         seconds += 1.0
         switch.update_estimate(2.0, 2.0, 1.0)
     assert seconds == 150.0

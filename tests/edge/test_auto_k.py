@@ -173,8 +173,9 @@ def play(decoder: Decoder, waits: list[float], *, step: float = 0.01) -> None:
         while not hasattr(action := decoder.next(), "draft_ids"):
             began = now[0]
             now[0] += step if decoder.stats.drafted else 10 * step
-            observer.record_draft(1, began)
-            decoder.drafted([Proposal(7, Signals(0.0, 0.0, 0.0, 0.6))])
+            proposals = [Proposal(7, Signals(0.0, 0.0, 0.0, 0.6))]
+            observer.record_draft(proposals, began)
+            decoder.drafted(proposals)
         began = now[0]
         now[0] += wait
         verdict = Verdict(n, len(action.draft_ids), 8)  # type: ignore[union-attr]
@@ -188,6 +189,22 @@ def test_the_time_of_the_prompt_is_no_pace() -> None:
     assert auto.controller.times.draft_seconds == pytest.approx(0.01)
     assert auto.controller.times.fixed(0.0) == pytest.approx(0.1)
     assert auto.controller.acceptance.mean > 0.7
+
+
+def test_the_first_draft_of_each_source_is_not_timed() -> None:
+    """A draft model that follows prompt lookup prefills the whole prompt in its first draft."""
+    decoder, auto = start()
+    now = [0.0]
+    observer = RoundObserver(decoder, lambda: now[0])
+    for match_length, seconds in ((3, 0.5), (3, 0.001), (0, 9.0), (0, 0.2), (3, 0.001)):
+        began, now[0] = now[0], now[0] + seconds
+        proposals = [Proposal(7, match_length=match_length)]
+        observer.record_draft(proposals, began)
+        decoder.drafted(proposals)
+    times = auto.controller.times
+    assert times.draft_seconds_of(is_lookup=True) == pytest.approx(0.001)
+    assert times.draft_seconds_of(is_lookup=False) == pytest.approx(0.2)
+    assert times.draft_seconds == pytest.approx(0.202 / 3, rel=0.05)
 
 
 def test_learned_costs_outlive_the_generation() -> None:
@@ -204,7 +221,8 @@ def test_learned_costs_outlive_the_generation() -> None:
 def test_nothing_is_told_where_the_cut_matters(spec: str, accept: str) -> None:
     decoder, auto = start(spec, parse_acceptance_rule(accept))
     observer = RoundObserver(decoder, lambda: 1.0)
-    observer.record_draft(1, 0.0)
+    for _ in range(2):  # the first one is not timed in any case
+        observer.record_draft([Proposal(7)], 0.0)
     observer.record_verdict(Verdict(2, 0, 1), 0.0)
     assert not auto.controller.times.is_ready
     assert auto.controller.acceptance.mean == AdaptiveDraftLength().controller.acceptance.mean

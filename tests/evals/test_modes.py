@@ -15,6 +15,7 @@ import soundfile
 import torch
 from transformers import GenerationConfig
 
+from outrider import prompt_lookup
 from outrider.api import local
 from outrider.config import GateFile, ModelId
 from outrider.decoding.options import DecodingOptions
@@ -25,7 +26,9 @@ from outrider.evals.manifest import Item
 from outrider.evals.modes import NAMES, Setup
 from outrider.evals.resource_limits import PinnedEngine, address_space, check_memory, check_threads
 from outrider.evals.runner import answer
+from tests.support.fakes import FarVerifier
 from tests.support.tiny_models import clip, subword_tokenizer, tiny_engine
+from tests.support.tokenized_models import model_of
 
 pytestmark = pytest.mark.network
 
@@ -38,7 +41,7 @@ CASES: list[dict[str, Any]] = [
     {"stop": ("e", "in")},
     {"sentences": 1},
     {"ignore_eos": True},
-    {"suppress_tokens": (20, 21, 22)},
+    {"suppress_tokens": (20, 21, 22), "logit_bias": {23: 2.5, 24: -3.0}},
 ]
 
 
@@ -81,6 +84,35 @@ def test_exact_modes_agree_on_recordings(tmp_path: Path, family: str, seconds: f
     for name in ("exact", "plain", "assisted"):
         assert found[name].get("token_ids") == found["cloud-only"]["token_ids"], found[name]
         assert found[name]["prompt_tokens"] == found["cloud-only"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("with_model", [True, False])
+def test_prompt_lookup_drafts_in_the_modes_with_a_cloud(with_model: bool) -> None:
+    made = context("llama", gate="always", ignore_eos=True)
+    setup = replace(made.setup, options=replace(made.setup.options, accept="residual"))
+    made = replace(made, draft=made.draft if with_model else None, lookup=prompt_lookup(), setup=setup)
+    names = NAMES if with_model else ("cloud-only", "exact", "gated", "plain")
+    found = answers(made, replace(TEXT, prompt="the ion and the ion and the ion and"), names)
+    for name in ("exact", "gated", "plain"):
+        assert found[name].get("token_ids") == found["cloud-only"]["token_ids"], found[name]
+    assert found["exact"]["stats"]["drafted"] > 0
+    assert made.models()["edge"]["lookup"] == {"min_ngram": 1, "max_ngram": 16}
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_a_pair_with_different_tokenizers_reads_prompts_in_the_ids_of_each_mode_s_model(is_remote: bool) -> None:
+    text = " the quick brown fox"
+    edge, target = model_of("byte level", "the lazy dog", text), model_of("llama", "the lazy dog", text)
+    setup = Setup({"max_new_tokens": 40}, DecodingOptions(k=4))
+    verifier = FarVerifier(local(target)) if is_remote else local(target)
+    tokenizer = prompt_lookup(target.tokenizer) if is_remote else None
+    made = EvalContext(edge, verifier, setup, Assistance(), target_tokenizer=tokenizer)
+    modes, _ = made.modes(("edge-only", "cloud-only", "exact"), [])
+    found = {mode.name: answer(mode, Item("t", prompt="the lazy dog"))[0] for mode in modes}
+    assert {name: each["text"].strip() for name, each in found.items()} == dict.fromkeys(found, text.strip())
+    assert found["exact"]["token_ids"] == found["cloud-only"]["token_ids"] != found["edge-only"]["token_ids"]
+    assert found["exact"]["guarantee"] == "exact"
+    assert made.models()["cloud"]["vocabulary"] == target.fingerprint
 
 
 def test_an_assistant_that_cannot_hear_is_left_out_by_name() -> None:

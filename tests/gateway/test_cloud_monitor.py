@@ -8,13 +8,14 @@ import time
 import pytest
 
 from benchmarks.link_thread import LinkThread
-from outrider import CloudLost, VocabularyMismatch, connect
+from outrider import CloudLost, VocabularyMismatch, connect, local, prompt_lookup
 from outrider.gateway import cloud_monitor as meetings
 from outrider.gateway.cloud_monitor import UNKNOWN_NAME, CloudMonitor
 from outrider.verifiers.base import ModelInfo
 from tests.support.cloud_service import SOON
 from tests.support.fakes import HashRows, ScriptedEngine, ScriptedVerifier
 from tests.support.processes import wait_until
+from tests.support.tokenized_models import model_of
 
 V = 32
 
@@ -68,6 +69,20 @@ def test_an_incompatible_cloud_is_reported() -> None:
         meeting.wait(SOON)
     assert meeting.name == UNKNOWN_NAME
     meeting.close()
+
+
+def test_a_cloud_with_another_tokenizer_is_compatible_if_its_tokenizer_is_known() -> None:
+    edge, target = model_of("byte level", "the", " dog"), model_of("llama", "the", " dog", name="large")
+    for tokenizer, fits in ((None, False), (target.tokenizer, True), (edge.tokenizer, False)):
+        reader = None if tokenizer is None else prompt_lookup(tokenizer)
+        meeting = CloudMonitor(edge, local(target), target_tokenizer=reader)
+        if fits:
+            assert meeting.wait(SOON)
+            assert meeting.name == "large"
+        else:
+            with pytest.raises(VocabularyMismatch):
+                meeting.wait(SOON)
+        meeting.close()
 
 
 def test_the_wait_is_bounded_and_closing_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:

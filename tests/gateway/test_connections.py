@@ -31,7 +31,7 @@ from outrider.gateway.connections import (
     OpenConnections,
 )
 from outrider.gateway.errors import QueueFull
-from outrider.gateway.handlers import UploadLimiter
+from outrider.gateway.upload_limiter import UploadLimiter
 from outrider.serving.tokens import Tokens
 from tests.support.processes import HANG_S, wait_until
 from tests.support.scripted_gateway import Running, Script, serving

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from outrider import CloudLost, SettingsError, SpeculativeDecoder, StreamEvent, local
+from outrider import CloudLost, SettingsError, SpeculativeDecoder, StreamEvent, local, prompt_lookup
 from outrider.edge import model_pair
 from outrider.edge.cancellation import Cancellation, chain_future
 from outrider.engines.shared_engine import SharedEngine
@@ -22,8 +22,16 @@ from outrider.verifiers.local import LocalVerifier
 from tests.support.cloud_server import Served, serving
 from tests.support.cloud_service import SOON
 from tests.support.fakes import HashRows, ScriptedEngine, ScriptedVerifier
-from tests.support.gateway_pair import PROMPTS, connector, reference_tokens, running_pool, serving_demo_cloud
+from tests.support.gateway_pair import (
+    PROMPTS,
+    connector,
+    demo_edge,
+    reference_tokens,
+    running_pool,
+    serving_demo_cloud,
+)
 from tests.support.processes import wait_until
+from tests.support.tokenized_models import model_of
 
 V = 32
 LENGTH = 24
@@ -467,3 +475,81 @@ def test_watching_tells_how_sure_the_drafter_was_of_each_token_and_changes_nothi
 def tokens(events: list[StreamEvent]) -> list[int]:
     """What stands in the end."""
     return list({event.index: event.token_id for event in events if event.kind != "provisional"}.values())
+
+
+# Prompt lookup ----------------------------------------------------------------------------------------------------
+
+
+def test_prompt_lookup_without_a_model_writes_as_the_cloud_for_many_clients(served: Served) -> None:
+    pool = DecoderPool(prompt_lookup("demo"), connector(served))
+    assert pool.drafter == "lookup"
+
+    def write(prompt: str) -> list[int]:
+        with pool.checkout(RequestOptions(k=8)) as decoder:
+            result = decoder.generate(prompt, max_new_tokens=LENGTH)
+        assert result.guarantee == "exact"
+        return result.token_ids
+
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            found = list(threads.map(write, PROMPTS))
+        assert [tuple(ids) for ids in found] == [reference_tokens("cloud-only", prompt, LENGTH) for prompt in PROMPTS]
+        with pool.checkout(RequestOptions("cloud-only")) as decoder:
+            alone = decoder.generate(PROMPTS[0], max_new_tokens=LENGTH)
+        assert tuple(alone.token_ids) == reference_tokens("cloud-only", PROMPTS[0], LENGTH)
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (RequestOptions("edge-only"), "way 'edge-only' needs a draft model, and this gateway drafts with lookup:demo"),
+        (RequestOptions(gate="entropy:1"), "gate entropy:1 needs confidence signals, which prompt lookup does not"),
+        (RequestOptions(on_cloud_loss="edge-only"), "on_cloud_loss 'edge-only' needs a draft model"),
+    ],
+    ids=str,
+)
+def test_requests_that_prompt_lookup_cannot_serve_are_refused(options: RequestOptions, match: str) -> None:
+    pool = DecoderPool(prompt_lookup("demo"), Reached())
+    with pytest.raises(SettingsError, match=match):
+        pool.decoder(options)
+
+
+def test_a_model_with_lookup_writes_in_each_way(served: Served) -> None:
+    pool = DecoderPool(demo_edge(), connector(served), lookup=prompt_lookup())
+    assert pool.drafter == "model+lookup"
+    try:
+        for way in ("speculative", "edge-only", "cloud-only"):
+            with pool.checkout(RequestOptions(way)) as decoder:
+                assert (decoder.lookup is not None) == (way == "speculative")
+                found = decoder.generate(PROMPTS[1], max_new_tokens=LENGTH).token_ids
+            side = "edge-only" if way == "edge-only" else "cloud-only"
+            assert tuple(found) == reference_tokens(side, PROMPTS[1], LENGTH)
+    finally:
+        pool.close()
+
+
+# Other tokenizers -------------------------------------------------------------------------------------------------
+
+
+def test_prompts_for_a_cloud_with_another_tokenizer_are_in_its_own_ids() -> None:
+    text = " the quick brown fox"
+    edge, target = model_of("byte level", "the lazy dog", text), model_of("llama", "the lazy dog", text)
+    pool = DecoderPool(edge, lambda _: local(target), target_tokenizer=prompt_lookup(target.tokenizer))
+    assert pool.target_tokenizer is not None
+    outputs = {}
+    for way in ("speculative", "cloud-only", "edge-only"):
+        with pool.checkout(RequestOptions(way, k=4)) as decoder:  # type: ignore[arg-type]
+            outputs[way] = decoder.generate("the lazy dog", max_new_tokens=60)
+    assert outputs["speculative"].token_ids == outputs["cloud-only"].token_ids
+    assert outputs["speculative"].stats.accepted > 0
+    assert {way: (output.text or "").strip() for way, output in outputs.items()} == dict.fromkeys(outputs, text.strip())
+    pool.close()
+
+
+def test_a_target_tokenizer_that_is_the_edge_s_own_is_not_used() -> None:
+    edge = model_of("llama", "the lazy dog", " the end")
+    pool = DecoderPool(edge, lambda _: local(edge), target_tokenizer=prompt_lookup(edge.tokenizer))
+    assert pool.target_tokenizer is None
+    assert pool.reader is pool.engine

@@ -88,6 +88,22 @@ def test_cutting_a_run_cuts_that_run(driver: str, loss: str, guarantee: str | No
     assert whole[-1]["outrider"]["guarantee"] == "exact", "another run goes on"
 
 
+def test_prompt_lookup_serves_without_an_edge_model() -> None:
+    body = {"model": "outrider", "prompt": [5, 6, 7, 5, 6], "max_tokens": 12}
+    with running_gateway("--edge", "lookup:demo") as (url, _):
+        overview = httpx2.get(f"{url}/v1/outrider").json()
+        assert (overview["edge"], overview["drafter"]) == ("lookup:demo", "lookup")
+        texts = []
+        for way in ("speculative", "cloud-only"):
+            reply = httpx2.post(f"{url}/v1/completions", json={**body, "outrider": {"way": way}}, timeout=60).json()
+            assert reply["outrider"]["guarantee"] == "exact"
+            texts.append(reply["choices"][0]["text"])
+        assert texts[0] == texts[1] != ""
+        refused = httpx2.post(f"{url}/v1/completions", json={**body, "outrider": {"way": "edge-only"}}, timeout=60)
+        assert refused.status_code == 400
+        assert "needs a draft model" in refused.json()["error"]["message"]
+
+
 @pytest.fixture(scope="module")
 def own() -> Iterator[str]:
     with running_gateway() as (url, _):

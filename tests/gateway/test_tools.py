@@ -295,3 +295,56 @@ def test_token_reports_come_with_every_token_of_a_call() -> None:
     _, chunks = stream(script(*letters(CALLS)), extra_body={"outrider": {"tokens": True}})
     told = [token["text"] for chunk in chunks for token in getattr(chunk, "outrider", {}).get("tokens", ())]
     assert "".join(told) == CALLS
+
+
+# Enforced calls -------------------------------------------------------------------------------------------------
+
+
+def enforced(syntax: Any, special: dict[int, str] | None = None, **fields: Any) -> tuple[Any, Any]:
+    """The prompt and the settings of a request."""
+    support = ToolSupport(syntax, syntax.opener + syntax.start, special or {})
+    with serving(script("x"), defaults=Defaults(tools=support)) as running, client(running) as api:
+        api.chat.completions.create(**{**ASK, "tools": TOOLS, "tool_choice": "required", **fields})
+        _, prompt, settings, _ = running.scheduler.asked[0]
+    return prompt, settings
+
+
+def test_a_required_call_is_enforced_by_a_grammar() -> None:
+    prompt, settings = enforced(HERMES)
+    assert prompt.opening == ""
+    assert "weather" in settings["grammar"].text
+    assert "time" in settings["grammar"].text
+    named = {"type": "function", "function": {"name": "time"}}
+    assert "weather" not in enforced(HERMES, tool_choice=named)[1]["grammar"].text
+    assert enforced(HERMES, tool_choice="auto")[1]["grammar"] is None
+
+
+def test_a_special_opener_is_part_of_the_prompt_because_no_grammar_writes_it() -> None:
+    prompt, settings = enforced(MISTRAL, {5: "[TOOL_CALLS]"})
+    assert prompt.opening == "[TOOL_CALLS]"
+    assert "[TOOL_CALLS]" not in settings["grammar"].text
+    support = ToolSupport(MISTRAL, "[TOOL_CALLS] [", {5: "[TOOL_CALLS]"})
+    output = '[{"name": "time", "arguments": {"city": "Rome"}}]'
+    message = ask(script(*letters(output)), support, tool_choice="required").choices[0].message
+    assert (message.content, message.tool_calls[0].function.name) == (None, "time")
+
+
+def test_a_second_grammar_beside_tools_is_refused() -> None:
+    for choice in ("auto", "required"):
+        with pytest.raises(openai.BadRequestError, match="keep the model from calling tools") as refused:
+            ask(script("x"), tool_choice=choice, response_format={"type": "json_object"})
+        assert refused.value.param == "response_format"
+    assert ask(script("x"), tool_choice="none", response_format={"type": "json_object"}).choices
+
+
+def test_schemas_that_are_too_long_are_refused() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"description": "x" * 2**17}}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(script("x"), tools=[tool], tool_choice="required")
+    assert refused.value.param == "tools"
+
+
+def test_each_choice_has_calls_of_its_own() -> None:
+    reply = ask(script(*letters(CALLS)), n=2, temperature=1)
+    assert [len(choice.message.tool_calls) for choice in reply.choices] == [2, 2]
+    assert len({call.id for choice in reply.choices for call in choice.message.tool_calls}) == 4

@@ -13,6 +13,7 @@ from outrider.api import StreamEvent
 from outrider.decoding.result import Result, Stats
 from outrider.decoding.sequence import Source
 from outrider.decoding.stopping import FinishReason
+from outrider.decoding.token_logprob import TokenLogprob
 from outrider.gateway.access import Access
 from outrider.gateway.app import GatewayInfo, build_overview, create_app
 from outrider.gateway.connections import Listener
@@ -20,6 +21,7 @@ from outrider.gateway.handlers import Gateway
 from outrider.gateway.metrics import Metrics
 from outrider.gateway.request_parsing import Defaults
 from outrider.gateway.server import bound, http_server
+from outrider.gateway.tokenization import Tokenization
 from tests.support.processes import HANG_S, until, wait_until
 
 
@@ -41,7 +43,10 @@ def result_of(text: str, tokens: int, reason: FinishReason = "eos") -> Result:
     sources = [Source.ACCEPTED] * tokens
     stats = Stats(rounds=1, blocks=1, escalated=1, verified=tokens, ttft_s=0.01, total_s=0.05)
     stats.count_sources(sources)
-    return Result(text, [100 + n for n in range(tokens)], reason, "exact", 7, stats, sources)
+    ids = [100 + n for n in range(tokens)]
+    logprobs = [TokenLogprob(token, -0.5, b"t") for token in ids]
+    pieces = [text, *[""] * (tokens - 1)][:tokens]
+    return Result(text, ids, reason, "exact", 7, stats, sources, pieces=pieces, logprobs=logprobs)
 
 
 @dataclass
@@ -142,12 +147,14 @@ def serving(
     defaults: Defaults | None = None,
     origins: tuple[str, ...] = (),
     cloud: Callable[[], str] | None = None,
+    engine: Any = None,
 ) -> Iterator[Running]:
     """A gateway on loopback whose desk plays the script."""
     scheduler = ScriptedScheduler(script or Script())
     defaults = defaults or Defaults(edge="scripted")
     metrics = Metrics(lambda: scheduler.active, lambda: scheduler.waiting, 8)
-    gateway = Gateway(scheduler, access or Access(), defaults, metrics)  # type: ignore[arg-type]
+    tokenization = Tokenization(engine)
+    gateway = Gateway(scheduler, access or Access(), defaults, metrics, tokenization)  # type: ignore[arg-type]
     app = create_app(gateway, GatewayInfo(build_overview(defaults, "none", 8), origins, cloud))
     with bound("127.0.0.1", 0) as on:
         server = http_server(app, on)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 SPECIALS = ("<s>", "</s>", "<unk>")
@@ -71,3 +72,53 @@ BYTES = {
     "unigram": lambda: byte_fallback("unigram"),
 }
 ALL = BYTES | {kind: lambda kind=kind: word_level(kind) for kind in ("plain", "metaspace", "wordpiece")}
+
+
+CORPUS = (
+    "the quick brown fox jumps over the lazy dog, and the dog barks: don't, can't, won't.",
+    "def f(x):\n\treturn x + 1  # the end\n\n\nclass Fox:\n    pass\n",
+    "社区的人们喜欢狐狸。이 여우는 빠르다. الثعلب السريع يقفز فوق الكلب. Ёжик и лиса. é ü ñ ﬁ Å",
+    "👍 👨‍👩‍👧‍👦 🏳️‍🌈 क्षि ไทย \u200d\u00a0 1234567890",
+)
+
+
+@lru_cache
+def trained(kind: str) -> PreTrainedTokenizerFast:
+    """A small tokenizer that also encodes: "byte level", "llama" (byte fallback), "unigram" or "wordpiece" (lower)."""
+    specials = ["<s>", "</s>", "<unk>"]
+    end = ["<|end|>"] if kind in ("byte level", "llama") else ["[END]"]
+    if kind == "byte level":
+        core = Tokenizer(models.BPE())
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        core.decoder = decoders.ByteLevel()
+        letters = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=[*end, *specials], initial_alphabet=letters)
+    elif kind == "llama":
+        core = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+        core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        core.decoder = decoders.Sequence(steps)
+        names = [f"<0x{byte:02X}>" for byte in range(256)]
+        trainer = trainers.BpeTrainer(vocab_size=480, special_tokens=[*specials, *names, *end], limit_alphabet=40)
+    elif kind == "unigram":
+        core = Tokenizer(models.Unigram())
+        core.normalizer = normalizers.NFKC()
+        core.pre_tokenizer = pre_tokenizers.Metaspace()
+        core.decoder = decoders.Metaspace()
+        trainer = trainers.UnigramTrainer(vocab_size=200, special_tokens=[*specials, *end], unk_token="<unk>")
+    else:
+        core = Tokenizer(models.WordPiece(unk_token="<unk>"))
+        core.normalizer = normalizers.BertNormalizer(lowercase=True)
+        core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        core.decoder = decoders.WordPiece()
+        trainer = trainers.WordPieceTrainer(vocab_size=200, special_tokens=[*specials, *end])
+    core.train_from_iterator(CORPUS, trainer)
+    if kind == "llama":  # the byte tokens are ordinary tokens, not special ones
+        core = _without_special_bytes(core)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=end[0], unk_token="<unk>")
+
+
+def _without_special_bytes(core: Tokenizer) -> Tokenizer:
+    state = json.loads(core.to_str())
+    state["added_tokens"] = [each for each in state["added_tokens"] if not each["content"].startswith("<0x")]
+    return Tokenizer.from_str(json.dumps(state))

@@ -11,7 +11,18 @@ from outrider import __version__
 from outrider.cli.cloud import Capacity, Operation, Security
 from outrider.cli.edge import Serving
 from outrider.cli.evaluate import Assistant, Evaluation
-from outrider.cli.options import Decoding, DemoNetwork, Measurement, Models, Output, Pair, Run, Speculation, Whole
+from outrider.cli.options import (
+    Decoding,
+    DemoNetwork,
+    Measurement,
+    Models,
+    Output,
+    Pair,
+    Run,
+    Speculation,
+    TargetTokenizer,
+    Whole,
+)
 from outrider.cli.plan import Drivers, Measured
 from outrider.cli.shell import add_completion, format_default
 from outrider.config import DEFAULT_K
@@ -98,6 +109,7 @@ def generate(
     prompt_ids: str | None = None,
     chat: Annotated[bool, Parameter(negative="")] = False,
     run: Run = Run(),
+    target_tokenizer: TargetTokenizer = None,
 ) -> int:
     """Continue a text, or answer it with --chat.
 
@@ -117,7 +129,7 @@ def generate(
     """
     from outrider.cli.generate import run_generate
 
-    return run_generate(prompt, prompt_ids, chat, run)
+    return run_generate(prompt, prompt_ids, chat, run, target_tokenizer=target_tokenizer)
 
 
 @app.command
@@ -154,6 +166,7 @@ def edge(
     *,
     listen: str = "127.0.0.1:8080",
     pair: Pair = Pair(),
+    target_tokenizer: TargetTokenizer = None,
     serving: Serving = Serving(),
 ) -> int:
     """Serve the pair to OpenAI clients and browsers until SIGTERM.
@@ -173,7 +186,7 @@ def edge(
     """
     from outrider.cli.edge import run_edge
 
-    return run_edge(listen, pair, serving)
+    return run_edge(listen, pair, serving, target_tokenizer=target_tokenizer)
 
 
 @app.command(name="eval")
@@ -184,6 +197,7 @@ def evaluate(
     evaluation: Evaluation,
     assistant: Assistant = Assistant(),
     run: Run = Run(),
+    target_tokenizer: TargetTokenizer = None,
 ) -> int:
     """Decode a data set in several modes with the same models. The same command resumes an interrupted run.
 
@@ -199,7 +213,7 @@ def evaluate(
     """
     from outrider.cli.evaluate import run_eval
 
-    return run_eval(data, evaluation, assistant, run)
+    return run_eval(data, evaluation, assistant, run, target_tokenizer=target_tokenizer)
 
 
 @app.command

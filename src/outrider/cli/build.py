@@ -16,24 +16,28 @@ if TYPE_CHECKING:
     from outrider.api import SpeculativeDecoder
     from outrider.decoding.options import DecodingOptions, ResolvedOptions
     from outrider.engines.base import Engine
+    from outrider.engines.prompt_lookup import PromptLookup
     from outrider.verifiers.base import Verifier
     from outrider.verifiers.connect import CloudAddress
 
 
-def build_decoder(pair: Pair, *, watch: bool = False, for_text: bool = False) -> SpeculativeDecoder:
+def build_decoder(
+    pair: Pair, *, watch: bool = False, for_text: bool = False, target_tokenizer: str | None = None
+) -> SpeculativeDecoder:
     """Check the settings, connect to the cloud, load the models and return the decoder, in this order.
 
     for_text: the prompt is a text, which captions-only models refuse before a model is loaded or a cloud is reached.
+    target_tokenizer: the cloud's, if it differs from the edge model's.
     """
     loss = check(pair).on_cloud_loss
     from outrider.api import SpeculativeDecoder
-    from outrider.engines.load import resolve_path
     from outrider.verifiers.base import Connectable
     from outrider.verifiers.connect import parse_cloud_address
 
     models = pair.models
-    if models.edge != "none":
-        resolve_path(models.edge)
+    check_edge(models)
+    if target_tokenizer is not None:
+        check_target_tokenizer(models, target_tokenizer)
     remote = parse_cloud_address(models.cloud).is_remote
     if for_text and not remote:
         check_accepts_text(models)
@@ -43,7 +47,12 @@ def build_decoder(pair: Pair, *, watch: bool = False, for_text: bool = False) ->
         if isinstance(verifier, Connectable) and loss == "fail":
             verifier.probe()  # detect an unreachable cloud before a model is loaded
         options = build_options(pair.speculation, pair.network)
-        return SpeculativeDecoder(load_drafter(models), verifier, **options.keywords(), watch=watch)
+        model, lookup = load_drafter(models), load_lookup(models)
+        if model is None:
+            return SpeculativeDecoder(lookup, verifier, **options.keywords(), watch=watch)
+        reader = load_target_tokenizer(target_tokenizer)
+        keywords = {**options.keywords(), "watch": watch, "reader": reader}
+        return SpeculativeDecoder(model, verifier, lookup=lookup, **keywords)
 
 
 @contextmanager
@@ -82,10 +91,54 @@ def connect_verifier(models: Models, network: Connection = Connection()) -> Veri
 
 
 def load_drafter(models: Models) -> Engine | None:
-    """Load and return the edge's engine, or None for cloud-only."""
+    """Load and return the edge's engine, or None without a draft model."""
     from outrider.engines.load import load_engine
 
-    return None if models.edge == "none" else load_engine(models.edge, dtype=models.dtype, device=models.device)
+    name = models.edge_model
+    return None if name is None else load_engine(name, dtype=models.dtype, device=models.device)
+
+
+def load_lookup(models: Models) -> PromptLookup | None:
+    """Return the prompt lookup of the edge, with its tokenizer if one is named, or None."""
+    from outrider.engines.prompt_lookup import prompt_lookup
+
+    return prompt_lookup(models.lookup_tokenizer) if models.uses_lookup else None
+
+
+def load_target_tokenizer(name: str | None) -> PromptLookup | None:
+    """Return the tokenizer of the cloud's model, as the reader of a decoder, or None if none is named."""
+    from outrider.engines.prompt_lookup import prompt_lookup
+
+    return None if name is None else prompt_lookup(name)
+
+
+def check_target_tokenizer(models: Models, name: str) -> None:
+    """Raise InputError if there is no such tokenizer, or the models need none."""
+    from outrider.engines.load import resolve_tokenizer_path
+    from outrider.verifiers.connect import parse_cloud_address
+
+    if models.edge_model is None or not parse_cloud_address(models.cloud).is_remote:
+        raise SettingsError(
+            "--target-tokenizer is for an edge model and a cloud across a network: prompt lookup takes a tokenizer as "
+            "--edge lookup:TOKENIZER, and local:MODEL has its own"
+        )
+    resolve_tokenizer_path(name)
+
+
+def check_edge(models: Models) -> None:
+    """Raise InputError if there is no such edge model or tokenizer, or lookup lacks one that the cloud needs."""
+    from outrider.engines.load import resolve_path, resolve_tokenizer_path
+    from outrider.verifiers.connect import parse_cloud_address
+
+    if models.edge_model is not None:
+        resolve_path(models.edge_model)
+    elif models.lookup_tokenizer is not None:
+        resolve_tokenizer_path(models.lookup_tokenizer)
+    elif models.uses_lookup and (kind := parse_cloud_address(models.cloud).kind) in ("vllm", "sglang"):
+        raise SettingsError(
+            f"--edge lookup: {kind} does not list its tokens: name its tokenizer, a directory or hub id, as in --edge "
+            "lookup:TOKENIZER"
+        )
 
 
 def build_options(speculation: Speculation, network: Network) -> DecodingOptions:
@@ -124,17 +177,21 @@ def check(pair: Pair) -> ResolvedOptions:
     target = check_connection(pair.models, pair.network)
     if target.kind == "local":
         resolve_path(target.model)
-    sides = {"has_drafter": pair.models.edge != "none", "has_verifier": target.kind != "none"}
-    return build_options(pair.speculation, pair.network).resolve(**sides, remote=target.is_remote)
+    return build_options(pair.speculation, pair.network).resolve(
+        has_drafter=pair.models.edge_model is not None,
+        has_verifier=target.kind != "none",
+        remote=target.is_remote,
+        uses_lookup=pair.models.uses_lookup,
+    )
 
 
 def check_accepts_text(models: Models) -> None:
     """Raise PromptError if the configuration of the prompts' model shows that it takes recordings only."""
-    from outrider.api import NO_TEXTS
+    from outrider.edge.prompt_reader import NO_TEXTS
     from outrider.engines.load import captions_only, full_name
     from outrider.verifiers.connect import parse_cloud_address
 
     target = parse_cloud_address(models.cloud)
-    reader = models.edge if models.edge != "none" else target.model if target.kind == "local" else None
+    reader = models.edge_model or models.lookup_tokenizer or (target.model if target.kind == "local" else None)
     if reader is not None and captions_only(reader):
         raise PromptError(NO_TEXTS.format(full_name(reader)))

@@ -61,6 +61,7 @@ def model_ids(models: Models, network: Connection = Connection()) -> tuple[Model
     Raises:
         SettingsError: one of them is missing.
     """
+    models.require_edge_model("a calibrated gate")
     if "none" in (models.edge, models.cloud):
         raise SettingsError("a gate is calibrated for a pair: give --edge and --cloud")
     check_connection(models, network)

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Group, Parameter
 
 from outrider.cli import interrupts
-from outrider.cli.build import build_options, check, enable_gc, load_drafter
+from outrider.cli.build import (
+    build_options,
+    check,
+    check_edge,
+    check_target_tokenizer,
+    enable_gc,
+    load_drafter,
+    load_lookup,
+    load_target_tokenizer,
+)
 from outrider.cli.escape import one_line
 from outrider.cli.options import Models, Network, Pair, Whole
 from outrider.config import DecodingMode
@@ -27,6 +36,7 @@ if TYPE_CHECKING:
 
     from outrider.cli.subprocess_cloud import SupervisedCloud
     from outrider.engines.base import Engine
+    from outrider.engines.prompt_lookup import PromptLookup
     from outrider.gateway.access import Access
     from outrider.gateway.connections import Listener
     from outrider.gateway.decoder_pool import DecoderPool
@@ -88,18 +98,20 @@ class _Options:
 
     pair: Pair
     serving: Serving
+    target_tokenizer: str | None = None
 
 
-def run_edge(listen: str, pair: Pair, serving: Serving) -> int:
+def run_edge(listen: str, pair: Pair, serving: Serving, *, target_tokenizer: str | None = None) -> int:
     """Load the edge's model, start or reach the cloud, and serve until SIGTERM or SIGINT."""
     check_extra("outrider edge", "gateway")
     signals = _StartSignals()
-    _check(pair, serving)
+    options = _Options(pair, serving, target_tokenizer)
+    _check(options)
     listener, access = _bind_listener(listen, serving)
     with listener:
         _log_to_stderr(serving)
         with _cloud(pair.models, pair.network) as cloud:
-            return _serve(listener, access, cloud, _Options(pair, serving), signals)
+            return _serve(listener, access, cloud, options, signals)
 
 
 class _StartSignals:
@@ -144,30 +156,34 @@ def _bind_listener(listen: str, serving: Serving) -> tuple[Listener, Access]:
     hosts = allowed_hosts(host, keys=keys is not None)
     if (max_body := parse_bytes(serving.max_body)) < 1:
         raise SettingsError(f"--max-body {serving.max_body}: 1 byte or more")
-    access = Access(keys, max_body, hosts)
+    access = Access(keys, max_body, hosts, origins=frozenset(serving.allow_origin))
     return bound(host, port), access
 
 
-def _check(pair: Pair, serving: Serving) -> None:
+def _check(options: _Options) -> None:
     """Raise InputError for invalid options, before a model is loaded."""
     from outrider.config import GenerationSettings
     from outrider.engines.load import resolve_path
     from outrider.verifiers.connect import parse_cloud_address
 
-    models, network = pair.models, pair.network
-    _check_serving(serving)
+    pair, models, network = options.pair, options.pair.models, options.pair.network
+    _check_serving(options.serving)
     GenerationSettings.build(pair.decoding.settings())
-    if models.edge == "none":
-        raise SettingsError("--edge none: the gateway needs the edge's tokenizer and chat template: give --edge MODEL")
+    if models.edge in ("none", "lookup"):
+        raise SettingsError(
+            f"--edge {models.edge}: the gateway needs the edge's tokenizer and chat template: give --edge MODEL, or "
+            "--edge lookup:TOKENIZER for prompt lookup"
+        )
     target = parse_cloud_address(models.cloud)
     if target.kind == "local":
         resolve_path(target.model)
         network.check_own_cloud("the gateway's")
         own_process = "grpc://127.0.0.1:1"  # stands for the address of the process that will serve the cloud
-        check(replace(pair, models=Models(models.edge, own_process)))
-    else:
-        check(pair)
-    resolve_path(models.edge)
+        pair = replace(pair, models=Models(models.edge, own_process))
+    check(pair)
+    check_edge(models)
+    if options.target_tokenizer is not None:
+        check_target_tokenizer(pair.models, options.target_tokenizer)
 
 
 def _check_serving(serving: Serving) -> None:
@@ -240,13 +256,19 @@ def _serve(
 
     quiet = options.serving.log_format == "json"
     with startup_steps(quiet=quiet) as step:
-        step(f"loading the edge's model {options.pair.models.edge}")
-        engine = load_drafter(options.pair.models)
+        models = options.pair.models
+        step(f"loading the edge's {'model' if models.edge_model else 'tokenizer'} {models.edge}")
+        model, lookup = load_drafter(models), load_lookup(models)
+        engine = lookup if model is None else model
         assert engine is not None  # --edge none was refused
+        tokenizer = load_target_tokenizer(options.target_tokenizer)
         if cloud.target.kind != "none":
-            step(f"waiting for the cloud {options.pair.models.cloud}")
+            step(f"waiting for the cloud {models.cloud}")
         reach = cloud.reach()
-        with _wait_for_cloud(engine, reach, cloud) as cloud_state, closing(DecoderPool(engine, reach)) as pool:
+        with (
+            closing(DecoderPool(engine, reach, lookup=lookup, target_tokenizer=tokenizer)) as pool,
+            _wait_for_cloud(pool, reach, cloud) as cloud_state,
+        ):
             step("starting to serve")
             enable_gc()
             signals.defer()
@@ -268,7 +290,8 @@ async def _run(
 
     stop = StopSignal(lambda: signals.first)
     scheduler, app = _application(access, pool, cloud_state, options)
-    summary = f"edge {pool.engine.name} · cloud {cloud_state.name()}"
+    translated = ", its drafts translated through text" if pool.target_tokenizer else ""
+    summary = f"edge {pool.engine.name}{translated} · cloud {cloud_state.name()}"
 
     def listening(url: str) -> None:
         step(None)
@@ -286,6 +309,7 @@ def _application(
     from outrider.gateway.metrics import Metrics
     from outrider.gateway.request_parsing import Defaults
     from outrider.gateway.request_scheduler import RequestScheduler
+    from outrider.gateway.tokenization import Tokenization
 
     engine, serving = pool.engine, options.serving
     scheduler = RequestScheduler(pool, slots=serving.slots, queue=serving.queue, seconds=serving.time_limit)
@@ -293,17 +317,19 @@ def _application(
     chosen = asdict(build_options(options.pair.speculation, options.pair.network))
     decoding_options = RequestOptions(mode, net=options.pair.network.net or "none", **chosen)
     pool.pin(decoding_options)
-    audio = getattr(engine, "audio", None)
-    seconds, text = 0.0 if audio is None else audio.max_seconds, not getattr(engine, "captions_only", False)
+    audio = None if pool.target_tokenizer else getattr(engine, "audio", None)
+    seconds, text = 0.0 if audio is None else audio.max_seconds, not getattr(pool.reader, "captions_only", False)
     settings = options.pair.decoding.settings()
-    defaults = Defaults(decoding_options, settings, seconds, text, engine.name, _tool_support(engine))
+    tokenization, tools = Tokenization(pool.reader), _tool_support(pool.reader)
+    decode = tokenization.decode if pool.reader.tokenizer is not None else None
+    defaults = Defaults(decoding_options, settings, seconds, text, engine.name, tools, decode)
     metrics = Metrics(lambda: scheduler.active, lambda: scheduler.waiting, serving.slots)
-    overview = build_overview(defaults, cloud_state.name(), serving.slots, cut=pool.cuttable)
+    overview = build_overview(defaults, cloud_state.name(), serving.slots, cut=pool.cuttable, drafter=pool.drafter)
     info = GatewayInfo(overview, serving.allow_origin, cloud_state.name, cloud_state.trouble)
-    return scheduler, create_app(Gateway(scheduler, access, defaults, metrics), info)
+    return scheduler, create_app(Gateway(scheduler, access, defaults, metrics, tokenization), info)
 
 
-def _tool_support(engine: Engine) -> ToolSupport | str:
+def _tool_support(engine: Engine | PromptLookup) -> ToolSupport | str:
     """Return the model's way to call tools, or the reason why it has none."""
     from outrider.gateway.tools import find_tool_support
 
@@ -324,7 +350,7 @@ class _CloudState:
 
 
 @contextmanager
-def _wait_for_cloud(engine: Engine, reach: VerifierFactory | None, cloud: _CloudConnection) -> Iterator[_CloudState]:
+def _wait_for_cloud(pool: DecoderPool, reach: VerifierFactory | None, cloud: _CloudConnection) -> Iterator[_CloudState]:
     """Connect to the cloud if it is reachable now. An incompatible cloud ends the gateway.
 
     With an unreachable cloud the gateway serves, and requests fail with 503 until the cloud can be reached.
@@ -334,7 +360,8 @@ def _wait_for_cloud(engine: Engine, reach: VerifierFactory | None, cloud: _Cloud
     if reach is None:
         yield _CloudState(lambda: "none")
         return
-    with closing(CloudMonitor(engine, reach("none"), cloud.hosts)) as monitor:
+    tokenizer = pool.target_tokenizer
+    with closing(CloudMonitor(pool.engine, reach("none"), cloud.hosts, target_tokenizer=tokenizer)) as monitor:
         if not monitor.wait(CLOUD_TIMEOUT_S):
             log.warning("the cloud cannot be reached yet")
         own = cloud.own

@@ -99,9 +99,12 @@ class _Options:
     modes: list[str]
     left_out: dict[str, str]
     memory: int | None
+    target_tokenizer: str | None
 
 
-def run_eval(data: str, evaluation: Evaluation, assistant: Assistant, run: Run) -> int:
+def run_eval(
+    data: str, evaluation: Evaluation, assistant: Assistant, run: Run, *, target_tokenizer: str | None = None
+) -> int:
     """Run `outrider eval`. Return 1 if an item failed."""
     from outrider.cli.build import check_accepts_text, enable_gc
     from outrider.cli.terminal import configure_logging
@@ -110,7 +113,7 @@ def run_eval(data: str, evaluation: Evaluation, assistant: Assistant, run: Run) 
     from outrider.evals.metrics import Scoring
     from outrider.evals.store import Store
 
-    options = _check_options(evaluation, assistant, run)
+    options = _check_options(evaluation, assistant, run, target_tokenizer)
     items = load_set(data)[: evaluation.limit]
     if any(item.audio is None for item in items):
         check_accepts_text(run.models)
@@ -135,11 +138,10 @@ def run_eval(data: str, evaluation: Evaluation, assistant: Assistant, run: Run) 
 # Checking ---------------------------------------------------------------------------------------------------
 
 
-def _check_options(evaluation: Evaluation, assistant: Assistant, run: Run) -> _Options:
+def _check_options(evaluation: Evaluation, assistant: Assistant, run: Run, target_tokenizer: str | None) -> _Options:
     """Check every option before a model is loaded."""
-    from outrider.cli.build import check
+    from outrider.cli.build import check, check_edge, check_target_tokenizer
     from outrider.config import GenerationSettings
-    from outrider.engines.load import resolve_path
     from outrider.evals.baselines import Assistance
     from outrider.evals.modes import select_modes, unsupported_reason
     from outrider.verifiers.connect import parse_cloud_address
@@ -148,27 +150,34 @@ def _check_options(evaluation: Evaluation, assistant: Assistant, run: Run) -> _O
         raise SettingsError("--out is empty: give a directory for the run")
     if Path(evaluation.out).exists() and not Path(evaluation.out).is_dir():
         raise SettingsError(f"--out {evaluation.out} is a file: give a directory for the run")
-    options, models = check(run), run.models
+    models = run.models
+    options = check(run)
     GenerationSettings.build(run.decoding.settings())
     assistance = Assistance(assistant.assistant_tokens, assistant.assistant_schedule, assistant.assistant_confidence)
-    if models.edge != "none":
-        resolve_path(models.edge)
-    edge, cloud = models.edge != "none", parse_cloud_address(models.cloud).kind
+    check_edge(models)
+    if target_tokenizer is not None:
+        check_target_tokenizer(models, target_tokenizer)
+    edge, cloud = models.edge_model is not None, parse_cloud_address(models.cloud).kind
     limited = evaluation.edge_threads is not None
     modes, left_out = select_modes(
         evaluation.requested,
-        lambda name: unsupported_reason(name, options, edge=edge, cloud=cloud, limited=limited),
+        lambda name: unsupported_reason(
+            name, options, edge=edge, cloud=cloud, limited=limited, lookup=models.uses_lookup
+        ),
     )
     if evaluation.limit is not None and evaluation.limit < 1:
         raise SettingsError(f"--limit is 1 or more, not {evaluation.limit}")
     if evaluation.trace and not (edge and cloud != "none"):
-        raise SettingsError("--trace needs an edge and a cloud: a trace is the drafter's view of the target's output")
-    if not edge and cloud != "local":
         raise SettingsError(
-            "an evaluation needs a model in this process, for the tokenizer of its prompts: give --edge"
+            "--trace needs an edge model and a cloud: a trace is the drafter's view of the target's output"
+        )
+    if not edge and models.lookup_tokenizer is None and cloud != "local":
+        raise SettingsError(
+            "an evaluation needs a model in this process, for the tokenizer of its prompts: give --edge MODEL, or "
+            "--edge lookup:TOKENIZER"
         )
     memory = _check_limits(evaluation, models, cloud)
-    return _Options(evaluation, assistance, run, modes, left_out, memory)
+    return _Options(evaluation, assistance, run, modes, left_out, memory, target_tokenizer)
 
 
 def _check_limits(evaluation: Evaluation, models: Models, cloud: str) -> int | None:
@@ -177,7 +186,7 @@ def _check_limits(evaluation: Evaluation, models: Models, cloud: str) -> int | N
     from outrider.serving.sizes import parse_bytes
 
     for name in ("edge_threads", "edge_memory"):
-        if getattr(evaluation, name) is not None and models.edge == "none":
+        if getattr(evaluation, name) is not None and models.edge_model is None:
             raise SettingsError(f"--{name.replace('_', '-')}: there is no edge model")
     if evaluation.edge_threads is not None:
         check_threads(evaluation.edge_threads)
@@ -192,7 +201,7 @@ def _check_limits(evaluation: Evaluation, models: Models, cloud: str) -> int | N
 
 def _loaded(options: _Options, stack: ExitStack) -> tuple[EvalContext, Limits]:
     """Load the models. Return them with the limits of --edge-memory and --edge-threads as they were read back."""
-    from outrider.cli.build import build_options, connected, load_drafter
+    from outrider.cli.build import build_options, connected, load_drafter, load_lookup, load_target_tokenizer
     from outrider.evals.context import EvalContext
     from outrider.evals.modes import Setup
     from outrider.evals.resource_limits import PinnedEngine, address_space
@@ -211,7 +220,8 @@ def _loaded(options: _Options, stack: ExitStack) -> tuple[EvalContext, Limits]:
     except MemoryError as error:
         raise SettingsError(f"--edge-memory {options.evaluation.edge_memory}: the models do not fit") from error
     setup = Setup(run.decoding.settings(), build_options(run.speculation, run.network))
-    return EvalContext(draft, verifier, setup, options.assistant), limits
+    lookup, tokenizer = load_lookup(run.models), load_target_tokenizer(options.target_tokenizer)
+    return EvalContext(draft, verifier, setup, options.assistant, lookup, tokenizer), limits
 
 
 def _about(
@@ -228,7 +238,7 @@ def _about(
     secrets = ("token_file", "ca", "cert", "key")
     network = {name: value for name, value in asdict(options.run.network).items() if name not in secrets}
     more = {
-        "asked": asdict(options.run.models),
+        "asked": {**asdict(options.run.models), "target_tokenizer": options.target_tokenizer},
         "network": network,
         "limits": limits,
         "trace": options.evaluation.trace,

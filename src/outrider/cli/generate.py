@@ -17,13 +17,15 @@ from outrider.files import decode_text
 from outrider.prompts.chat import check_text
 
 
-def run_generate(prompt: str | None, prompt_ids: str | None, chat: bool, run: Run) -> int:
+def run_generate(
+    prompt: str | None, prompt_ids: str | None, chat: bool, run: Run, *, target_tokenizer: str | None = None
+) -> int:
     """Run `outrider generate`: decode one prompt and print its output."""
     model_input = _prompt(prompt, prompt_ids, chat)
     settings, output = run.decoding.settings(), run.output
     GenerationSettings.build(settings)
     for_text = prompt_ids is None
-    build = partial(build_decoder, run, watch=output.verbose, for_text=for_text)
+    build = partial(build_decoder, run, watch=output.verbose, for_text=for_text, target_tokenizer=target_tokenizer)
     with loaded_decoder(Loading(build, describe_models(run.models)), output) as decoder:
         if for_text:  # for a hub id only the loaded model shows whether it accepts text
             decoder.check_accepts_text()

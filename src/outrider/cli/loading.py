@@ -48,7 +48,8 @@ def loaded_decoder(loading: Loading, output: Output) -> Iterator[SpeculativeDeco
 def describe_models(models: Models) -> str:
     """Name the models that this process loads, each with its size where it is known."""
     local = models.cloud.removeprefix("local:") if models.cloud.startswith("local:") else "none"
-    names = [name for name in (full_name(models.edge), "demo:cloud" if local == "demo" else local) if name != "none"]
+    edge = "none" if models.edge_model is None else full_name(models.edge_model)
+    names = [name for name in (edge, "demo:cloud" if local == "demo" else local) if name != "none"]
     return " and ".join(f"{one_line(name)}{_size_of(name)}" for name in names)
 
 

@@ -48,7 +48,10 @@ class Models:
     Parameters
     ----------
     edge
-        The drafter: a directory, hub id, .gguf file, "demo", or "none" for cloud-only.
+        The drafter: a directory, hub id, .gguf file, "demo", or "none" for cloud-only. "lookup" drafts without a model
+        (prompt lookup, n-gram), and lookup:TOKENIZER names the cloud's tokenizer, a directory or hub id, which texts
+        and recordings need with a cloud across a network. MODEL+lookup uses whichever of the two is accepted more
+        often. A directory of the name lookup is ./lookup.
     cloud
         The verifier: grpc://HOST:PORT (a running outrider cloud), vllm://HOST:PORT[,HOST:PORT...] (one vLLM server, or
         replicas), sglang://HOST:PORT, local:MODEL, or "none" for edge-only.
@@ -63,6 +66,51 @@ class Models:
     cloud: str = "local:demo"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
+
+    @property
+    def edge_model(self) -> str | None:
+        """The draft model, or None without one."""
+        is_lookup = self.edge == "lookup" or self.edge.startswith("lookup:")
+        return None if self.edge == "none" or is_lookup else self.edge.removesuffix("+lookup")
+
+    @property
+    def uses_lookup(self) -> bool:
+        """True if the edge drafts by prompt lookup, alone or together with a model."""
+        return self.edge not in ("none", self.edge_model)
+
+    @property
+    def lookup_tokenizer(self) -> str | None:
+        """The tokenizer of lookup:TOKENIZER, or None."""
+        return self.edge.removeprefix("lookup:") if self.edge.startswith("lookup:") else None
+
+    def require_edge_model(self, purpose: str) -> None:
+        """Raise SettingsError for an edge that drafts by prompt lookup. purpose: the thing that needs a model."""
+        if self.uses_lookup:
+            raise SettingsError(
+                f"--edge {self.edge}: {purpose} needs a draft model, not prompt lookup: give --edge MODEL"
+            )
+
+
+TargetTokenizer = Annotated[
+    str | None,
+    Parameter(
+        group=MODELS,
+        help="For an edge model with another tokenizer than a cloud across a network: a directory or hub id with the "
+        "cloud's tokenizer.",
+    ),
+]
+
+
+@Parameter(name="*", group=MODELS)
+@dataclass(frozen=True)
+class MeasuredModels(Models):
+    """The models that a command measures, and their device.
+
+    Parameters
+    ----------
+    edge
+        The drafter: a directory, hub id, .gguf file, or "demo".
+    """
 
 
 @Parameter(name="*", group=SPECULATION)
@@ -206,6 +254,10 @@ class Decoding:
         Values above 1 make tokens of the prompt and the output less likely.
     repetition_window
         The number of last tokens that the penalty covers; 0 is all.
+    frequency_penalty
+        Make a token less likely each time that the output contains it: -2 to 2; 0 is off.
+    presence_penalty
+        Make tokens of the output less likely: -2 to 2; 0 is off.
     no_repeat_ngram
         Never repeat an n-gram of this size; 0 is off.
     stop
@@ -225,6 +277,8 @@ class Decoding:
     seed: Whole = 0
     repetition_penalty: float = 1.0
     repetition_window: Whole = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     no_repeat_ngram: Whole = 0
     stop: Annotated[tuple[str, ...], Parameter(negative="")] = ()
     sentences: MaybeWhole = None
@@ -278,7 +332,7 @@ class Run(Pair):
 class Measurement:
     """The options of a command that measures a pair, and prints figures."""
 
-    models: Models = Models()
+    models: MeasuredModels = MeasuredModels()
     connection: Connection = Connection()
     decoding: Decoding = Decoding()
     output: Output = Output()

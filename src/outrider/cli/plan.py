@@ -149,6 +149,7 @@ def _measure(measured: Measured, pair: Measurement) -> tuple[list[Trace], StepCo
     from outrider.planning.traces import read_traces
 
     models = pair.models
+    models.require_edge_model("a plan")
     if "none" in (models.edge, models.cloud):
         raise SettingsError("a plan is made for a pair: give --edge and --cloud")
     check_connection(models, pair.connection)

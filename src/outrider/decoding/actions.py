@@ -6,11 +6,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from outrider.config import OnLoop, Scope
+from outrider.decoding.adaptive_draft_length import Confidence, MatchLength
 from outrider.decoding.draft_length import DraftLength
 from outrider.decoding.gate import Gate, Signals
 from outrider.decoding.loop_detection import DEFAULT_RULE, LoopRule
 from outrider.decoding.stopping import FinishReason, StopRules
 from outrider.sampling.acceptance import AcceptanceRule, Exact
+from outrider.sampling.logprobs import Logprobs
 from outrider.sampling.sampler import Support
 
 
@@ -19,12 +21,23 @@ class Proposal:
     """One drafted token.
 
     signals: for the gate and the draft length. q: the distribution from which it was drawn, for rejection sampling.
+    match_length: tokens that agreed in prompt lookup, 0 for a model's token. logprobs: the drafter's, if they are
+    requested.
     """
 
     token: int
     signals: Signals | None = None
     q: Support | None = None
     left_loop: bool = False
+    match_length: int = 0
+    logprobs: Logprobs | None = None
+
+    @property
+    def confidence(self) -> Confidence | None:
+        """The match length of a looked-up token, −log q of a model's token, or None if it is unknown."""
+        if self.match_length:
+            return MatchLength(self.match_length)
+        return None if self.signals is None else self.signals.logprob
 
 
 def measured_signals(proposals: Seq[Proposal]) -> list[Signals]:
@@ -34,10 +47,15 @@ def measured_signals(proposals: Seq[Proposal]) -> list[Signals]:
 
 @dataclass(frozen=True)
 class Draft:
-    """Draft up to `count` tokens. leave_loop: draw the first one at random from the best few."""
+    """Draft up to `count` tokens.
+
+    leave_loop: draw the first one at random from the best few. model_only: no verifier decides the tokens, so they must
+    come from a model.
+    """
 
     count: int
     leave_loop: bool = False
+    model_only: bool = False
 
 
 @dataclass(frozen=True)

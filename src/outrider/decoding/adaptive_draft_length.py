@@ -7,10 +7,11 @@ The throughput is maximal if drafting continues while S ≥ c·λ (renewal rewar
     λ   throughput in tokens per second, of the past rounds or of plain decoding, and at first of the best fixed block
         length k*
 
-The acceptance probability of a drafted token is the acceptance rate of tokens with a similar −log q. That of the next
-token, m, is the acceptance rate of tokens that follow one with a similar −log q. With the pipelined driver, a correct
-guess of the bonus token saves h drafts of the next round, and a longer block makes it less likely by S·(1 − m). The
-rule is then S·(1 − h·c·λ·(1 − m)) ≥ c·λ. See docs/design/maths.md, "Adaptive draft length".
+The acceptance probability of a drafted token is the acceptance rate of tokens with a similar −log q, or of tokens
+looked up behind a match of a similar length. That of the next token, m, is the acceptance rate of tokens that follow
+one with a similar −log q. Behind a looked-up token it is that of a match longer by one. With the pipelined driver, a
+correct guess of the bonus token saves h drafts of the next round, and a longer block makes it less likely by S·(1 − m).
+The rule is then S·(1 − h·c·λ·(1 − m)) ≥ c·λ. See docs/design/maths.md, "Adaptive draft length".
 
 This module reads no clock. Its callers pass the seconds.
 """
@@ -18,12 +19,15 @@ This module reads no clock. Its callers pass the seconds.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 from outrider.decoding.speculation_switch import MedianClip, SpeculationSwitch
 
 BUCKET_EDGES = (0.01, 0.05, 0.15, 0.4, 1.0, 2.5)  # of −log q
+MATCH_BUCKETS = (2, 3, 5, 9)  # least match lengths of all buckets but the first
+MATCH_PRIORS = (0.3, 0.4, 0.6, 0.8, 0.9)  # acceptance rate of each bucket before the first observation
 PRIOR_ACCEPTANCE = 0.7  # acceptance rate before the first observation
 PRIOR_WEIGHT = 4.0  # of the prior acceptance, in observations
 CONFIDENCE_WEIGHT = 10.0  # of the drafter's own probability, in observations
@@ -32,7 +36,23 @@ MAX_CONFIDENCE_POWER = 4.0  # largest exponent that corrects the drafter's own p
 MEMORY_TOKENS = 1024.0  # time constant of acceptance rates, in tokens: texts change
 MEMORY_ROUNDS = 64  # time constant of times, in rounds: networks change
 MAX_BLOCK_LENGTH = 64  # largest candidate for k*
+MAX_UNMATCHED = 1024.0  # most tokens without a proposal that count in λ, so that they are forgotten when matches return
 PRIOR_SLOPE = 0.05  # time that a drafted token adds to a verdict, as a typical share of the verdict's time
+
+
+@dataclass(frozen=True)
+class MatchLength:
+    """The number of tokens before a looked-up token that agree with the place from which it was copied."""
+
+    tokens: int
+
+    @property
+    def bucket(self) -> int:
+        """The index of the bucket of this length."""
+        return bisect_right(MATCH_BUCKETS, self.tokens)
+
+
+Confidence = float | MatchLength  # −log q of a model's token, or the match length of a looked-up one
 
 
 class DecayedRate:
@@ -59,52 +79,77 @@ class DecayedRate:
 
 
 class AcceptanceModel:
-    """Acceptance probabilities of drafted tokens, by their −log q where it is known."""
+    """Acceptance probabilities of drafted tokens, by their confidence where it is known."""
 
     def __init__(self) -> None:
         self._tokens_seen = 0
-        self._overall, self._confidence = DecayedRate(), DecayedRate()
+        self._overall, self._model, self._claimed = DecayedRate(), DecayedRate(), DecayedRate()
         self._by_bucket = [DecayedRate() for _ in range(len(BUCKET_EDGES) + 1)]
         self._next_by_bucket = [DecayedRate() for _ in range(len(BUCKET_EDGES) + 1)]
+        self._by_match = [DecayedRate() for _ in MATCH_PRIORS]
 
-    def update(self, logprobs: Seq[float | None], accepted: int) -> None:
-        """Count a verdict on tokens with these −log q. Tokens behind the first rejection are no observations."""
-        previous: float | None = None
-        for n, logprob in enumerate(logprobs[: accepted + 1]):
+    def update(self, confidences: Seq[Confidence | None], accepted: int) -> None:
+        """Count a verdict on tokens of these confidences. Tokens behind the first rejection are no observations."""
+        previous: Confidence | None = None
+        for n, confidence in enumerate(confidences[: accepted + 1]):
             self._tokens_seen += 1
-            self._overall.update(n < accepted, self._tokens_seen)
-            if logprob is not None:
-                self._confidence.update(math.exp(-logprob), self._tokens_seen)
-                self._by_bucket[bucket_of(logprob)].update(n < accepted, self._tokens_seen)
-            if previous is not None:
-                self._next_by_bucket[bucket_of(previous)].update(n < accepted, self._tokens_seen)
-            previous = logprob
+            self._count(confidence, previous, hit=n < accepted)
+            previous = confidence
+
+    def _count(self, confidence: Confidence | None, previous: Confidence | None, *, hit: bool) -> None:
+        now = self._tokens_seen
+        self._overall.update(hit, now)
+        if isinstance(confidence, MatchLength):
+            self._by_match[confidence.bucket].update(hit, now)
+            return
+        self._model.update(hit, now)
+        if confidence is not None:
+            self._claimed.update(math.exp(-confidence), now)
+            self._by_bucket[bucket_of(confidence)].update(hit, now)
+        if previous is not None and not isinstance(previous, MatchLength):
+            self._next_by_bucket[bucket_of(previous)].update(hit, now)
 
     @property
     def mean(self) -> float:
         """The acceptance rate of all tokens."""
-        return self._overall.estimate(PRIOR_ACCEPTANCE, PRIOR_WEIGHT, self._tokens_seen)
+        return self._estimate(self._overall)
 
-    def acceptance_probability(self, logprob: float) -> float:
+    def prefers_lookup(self, match_length: int) -> bool:
+        """Return whether a token behind a match of this length is at least as likely to be accepted as a model's.
+
+        Rates decay towards their priors, so a source that was worse is tried again.
+        """
+        return self.acceptance_probability(MatchLength(match_length)) >= self._estimate(self._model)
+
+    def acceptance_probability(self, confidence: Confidence) -> float:
         """Return a drafted token's acceptance probability.
 
-        The prior of each bucket is the drafter's own probability, corrected by its overall calibration.
+        The prior of each bucket of −log q is the drafter's own probability, corrected by its overall calibration.
         """
-        claimed, observed = self._confidence.estimate(PRIOR_ACCEPTANCE, PRIOR_WEIGHT, self._tokens_seen), self.mean
+        if isinstance(confidence, MatchLength):
+            bucket = confidence.bucket
+            return self._by_match[bucket].estimate(MATCH_PRIORS[bucket], PRIOR_WEIGHT, self._tokens_seen)
+        claimed, observed = self._estimate(self._claimed), self._estimate(self._model)
         power = math.log(observed) / math.log(claimed)  # the prior keeps both inside (0, 1)
-        calibrated = math.exp(-logprob * min(power, MAX_CONFIDENCE_POWER))
-        return self._by_bucket[bucket_of(logprob)].estimate(calibrated, CONFIDENCE_WEIGHT, self._tokens_seen)
+        calibrated = math.exp(-confidence * min(power, MAX_CONFIDENCE_POWER))
+        return self._by_bucket[bucket_of(confidence)].estimate(calibrated, CONFIDENCE_WEIGHT, self._tokens_seen)
 
-    def next_acceptance(self, logprobs: Seq[float]) -> float:
-        """Return the acceptance probability of the token that follows these drafted tokens."""
-        if not logprobs:
+    def next_acceptance(self, confidences: Seq[Confidence]) -> float:
+        """Return the acceptance probability of the token that follows these drafted tokens, from the same source."""
+        if not confidences:
             return self.mean
-        bucket = self._next_by_bucket[bucket_of(logprobs[-1])]
-        return bucket.estimate(self.mean, NEXT_TOKEN_WEIGHT, self._tokens_seen)
+        last = confidences[-1]
+        if isinstance(last, MatchLength):
+            return self.acceptance_probability(MatchLength(last.tokens + 1))
+        bucket = self._next_by_bucket[bucket_of(last)]
+        return bucket.estimate(self._estimate(self._model), NEXT_TOKEN_WEIGHT, self._tokens_seen)
 
-    def survival_probability(self, drafted: int, logprobs: Seq[float]) -> float:
-        """Return the probability that all `drafted` tokens are accepted. logprobs: of those for which it is known."""
-        return math.prod(map(self.acceptance_probability, logprobs)) * self.mean ** (drafted - len(logprobs))
+    def survival_probability(self, drafted: int, confidences: Seq[Confidence]) -> float:
+        """Return the probability that all `drafted` tokens are accepted. confidences: those that are known."""
+        return math.prod(map(self.acceptance_probability, confidences)) * self.mean ** (drafted - len(confidences))
+
+    def _estimate(self, rate: DecayedRate) -> float:
+        return rate.estimate(PRIOR_ACCEPTANCE, PRIOR_WEIGHT, self._tokens_seen)
 
 
 class LinearFit:
@@ -146,11 +191,16 @@ class LatencyModel:
 
     def __init__(self) -> None:
         self._drafts, self._verdicts, self._verdict_compute = LinearFit(), LinearFit(), LinearFit()
-        self._clip_draft, self._clip_verdict, self._clip_compute = MedianClip(), MedianClip(), MedianClip()
+        self._clip_verdict, self._clip_compute = MedianClip(), MedianClip()
+        # By whether the token was looked up. That is a thousand times as fast as a model's draft.
+        self._drafts_by_source = {is_lookup: LinearFit() for is_lookup in (True, False)}
+        self._clip_draft = {is_lookup: MedianClip() for is_lookup in (True, False)}
 
-    def update_draft(self, seconds: float) -> None:
+    def update_draft(self, seconds: float, *, is_lookup: bool = False) -> None:
         """Count the seconds of one drafted token."""
-        self._drafts.update(1.0, self._clip_draft(seconds))
+        seconds = self._clip_draft[is_lookup](seconds)
+        self._drafts.update(1.0, seconds)
+        self._drafts_by_source[is_lookup].update(1.0, seconds)
 
     def update_verify(self, drafts: int, seconds: float, compute: float) -> None:
         """Count a verdict on `drafts` tokens. compute: the verifier's own seconds, 0 if unknown."""
@@ -164,8 +214,12 @@ class LatencyModel:
 
     @property
     def draft_seconds(self) -> float:
-        """Seconds of one drafted token."""
+        """Mean seconds of one drafted token."""
         return self._drafts.mean_y
+
+    def draft_seconds_of(self, *, is_lookup: bool) -> float:
+        """Return the mean seconds of one looked-up token, or of a model's. 0 before the first one."""
+        return self._drafts_by_source[is_lookup].mean_y
 
     @property
     def slope(self) -> float:
@@ -213,34 +267,38 @@ class RoundStats:
 class DraftLengthController:
     """The controller of the draft length, which learns acceptance and times from the rounds of a model pair.
 
-    switch: decides whether to draft at all. token_cost: c·λ, the cost of one more drafted token, in tokens. None until
-    drafts and verdicts have been timed.
+    switch: decides whether to draft at all. token_cost: c·λ, the cost of one more token of a draft model, in tokens.
+    None until drafts and verdicts have been timed. lookup_token_cost: that of one more looked-up token.
     """
 
     def __init__(self) -> None:
         self.acceptance, self.times, self.switch = AcceptanceModel(), LatencyModel(), SpeculationSwitch()
         self.token_cost: float | None = None
+        self.lookup_token_cost = 0.0
         self._hit_value = 0.0  # tokens
         self._prior_rounds = PRIOR_WEIGHT
+        self._unmatched = 0.0  # number of tokens for which the drafter had no proposal, decayed by rounds
         # By whether a correct guess had drafted some of the block ahead.
         self._rounds = {hit: RoundStats() for hit in (True, False)}
 
-    def should_continue(self, drafted: int, logprobs: Seq[float]) -> bool:
-        """Return whether to draft one more token. logprobs: −log q of the tokens drafted so far."""
+    def should_continue(self, drafted: int, confidences: Seq[Confidence]) -> bool:
+        """Return whether to draft one more token. confidences: of the tokens drafted so far, where it is known."""
         if self.token_cost is None:
             return False
-        next_acceptance = self.acceptance.next_acceptance(logprobs)
-        gain = self.acceptance.survival_probability(drafted, logprobs) * next_acceptance
-        return gain * (1.0 - self._hit_value * (1.0 - next_acceptance)) >= self.token_cost
+        is_lookup = bool(confidences) and isinstance(confidences[-1], MatchLength)
+        cost = self.lookup_token_cost if is_lookup else self.token_cost
+        next_acceptance = self.acceptance.next_acceptance(confidences)
+        gain = self.acceptance.survival_probability(drafted, confidences) * next_acceptance
+        return gain * (1.0 - self._hit_value * (1.0 - next_acceptance)) >= cost
 
-    def drafted(self, count: int, seconds: float) -> None:
-        """Observe that drafting `count` tokens took `seconds`."""
+    def drafted(self, count: int, seconds: float, *, is_lookup: bool = False) -> None:
+        """Observe that drafting `count` tokens took `seconds`. is_lookup: prompt lookup drafted them."""
         if count:
-            self.times.update_draft(seconds / count)
+            self.times.update_draft(seconds / count, is_lookup=is_lookup)
 
     def decided(
         self,
-        logprobs: Seq[float | None],
+        confidences: Seq[Confidence | None],
         accepted: int,
         *,
         drafted: int,
@@ -248,26 +306,32 @@ class DraftLengthController:
         compute: float = 0.0,
         draft_seconds: float = 0.0,
     ) -> None:
-        """Observe a verdict that accepted the first `accepted` of drafts with these −log q.
+        """Observe a verdict that accepted the first `accepted` of drafts with these confidences.
 
         drafted: tokens drafted since the last verdict and outside a wait for one. seconds: the time until the verdict,
         None if it is not typical. compute: the verifier's own seconds, 0 if unknown. draft_seconds: the time of
         drafting outside a wait.
         """
-        self.acceptance.update(logprobs, accepted)
+        self.acceptance.update(confidences, accepted)
         if seconds is not None:
-            self.times.update_verify(len(logprobs), seconds, compute)
+            self.times.update_verify(len(confidences), seconds, compute)
         self.switch.speculated(accepted + 1, None if seconds is None else draft_seconds + seconds)
         for rounds in self._rounds.values():
             rounds.fade()
         self._prior_rounds *= 1.0 - 1.0 / MEMORY_ROUNDS
-        self._rounds[drafted < len(logprobs)].update(accepted + 1, drafted, len(logprobs))
+        self._unmatched *= 1.0 - 1.0 / MEMORY_ROUNDS
+        self._rounds[drafted < len(confidences)].update(accepted + 1, drafted, len(confidences))
         if self.times.is_ready:
             self._update_estimates()
 
-    def decoded_plain(self, seconds: float | None) -> None:
-        """Observe a token of plain decoding. seconds: None if they are not typical."""
+    def decoded_plain(self, seconds: float | None, *, is_unmatched: bool = False) -> None:
+        """Observe a token of plain decoding.
+
+        seconds: None if they are not typical. is_unmatched: the drafter should have drafted and had no proposal.
+        """
         self.switch.decoded_plain(seconds)
+        if is_unmatched:
+            self._unmatched = min(self._unmatched + 1.0, MAX_UNMATCHED)
         if self.times.is_ready:
             self._update_estimates()
 
@@ -275,7 +339,8 @@ class DraftLengthController:
         """Estimate the throughput λ, and from it the cost of a token, the value of a correct guess, and the switch.
 
         Rounds of the best fixed block length serve as a prior of past rounds. The switch expects the better of the two,
-        since past rounds may have had other lengths.
+        since past rounds may have had other lengths. λ includes the tokens for which the drafter had no proposal. The
+        switch compares the rounds without them.
         """
         times, rounds, prior_rounds = self.times, RoundStats(), RoundStats()
         slope = times.slope
@@ -287,9 +352,12 @@ class DraftLengthController:
         rate = rounds.tokens / rounds.seconds(times)
         best_rate = max(rate, tokens / prior_rounds.seconds(times))
         self.switch.update_estimate(best_rate, rounds.tokens / rounds.count, times.compute_fixed)
+        plain_seconds = self.switch.plain_seconds or times.fixed(slope)
+        rate = (rounds.tokens + self._unmatched) / (rounds.seconds(times) + self._unmatched * plain_seconds)
         if self.switch.plain_seconds:
             rate = max(rate, 1.0 / self.switch.plain_seconds)
-        self.token_cost = rate * (times.draft_seconds + slope)
+        self.token_cost = rate * (times.draft_seconds_of(is_lookup=False) + slope)
+        self.lookup_token_cost = rate * (times.draft_seconds_of(is_lookup=True) + slope)
         self._hit_value = self._estimate_hit_value(rate)
 
     def _estimate_hit_value(self, rate: float) -> float:

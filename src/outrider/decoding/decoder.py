@@ -2,7 +2,7 @@
 
 `Decoder` is a state machine. A driver executes the action of `next()` and returns its result:
 
-    Draft(count)  →  decoder.drafted(proposals)     the drafter's proposals, up to `count`
+    Draft(count)  →  decoder.drafted(proposals)     the drafter's proposals, up to `count`; none end the block
     Verify(…)     →  decoder.decided(verdict)       the verdict on the pending block, or
                      decoder.on_verifier_lost()     the loss of the verifier
     Done(reason)                                    the output is complete
@@ -48,6 +48,7 @@ from outrider.decoding.sequence import Sequence, Source
 from outrider.decoding.stopping import DecodeFn
 from outrider.errors import StateError
 from outrider.sampling.acceptance import Verdict
+from outrider.sampling.logprobs import Logprobs
 
 
 class Decoder:
@@ -61,6 +62,7 @@ class Decoder:
         self._committer = Committer(plan, self.sequence, self._recorder, decode)
         self._request: Verify | None = None  # the request in flight
         self._drafted_length = 0  # of `context` after the last draft
+        self._read_by_lookup = 0  # tokens that were decoded without drafts and read by prompt lookup, not by the model
 
     # The driver's interface ---------------------------------------------------------------------------------
 
@@ -71,7 +73,7 @@ class Decoder:
                 return self._request
             if missing := self._missing_in_block():
                 if not self._draft_from_ahead():
-                    return Draft(missing, leave_loop=self._must_leave_loop())
+                    return Draft(missing, leave_loop=self._must_leave_loop(), model_only=not self.plan.has_verifier)
             elif self._gate():
                 self._request = self._verify()
             else:
@@ -80,7 +82,16 @@ class Decoder:
         return Done(self._committer.finish_reason)
 
     def drafted(self, proposals: Seq[Proposal]) -> None:
-        """Add the drafter's proposals to the block. Drop those behind its end."""
+        """Add the drafter's proposals to the block. Drop those behind its end. Without proposals the block is complete.
+
+        Raises:
+            StateError: there are neither proposals nor a verifier.
+        """
+        unread = self.unread_length
+        if not proposals:
+            if not self.plan.has_verifier:
+                raise StateError("the drafter proposed no token, and there is no verifier to continue with")
+            self._drafts.close_block()
         for proposal in proposals:
             if not self._missing_in_block():
                 break
@@ -88,24 +99,25 @@ class Decoder:
             self._draft(proposal)
             if not self.plan.has_verifier and self._committer.loop_found:
                 break
-        self._drafted_length = self.context_length
+        self._record_read(proposals, unread)
 
     def ahead(self) -> Draft | None:
         """Return the draft that may continue `context` during the wait for a verdict: one token, or None.
 
-        Without drafts in the request, plain decoding is faster than drafting.
+        Without drafts in the request, plain decoding is faster than drafting, or the drafter has no proposal.
         """
         waits = self._request is not None and bool(self._request.draft_ids)
         return Draft(1) if waits and self._drafts.may_extend_ahead(self.sequence.ids[-1], self._room) else None
 
     def drafted_ahead(self, proposals: Seq[Proposal]) -> None:
         """Add proposals drafted ahead. Drop those that `ahead` did not request."""
+        unread = self.unread_length
         for proposal in proposals:
             if self.ahead() is None:
                 break
             self._recorder.record_drafted()
             self._drafts.add_ahead(proposal)
-        self._drafted_length = self.context_length
+        self._record_read(proposals, unread)
 
     def decided(self, verdict: Verdict) -> None:
         """Commit the verdict on the block of the last `Verify`.
@@ -123,7 +135,9 @@ class Decoder:
         self._committer.commit_verdict(verdict, request)
 
     def on_verifier_lost(self) -> None:
-        """Continue edge-only after the loss of the verifier. Provisional tokens are committed unverified.
+        """Continue edge-only after the loss of the verifier.
+
+        Provisional tokens are committed unverified, up to the first one from prompt lookup.
 
         Raises:
             StateError: there is no drafter.
@@ -134,6 +148,9 @@ class Decoder:
         self.plan = replace(self.plan, has_verifier=False, on_loop=on_loop)
         self._recorder.record_loss()
         self._request = None
+        if (kept := self._drafts.drop_lookups()) < self.sequence.pending_count:
+            self.sequence.discard(kept)
+            self._recorder.record_drop()
         self._drafts.on_verifier_lost()
         self._committer.end_repairs()
         self._committer.commit_unverified()
@@ -156,8 +173,11 @@ class Decoder:
 
     @property
     def unread_length(self) -> int:
-        """The number of tokens before the last one that the drafter has not read."""
-        return max(len(self.sequence.ids) - 1 - self._drafted_length, 0)
+        """The number of tokens before the last one that were decoded without drafts and not read by a draft model.
+
+        They include the prompt before the model's first draft. Prompt lookup reads in no time.
+        """
+        return self._read_by_lookup + max(len(self.sequence.ids) - 1 - self._drafted_length, 0)
 
     @property
     def pending_proposals(self) -> Seq[Proposal]:
@@ -173,6 +193,11 @@ class Decoder:
     def near_ties(self) -> set[int]:
         """Indices of generated tokens whose margin lay within numeric noise, also behind the end of the output."""
         return self._recorder.near_ties
+
+    def logprobs(self) -> list[Logprobs]:
+        """Return the log-probabilities of the generated tokens, or [] if none are requested."""
+        known, start = self._recorder.logprobs, self.sequence.prompt_length
+        return [known[at] for at in range(start, self.sequence.committed_length)] if known else []
 
     def audit_trail(self) -> AuditTrail:
         """Return the closed trail of the complete output."""
@@ -194,6 +219,14 @@ class Decoder:
         if self._committer.finish_reason is not None:
             return 0
         return self._drafts.missing(self._room, self.unread_length)
+
+    def _record_read(self, proposals: Seq[Proposal], unread: int) -> None:
+        """Record that the source of these proposals has read `context`. unread: `unread_length` before them."""
+        if proposals and not proposals[0].match_length:
+            self._read_by_lookup = 0
+        else:  # without a match, a token of plain decoding follows
+            self._read_by_lookup = unread + (not self._drafts.block)
+        self._drafted_length = self.context_length
 
     def _draft(self, proposal: Proposal) -> None:
         """Make the proposal pending. Without a verifier, commit it at once."""

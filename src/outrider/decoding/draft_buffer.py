@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from outrider.decoding.actions import Proposal, measured_signals
+from outrider.decoding.actions import Proposal
 from outrider.decoding.draft_length import DraftLength
 
 MAX_PROVISIONAL = 64  # limit of pending tokens without a verdict, and of tokens drafted ahead
@@ -26,6 +26,7 @@ class DraftBuffer:
         self.pending: list[Proposal] = []
         self.ahead: list[Proposal] = []
         self._block_start = 0  # index into pending
+        self._is_closed = False  # whether the drafter has nothing to add to the block
 
     @property
     def block(self) -> list[Proposal]:
@@ -35,23 +36,29 @@ class DraftBuffer:
     def missing(self, room: int, unread: int) -> int:
         """Return how many tokens are missing from the block.
 
-        room: the tokens that may follow the pending ones. unread: tokens before the last one that the drafter has not
+        room: the tokens that may follow the pending ones. unread: tokens before the last one that a draft model has not
         read.
         """
-        return self._missing(self.block, room, unread)
+        return 0 if self._is_closed else self._missing(self.block, room, unread)
 
     def _missing(self, block: Seq[Proposal], room: int, unread: int = 0) -> int:
         if self._draft_length is None or room <= 0 or (block and block[-1].token in self._eos_ids):
             return 0
-        return max(0, min(room, self._draft_length.tokens_to_draft(len(block), measured_signals(block), unread)))
+        known = [proposal.confidence for proposal in block if proposal.confidence is not None]
+        return max(0, min(room, self._draft_length.tokens_to_draft(len(block), known, unread)))
 
     def add(self, proposal: Proposal) -> bool:
         """Add the next token of the block. Return whether it begins the block."""
         self.pending.append(proposal)
         return len(self.pending) == self._block_start + 1
 
+    def close_block(self) -> None:
+        """Complete the block as it is, even without tokens: the drafter has no proposal."""
+        self._is_closed = True
+
     def end_block(self, *, awaits_verdict: bool) -> None:
         """Begin a new block. awaits_verdict: a later verdict may still decide the pending tokens."""
+        self._is_closed = False
         if not awaits_verdict:
             self.pending.clear()
         self._block_start = len(self.pending)
@@ -79,6 +86,14 @@ class DraftBuffer:
     def drop_ahead(self) -> None:
         """Drop the tokens drafted ahead."""
         self.ahead.clear()
+
+    def drop_lookups(self) -> int:
+        """Drop the first proposal of prompt lookup and all behind it. Return how many pending ones are left."""
+        proposals = [*self.pending, *self.ahead]
+        kept = next((n for n, proposal in enumerate(proposals) if proposal.match_length), len(proposals))
+        self.ahead = self.ahead[: max(0, kept - len(self.pending))]
+        del self.pending[kept:]
+        return len(self.pending)
 
     def resolve_guess(self, bonus: int | None) -> None:
         """Keep the tokens behind a correct guess of the bonus token, else none. bonus: None if drafts were rejected."""

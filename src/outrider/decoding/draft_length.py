@@ -7,9 +7,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
-from outrider.decoding.adaptive_draft_length import DraftLengthController
+from outrider.decoding.adaptive_draft_length import MATCH_PRIORS, Confidence, DraftLengthController, MatchLength
 from outrider.errors import SettingsError
-from outrider.sampling.sampler import Signals
 
 MAX_K = 64
 AUTO_MAX_K = 16
@@ -21,7 +20,7 @@ class DraftLength(Protocol):
 
     @property
     def needs_signals(self) -> bool:
-        """True if the policy reads the signals of drafted tokens."""
+        """True if the policy reads the signals of a model's tokens."""
         ...
 
     @property
@@ -34,10 +33,11 @@ class DraftLength(Protocol):
         """The policy after the loss of the verifier. Its blocks have at least one token."""
         ...
 
-    def tokens_to_draft(self, drafted: int, block: Seq[Signals], unread: int = 0) -> int:
+    def tokens_to_draft(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> int:
         """Return how many tokens to add to a block of `drafted` tokens, 0 if it is complete.
 
-        unread: tokens before the last one that the drafter has not read.
+        block: the confidences of its tokens, where they are known. unread: tokens before the last one that a draft
+        model has not read.
         """
         ...
 
@@ -55,7 +55,7 @@ class FixedDraftLength:
         """The same policy."""
         return self
 
-    def tokens_to_draft(self, drafted: int, block: Seq[Signals], unread: int = 0) -> int:
+    def tokens_to_draft(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> int:
         """Return the tokens that are missing from k."""
         return self.k - drafted
 
@@ -64,7 +64,8 @@ class FixedDraftLength:
 class ConfidenceStop:
     """Blocks that end when the estimated probability of their complete acceptance falls below `min_survival`.
 
-    The estimate is the product of the drafter's own probabilities. It needs no verdict. `max_tokens` bounds the block.
+    The estimate is the product of the drafter's own probabilities, and of the prior acceptance rates of looked-up
+    tokens. It needs no verdict. `max_tokens` bounds the block.
     """
 
     max_tokens: int = AUTO_MAX_K
@@ -77,9 +78,9 @@ class ConfidenceStop:
         """The same policy."""
         return self
 
-    def tokens_to_draft(self, drafted: int, block: Seq[Signals], unread: int = 0) -> int:
+    def tokens_to_draft(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> int:
         """Return 1 until the block ends."""
-        survival = math.exp(-sum(token.logprob for token in block))
+        survival = math.prod(map(_prior_acceptance, block))
         return 1 if drafted < self.max_tokens and survival >= self.min_survival else 0
 
 
@@ -88,7 +89,7 @@ class AdaptiveDraftLength:
     """Blocks that end when another token costs more than it gains (`decoding.adaptive_draft_length`).
 
     A block is empty if plain decoding of the target is faster. The fallback decides until drafts and verdicts have been
-    timed.
+    timed, unless drafting in vain has taken too long.
     """
 
     controller: DraftLengthController = field(default_factory=DraftLengthController)
@@ -100,13 +101,19 @@ class AdaptiveDraftLength:
         """The fallback, as there is no target to leave a token to."""
         return self.fallback
 
-    def tokens_to_draft(self, drafted: int, block: Seq[Signals], unread: int = 0) -> int:
+    def tokens_to_draft(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> int:
         """Return 1 until the block ends."""
         if self.controller.token_cost is None:
-            return self.fallback.tokens_to_draft(drafted, block)
+            is_hopeless = not drafted and self.controller.switch.is_overdrawn
+            return 0 if is_hopeless else self.fallback.tokens_to_draft(drafted, block)
         if not drafted:
             return int(self.controller.switch.should_speculate(unread))
-        return int(drafted < MAX_K and self.controller.should_continue(drafted, [token.logprob for token in block]))
+        return int(drafted < MAX_K and self.controller.should_continue(drafted, block))
+
+
+def _prior_acceptance(confidence: Confidence) -> float:
+    """Return the acceptance probability of a token before any verdict."""
+    return MATCH_PRIORS[confidence.bucket] if isinstance(confidence, MatchLength) else math.exp(-confidence)
 
 
 def parse_draft_length(k: int | str) -> DraftLength:

@@ -68,17 +68,22 @@ class DecodingOptions:
             unused["on_cloud_loss"] = None
         return replace(self, **unused)
 
-    def resolve(self, *, has_drafter: bool, has_verifier: bool, remote: bool) -> ResolvedOptions:
+    def resolve(
+        self, *, has_drafter: bool, has_verifier: bool, remote: bool, uses_lookup: bool = False
+    ) -> ResolvedOptions:
         """Validate the options for the given sides and fill in the defaults. No model needs to be loaded.
 
         By default, a decoder that loses the cloud continues without it only if its gate skips blocks anyway.
-        remote: the verifier is across a network.
+        has_drafter: there is a draft model. remote: the verifier is across a network. uses_lookup: drafts come from
+        prompt lookup, without a draft model or together with it.
 
         Raises:
             SettingsError: a value is unknown, or options contradict each other or have no effect.
         """
         self.check_values()
-        self._check_sides(has_drafter, has_verifier, remote)
+        if uses_lookup:
+            self._check_lookup(has_drafter, has_verifier)
+        self._check_sides(has_drafter or uses_lookup, has_verifier, remote)
         skips = has_drafter and not self.parsed_gate.exact
         resolved = {
             "on_loop": self.on_loop or ("escalate" if has_verifier else "sample"),
@@ -98,6 +103,24 @@ class DecodingOptions:
         parse_draft_length(self.k)
         for parsed in ("parsed_gate", "acceptance_rule", "parsed_loop_rule"):
             getattr(self, parsed)
+
+    def _check_lookup(self, has_drafter: bool, has_verifier: bool) -> None:
+        """Raise SettingsError for options that prompt lookup does not support."""
+        if not has_verifier:
+            raise SettingsError(
+                "prompt lookup (--edge lookup) cannot decode edge-only: it copies earlier tokens, and only a "
+                "verifier's model decides whether they continue the text. Give a cloud, or a draft model alone"
+            )
+        if not isinstance(self.parsed_gate, Always):
+            raise SettingsError(
+                f"gate {self.gate} needs confidence signals, which prompt lookup does not give: use gate always, or a "
+                "draft model alone"
+            )
+        if self.on_cloud_loss == "edge-only" and not has_drafter:
+            raise SettingsError(
+                "on_cloud_loss 'edge-only' needs a draft model: prompt lookup cannot continue without the cloud. Use "
+                "'fail' or 'wait', or --edge MODEL+lookup"
+            )
 
     def _check_sides(self, has_drafter: bool, has_verifier: bool, remote: bool) -> None:
         """Raise SettingsError for options that contradict each other or the models."""

@@ -76,9 +76,9 @@ class Sequence:
         self.ids.append(token)
         self.sources.append(source)
 
-    def discard(self) -> None:
-        """Drop the pending tokens."""
-        del self.ids[self.committed_length :]
+    def discard(self, kept: int = 0) -> None:
+        """Drop the pending tokens behind the first `kept`."""
+        del self.ids[self.committed_length + kept :]
 
     def reopen(self, length: int) -> None:
         """Make committed tokens from `length` on pending again (`--scope repair`)."""

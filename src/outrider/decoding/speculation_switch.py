@@ -54,7 +54,7 @@ class SpeculationSwitch:
         self.plain_seconds = self.budget = 0.0
         self.pays = True
         self._clip, self._samples, self._samples_due = MedianClip(), 0, 0
-        self._unsampled_seconds = 0.0  # of speculation since the last plain token
+        self._unsampled_seconds = 0.0  # of speculation since the last timed plain token
         self._token_gain = self._round_loss = 0.0  # expected, in seconds
         self._read_tokens = self._read_seconds = 0.0
         self._generations, self._generated = 1.0, PRIOR_TOKENS
@@ -65,7 +65,7 @@ class SpeculationSwitch:
         return self._samples_due > 0
 
     def should_speculate(self, unread: int) -> bool:
-        """Return whether to draft. unread: tokens that the drafter has to read first, except the last one."""
+        """Return whether to draft. unread: tokens that a draft model has to read first, except the last one."""
         if self.needs_sample:
             return False
         if not self.plain_seconds:
@@ -77,6 +77,11 @@ class SpeculationSwitch:
             return reading <= credit
         return self.budget >= 2.0 * reading + self._round_loss  # twice: reading is worth it for a few rounds only
 
+    @property
+    def is_overdrawn(self) -> bool:
+        """True if the budget is used up, even if speculation seems to pay."""
+        return self.budget < -MAX_CREDIT * self.plain_seconds < 0.0
+
     def begin_generation(self) -> None:
         """Observe the beginning of a generation."""
         fade = 1.0 - 1.0 / MEMORY
@@ -85,10 +90,10 @@ class SpeculationSwitch:
 
     def decoded_plain(self, seconds: float | None) -> None:
         """Observe a token of plain decoding. seconds: None if they are not typical."""
-        self._unsampled_seconds = 0.0
         self._generated += 1
         if seconds is None:
             return
+        self._unsampled_seconds = 0.0
         self._samples += 1
         weight = 1.0 / min(self._samples, MEMORY)
         self.plain_seconds += weight * (self._clip(seconds) - self.plain_seconds)
@@ -115,6 +120,10 @@ class SpeculationSwitch:
         self._read_seconds = self._read_seconds * fade + seconds
         if not self.pays or self.budget < 0.0:
             self.budget -= seconds
+
+    def drafted_in_vain(self, seconds: float) -> None:
+        """Observe that drafting took `seconds` and gave no proposal."""
+        self.budget -= seconds
 
     def update_estimate(self, throughput: float, round_tokens: float, verdict_seconds: float) -> None:
         """Compare plain decoding with the estimated tokens per second of speculation, and the tokens of its rounds.

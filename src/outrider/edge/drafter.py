@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Protocol
 
 from torch import Tensor
 
@@ -18,8 +19,39 @@ from outrider.sampling.policy import Policy
 FLUSH_INTERVAL_S = 0.02  # a slower block is returned in parts, so that a stream shows single tokens
 
 
+class Proposer(Protocol):
+    """A source of drafts for one sequence: a model (`Drafter`), or the sequence itself (`LookupDrafter`)."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of drafting."""
+        ...
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Seconds of drafting until the first token."""
+        ...
+
+    def draft(self, ids: list[int], action: Draft) -> list[Proposal]:
+        """Return up to action.count proposals that follow `ids`, or none."""
+        ...
+
+    def rollback_to(self, length: int) -> None:
+        """Forget all but a proper prefix of the first `length` tokens, the last of which may have changed."""
+        ...
+
+    @property
+    def cached_len(self) -> int:
+        """Number of tokens in the KV cache of a model, 0 without one."""
+        ...
+
+    def close(self, *, keep: bool = False) -> None:
+        """Free the resources of the sequence. keep: keep a KV cache for prompts that begin with the same tokens."""
+        ...
+
+
 class Drafter:
-    """Drafts the tokens of one sequence.
+    """Drafts the tokens of one sequence with a model.
 
     needs_signals, needs_q: proposals carry signals, or the distribution q of rejection sampling. cancellation: checked
     before every token, and between the chunks of a long prefill.
@@ -36,7 +68,8 @@ class Drafter:
     ) -> None:
         self._sequence, self._policy, self._cancellation = sequence, policy, cancellation
         self._needs_signals, self._needs_q = needs_signals, needs_q
-        self._device_sampler = None if needs_q else as_device_sampler(sequence.engine)
+        on_host = needs_q or policy.needs_logits
+        self._device_sampler = None if on_host else as_device_sampler(sequence.engine)
         self.seconds = 0.0  # of drafting
         self.prefill_seconds = 0.0  # of these, until the first token
 
@@ -119,4 +152,5 @@ class Drafter:
         signals = None
         if self._needs_signals:
             signals = compute_signals(logits[: self._policy.vocab_size], token, self._policy.sampling.temperature)
-        return Proposal(token, signals, q, leave_loop)
+        logprobs = self._policy.report_logprobs(logits[None], [token], len(ids))
+        return Proposal(token, signals, q, leave_loop, logprobs=logprobs[0] if logprobs else None)

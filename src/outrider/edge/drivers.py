@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from outrider.decoding.actions import Done, Draft, Verify
 from outrider.decoding.decoder import Decoder, Event
-from outrider.edge.drafter import Drafter
+from outrider.edge.drafter import Proposer
 from outrider.edge.round_observer import RoundObserver
 from outrider.edge.verifier_session import VerifierSession
 from outrider.errors import StateError
@@ -19,7 +19,7 @@ VerifyFunction = Callable[[Verify], Verdict | None]  # None: the cloud is lost, 
 
 
 def sequential(
-    decoder: Decoder, drafter: Drafter | None, verify: VerifyFunction | None, observer: RoundObserver | None = None
+    decoder: Decoder, drafter: Proposer | None, verify: VerifyFunction | None, observer: RoundObserver | None = None
 ) -> Iterator[Event]:
     """Draft a block, wait for its verdict, and so on. Edge-only without `verify`, cloud-only without `drafter`."""
     while True:
@@ -39,24 +39,26 @@ def sequential(
 
 
 def pipelined(
-    decoder: Decoder, drafter: Drafter, session: VerifierSession, observer: RoundObserver | None = None
+    decoder: Decoder, drafter: Proposer, session: VerifierSession, observer: RoundObserver | None = None
 ) -> Iterator[Event]:
     """Draft ahead during the wait for a verdict. A correct guess of the bonus token hides the round trip."""
 
     def verify(request: Verify) -> Verdict | None:
         pending = session.submit(request)
         while not pending.done() and (action := decoder.ahead()) is not None:
-            decoder.drafted_ahead(drafter.draft(decoder.context, action))
+            if not (proposals := drafter.draft(decoder.context, action)):
+                break
+            decoder.drafted_ahead(proposals)
         return pending.result()
 
     return sequential(decoder, drafter, verify, observer)
 
 
-def _draft(decoder: Decoder, drafter: Drafter, action: Draft, observer: RoundObserver | None) -> None:
+def _draft(decoder: Decoder, drafter: Proposer, action: Draft, observer: RoundObserver | None) -> None:
     started = observer.clock() if observer is not None else 0.0
     proposals = drafter.draft(decoder.context, action)
     if observer is not None:
-        observer.record_draft(len(proposals), started)
+        observer.record_draft(proposals, started)
     decoder.drafted(proposals)
 
 

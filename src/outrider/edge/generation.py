@@ -12,32 +12,41 @@ from typing import TYPE_CHECKING
 
 from outrider.config import GenerationSettings
 from outrider.decoding.actions import Plan
+from outrider.decoding.adaptive_draft_length import AcceptanceModel
 from outrider.decoding.calibrated_gate import Calibrated
 from outrider.decoding.decoder import Decoder
 from outrider.decoding.detokenizer import Tokenizer, get_detokenizer
 from outrider.decoding.draft_length import DraftLength
 from outrider.decoding.events import Event, StreamEvent
 from outrider.decoding.incremental_text import IncrementalDetokenizer
+from outrider.decoding.ngram_index import NgramIndex
 from outrider.decoding.options import ResolvedOptions
 from outrider.decoding.result import GuaranteeTracker, Result
 from outrider.decoding.stopping import StopRules
+from outrider.decoding.token_logprob import TokenLogprob
 from outrider.edge.cancellation import Cancellation
-from outrider.edge.drafter import Drafter
+from outrider.edge.drafter import Drafter, Proposer
 from outrider.edge.drivers import pipelined, sequential
+from outrider.edge.lookup_drafter import CombinedDrafter, LookupDrafter
 from outrider.edge.model_pair import Handshake, ModelPair
 from outrider.edge.round_observer import RoundObserver
+from outrider.edge.text_codec import TextCodec
 from outrider.edge.thread_guard import ThreadGuard
+from outrider.edge.translated_drafter import TranslatedDrafter, edge_settings
 from outrider.edge.verifier_session import VerifierSession
 from outrider.engines.base import Engine, Prompt
+from outrider.engines.grammars import compile_grammar
 from outrider.engines.prefix_cache import open_sequence
+from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import SettingsError
 from outrider.prompts.audio import is_silent
+from outrider.sampling.logprobs import Logprobs
 from outrider.sampling.policy import Policy
 from outrider.transport.byte_counts import ByteCounts
 from outrider.verifiers.base import SessionParams, Verifier
 
 if TYPE_CHECKING:  # a module that loads transformers
-    from outrider.engines.torch.model_families import AudioInput
+    from outrider.engines.torch.model_families import AudioFeatures
 
 ENDED_EARLY = (GeneratorExit, CancelledError)  # the caller ended the generation between two forwards
 
@@ -46,21 +55,25 @@ ENDED_EARLY = (GeneratorExit, CancelledError)  # the caller ended the generation
 class GenerationContext:
     """The parts of a `SpeculativeDecoder` that all its generations use.
 
-    lock: guards `guarantees` and the controller of `draft_length`, which learn from every generation.
-    tokenizer, audio_encoder: those of the engine that encodes prompts, or None.
+    lock: guards `guarantees`, `acceptance` and the controller of `draft_length`, which learn from every generation.
+    tokenizer, audio_encoder: those of the engine that encodes prompts, or None. codecs: the tokenizers of drafter and
+    verifier, if they differ.
     """
 
     options: ResolvedOptions
     draft: Engine | None
+    lookup: PromptLookup | None
     verifier: Verifier | None
     draft_length: DraftLength | None
+    acceptance: AcceptanceModel
     with_signals: bool
     pair: ModelPair
     thread_guard: ThreadGuard
     guarantees: GuaranteeTracker
     lock: threading.Lock
     tokenizer: Tokenizer | None
-    audio_encoder: AudioInput | None
+    audio_encoder: AudioFeatures | None
+    codecs: tuple[TextCodec, TextCodec] | None = None
 
     def decode(self, ids: list[int], *, skip_special: bool = True) -> str:
         """Return the text of token ids, empty without a tokenizer."""
@@ -73,6 +86,17 @@ class GenerationContext:
         transcript = IncrementalDetokenizer(self.decode)
         return [transcript.append(token) for token in ids]
 
+    @property
+    def verifies_all(self) -> bool:
+        """Return whether no token can be committed without a verdict."""
+        options = self.options
+        return self.verifier is not None and options.gate.exact and options.on_cloud_loss != "edge-only"
+
+    def describe_logprobs(self, logprobs: Logprobs) -> TokenLogprob:
+        """Return the log-probabilities at one position with the texts of their tokens."""
+        to_bytes = None if self.tokenizer is None else get_detokenizer(self.tokenizer).token_bytes
+        return TokenLogprob.build(logprobs, to_bytes)
+
     def hides_audio(self, prompt: Prompt) -> bool:
         """Return whether the verifier gets less of the prompt than the drafter."""
         return self.verifier is not None and self.options.privacy == "tokens" and prompt.has_audio
@@ -84,7 +108,8 @@ class Generation:
     handshake: the models at its start, on which it relies to its end. warnings: for the result.
 
     Raises:
-        SettingsError: a stop rule needs text, and there is no tokenizer.
+        SettingsError: a stop rule needs text, and there is no tokenizer. Or log-probabilities are requested of drafts
+            that have none. Or the grammar cannot be compiled.
     """
 
     def __init__(
@@ -103,7 +128,15 @@ class Generation:
         rules = StopRules(settings.max_new_tokens, eos, settings.stop, settings.sentences, settings.min_new_tokens)
         if rules.needs_text and context.tokenizer is None:
             raise SettingsError("stop strings and sentences need a tokenizer, and the model came without one")
+        if settings.logprobs is not None and context.codecs is not None and not context.verifies_all:
+            raise SettingsError(
+                "logprobs: unverified tokens of a drafter with another tokenizer have none. Let verdicts decide all "
+                "tokens: gate always, and on_cloud_loss fail or wait"
+            )
         self._decoder = Decoder(prompt.ids, self._plan(rules), self._decode if rules.needs_text else None)
+        self._grammar = None
+        if settings.grammar is not None and context.tokenizer is not None:  # else the cloud alone compiles it
+            self._grammar = compile_grammar(settings.grammar, context.tokenizer, handshake.target.eos_ids)
         self._byte_counts = ByteCounts()
         if not handshake.is_complete:
             self._decoder.on_verifier_lost()
@@ -143,7 +176,10 @@ class Generation:
                 if event.index == len(transcript.ids):
                     transcript.append(event.token)
                 kind, text = event.kind, transcript.pieces[event.index]
-                yield StreamEvent(kind, event.index, event.token, text, event.source, event.signals, event.settled)
+                logprob = None if event.logprobs is None else self._context.describe_logprobs(event.logprobs)
+                yield StreamEvent(
+                    kind, event.index, event.token, text, event.source, event.signals, event.settled, logprob
+                )
         return self.result()
 
     def result(self) -> Result:
@@ -174,6 +210,7 @@ class Generation:
             risk=report.risk,
             ledger=self._byte_counts.to_json(),
             pieces=context.split_text(ids),
+            logprobs=[context.describe_logprobs(each) for each in decoder.logprobs()],
         )
 
     # Opening ------------------------------------------------------------------------------------------------
@@ -194,21 +231,68 @@ class Generation:
             options.parsed_loop_rule,
         )
 
-    def open_drafter(self) -> Drafter | None:
+    def open_drafter(self) -> Proposer | None:
         """Return the drafter on a new sequence, or None in cloud-only decoding."""
         context, handshake, options = self._context, self._handshake, self._context.options
-        if context.draft is None or context.draft_length is None:
+        if context.draft_length is None:
             return None
+        needs_q = options.acceptance_rule.needs_q and context.verifier is not None
         policy = Policy.build(
-            self._settings, handshake.target.eos_ids, handshake.draft_vocabulary, len(self.prompt.ids)
+            self._settings,
+            handshake.target.eos_ids,
+            handshake.draft_vocabulary,
+            len(self.prompt.ids),
+            self._grammar,
         )
+        lookup = None if context.lookup is None else self._open_lookup(context.lookup, policy, needs_q=needs_q)
+        if context.draft is None:
+            return lookup
+        per_token = not self._decoder.plan.is_block_invariant
+        model: Proposer
+        if context.codecs is None:
+            model = self._open_model(context.draft, self.prompt, policy, needs_q=needs_q)
+        else:
+            model = self._open_translated(context.draft, context.codecs, policy, per_token=per_token)
+        if lookup is None:
+            return model
+        return CombinedDrafter(model, lookup, context.acceptance, per_token=per_token)
+
+    def _open_model(self, engine: Engine, prompt: Prompt, policy: Policy, *, needs_q: bool) -> Drafter:
+        context = self._context
+        needs_signals = context.with_signals or context.options.gate.needs_signals
+        assert context.draft_length is not None  # there is a drafter
         return Drafter(
-            open_sequence(context.draft, self.prompt, "drafter"),
+            open_sequence(engine, prompt, "drafter"),
             policy,
-            needs_signals=context.with_signals or options.gate.needs_signals or context.draft_length.needs_signals,
-            needs_q=options.acceptance_rule.needs_q and context.verifier is not None,
+            needs_signals=needs_signals or context.draft_length.needs_signals,
+            needs_q=needs_q,
             cancellation=self._cancellation,
         )
+
+    def _open_translated(
+        self, engine: Engine, codecs: tuple[TextCodec, TextCodec], policy: Policy, *, per_token: bool
+    ) -> TranslatedDrafter:
+        settings = edge_settings(self._settings, greedy=self._context.options.gate.exact)
+
+        def open_model(ids: list[int]) -> Drafter:
+            edge_policy = Policy.build(settings, engine.eos_ids, engine.vocab_size, len(ids))
+            prompt = Prompt(tuple(ids), cache_salt=self.prompt.cache_salt)
+            return self._open_model(engine, prompt, edge_policy, needs_q=False)
+
+        return TranslatedDrafter(
+            codecs,
+            self.prompt.ids,
+            open_model,
+            policy,
+            edge_eos_ids=engine.eos_ids,
+            target_eos_ids=self._handshake.target.eos_ids,
+            max_length=engine.max_length,
+            per_token=per_token,
+        )
+
+    def _open_lookup(self, lookup: PromptLookup, policy: Policy, *, needs_q: bool) -> LookupDrafter:
+        index, placeholder = NgramIndex(lookup.min_ngram, lookup.max_ngram), self._handshake.target.placeholder
+        return LookupDrafter(index, policy, placeholder=placeholder, needs_q=needs_q)
 
     def _open_session(self) -> VerifierSession | None:
         context, options = self._context, self._context.options
@@ -216,7 +300,7 @@ class Generation:
             return None
         prompt = self._redacted_prompt()
         vocabulary, hides_audio = self._handshake.target_vocabulary, context.hides_audio(self.prompt)
-        params = SessionParams(self._settings, options.accept, vocabulary, hides_audio)
+        params = SessionParams(self._settings, options.accept, vocabulary, hides_audio, self._grammar)
         return VerifierSession(
             context.verifier, lambda verifier: verifier.open(prompt, params), options.on_cloud_loss, self._cancellation
         )
@@ -232,8 +316,11 @@ class Generation:
         assert encoder is not None  # it encoded the recording
         return replace(prompt, audio=None, features=encoder.features(prompt.audio))
 
-    def _run_driver(self, drafter: Drafter | None, session: VerifierSession | None) -> Iterator[Event]:
-        observer = RoundObserver(self._decoder, lock=self._context.lock)
+    def _run_driver(self, drafter: Proposer | None, session: VerifierSession | None) -> Iterator[Event]:
+        context = self._context
+        acceptance = None if context.lookup is None else context.acceptance
+        in_bursts = context.codecs is not None
+        observer = RoundObserver(self._decoder, lock=context.lock, acceptance=acceptance, in_bursts=in_bursts)
         if drafter is not None and session is not None and self._context.options.driver == "pipelined":
             return pipelined(self._decoder, drafter, session, observer)
         return sequential(self._decoder, drafter, None if session is None else session.verify, observer)

@@ -6,11 +6,12 @@ import logging
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.config import GenerationSettings, OnCloudLoss
 from outrider.edge.cancellation import Cancellation, chain_future
 from outrider.engines.base import Engine, Prompt
+from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import CloudLost, ContextError, OutriderError, PromptError, SettingsError, StateError
 from outrider.prompts.audio import check_length
 from outrider.verifiers.base import Connectable, ModelInfo, Verifier, match_vocabularies
@@ -46,14 +47,15 @@ class Handshake:
         Raises:
             PromptError, AudioError: a model cannot read the prompt.
             ContextError: prompt and output are longer than a model's context.
-            SettingsError: suppress_tokens holds an id that the target does not have.
+            SettingsError: suppress_tokens or logit_bias holds an id that the target does not have.
         """
         highest = max(prompt.ids)
         for side in reversed(self.models):
             if highest >= side.row_count:
                 raise PromptError(f"{side.name} cannot read token {highest}: it has {side.row_count} rows")
-        if any(token >= self.target_vocabulary for token in settings.suppress_tokens):
-            raise SettingsError(f"suppress_tokens: ids go up to {self.target_vocabulary - 1}")
+        for name, tokens in (("suppress_tokens", settings.suppress_tokens), ("logit_bias", dict(settings.logit_bias))):
+            if any(token >= self.target_vocabulary for token in tokens):
+                raise SettingsError(f"{name}: ids go up to {self.target_vocabulary - 1}")
         if prompt.audio is not None:
             if not self.target.audio_seconds:
                 raise PromptError(f"{self.target.name} takes no audio, so it cannot verify drafts about a recording")
@@ -72,7 +74,9 @@ class ModelPair:
 
     state: the connected models. on_loss: the policy for an unreachable verifier. "fail" raises, "wait" retries, and
     "edge-only" decodes without it until `connect` succeeds, and after an outage does not retry for a while. reader: the
-    engine that encodes the prompts without a drafter. lazy: connect at the first `connect`, not at construction.
+    engine that encodes the prompts without a draft model, or if the drafts are translated. translates: the drafter has
+    another tokenizer than the verifier, and the reader has the verifier's. lazy: connect at the first `connect`, not at
+    construction.
 
     Raises: as `connect`, unless it is lazy.
     """
@@ -83,11 +87,14 @@ class ModelPair:
         verifier: Verifier | None,
         on_loss: OnCloudLoss,
         *,
-        reader: Engine | None = None,
+        reader: Engine | PromptLookup | None = None,
+        translates: bool = False,
         lazy: bool = False,
     ) -> None:
         self._verifier, self._on_loss = verifier, on_loss
         sides = () if draft is None else (describe(draft),)
+        if draft is not None and reader is not None and translates:
+            sides = (replace(describe(reader), name=draft.name, max_length=None),)
         self._edge = describe(reader) if reader is not None and draft is None else next(iter(sides), None)
         size = sides[0].vocab_size if sides else 0
         self.state = self._edge_only = Handshake(sides, size, size, is_complete=verifier is None)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
+from outrider.decoding.actions import Proposal
+from outrider.decoding.adaptive_draft_length import AcceptanceModel, Confidence, DraftLengthController
 from outrider.decoding.decoder import Decoder
 from outrider.sampling.acceptance import Verdict
 
@@ -16,56 +19,106 @@ class RoundObserver:
     """Reports the rounds of one generation to its decoder's draft length controller.
 
     Nothing is reported if the output depends on its division into blocks: no clock may influence an output. The seconds
-    of the first draft and the first verdict include the prefill, so they are left out. So are those of the first plain
-    token after a speculative round, which may start a stream of the verifier. lock: serialises the reports of
-    concurrent generations. The controller is read without it, since a partial update does no harm.
+    of the first draft of each source and of the first verdict include the prefill, so they are left out. So are those
+    of the first plain token after a speculative round, which may start a stream of the verifier. acceptance: learns
+    from the verdicts if there is no controller, whose own model does otherwise. lock: serialises the reports of
+    concurrent generations. The controller is read without it, since a partial update does no harm. in_bursts: some
+    drafts take no time, since an earlier one of the round has done their work, so that rounds are timed in place of
+    drafts.
     """
 
     def __init__(
-        self, decoder: Decoder, clock: Clock = time.perf_counter, *, lock: threading.Lock | None = None
+        self,
+        decoder: Decoder,
+        clock: Clock = time.perf_counter,
+        *,
+        lock: threading.Lock | None = None,
+        acceptance: AcceptanceModel | None = None,
+        in_bursts: bool = False,
     ) -> None:
         self._lock = lock or threading.Lock()
         draft_length, is_block_invariant = decoder.plan.draft_length, decoder.plan.is_block_invariant
         self._controller = draft_length.controller if draft_length is not None and is_block_invariant else None
+        self._acceptance = acceptance if is_block_invariant and self._controller is None else None
         self._decoder, self.clock = decoder, clock
         self._drafted_since_verdict, self._draft_seconds = 0, 0.0
+        self._in_bursts = in_bursts
+        self._known_sources: set[bool] = set()  # whether drafts were looked up
+        self._bursts: dict[bool, tuple[int, float]] = {}  # tokens and seconds of this round by source
+        self._has_drafted = False
+        self._is_unmatched = False  # the last draft was empty
         self._is_plain = False  # the last verdict was one of plain decoding
 
-    def record_draft(self, count: int, started: float) -> None:
-        """Report a draft of `count` tokens. Call it before the decoder gets them."""
-        self._drafted_since_verdict += count
+    def record_draft(self, proposals: Seq[Proposal], started: float) -> None:
+        """Report a draft of one source. Call it before the decoder gets it."""
+        self._drafted_since_verdict += len(proposals)
+        self._is_unmatched = not proposals
         if self._controller is None:
             return
-        seconds, unread = self.clock() - started, self._decoder.unread_length
+        if not proposals:
+            self._record_vain_draft(self._controller, self.clock() - started)
+            return
+        seconds, is_lookup = self.clock() - started, proposals[0].match_length > 0
+        unread = 0 if is_lookup else self._decoder.unread_length
         with self._lock:
             if unread:
-                reading = max(seconds - count * self._controller.times.draft_seconds, 0.0)
+                drafting = len(proposals) * self._controller.times.draft_seconds_of(is_lookup=False)
+                reading = max(seconds - drafting, 0.0)
                 self._controller.switch.read(unread, reading)
                 seconds -= reading
-            if self._decoder.stats.drafted and not unread:
-                self._controller.drafted(count, seconds)
+            elif is_lookup in self._known_sources:
+                self._record_times(self._controller, len(proposals), seconds, is_lookup=is_lookup)
+        self._known_sources.add(is_lookup)
+        self._has_drafted = True
         self._draft_seconds += seconds
+
+    def _record_times(self, controller: DraftLengthController, tokens: int, seconds: float, *, is_lookup: bool) -> None:
+        if not self._in_bursts:
+            controller.drafted(tokens, seconds, is_lookup=is_lookup)
+            return
+        earlier_tokens, earlier_seconds = self._bursts.get(is_lookup, (0, 0.0))
+        self._bursts[is_lookup] = earlier_tokens + tokens, earlier_seconds + seconds
+
+    def _record_vain_draft(self, controller: DraftLengthController, seconds: float) -> None:
+        """Report a draft without proposals. The first one of the generation is a prefill."""
+        with self._lock:
+            if self._has_drafted:
+                controller.switch.drafted_in_vain(seconds)
+            else:
+                controller.switch.read(self._decoder.unread_length, seconds)
+        self._has_drafted = True
 
     def record_verdict(self, verdict: Verdict, started: float) -> None:
         """Report a verdict. Call it before the decoder gets it."""
-        drafted, self._drafted_since_verdict = self._drafted_since_verdict, 0
-        draft_seconds, self._draft_seconds = self._draft_seconds, 0.0
-        if self._controller is None:
-            return
-        seconds = self.clock() - started if verdict.round > 1 else None
-        logprobs = [None if p.signals is None else p.signals.logprob for p in self._decoder.pending_proposals]
-        was_plain, self._is_plain = self._is_plain, not logprobs
+        confidences = [proposal.confidence for proposal in self._decoder.pending_proposals]
         with self._lock:
-            if verdict.round == 1:
-                self._controller.switch.begin_generation()
-            if not logprobs:
-                self._controller.decoded_plain(seconds if was_plain else None)
-                return
-            self._controller.decided(
-                logprobs,
-                verdict.accepted,
-                drafted=drafted,
-                seconds=seconds,
-                compute=verdict.compute_s,
-                draft_seconds=draft_seconds,
-            )
+            if self._acceptance is not None:
+                self._acceptance.update(confidences, verdict.accepted)
+            if self._controller is not None:
+                self._report(self._controller, verdict, confidences, started)
+        self._drafted_since_verdict, self._draft_seconds, self._bursts = 0, 0.0, {}
+        self._is_unmatched, self._is_plain = False, not confidences
+
+    def _report(
+        self,
+        controller: DraftLengthController,
+        verdict: Verdict,
+        confidences: Seq[Confidence | None],
+        started: float,
+    ) -> None:
+        seconds = self.clock() - started if verdict.round > 1 else None
+        for is_lookup, (tokens, drafting) in self._bursts.items():
+            controller.drafted(tokens, drafting, is_lookup=is_lookup)
+        if verdict.round == 1:
+            controller.switch.begin_generation()
+        if not confidences:
+            controller.decoded_plain(seconds if self._is_plain else None, is_unmatched=self._is_unmatched)
+            return
+        controller.decided(
+            confidences,
+            verdict.accepted,
+            drafted=self._drafted_since_verdict,
+            seconds=seconds,
+            compute=verdict.compute_s,
+            draft_seconds=self._draft_seconds,
+        )

@@ -28,6 +28,7 @@ from outrider.hints import install_command
 if TYPE_CHECKING:
     from outrider.engines.llama_cpp.engine import GgufEngine
     from outrider.engines.torch.engine import TorchEngine
+    from outrider.engines.torch.model_families import AudioFeatures
 
 log = logging.getLogger(__name__)
 
@@ -168,13 +169,89 @@ def resolve_path(name: str) -> str:
     return name
 
 
+def load_tokenizer(name: str) -> Any:
+    """Load the tokenizer of a directory, a hub id or a bundled checkpoint. No weights are needed.
+
+    Raises:
+        ModelError: there is no such directory, it holds no tokenizer, or the tokenizer cannot be loaded.
+        StateError: this process was forked from one that had loaded a model.
+    """
+    path = resolve_tokenizer_path(name)
+    check_process()
+    with LOAD_LOCK, warnings.catch_warnings(), map_load_errors(name, "cannot load the tokenizer of"):
+        warnings.simplefilter("ignore")
+        tokenizer = _load_tokenizer(path)
+    if tokenizer is None:
+        raise ModelError(f"{name} holds no tokenizer: expected one of {', '.join(_TOKENIZER_FILES)}")
+    return tokenizer
+
+
+def load_audio_features(name: str) -> AudioFeatures | None:
+    """Load the weightless part of a checkpoint's audio encoder: config.json and preprocessor_config.json.
+
+    Returns None without these files, and for a text model.
+
+    Raises:
+        ModelError: a file cannot be used.
+    """
+    path = resolve_tokenizer_path(name)
+    with LOAD_LOCK, warnings.catch_warnings(), map_load_errors(name, "cannot load the audio settings of"):
+        warnings.simplefilter("ignore")
+        if find_file(path, "config.json") is None:
+            return None
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        extractor = _load_extractor(path) if config.model_type in _AUDIO_TYPES else None
+        if extractor is None:
+            return None
+        from outrider.engines.torch.model_families import audio_features
+
+        return audio_features(getattr(config, "thinker_config", config), extractor)
+
+
+def read_eos_ids(name: str) -> tuple[object, ...]:
+    """Return the end tokens of a checkpoint's generation_config.json, unchecked and without loading the model.
+
+    Raises:
+        ModelError: the file is not valid JSON.
+    """
+    with map_load_errors(name, "cannot read the end tokens of"):
+        file = find_file(resolve_tokenizer_path(name), "generation_config.json")
+        eos = None if file is None else read_json(file, name).get("eos_token_id")
+    return () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+
+
+def resolve_tokenizer_path(name: str) -> str:
+    """Return the directory of a local tokenizer, or a hub id unchanged. A config.json is not needed.
+
+    Raises:
+        ModelError: the name is neither an existing directory nor of the form "owner/name".
+    """
+    if not name.strip():
+        raise ModelError("a tokenizer's name is empty: give its directory or a hub id, as in lookup:DIRECTORY")
+    if name.endswith(".gguf"):
+        raise ModelError(f"{name}: the tokenizer of a .gguf file cannot be loaded alone: give a tokenizer's directory")
+    path = Path(name).expanduser()
+    if full_name(name) in _BUNDLED_NAMES:
+        return resolve_path(name)
+    if not path.is_dir() and (path.exists() or not _HUB_ID.fullmatch(name)):
+        raise ModelError(f"no such tokenizer: {name} (give a directory or a hub id)")
+    return str(path)
+
+
 def captions_only(name: str) -> bool:
     """Return whether a model takes recordings alone as prompts, without loading it. False if only loading shows it.
+
+    name: a model, or the directory of its tokenizer.
 
     Raises:
         ModelError: no such model, or its config.json is not valid.
     """
-    config = Path(resolve_path(name)) / "config.json"  # of a hub id it need not be on this machine
+    folder = Path(name).expanduser()
+    if full_name(name) in _BUNDLED_NAMES or not folder.is_dir():
+        folder = Path(resolve_path(name))
+    config = folder / "config.json"  # of a hub id it need not be on this machine
     return config.is_file() and is_captions_only(read_json(config, name).get(TASKS))
 
 

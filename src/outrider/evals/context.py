@@ -16,7 +16,9 @@ import transformers
 
 import outrider
 from outrider.config import GenerationSettings
+from outrider.edge.prompt_reader import needs_translation
 from outrider.engines.base import Engine
+from outrider.engines.prompt_lookup import PromptLookup
 from outrider.engines.torch.engine import TorchEngine
 from outrider.evals import baselines
 from outrider.evals.baselines import Assistance, TransformersBaseline
@@ -31,12 +33,18 @@ from outrider.verifiers.local import LocalVerifier, describe
 
 @dataclass(frozen=True)
 class EvalContext:
-    """The models of a run, loaded once for all modes, and the decoding settings. draft or verifier may be None."""
+    """The models of a run, loaded once for all modes, and the decoding settings. draft or verifier may be None.
+
+    lookup: drafts without `draft`, or together with it. target_tokenizer: the verifier's, if it is not in this process
+    and differs from the drafter's.
+    """
 
     draft: Engine | None
     verifier: Verifier | None
     setup: Setup
     assistance: Assistance
+    lookup: PromptLookup | None = None
+    target_tokenizer: PromptLookup | None = None
 
     @property
     def target(self) -> Engine | None:
@@ -62,16 +70,35 @@ class EvalContext:
 
         kept, left_out = select_modes(requested, reason)
         left_out = {name: reason for name, reason in left_out.items() if name in names}
-        encoder = Encoder(self.draft, self.target)
-        return [self._mode(name, encoder) for name in kept], left_out
+        return [self._mode(name, self._encoder(name)) for name in kept], left_out
+
+    def _encoder(self, mode: str) -> Encoder:
+        """Return the encoder of a mode's prompts. Their ids are the drafter's in edge-only decoding alone."""
+        reader = self._reader
+        if mode != "edge-only" and reader is not None:
+            return Encoder(reader)
+        return Encoder(self.draft, self._tokenizer, self.target)
+
+    @property
+    def _reader(self) -> Engine | PromptLookup | None:
+        """The engine or tokenizer that encodes prompts for a target with another tokenizer than the drafter's."""
+        target = self.target_tokenizer or self.target
+        if self.draft is None or target is None or not needs_translation(self.draft, target):
+            return None
+        return target
 
     def _mode(self, name: str, encoder: Encoder) -> Mode:
         if name in OURS:
-            return build(name, self.draft, self.verifier, self.setup, encoder)
+            return build(name, self.draft, self.verifier, self.setup, encoder, self.lookup)
         target, assistant = self.target, self.draft if name == "assisted" else None
         assert isinstance(target, TorchEngine)  # other engines have an unsupported_reason
         assert isinstance(assistant, TorchEngine | None)
         return TransformersBaseline(target, encoder, self.settings, assistant, self.assistance)
+
+    @property
+    def _tokenizer(self) -> PromptLookup | None:
+        """The prompt lookup if it has a tokenizer, else None."""
+        return self.lookup if self.lookup is not None and self.lookup.tokenizer is not None else None
 
     def tracer(self) -> Tracer:
         """Return the function that records an item's trace."""
@@ -83,11 +110,15 @@ class EvalContext:
     def models(self) -> Row:
         """Return the descriptions of edge and cloud."""
         edge = None if self.draft is None else describe_engine(self.draft)
+        if self.lookup is not None:
+            sizes = {"min_ngram": self.lookup.min_ngram, "max_ngram": self.lookup.max_ngram}
+            edge = {**(edge or {"name": self.lookup.name}), "lookup": sizes}
         if self.target is not None:
             return {"edge": edge, "cloud": describe_engine(self.target)}
         if self.verifier is None:
             return {"edge": edge, "cloud": None}
-        cloud = self.verifier.describe(None if self.draft is None else describe(self.draft))
+        reader = self._reader or self.draft or self._tokenizer
+        cloud = self.verifier.describe(None if reader is None else describe(reader))
         return {"edge": edge, "cloud": {"name": cloud.name, "vocabulary": cloud.fingerprint}}
 
 

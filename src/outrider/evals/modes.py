@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from outrider.api import SpeculativeDecoder
 from outrider.decoding.options import DecodingOptions
 from outrider.decoding.result import TIME_FIELDS, GuaranteeTracker, Result
 from outrider.engines.base import Engine, Prompt
 from outrider.engines.prefix_cache import unique_salt
+from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import OutriderError, SettingsError
 from outrider.evals.manifest import Item
 from outrider.evals.store import Row
@@ -72,13 +73,16 @@ class Setup:
 
 
 def unsupported_reason(
-    mode: str, options: DecodingOptions, *, edge: bool, cloud: str, limited: bool = False
+    mode: str, options: DecodingOptions, *, edge: bool, cloud: str, limited: bool = False, lookup: bool = False
 ) -> str | None:
     """Return why a mode cannot run with these options, or None if it can.
 
-    cloud: "none", "local", or a kind of remote verifier. limited: the edge is pinned to threads of its own.
+    edge: there is a draft model. cloud: "none", "local", or a kind of remote verifier. limited: the edge is pinned to
+    threads of its own. lookup: prompt lookup drafts, without a draft model or together with it.
     """
-    if mode in ("edge-only", "exact", "gated", "assisted") and not edge:
+    if mode in ("edge-only", "assisted") and lookup and not edge:
+        return "prompt lookup has no model of its own: give --edge MODEL+lookup"
+    if mode in ("edge-only", "exact", "gated", "assisted") and not (edge or lookup):
         return "there is no edge model"
     if mode != "edge-only" and cloud == "none":
         return "there is no cloud model"
@@ -113,14 +117,14 @@ def select_modes(requested: Sequence[str], reason_for: Callable[[str], str | Non
 
 
 class Encoder:
-    """Encodes the prompts of items for all models, with the first engine that can."""
+    """Encodes the prompts of items for all models, with the first engine or tokenizer of prompt lookup that can."""
 
-    def __init__(self, *engines: Engine | None) -> None:
+    def __init__(self, *engines: Engine | PromptLookup | None) -> None:
         self._engines = [engine for engine in engines if engine is not None]
 
     @property
-    def reader(self) -> Engine:
-        """Return the engine that provides the tokenizer."""
+    def reader(self) -> Engine | PromptLookup:
+        """Return the engine or prompt lookup that provides the tokenizer."""
         return self._engines[0]
 
     def __call__(self, item: Item) -> Prompt:
@@ -199,16 +203,24 @@ class DecoderMode:
         return ItemResult(facts, timing)
 
 
-def build(name: str, draft: Engine | None, verifier: Verifier | None, setup: Setup, encoder: Encoder) -> DecoderMode:
-    """Build one of Outrider's modes on loaded models."""
+def build(
+    name: str,
+    draft: Engine | None,
+    verifier: Verifier | None,
+    setup: Setup,
+    encoder: Encoder,
+    lookup: PromptLookup | None = None,
+) -> DecoderMode:
+    """Build one of Outrider's modes on loaded models. lookup: drafts in exact and gated, without `draft` or with it."""
     options = setup.options
     if name == "edge-only":
-        options, verifier = options.for_mode("edge-only"), None
+        options, verifier, lookup = options.for_mode("edge-only"), None, None
     elif name == "cloud-only":
-        options, draft = options.for_mode("cloud-only"), None
+        options, draft, lookup = options.for_mode("cloud-only"), None, None
     elif name == "exact":
         options = replace(options, gate="always", accept="exact", scope="block")
-    decoder = EncodedDecoder(draft, verifier, reader=encoder.reader, **options.keywords())
+    sources: tuple[Any, Any] = (lookup, None) if draft is None else (draft, lookup)
+    decoder = EncodedDecoder(sources[0], verifier, lookup=sources[1], reader=encoder.reader, **options.keywords())
     return DecoderMode(name, decoder, encoder, setup.generation)
 
 

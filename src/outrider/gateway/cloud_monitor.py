@@ -11,6 +11,7 @@ from contextlib import suppress
 from outrider.edge.cancellation import Cancellation
 from outrider.edge.model_pair import ModelPair
 from outrider.engines.base import Engine
+from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import CloudError, CloudLost, OutriderError
 from outrider.verifiers.base import Verifier, disconnect
 
@@ -23,14 +24,25 @@ RETRY_DELAY_S = 1.0  # s between two attempts, each of which lasts up to the ver
 class CloudMonitor:
     """The handshake with a cloud, then regular checks that it is reachable.
 
-    verifier: used for the handshake alone, and disconnected after it. hosts: addresses, of which one must accept
-    connections for the cloud to count as reachable.
+    engine: of the edge, or its prompt lookup. verifier: used for the handshake alone, and disconnected after it. hosts:
+    addresses, of which one must accept connections for the cloud to count as reachable. target_tokenizer: the cloud's,
+    to which drafts are translated.
     """
 
-    def __init__(self, engine: Engine, verifier: Verifier, hosts: Sequence[tuple[str, int]] = ()) -> None:
+    def __init__(
+        self,
+        engine: Engine | PromptLookup,
+        verifier: Verifier,
+        hosts: Sequence[tuple[str, int]] = (),
+        *,
+        target_tokenizer: PromptLookup | None = None,
+    ) -> None:
         self._hosts = hosts
         self._unreachable_reason: str | None = None
-        self._pair, self._verifier = ModelPair(engine, verifier, "fail", lazy=True), verifier
+        model = None if isinstance(engine, PromptLookup) else engine
+        reader, translates = target_tokenizer or engine, target_tokenizer is not None
+        self._pair = ModelPair(model, verifier, "fail", reader=reader, translates=translates, lazy=True)
+        self._verifier = verifier
         self._cancellation, self._closed = Cancellation(), threading.Event()
         self._attempted = threading.Event()  # the first attempt has ended
         self._outcome: Future[str] = Future()

@@ -12,7 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 from outrider.api import SpeculativeDecoder
 from outrider.config import DecodingMode, check_choice
 from outrider.decoding.options import DecodingOptions
+from outrider.edge.prompt_reader import needs_translation
 from outrider.engines.base import Engine
+from outrider.engines.prompt_lookup import PromptLookup
 from outrider.engines.shared_engine import share
 from outrider.errors import CloudError, SettingsError
 from outrider.netem.conditions import parse_conditions
@@ -72,12 +74,24 @@ class _PooledVerifier:
 class DecoderPool:
     """Decoders on one engine, and verifiers. The most recently used ones are kept.
 
-    engine: drafts, and tokenises all prompts. cloud: returns a verifier behind the emulated network that a text names
-    ("none" for none). None: there is no cloud.
+    engine: drafts, and tokenises all prompts. A prompt lookup with a tokenizer does so without a model. cloud: returns
+    a verifier behind the emulated network that a text names ("none" for none). None: there is no cloud. lookup: drafts
+    together with an engine. target_tokenizer: the cloud's. It encodes the prompts if the engine's differs.
     """
 
-    def __init__(self, engine: Engine, cloud: Callable[[str], Verifier] | None) -> None:
-        self.engine = share(engine)
+    def __init__(
+        self,
+        engine: Engine | PromptLookup,
+        cloud: Callable[[str], Verifier] | None,
+        *,
+        lookup: PromptLookup | None = None,
+        target_tokenizer: PromptLookup | None = None,
+    ) -> None:
+        self._model = None if isinstance(engine, PromptLookup) else share(engine)
+        self._lookup = engine if isinstance(engine, PromptLookup) else lookup
+        self.engine: Engine | PromptLookup = engine if self._model is None else self._model
+        translates = target_tokenizer is not None and needs_translation(engine, target_tokenizer)
+        self.target_tokenizer = target_tokenizer if translates else None
         self._cloud = cloud
         self._lock = threading.RLock()
         self._decoders: OrderedDict[RequestOptions, SpeculativeDecoder] = OrderedDict()
@@ -106,6 +120,17 @@ class DecoderPool:
             for old in others[: max(0, len(self._decoders) - MAX_DECODERS)]:
                 del self._decoders[old]
             return found
+
+    @property
+    def reader(self) -> Engine | PromptLookup:
+        """The engine or tokenizer that encodes prompts for the cloud."""
+        return self.target_tokenizer or self.engine
+
+    @property
+    def drafter(self) -> str:
+        """The source of drafts: "model", "lookup" or "model+lookup"."""
+        names = ["model"] * (self._model is not None) + ["lookup"] * (self._lookup is not None)
+        return "+".join(names)
 
     def pin(self, options: RequestOptions) -> SpeculativeDecoder:
         """Return `decoder(options)`, and never evict it or its verifier."""
@@ -148,12 +173,18 @@ class DecoderPool:
 
     def _build(self, options: RequestOptions) -> SpeculativeDecoder:
         draft = None if options.way == "cloud-only" else self.engine
-        verifier = None
+        verifier = lookup = None
+        if options.way == "edge-only" and self._model is None:
+            raise SettingsError(f"way 'edge-only' needs a draft model, and this gateway drafts with {self.engine.name}")
         if options.way != "edge-only":
             self._check_options(options)
             verifier = self._verifier(options.net)
+        if options.way == "speculative" and self._model is not None:
+            lookup = self._lookup
         kept = options.keywords()
-        return SpeculativeDecoder(draft, verifier, **kept, watch=options.watch, reader=self.engine, lazy=True)
+        return SpeculativeDecoder(
+            draft, verifier, lookup=lookup, **kept, watch=options.watch, reader=self.reader, lazy=True
+        )
 
     def _check_options(self, options: RequestOptions) -> None:
         """Check all that does not depend on the kind of cloud, before a connection is made."""
@@ -161,7 +192,13 @@ class DecoderPool:
             raise SettingsError("this gateway has no cloud: only the way edge-only works here")
         if options.net == CUT and options.on_cloud_loss == "wait":
             raise SettingsError("net 'cut' with on_cloud_loss 'wait' would wait forever: choose another on_cloud_loss")
-        options.resolve(has_drafter=options.way == "speculative", has_verifier=True, remote=True)
+        drafts = options.way == "speculative"
+        options.resolve(
+            has_drafter=drafts and self._model is not None,
+            has_verifier=True,
+            remote=True,
+            uses_lookup=drafts and self._lookup is not None,
+        )
 
     def _verifier(self, net: str) -> Verifier:
         assert self._cloud is not None  # by _check_options

@@ -6,9 +6,8 @@ import asyncio
 import logging
 import sys
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -17,16 +16,19 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from outrider.api import StreamEvent
 from outrider.decoding.result import Result
 from outrider.edge.cancellation import Cancellation
 from outrider.errors import AudioError, OutriderError, PromptError, SettingsError, StateError
-from outrider.gateway.access import Access
-from outrider.gateway.errors import QueueFull, RequestError, ShuttingDown, to_error_response
+from outrider.gateway.access import JSON, Access
+from outrider.gateway.choices import ChoiceStarts, merge
+from outrider.gateway.errors import JsonObject, RequestError, ShuttingDown, encode_json, to_error_response
 from outrider.gateway.metrics import Metrics
-from outrider.gateway.request_parsing import Defaults, ParsedRequest, attach_param, parse_request, validate_body
+from outrider.gateway.request_kind import Output, RequestKind
+from outrider.gateway.request_parsing import Defaults, ParsedRequest, attach_param
 from outrider.gateway.request_scheduler import GenerationTask, RequestScheduler
-from outrider.gateway.request_schema import ChatRequest, Request
-from outrider.gateway.response_building import Answer, error_event
+from outrider.gateway.tokenization import Tokenization
+from outrider.gateway.upload_limiter import UploadLimiter
 from outrider.prompts.audio import Audio
 from outrider.prompts.chat import PromptLike
 from outrider.prompts.tool_template import ToolChat
@@ -48,77 +50,23 @@ class ClientDisconnected(Exception):
     """The client has disconnected before its answer's end."""
 
 
-class UploadLimiter:
-    """Limits on requests before their generation begins: the number of uploads, and the bytes held.
-
-    One client may have as many uploads at once as there are slots and places in the queue, and `budget` bytes of bodies
-    and waiting prompts. All clients together may have twice that.
-    """
-
-    def __init__(self) -> None:
-        self._by_client: Counter[str] = Counter()
-        self._bytes: Counter[str] = Counter()
-
-    @contextmanager
-    def upload(self, client: str, room: int) -> Iterator[None]:
-        """Count an upload of this client, until the end of the block.
-
-        Raises:
-            QueueFull: there are too many uploads.
-        """
-        if self._by_client[client] >= room or self._by_client.total() >= 2 * room:
-            raise QueueFull(f"{self._by_client.total()} requests are being uploaded: try again later", 1.0)
-        self._by_client[client] += 1
-        try:
-            yield
-        finally:
-            _subtract(self._by_client, client, 1)
-
-    @contextmanager
-    def reserving(self, client: str, budget: int) -> Iterator[Callable[[int], None]]:
-        """Yield a function that adds bytes to this client's count, until the end of the block.
-
-        Raises (the function):
-            QueueFull: the client, or all clients together, would hold too many bytes.
-        """
-        reserved = 0
-
-        def reserve(size: int) -> None:
-            nonlocal reserved
-            if self._bytes[client] + size > budget or self._bytes.total() + size > 2 * budget:
-                message = f"the waiting requests take {self._bytes.total()} bytes already: try again later"
-                raise QueueFull(message, 1.0)
-            self._bytes[client] += size
-            reserved += size
-
-        try:
-            yield reserve
-        finally:
-            _subtract(self._bytes, client, reserved)
-
-
-def _subtract(counts: Counter[str], client: str, count: int) -> None:
-    counts[client] -= count
-    if not counts[client]:
-        del counts[client]
-
-
 @dataclass(frozen=True)
 class ActiveRequest:
-    """A waiting or running request."""
+    """A waiting or running request. cancellations: of its choices."""
 
     client: str
-    cancellation: Cancellation = field(default_factory=Cancellation)
+    cancellations: tuple[Cancellation, ...]
 
 
 @dataclass(frozen=True)
 class Gateway:
-    """State that the request handlers share. active_requests: by the answer's id."""
+    """State that the request handlers share. active_requests: by the answer's id. tokenization: of the edge's model."""
 
     scheduler: RequestScheduler
     access: Access
     defaults: Defaults
     metrics: Metrics
+    tokenization: Tokenization
     uploads: UploadLimiter = field(default_factory=UploadLimiter)
     active_requests: dict[str, ActiveRequest] = field(default_factory=dict)
 
@@ -131,7 +79,8 @@ class Gateway:
         active = self.active_requests.get(request_id)
         if active is None or active.client != client:
             raise RequestError("no running request has this id", param="id", code="not_found", status=404)
-        active.cancellation.mark_cloud_lost("the network is cut")
+        for cancellation in active.cancellations:
+            cancellation.mark_cloud_lost("the network is cut")
 
     @property
     def budget(self) -> int:
@@ -139,8 +88,8 @@ class Gateway:
         return max(PROMPT_BYTES * self.scheduler.room, MIN_BODIES_PER_CLIENT * self.access.max_body)
 
 
-async def handle_completion(http_request: HttpRequest, kind: type[Request], gateway: Gateway) -> Response:
-    """Answer one request for a completion.
+async def handle_generation(http_request: HttpRequest, kind: RequestKind, gateway: Gateway) -> Response:
+    """Answer one request that generates.
 
     Raises:
         OutriderError: the request failed, before any part of an answer was sent.
@@ -148,8 +97,7 @@ async def handle_completion(http_request: HttpRequest, kind: type[Request], gate
     client = gateway.access.authenticate(http_request)
     try:
         with gateway.uploads.upload(client, gateway.scheduler.room):
-            request = await _parse(http_request, client, kind, gateway)
-        answer = Answer(request, chat=issubclass(kind, ChatRequest))
+            request, answer = await _parse(http_request, client, kind, gateway)
         if request.stream:
             return await _respond_streaming(http_request, client, request, answer, gateway)
         return await _until_disconnect(http_request.receive, _respond_whole(client, request, answer, gateway))
@@ -158,23 +106,106 @@ async def handle_completion(http_request: HttpRequest, kind: type[Request], gate
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-async def _parse(http_request: HttpRequest, client: str, kind: type[Request], gateway: Gateway) -> ParsedRequest:
+async def handle_document(
+    http_request: HttpRequest, answer: Callable[[bytes, Defaults], JsonObject], gateway: Gateway
+) -> Response:
+    """Answer one request that generates nothing. answer: from its body, in a thread.
+
+    Raises:
+        OutriderError: the request is invalid.
+    """
+    client = gateway.access.authenticate(http_request)
+    try:
+        room = gateway.scheduler.room
+        with gateway.uploads.upload(client, room), gateway.uploads.reserving(client, gateway.budget) as reserve:
+            body = await gateway.access.read_body(http_request, reserve)
+            found = await asyncio.to_thread(answer, body, gateway.defaults)
+        return Response(encode_json(found), media_type=JSON)
+    except ClientDisconnect:
+        gateway.metrics.count_disconnect()
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def _parse(
+    http_request: HttpRequest, client: str, kind: RequestKind, gateway: Gateway
+) -> tuple[ParsedRequest, Output]:
     """Read and parse a request. Its body, which is large with a recording, is freed on return."""
     with gateway.uploads.reserving(client, gateway.budget) as reserve:
-        sent = await gateway.access.read_body(http_request, reserve)
-        body = validate_body(kind, sent)
+        sent = await gateway.access.read_body(http_request, reserve, kind.media_type)
+        given = (sent, http_request.headers.get("content-type", ""), gateway.defaults)
         if len(sent) <= INLINE_PARSE_BYTES:
-            return parse_request(body, gateway.defaults)
+            return kind.prepare(*given)
         # Decoding a recording takes long. In a thread it does not delay other streams.
-        return await _until_disconnect(http_request.receive, asyncio.to_thread(parse_request, body, gateway.defaults))
+        return await _until_disconnect(http_request.receive, asyncio.to_thread(kind.prepare, *given))
 
 
-async def _respond_whole(client: str, request: ParsedRequest, answer: Answer, gateway: Gateway) -> Response:
-    async with _run_generation(client, request, answer, gateway) as task:
-        async for events in task:
-            answer.note(events)
-    result = _result(task, gateway)
-    return Response(answer.body(result), media_type="application/json")
+async def _respond_whole(client: str, request: ParsedRequest, answer: Output, gateway: Gateway) -> Response:
+    results: dict[int, Result] = {}
+    async with aclosing(_run_choices(client, request, answer, gateway)) as items:
+        async for index, item in items:
+            if isinstance(item, Result):
+                results[index] = item
+            else:
+                answer.choices[index].note(item)
+    return Response(answer.body([results[index] for index in sorted(results)]), media_type=answer.media_type)
+
+
+async def _run_choices(
+    client: str, request: ParsedRequest, answer: Output, gateway: Gateway, queued: Callable[[], None] = lambda: None
+) -> AsyncGenerator[tuple[int, list[StreamEvent] | Result]]:
+    """Run the generations of all choices, and yield their events, and in the end their results, with their index.
+
+    The first error, and a disconnect of the client, end all of them.
+    """
+    active = ActiveRequest(client, tuple(Cancellation() for _ in answer.choices))
+    gateway.active_requests[answer.id] = active
+    starts = ChoiceStarts()
+    choices = [_run_choice(index, starts, active, request, gateway, queued) for index, _ in enumerate(answer.choices)]
+    try:
+        async with aclosing(merge(choices)) as items:
+            async for item in items:
+                yield item
+    finally:
+        del gateway.active_requests[answer.id]
+
+
+async def _run_choice(
+    index: int,
+    starts: ChoiceStarts,
+    active: ActiveRequest,
+    request: ParsedRequest,
+    gateway: Gateway,
+    queued: Callable[[], None],
+) -> AsyncGenerator[list[StreamEvent] | Result]:
+    """Run the generation of one choice, and yield its events and its result. It is cancelled at the end."""
+
+    async def begin() -> GenerationTask:
+        with gateway.uploads.reserving(active.client, gateway.budget) as reserve:
+            reserve(0 if index else _prompt_bytes(request.prompt))  # which all choices share
+            return await gateway.scheduler.start(
+                active.client,
+                request.prompt,
+                request.choice_settings(index),
+                request.options,
+                cache_salt=request.cache_salt,
+                provisional=request.provisional,
+                queued=queued,
+                cancellation=active.cancellations[index],
+            )
+
+    queued_at = time.perf_counter()
+    try:
+        async with starts.start(begin) as task:
+            gateway.metrics.observe_queue_wait(time.perf_counter() - queued_at)
+            try:
+                async for events in task:
+                    yield events
+                result = _result(task, gateway)
+            finally:
+                task.cancel()
+        yield result
+    except (PromptError, AudioError, SettingsError) as error:
+        raise attach_param(error, request) from error
 
 
 def _result(task: GenerationTask, gateway: Gateway) -> Result:
@@ -187,37 +218,6 @@ def _result(task: GenerationTask, gateway: Gateway) -> Result:
     if result.stats.cloud_lost:
         log.warning("an answer went on without the cloud")
     return result
-
-
-@asynccontextmanager
-async def _run_generation(
-    client: str, request: ParsedRequest, answer: Answer, gateway: Gateway, queued: Callable[[], None] = lambda: None
-) -> AsyncIterator[GenerationTask]:
-    """Yield a generation with a slot, and cancel it at the end of the block."""
-    queued_at, active = time.perf_counter(), ActiveRequest(client)
-    gateway.active_requests[answer.id] = active
-    try:
-        with gateway.uploads.reserving(client, gateway.budget) as reserve:
-            reserve(_prompt_bytes(request.prompt))
-            task = await gateway.scheduler.start(
-                client,
-                request.prompt,
-                request.settings,
-                request.options,
-                cache_salt=request.cache_salt,
-                provisional=request.provisional,
-                queued=queued,
-                cancellation=active.cancellation,
-            )
-        gateway.metrics.observe_queue_wait(time.perf_counter() - queued_at)
-        try:
-            yield task
-        finally:
-            task.cancel()
-    except (PromptError, AudioError, SettingsError) as error:
-        raise attach_param(error, request) from error
-    finally:
-        del gateway.active_requests[answer.id]
 
 
 def _prompt_bytes(prompt: PromptLike) -> int:
@@ -238,7 +238,7 @@ def _value_bytes(value: object) -> int:
 
 
 async def _respond_streaming(
-    http_request: HttpRequest, client: str, request: ParsedRequest, answer: Answer, gateway: Gateway
+    http_request: HttpRequest, client: str, request: ParsedRequest, answer: Output, gateway: Gateway
 ) -> Response:
     """Stream an answer.
 
@@ -246,9 +246,14 @@ async def _respond_streaming(
     `FIRST_CHUNK_TIMEOUT_S`. An error before that has its own HTTP status.
     """
     queued: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    chunks = _chunks(client, request, answer, gateway, lambda: queued.set_result(None))
+
+    def mark_queued() -> None:
+        if not queued.done():
+            queued.set_result(None)
+
+    chunks = _chunks(client, request, answer, gateway, mark_queued)
     disconnected = asyncio.create_task(_wait_disconnect(http_request.receive))
-    stream = _EventStream(chunks, disconnected, gateway.metrics, answer.id)
+    stream = _EventStream(chunks, disconnected, gateway.metrics, answer)
     try:
         events = (stream.first, disconnected, queued)
         await asyncio.wait(events, timeout=FIRST_CHUNK_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -263,14 +268,21 @@ async def _respond_streaming(
 
 
 async def _chunks(
-    client: str, request: ParsedRequest, answer: Answer, gateway: Gateway, queued: Callable[[], None]
+    client: str, request: ParsedRequest, answer: Output, gateway: Gateway, queued: Callable[[], None]
 ) -> AsyncGenerator[bytes]:
-    """Run the generation, and yield the chunks of its stream."""
-    async with _run_generation(client, request, answer, gateway, queued) as task:
-        async for events in task:
-            if chunk := answer.chunk(events):
+    """Run the generations, and yield the chunks of their stream."""
+    results: dict[int, Result] = {}
+    async with aclosing(_run_choices(client, request, answer, gateway, queued)) as items:
+        async for index, item in items:
+            choice = answer.choices[index]
+            if not isinstance(item, Result):
+                chunk = choice.chunk(item)
+            else:
+                results[index] = item
+                is_last = len(results) == len(answer.choices)
+                chunk = choice.last(item) + (answer.end([*results.values()]) if is_last else b"")
+            if chunk:
                 yield chunk
-        yield answer.last(_result(task, gateway))
 
 
 class _EventStream(Response):
@@ -283,13 +295,13 @@ class _EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, chunks: AsyncGenerator[bytes], disconnected: asyncio.Future[None], metrics: Metrics, request_id: str
+        self, chunks: AsyncGenerator[bytes], disconnected: asyncio.Future[None], metrics: Metrics, answer: Output
     ) -> None:
         self.status_code, self.background, self.body = 200, None, b""
         self.first = asyncio.ensure_future(anext(chunks))
-        self._chunks, self._disconnected, self._metrics = chunks, disconnected, metrics
+        self._chunks, self._disconnected, self._metrics, self._answer = chunks, disconnected, metrics, answer
         self._sent_at = 0.0  # by the loop's clock
-        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Request-Id": request_id})
+        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Request-Id": answer.id})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -327,7 +339,7 @@ class _EventStream(Response):
                 await self._send_chunk(send, chunk)
         except OutriderError as error:
             log.warning("a stream has failed", extra={"kind": type(error).__name__})
-            await send(_body_message(error_event(to_error_response(error))))
+            await send(_body_message(self._answer.error(to_error_response(error))))
         finally:
             pings.cancel()
         await send(_body_message(b"", more=False))

@@ -3,37 +3,40 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from outrider.errors import AudioError, ContextError, InputError, PromptError
+from outrider.config import SEED_LIMIT
+from outrider.errors import AudioError, ContextError, GrammarError, InputError, PromptError
 from outrider.gateway.decoder_pool import RequestOptions, Settings
 from outrider.gateway.errors import JsonObject, RequestError, with_param
 from outrider.gateway.generation_options import (
     build_notes,
     build_options,
     build_settings,
+    count_choices,
     find_field,
+    find_grammar_field,
     find_length_field,
     use_request_names,
 )
 from outrider.gateway.recordings import decode_recording, extract_base64
 from outrider.gateway.request_schema import (
+    FORMATS_MESSAGE,
     MODEL,
-    PARTS_MESSAGE,
     ROLES_MESSAGE,
     TOOL_CHOICE_MESSAGE,
-    UNSUPPORTED,
     AudioPart,
     ChatRequest,
     CompletionRequest,
     Message,
     OutriderOptions,
     Request,
+    StrictModel,
     TextPart,
 )
 from outrider.gateway.tools import RequestedTools, ToolSupport, message_fields, read_tools
@@ -43,6 +46,7 @@ from outrider.prompts.chat import PromptLike, check_text
 from outrider.prompts.tool_template import ToolChat
 
 R = TypeVar("R", bound=Request)
+M = TypeVar("M", bound=StrictModel)
 
 MAX_BYTES_BESIDE_RECORDING: Final = 2**21  # bytes of a body beside its recording: texts, ids and options
 RECORDING: Final = re.compile(rb'"data"\s*:\s*"[ !#-~]{1000,}')  # parses into a single string of ASCII
@@ -56,6 +60,7 @@ class Defaults:
 
     settings: fields of GenerationSettings. audio_seconds: the longest recording, 0 for a model without audio. text:
     False for a model that only takes recordings. tools: the edge's support of tools, or the reason why it has none.
+    decode: returns the text of token ids, None without a tokenizer.
     """
 
     options: RequestOptions = field(default_factory=RequestOptions)
@@ -64,6 +69,7 @@ class Defaults:
     text: bool = True
     edge: str = "the edge model"
     tools: ToolSupport | str = "tools: the model has no chat template with tools"
+    decode: Callable[[list[int]], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,9 @@ class ParsedRequest:
     """A valid request.
 
     notes: on its fields without effect, for the answer's warnings. field: the prompt's field. length_field: the field
-    that limits the output, if the request has one. tools: those that the answer may call.
+    that limits the output, if the request has one. tools: those that the answer may call. echo: the prompt's text, if
+    the answer begins with it. grammar_field: the field that holds the grammar, if it has one. n: choices of the answer.
+    candidates: generations, of which the likeliest are the choices. logprobs: report log-probabilities.
     """
 
     prompt: PromptLike
@@ -87,6 +95,15 @@ class ParsedRequest:
     field: str = "prompt"
     length_field: str | None = None
     tools: RequestedTools | None = None
+    echo: str = ""
+    grammar_field: str | None = None
+    n: int = 1
+    candidates: int = 1
+    logprobs: bool = False
+
+    def choice_settings(self, index: int) -> JsonObject:
+        """Return the settings of one choice, whose seed is the request's plus its index."""
+        return {**self.settings, "seed": (self.settings.get("seed", 0) + index) % SEED_LIMIT}
 
 
 def validate_body(kind: type[R], body: bytes) -> R:
@@ -95,19 +112,28 @@ def validate_body(kind: type[R], body: bytes) -> R:
     Raises:
         RequestError: the body is not valid JSON, or a field is unknown, missing, out of range or unsupported.
     """
-    data = _parse_json(body)
+    return validate(kind, parse_json(body))
+
+
+def validate(kind: type[M], data: JsonObject) -> M:
+    """Return the request in an object.
+
+    Raises:
+        RequestError: a field is unknown, missing, out of range or unsupported, or there is no such model.
+    """
     try:
         request = kind.model_validate(data)
     except ValidationError as error:
         raise _to_request_error(error, kind, data) from None
-    if request.model != MODEL:
+    model = getattr(request, "model", MODEL)
+    if model not in (MODEL, None):
         raise RequestError(
-            f"no such model: {request.model!r}: use {MODEL!r}", param="model", code="model_not_found", status=404
+            f"no such model: {model!r}: use {MODEL!r}", param="model", code="model_not_found", status=404
         )
     return request
 
 
-def _parse_json(body: bytes) -> JsonObject:
+def parse_json(body: bytes) -> JsonObject:
     """Parse a body. Only a recording may be long, because other values take more memory than their JSON text."""
     recording = RECORDING.search(body)
     if len(body) - (len(recording[0]) if recording is not None else 0) > MAX_BYTES_BESIDE_RECORDING:
@@ -137,11 +163,17 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
             "provisional tokens are reported in the chunks of a stream: set stream and outrider.tokens to true",
             param="outrider.provisional",
         )
-    settings = build_settings(request, options, defaults.settings)
     tools = read_tools(request, defaults.tools) if isinstance(request, ChatRequest) else None
+    calls = tools.grammar if tools is not None else None
+    settings = build_settings(request, options, defaults.settings, calls)
     tool_notes = build_tool_notes(request) if isinstance(request, ChatRequest) else []
+    prompt = _prompt(request, options, defaults, tools)
+    n, candidates = count_choices(request)
+    logprobs = settings["logprobs"] is not None
+    if candidates > n and not logprobs:
+        settings["logprobs"] = 0  # by which the choices are chosen
     return ParsedRequest(
-        prompt=_prompt(request, options, defaults, tools),
+        prompt=prompt,
         settings=settings,
         options=build_options(options, defaults.options),
         stream=bool(request.stream),
@@ -154,11 +186,19 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
         field="messages" if isinstance(request, ChatRequest) else "prompt",
         length_field=find_length_field(request),
         tools=tools,
+        echo=_echo(prompt, defaults, logprobs=logprobs) if getattr(request, "echo", None) else "",
+        grammar_field=find_grammar_field(request) if tools is None else tools.grammar_field,
+        n=n,
+        candidates=candidates,
+        logprobs=logprobs,
     )
 
 
 def attach_param(error: InputError, request: ParsedRequest) -> RequestError:
     """Return an error of the decoder as a RequestError that names the field at fault."""
+    if isinstance(error, GrammarError) and request.grammar_field is not None:
+        place = ".".join(filter(None, (request.grammar_field, error.place)))
+        return RequestError(f"{place}: {error.reason}", param=place, code="invalid_value")
     about_prompt = isinstance(error, (PromptError, AudioError))
     param = request.field if about_prompt else find_field(str(error), request.length_field)
     if isinstance(error, ContextError) and request.length_field and "max_new_tokens" in str(error):
@@ -178,10 +218,7 @@ def _prompt(request: Request, options: OutriderOptions, defaults: Defaults, tool
                 raise RequestError("tools: a request with a recording has no tools: leave them out", param="tools")
             return _decode_recording(request, options, defaults)
         _check_no_task(options)
-        for at, message in enumerate(request.messages):
-            _check_texts(at, message)
-        messages = [_build_message(at, message) for at, message in enumerate(request.messages)]
-        return messages if tools is None else ToolChat(messages, tools.definitions)
+        return build_chat(request, tools)
     _check_no_task(options)
     assert isinstance(request, CompletionRequest)  # there are two kinds of requests
     prompt = request.prompt
@@ -192,6 +229,32 @@ def _prompt(request: Request, options: OutriderOptions, defaults: Defaults, tool
         if not prompt:
             raise RequestError("the prompt is empty", param="prompt")
     return prompt
+
+
+def _echo(prompt: PromptLike, defaults: Defaults, *, logprobs: bool) -> str:
+    """Return the text of a completion's prompt."""
+    if logprobs:
+        raise RequestError("echo: the prompt's log-probabilities are not computed: leave out logprobs", param="echo")
+    if isinstance(prompt, str):
+        return prompt
+    if defaults.decode is None:
+        raise RequestError(f"echo: {defaults.edge} came without a tokenizer", param="echo", code="unsupported")
+    try:
+        return defaults.decode(list(prompt))  # type: ignore[arg-type]
+    except RequestError as error:
+        raise RequestError(str(error), param="prompt") from error
+
+
+def build_chat(request: ChatRequest, tools: RequestedTools | None) -> PromptLike:
+    """Return a conversation without a recording as a prompt.
+
+    Raises:
+        RequestError: a message is invalid. The error names the field.
+    """
+    for at, message in enumerate(request.messages):
+        _check_texts(at, message)
+    messages = [_build_message(at, message) for at, message in enumerate(request.messages)]
+    return messages if tools is None else ToolChat(messages, tools.definitions, tools.opening)
 
 
 def _build_message(at: int, message: Message) -> JsonObject:
@@ -266,7 +329,7 @@ def _decode_recording(request: ChatRequest, options: OutriderOptions, defaults: 
 # Errors -----------------------------------------------------------------------------------------------------
 
 
-def _to_request_error(error: ValidationError, kind: type[Request], data: JsonObject) -> RequestError:
+def _to_request_error(error: ValidationError, kind: type[StrictModel], data: JsonObject) -> RequestError:
     """Return the most helpful of the validation errors: an unknown field, else the deepest one. It quotes no value."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     paths = [_error_path(each["loc"], data, missing=each["type"] == "missing") for each in errors]
@@ -281,14 +344,14 @@ def _to_request_error(error: ValidationError, kind: type[Request], data: JsonObj
     return _describe_error(errors[at]["type"], errors[at]["msg"], paths[at], kind)
 
 
-def _describe_error(type_: str, message: str, path_steps: list[str], kind: type[Request]) -> RequestError:
+def _describe_error(type_: str, message: str, path_steps: list[str], kind: type[StrictModel]) -> RequestError:
     name, path = (path_steps[-1] if path_steps else ""), ".".join(path_steps)
     if type_ == "too_many":
         return RequestError(f"{path or 'the body'}: {message}", param=path or None, code="invalid_value")
     if type_ == "missing":
         return RequestError(f"{path} is missing", param=path, code="missing")
-    if unsupported := next((step for step in path_steps if step in UNSUPPORTED), None):
-        return RequestError(f"{path}: not supported: {UNSUPPORTED[unsupported]}", param=path, code="unsupported")
+    if unsupported := _find_unsupported(path_steps, kind):
+        return RequestError(f"{path}: not supported: {kind.reasons[unsupported]}", param=path, code="unsupported")
     if type_ == "extra_forbidden":
         return RequestError(
             f"{path}: no such field{_list_known_fields(path_steps, kind)}", param=path, code="unknown_parameter"
@@ -300,10 +363,16 @@ def _describe_error(type_: str, message: str, path_steps: list[str], kind: type[
     elif path == "outrider.k":
         message = "expected 1 to 64, or auto"
     elif type_.startswith("union_tag"):
-        message = PARTS_MESSAGE
+        message = FORMATS_MESSAGE if name == "response_format" else kind.tags_message
     elif type_ in ("model_type", "model_attributes_type", "dict_type"):
         message = "expected an object"
     return RequestError(f"{path or 'the body'}: {message}", param=path or None, code="invalid_value")
+
+
+def _find_unsupported(path_steps: list[str], kind: type[StrictModel]) -> str | None:
+    """Return the unsupported field of a path: a field of the request, or of a message."""
+    steps = path_steps if path_steps[:1] == ["messages"] else path_steps[:1]
+    return next((step for step in steps if step in kind.reasons), None)
 
 
 def _error_path(loc: Sequence[int | str], data: object, *, missing: bool) -> list[str]:
@@ -328,7 +397,7 @@ def _step_into(data: object, step: int | str) -> tuple[object] | None:
     return (data[step],) if isinstance(data, list) and isinstance(step, int) and step < len(data) else None
 
 
-def _list_known_fields(path_steps: list[str], kind: type[Request]) -> str:
+def _list_known_fields(path_steps: list[str], kind: type[StrictModel]) -> str:
     if len(path_steps) == 1 and path_steps[0] in OutriderOptions.model_fields:
         return f"; it is outrider.{path_steps[0]} here"
     if len(path_steps) == 1:

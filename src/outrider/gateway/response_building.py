@@ -6,6 +6,7 @@ OpenAI's API excludes the stop string from the text.
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Sequence as Seq
@@ -16,7 +17,9 @@ from outrider.api import StreamEvent
 from outrider.decoding.result import Result
 from outrider.decoding.stopping import FinishReason
 from outrider.errors import StateError
+from outrider.gateway.access import JSON
 from outrider.gateway.errors import ErrorResponse, JsonObject, encode_json
+from outrider.gateway.logprobs import LogprobReports
 from outrider.gateway.request_parsing import ParsedRequest
 from outrider.gateway.request_schema import MODEL
 from outrider.gateway.tools import ToolOutput
@@ -139,21 +142,14 @@ class TokenReports:
         return report
 
 
-class Answer:
-    """One answer, as a body or as chunks. chat: False for a plain completion."""
+class Choice:
+    """One choice of an answer, as a part of a body or as chunks. chat: False for a plain completion."""
 
-    def __init__(self, request: ParsedRequest, *, chat: bool) -> None:
-        self._request, self._chat = request, chat
-        kind = "chat.completion" if chat else "text_completion"
-        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._head = {
-            "id": self.id,
-            "object": f"{kind}.chunk" if chat and request.stream else kind,
-            "created": int(time.time()),
-            "model": MODEL,
-        }
+    def __init__(self, request: ParsedRequest, head: JsonObject, index: int, *, chat: bool) -> None:
+        self._request, self._head, self._index, self._chat = request, head, index, chat
         self._text = StableText(request.stop)
         self._tokens = TokenReports(provisional=request.provisional) if request.tokens else None
+        self._logprobs = LogprobReports(chat=chat) if request.logprobs else None
         self._tools = ToolOutput(request.tools, whole=not request.stream) if request.tools is not None else None
         self._role_sent = False
 
@@ -163,37 +159,43 @@ class Answer:
         """Return the stream's chunks for these events, which may be empty."""
         text = self._text.add(events if self._tools is None else self._tools.add_special(events))
         tokens = self._tokens.add(events) if self._tokens is not None else []
+        logprobs = self._logprobs.add(events) if self._logprobs is not None else None
         deltas = [text] if self._tools is None else self._tools.feed(text)
-        if not any(deltas) and not tokens:
+        if not any(deltas) and not tokens and logprobs is None:
             return b""
-        return self._role_chunk() + self._deltas(deltas, {"tokens": tokens} if tokens else None)
+        return self._role_chunk() + self._deltas(deltas, {"tokens": tokens} if tokens else None, logprobs)
 
     def last(self, result: Result) -> bytes:
-        """Return the last chunks: held-back text, the finish reason, the outcome, and the usage if requested."""
+        """Return the last chunks: held-back text, the finish reason, and the outcome."""
         rest = self._text.end(result if self._tools is None else self._tools.with_special(result))
         deltas = [rest] if self._tools is None else [*self._tools.feed(rest), *self._tools.end()]
-        data = self._role_chunk() + (self._deltas(deltas) if any(deltas) else b"")
-        data += self._event([self._delta_choice("", self._finish_reason(result))], self._outcome(result))
-        if self._request.include_usage:
-            data += _data({**self._head, "choices": [], "usage": usage(result)})
-        return data + DONE
+        logprobs = self._logprobs.end(result) if self._logprobs is not None else None
+        is_empty = not any(deltas) and logprobs is None
+        data = self._role_chunk() + (b"" if is_empty else self._deltas(deltas, None, logprobs))
+        return data + self._event([self._delta_choice("", self._finish_reason(result))], self._outcome(result))
 
     def _role_chunk(self) -> bytes:
-        """Return OpenAI's first chunk of a chat, with the role, unless it was sent."""
-        if self._role_sent or not self._chat:
+        """Return OpenAI's first chunk, with a chat's role or the prompt of a completion, unless it was sent."""
+        if self._role_sent or not (self._chat or self._request.echo):
             return b""
         self._role_sent = True
+        if not self._chat:
+            return self._deltas([self._request.echo])
         return self._event([self._choice({"delta": {"role": "assistant", "content": ""}}, None)])
 
-    def _deltas(self, deltas: Seq[str | JsonObject], more: JsonObject | None = None) -> bytes:
+    def _deltas(
+        self, deltas: Seq[str | JsonObject], more: JsonObject | None = None, logprobs: JsonObject | None = None
+    ) -> bytes:
         first, *others = deltas or [""]
-        events = [self._event([self._delta_choice(first, None)], more)]
+        events = [self._event([self._delta_choice(first, None, logprobs)], more)]
         return b"".join(events + [self._event([self._delta_choice(delta, None)]) for delta in others])
 
-    def _delta_choice(self, delta: str | JsonObject, finish: str | None) -> JsonObject:
+    def _delta_choice(
+        self, delta: str | JsonObject, finish: str | None, logprobs: JsonObject | None = None
+    ) -> JsonObject:
         if isinstance(delta, str) and self._chat:
             delta = {"content": delta} if delta else {}
-        return self._choice({"delta": delta} if self._chat else {"text": delta}, finish)
+        return self._choice({"delta": delta} if self._chat else {"text": delta}, finish, logprobs)
 
     def _finish_reason(self, result: Result) -> str:
         reason = FINISH_REASONS[result.finish_reason]
@@ -203,8 +205,8 @@ class Answer:
         warnings = self._tools.warnings if self._tools is not None else []
         return outcome(result, [*self._request.notes, *warnings])
 
-    def _choice(self, data: JsonObject, finish: str | None) -> JsonObject:
-        return {"index": 0, **data, "logprobs": None, "finish_reason": finish}
+    def _choice(self, data: JsonObject, finish: str | None, logprobs: JsonObject | None = None) -> JsonObject:
+        return {"index": self._index, **data, "logprobs": logprobs, "finish_reason": finish}
 
     def _event(self, choices: list[JsonObject], more: JsonObject | None = None) -> bytes:
         chunk = {**self._head, "choices": choices}
@@ -212,7 +214,7 @@ class Answer:
             chunk["usage"] = None
         if more is not None:
             chunk["outrider"] = more
-        return _data(chunk)
+        return encode_event(chunk)
 
     # Whole answers ------------------------------------------------------------------------------------------
 
@@ -221,16 +223,70 @@ class Answer:
         if self._tokens is not None:
             self._tokens.add(events)
 
-    def body(self, result: Result) -> bytes:
-        """Return the whole answer as JSON."""
+    def whole(self, result: Result) -> tuple[JsonObject, JsonObject]:
+        """Return the choice of a body, and the outcome of its generation."""
         text = visible_text(result if self._tools is None else self._tools.with_special(result), self._request.stop)
         content = {"content": text} if self._tools is None else self._tools.message(text)
+        logprobs = self._logprobs.end(result) if self._logprobs is not None else None
         message = {"role": "assistant", "refusal": None, **content}
-        choice = self._choice({"message": message} if self._chat else {"text": text}, self._finish_reason(result))
+        data = {"message": message} if self._chat else {"text": self._request.echo + text}
+        choice = self._choice(data, self._finish_reason(result), logprobs)
         report = self._outcome(result)
         if self._tokens is not None:
             report["tokens"] = self._tokens.final[: len(result.token_ids)]
-        return encode_json({**self._head, "choices": [choice], "usage": usage(result), "outrider": report})
+        return choice, report
+
+
+class Answer:
+    """One answer, as a body or as chunks. chat: False for a plain completion. choices: one for each generation."""
+
+    media_type = JSON
+
+    def __init__(self, request: ParsedRequest, *, chat: bool) -> None:
+        self._request = request
+        kind = "chat.completion" if chat else "text_completion"
+        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._head: JsonObject = {
+            "id": self.id,
+            "object": f"{kind}.chunk" if chat and request.stream else kind,
+            "created": int(time.time()),
+            "model": MODEL,
+        }
+        self.choices: Seq[Choice] = [
+            Choice(request, self._head, index, chat=chat) for index in range(request.candidates)
+        ]
+
+    def end(self, results: Seq[Result]) -> bytes:
+        """Return the end of a stream, with the usage if requested. results: of all choices."""
+        chunk = {**self._head, "choices": [], "usage": usage(results)}
+        return (encode_event(chunk) if self._request.include_usage else b"") + DONE
+
+    def error(self, response: ErrorResponse) -> bytes:
+        """Return an error as the last event of a stream, which OpenAI's clients raise."""
+        return encode_event(response.body())
+
+    def body(self, results: Seq[Result]) -> bytes:
+        """Return the whole answer as JSON. results: of all choices, of which the `n` likeliest are sent.
+
+        The outcome of a single choice is the answer's. Several have one each.
+        """
+        n = self._request.n
+        order = list(range(len(results)))
+        if n < len(results):
+            order = sorted(order, key=lambda at: -mean_logprob(results[at]))[:n]
+        sent = [self.choices[at].whole(results[at]) for at in order]
+        choices = [{**choice, "index": index} for index, (choice, _) in enumerate(sent)]
+        body = {**self._head, "choices": choices, "usage": usage(results)}
+        if n == 1:
+            return encode_json({**body, "outrider": sent[0][1]})
+        for choice, (_, report) in zip(choices, sent, strict=True):
+            choice["outrider"] = report
+        return encode_json(body)
+
+
+def mean_logprob(result: Result) -> float:
+    """Return the mean log-probability of a result's tokens, by which `best_of` chooses."""
+    return math.fsum(each.logprob for each in result.logprobs) / len(result.logprobs)
 
 
 def outcome(result: Result, notes: Seq[str] = ()) -> JsonObject:
@@ -248,21 +304,21 @@ def outcome(result: Result, notes: Seq[str] = ()) -> JsonObject:
     return {**fields, "warnings": [*result.warnings, *notes], **rounded}
 
 
-def usage(result: Result) -> JsonObject:
-    """Return OpenAI's usage object. The end-of-sequence token counts as a generated one."""
-    generated = len(result.token_ids)
+def usage(results: Seq[Result]) -> JsonObject:
+    """Return OpenAI's usage object. The prompt counts once, the tokens of all generations count.
+
+    The end-of-sequence token counts as a generated one. Cached tokens are those that no generation computed again.
+    """
+    generated = sum(len(result.token_ids) for result in results)
+    prompt = results[0].prompt_tokens
     return {
-        "prompt_tokens": result.prompt_tokens,
+        "prompt_tokens": prompt,
         "completion_tokens": generated,
-        "total_tokens": result.prompt_tokens + generated,
-        "prompt_tokens_details": {"cached_tokens": result.stats.cached_tokens},
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": min(result.stats.cached_tokens for result in results)},
     }
 
 
-def error_event(refusal: ErrorResponse) -> bytes:
-    """Return an error as the last event of a stream, which OpenAI's clients raise."""
-    return _data(refusal.body())
-
-
-def _data(value: JsonObject) -> bytes:
+def encode_event(value: JsonObject) -> bytes:
+    """Return a server-sent event."""
     return b"data: " + encode_json(value) + b"\n\n"

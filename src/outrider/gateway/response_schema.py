@@ -12,6 +12,8 @@ from outrider.gateway.decoder_pool import RequestOptions
 from outrider.gateway.errors import JsonObject
 from outrider.sampling.sampler import Signals
 
+SourceName = Literal["edge", "sampled", "accepted", "correction", "bonus"]
+
 
 class Reply(BaseModel):
     """Base of all answers."""
@@ -41,7 +43,7 @@ class TokenReport(Reply):
     index: int
     id: int
     text: str
-    source: Literal["edge", "sampled", "accepted", "correction", "bonus"]
+    source: SourceName
     signals: Signals | None
 
 
@@ -101,30 +103,65 @@ class ReplyMessage(Reply):
     tool_calls: list[ReplyToolCall] | None = None
 
 
+class TopLogprob(Reply):
+    """A token that was possible at a position. bytes: of the token, perhaps a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(TopLogprob):
+    """A token of the answer. The log-probabilities of the sources edge and sampled are the drafter's."""
+
+    top_logprobs: list[TopLogprob]
+    source: SourceName
+
+
+class ChatLogprobs(Reply):
+    """The log-probabilities of an answer's tokens, the end-of-sequence token included."""
+
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class TextLogprobs(Reply):
+    """The log-probabilities of a text's tokens. sources: as of `ChatLogprob`."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+    sources: list[SourceName]
+
+
 class _Choice(Reply):
-    index: Literal[0]
-    logprobs: None
+    index: int
     finish_reason: Literal["stop", "length", "tool_calls"]
+    outrider: Outcome | None = None
 
 
 class ChatChoice(_Choice):
     """The answer in a conversation."""
 
     message: ReplyMessage
+    logprobs: ChatLogprobs | None
 
 
 class TextChoice(_Choice):
     """The continuation of a text."""
 
     text: str
+    logprobs: TextLogprobs | None
 
 
 class _Completion(Reply):
+    # outrider: of a single choice. Several choices have one each.
     id: str
     created: int
     model: str
     usage: Usage
-    outrider: Outcome
+    outrider: Outcome | None = None
 
 
 class ChatCompletion(_Completion):
@@ -139,6 +176,108 @@ class Completion(_Completion):
 
     object: Literal["text_completion"]
     choices: list[TextChoice]
+
+
+class ResponseText(Reply):
+    """The text of a message."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[None]
+    logprobs: list[None]
+
+
+class ResponseMessage(Reply):
+    """A message of the assistant."""
+
+    type: Literal["message"]
+    id: str
+    status: Literal["completed", "incomplete"]
+    role: Literal["assistant"]
+    content: list[ResponseText]
+
+
+class ResponseCall(Reply):
+    """A call of a tool. arguments: JSON."""
+
+    type: Literal["function_call"]
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["completed", "incomplete"]
+
+
+class ResponseUsage(Reply):
+    """Token counts of a response."""
+
+    input_tokens: int
+    input_tokens_details: dict[Literal["cached_tokens"], int]
+    output_tokens: int
+    output_tokens_details: dict[Literal["reasoning_tokens"], int]
+    total_tokens: int
+
+
+class Response(Reply):
+    """The answer of `POST /v1/responses`. incomplete_details: the output's limit, if it has cut the answer."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete"]
+    error: None
+    incomplete_details: dict[Literal["reason"], Literal["max_output_tokens"]] | None
+    instructions: str | None
+    max_output_tokens: int
+    metadata: dict[str, str]
+    output: list[ResponseMessage | ResponseCall]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    store: Literal[False]
+    temperature: float
+    text: JsonObject
+    tool_choice: str | JsonObject
+    tools: list[JsonObject]
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage
+    outrider: Outcome
+
+
+class TranscriptionUsage(Reply):
+    """Token counts of a transcription."""
+
+    type: Literal["tokens"]
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
+class Transcription(Reply):
+    """The answer of `POST /v1/audio/transcriptions`. task, language, duration: with response_format verbose_json."""
+
+    text: str
+    task: Literal["transcribe"] | None = None
+    language: Literal["en", "zh"] | None = None
+    duration: float | None = None
+    usage: TranscriptionUsage
+    outrider: Outcome
+
+
+class Tokens(Reply):
+    """The answer of `POST /tokenize`. max_model_len: the model's window, null if unlimited."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Prompt(Reply):
+    """The answer of `POST /detokenize`."""
+
+    prompt: str
 
 
 class Model(Reply):
@@ -176,12 +315,14 @@ class Health(Reply):
 class Overview(Reply):
     """The gateway's description. text: False for a model that only takes recordings.
 
-    defaults: of the `outrider` field. networks: whether requests may set outrider.net. cut: whether they may set it to
-    `cut`.
+    drafter: the source of drafts. Prompt lookup alone cannot write without the cloud, and takes no gate with or without
+    a model. defaults: of the `outrider` field. networks: whether requests may set outrider.net. cut: whether they may
+    set it to `cut`.
     """
 
     edge: str
     cloud: str
+    drafter: Literal["model", "lookup", "model+lookup"]
     defaults: RequestOptions
     settings: JsonObject
     audio: bool

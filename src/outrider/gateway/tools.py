@@ -9,11 +9,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from outrider.config import Grammar
 from outrider.decoding.events import StreamEvent
 from outrider.decoding.result import Result
-from outrider.errors import PromptError
+from outrider.errors import PromptError, SettingsError
 from outrider.gateway.errors import JsonObject, RequestError
 from outrider.gateway.request_schema import ChatRequest, Message, NamedToolChoice
+from outrider.gateway.tool_grammar import call_grammar
 from outrider.gateway.tool_parsers import (
     HERMES,
     LLAMA,
@@ -108,16 +110,51 @@ def _special_tokens(tokenizer: Any, syntax: ToolSyntax) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class RequestedTools:
-    """The tools of one request. parallel: whether an answer may hold more than one call."""
+    """The tools of one request. parallel: whether an answer may hold more than one call.
+
+    enforced: the tools of which the answer must call one, by their numbers. Without any, the model chooses.
+    """
 
     support: ToolSupport
     definitions: tuple[JsonObject, ...]
     parallel: bool = True
+    enforced: tuple[int, ...] = ()
 
     @property
     def names(self) -> Set[str]:
         """Return the names of the tools."""
         return {tool["function"]["name"] for tool in self.definitions}
+
+    @property
+    def opening(self) -> str:
+        """Return the beginning of an enforced answer that is part of the prompt, because no grammar writes it."""
+        syntax = self.support.syntax
+        return syntax.opener if self.enforced and syntax.opener in self.support.special.values() else ""
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """Return the grammar of an enforced answer.
+
+        Raises:
+            RequestError: the schemas are too long.
+        """
+        if not self.enforced:
+            return None
+        syntax, tools = self.support.syntax, [self.definitions[number] for number in self.enforced]
+        begun = self.support.opening.rpartition(syntax.opener)[2].removesuffix(syntax.start)
+        is_written = syntax.opener in self.support.opening and not self.opening
+        before = syntax.opener + begun if is_written else begun
+        try:
+            return call_grammar(syntax, tools, before, parallel=self.parallel)
+        except SettingsError as error:
+            raise RequestError(f"tools: {error}", param="tools", code="invalid_value") from error
+
+    @property
+    def grammar_field(self) -> str | None:
+        """Return the request's field of the schema that an enforced answer follows."""
+        if not self.enforced:
+            return None
+        return f"tools.{self.enforced[0]}.function.parameters" if len(self.enforced) == 1 else "tools"
 
 
 def read_tools(request: ChatRequest, support: ToolSupport | str) -> RequestedTools | None:
@@ -140,10 +177,13 @@ def read_tools(request: ChatRequest, support: ToolSupport | str) -> RequestedToo
             raise RequestError(f"tools.{number}: a second tool of the name {name}", param=f"tools.{number}")
     if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
         raise RequestError(f"tool_choice: there is no tool {choice.function.name!r}", param="tool_choice")
-    if choice != "auto":
-        message = "tool_choice: only auto and none: calls are not enforced"
-        raise RequestError(message, param="tool_choice", code="unsupported")
-    return RequestedTools(support, definitions, request.parallel_tool_calls is not False)
+    enforced: tuple[int, ...] = ()
+    if isinstance(choice, NamedToolChoice):
+        enforced = (names.index(choice.function.name),)
+    elif choice == "required":
+        enforced = tuple(range(len(names)))
+    parallel = request.parallel_tool_calls is not False and not isinstance(choice, NamedToolChoice)
+    return RequestedTools(support, definitions, parallel, enforced)
 
 
 def build_notes(request: ChatRequest) -> list[str]:
@@ -190,7 +230,7 @@ class ToolOutput:
 
     def __init__(self, tools: RequestedTools, *, whole: bool) -> None:
         self._tools = tools
-        self._parser = ToolParser(tools.support.syntax, tools.names, whole=whole)
+        self._parser = ToolParser(tools.support.syntax, tools.names, opened=bool(tools.opening), whole=whole)
         self._calls = 0  # reported
         self._left_out = 0
 

@@ -14,6 +14,7 @@ from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.errors import StateError, VocabularyMismatch
 from outrider.sampling.acceptance import Verdict
+from outrider.sampling.grammar import CompiledGrammar
 
 MAX_EXTRA_TOKENS = 128  # tokens by which vocabulary sizes may differ beyond the shared ids, as in llama.cpp
 
@@ -52,13 +53,15 @@ class SessionParams:
     """The decoding parameters of a session.
 
     vocab_size: number of ids that the target may emit. hides_audio: the prompt has a recording that the edge does not
-    send to the verifier (`--privacy tokens`).
+    send to the verifier (`--privacy tokens`). grammar: that of the settings over the edge's vocabulary, for verifiers
+    without a tokenizer.
     """
 
     settings: GenerationSettings
     accept: str
     vocab_size: int
     hides_audio: bool = False
+    grammar: CompiledGrammar | None = None
 
 
 class Verifier(Protocol):
@@ -179,6 +182,15 @@ def match_vocabularies(edge: ModelInfo, cloud: ModelInfo) -> tuple[int, int]:
             f"{token} rows"
         )
     return min(edge.vocab_size, cloud.vocab_size), cloud.vocab_size
+
+
+def share_vocabulary(edge: ModelInfo, cloud: ModelInfo) -> bool:
+    """Return whether the ids of drafter and target have the same meaning, as `match_vocabularies` checks it."""
+    try:
+        match_vocabularies(edge, cloud)
+    except VocabularyMismatch:
+        return False
+    return True
 
 
 def _check_names(edge: ModelInfo, cloud: ModelInfo) -> list[str]:

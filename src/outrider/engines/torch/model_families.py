@@ -100,20 +100,20 @@ class AudioModel(TextModel):
         return self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, return_dict=True).logits
 
 
-class AudioInput:
-    """Audio encoder: from a waveform to log-mel features, and from those to embeddings in place of placeholder tokens.
+class AudioFeatures:
+    """The part of an audio encoder that needs no weights: log-mel features of a waveform, and their placeholder tokens.
 
     Features are float32 [mels, frames], one frame per 10 ms begun. Qwen2-Audio's encoder takes its whole window of
     30 s, and the last valid frames attend to the padding after them. Its features therefore include `tail` frames of
     padding, the last of which is repeated up to the end of the window.
     """
 
-    def __init__(self, model: Any, tower: nn.Module, extractor: Any, placeholder: int) -> None:
-        self._model, self.tower, self._extractor = model, tower, extractor
+    def __init__(self, extractor: Any, placeholder: int, *, whole_window: bool) -> None:
+        self._extractor = extractor
         self.placeholder = placeholder
         self.sampling_rate = int(extractor.sampling_rate)
         self.mels = int(extractor.feature_size)
-        self._whole_window = "Omni" not in type(model).__name__
+        self._whole_window = whole_window
         # Frames that the spectrum's window reaches into from the last sample, and one of padding only.
         self._tail = -(-extractor.n_fft // (2 * extractor.hop_length)) + 1 if self._whole_window else 0
         self._window = extractor.n_samples // extractor.hop_length
@@ -146,10 +146,6 @@ class AudioInput:
             return self.token_count(len(prompt.audio))
         return 0 if prompt.features is None else self.feature_tokens(self._check_features(prompt.features).shape[1])
 
-    def embed(self, waveform: np.ndarray) -> Tensor:
-        """Return the embeddings of a waveform: float32 [samples] → [token_count, hidden] in the model's dtype."""
-        return self.embed_features(self.features(waveform))
-
     def features(self, waveform: np.ndarray) -> np.ndarray:
         """Return the features of a waveform: float32 [samples] → float32 [mels, frames].
 
@@ -168,6 +164,29 @@ class AudioInput:
         )
         frames = int(out["attention_mask"].sum()) + self._tail
         return _fit_frames(out["input_features"][0].astype(np.float32), frames)
+
+    def _check_features(self, features: np.ndarray) -> np.ndarray:
+        if features.dtype != np.float32 or features.ndim != 2 or len(features) != self.mels:
+            kind = f"{features.dtype} {list(features.shape)}"
+            raise PromptError(f"features are float32 [{self.mels}, frames] for this model, not {kind}")
+        frames = features.shape[1]
+        if frames > self.max_frames or self.feature_tokens(frames) < 1:
+            raise PromptError(
+                f"features of {frames} frames: expected at most {self.max_frames}, and enough for one audio token"
+            )
+        return features
+
+
+class AudioInput(AudioFeatures):
+    """Audio encoder: from a waveform to features, and from those to embeddings in place of placeholder tokens."""
+
+    def __init__(self, model: Any, tower: nn.Module, extractor: Any, placeholder: int) -> None:
+        super().__init__(extractor, placeholder, whole_window="Omni" not in type(model).__name__)
+        self._model, self.tower = model, tower
+
+    def embed(self, waveform: np.ndarray) -> Tensor:
+        """Return the embeddings of a waveform: float32 [samples] → [token_count, hidden] in the model's dtype."""
+        return self.embed_features(self.features(waveform))
 
     def embed_features(self, features: np.ndarray) -> Tensor:
         """Return the embeddings of features: float32 [mels, frames] → [feature_tokens, hidden] in the model's dtype."""
@@ -193,16 +212,11 @@ class AudioInput:
         inner_model = getattr(self._model, "model", self._model)
         return inner_model.multi_modal_projector(out)[0, : int(output_lengths[0])]
 
-    def _check_features(self, features: np.ndarray) -> np.ndarray:
-        if features.dtype != np.float32 or features.ndim != 2 or len(features) != self.mels:
-            kind = f"{features.dtype} {list(features.shape)}"
-            raise PromptError(f"features are float32 [{self.mels}, frames] for this model, not {kind}")
-        frames = features.shape[1]
-        if frames > self.max_frames or self.feature_tokens(frames) < 1:
-            raise PromptError(
-                f"features of {frames} frames: expected at most {self.max_frames}, and enough for one audio token"
-            )
-        return features
+
+def audio_features(config: PretrainedConfig, extractor: Any) -> AudioFeatures:
+    """Return the weightless part of the audio encoder of an audio family's configuration."""
+    placeholder = _first_attribute(config, "audio_token_id", "audio_token_index")
+    return AudioFeatures(extractor, placeholder, whole_window=config.model_type == "qwen2_audio")
 
 
 def is_audio_model(model: object) -> bool:

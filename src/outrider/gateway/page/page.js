@@ -4,7 +4,7 @@ import { asked, prepare } from "./input.js";
 import { Panel } from "./panel.js";
 import { chunks, reach, Refusal } from "./stream.js";
 import { gainBeside } from "./gain.js";
-import { canTogether, choice, decoding, fill, refresh, setRun, setTrouble, shownGate, way } from "./settings.js";
+import { canTogether, choice, decoding, fill, refresh, setRun, setTrouble, shownGate, way, works } from "./settings.js";
 import { hide, isShown } from "./tip.js";
 import { agreement } from "./tokens.js";
 
@@ -166,11 +166,11 @@ function runAll() {
     const input = await asked();
     signal.throwIfAborted(); // another run has taken the place meanwhile
     const about = { speculative: `Together, gate ${choice("speculative").gate}` };
-    const made = Object.fromEntries(["edge-only", "speculative", "cloud-only"].map((of) => {
+    const made = Object.fromEntries(["edge-only", "speculative", "cloud-only"].filter(works).map((of) => {
       return [of, new Panel(about[of] || TITLES[of], "waiting for its turn", shownGate(of), of)];
     }));
     open(Object.values(made), true);
-    for (const of of ORDER) {
+    for (const of of ORDER.filter(works)) {
       say(`Running one after another, so that their times compare: ${TITLES[of].toLowerCase()}`);
       made[of].state("running");
       await streamOrSay(made[of], input, of, signal);
@@ -192,7 +192,7 @@ async function streamOrSay(panel, input, of, signal) {
 function compareAll(made) {
   const cloud = made["cloud-only"];
   const said = [];
-  for (const of of ["edge-only", "speculative"]) {
+  for (const of of ["edge-only", "speculative"].filter(works)) {
     const panel = made[of];
     if (!panel.end || !cloud.end) continue;
     const same = agreement(panel.tokens, cloud.tokens);

@@ -18,7 +18,7 @@ const radio = (name) => document.querySelector(`input[name="${name}"]:checked`);
 const words = (text) => text.replace(/([\d.]+)(\D+)/, "$1 $2").replace("bit", "bit/s");
 
 let defaults = {};
-let can = { edge: true, cloud: true, networks: true, cut: true };
+let can = { edge: true, alone: true, gates: true, cloud: true, networks: true, cut: true };
 let trouble = ""; // the gateway's reason while the cloud is unreachable
 let live = null; // {way, cut} of the run in progress
 let rest = []; // network conditions of the gateway's own that have no control here
@@ -32,6 +32,8 @@ export function fill(info) {
   defaults = info.defaults || {};
   can = { edge: info.edge !== "none", cloud: info.cloud !== "none", networks: info.networks && info.cloud !== "none" };
   can.cut = can.networks && info.cut;
+  can.alone = can.edge && info.drafter !== "lookup";
+  can.gates = info.drafter === "model";
   by("signal").replaceChildren(...info.signals.map((name) => option(name, name)));
   fillGate(defaults.gate || "always");
   fillNetwork(defaults.net || "none");
@@ -122,7 +124,7 @@ export function choice(of) {
   if (can.networks) common.net = by("cut").checked ? "cut" : network();
   if (of === "cloud-only") return { ...common, ...ALONE, net: common.net || "none" };
   const together = { ...common, gate: gateText(), k: blockLength(), driver: by("driver").value };
-  if (can.networks) together.on_cloud_loss = (!by("cut").checked && defaults.on_cloud_loss) || "edge-only";
+  if (can.networks) together.on_cloud_loss = (!by("cut").checked && defaults.on_cloud_loss) || (can.alone ? "edge-only" : "fail");
   return together;
 }
 
@@ -155,15 +157,22 @@ export function refresh() {
   by("threshold-said").textContent = Number(by("threshold").value).toFixed(2);
   by("threshold-help").textContent = HELP[by("signal").value] || "";
   for (const one of by("speculation").querySelectorAll("input, select")) one.disabled = !together;
-  reason("speculation-reason", together ? "" : "These are about edge and cloud together: choose Together to use them.");
+  by("gate").disabled = by("gate").disabled || !can.gates;
+  reason("speculation-reason", speculationReason(together));
   refreshNetwork();
 }
 
-const works = (of) => (of === "edge-only" ? can.edge : of === "cloud-only" ? can.cloud : can.edge && can.cloud);
+function speculationReason(together) {
+  if (!together) return "These are about edge and cloud together: choose Together to use them.";
+  return can.gates ? "" : "This gateway uses prompt lookup, which has no confidence for a gate: every block is verified.";
+}
+
+export const works = (of) => (of === "edge-only" ? can.alone : of === "cloud-only" ? can.cloud : can.edge && can.cloud);
 
 function wayReason() {
   if (!can.cloud) return "This gateway was started without a cloud: the edge writes alone.";
-  return can.edge ? "" : "This gateway was started without an edge model: the cloud writes alone.";
+  if (!can.edge) return "This gateway was started without an edge model: the cloud writes alone.";
+  return can.alone ? "" : "This gateway drafts by prompt lookup, without a model: the edge cannot write alone.";
 }
 
 function refreshNetwork() {
