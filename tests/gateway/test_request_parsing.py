@@ -30,6 +30,8 @@ from outrider.prompts.audio import read as read_audio
 CLIP = Path(outrider.__file__).parent / "demo" / "clips" / "en-1.ogg"
 TEXT = {"type": "text", "text": "x"}
 HEARS = Defaults(audio_seconds=30.0)
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 def chat(defaults: Defaults = Defaults(), **fields: Any) -> ParsedRequest:  # noqa: B008
@@ -345,18 +347,16 @@ def test_audio_for_a_text_model_is_refused() -> None:
 # Refusals ---------------------------------------------------------------------------------------------------
 
 DIFFERENT: dict[str, Any] = {  # a value that asks for what is not done
-    "tools": [{"type": "function"}],
-    "tool_choice": "required",
     "functions": [{"name": "f"}], "function_call": {"name": "f"},
     "modalities": ["text", "audio"], "audio": {"voice": "x"}, "prediction": {"type": "content", "content": "x"},
     "verbosity": "low", "web_search_options": {}, "moderation": {},
-    "service_tier": "flex", "echo": True, "suffix": "x", "prompt_cache_options": {}, "prompt_cache_retention": "24h",
+    "service_tier": "flex", "suffix": "x", "prompt_cache_options": {}, "prompt_cache_retention": "24h",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(DIFFERENT))
 def test_what_is_not_done_is_refused_with_what_it_would_need(name: str) -> None:
-    ask = completion if name in ("echo", "suffix") else chat
+    ask = completion if name == "suffix" else chat
     with pytest.raises(RequestError, match=f"{name}.*not supported") as refused:
         ask(**{name: DIFFERENT[name]})
     assert str(refused.value.param).split(".")[0] == name
@@ -366,7 +366,17 @@ def test_what_is_not_done_is_refused_with_what_it_would_need(name: str) -> None:
 def test_every_field_of_openai_s_api_is_done_refused_or_told_as_not_used() -> None:
     done = {"messages", "model", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed"}
     done |= {"stop", "stream", "stream_options", "frequency_penalty", "presence_penalty", "logit_bias", *IGNORED}
-    done |= {"logprobs", "top_logprobs", "response_format", "n", "best_of"}
+    done |= {
+        "logprobs",
+        "top_logprobs",
+        "response_format",
+        "n",
+        "best_of",
+        "echo",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+    }
     theirs = set(chat_create_params.CompletionCreateParamsBase.__annotations__)
     theirs |= set(completion_create_params.CompletionCreateParamsBase.__annotations__)
     assert theirs - done - set(DIFFERENT) == set()
@@ -379,7 +389,23 @@ def test_every_field_of_openai_s_api_is_done_refused_or_told_as_not_used() -> No
         ({"outrider": {"speed": 3}}, "outrider.speed"),
         ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages.0.colour"),
         ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages.0.name"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]}, "messages.0.tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages.0.tool_calls"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "1"}}]}
+                ]
+            },
+            "messages.0.tool_calls.0.function.arguments",
+        ),
+        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "any"}, "tool_choice"),
         ({"messages": said({"type": "image_url", "image_url": {"url": "x"}})}, "messages.0.content.0"),
         ({"messages": said({"type": "text", "text": 5})}, "messages.0.content.0.text"),
         ({"messages": said(recording(extra=1))}, "messages.0.content.0.input_audio.extra"),

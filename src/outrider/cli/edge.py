@@ -28,7 +28,7 @@ from outrider.cli.build import (
 from outrider.cli.escape import one_line
 from outrider.cli.options import Models, Network, Pair, Whole
 from outrider.config import DecodingMode
-from outrider.errors import SettingsError
+from outrider.errors import PromptError, SettingsError
 from outrider.hints import check_extra
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from outrider.gateway.connections import Listener
     from outrider.gateway.decoder_pool import DecoderPool
     from outrider.gateway.request_scheduler import RequestScheduler
+    from outrider.gateway.tools import ToolSupport
     from outrider.verifiers.base import Verifier
 
     VerifierFactory = Callable[[str], Verifier]
@@ -155,7 +156,7 @@ def _bind_listener(listen: str, serving: Serving) -> tuple[Listener, Access]:
     hosts = allowed_hosts(host, keys=keys is not None)
     if (max_body := parse_bytes(serving.max_body)) < 1:
         raise SettingsError(f"--max-body {serving.max_body}: 1 byte or more")
-    access = Access(keys, max_body, hosts)
+    access = Access(keys, max_body, hosts, origins=frozenset(serving.allow_origin))
     return bound(host, port), access
 
 
@@ -308,6 +309,7 @@ def _application(
     from outrider.gateway.metrics import Metrics
     from outrider.gateway.request_parsing import Defaults
     from outrider.gateway.request_scheduler import RequestScheduler
+    from outrider.gateway.tokenization import Tokenization
 
     engine, serving = pool.engine, options.serving
     scheduler = RequestScheduler(pool, slots=serving.slots, queue=serving.queue, seconds=serving.time_limit)
@@ -317,11 +319,26 @@ def _application(
     pool.pin(decoding_options)
     audio = None if pool.target_tokenizer else getattr(engine, "audio", None)
     seconds, text = 0.0 if audio is None else audio.max_seconds, not getattr(pool.reader, "captions_only", False)
-    defaults = Defaults(decoding_options, options.pair.decoding.settings(), seconds, text, engine.name)
+    settings = options.pair.decoding.settings()
+    tokenization, tools = Tokenization(pool.reader), _tool_support(pool.reader)
+    decode = tokenization.decode if pool.reader.tokenizer is not None else None
+    defaults = Defaults(decoding_options, settings, seconds, text, engine.name, tools, decode)
     metrics = Metrics(lambda: scheduler.active, lambda: scheduler.waiting, serving.slots)
     overview = build_overview(defaults, cloud_state.name(), serving.slots, cut=pool.cuttable, drafter=pool.drafter)
     info = GatewayInfo(overview, serving.allow_origin, cloud_state.name, cloud_state.trouble)
-    return scheduler, create_app(Gateway(scheduler, access, defaults, metrics), info)
+    return scheduler, create_app(Gateway(scheduler, access, defaults, metrics, tokenization), info)
+
+
+def _tool_support(engine: Engine | PromptLookup) -> ToolSupport | str:
+    """Return the model's way to call tools, or the reason why it has none."""
+    from outrider.gateway.tools import find_tool_support
+
+    if engine.tokenizer is None:
+        return f"tools: {engine.name} came without a tokenizer"
+    try:
+        return find_tool_support(engine.name, engine.tokenizer)
+    except PromptError as error:
+        return str(error)
 
 
 @dataclass(frozen=True)
