@@ -171,6 +171,8 @@ class TransformersBaseline:
 
 def _config(settings: GenerationSettings, eos: tuple[int, ...]) -> GenerationConfig:
     """Translate the settings for transformers."""
+    if settings.grammar is not None:
+        raise SettingsError("grammar: transformers' generate has no such setting, so it cannot be a baseline")
     if settings.repetition_window:
         raise SettingsError("repetition_window: transformers' generate has no such setting, so it cannot be a baseline")
     drawn = settings.temperature > 0
