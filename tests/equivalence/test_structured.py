@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessor
 
 from benchmarks.schemas import of_kinds, of_tools
-from outrider import Result, SpeculativeDecoder, local
+from outrider import Result, SpeculativeDecoder, local, prompt_lookup
 from outrider.config import Grammar
 from outrider.decoding.actions import Verify
 from outrider.engines.grammars import compile_grammar
@@ -41,6 +41,8 @@ class Masked(LogitsProcessor):
         matcher, output = self.grammar.copy_matcher(), input_ids[0, len(PROMPT) :].tolist()
         assert matcher.try_consume_tokens(output) == len(output)
         there = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8)
+        if set(torch.nonzero(there).flatten().tolist()) <= set(self.grammar.eos_ids):
+            there[list(self.grammar.eos_ids[1:])] = 0
         return scores.masked_fill(there[: scores.shape[-1]][None] == 0, -torch.inf)
 
 
@@ -118,13 +120,19 @@ class Watched(LocalVerifier):
         return super().verify(session, request)
 
 
-def test_the_drafter_drafts_only_what_the_grammar_allows() -> None:
+@pytest.mark.parametrize("source", ["model", "lookup", "model+lookup"])
+def test_drafts_are_only_what_the_grammar_allows(source: str) -> None:
     """Each draft is allowed after those before it, also where the target then chooses another one."""
     verifier, grammar = Watched(demo_cloud()), Grammar.json_schema(SCHEMAS[16])
-    decoder = SpeculativeDecoder(demo_edge(), verifier, k=8)
+    lookup = prompt_lookup(demo_cloud().tokenizer, min_ngram=1)
+    sources: dict[str, Any] = {"model": (demo_edge(), None), "lookup": (lookup, None)}
+    draft, beside = sources.get(source, (demo_edge(), lookup))
+    decoder = SpeculativeDecoder(draft, verifier, lookup=beside, k=8)
     result = decoder.generate(PROMPT, max_new_tokens=LENGTH, grammar=grammar)
+    assert result.token_ids == run(grammar, alone=True).token_ids
     mask = GrammarMask(compile_grammar(grammar, demo_edge().tokenizer, demo_edge().eos_ids))
-    assert result.stats.accepted < result.stats.drafted
+    assert result.stats.drafted
+    assert result.stats.accepted < result.stats.drafted or source == "lookup"
     for request in verifier.requests:
         output = result.token_ids[: request.base_length - len(PROMPT)]
         for draft in request.draft_ids:

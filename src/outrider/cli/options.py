@@ -66,8 +66,8 @@ class Models:
     edge
         The drafter: a directory, hub id, .gguf file, "demo", or "none" for cloud-only. "lookup" drafts without a model
         (prompt lookup, n-gram), and lookup:TOKENIZER names the cloud's tokenizer, a directory or hub id, which texts
-        and recordings need with a cloud across a network. MODEL+lookup uses whichever of the two is accepted more
-        often. A directory of the name lookup is ./lookup.
+        need with vllm:// and sglang://, and recordings with every cloud across a network. MODEL+lookup uses whichever
+        of the two is accepted more often. A directory of the name lookup is ./lookup.
     cloud
         The verifier: grpc://HOST:PORT (a running outrider cloud), vllm://HOST:PORT[,HOST:PORT...] (one vLLM server, or
         replicas), sglang://HOST:PORT, local:MODEL, or "none" for edge-only.
@@ -111,8 +111,8 @@ TargetTokenizer = Annotated[
     str | None,
     Parameter(
         group=MODELS,
-        help="For an edge model with another tokenizer than a cloud across a network: a directory or hub id with the "
-        "cloud's tokenizer.",
+        help="For an edge model with another tokenizer than a vllm:// or sglang:// cloud: a directory or hub id with "
+        "the cloud's tokenizer. A grpc:// cloud sends its own.",
     ),
 ]
 
@@ -270,6 +270,10 @@ class Decoding:
         Values above 1 make tokens of the prompt and the output less likely.
     repetition_window
         The number of last tokens that the penalty covers; 0 is all.
+    frequency_penalty
+        Make a token less likely each time that the output contains it: -2 to 2; 0 is off.
+    presence_penalty
+        Make tokens of the output less likely: -2 to 2; 0 is off.
     no_repeat_ngram
         Never repeat an n-gram of this size; 0 is off.
     stop
@@ -292,6 +296,8 @@ class Decoding:
     seed: Whole = 0
     repetition_penalty: float = 1.0
     repetition_window: Whole = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     no_repeat_ngram: Whole = 0
     stop: Annotated[tuple[str, ...], Parameter(negative="")] = ()
     sentences: MaybeWhole = None

@@ -23,6 +23,7 @@ from outrider.decoding.ngram_index import NgramIndex
 from outrider.decoding.options import ResolvedOptions
 from outrider.decoding.result import GuaranteeTracker, Result
 from outrider.decoding.stopping import StopRules
+from outrider.decoding.token_logprob import TokenLogprob
 from outrider.edge.cancellation import Cancellation
 from outrider.edge.drafter import Drafter, Proposer
 from outrider.edge.drivers import pipelined, sequential
@@ -39,6 +40,7 @@ from outrider.engines.prefix_cache import open_sequence
 from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import SettingsError
 from outrider.prompts.audio import is_silent
+from outrider.sampling.logprobs import Logprobs
 from outrider.sampling.policy import Policy
 from outrider.transport.byte_counts import ByteCounts
 from outrider.verifiers.base import SessionParams, Verifier
@@ -84,6 +86,17 @@ class GenerationContext:
         transcript = IncrementalDetokenizer(self.decode)
         return [transcript.append(token) for token in ids]
 
+    @property
+    def verifies_all(self) -> bool:
+        """Return whether no token can be committed without a verdict."""
+        options = self.options
+        return self.verifier is not None and options.gate.exact and options.on_cloud_loss != "edge-only"
+
+    def describe_logprobs(self, logprobs: Logprobs) -> TokenLogprob:
+        """Return the log-probabilities at one position with the texts of their tokens."""
+        to_bytes = None if self.tokenizer is None else get_detokenizer(self.tokenizer).token_bytes
+        return TokenLogprob.build(logprobs, to_bytes)
+
     def hides_audio(self, prompt: Prompt) -> bool:
         """Return whether the verifier gets less of the prompt than the drafter."""
         return self.verifier is not None and self.options.privacy == "tokens" and prompt.has_audio
@@ -95,7 +108,8 @@ class Generation:
     handshake: the models at its start, on which it relies to its end. warnings: for the result.
 
     Raises:
-        SettingsError: a stop rule needs text, and there is no tokenizer, or the grammar cannot be compiled.
+        SettingsError: a stop rule needs text, and there is no tokenizer. Or log-probabilities are requested of drafts
+            that have none. Or the grammar cannot be compiled.
     """
 
     def __init__(
@@ -114,6 +128,11 @@ class Generation:
         rules = StopRules(settings.max_new_tokens, eos, settings.stop, settings.sentences, settings.min_new_tokens)
         if rules.needs_text and context.tokenizer is None:
             raise SettingsError("stop strings and sentences need a tokenizer, and the model came without one")
+        if settings.logprobs is not None and context.codecs is not None and not context.verifies_all:
+            raise SettingsError(
+                "logprobs: unverified tokens of a drafter with another tokenizer have none. Let verdicts decide all "
+                "tokens: gate always, and on_cloud_loss fail or wait"
+            )
         self._decoder = Decoder(prompt.ids, self._plan(rules), self._decode if rules.needs_text else None)
         self._grammar = None
         if settings.grammar is not None and context.tokenizer is not None:  # else the cloud alone compiles it
@@ -157,7 +176,10 @@ class Generation:
                 if event.index == len(transcript.ids):
                     transcript.append(event.token)
                 kind, text = event.kind, transcript.pieces[event.index]
-                yield StreamEvent(kind, event.index, event.token, text, event.source, event.signals, event.settled)
+                logprob = None if event.logprobs is None else self._context.describe_logprobs(event.logprobs)
+                yield StreamEvent(
+                    kind, event.index, event.token, text, event.source, event.signals, event.settled, logprob
+                )
         return self.result()
 
     def result(self) -> Result:
@@ -188,6 +210,7 @@ class Generation:
             risk=report.risk,
             ledger=self._byte_counts.to_json(),
             pieces=context.split_text(ids),
+            logprobs=[context.describe_logprobs(each) for each in decoder.logprobs()],
         )
 
     # Opening ------------------------------------------------------------------------------------------------

@@ -291,13 +291,16 @@ def edge_settings(settings: GenerationSettings, *, greedy: bool) -> GenerationSe
     greedy: every token is verified. The shared noise of sampling belongs to the target's ids, so that the most probable
     token is accepted most often.
     """
+    if greedy:
+        settings = replace(settings, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     return replace(
         settings,
-        temperature=0.0 if greedy else settings.temperature,
         max_new_tokens=EDGE_TOKENS * settings.max_new_tokens,
         min_new_tokens=EDGE_TOKENS * settings.min_new_tokens,
         suppress_tokens=(),
         no_repeat_ngram_size=0,
+        logit_bias=(),
+        logprobs=None,
         grammar=None,
     )
 

@@ -97,7 +97,7 @@ def prepare_vocabulary(tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -> LLToke
 def _vocabulary(tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -> LLTokenizer:
     from llguidance import LLTokenizer
 
-    tokens = get_detokenizer(tokenizer).token_bytes(max(tokenizer.get_vocab().values()) + 1)
+    tokens = get_detokenizer(tokenizer).vocabulary_bytes(max(tokenizer.get_vocab().values()) + 1)
     if tokens is None:
         raise SettingsError("grammar needs a tokenizer of bytes, as those of Qwen, Llama and Mistral are")
     for token in eos_ids:  # never text, not even if the tokenizer has a text for it

@@ -10,6 +10,7 @@ from typing import Final, TypeVar
 from pydantic import ValidationError
 from pydantic_core import from_json
 
+from outrider.config import SEED_LIMIT
 from outrider.errors import AudioError, ContextError, GrammarError, InputError, PromptError
 from outrider.gateway.decoder_pool import RequestOptions, Settings
 from outrider.gateway.errors import JsonObject, RequestError, with_param
@@ -17,6 +18,7 @@ from outrider.gateway.generation_options import (
     build_notes,
     build_options,
     build_settings,
+    count_choices,
     find_field,
     find_grammar_field,
     find_length_field,
@@ -67,7 +69,9 @@ class ParsedRequest:
     """A valid request.
 
     notes: on its fields without effect, for the answer's warnings. field: the prompt's field. length_field: the field
-    that limits the output, if the request has one. grammar_field: the field that holds the grammar, if it has one.
+    that limits the output, if the request has one. grammar_field: the field that holds the grammar, if it has one. n:
+    choices of the answer. candidates: generations, of which the likeliest are the choices. logprobs: report
+    log-probabilities.
     """
 
     prompt: PromptLike
@@ -83,6 +87,13 @@ class ParsedRequest:
     field: str = "prompt"
     length_field: str | None = None
     grammar_field: str | None = None
+    n: int = 1
+    candidates: int = 1
+    logprobs: bool = False
+
+    def choice_settings(self, index: int) -> JsonObject:
+        """Return the settings of one choice, whose seed is the request's plus its index."""
+        return {**self.settings, "seed": (self.settings.get("seed", 0) + index) % SEED_LIMIT}
 
 
 def validate_body(kind: type[R], body: bytes) -> R:
@@ -134,6 +145,10 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
             param="outrider.provisional",
         )
     settings = build_settings(request, options, defaults.settings)
+    n, candidates = count_choices(request)
+    logprobs = settings["logprobs"] is not None
+    if candidates > n and not logprobs:
+        settings["logprobs"] = 0  # by which the choices are chosen
     return ParsedRequest(
         prompt=_prompt(request, options, defaults),
         settings=settings,
@@ -148,6 +163,9 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
         field="messages" if isinstance(request, ChatRequest) else "prompt",
         length_field=find_length_field(request),
         grammar_field=find_grammar_field(request),
+        n=n,
+        candidates=candidates,
+        logprobs=logprobs,
     )
 
 

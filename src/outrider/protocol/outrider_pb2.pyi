@@ -32,7 +32,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeAnswer(_message.Message):
-    __slots__ = ("protocol", "name", "vocab_size", "row_count", "eos_ids", "fingerprint", "model", "max_length", "audio_seconds", "max_drafts")
+    __slots__ = ("protocol", "name", "vocab_size", "row_count", "eos_ids", "fingerprint", "model", "max_length", "audio_seconds", "max_drafts", "tokenizer")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class DescribeAnswer(_message.Message):
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
     AUDIO_SECONDS_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     name: str
     vocab_size: int
@@ -53,7 +54,8 @@ class DescribeAnswer(_message.Message):
     max_length: int
     audio_seconds: float
     max_drafts: int
-    def __init__(self, protocol: _Optional[int] = ..., name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., row_count: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[bytes] = ..., model: _Optional[bytes] = ..., max_length: _Optional[int] = ..., audio_seconds: _Optional[float] = ..., max_drafts: _Optional[int] = ...) -> None: ...
+    tokenizer: bytes
+    def __init__(self, protocol: _Optional[int] = ..., name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., row_count: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[bytes] = ..., model: _Optional[bytes] = ..., max_length: _Optional[int] = ..., audio_seconds: _Optional[float] = ..., max_drafts: _Optional[int] = ..., tokenizer: _Optional[bytes] = ...) -> None: ...
 
 class VocabularyRequest(_message.Message):
     __slots__ = ()
@@ -64,6 +66,16 @@ class VocabularyPart(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, tokens: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TokenizerRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TokenizerPart(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
 
 class Request(_message.Message):
     __slots__ = ("open", "media", "verify", "generate", "resume", "close")
@@ -100,7 +112,14 @@ class Ids(_message.Message):
     def __init__(self, token: _Optional[_Iterable[int]] = ..., count: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Settings(_message.Message):
-    __slots__ = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "no_repeat_ngram_size", "ignore_eos", "suppress_tokens", "repetition_window", "grammar")
+    __slots__ = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "no_repeat_ngram_size", "ignore_eos", "suppress_tokens", "repetition_window", "frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "grammar")
+    class LogitBiasEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MIN_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +132,10 @@ class Settings(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     SUPPRESS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REPETITION_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     max_new_tokens: int
     min_new_tokens: int
@@ -126,8 +149,12 @@ class Settings(_message.Message):
     ignore_eos: bool
     suppress_tokens: _containers.RepeatedScalarFieldContainer[int]
     repetition_window: int
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: _containers.ScalarMap[int, float]
+    logprobs: int
     grammar: Grammar
-    def __init__(self, max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., no_repeat_ngram_size: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., suppress_tokens: _Optional[_Iterable[int]] = ..., repetition_window: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping[str, object]]] = ...) -> None: ...
+    def __init__(self, max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., no_repeat_ngram_size: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., suppress_tokens: _Optional[_Iterable[int]] = ..., repetition_window: _Optional[int] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping[str, object]]] = ...) -> None: ...
 
 class Grammar(_message.Message):
     __slots__ = ("kind", "text")
@@ -230,7 +257,7 @@ class Generate(_message.Message):
     def __init__(self, round: _Optional[int] = ..., base_length: _Optional[int] = ..., new_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("round", "accepted", "next_token", "reason", "near_ties", "audited", "disagreed", "queue_tenths", "compute_tenths", "cached")
+    __slots__ = ("round", "accepted", "next_token", "reason", "near_ties", "audited", "disagreed", "queue_tenths", "compute_tenths", "cached", "logprobs")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     NEXT_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -241,6 +268,7 @@ class Verdict(_message.Message):
     QUEUE_TENTHS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_TENTHS_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     round: int
     accepted: int
     next_token: int
@@ -251,7 +279,8 @@ class Verdict(_message.Message):
     queue_tenths: int
     compute_tenths: int
     cached: int
-    def __init__(self, round: _Optional[int] = ..., accepted: _Optional[int] = ..., next_token: _Optional[int] = ..., reason: _Optional[_Union[Reason, str]] = ..., near_ties: _Optional[_Iterable[int]] = ..., audited: _Optional[int] = ..., disagreed: _Optional[int] = ..., queue_tenths: _Optional[int] = ..., compute_tenths: _Optional[int] = ..., cached: _Optional[int] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[Shortlist]
+    def __init__(self, round: _Optional[int] = ..., accepted: _Optional[int] = ..., next_token: _Optional[int] = ..., reason: _Optional[_Union[Reason, str]] = ..., near_ties: _Optional[_Iterable[int]] = ..., audited: _Optional[int] = ..., disagreed: _Optional[int] = ..., queue_tenths: _Optional[int] = ..., compute_tenths: _Optional[int] = ..., cached: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[Shortlist, _Mapping[str, object]]]] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "retry_after_ms")

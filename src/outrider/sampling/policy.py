@@ -15,6 +15,7 @@ from outrider.errors import DecodingError, SettingsError
 from outrider.sampling.grammar import CompiledGrammar, GrammarMask
 from outrider.sampling.logits import argmax, ban_others, clone_logits
 from outrider.sampling.logits_processors import LogitsProcessors
+from outrider.sampling.logprobs import Logprobs, compute_logprobs
 from outrider.sampling.sampler import Distribution, NoiseStream, SampledToken, SamplingParams, filter_logits
 from outrider.sampling.top_logprobs import TopLogprobs
 
@@ -37,19 +38,21 @@ class BatchKey:
     def has_processors(self) -> bool:
         """Return whether a logits processor can apply to a row."""
         processors = self.processors
-        return self.needs_history or bool(processors.banned_ids or (processors.eos_ids and processors.min_new_tokens))
+        bans = processors.banned_ids or (processors.eos_ids and processors.min_new_tokens)
+        return bool(self.needs_history or processors.logit_bias or bans)
 
     @property
     def needs_history(self) -> bool:
         """Return whether a logits processor reads the ids of the prefix."""
-        return self.processors.repetition_penalty != 1.0 or self.processors.no_repeat_ngram > 0
+        return self.processors.needs_history
 
 
 class Policy:
     """Logits processors and sampling over the vocabulary that both models share.
 
-    vocab_size: the length to which rows are cut. Entries beyond it are padding, without a token. grammar: the language
-    of the output.
+    vocab_size: the length to which rows are cut. Entries beyond it are padding, without a token. logprobs: how many of
+    the best tokens' log-probabilities to report beside the token's own, or None for no report. grammar: the language of
+    the output.
     """
 
     def __init__(
@@ -57,11 +60,13 @@ class Policy:
         processors: LogitsProcessors,
         sampling: SamplingParams,
         vocab_size: int,
+        logprobs: int | None = None,
         grammar: CompiledGrammar | None = None,
     ) -> None:
         self.processors = processors
         self.sampling = sampling
         self.vocab_size = vocab_size
+        self.logprobs = logprobs
         self._index = processors.index()
         self._mask = None if grammar is None else GrammarMask(grammar)
 
@@ -89,9 +94,12 @@ class Policy:
             settings.suppress_tokens,
             prompt_length,
             settings.repetition_window,
+            settings.frequency_penalty,
+            settings.presence_penalty,
+            settings.logit_bias,
         )
         sampling = SamplingParams(settings.temperature, settings.top_k, settings.top_p, settings.min_p, settings.seed)
-        return cls(processors, sampling, vocab_size, grammar)
+        return cls(processors, sampling, vocab_size, settings.logprobs, grammar)
 
     @cached_property
     def batch_key(self) -> BatchKey:
@@ -121,6 +129,11 @@ class Policy:
             processed = clone_logits(raw) if processed is raw else processed
             ban_others(processed, allowed)
         return processed
+
+    @property
+    def needs_logits(self) -> bool:
+        """True if the host samples: a grammar's mask depends on the token before, and a report on the whole row."""
+        return self.has_grammar or self.logprobs is not None
 
     @property
     def has_grammar(self) -> bool:
@@ -157,12 +170,26 @@ class Policy:
         allowed = self.allowed(ids, length)
         if allowed is not None:
             row = row.within(allowed)
-        known = Distribution(self._process(row.to_logits(self.vocab_size), ids, length), self.sampling, length)
-        return row.to_distribution(known, self.processors.repetition_penalty)
+        return row.to_distribution(lambda logits: self.distribution(logits, ids, length), self.vocab_size)
+
+    def report_logprobs(self, output: ForwardOutput, tokens: Seq[int], position: int) -> tuple[Logprobs, ...]:
+        """Return the log-probabilities of `tokens`, the first at `position`, or () if none are requested.
+
+        output: the raw rows before the tokens.
+
+        Raises:
+            NeedMoreLogprobs: the known entries of a row do not contain the best tokens.
+        """
+        if self.logprobs is None:
+            return ()
+        return compute_logprobs(output, tokens, self.logprobs, self.vocab_size, position)
 
     @property
     def noise_gain(self) -> float:
-        """The factor by which the logits processors can enlarge a difference of two logits."""
+        """The factor by which the logits processors can enlarge a difference of two logits.
+
+        Biases and the penalties that are subtracted do not change the noise of a logit.
+        """
         penalty = self.processors.repetition_penalty
         return max(penalty, 1.0 / penalty)
 

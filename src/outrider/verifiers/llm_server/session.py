@@ -155,7 +155,8 @@ class LlmServerSession:
 
     def _build_request(self, replica: Replica, capabilities: Capabilities, plan: ForwardPlan) -> LogprobsRequest:
         top = self._top if capabilities.top == ALL_LOGPROBS else min(self._top, capabilities.top)
-        if capabilities.top == ALL_LOGPROBS and top >= self.session.vocab_size:
+        needs_sum = self._settings.logprobs is not None and not capabilities.normalised
+        if capabilities.top == ALL_LOGPROBS and (needs_sum or top >= self.session.vocab_size):
             top = ALL_LOGPROBS
         media, skip_cache = self._media, replica in self._maybe_cached
         if media is not None and replica in self._has_recording:
@@ -190,7 +191,11 @@ class LlmServerSession:
         if self._top == ALL_LOGPROBS or (capabilities.top != ALL_LOGPROBS and self._top >= capabilities.top):
             hint = self._backend.more_hint(capabilities, TOP_GROWTH * capabilities.top)
             greedy = self._settings.temperature == 0
-            remedy = "let the prompt ask for this format" if greedy else "restrict sampling further (top_k, top_p)"
+            remedy = (
+                "let the prompt ask for this format"
+                if greedy
+                else "restrict sampling further (top_k, top_p, smaller biases)"
+            )
             raise CloudRefused(
                 f"{name} sends {capabilities.top} entries of a row, which do not determine the token at position "
                 f"{shortage.position}{self._cause(greedy)}: {hint}, or {remedy}"
@@ -204,13 +209,21 @@ def check_settings(settings: GenerationSettings, capabilities: Capabilities, nam
     """Refuse settings that the server's rows cannot support.
 
     Raises:
-        SettingsError: sampling may choose any token of the vocabulary, or a penalty needs logits. The message has the
-            change to make.
+        SettingsError: sampling may choose any token of the vocabulary, a penalty needs logits, or a report needs more
+            entries. The message has the change to make.
     """
     if settings.repetition_penalty != 1.0 and capabilities.normalised:
         message = f"repetition_penalty needs logits, and {name} sends log-probabilities: {backend.logits_hint}"
         raise SettingsError(message)
-    if settings.temperature == 0 or capabilities.top == ALL_LOGPROBS:
+    if capabilities.top == ALL_LOGPROBS:
+        return
+    if settings.logprobs is not None and not capabilities.normalised:
+        hint = backend.more_hint(capabilities, ALL_LOGPROBS)
+        raise SettingsError(f"logprobs: {name} sends {capabilities.top} logits of a row, and not their sum; {hint}")
+    if settings.logprobs is not None and settings.logprobs >= capabilities.top:
+        hint = backend.more_hint(capabilities, settings.logprobs + 1)
+        raise SettingsError(f"logprobs {settings.logprobs}: {name} sends {capabilities.top} entries of a row; {hint}")
+    if settings.temperature == 0:
         return
     if settings.top_k >= capabilities.top:
         raise SettingsError(
@@ -249,14 +262,28 @@ def _check_prompt(prompt: Prompt, params: SessionParams, target: ModelInfo) -> N
 
 
 def _initial_top(settings: GenerationSettings) -> int:
-    """Return the number of entries of a row for the first request. Greedy decoding needs the margin between two."""
+    """Return the number of entries of a row for the first request: those of sampling, and of a report."""
+    top = _sampling_top(settings)
+    return top if settings.logprobs is None or top == ALL_LOGPROBS else max(top, settings.logprobs + 1)
+
+
+def _sampling_top(settings: GenerationSettings) -> int:
+    """Return the number of entries of a row that sampling needs at first. Greedy decoding needs the margin between two.
+
+    If processors raise logits, entries that were small may count.
+    """
+    penalties = settings.frequency_penalty, settings.presence_penalty
+    raises_logits = min(penalties) < 0 or any(bias > 0 for _, bias in settings.logit_bias)
     if settings.temperature == 0:
         if settings.grammar is not None:
             return TOP_GRAMMAR
-        constrained = settings.repetition_penalty != 1.0 or settings.no_repeat_ngram_size or settings.suppress_tokens
-        return TOP_CONSTRAINED if constrained or settings.min_new_tokens or settings.ignore_eos else 2
+        if raises_logits:
+            return TOP_NUCLEUS
+        bans = settings.no_repeat_ngram_size, settings.suppress_tokens, settings.min_new_tokens, settings.ignore_eos
+        constrained = any((settings.repetition_penalty != 1.0, *penalties, settings.logit_bias, *bans))
+        return TOP_CONSTRAINED if constrained else 2
     if settings.top_k:
-        return max(settings.top_k + 2, TOP_CONSTRAINED)
+        return max(settings.top_k + 2, TOP_NUCLEUS if raises_logits else TOP_CONSTRAINED)
     return TOP_NUCLEUS if settings.top_p < 1.0 or settings.min_p else ALL_LOGPROBS
 
 
