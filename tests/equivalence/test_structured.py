@@ -41,6 +41,8 @@ class Masked(LogitsProcessor):
         matcher, output = self.grammar.copy_matcher(), input_ids[0, len(PROMPT) :].tolist()
         assert matcher.try_consume_tokens(output) == len(output)
         there = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8)
+        if set(torch.nonzero(there).flatten().tolist()) <= set(self.grammar.eos_ids):
+            there[list(self.grammar.eos_ids[1:])] = 0
         return scores.masked_fill(there[: scores.shape[-1]][None] == 0, -torch.inf)
 
 
