@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -96,12 +98,35 @@ def test_the_edges_of_the_ranges_are_allowed(values: dict[str, Any]) -> None:
         ("suppress_tokens", (1.0,)),
         ("suppress_tokens", ("1",)),
         ("suppress_tokens", 7),
+        ("frequency_penalty", 2.01),
+        ("frequency_penalty", "1"),
+        ("presence_penalty", -2.01),
+        ("presence_penalty", float("nan")),
+        ("logit_bias", {5: 100.5}),
+        ("logit_bias", {5: "1"}),
+        ("logit_bias", {5: float("nan")}),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {"5": 1.0}),
+        ("logit_bias", [(5, 1.0), (5, 2.0)]),
+        ("logit_bias", [5, 1.0]),
+        ("logit_bias", [[5, 1.0, 2.0]]),
+        ("logit_bias", 5),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("logprobs", True),
         ("ignore_eos", "false"),
         ("ignore_eos", None),
     ],
 )
 def test_what_is_out_of_range_is_named(name: str, value: object) -> None:
     refused(name, **{name: value})
+
+
+def test_biases_are_pairs_in_order_of_their_ids_whatever_they_were_given_as() -> None:
+    made = GenerationSettings.build({"logit_bias": {7: 1.5, 3: -2}})
+    assert made.logit_bias == ((3, -2), (7, 1.5))
+    again = json.loads(json.dumps(asdict(made)))  # as in a gate file
+    assert GenerationSettings.build({**again, "stop": ()}) == made
 
 
 @pytest.mark.parametrize("value", ["", ("",), ("a", 3), (None,), b"x", 5])

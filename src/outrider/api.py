@@ -129,8 +129,7 @@ class SpeculativeDecoder:
             remote=isinstance(verifier, PipelinedVerifier),
             uses_lookup=lookup is not None,
         )
-        self.draft, self.lookup, self.verifier, self._watch = draft, lookup, verifier, watch
-        self._model = model
+        self._model, self.draft, self.lookup, self.verifier, self._watch = model, draft, lookup, verifier, watch
         self._reader = PromptReader(model, lookup, verifier, reader, lambda: self._target)
         self._reader.check_accept(accept, needs_q=self.options.acceptance_rule.needs_q)
         self.draft_length = parse_draft_length(k) if draft is not None else None
@@ -347,8 +346,7 @@ class SpeculativeDecoder:
 
     def summary(self) -> str:
         """Return one line with the resolved options: models, number formats, block length, gate and rule."""
-        sides = [f"edge {self._describe_edge()}"]
-        sides.append(f"cloud {self._describe_cloud()}")
+        sides = [f"edge {self._describe_edge()}", f"cloud {self._describe_cloud()}"]
         k, gate, accept, on_loop = self.options.k, self.options.gate, self.options.accept, self.options.on_loop
         return " · ".join([*sides, f"k {k}", f"gate {gate}", f"accept {accept}", f"loop {on_loop}"])
 

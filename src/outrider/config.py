@@ -20,10 +20,16 @@ DecodingMode = Literal["speculative", "edge-only", "cloud-only"]
 OnCloudLoss = Literal["fail", "edge-only", "wait"]
 Privacy = Literal["tokens", "features", "audio"]
 Loss = Literal["outputs", "tokens"]  # the unit of a risk budget
+GrammarKind = Literal["json_object", "json_schema", "regex", "lark"]
 
 DEFAULT_K = 5  # tokens per block
 PER_REQUEST_SETTING = "seed"  # the setting that each request chooses, and to which no gate is calibrated
+REPORT_SETTING = "logprobs"  # the setting without influence on the output
+MAX_TOP_LOGPROBS = 20  # the limit of OpenAI's API
 SEED_LIMIT = 2**64
+MAX_ADDITIVE_PENALTY, MAX_LOGIT_BIAS = 2.0, 100.0  # the limits of OpenAI's API
+_ADDITIVE_PENALTIES = ("frequency_penalty", "presence_penalty")
+MAX_GRAMMAR_BYTES = 2**16
 GATE_FILE_VERSION = 3
 OLD_VERSION_HINT = (
     ". The budget of older files does not hold live. Make a new file from the same traces: "
@@ -36,13 +42,63 @@ DIGEST_MISMATCH = (
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """The language that an output must be in. The mask of allowed tokens depends on the output's tokens alone.
+
+    kind: json_object (any JSON object), json_schema (JSON that a schema validates), regex (a whole match), or lark (a
+    context-free grammar in llguidance's variant of Lark). text: the schema as JSON, the expression, or the grammar,
+    empty for json_object.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        check_choice("grammar kind", self.kind, GrammarKind)
+        _require(isinstance(self.text, str), f"grammar text is a text, not {self.text!r}")
+        size = len(self.text.encode(errors="surrogatepass"))
+        _require(self.text.isascii() or _is_unicode(self.text), "grammar text holds half a surrogate pair")
+        _require(size <= MAX_GRAMMAR_BYTES, f"grammar of {size} bytes: at most {MAX_GRAMMAR_BYTES}")
+        if self.kind == "json_object":
+            _require(not self.text, "grammar kind json_object takes no text")
+        else:
+            _require(bool(self.text), f"grammar kind {self.kind} needs a text")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool) -> Grammar:
+        """Return the grammar of a JSON schema. Keys of an object are written in the order of `properties`."""
+        try:
+            return cls("json_schema", json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise SettingsError(f"grammar: the schema is not JSON: {error}") from error
+
+    @classmethod
+    def json_in(
+        cls, schema: Mapping[str, Any] | bool, before: str = "", after: str = "", *, separator: str | None = None
+    ) -> Grammar:
+        """Return the grammar of JSON between two texts, such as those around a tool call.
+
+        separator: allow one or more of them, with this text between each two.
+        """
+        before, after, between = (json.dumps(text, ensure_ascii=False) for text in (before, after, separator or ""))
+        more = "" if separator is None else f" ({between} call)*"
+        value = cls.json_schema(schema).text
+        return cls("lark", f"start: call{more}\ncall: {before} value {after}\nvalue: %json {value}")
+
+
+@dataclass(frozen=True)
 class GenerationSettings:
     """Decoding settings, shared by drafter, verifier and baselines.
 
     temperature 0 is greedy. top_k 0, top_p 1, min_p 0 keep all tokens. no_repeat_ngram_size 0 is off. stop strings stay
     in the text. sentences ends the output after that many complete sentences, but not before min_new_tokens.
     suppress_tokens are never emitted. repetition_window is the number of last tokens that repetition_penalty covers,
-    for example 64 or 128. With 0 it covers the whole prefix, as in transformers.
+    for example 64 or 128. With 0 it covers the whole prefix, as in transformers. frequency_penalty is subtracted from a
+    token's logit once for each of its occurrences in the output, presence_penalty once if it occurs there. logit_bias
+    holds pairs of a token id and a number that is added to its logit, and may be given as a mapping. logprobs requests
+    the log-probability of each token, and of that many of the best ones, which does not change the output. grammar: the
+    language of the output, which then ends where the grammar does, unless max_new_tokens, a stop string or a loop ends
+    it earlier.
     """
 
     max_new_tokens: int = 128
@@ -59,49 +115,56 @@ class GenerationSettings:
     ignore_eos: bool = False
     suppress_tokens: tuple[int, ...] = ()
     repetition_window: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "min_new_tokens", "top_k", "seed", "no_repeat_ngram_size", "repetition_window"):
-            _require_setting(is_integer(getattr(self, name)), f"{name} is a whole number, not {getattr(self, name)!r}")
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
-            _require_setting(is_number(getattr(self, name)), f"{name} is a finite number, not {getattr(self, name)!r}")
-        _require_setting(self.max_new_tokens >= 1, "max_new_tokens is 1 or more")
-        _require_setting(
-            0 <= self.min_new_tokens <= self.max_new_tokens, "min_new_tokens is between 0 and max_new_tokens"
-        )
-        _require_setting(self.temperature >= 0, f"temperature is 0 (greedy) or more, not {self.temperature}")
-        _require_setting(self.top_k >= 0, "top_k is 0 (off) or more")
-        _require_setting(0 < self.top_p <= 1, f"top_p is above 0 and at most 1, not {self.top_p}")
-        _require_setting(0 <= self.min_p <= 1, "min_p is between 0 and 1")
-        _require_setting(0 <= self.seed < SEED_LIMIT, "seed is between 0 and 2^64 − 1")
+            _require(is_integer(getattr(self, name)), f"{name} is a whole number, not {getattr(self, name)!r}")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", *_ADDITIVE_PENALTIES):
+            _require(is_number(getattr(self, name)), f"{name} is a finite number, not {getattr(self, name)!r}")
+        _require(self.max_new_tokens >= 1, "max_new_tokens is 1 or more")
+        _require(0 <= self.min_new_tokens <= self.max_new_tokens, "min_new_tokens is between 0 and max_new_tokens")
+        _require(self.temperature >= 0, f"temperature is 0 (greedy) or more, not {self.temperature}")
+        _require(self.top_k >= 0, "top_k is 0 (off) or more")
+        _require(0 < self.top_p <= 1, f"top_p is above 0 and at most 1, not {self.top_p}")
+        _require(0 <= self.min_p <= 1, "min_p is between 0 and 1")
+        _require(0 <= self.seed < SEED_LIMIT, "seed is between 0 and 2^64 − 1")
         penalty = self.repetition_penalty
-        _require_setting(
-            0.01 <= penalty <= 100, f"repetition_penalty is between 0.01 and 100 (1 is off), not {penalty}"
-        )
-        _require_setting(self.no_repeat_ngram_size >= 0, "no_repeat_ngram_size is 0 (off) or more")
-        _require_setting(self.repetition_window >= 0, "repetition_window is 0 (the whole prefix) or more")
-        _require_setting(
+        _require(0.01 <= penalty <= 100, f"repetition_penalty is between 0.01 and 100 (1 is off), not {penalty}")
+        for name in _ADDITIVE_PENALTIES:
+            within = abs(getattr(self, name)) <= MAX_ADDITIVE_PENALTY
+            _require(within, f"{name} is between -2 and 2 (0 is off), not {getattr(self, name)}")
+        _require(self.no_repeat_ngram_size >= 0, "no_repeat_ngram_size is 0 (off) or more")
+        _require(self.repetition_window >= 0, "repetition_window is 0 (the whole prefix) or more")
+        _require(
             not self.repetition_window or penalty != 1, "repetition_window needs a repetition_penalty other than 1"
         )
-        _require_setting(
+        _require(
             self.sentences is None or (is_integer(self.sentences) and self.sentences >= 1),
             "sentences is a whole number, 1 or more",
         )
+        good = self.logprobs is None or (is_integer(self.logprobs) and 0 <= self.logprobs <= MAX_TOP_LOGPROBS)
+        _require(good, f"logprobs is a whole number from 0 to {MAX_TOP_LOGPROBS}, not {self.logprobs!r}")
+        _require(
+            self.grammar is None or isinstance(self.grammar, Grammar), f"grammar is a Grammar, not {self.grammar!r}"
+        )
+        _require(self.grammar is None or not self.ignore_eos, "grammar ends the output with EOS: leave out ignore_eos")
         self._check_texts()
 
     def _check_texts(self) -> None:
-        _require_setting(isinstance(self.stop, tuple), f"stop is a text or a list of texts, not {self.stop!r}")
-        _require_setting(isinstance(self.suppress_tokens, tuple), "suppress_tokens is a list of token ids")
-        _require_setting(isinstance(self.ignore_eos, bool), f"ignore_eos is True or False, not {self.ignore_eos!r}")
-        _require_setting(
-            all(isinstance(text, str) and text for text in self.stop), "a stop string is a text that is not empty"
-        )
-        _require_setting(all(is_integer(t) and t >= 0 for t in self.suppress_tokens), "suppress_tokens are token ids")
+        _require(isinstance(self.stop, tuple), f"stop is a text or a list of texts, not {self.stop!r}")
+        _require(isinstance(self.suppress_tokens, tuple), "suppress_tokens is a list of token ids")
+        _require(isinstance(self.ignore_eos, bool), f"ignore_eos is True or False, not {self.ignore_eos!r}")
+        _require(all(isinstance(text, str) and text for text in self.stop), "a stop string is a text that is not empty")
+        _require(all(is_integer(t) and t >= 0 for t in self.suppress_tokens), "suppress_tokens are token ids")
+        _check_logit_bias(self.logit_bias)
         if self.temperature == 0:
             used = [name for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)) if getattr(self, name) != off]
-            _require_setting(
-                not used, f"{', '.join(used)} needs a temperature above 0: greedy decoding would ignore it"
-            )
+            _require(not used, f"{', '.join(used)} needs a temperature above 0: greedy decoding would ignore it")
 
     @classmethod
     def build(cls, values: Mapping[str, Any]) -> GenerationSettings:
@@ -112,8 +175,18 @@ class GenerationSettings:
         """
         names = [f.name for f in fields(cls)]
         unknown = sorted(set(values) - set(names))
-        _require_setting(not unknown, f"unknown setting {', '.join(unknown)}: expected any of {', '.join(names)}")
-        return cls(**{name: _as_tuple(name, value) for name, value in values.items()})
+        _require(not unknown, f"unknown setting {', '.join(unknown)}: expected any of {', '.join(names)}")
+        return cls(**{name: _convert(name, value) for name, value in values.items()})
+
+
+def _check_logit_bias(pairs: Any) -> None:
+    is_pairs = isinstance(pairs, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
+    _require(is_pairs, f"logit_bias is a mapping from token ids to numbers, not {pairs!r}")
+    _require(all(is_integer(token) and token >= 0 for token, _ in pairs), "logit_bias: its keys are token ids")
+    _require(len(dict(pairs)) == len(pairs), "logit_bias: a token id occurs twice")
+    for token, bias in pairs:
+        within = is_number(bias) and abs(bias) <= MAX_LOGIT_BIAS
+        _require(within, f"logit_bias: the bias of token {token} is between -100 and 100, not {bias!r}")
 
 
 @dataclass(frozen=True)
@@ -270,13 +343,26 @@ def _check_fractions(owner: Any, *names: str) -> None:
 def check_choice(name: str, value: Any, choices: Any) -> None:
     """Raise SettingsError unless `value` is one of a Literal's members."""
     options = get_args(choices)
-    _require_setting(value in options, f"{name} {value!r}: expected one of {', '.join(options)}")
+    _require(value in options, f"{name} {value!r}: expected one of {', '.join(options)}")
 
 
-def _as_tuple(name: str, value: Any) -> Any:
-    """Convert a single stop string, and lists of texts or ids, to tuples."""
+def _is_unicode(text: str) -> bool:
+    return not any(0xD800 <= ord(letter) < 0xE000 for letter in text)
+
+
+def _convert(name: str, value: Any) -> Any:
+    """Convert lists to tuples, a single stop string to a tuple, biases to sorted pairs, and a mapping to a grammar."""
     if name == "stop" and isinstance(value, str):
         return (value,)
+    if name == "logit_bias" and isinstance(value, (Mapping, list, tuple)):
+        pairs = value.items() if isinstance(value, Mapping) else value
+        pairs = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in pairs)
+        is_sortable = all(isinstance(pair, tuple) and pair and is_integer(pair[0]) for pair in pairs)
+        return tuple(sorted(pairs, key=lambda pair: int(pair[0]))) if is_sortable else pairs
+    if name == "grammar" and isinstance(value, Mapping):
+        unknown = sorted(set(value) - {"kind", "text"})
+        _require("kind" in value and not unknown, f"grammar has the keys kind and text, not {sorted(value)}")
+        return Grammar(**value)
     return tuple(value) if name in ("stop", "suppress_tokens") and isinstance(value, list) else value
 
 
@@ -297,7 +383,7 @@ def is_number(value: Any) -> bool:
     return abs(value) <= sys.float_info.max  # false for NaN, infinities, and integers beyond any float
 
 
-def _require_setting(condition: bool, message: str) -> None:
+def _require(condition: bool, message: str) -> None:
     if not condition:
         raise SettingsError(message)
 

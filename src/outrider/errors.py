@@ -3,6 +3,7 @@
 OutriderError
 ├── InputError            an input cannot be used, and no model has run (exit code 2)
 │   ├── SettingsError     a setting is out of range, unknown, or contradicts another
+│   │   └── GrammarError  a grammar or a JSON schema cannot be compiled
 │   ├── PromptError       a prompt is empty, too long, or of a kind that the model does not take
 │   │   └── ContextError  the prompt, or prompt and output together, exceed a model's context
 │   ├── AudioError        a recording is unreadable, empty, too short, too long, or not finite
@@ -51,6 +52,21 @@ class InputError(OutriderError):
 
 class SettingsError(InputError):
     """A setting is out of range, unknown, or contradicts another one."""
+
+
+class GrammarError(SettingsError):
+    """A grammar cannot be compiled.
+
+    place: the path of the failing part in a JSON schema, such as "properties.a", or "" for all of a grammar.
+    """
+
+    def __init__(self, reason: str, place: str | None = None) -> None:
+        super().__init__(reason, place)
+        self.reason, self.place = reason, place
+
+    def __str__(self) -> str:
+        where = "" if self.place is None else f"grammar.{self.place}: " if self.place else "grammar: "
+        return escape_controls(where + self.reason)
 
 
 class PromptError(InputError):

@@ -213,7 +213,7 @@ def change_settings(**values: Any) -> Callable[[schema.Open], None]:
 @pytest.mark.parametrize(
     ("spoil", "expected", "words"),
     [
-        (change_open(protocol=4), "PROTOCOL", "protocol 4"),
+        (change_open(protocol=schema.VERSION + 1), "PROTOCOL", f"protocol {schema.VERSION + 1}"),
         (change_open(protocol=0), "PROTOCOL", f"speaks {schema.VERSION}"),
         (change_open(fingerprint=b"other"), "VOCABULARY", "another vocabulary"),
         (change_open(model=b""), "MODEL", "another model"),
@@ -223,6 +223,9 @@ def change_settings(**values: Any) -> Callable[[schema.Open], None]:
         (change_settings(min_new_tokens=999), "SETTINGS", "min_new_tokens"),
         (change_settings(suppress_tokens=[V]), "SETTINGS", "suppress_tokens"),
         (change_settings(suppress_tokens=[1] * 33), "SETTINGS", "suppress_tokens"),
+        (change_settings(logit_bias={V: 1.0}), "SETTINGS", "logit_bias"),
+        (change_settings(logit_bias={1: 101.0}), "SETTINGS", "logit_bias"),
+        (change_settings(frequency_penalty=2.5), "SETTINGS", "frequency_penalty"),
         (change_open(conditioning=b"12345678"), "CONDITIONING", "not those"),
         (change_open(media=schema.AUDIO), "PROMPT", "takes no audio"),
         (change_open(media=schema.FEATURES), "PROMPT", "takes no audio"),

@@ -52,6 +52,30 @@ def test_at_every_limit_complete_characters_stay_and_half_ones_are_not_shown(kin
 
 
 @pytest.mark.parametrize("kind", BYTES)
+def test_the_bytes_of_tokens_make_up_the_text_s(kind: str) -> None:
+    tokenizer = BYTES[kind]()
+    decode = get_detokenizer(tokenizer)
+    for text in SCRIPTS:
+        assert b"".join(decode.token_bytes(token) for token in ids_of(text, tokenizer)).decode() == text
+    (special,) = tokenizer.convert_tokens_to_ids(["</s>"])
+    assert decode.token_bytes(special) == b"</s>"
+
+
+@pytest.mark.parametrize(("kind", "token"), [("llama", "▁the"), ("metaspace", "▁ok"), ("plain", "the")])
+def test_a_token_that_begins_a_word_has_its_space(kind: str, token: str) -> None:
+    tokenizer = ALL[kind]()
+    (number,) = tokenizer.convert_tokens_to_ids([token])
+    assert get_detokenizer(tokenizer).token_bytes(number).decode() == token.replace("▁", " ")
+
+
+def test_a_token_of_half_a_character_has_its_bytes() -> None:
+    tokenizer = byte_level()
+    half, rest = tokenizer.convert_tokens_to_ids(["eÃ", "©x"])
+    decode = get_detokenizer(tokenizer)
+    assert (decode.token_bytes(half), decode.token_bytes(rest)) == (b"e\xc3", b"\xa9x")
+
+
+@pytest.mark.parametrize("kind", BYTES)
 @settings(max_examples=150, deadline=None)
 @given(raw=st.binary(max_size=12))
 def test_any_bytes_are_shown_as_utf_8_decoders_show_them(kind: str, raw: bytes) -> None:

@@ -31,6 +31,7 @@ pytestmark = [
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "constrained": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 4, "suppress_tokens": [5]},
+    "penalised": {"frequency_penalty": 0.7, "presence_penalty": -0.4, "logit_bias": {3: 2.0, 9: -4.0}},
     "sampled": {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": 3},
 }
 

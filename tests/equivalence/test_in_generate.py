@@ -28,6 +28,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.3},
     {"repetition_penalty": 0.8, "no_repeat_ngram_size": 3},
     {"no_repeat_ngram_size": 2, "suppress_tokens": list(range(10, VOCAB, 3))},
+    {"sequence_bias": [[[n], 3.0 - n % 7] for n in range(0, VOCAB, 3)], "repetition_penalty": 1.2},
     {"max_new_tokens": 1},
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import SettingsError, SpeculativeDecoder, VocabularyMismatch, connect, local, prompt_lookup
+from outrider.config import Grammar
 from outrider.errors import PromptError
 from outrider.prompts.audio import Audio
 from outrider.verifiers.base import disconnect
@@ -180,6 +182,35 @@ def test_the_edge_continues_alone_after_the_loss_of_the_cloud(lost: int) -> None
     assert result.stats.cloud_lost
 
 
+SAMPLING_FIELDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.9, "top_k": 7, "top_p": 0.9, "min_p": 0.01, "seed": 3},
+    {"frequency_penalty": 1.0, "presence_penalty": -0.5},
+    {"logit_bias": ((300, 2.0), (12, -3.0)), "repetition_penalty": 1.2, "temperature": 1.0},
+)
+
+
+@pytest.mark.parametrize("options", SAMPLING_FIELDS, ids=str)
+def test_filters_penalties_and_biases_are_those_of_the_target_s_ids(options: dict[str, Any]) -> None:
+    edge = model_of("byte level", PROMPT, " the quick brown fox jumps", name="edge")
+    target, prompt = model_of("llama", PROMPT, " the quick brown fox jumps"), ids_in("llama", PROMPT)
+    options = {"max_new_tokens": 24, **options}
+    wanted = reference_output(target.rows, prompt, target.vocab_size, eos=target.eos_ids, **options)
+    for gate in ("always", "trigger:entropy:1"):
+        result = SpeculativeDecoder(edge, local(target), k=4, gate=gate, on_loop="ignore").generate(prompt, **options)
+        assert result.token_ids == wanted
+
+
+def test_log_probabilities_are_the_target_s_or_refused_where_the_edge_may_speak_alone() -> None:
+    edge = model_of("byte level", PROMPT, " the end", name="edge")
+    target, prompt = model_of("llama", PROMPT, " the end"), ids_in("llama", PROMPT)
+    result = SpeculativeDecoder(edge, local(target)).generate(prompt, max_new_tokens=12, logprobs=2)
+    alone = SpeculativeDecoder(None, local(target)).generate(prompt, max_new_tokens=12, logprobs=2)
+    assert result.logprobs == alone.logprobs != []
+    decoder = SpeculativeDecoder(edge, local(target), gate="entropy:1")
+    with pytest.raises(SettingsError, match=r"logprobs: unverified tokens of a drafter with another tokenizer"):
+        decoder.generate(prompt, max_new_tokens=12, logprobs=2)
+
+
 def test_prompts_are_encoded_with_the_tokenizer_of_the_target() -> None:
     edge, target = model_of("byte level", PROMPT, " the end"), model_of("llama", PROMPT, " the end")
     decoder = SpeculativeDecoder(edge, local(target))
@@ -224,3 +255,18 @@ def test_a_cloud_across_a_network_is_compared_with_the_tokenizer_that_is_named(d
     assert result.token_ids == reference_output(target.rows, prompt, target.vocab_size, eos=target.eos_ids)
     assert result.guarantee == "exact"
     assert result.stats.rounds <= 2 + len(result.token_ids) // 5
+
+
+@pytest.mark.parametrize("expression", ["[a-z ]{5,40}[.!?]", "the (quick|lazy) (fox|dog) .{1,9}"])
+@pytest.mark.parametrize("kind", ["llama", "unigram"])
+def test_a_grammar_over_the_targets_tokens_masks_translated_drafts(kind: str, expression: str) -> None:
+    grammar = Grammar("regex", expression)
+    target = model_of("byte level", PROMPT, "the quick fox jumps", lead=4.0)
+    edge = model_of(kind, PROMPT, "the quick fox 社区 jumps", name="edge")
+    prompt = ids_in("byte level", PROMPT)
+    limits = {"max_new_tokens": 40, "grammar": grammar}
+    wanted = SpeculativeDecoder(None, local(target)).generate(prompt, **limits)
+    result = SpeculativeDecoder(edge, local(target), k=5).generate(prompt, **limits)
+    assert result.token_ids == wanted.token_ids
+    assert re.fullmatch(expression, result.text or "")
+    assert result.stats.drafted

@@ -41,7 +41,7 @@ CASES: list[dict[str, Any]] = [
     {"stop": ("e", "in")},
     {"sentences": 1},
     {"ignore_eos": True},
-    {"suppress_tokens": (20, 21, 22)},
+    {"suppress_tokens": (20, 21, 22), "logit_bias": {23: 2.5, 24: -3.0}},
 ]
 
 

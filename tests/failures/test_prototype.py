@@ -268,8 +268,8 @@ class OnTheEdgeOnly(Policy):
     """The verifier's policy without any constraint: its corrections and its verdicts bypass them."""
 
     @classmethod
-    def build(cls, settings: Any, eos_ids: Any, vocab_size: int, prompt_length: int) -> Policy:
-        full = Policy.build(settings, eos_ids, vocab_size, prompt_length)
+    def build(cls, settings: Any, eos_ids: Any, vocab_size: int, prompt_length: int, grammar: Any = None) -> Policy:
+        full = Policy.build(settings, eos_ids, vocab_size, prompt_length, grammar)
         return cls(LogitsProcessors(prompt_length=prompt_length), full.sampling, vocab_size)
 
 
@@ -297,7 +297,9 @@ def test_no_penalty_that_was_not_asked_for(monkeypatch: Patch) -> None:
     row = OTHER((1, 2))
     assert policy.distribution(row, [7, 7, 7, 7, 11, 11], 6).logits.equal(row)
     known = {"repetition_penalty", "repetition_window", "no_repeat_ngram_size", "min_new_tokens", "suppress_tokens"}
+    known |= {"frequency_penalty", "presence_penalty", "logit_bias"}
     others = {"max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "sentences", "ignore_eos"}
+    others |= {"logprobs"}
     assert {f.name for f in fields(GenerationSettings)} == known | others
     right = reference_output(
         lambda prefix: TARGET(prefix) + 3.0 * (torch.arange(V) == 7), PROMPT, V, max_new_tokens=LENGTH

@@ -29,9 +29,9 @@ from outrider.gateway import connections, handlers, response_schema
 from outrider.gateway.access import Access, allowed_hosts, check_listen
 from outrider.gateway.app import PAGE_HEADERS
 from outrider.gateway.errors import to_error_response
-from outrider.gateway.handlers import UploadLimiter
 from outrider.gateway.request_scheduler import GenerationTimeout, QueueFull, ShuttingDown
 from outrider.gateway.server import bound
+from outrider.gateway.upload_limiter import UploadLimiter
 from outrider.serving.tokens import Tokens
 from tests.support.processes import HANG_S, wait_until
 from tests.support.scripted_gateway import Running, Script, event, result_of, serving, spoken
@@ -179,7 +179,7 @@ def test_what_fails_before_the_first_word_has_its_status_streaming_or_not(
     ("error", "param", "code"),
     [
         (ContextError("a prompt of 3000 tokens: demo holds 2048"), "prompt", "context_length_exceeded"),
-        (SettingsError("suppress_tokens: ids go up to 1023"), "logit_bias", "unusable"),
+        (SettingsError("logit_bias: ids go up to 1023"), "logit_bias", "unusable"),
         (SettingsError("this gateway has no cloud: only the way edge-only works here"), "outrider.way", "unusable"),
         (
             SettingsError("net 'cut' with on_cloud_loss 'wait' would wait forever: choose another on_cloud_loss"),

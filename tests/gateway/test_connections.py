@@ -30,8 +30,8 @@ from outrider.gateway.connections import (
     Listener,
     OpenConnections,
 )
-from outrider.gateway.handlers import UploadLimiter
 from outrider.gateway.request_scheduler import QueueFull
+from outrider.gateway.upload_limiter import UploadLimiter
 from outrider.serving.tokens import Tokens
 from tests.support.processes import HANG_S, wait_until
 from tests.support.scripted_gateway import Running, Script, serving

@@ -66,6 +66,90 @@ def test_a_chat_is_answered_as_in_python(client: openai.OpenAI, decoder: Specula
     assert reply.outrider["stats"]["rounds"] == expected.stats.rounds
 
 
+def test_log_probabilities_come_whole_and_in_streams_as_in_python(
+    client: openai.OpenAI, decoder: SpeculativeDecoder
+) -> None:
+    messages: Any = [{"role": "user", "content": "这段语音"}]
+    expected = decoder.generate(messages, max_new_tokens=24, logprobs=3)
+    asked: dict[str, Any] = {"model": "outrider", "messages": messages, "max_tokens": 24, "logprobs": True}
+    whole = client.chat.completions.create(**asked, top_logprobs=3).choices[0].logprobs.content
+    chunks = list(client.chat.completions.create(**asked, top_logprobs=3, stream=True))
+    streamed = [each for c in chunks for choice in c.choices if choice.logprobs for each in choice.logprobs.content]
+    assert streamed == whole
+    assert [each.logprob for each in whole] == pytest.approx([each.logprob for each in expected.logprobs], abs=1e-4)
+    assert [bytes(each.bytes) for each in whole] == [each.data for each in expected.logprobs]
+    assert [len(each.top_logprobs) for each in whole] == [3] * len(expected.token_ids)
+    assert [each.source for each in whole] == [source.value for source in expected.sources]
+
+
+def test_choices_are_those_of_their_seeds(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
+    messages: Any = [{"role": "user", "content": "这段语音"}]
+    sampled: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95}
+    expected = [decoder.generate(messages, max_new_tokens=24, seed=7 + n, **sampled) for n in range(3)]
+    assert len({result.text for result in expected}) == 3
+    asked: dict[str, Any] = {"model": "outrider", "messages": messages, "max_tokens": 24, "seed": 7, "n": 3, **sampled}
+    whole = client.chat.completions.create(**asked)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    assert [choice.message.content for choice in whole.choices] == [result.text for result in expected]
+    assert whole.usage.completion_tokens == sum(len(result.token_ids) for result in expected)
+    assert whole.usage.prompt_tokens == expected[0].prompt_tokens
+    texts, usages = ["", "", ""], []
+    for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        usages.append(chunk.usage)
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [result.text for result in expected]
+    assert [usage for usage in usages if usage] == [whole.usage] or usages[-1].total_tokens == whole.usage.total_tokens
+
+
+def test_best_of_sends_the_likeliest(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
+    sampled: dict[str, Any] = {"temperature": 1.2, "seed": 3}
+    found = [decoder.generate("This is", max_new_tokens=12, logprobs=0, **{**sampled, "seed": 3 + n}) for n in range(4)]
+    means = [sum(each.logprob for each in result.logprobs) / len(result.logprobs) for result in found]
+    best = sorted(range(4), key=lambda n: -means[n])
+    reply = client.completions.create(model="outrider", prompt="This is", max_tokens=12, best_of=4, n=2, **sampled)
+    assert [choice.text for choice in reply.choices] == [found[n].text for n in best[:2]]
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == sum(len(result.token_ids) for result in found)
+
+
+def test_more_choices_than_slots_and_places_all_come() -> None:
+    with (
+        running_gateway("--slots", "1", "--queue", "1") as (url, _),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        asked: dict[str, Any] = {"model": "outrider", "prompt": "hello", "max_tokens": 4, "temperature": 1.0}
+        reply = client.completions.create(**asked, n=5)
+        assert [choice.index for choice in reply.choices] == [0, 1, 2, 3, 4]
+        for n, choice in enumerate(reply.choices):
+            assert choice.text == client.completions.create(**asked, seed=n).choices[0].text
+
+
+def test_a_client_that_leaves_ends_all_choices() -> None:
+    with (
+        running_gateway("--slots", "2") as (url, _),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        asked: dict[str, Any] = {"model": "outrider", "prompt": "hello", "max_tokens": 800, "temperature": 1.0, "n": 4}
+        stream = client.completions.create(**asked, stream=True, extra_body=LONG)
+        next(iter(stream))
+        wait_until(lambda: metric_total(url, "outrider_edge_active") == 2)
+        stream.close()
+        wait_until(lambda: metric_total(url, "outrider_edge_disconnects_total") == 1)
+        wait_until(lambda: not metric_total(url, "outrider_edge_active") + metric_total(url, "outrider_edge_waiting"))
+        assert "outrider_edge_results_total{" not in httpx2.get(f"{url}/metrics").text, "no generation came to its end"
+
+
+def test_a_completion_s_log_probabilities_have_offsets_into_its_text(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "outrider", "prompt": "This is", "max_tokens": 12, "logprobs": 2}
+    choice = client.completions.create(**asked, frequency_penalty=0.5, logit_bias={"100": -5}).choices[0]
+    found = choice.logprobs
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == len(found.text_offset) == 12
+    for token, at in zip(found.tokens, found.text_offset, strict=True):
+        assert "bytes:" in token or choice.text[at:].startswith(token)
+    assert all(2 <= len(top) <= 3 and max(top.values()) <= 0 for top in found.top_logprobs)
+
+
 def test_a_last_message_of_the_assistant_is_continued(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
     messages = [{"role": "user", "content": "Say it"}, {"role": "assistant", "content": "This is slow"}]
     expected = decoder.generate(messages, max_new_tokens=8)
@@ -198,7 +282,7 @@ def test_errors_are_those_of_the_client(url: str, client: openai.OpenAI) -> None
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(**{**hello, "model": "gpt-4o"})
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(**hello, n=2)
+        client.chat.completions.create(**hello, n=0)
     assert refused.value.param == "n"
     with pytest.raises(openai.BadRequestError, match="holds"):
         client.chat.completions.create(**hello, max_tokens=10**6)

@@ -62,8 +62,11 @@ def wave(seconds: float, rate: int = 16_000, channels: int = 1, kind: str = "WAV
 
 def test_openai_s_fields_become_our_settings() -> None:
     found = chat(max_tokens=9, temperature=0.5, top_p=0.9, seed=2**64 - 1, stop=["a", "b"], logit_bias={"5": -100})
+    penalised = chat(frequency_penalty=-2, presence_penalty=0.5, logit_bias={"7": 1.5, "3": -2})
     wanted = {"max_new_tokens": 9, "temperature": 0.5, "top_p": 0.9, "seed": 2**64 - 1, "stop": ("a", "b")}
-    assert found.settings.items() >= {**wanted, "suppress_tokens": (5,)}.items()
+    assert found.settings.items() >= {**wanted, "logit_bias": ((5, -100.0),)}.items()
+    wanted = {"frequency_penalty": -2.0, "presence_penalty": 0.5, "logit_bias": ((3, -2.0), (7, 1.5))}
+    assert penalised.settings.items() >= wanted.items()
     assert found.stop == ("a", "b")
     assert chat(max_completion_tokens=7, max_tokens=7, stop="x").settings.items() >= {"max_new_tokens": 7}.items()
 
@@ -110,6 +113,34 @@ def test_a_conversation_is_handed_to_the_template() -> None:
 @pytest.mark.parametrize(("given", "taken"), [("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2])])
 def test_a_completion_takes_a_text_or_ids_alone_or_in_a_list(given: Any, taken: Any) -> None:
     assert completion(prompt=given).prompt == taken
+
+
+def test_log_probabilities_are_counted_as_openai_counts_them() -> None:
+    assert chat().settings["logprobs"] is chat(logprobs=False, top_logprobs=0).settings["logprobs"] is None
+    assert chat(logprobs=True).settings["logprobs"] == 0
+    assert chat(logprobs=True, top_logprobs=20).settings["logprobs"] == 20
+    assert completion().settings["logprobs"] is None
+    assert [completion(logprobs=n).settings["logprobs"] for n in (0, 5)] == [0, 5]
+
+
+def test_choices_have_seeds_of_their_own() -> None:
+    found = chat(n=3, seed=2**64 - 2, temperature=1.0)
+    assert (found.n, found.candidates, found.notes) == (3, 3, ())
+    assert [found.choice_settings(index)["seed"] for index in range(3)] == [2**64 - 2, 2**64 - 1, 0]
+    assert {**found.choice_settings(2), "seed": found.settings["seed"]} == found.settings
+    assert chat(n=3).notes == ("n: all choices are equal, because decoding at temperature 0 is greedy",)
+
+
+def test_best_of_is_chosen_by_log_probabilities_that_are_not_reported() -> None:
+    found = completion(n=2, best_of=5, temperature=1.0)
+    assert (found.n, found.candidates, found.logprobs, found.settings["logprobs"]) == (2, 5, False, 0)
+    found = completion(best_of=2, logprobs=4)
+    assert (found.n, found.candidates, found.logprobs, found.settings["logprobs"]) == (1, 2, True, 4)
+    assert completion(n=2, best_of=2, stream=True).candidates == 2
+    for fields in ({"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}):
+        with pytest.raises(RequestError) as refused:
+            completion(**fields)
+        assert refused.value.param == "best_of"
 
 
 def test_values_that_ask_for_nothing_are_taken() -> None:
@@ -314,9 +345,9 @@ def test_audio_for_a_text_model_is_refused() -> None:
 # Refusals ---------------------------------------------------------------------------------------------------
 
 DIFFERENT: dict[str, Any] = {  # a value that asks for what is not done
-    "n": 2, "best_of": 2, "frequency_penalty": 0.5, "presence_penalty": -0.5, "logprobs": True, "top_logprobs": 3,
-    "logit_bias": {"5": 10}, "tools": [{"type": "function"}], "tool_choice": "required",
-    "functions": [{"name": "f"}], "function_call": {"name": "f"}, "response_format": {"type": "json_object"},
+    "tools": [{"type": "function"}],
+    "tool_choice": "required",
+    "functions": [{"name": "f"}], "function_call": {"name": "f"},
     "modalities": ["text", "audio"], "audio": {"voice": "x"}, "prediction": {"type": "content", "content": "x"},
     "verbosity": "low", "web_search_options": {}, "moderation": {},
     "service_tier": "flex", "echo": True, "suffix": "x", "prompt_cache_options": {}, "prompt_cache_retention": "24h",
@@ -325,7 +356,7 @@ DIFFERENT: dict[str, Any] = {  # a value that asks for what is not done
 
 @pytest.mark.parametrize("name", sorted(DIFFERENT))
 def test_what_is_not_done_is_refused_with_what_it_would_need(name: str) -> None:
-    ask = completion if name in ("best_of", "echo", "suffix") else chat
+    ask = completion if name in ("echo", "suffix") else chat
     with pytest.raises(RequestError, match=f"{name}.*not supported") as refused:
         ask(**{name: DIFFERENT[name]})
     assert str(refused.value.param).split(".")[0] == name
@@ -334,7 +365,8 @@ def test_what_is_not_done_is_refused_with_what_it_would_need(name: str) -> None:
 
 def test_every_field_of_openai_s_api_is_done_refused_or_told_as_not_used() -> None:
     done = {"messages", "model", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed"}
-    done |= {"stop", "stream", "stream_options", *IGNORED}
+    done |= {"stop", "stream", "stream_options", "frequency_penalty", "presence_penalty", "logit_bias", *IGNORED}
+    done |= {"logprobs", "top_logprobs", "response_format", "n", "best_of"}
     theirs = set(chat_create_params.CompletionCreateParamsBase.__annotations__)
     theirs |= set(completion_create_params.CompletionCreateParamsBase.__annotations__)
     assert theirs - done - set(DIFFERENT) == set()
@@ -355,6 +387,18 @@ def test_every_field_of_openai_s_api_is_done_refused_or_told_as_not_used() -> No
         ({"temperature": -1}, "temperature"),
         ({"temperature": "warm"}, "temperature"),
         ({"top_p": 5}, "top_p"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"n": 0}, "n"),
+        ({"n": 21}, "n"),
+        ({"best_of": 2}, "best_of"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": False, "top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"presence_penalty": -2.5}, "presence_penalty"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"logit_bias": {"five": 1}}, "logit_bias.five"),
+        ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
         ({"seed": -1}, "seed"),

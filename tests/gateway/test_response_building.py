@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 from outrider.api import StreamEvent
 from outrider.decoding.detokenizer import REPLACEMENT_CHARACTER
 from outrider.decoding.incremental_text import IncrementalDetokenizer
+from outrider.decoding.result import Result
 from outrider.decoding.sequence import Source
+from outrider.decoding.token_logprob import TokenLogprob
 from outrider.errors import StateError
 from outrider.gateway import response_schema
 from outrider.gateway.decoder_pool import RequestOptions
@@ -189,8 +192,8 @@ def events_of(said: bytes) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("tokens", [False, True])
 def test_bodies_are_what_the_document_says(chat: bool, reply: type[response_schema.Reply], tokens: bool) -> None:
     answer = Answer(asked(tokens=tokens, notes=("user was not used",)), chat=chat)
-    answer.note([event(0, "a"), event(1, " b")])
-    body = json.loads(answer.body(result_of("a b", 2)))
+    answer.choices[0].note([event(0, "a"), event(1, " b")])
+    body = json.loads(answer.body([result_of("a b", 2)]))
     found = reply.model_validate(body)
     assert found.outrider.warnings == ["user was not used"]  # type: ignore[attr-defined]
     assert (found.outrider.tokens is not None) == tokens  # type: ignore[attr-defined]
@@ -199,24 +202,131 @@ def test_bodies_are_what_the_document_says(chat: bool, reply: type[response_sche
 @pytest.mark.parametrize("chat", [True, False])
 def test_a_stream_sends_role_text_finish_reason_and_usage_in_order(chat: bool) -> None:
     answer = Answer(asked(stream=True, include_usage=True), chat=chat)
-    said = events_of(answer.chunk([event(0, "a")]) + answer.chunk([event(1, "")]) + answer.chunk([event(2, "b")]))
-    end = answer.last(result_of("ab", 3))
+    (choice,) = answer.choices
+    said = events_of(choice.chunk([event(0, "a")]) + choice.chunk([event(1, "")]) + choice.chunk([event(2, "b")]))
+    end = choice.last(result_of("ab", 3)) + answer.end([result_of("ab", 3)])
     assert end.endswith(DONE)
     said += events_of(end)
     if chat:
         assert said.pop(0)["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     texts = [(c["delta"].get("content", "") if chat else c["text"]) for e in said for c in e["choices"]]
     assert texts == ["a", "b", ""]
-    assert [e["usage"] for e in said] == [None, None, None, usage(result_of("ab", 3))]
+    assert [e["usage"] for e in said] == [None, None, None, usage([result_of("ab", 3)])]
     assert said[-2]["choices"][0]["finish_reason"] == "stop"
     assert said[-2]["outrider"]["guarantee"] == "exact"
     assert len({e["id"] for e in said}) == 1
 
 
 def test_an_empty_stream_still_has_its_opening() -> None:
-    said = events_of(Answer(asked(stream=True), chat=True).last(result_of("", 1)))
+    said = events_of(Answer(asked(stream=True), chat=True).choices[0].last(result_of("", 1)))
     assert said[0]["choices"][0]["delta"]["role"] == "assistant"
 
 
 def test_nothing_is_sent_while_there_is_nothing_to_say() -> None:
-    assert Answer(asked(stream=True), chat=True).chunk([event(0, "a", "provisional")]) == b""
+    assert Answer(asked(stream=True), chat=True).choices[0].chunk([event(0, "a", "provisional")]) == b""
+
+
+# Log-probabilities --------------------------------------------------------------------------------------------
+
+
+def scored(
+    index: int, text: str, kind: str = "confirmed", source: Source = Source.ACCEPTED, **more: Any
+) -> StreamEvent:
+    return replace(event(index, text, kind, source), logprob=logprob_of(text.encode()), **more)
+
+
+def logprob_of(data: bytes) -> TokenLogprob:
+    return TokenLogprob(5, -0.5, data, (TokenLogprob(5, -0.5, data), TokenLogprob(6, -math.inf, b"\xe7")))
+
+
+def scored_result(*texts: str, sources: list[Source] | None = None) -> Result:
+    result = result_of("".join(texts), len(texts))
+    logprobs = [logprob_of(text.encode()) for text in texts]
+    return replace(result, pieces=list(texts), logprobs=logprobs, sources=sources or result.sources)
+
+
+def with_logprobs(**more: Any) -> ParsedRequest:
+    return asked(logprobs=True, **more)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_log_probabilities_of_a_body_are_what_the_document_says(chat: bool) -> None:
+    sources = [Source.EDGE, Source.CORRECTION]
+    body = json.loads(Answer(with_logprobs(), chat=chat).body([scored_result("a", " b", sources=sources)]))
+    (response_schema.ChatCompletion if chat else response_schema.Completion).model_validate(body)
+    logprobs = body["choices"][0]["logprobs"]
+    if chat:
+        assert [each["token"] for each in logprobs["content"]] == ["a", " b"]
+        assert [each["source"] for each in logprobs["content"]] == ["edge", "correction"]
+        assert logprobs["content"][1]["bytes"] == [32, 98]
+        least = logprobs["content"][0]["top_logprobs"][1]
+        assert least == {"token": REPLACEMENT_CHARACTER, "logprob": -9999.0, "bytes": [0xE7]}
+    else:
+        assert logprobs["tokens"] == ["a", " b"]
+        assert logprobs["text_offset"] == [0, 1]
+        assert logprobs["sources"] == ["edge", "correction"]
+        assert logprobs["top_logprobs"][0] == {"a": -0.5, "bytes:\\xe7": -9999.0}
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_stream_s_log_probabilities_are_the_body_s(chat: bool) -> None:
+    """Held-back text, a revision, tokens that are confirmed twice, and an end-of-sequence token without text."""
+    request = with_logprobs(stream=True, stop=(" bc",))
+    (answer,) = Answer(request, chat=chat).choices
+    said = answer.chunk([scored(0, "a"), scored(1, "x", "confirmed", Source.EDGE, settled=1)])
+    said += answer.chunk([scored(1, " b", "revised", Source.CORRECTION), scored(2, "", "provisional")])
+    said += answer.chunk([scored(1, " b", source=Source.CORRECTION), scored(2, "d")])
+    result = scored_result("a", " b", "d", "", sources=[Source.ACCEPTED, Source.CORRECTION, *[Source.ACCEPTED] * 2])
+    said += answer.last(result)
+    reports = [choice["logprobs"] for chunk in events_of(said) for choice in chunk["choices"]]
+    whole = json.loads(Answer(with_logprobs(), chat=chat).body([result]))["choices"][0]["logprobs"]
+    for name in ("content",) if chat else ("tokens", "token_logprobs", "top_logprobs", "text_offset", "sources"):
+        assert [entry for report in reports if report for entry in report[name]] == whole[name]
+
+
+def test_without_a_request_there_are_none() -> None:
+    assert json.loads(Answer(asked(), chat=True).body([result_of("a", 1)]))["choices"][0]["logprobs"] is None
+
+
+# Choices --------------------------------------------------------------------------------------------------------
+
+
+def likely(text: str, *logprobs: float) -> Result:
+    found = [TokenLogprob(5, value, b"x") for value in logprobs]
+    return replace(result_of(text, len(logprobs)), logprobs=found, pieces=[text, *[""] * (len(logprobs) - 1)])
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_several_choices_have_an_index_and_an_outcome_each(chat: bool) -> None:
+    answer = Answer(asked(n=3, candidates=3), chat=chat)
+    body = json.loads(answer.body([result_of(text, tokens) for text, tokens in (("a", 1), ("b", 2), ("c", 3))]))
+    (response_schema.ChatCompletion if chat else response_schema.Completion).model_validate(body)
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    assert [choice["outrider"]["guarantee"] for choice in body["choices"]] == ["exact"] * 3
+    assert "outrider" not in body
+    assert body["usage"]["prompt_tokens"] == 7
+    assert (body["usage"]["completion_tokens"], body["usage"]["total_tokens"]) == (6, 13)
+
+
+@pytest.mark.parametrize(("n", "texts"), [(1, ["b"]), (2, ["b", "c"])])
+def test_best_of_sends_the_likeliest_by_token_and_counts_all(n: int, texts: list[str]) -> None:
+    """The sum would prefer a shorter text."""
+    results = [likely("a", -1.0), likely("b", -0.5, -0.5, -0.6), likely("c", -0.9, -0.8)]
+    body = json.loads(Answer(asked(n=n, candidates=3), chat=False).body(results))
+    assert [choice["text"] for choice in body["choices"]] == texts
+    assert [choice["index"] for choice in body["choices"]] == [*range(n)]
+    assert [choice["logprobs"] for choice in body["choices"]] == [None] * n
+    assert ("outrider" in body) == (n == 1)
+    assert body["usage"]["completion_tokens"] == 6
+
+
+def test_the_choices_of_a_stream_are_told_apart_by_their_index() -> None:
+    answer = Answer(asked(stream=True, n=2, candidates=2, include_usage=True), chat=True)
+    first, second = answer.choices
+    said = second.chunk([event(0, "x")]) + first.chunk([event(0, "a")]) + second.last(result_of("x", 1))
+    said += first.chunk([event(1, "b")]) + first.last(result_of("ab", 2))
+    chunks = events_of(said + answer.end([result_of("x", 1), result_of("ab", 2)]))
+    found = [(choice["index"], choice["delta"].get("content")) for chunk in chunks for choice in chunk["choices"]]
+    assert found == [(1, ""), (1, "x"), (0, ""), (0, "a"), (1, None), (0, "b"), (0, None)]
+    assert [chunk["choices"][0]["index"] for chunk in chunks if "outrider" in chunk] == [1, 0]
+    assert chunks[-1]["usage"]["completion_tokens"] == 3

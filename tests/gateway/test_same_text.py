@@ -54,14 +54,15 @@ def shown(events: list[StreamEvent]) -> str:
 def deltas(events: list[StreamEvent], result: Result, stop: tuple[str, ...]) -> str:
     """The text of the API's stream, event by event."""
     answer = Answer(ParsedRequest(PROMPT, {}, RequestOptions(), stream=True, stop=stop), chat=False)
-    sent = b"".join([*(answer.chunk([event]) for event in events), answer.last(result)])
+    (choice,) = answer.choices
+    sent = b"".join([*(choice.chunk([event]) for event in events), choice.last(result), answer.end([result])])
     lines = [line.removeprefix("data: ") for line in sent.decode().split("\n\n") if line and "[DONE]" not in line]
     return "".join(options["text"] for line in lines for options in json.loads(line)["choices"])
 
 
 def check(decoder: SpeculativeDecoder, stop: tuple[str, ...], limit: int) -> Result:
     events, result = streamed(decoder, stop, limit)
-    body = json.loads(Answer(ParsedRequest(PROMPT, {}, RequestOptions(), stop=stop), chat=False).body(result))
+    body = json.loads(Answer(ParsedRequest(PROMPT, {}, RequestOptions(), stop=stop), chat=False).body([result]))
     assert decoder.generate(PROMPT, max_new_tokens=limit, stop=stop).text == result.text
     assert shown([event for event in events if event.index < len(result.token_ids)]) == result.text
     assert deltas(events, result, stop) == body["choices"][0]["text"] == visible_text(result, stop)

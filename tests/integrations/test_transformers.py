@@ -70,7 +70,12 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("prompt_lookup_num_tokens", {"prompt_lookup_num_tokens": 3}),
     ("assistant_model", {"assistant_model": DRAFT}),
     ("UnbatchedClassifierFree", {"guidance_scale": 1.5}),
-    ("SequenceBias", {"sequence_bias": [[[3], -1.0]]}),
+    ("sequence_bias.*single tokens", {"sequence_bias": [[[3], -1.0], [[4, 5], 1.0]]}),
+    ("logit_bias.*between -100 and 100", {"sequence_bias": [[[3], -1000.0]]}),
+    (
+        "SequenceBias.*after the repetition penalty",
+        {**chain(processors.SequenceBiasLogitsProcessor({(3,): 1.0})), "repetition_penalty": 1.1},
+    ),
     ("NoBadWords", {"bad_words_ids": [[3]]}),
     ("SuppressTokensAtBegin", {"begin_suppress_tokens": [3]}),
     ("ForcedBOS", {"forced_bos_token_id": 3}),

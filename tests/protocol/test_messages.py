@@ -13,13 +13,14 @@ from google.protobuf.message import DecodeError
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from outrider.config import GenerationSettings
+from outrider.config import GenerationSettings, Grammar
 from outrider.decoding.actions import Verify
 from outrider.errors import SettingsError
 from outrider.protocol import messages, schema
 from outrider.protocol.messages import ErrorCode, FrameError
 from outrider.sampling import acceptance
 from outrider.sampling.acceptance import REJECTION_SHORTLIST, Verdict
+from outrider.sampling.logprobs import Logprobs
 from outrider.sampling.sampler import Support
 
 V, ROWS = 1000, 1024
@@ -40,6 +41,8 @@ def settings_(draw: st.DrawFn) -> GenerationSettings:
     most = draw(st.integers(1, UINT32))
     warm = draw(st.booleans())
     penalty = draw(st.just(1.0) | st.floats(0.01, 100))
+    texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+    grammar = draw(st.none() | st.just(Grammar("json_object")) | st.builds(Grammar, st.just("regex"), texts))
     return GenerationSettings(
         max_new_tokens=most,
         min_new_tokens=draw(st.integers(0, most)),
@@ -51,8 +54,13 @@ def settings_(draw: st.DrawFn) -> GenerationSettings:
         repetition_penalty=penalty,
         repetition_window=draw(st.integers(0, UINT32)) if penalty != 1.0 else 0,
         no_repeat_ngram_size=draw(st.integers(0, UINT32)),
-        ignore_eos=draw(st.booleans()),
+        ignore_eos=draw(st.booleans()) and grammar is None,
         suppress_tokens=tuple(draw(st.lists(st.integers(0, V - 1), max_size=5))),
+        frequency_penalty=draw(st.floats(-2, 2)),
+        presence_penalty=draw(st.floats(-2, 2)),
+        logprobs=draw(st.none() | st.integers(0, 20)),
+        logit_bias=tuple(sorted(draw(st.dictionaries(st.integers(0, V - 1), st.floats(-100, 100))).items())),
+        grammar=grammar,
     )
 
 
@@ -87,6 +95,11 @@ def test_defaults_cost_nothing_but_the_length() -> None:
         {"max_new_tokens": 1, "top_k": 3},  # greedy
         {"max_new_tokens": 1, "repetition_penalty": 0.0},
         {"max_new_tokens": 1, "repetition_penalty": math.nan},
+        {"max_new_tokens": 1, "frequency_penalty": 2.1},
+        {"max_new_tokens": 1, "presence_penalty": math.nan},
+        {"max_new_tokens": 1, "logprobs": 21},
+        {"max_new_tokens": 1, "logit_bias": {1: 101.0}},
+        {"max_new_tokens": 1, "logit_bias": {1: math.nan}},
     ],
 )
 def test_settings_that_the_edge_could_not_have_are_refused(spoilt: dict[str, Any]) -> None:
@@ -100,6 +113,8 @@ def test_tokens_to_suppress_are_the_models_and_no_more_than_it_has() -> None:
         messages.unpack_settings(sent, V)
     with refused(ErrorCode.SETTINGS):
         messages.unpack_settings(schema.Settings(max_new_tokens=1, suppress_tokens=[0] * (V + 1)), V)
+    with refused(ErrorCode.SETTINGS):
+        messages.unpack_settings(schema.Settings(max_new_tokens=1, logit_bias={V: 1.0}), V)
 
 
 @pytest.mark.parametrize("spec", ["", "exact", "residual", "rank:20", "margin:0.5", "typical:0.09"])
@@ -262,6 +277,13 @@ def test_padding_can_be_read_but_not_drafted() -> None:
         st.integers(0, UINT32),
         st.floats(0, 3600),
         st.floats(0, 3600),
+        st.integers(0, UINT32),
+        st.lists(
+            st.lists(st.tuples(st.integers(0, UINT32), st.floats(max_value=0, width=32)), min_size=1, max_size=4).map(
+                lambda pairs: Logprobs(*map(tuple, zip(*pairs, strict=True)))
+            ),
+            max_size=4,
+        ).map(tuple),
     )
 )
 def test_a_verdict_comes_back_as_it_was(verdict: Verdict) -> None:

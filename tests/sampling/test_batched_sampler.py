@@ -51,6 +51,9 @@ def cases(draw: st.DrawFn) -> tuple[list[Policy], list[list[int]], torch.Tensor]
         "no_repeat_ngram_size": draw(st.integers(0, 4)),
         "min_new_tokens": draw(st.integers(0, 8)),
         "suppress_tokens": draw(st.lists(st.integers(0, 6), max_size=2)),
+        "frequency_penalty": draw(st.sampled_from([0.0, 0.5, -0.3, 1.9])),
+        "presence_penalty": draw(st.sampled_from([0.0, 0.7, -2.0])),
+        "logit_bias": draw(st.dictionaries(st.integers(0, PADDED), st.floats(-100, 100), max_size=3)),
     }
     if draw(st.booleans()):
         values["temperature"] = draw(st.sampled_from([0.3, 1.0, 2.0]))

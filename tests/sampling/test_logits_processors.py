@@ -1,9 +1,10 @@
-"""One chain of constraints, equal to transformers' processors, whatever was rolled back in between."""
+"""One chain of constraints, equal to transformers' processors and vLLM's penalties, in any order of positions."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from transformers import (
     MinNewTokensLengthLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     SuppressTokensLogitsProcessor,
 )
 
@@ -32,16 +34,25 @@ chains = st.builds(
     banned_ids=st.lists(tokens, max_size=3, unique=True).map(tuple),
     prompt_length=st.integers(1, 6),
     repetition_window=st.sampled_from([0, 0, 1, 3, 8, 64]),
+    frequency_penalty=st.sampled_from([0.0, 0.3, -0.7, 2.0]),
+    presence_penalty=st.sampled_from([0.0, 1.1, -0.4, -2.0]),
+    logit_bias=st.dictionaries(tokens, st.floats(-100, 100), max_size=4).map(lambda biases: tuple(biases.items())),
 )
 
 
 def by_transformers(chain: LogitsProcessors, row: Tensor, prefix: list[int]) -> Tensor:
-    """The row after transformers' own processors, in the order of `GenerationMixin._get_logits_processor`."""
+    """The row after transformers' own processors, in the order of `GenerationMixin._get_logits_processor`.
+
+    Frequency and presence penalty, which transformers does not have, follow the repetition penalty as in vLLM.
+    """
     processors = LogitsProcessorList()
     row = row.clone()[None]
+    if chain.logit_bias:
+        row = SequenceBiasLogitsProcessor({(token,): float(bias) for token, bias in chain.logit_bias})(None, row)
     if chain.repetition_penalty != 1.0:
         window = prefix[-chain.repetition_window :]  # −0: all
         row = RepetitionPenaltyLogitsProcessor(chain.repetition_penalty)(torch.tensor([window]), row)
+    row = torch.from_numpy(minus_penalties(row[0].numpy(), chain, prefix[chain.prompt_length :]))[None]
     if chain.no_repeat_ngram:
         processors.append(NoRepeatNGramLogitsProcessor(chain.no_repeat_ngram))
     if chain.min_new_tokens and chain.eos_ids:
@@ -50,6 +61,15 @@ def by_transformers(chain: LogitsProcessors, row: Tensor, prefix: list[int]) -> 
     if chain.banned_ids:
         processors.append(SuppressTokensLogitsProcessor(list(chain.banned_ids)))
     return processors(torch.tensor([prefix]), row)[0]
+
+
+def minus_penalties(row: np.ndarray, chain: LogitsProcessors, output: list[int]) -> np.ndarray:
+    """vLLM's `apply_penalties`: its counts, mask and order, written out in numpy."""
+    counts = np.zeros(len(row), np.float32)
+    for token in output:
+        counts[token] += 1
+    row = row - np.float32(chain.frequency_penalty) * counts
+    return row - np.float32(chain.presence_penalty) * (counts > 0)
 
 
 def apply(chain: LogitsProcessors, row: Tensor, prefix: list[int]) -> Tensor:
@@ -105,6 +125,34 @@ def test_min_new_tokens_counts_generated_tokens_one_by_one() -> None:
     assert [chain.bans_eos(length) for length in (10, 11, 12, 13)] == [True, True, True, False]
     row = apply(chain, torch.zeros(VOCAB), [0] * 12)
     assert torch.isinf(row).nonzero().flatten().tolist() == [4, 5]
+
+
+def test_frequency_and_presence_count_the_output_alone() -> None:
+    chain = LogitsProcessors(frequency_penalty=0.5, presence_penalty=1.0, prompt_length=3)
+    row = apply(chain, torch.zeros(VOCAB), [1, 1, 2, 2, 2, 3])
+    expected = torch.zeros(VOCAB)
+    expected[2], expected[3] = -2.0, -1.5
+    assert torch.equal(row, expected)
+
+
+def test_a_bias_precedes_the_repetition_penalty_and_the_others_follow_it() -> None:
+    """vLLM: (2 + 2) / 2 − 0.5 · 1 − 0.25."""
+    biased = LogitsProcessors(2.0, frequency_penalty=0.5, presence_penalty=0.25, logit_bias=((4, 2.0),))
+    assert float(apply(biased, torch.full((VOCAB,), 2.0), [4])[4]) == 1.25
+
+
+def test_biased_and_generated_tokens_beyond_the_vocabulary_are_passed_over() -> None:
+    chain = LogitsProcessors(frequency_penalty=1.0, logit_bias=((VOCAB, 5.0), (1, 5.0)))
+    expected = torch.zeros(VOCAB)
+    expected[1], expected[2] = 5.0, -1.0
+    assert torch.equal(apply(chain, torch.zeros(VOCAB), [VOCAB + 2, 2]), expected)
+
+
+def test_a_rolled_back_output_counts_anew() -> None:
+    chain = LogitsProcessors(frequency_penalty=1.0, prompt_length=1)
+    index, ids = chain.index(), [0, 5, 5, 5, 5]
+    drops = [-float(chain.apply(torch.zeros(VOCAB), ids, n, index)[5]) for n in (5, 2, 4, 1, 3)]
+    assert drops == [4.0, 1.0, 3.0, 0.0, 2.0]
 
 
 # The memo -------------------------------------------------------------------------------------------------------

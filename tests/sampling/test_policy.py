@@ -24,9 +24,14 @@ def test_every_setting_arrives() -> None:
         no_repeat_ngram_size=3,
         min_new_tokens=2,
         suppress_tokens=(1,),
+        frequency_penalty=0.25,
+        presence_penalty=-0.5,
+        logit_bias={7: 1.5, 2: -3},
     )
     chain, sampling = sampled.processors, sampled.sampling
     assert (chain.repetition_penalty, chain.no_repeat_ngram, chain.min_new_tokens) == (1.2, 3, 2)
+    assert (chain.frequency_penalty, chain.presence_penalty) == (0.25, -0.5)
+    assert chain.logit_bias == ((2, -3), (7, 1.5))
     assert (chain.eos_ids, chain.banned_ids, chain.prompt_length) == ((5,), (1,), 1)
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.7, 4, 0.9, 0.1)
     assert sampling.seed == 2**64 - 1

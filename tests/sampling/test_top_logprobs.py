@@ -74,6 +74,11 @@ def cases(draw: st.DrawFn, penalties: tuple[float, ...] = (1.0, 1.0, *PENALTIES)
         tuple(draw(st.lists(tokens, max_size=2))),
         tuple(draw(st.lists(tokens, max_size=5)) + row.topk(draw(st.integers(0, 4))).indices.tolist()),
         prompt_length=len(ids) - draw(st.integers(0, 1)),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.4, -0.4, -2.0])),
+        presence_penalty=draw(st.sampled_from([0.0, 0.0, 1.0, -1.0])),
+        logit_bias=tuple(
+            draw(st.dictionaries(tokens, st.floats(-10, 10), max_size=draw(st.sampled_from([0, 4])))).items()
+        ),
     )
     count = draw(st.integers(1, size + 2))
     return Case(row, Policy(constraints, draw(samplings), size), ids, count, draw(tokens))
@@ -187,15 +192,45 @@ def test_a_missing_entry_that_a_penalty_lifts_to_a_tie_is_uncovered(penalty: flo
         distribution(known, chosen, [0])
 
 
-def test_a_missing_entry_counts_as_penalised_or_not_whichever_is_more() -> None:
+def test_a_missing_entry_counts_as_penalised_where_the_prefix_has_it() -> None:
     row = [3.0, 2.0, 1.9, 0.0]
     assert not uncovered(row, 2, policy(size=4))
-    assert uncovered(row, 2, policy(size=4, repetition_penalty=0.6))  # a missing 2.0 would come to 3.33
+    assert uncovered(row, 2, policy(size=4, repetition_penalty=0.6), (3,))  # a missing 2.0 would come to 3.33
+    assert not uncovered(row, 2, policy(size=4, repetition_penalty=0.6))
     assert uncovered(row, 2, policy(size=4, repetition_penalty=1.6), (0,))  # the best one falls to 1.875
     assert not uncovered(row, 2, policy(size=4, repetition_penalty=1.2), (0,))
     low = [-1.0, -2.0, -2.1, -9.0]
-    assert uncovered(low, 2, policy(size=4, repetition_penalty=0.4))  # a missing −2.0 would come to −0.8
-    assert not uncovered(low, 2, policy(size=4, repetition_penalty=0.6))
+    assert uncovered(low, 2, policy(size=4, repetition_penalty=0.4), (3,))  # a missing −2.0 would come to −0.8
+    assert not uncovered(low, 2, policy(size=4, repetition_penalty=0.6), (3,))
+
+
+def test_a_missing_entry_counts_with_its_own_bias() -> None:
+    """The best three are tokens 0, 1 and 2: a missing token is at most 1.9 before its bias."""
+    row = [3.0, 2.0, 1.9, 0.0, -0.1, -0.2]
+    for bias, is_uncovered in ((-100.0, False), (1.0, False), (1.2, True), (100.0, True)):
+        assert uncovered(row, 3, policy(size=6, logit_bias=((4, bias),))) == is_uncovered
+    assert not uncovered(row, 6, policy(size=6, logit_bias=((4, 100.0),)))
+    assert not uncovered(row, 3, policy(size=6, logit_bias=((4, 5.0),), banned_ids=(4,)))  # banned after all
+    assert not uncovered(row, 3, policy(size=6, logit_bias=((0, -1.05),)))  # 1.95 and 2.0 are known
+    assert uncovered(row, 3, policy(size=6, logit_bias=((0, -1.2), (1, -1.0))))
+
+
+def test_a_missing_entry_counts_with_its_own_penalty() -> None:
+    row = [3.0, 2.0, 1.9, 0.0, -0.1, -0.2]
+    for penalties, is_uncovered in (({"frequency_penalty": -0.5}, False), ({"frequency_penalty": -0.6}, True)):
+        assert uncovered(row, 3, policy(size=6, **penalties), (4, 4)) == is_uncovered
+    assert uncovered(row, 3, policy(size=6, presence_penalty=-1.2), (4, 4))
+    assert not uncovered(row, 3, policy(size=6, presence_penalty=-1.2, prompt_length=2), (4, 4))
+    assert not uncovered(row, 3, policy(size=6, presence_penalty=2.0, frequency_penalty=2.0), (4, 5))
+
+
+def test_log_probabilities_with_a_raised_entry_still_bound_a_nucleus() -> None:
+    """Token 59 is missing with 2⁻⁵⁹ of the mass, or as much as token 11; a bias of 7 makes that 2⁻² or so."""
+    chosen = policy(SamplingParams(1.0, top_p=0.7))
+    assert not uncovered(HALVES, 12, chosen, normalised=True)
+    raised = policy(SamplingParams(1.0, top_p=0.7), logit_bias=((59, 7.0),))
+    assert uncovered(HALVES, 12, raised, normalised=True)
+    assert not uncovered(HALVES, 24, raised, normalised=True)
 
 
 def test_the_position_that_needs_more_is_told() -> None:

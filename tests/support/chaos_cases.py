@@ -96,6 +96,10 @@ def _settings(random: Random, longest: int, *, texts: bool) -> dict[str, Any]:
         settings["min_new_tokens"] = settings["max_new_tokens"] // 2
     if texts and random.random() < 0.2:
         settings |= random.choice(({"sentences": 1}, {"stop": ["."]}, {"stop": ["。", "voice"]}))
+    if random.random() < 0.2:
+        settings["frequency_penalty"] = random.choice((-0.2, 0.5, 1.5))
+    if random.random() < 0.1:
+        settings["logit_bias"] = {random.randrange(10, 1000): random.choice((-5.0, 2.0)) for _ in range(5)}
     if random.random() < 0.1:
         settings["suppress_tokens"] = [random.randrange(10, 1000) for _ in range(5)]
     return settings

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from outrider import SpeculativeDecoder, connect, local
+from outrider.config import GenerationSettings
 from outrider.engines.base import Prompt
 from tests.support.fakes import ScriptedEngine
 from tests.support.tiny_models import byte_tokenizer, tiny_engine
@@ -106,6 +107,7 @@ class Remembering(ScriptedEngine):
 def reference_result(prompt: Any, engine: Any = None, *, drafter: Any = None, **options: Any) -> Any:
     """The result with the same model in this process. options: the decoder's, then those of `generate`."""
     options = {"max_new_tokens": TOKENS, **options}
+    options |= {"logit_bias": GenerationSettings.build({"logit_bias": options.get("logit_bias", {})}).logit_bias}
     frozen = tuple(sorted((name, tuple(v) if isinstance(v, list) else v) for name, v in options.items()))
     prompt = tuple(prompt) if isinstance(prompt, list) else prompt
     return (_cached_reference if isinstance(prompt, tuple) else _cached_reference.__wrapped__)(

@@ -13,6 +13,7 @@ from outrider.api import StreamEvent
 from outrider.decoding.result import Result, Stats
 from outrider.decoding.sequence import Source
 from outrider.decoding.stopping import FinishReason
+from outrider.decoding.token_logprob import TokenLogprob
 from outrider.gateway.access import Access
 from outrider.gateway.app import GatewayInfo, build_overview, create_app
 from outrider.gateway.connections import Listener
@@ -41,7 +42,10 @@ def result_of(text: str, tokens: int, reason: FinishReason = "eos") -> Result:
     sources = [Source.ACCEPTED] * tokens
     stats = Stats(rounds=1, blocks=1, escalated=1, verified=tokens, ttft_s=0.01, total_s=0.05)
     stats.count_sources(sources)
-    return Result(text, [100 + n for n in range(tokens)], reason, "exact", 7, stats, sources)
+    ids = [100 + n for n in range(tokens)]
+    logprobs = [TokenLogprob(token, -0.5, b"t") for token in ids]
+    pieces = [text, *[""] * (tokens - 1)][:tokens]
+    return Result(text, ids, reason, "exact", 7, stats, sources, pieces=pieces, logprobs=logprobs)
 
 
 @dataclass

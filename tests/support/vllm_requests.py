@@ -25,7 +25,7 @@ def model_of(port: int) -> str:
         return str(json.load(answer)["data"][0]["id"])
 
 
-def completion(port: int, ids: Sequence[int], tokens: int, penalty: float) -> list[int]:
+def completion(port: int, ids: Sequence[int], tokens: int, penalty: float = 1.0, **params: Any) -> list[int]:
     """Greedy, through the endpoint that everyone uses."""
     body = {
         "model": model_of(port),
@@ -34,6 +34,7 @@ def completion(port: int, ids: Sequence[int], tokens: int, penalty: float) -> li
         "temperature": 0,
         "repetition_penalty": penalty,
         "return_token_ids": True,
+        **params,
     }
     return list(post(port, "/v1/completions", body)["choices"][0]["token_ids"])
 

@@ -94,7 +94,7 @@ def test_another_protocol_is_named(served: Served, monkeypatch: pytest.MonkeyPat
 
     with connect_remote(served) as cloud:
         monkeypatch.setattr(cloud.connection, "describe", describe)
-        with pytest.raises(CloudRefused, match="speaks protocol 1, this edge 3"):
+        with pytest.raises(CloudRefused, match=f"speaks protocol 1, this edge {schema.VERSION}"):
             cloud.describe()
 
 
@@ -410,6 +410,37 @@ def test_the_stream_on_which_a_session_was_to_be_closed_is_not_left_open(
         wait_until(lambda: opened and not opened[0]._local_open)
         assert len(opened) == 1
         assert not any((opened[0]._local_open, opened[0]._remote_open)), "it was cancelled"
+
+
+def shortlist(*entries: tuple[int, float]) -> schema.Shortlist:
+    return schema.Shortlist(ids=[token for token, _ in entries], logp=[value for _, value in entries])
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        [],
+        [shortlist((1, -1.0))],
+        [shortlist((1, -1.0))] * 3,
+        [shortlist((1, -1.0)), shortlist((2, -1.0))],
+        [shortlist((1, -1.0)), shortlist((1, 0.5))],
+        [shortlist((1, -1.0)), shortlist((1, math.nan))],
+        [shortlist((1, -1.0)), schema.Shortlist(ids=[1, 2], logp=[-1.0])],
+        [shortlist((1, -1.0)), schema.Shortlist()],
+    ],
+)
+def test_log_probabilities_that_do_not_fit_the_verdict_are_refused(
+    served: Served, logprobs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict = schema.Verdict(round=1, accepted=1, next_token=1, logprobs=logprobs)
+    with connect_remote(served) as cloud:
+        session = cloud.open(Prompt(PROMPT), conditions(logprobs=1))
+        monkeypatch.setattr("outrider.cloud.stream_handler.pack_verdict", lambda *_: schema.Answer(verdict=verdict))
+        with pytest.raises(CloudRefused, match="does not answer round 1"):
+            cloud.verify(session, Verify(1, 5, (), (1, 2)))
+        monkeypatch.undo()
+        found = cloud.verify(session, Verify(1, 5, (), (1, 2)))
+        assert len(found.logprobs) == found.accepted + 1
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "n-gram": {"no_repeat_ngram_size": 2},
     "min-new": {"min_new_tokens": 11},
+    "counted": {"frequency_penalty": 0.8, "presence_penalty": 0.5},
+    "biased": {"logit_bias": {40: 1.0, 41: -3.0, 200: 0.8}, "presence_penalty": -0.3},
     "top-k": {"temperature": 0.9, "top_k": 8, "seed": 3},
     "top-p": {"temperature": 0.7, "top_p": 0.8, "seed": 4},
     "residual": {"temperature": 1.0, "top_k": 10, "seed": 7, "accept": "residual"},

@@ -50,6 +50,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reward": {"repetition_penalty": 0.8, "max_new_tokens": 24},
     "n-gram": {"no_repeat_ngram_size": 2},
     "min-new": {"min_new_tokens": 11},
+    "counted": {"frequency_penalty": 0.8, "presence_penalty": 0.5, "max_new_tokens": 24},
+    "rewarded": {"frequency_penalty": -0.3, "presence_penalty": -0.4},
+    "biased": {"logit_bias": {40: 1.0, 41: -3.0, 200: 0.8}, "temperature": 0.9, "top_k": 8},
+    "raised": {"logit_bias": dict.fromkeys(range(77, 90), 3.0), "no_repeat_ngram_size": 2},
     "suppressed": {"suppress_tokens": tuple(range(100, 266, 2)), "ignore_eos": True},
     "top-k": {"temperature": 0.9, "top_k": 8, "seed": 3},
     "top-p": {"temperature": 0.7, "top_p": 0.8, "seed": 4},
@@ -92,6 +96,43 @@ def test_outputs_are_the_model_s_own(served: tuple[VllmServer, LlmServerVerifier
         )
 
 
+@pytest.mark.parametrize("way", [way for way in WAYS if "normalised" in way or WAYS[way].get("max_logprobs") == -1])
+def test_log_probabilities_are_those_of_our_own_cloud(way: str) -> None:
+    options: dict[str, Any] = {"k": 4, "logprobs": 5, "max_new_tokens": 12, "logit_bias": {40: 2.0}}
+    with VllmServer(Model(target_engine()), **WAYS[way]) as server, connect_servers(server) as verifier:
+        for more in ({}, {"temperature": 0.9, "top_k": 8, "seed": 3}):
+            result = generate(verifier, PROMPTS[1], **options, **more)
+            wanted = reference_result(PROMPTS[1], **options, **more)
+            check_equal_results(result, wanted)
+            assert len(result.logprobs) == 12
+            for ours, theirs in zip(result.logprobs, wanted.logprobs, strict=True):
+                assert ours.token_id == theirs.token_id
+                found = [ours.logprob, *(each.logprob for each in ours.top)]
+                assert found == pytest.approx([theirs.logprob, *(each.logprob for each in theirs.top)], abs=1e-4)
+
+
+def test_a_biased_token_that_is_missing_is_asked_for_or_refused() -> None:
+    """A bias of 100 makes one token of the vocabulary the next one, wherever it ranks."""
+    with (
+        VllmServer(Model(target_engine()), max_logprobs=-1) as whole,
+        VllmServer(Model(target_engine()), max_logprobs=64) as partial,
+        connect_servers(whole) as asked,
+        connect_servers(partial) as limited,
+    ):
+        refusals = []
+        for token in range(200, 206):
+            options: dict[str, Any] = {"logit_bias": {token: 100.0}, "max_new_tokens": 6}
+            wanted = reference_result(PROMPTS[1], k=3, **options)
+            assert {*wanted.token_ids} == {token}
+            check_equal_results(generate(asked, PROMPTS[1], k=3, **options), wanted)
+            try:
+                check_equal_results(generate(limited, PROMPTS[1], k=3, **options), wanted)
+            except CloudRefused as error:
+                refusals.append(str(error))
+        assert refusals
+        assert all("64 entries of a row" in text and "--max-logprobs 256, or restrict" in text for text in refusals)
+
+
 def test_each_way_is_found_out(served: tuple[VllmServer, LlmServerVerifier], request: pytest.FixtureRequest) -> None:
     server, verifier = served
     verifier.probe()
@@ -116,6 +157,11 @@ OTHERS = st.fixed_dictionaries(
     optional={
         "repetition_penalty": st.sampled_from([0.7, 1.05, 1.5, 4.0]),
         "no_repeat_ngram_size": st.integers(1, 4),
+        "frequency_penalty": st.sampled_from([0.5, -0.2, 2.0]),
+        "presence_penalty": st.sampled_from([1.0, -0.5]),
+        "logit_bias": st.dictionaries(
+            st.integers(0, 265), st.sampled_from([-100.0, -1.0, 0.5, 4.0, 100.0]), max_size=4
+        ),
         "min_new_tokens": st.integers(0, TOKENS),
         "ignore_eos": st.booleans(),
         "suppress_tokens": st.lists(st.integers(10, 265), max_size=40),
@@ -192,6 +238,7 @@ SAMPLE = {"temperature": 1.0, "seed": 1}
         (SettingsError, "set top_k .up to 19., top_p or min_p, or start vllm with --max-logprobs -1", SAMPLE),
         (CloudRefused, "sends 20 entries of a row, which do not determine.*--max-logprobs", {**SAMPLE, "top_p": 0.999}),
         (CloudRefused, "do not determine the token at position", {"temperature": 9.0, "min_p": 0.01}),
+        (SettingsError, "logprobs: .* sends 20 logits of a row, and not their sum; start vllm", {"logprobs": 0}),
         (SettingsError, "accept rank:3: .*exact and residual work", {"accept": "rank:3"}),
         (SettingsError, "accept margin:0.5", {"accept": "margin:0.5"}),
         (SettingsError, "accept typical:0.1", {"accept": "typical:0.1"}),

@@ -60,6 +60,31 @@ def test_texts_come_out_as_the_server_generates_them(verifier, edge, pair_of_ser
         assert out.guarantee == "exact"
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"frequency_penalty": 0.9},
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": -0.6, "presence_penalty": -0.4},
+        {"frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.2},
+        {"logit_bias": {str(token): 2.0 - token % 5 for token in range(30, 120)}},
+        {"logit_bias": {"40": 4.0, "41": -100.0}, "frequency_penalty": 2.0, "repetition_penalty": 1.3},
+    ],
+    ids=str,
+)
+def test_penalties_and_biases_are_vllm_s_own(verifier, edge, pair_of_servers, params) -> None:
+    decoder = SpeculativeDecoder(edge, verifier, k=4)
+    biases = {int(token): bias for token, bias in params.get("logit_bias", {}).items()}
+    changed = 0
+    for text in TEXTS:
+        ids = list(encode(edge, text).ids)
+        wanted = vllm_requests.completion(pair_of_servers[0].port, ids, 24, **params)
+        out = decoder.generate(ids, max_new_tokens=24, **{**params, "logit_bias": biases})
+        assert out.token_ids == wanted
+        changed += wanted != vllm_requests.completion(pair_of_servers[0].port, ids, 24)
+    assert changed >= 3
+
+
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_captions_come_out_as_the_server_generates_them(verifier, edge, pair_of_servers, penalty: float) -> None:
     for driver in ("sequential", "pipelined"):

@@ -254,6 +254,10 @@ class Decoding:
         Values above 1 make tokens of the prompt and the output less likely.
     repetition_window
         The number of last tokens that the penalty covers; 0 is all.
+    frequency_penalty
+        Make a token less likely each time that the output contains it: -2 to 2; 0 is off.
+    presence_penalty
+        Make tokens of the output less likely: -2 to 2; 0 is off.
     no_repeat_ngram
         Never repeat an n-gram of this size; 0 is off.
     stop
@@ -273,6 +277,8 @@ class Decoding:
     seed: Whole = 0
     repetition_penalty: float = 1.0
     repetition_window: Whole = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     no_repeat_ngram: Whole = 0
     stop: Annotated[tuple[str, ...], Parameter(negative="")] = ()
     sentences: MaybeWhole = None

@@ -10,7 +10,7 @@ from outrider.config import is_integer, is_number
 from outrider.errors import SettingsError
 from outrider.serving.sizes import MIB
 
-MIN_MESSAGE_BYTES = 64 * 2**10  # bytes: a prompt and its settings
+MIN_MESSAGE_BYTES = 128 * 2**10  # bytes: a prompt and its settings, with a grammar
 MAX_MESSAGE_BYTES = 2**31 - 1  # bytes: gRPC's own limit is an int32
 BYTES_PER_ID = 12  # on the wire: a token and a count, and some room
 EXTRA_STREAMS = 16

@@ -12,6 +12,7 @@ from outrider.decoding.gate import Gate, Signals
 from outrider.decoding.loop_detection import DEFAULT_RULE, LoopRule
 from outrider.decoding.stopping import FinishReason, StopRules
 from outrider.sampling.acceptance import AcceptanceRule, Exact
+from outrider.sampling.logprobs import Logprobs
 from outrider.sampling.sampler import Support
 
 
@@ -20,7 +21,8 @@ class Proposal:
     """One drafted token.
 
     signals: for the gate and the draft length. q: the distribution from which it was drawn, for rejection sampling.
-    match_length: tokens that agreed in prompt lookup, 0 for a model's token.
+    match_length: tokens that agreed in prompt lookup, 0 for a model's token. logprobs: the drafter's, if they are
+    requested.
     """
 
     token: int
@@ -28,6 +30,7 @@ class Proposal:
     q: Support | None = None
     left_loop: bool = False
     match_length: int = 0
+    logprobs: Logprobs | None = None
 
     @property
     def confidence(self) -> Confidence | None:

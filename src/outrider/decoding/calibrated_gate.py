@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from outrider.config import PER_REQUEST_SETTING, GateFile, GenerationSettings, Scope
+from outrider.config import PER_REQUEST_SETTING, REPORT_SETTING, GateFile, GenerationSettings, Scope
 from outrider.decoding.gate import MAX_UNREPAIRED, SIGNAL_NAMES, Decision, Signals, Threshold
 from outrider.decoding.loop_detection import DEFAULT_RULE, LoopRule
 from outrider.sampling.sampler import uniforms
@@ -128,7 +128,8 @@ def calibrated_settings(settings: GenerationSettings) -> list[str]:
 
     Greedy traces hold for every seed. Sampled traces share the noise of their seed.
     """
-    return [f.name for f in fields(settings) if f.name != PER_REQUEST_SETTING or settings.temperature > 0]
+    names = [f.name for f in fields(settings) if f.name != REPORT_SETTING]
+    return [name for name in names if name != PER_REQUEST_SETTING or settings.temperature > 0]
 
 
 def _changed_settings(was: GenerationSettings, now: GenerationSettings) -> list[str]:

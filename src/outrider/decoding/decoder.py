@@ -48,6 +48,7 @@ from outrider.decoding.sequence import Sequence, Source
 from outrider.decoding.stopping import DecodeFn
 from outrider.errors import StateError
 from outrider.sampling.acceptance import Verdict
+from outrider.sampling.logprobs import Logprobs
 
 
 class Decoder:
@@ -192,6 +193,11 @@ class Decoder:
     def near_ties(self) -> set[int]:
         """Indices of generated tokens whose margin lay within numeric noise, also behind the end of the output."""
         return self._recorder.near_ties
+
+    def logprobs(self) -> list[Logprobs]:
+        """Return the log-probabilities of the generated tokens, or [] if none are requested."""
+        known, start = self._recorder.logprobs, self.sequence.prompt_length
+        return [known[at] for at in range(start, self.sequence.committed_length)] if known else []
 
     def audit_trail(self) -> AuditTrail:
         """Return the closed trail of the complete output."""

@@ -17,6 +17,8 @@ from itertools import groupby
 from typing import Final, Protocol
 
 REPLACEMENT_CHARACTER: Final = "\ufffd"  # for bytes that are not valid UTF-8
+METASPACE: Final = "\u2581"  # SentencePiece's letter for a space
+SPECIAL_MARK: Final = b"\xff"  # no byte of UTF-8
 MAX_UTF8_BYTES: Final = 4  # largest length of a character in UTF-8
 
 
@@ -60,6 +62,20 @@ class Detokenizer:
             return text[:-1] if _ends_incomplete(self._last_bytes(self._without_special(ids, skip_special))) else text
         return text if hasattr(self._tokenizer, "backend_tokenizer") else text.rstrip(REPLACEMENT_CHARACTER)
 
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token stands for in the middle of a text. Those of a special token are its name."""
+        if token in self._bytes:
+            return bytes([self._bytes[token]])
+        if not hasattr(self._tokenizer, "convert_ids_to_tokens"):
+            return self._decode([token], skip_special=False).encode()
+        name = str(self._tokenizer.convert_ids_to_tokens(token))
+        if token in self._special_ids:
+            return name.encode()
+        if self._byte_level:
+            return _token_bytes(name)
+        text = name.replace(METASPACE, " ") if METASPACE in name else self._decode([token], skip_special=False)
+        return text.encode()
+
     def _decode(self, ids: Seq[int], skip_special: bool) -> str:
         decode = self._tokenizer.decode
         return str(decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False))
@@ -84,6 +100,26 @@ class Detokenizer:
         if ids and ids[-1] in self._bytes and _ends_incomplete(raw):
             del repaired[-len(REPLACEMENT_CHARACTER.encode()) :]
         return repaired
+
+    def vocabulary_bytes(self, count: int) -> list[bytes] | None:
+        """Return what each of the ids below `count` adds to a text, or None if a token has no bytes of its own.
+
+        A special token is marked by the byte 0xFF before its name, which no text has. Ids without a token are empty.
+        """
+        if not (self._byte_level or self._bytes):
+            return None
+        tokens = [b""] * count
+        for name, token in self._tokenizer.get_vocab().items():
+            if token < count:
+                tokens[token] = self._bytes_of(token, name)
+        return tokens
+
+    def _bytes_of(self, token: int, name: str) -> bytes:
+        if token in self._special_ids:
+            return SPECIAL_MARK + name.encode()
+        if self._byte_level:
+            return _token_bytes(name)
+        return bytes([self._bytes[token]]) if token in self._bytes else name.replace(METASPACE, " ").encode()
 
     def _last_bytes(self, ids: list[int]) -> bytes:
         """Return the last bytes of a byte-level tokenizer's ids, as many as one character may have or more."""

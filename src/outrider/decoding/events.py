@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from outrider.decoding.sequence import Source
+from outrider.decoding.token_logprob import TokenLogprob
+from outrider.sampling.logprobs import Logprobs
 from outrider.sampling.sampler import Signals
 
 EventKind = Literal["provisional", "confirmed", "revised"]
@@ -24,6 +26,7 @@ class Event:
     source: Source
     signals: Signals | None = field(default=None, compare=False)
     settled: int = field(default=0, compare=False)
+    logprobs: Logprobs | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class StreamEvent:
     token after it. text: the piece that the token adds, empty while a character is incomplete. source: the side that
     decided the token. signals: the drafter's confidence, None for the verifier's own tokens and where no signals were
     requested. settled: the number of tokens that are final. These are all confirmed tokens, but with `scope` "repair"
-    only those before the last verdict until the cloud is lost. It never decreases.
+    only those before the last verdict until the cloud is lost. It never decreases. logprob: the token's, if the setting
+    `logprobs` requests it: the target's for a token that a verdict decided, else the drafter's.
     """
 
     kind: EventKind
@@ -44,3 +48,4 @@ class StreamEvent:
     source: Source
     signals: Signals | None = None
     settled: int = 0
+    logprob: TokenLogprob | None = None

@@ -12,6 +12,7 @@ from outrider.decoding.result import Stats
 from outrider.decoding.risk_estimate import AuditTrail
 from outrider.decoding.sequence import Sequence, Source
 from outrider.sampling.acceptance import Verdict
+from outrider.sampling.logprobs import Logprobs
 
 log = logging.getLogger(__name__)
 
@@ -19,13 +20,15 @@ log = logging.getLogger(__name__)
 class Recorder:
     """Owner of all observations. It has no influence on the output.
 
-    near_ties: indices of generated tokens, also of some behind the end of the output.
+    near_ties: indices of generated tokens, also of some behind the end of the output. logprobs: by index into the
+    sequence, the drafter's until a verdict decides the token, if they are requested.
     """
 
     def __init__(self, sequence: Sequence) -> None:
         self._sequence = sequence
         self.stats = Stats()
         self.near_ties: set[int] = set()
+        self.logprobs: dict[int, Logprobs] = {}
         self.trail = AuditTrail()
         self._events: list[Event] = []
         self._signals: dict[int, Signals] = {}  # of drafted tokens, by index into the sequence
@@ -47,6 +50,8 @@ class Recorder:
         at = len(self._sequence.ids) - 1
         if proposal.signals is not None:
             self._signals[at] = proposal.signals
+        if proposal.logprobs is not None:
+            self.logprobs[at] = proposal.logprobs
         kind: EventKind = "revised" if at == self._dropped_from else "provisional"
         self._dropped_from = -1
         self._emit(kind, at, Source.EDGE, settled_length)
@@ -84,6 +89,7 @@ class Recorder:
         base, stats = request.base_length - self._sequence.prompt_length, self.stats
         self.trail.record_verdict(verdict, base, len(request.new_ids), self._end_without_audit)
         self.near_ties |= {base + offset for offset in verdict.near_ties}
+        self.logprobs |= {request.base_length + n: each for n, each in enumerate(verdict.logprobs)}
         stats.audited += verdict.audited
         stats.disagreed += verdict.disagreed
         stats.queue_s += verdict.queue_s
@@ -103,4 +109,5 @@ class Recorder:
     def _emit(self, kind: EventKind, at: int, source: Source, settled_length: int) -> None:
         signals = None if source in (Source.CORRECTION, Source.BONUS) else self._signals.get(at)
         index = at - self._sequence.prompt_length
-        self._events.append(Event(kind, index, self._sequence.ids[at], source, signals, settled_length))
+        logprobs = self.logprobs.get(at)
+        self._events.append(Event(kind, index, self._sequence.ids[at], source, signals, settled_length, logprobs))

@@ -17,6 +17,7 @@ from outrider.decoding.risk_estimate import AuditTrail, RiskEstimator
 from outrider.decoding.risk_estimate import Risk as Risk
 from outrider.decoding.sequence import Source
 from outrider.decoding.stopping import FinishReason
+from outrider.decoding.token_logprob import TokenLogprob
 
 Guarantee = Literal["exact", "bounded", "best-effort", "edge-only"]
 
@@ -186,6 +187,8 @@ class Result:
     each token. near_ties: the indices into token_ids that `stats.near_ties` counts. ledger: bytes on the network by
     kind of frame, "up" and "down", which add up to stats.bytes_up and bytes_down. risk: the estimate for a calibrated
     gate, else None. pieces: the text of each token, which together make up `text`, or empty without a tokenizer.
+    logprobs: the log-probability of each token and of the best ones at its position, if the setting `logprobs` requests
+    them: the target's where `sources` names a verdict, else the drafter's.
     """
 
     text: str | None
@@ -200,6 +203,7 @@ class Result:
     risk: Risk | None = None
     ledger: dict[str, dict[str, int]] = field(default_factory=dict, repr=False)
     pieces: list[str] = field(default_factory=list, repr=False)
+    logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
 
     def __repr__(self) -> str:
         """Return one line: the guarantee, the end, the counts, and the beginning of the text."""
@@ -234,4 +238,5 @@ class Result:
         out = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("stats", "sources", "pieces")}
         stats = {name: round(v, 6) if isinstance(v, float) else v for name, v in asdict(self.stats).items()}
         risk = asdict(self.risk) if self.risk is not None else None
-        return {**out, "risk": risk, "stats": stats, "sources": [source.value for source in self.sources]}
+        sources, logprobs = [source.value for source in self.sources], [each.to_json() for each in self.logprobs]
+        return {**out, "risk": risk, "stats": stats, "sources": sources, "logprobs": logprobs}

@@ -68,7 +68,8 @@ class Drafter:
     ) -> None:
         self._sequence, self._policy, self._cancellation = sequence, policy, cancellation
         self._needs_signals, self._needs_q = needs_signals, needs_q
-        self._device_sampler = None if needs_q else as_device_sampler(sequence.engine)
+        on_host = needs_q or policy.needs_logits
+        self._device_sampler = None if on_host else as_device_sampler(sequence.engine)
         self.seconds = 0.0  # of drafting
         self.prefill_seconds = 0.0  # of these, until the first token
 
@@ -151,4 +152,5 @@ class Drafter:
         signals = None
         if self._needs_signals:
             signals = compute_signals(logits[: self._policy.vocab_size], token, self._policy.sampling.temperature)
-        return Proposal(token, signals, q, leave_loop)
+        logprobs = self._policy.report_logprobs(logits[None], [token], len(ids))
+        return Proposal(token, signals, q, leave_loop, logprobs=logprobs[0] if logprobs else None)

@@ -23,6 +23,7 @@ from outrider.decoding.ngram_index import NgramIndex
 from outrider.decoding.options import ResolvedOptions
 from outrider.decoding.result import GuaranteeTracker, Result
 from outrider.decoding.stopping import StopRules
+from outrider.decoding.token_logprob import TokenLogprob
 from outrider.edge.cancellation import Cancellation
 from outrider.edge.drafter import Drafter, Proposer
 from outrider.edge.drivers import pipelined, sequential
@@ -34,10 +35,12 @@ from outrider.edge.thread_guard import ThreadGuard
 from outrider.edge.translated_drafter import TranslatedDrafter, edge_settings
 from outrider.edge.verifier_session import VerifierSession
 from outrider.engines.base import Engine, Prompt
+from outrider.engines.grammars import compile_grammar
 from outrider.engines.prefix_cache import open_sequence
 from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import SettingsError
 from outrider.prompts.audio import is_silent
+from outrider.sampling.logprobs import Logprobs
 from outrider.sampling.policy import Policy
 from outrider.transport.byte_counts import ByteCounts
 from outrider.verifiers.base import SessionParams, Verifier
@@ -83,6 +86,17 @@ class GenerationContext:
         transcript = IncrementalDetokenizer(self.decode)
         return [transcript.append(token) for token in ids]
 
+    @property
+    def verifies_all(self) -> bool:
+        """Return whether no token can be committed without a verdict."""
+        options = self.options
+        return self.verifier is not None and options.gate.exact and options.on_cloud_loss != "edge-only"
+
+    def describe_logprobs(self, logprobs: Logprobs) -> TokenLogprob:
+        """Return the log-probabilities at one position with the texts of their tokens."""
+        to_bytes = None if self.tokenizer is None else get_detokenizer(self.tokenizer).token_bytes
+        return TokenLogprob.build(logprobs, to_bytes)
+
     def hides_audio(self, prompt: Prompt) -> bool:
         """Return whether the verifier gets less of the prompt than the drafter."""
         return self.verifier is not None and self.options.privacy == "tokens" and prompt.has_audio
@@ -94,7 +108,8 @@ class Generation:
     handshake: the models at its start, on which it relies to its end. warnings: for the result.
 
     Raises:
-        SettingsError: a stop rule needs text, and there is no tokenizer.
+        SettingsError: a stop rule needs text, and there is no tokenizer. Or log-probabilities are requested of drafts
+            that have none. Or the grammar cannot be compiled.
     """
 
     def __init__(
@@ -113,7 +128,15 @@ class Generation:
         rules = StopRules(settings.max_new_tokens, eos, settings.stop, settings.sentences, settings.min_new_tokens)
         if rules.needs_text and context.tokenizer is None:
             raise SettingsError("stop strings and sentences need a tokenizer, and the model came without one")
+        if settings.logprobs is not None and context.codecs is not None and not context.verifies_all:
+            raise SettingsError(
+                "logprobs: unverified tokens of a drafter with another tokenizer have none. Let verdicts decide all "
+                "tokens: gate always, and on_cloud_loss fail or wait"
+            )
         self._decoder = Decoder(prompt.ids, self._plan(rules), self._decode if rules.needs_text else None)
+        self._grammar = None
+        if settings.grammar is not None and context.tokenizer is not None:  # else the cloud alone compiles it
+            self._grammar = compile_grammar(settings.grammar, context.tokenizer, handshake.target.eos_ids)
         self._byte_counts = ByteCounts()
         if not handshake.is_complete:
             self._decoder.on_verifier_lost()
@@ -153,7 +176,10 @@ class Generation:
                 if event.index == len(transcript.ids):
                     transcript.append(event.token)
                 kind, text = event.kind, transcript.pieces[event.index]
-                yield StreamEvent(kind, event.index, event.token, text, event.source, event.signals, event.settled)
+                logprob = None if event.logprobs is None else self._context.describe_logprobs(event.logprobs)
+                yield StreamEvent(
+                    kind, event.index, event.token, text, event.source, event.signals, event.settled, logprob
+                )
         return self.result()
 
     def result(self) -> Result:
@@ -184,6 +210,7 @@ class Generation:
             risk=report.risk,
             ledger=self._byte_counts.to_json(),
             pieces=context.split_text(ids),
+            logprobs=[context.describe_logprobs(each) for each in decoder.logprobs()],
         )
 
     # Opening ------------------------------------------------------------------------------------------------
@@ -211,7 +238,11 @@ class Generation:
             return None
         needs_q = options.acceptance_rule.needs_q and context.verifier is not None
         policy = Policy.build(
-            self._settings, handshake.target.eos_ids, handshake.draft_vocabulary, len(self.prompt.ids)
+            self._settings,
+            handshake.target.eos_ids,
+            handshake.draft_vocabulary,
+            len(self.prompt.ids),
+            self._grammar,
         )
         lookup = None if context.lookup is None else self._open_lookup(context.lookup, policy, needs_q=needs_q)
         if context.draft is None:
@@ -269,7 +300,7 @@ class Generation:
             return None
         prompt = self._redacted_prompt()
         vocabulary, hides_audio = self._handshake.target_vocabulary, context.hides_audio(self.prompt)
-        params = SessionParams(self._settings, options.accept, vocabulary, hides_audio)
+        params = SessionParams(self._settings, options.accept, vocabulary, hides_audio, self._grammar)
         return VerifierSession(
             context.verifier, lambda verifier: verifier.open(prompt, params), options.on_cloud_loss, self._cancellation
         )

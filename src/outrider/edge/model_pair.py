@@ -56,14 +56,15 @@ class Handshake:
         Raises:
             PromptError, AudioError: a model cannot read the prompt.
             ContextError: prompt and output are longer than a model's context.
-            SettingsError: suppress_tokens holds an id that the target does not have.
+            SettingsError: suppress_tokens or logit_bias holds an id that the target does not have.
         """
         highest = max(prompt.ids)
         for side in reversed(self.models):
             if highest >= side.row_count:
                 raise PromptError(f"{side.name} cannot read token {highest}: it has {side.row_count} rows")
-        if any(token >= self.target_vocabulary for token in settings.suppress_tokens):
-            raise SettingsError(f"suppress_tokens: ids go up to {self.target_vocabulary - 1}")
+        for name, tokens in (("suppress_tokens", settings.suppress_tokens), ("logit_bias", dict(settings.logit_bias))):
+            if any(token >= self.target_vocabulary for token in tokens):
+                raise SettingsError(f"{name}: ids go up to {self.target_vocabulary - 1}")
         if prompt.audio is not None:
             if not self.target.audio_seconds:
                 raise PromptError(f"{self.target.name} takes no audio, so it cannot verify drafts about a recording")

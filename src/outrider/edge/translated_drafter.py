@@ -212,7 +212,7 @@ class TranslatedDrafter:
         ids = list(ids)
         for proposal in proposals:
             token = proposal.token
-            if token >= self._policy.vocab_size or token in self._policy.banned_ids(ids):
+            if token in self._policy.banned_ids(ids) or not self._policy.allows(ids, token):
                 break
             allowed.append(proposal)
             ids.append(token)
@@ -287,16 +287,21 @@ class TranslatedDrafter:
 def edge_settings(settings: GenerationSettings, *, greedy: bool) -> GenerationSettings:
     """Return the settings of the edge's own sampling. Those that are about target ids or n-grams are left out.
 
+    A grammar is left out as well: the translated proposals are checked, up to the first that it does not allow.
     greedy: every token is verified. The shared noise of sampling belongs to the target's ids, so that the most probable
     token is accepted most often.
     """
+    if greedy:
+        settings = replace(settings, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     return replace(
         settings,
-        temperature=0.0 if greedy else settings.temperature,
         max_new_tokens=EDGE_TOKENS * settings.max_new_tokens,
         min_new_tokens=EDGE_TOKENS * settings.min_new_tokens,
         suppress_tokens=(),
         no_repeat_ngram_size=0,
+        logit_bias=(),
+        logprobs=None,
+        grammar=None,
     )
 
 

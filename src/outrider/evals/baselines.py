@@ -171,8 +171,9 @@ class TransformersBaseline:
 
 def _config(settings: GenerationSettings, eos: tuple[int, ...]) -> GenerationConfig:
     """Translate the settings for transformers."""
-    if settings.repetition_window:
-        raise SettingsError("repetition_window: transformers' generate has no such setting, so it cannot be a baseline")
+    for name in ("repetition_window", "frequency_penalty", "presence_penalty"):
+        if getattr(settings, name):
+            raise SettingsError(f"{name}: transformers' generate has no such setting, so it cannot be a baseline")
     drawn = settings.temperature > 0
     warped = {
         "temperature": settings.temperature,
@@ -187,6 +188,7 @@ def _config(settings: GenerationSettings, eos: tuple[int, ...]) -> GenerationCon
         repetition_penalty=settings.repetition_penalty,
         no_repeat_ngram_size=settings.no_repeat_ngram_size,
         suppress_tokens=list(settings.suppress_tokens) or None,
+        sequence_bias=[[[token], float(bias)] for token, bias in settings.logit_bias] or None,
         eos_token_id=list(eos) or None,
         pad_token_id=eos[0] if eos else 0,
         **(warped if drawn else {}),

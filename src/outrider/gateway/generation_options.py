@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Final
 
-from outrider.config import GenerationSettings
+from outrider.config import GenerationSettings, Grammar
 from outrider.decoding.gate_parsing import gate
 from outrider.errors import SettingsError
 from outrider.gateway.decoder_pool import RequestOptions, Settings
 from outrider.gateway.errors import JsonObject, RequestError
-from outrider.gateway.request_schema import IGNORED, OutriderOptions, Request
+from outrider.gateway.request_schema import (
+    IGNORED,
+    ChatRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    OutriderOptions,
+    Request,
+    TextFormat,
+)
 from outrider.netem.conditions import Conditions, parse_conditions
 from outrider.sampling.acceptance import parse_acceptance_rule
 
@@ -21,7 +30,9 @@ MIN_RATE: Final = 1000.0  # bit/s, likewise
 NEUTRAL_FILTERS: Final = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # each at the value that keeps everything
 OPTION_FIELDS: Final = tuple(each.name for each in fields(RequestOptions) if each.name in OutriderOptions.model_fields)
 SETTINGS_FIELDS: Final = tuple(
-    each.name for each in fields(GenerationSettings) if each.name in OutriderOptions.model_fields
+    each.name
+    for each in fields(GenerationSettings)
+    if each.name in OutriderOptions.model_fields and each.name != "grammar"
 )
 
 
@@ -32,8 +43,9 @@ def build_settings(request: Request, requested: OutriderOptions, defaults: Setti
         RequestError: a value is out of range, or contradicts another. The error names the field.
     """
     given = {name: value for name in SETTINGS_FIELDS if (value := getattr(requested, name)) is not None}
-    names = {"temperature": "temperature", "top_p": "top_p", "seed": "seed"}
-    given |= {own: value for field, own in names.items() if (value := getattr(request, field)) is not None}
+    given |= _build_grammar(request, requested)
+    names = ("temperature", "top_p", "seed", "frequency_penalty", "presence_penalty")
+    given |= {name: value for name in names if (value := getattr(request, name)) is not None}
     length = _length(request)
     if length is not None:
         given["max_new_tokens"] = length
@@ -41,7 +53,8 @@ def build_settings(request: Request, requested: OutriderOptions, defaults: Setti
         stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
         given["stop"] = tuple(text for text in stop if text)  # an empty one has no effect
     if request.logit_bias:
-        given["suppress_tokens"] = tuple(int(key) for key in request.logit_bias)
+        given["logit_bias"] = _parse_biases(request.logit_bias)
+    given["logprobs"] = _logprobs(request)
     settings = {**_compatible_defaults(defaults, given), **given}
     if not settings.get("temperature"):
         settings |= NEUTRAL_FILTERS  # clients send top_p beside the default temperature
@@ -54,6 +67,70 @@ def build_settings(request: Request, requested: OutriderOptions, defaults: Setti
     return {each.name: getattr(built, each.name) for each in fields(built)}
 
 
+def _parse_biases(biases: Mapping[str, float]) -> dict[int, float]:
+    """Return the biases by token id.
+
+    Raises:
+        RequestError: two keys, such as "7" and "07", name one token.
+    """
+    parsed = {int(key): bias for key, bias in biases.items()}
+    if len(parsed) < len(biases):
+        raise RequestError("logit_bias: two keys name the same token", param="logit_bias", code="invalid_value")
+    return parsed
+
+
+def _logprobs(request: Request) -> int | None:
+    """Return how many of the best tokens' log-probabilities to report beside each token's own, or None for no report.
+
+    Raises:
+        RequestError: top_logprobs without logprobs.
+    """
+    if not isinstance(request, ChatRequest):
+        return getattr(request, "logprobs", None)
+    if request.top_logprobs and not request.logprobs:
+        raise RequestError(
+            "top_logprobs needs logprobs: set logprobs to true", param="top_logprobs", code="invalid_value"
+        )
+    return request.top_logprobs or 0 if request.logprobs else None
+
+
+def find_grammar_field(request: Request) -> str | None:
+    """Return the field that holds the grammar of the answer."""
+    fields_ = _grammar_fields(request, request.outrider or OutriderOptions())
+    return next(iter(fields_), None)
+
+
+def _grammar_fields(request: Request, requested: OutriderOptions) -> dict[str, JsonObject]:
+    """Return the grammars of a request by their fields, as keyword arguments of `Grammar`."""
+    found: dict[str, JsonObject] = {}
+    response_format = getattr(request, "response_format", None)
+    if isinstance(response_format, JsonSchemaFormat):
+        schema = json.dumps(response_format.json_schema.schema_, ensure_ascii=False, separators=(",", ":"))
+        found["response_format.json_schema.schema"] = {"kind": "json_schema", "text": schema}
+    elif isinstance(response_format, JsonObjectFormat):
+        found["response_format"] = {"kind": "json_object"}
+    texts = {"outrider.regex": ("regex", requested.regex), "outrider.grammar": ("lark", requested.grammar)}
+    return found | {name: {"kind": kind, "text": text} for name, (kind, text) in texts.items() if text is not None}
+
+
+def _build_grammar(request: Request, requested: OutriderOptions) -> JsonObject:
+    """Return the field `grammar` of the settings, or {} if the request leaves it to the command line.
+
+    Raises:
+        RequestError: there are two grammars, or one is too long.
+    """
+    found = _grammar_fields(request, requested)
+    if len(found) > 1:
+        first, second, *_ = found
+        raise RequestError(f"{first} and {second} both constrain the answer: give one", param=second)
+    for field, values in found.items():
+        try:
+            return {"grammar": Grammar(**values)}
+        except SettingsError as error:
+            raise RequestError(f"{field}: {error}", param=field, code="invalid_value") from error
+    return {"grammar": None} if isinstance(getattr(request, "response_format", None), TextFormat) else {}
+
+
 def build_notes(request: Request, settings: Settings) -> tuple[str, ...]:
     """Return notes on fields without effect, for the answer's warnings."""
     given = [name for name in IGNORED if getattr(request, name, None) is not None]
@@ -63,7 +140,29 @@ def build_notes(request: Request, settings: Settings) -> tuple[str, ...]:
     for name, value in filters.items():
         if value is not None and not settings["temperature"] and value != NEUTRAL_FILTERS[name.rpartition(".")[2]]:
             unused.append(f"{name} was not used: decoding at temperature 0 is greedy")
+    if max(request.n or 1, getattr(request, "best_of", None) or 1) > 1 and not settings["temperature"]:
+        unused.append("n: all choices are equal, because decoding at temperature 0 is greedy")
     return tuple(unused)
+
+
+def count_choices(request: Request) -> tuple[int, int]:
+    """Return how many choices the answer has, and how many generations they are chosen from.
+
+    Raises:
+        RequestError: best_of is below n, or would choose from a stream.
+    """
+    n = request.n or 1
+    best_of = getattr(request, "best_of", None)
+    candidates = n if best_of is None else int(best_of)
+    if candidates < n:
+        raise RequestError(
+            f"best_of {candidates} is below n {n}: give n or more", param="best_of", code="invalid_value"
+        )
+    if request.stream and candidates > n:
+        raise RequestError(
+            "best_of chooses among whole texts, which a stream cannot: leave out one of the two", param="best_of"
+        )
+    return n, candidates
 
 
 def find_length_field(request: Request) -> str | None:
@@ -87,6 +186,8 @@ def _compatible_defaults(values: Settings, given: Settings) -> JsonObject:
     kept = {"stop": (), **values}
     if given.get("temperature") == 0:
         kept |= NEUTRAL_FILTERS
+    if given.get("grammar") is not None:
+        kept["ignore_eos"] = False
     if "max_new_tokens" in given:
         kept["min_new_tokens"] = min(kept.get("min_new_tokens", 0), given["max_new_tokens"])
     return kept
@@ -94,20 +195,14 @@ def _compatible_defaults(values: Settings, given: Settings) -> JsonObject:
 
 def use_request_names(message: str, length_field: str | None) -> str:
     """Return a message of the decoder with the request's names of settings."""
-    words = _request_names(length_field)
-    return re.sub(r"\b(max_new_tokens|suppress_tokens)\b", lambda found: words[found[0]], message)
-
-
-def _request_names(length_field: str | None) -> dict[str, str]:
-    return {"max_new_tokens": length_field or "max_tokens", "suppress_tokens": "logit_bias"}
+    return re.sub(r"\bmax_new_tokens\b", length_field or "max_tokens", message)
 
 
 def find_field(message: str, length_field: str | None) -> str | None:
     """Return the first field of a request that a message names."""
-    request_names = _request_names(length_field)
     for word in re.findall(r"\w+", message):
-        if word in request_names:
-            return request_names[word]
+        if word == "max_new_tokens":
+            return length_field or "max_tokens"
         if word in OutriderOptions.model_fields:
             return f"outrider.{word}"
         if word in Request.model_fields:

@@ -6,9 +6,8 @@ import asyncio
 import logging
 import sys
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -17,16 +16,19 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from outrider.api import StreamEvent
 from outrider.decoding.result import Result
 from outrider.edge.cancellation import Cancellation
 from outrider.errors import AudioError, OutriderError, PromptError, SettingsError, StateError
 from outrider.gateway.access import Access
+from outrider.gateway.choices import ChoiceStarts, merge
 from outrider.gateway.errors import RequestError, to_error_response
 from outrider.gateway.metrics import Metrics
 from outrider.gateway.request_parsing import Defaults, ParsedRequest, attach_param, parse_request, validate_body
-from outrider.gateway.request_scheduler import GenerationTask, QueueFull, RequestScheduler, ShuttingDown
+from outrider.gateway.request_scheduler import GenerationTask, RequestScheduler, ShuttingDown
 from outrider.gateway.request_schema import ChatRequest, Request
 from outrider.gateway.response_building import Answer, error_event
+from outrider.gateway.upload_limiter import UploadLimiter
 from outrider.prompts.audio import Audio
 from outrider.prompts.chat import PromptLike
 
@@ -47,67 +49,12 @@ class ClientDisconnected(Exception):
     """The client has disconnected before its answer's end."""
 
 
-class UploadLimiter:
-    """Limits on requests before their generation begins: the number of uploads, and the bytes held.
-
-    One client may have as many uploads at once as there are slots and places in the queue, and `budget` bytes of bodies
-    and waiting prompts. All clients together may have twice that.
-    """
-
-    def __init__(self) -> None:
-        self._by_client: Counter[str] = Counter()
-        self._bytes: Counter[str] = Counter()
-
-    @contextmanager
-    def upload(self, client: str, room: int) -> Iterator[None]:
-        """Count an upload of this client, until the end of the block.
-
-        Raises:
-            QueueFull: there are too many uploads.
-        """
-        if self._by_client[client] >= room or self._by_client.total() >= 2 * room:
-            raise QueueFull(f"{self._by_client.total()} requests are being uploaded: try again later", 1.0)
-        self._by_client[client] += 1
-        try:
-            yield
-        finally:
-            _subtract(self._by_client, client, 1)
-
-    @contextmanager
-    def reserving(self, client: str, budget: int) -> Iterator[Callable[[int], None]]:
-        """Yield a function that adds bytes to this client's count, until the end of the block.
-
-        Raises (the function):
-            QueueFull: the client, or all clients together, would hold too many bytes.
-        """
-        reserved = 0
-
-        def reserve(size: int) -> None:
-            nonlocal reserved
-            if self._bytes[client] + size > budget or self._bytes.total() + size > 2 * budget:
-                message = f"the waiting requests take {self._bytes.total()} bytes already: try again later"
-                raise QueueFull(message, 1.0)
-            self._bytes[client] += size
-            reserved += size
-
-        try:
-            yield reserve
-        finally:
-            _subtract(self._bytes, client, reserved)
-
-
-def _subtract(counts: Counter[str], client: str, count: int) -> None:
-    counts[client] -= count
-    if not counts[client]:
-        del counts[client]
-
-
 @dataclass(frozen=True)
 class ActiveRequest:
-    """A waiting or running request."""
+    """A waiting or running request. cancellations: of its choices."""
 
     client: str
-    cancellation: Cancellation = field(default_factory=Cancellation)
+    cancellations: tuple[Cancellation, ...]
 
 
 @dataclass(frozen=True)
@@ -130,7 +77,8 @@ class Gateway:
         active = self.active_requests.get(request_id)
         if active is None or active.client != client:
             raise RequestError("no running request has this id", param="id", code="not_found", status=404)
-        active.cancellation.mark_cloud_lost("the network is cut")
+        for cancellation in active.cancellations:
+            cancellation.mark_cloud_lost("the network is cut")
 
     @property
     def budget(self) -> int:
@@ -169,11 +117,72 @@ async def _parse(http_request: HttpRequest, client: str, kind: type[Request], ga
 
 
 async def _respond_whole(client: str, request: ParsedRequest, answer: Answer, gateway: Gateway) -> Response:
-    async with _run_generation(client, request, answer, gateway) as task:
-        async for events in task:
-            answer.note(events)
-    result = _result(task, gateway)
-    return Response(answer.body(result), media_type="application/json")
+    results: dict[int, Result] = {}
+    async with aclosing(_run_choices(client, request, answer, gateway)) as items:
+        async for index, item in items:
+            if isinstance(item, Result):
+                results[index] = item
+            else:
+                answer.choices[index].note(item)
+    return Response(answer.body([results[index] for index in sorted(results)]), media_type="application/json")
+
+
+async def _run_choices(
+    client: str, request: ParsedRequest, answer: Answer, gateway: Gateway, queued: Callable[[], None] = lambda: None
+) -> AsyncGenerator[tuple[int, list[StreamEvent] | Result]]:
+    """Run the generations of all choices, and yield their events, and in the end their results, with their index.
+
+    The first error, and a disconnect of the client, end all of them.
+    """
+    active = ActiveRequest(client, tuple(Cancellation() for _ in answer.choices))
+    gateway.active_requests[answer.id] = active
+    starts = ChoiceStarts()
+    choices = [_run_choice(index, starts, active, request, gateway, queued) for index, _ in enumerate(answer.choices)]
+    try:
+        async with aclosing(merge(choices)) as items:
+            async for item in items:
+                yield item
+    finally:
+        del gateway.active_requests[answer.id]
+
+
+async def _run_choice(
+    index: int,
+    starts: ChoiceStarts,
+    active: ActiveRequest,
+    request: ParsedRequest,
+    gateway: Gateway,
+    queued: Callable[[], None],
+) -> AsyncGenerator[list[StreamEvent] | Result]:
+    """Run the generation of one choice, and yield its events and its result. It is cancelled at the end."""
+
+    async def begin() -> GenerationTask:
+        with gateway.uploads.reserving(active.client, gateway.budget) as reserve:
+            reserve(0 if index else _prompt_bytes(request.prompt))  # which all choices share
+            return await gateway.scheduler.start(
+                active.client,
+                request.prompt,
+                request.choice_settings(index),
+                request.options,
+                cache_salt=request.cache_salt,
+                provisional=request.provisional,
+                queued=queued,
+                cancellation=active.cancellations[index],
+            )
+
+    queued_at = time.perf_counter()
+    try:
+        async with starts.start(begin) as task:
+            gateway.metrics.observe_queue_wait(time.perf_counter() - queued_at)
+            try:
+                async for events in task:
+                    yield events
+                result = _result(task, gateway)
+            finally:
+                task.cancel()
+        yield result
+    except (PromptError, AudioError, SettingsError) as error:
+        raise attach_param(error, request) from error
 
 
 def _result(task: GenerationTask, gateway: Gateway) -> Result:
@@ -186,37 +195,6 @@ def _result(task: GenerationTask, gateway: Gateway) -> Result:
     if result.stats.cloud_lost:
         log.warning("an answer went on without the cloud")
     return result
-
-
-@asynccontextmanager
-async def _run_generation(
-    client: str, request: ParsedRequest, answer: Answer, gateway: Gateway, queued: Callable[[], None] = lambda: None
-) -> AsyncIterator[GenerationTask]:
-    """Yield a generation with a slot, and cancel it at the end of the block."""
-    queued_at, active = time.perf_counter(), ActiveRequest(client)
-    gateway.active_requests[answer.id] = active
-    try:
-        with gateway.uploads.reserving(client, gateway.budget) as reserve:
-            reserve(_prompt_bytes(request.prompt))
-            task = await gateway.scheduler.start(
-                client,
-                request.prompt,
-                request.settings,
-                request.options,
-                cache_salt=request.cache_salt,
-                provisional=request.provisional,
-                queued=queued,
-                cancellation=active.cancellation,
-            )
-        gateway.metrics.observe_queue_wait(time.perf_counter() - queued_at)
-        try:
-            yield task
-        finally:
-            task.cancel()
-    except (PromptError, AudioError, SettingsError) as error:
-        raise attach_param(error, request) from error
-    finally:
-        del gateway.active_requests[answer.id]
 
 
 def _prompt_bytes(prompt: PromptLike) -> int:
@@ -237,7 +215,12 @@ async def _respond_streaming(
     `FIRST_CHUNK_TIMEOUT_S`. An error before that has its own HTTP status.
     """
     queued: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    chunks = _chunks(client, request, answer, gateway, lambda: queued.set_result(None))
+
+    def mark_queued() -> None:
+        if not queued.done():
+            queued.set_result(None)
+
+    chunks = _chunks(client, request, answer, gateway, mark_queued)
     disconnected = asyncio.create_task(_wait_disconnect(http_request.receive))
     stream = _EventStream(chunks, disconnected, gateway.metrics, answer.id)
     try:
@@ -256,12 +239,19 @@ async def _respond_streaming(
 async def _chunks(
     client: str, request: ParsedRequest, answer: Answer, gateway: Gateway, queued: Callable[[], None]
 ) -> AsyncGenerator[bytes]:
-    """Run the generation, and yield the chunks of its stream."""
-    async with _run_generation(client, request, answer, gateway, queued) as task:
-        async for events in task:
-            if chunk := answer.chunk(events):
+    """Run the generations, and yield the chunks of their stream."""
+    results: dict[int, Result] = {}
+    async with aclosing(_run_choices(client, request, answer, gateway, queued)) as items:
+        async for index, item in items:
+            choice = answer.choices[index]
+            if not isinstance(item, Result):
+                chunk = choice.chunk(item)
+            else:
+                results[index] = item
+                is_last = len(results) == len(answer.choices)
+                chunk = choice.last(item) + (answer.end([*results.values()]) if is_last else b"")
+            if chunk:
                 yield chunk
-        yield answer.last(_result(task, gateway))
 
 
 class _EventStream(Response):

@@ -10,19 +10,23 @@ from typing import Final, TypeVar
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from outrider.errors import AudioError, ContextError, InputError, PromptError
+from outrider.config import SEED_LIMIT
+from outrider.errors import AudioError, ContextError, GrammarError, InputError, PromptError
 from outrider.gateway.decoder_pool import RequestOptions, Settings
 from outrider.gateway.errors import JsonObject, RequestError, with_param
 from outrider.gateway.generation_options import (
     build_notes,
     build_options,
     build_settings,
+    count_choices,
     find_field,
+    find_grammar_field,
     find_length_field,
     use_request_names,
 )
 from outrider.gateway.recordings import decode_recording, extract_base64
 from outrider.gateway.request_schema import (
+    FORMATS_MESSAGE,
     MODEL,
     PARTS_MESSAGE,
     ROLES_MESSAGE,
@@ -65,7 +69,9 @@ class ParsedRequest:
     """A valid request.
 
     notes: on its fields without effect, for the answer's warnings. field: the prompt's field. length_field: the field
-    that limits the output, if the request has one.
+    that limits the output, if the request has one. grammar_field: the field that holds the grammar, if it has one. n:
+    choices of the answer. candidates: generations, of which the likeliest are the choices. logprobs: report
+    log-probabilities.
     """
 
     prompt: PromptLike
@@ -80,6 +86,14 @@ class ParsedRequest:
     notes: tuple[str, ...] = ()
     field: str = "prompt"
     length_field: str | None = None
+    grammar_field: str | None = None
+    n: int = 1
+    candidates: int = 1
+    logprobs: bool = False
+
+    def choice_settings(self, index: int) -> JsonObject:
+        """Return the settings of one choice, whose seed is the request's plus its index."""
+        return {**self.settings, "seed": (self.settings.get("seed", 0) + index) % SEED_LIMIT}
 
 
 def validate_body(kind: type[R], body: bytes) -> R:
@@ -131,6 +145,10 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
             param="outrider.provisional",
         )
     settings = build_settings(request, options, defaults.settings)
+    n, candidates = count_choices(request)
+    logprobs = settings["logprobs"] is not None
+    if candidates > n and not logprobs:
+        settings["logprobs"] = 0  # by which the choices are chosen
     return ParsedRequest(
         prompt=_prompt(request, options, defaults),
         settings=settings,
@@ -144,11 +162,18 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
         notes=build_notes(request, settings),
         field="messages" if isinstance(request, ChatRequest) else "prompt",
         length_field=find_length_field(request),
+        grammar_field=find_grammar_field(request),
+        n=n,
+        candidates=candidates,
+        logprobs=logprobs,
     )
 
 
 def attach_param(error: InputError, request: ParsedRequest) -> RequestError:
     """Return an error of the decoder as a RequestError that names the field at fault."""
+    if isinstance(error, GrammarError) and request.grammar_field is not None:
+        place = ".".join(filter(None, (request.grammar_field, error.place)))
+        return RequestError(f"{place}: {error.reason}", param=place, code="invalid_value")
     about_prompt = isinstance(error, (PromptError, AudioError))
     param = request.field if about_prompt else find_field(str(error), request.length_field)
     if isinstance(error, ContextError) and request.length_field and "max_new_tokens" in str(error):
@@ -268,7 +293,7 @@ def _describe_error(type_: str, message: str, path_steps: list[str], kind: type[
         return RequestError(f"{path or 'the body'}: {message}", param=path or None, code="invalid_value")
     if type_ == "missing":
         return RequestError(f"{path} is missing", param=path, code="missing")
-    if unsupported := next((step for step in path_steps if step in UNSUPPORTED), None):
+    if unsupported := _find_unsupported(path_steps):
         return RequestError(f"{path}: not supported: {UNSUPPORTED[unsupported]}", param=path, code="unsupported")
     if type_ == "extra_forbidden":
         return RequestError(
@@ -279,10 +304,16 @@ def _describe_error(type_: str, message: str, path_steps: list[str], kind: type[
     elif path == "outrider.k":
         message = "expected 1 to 64, or auto"
     elif type_.startswith("union_tag"):
-        message = PARTS_MESSAGE
+        message = FORMATS_MESSAGE if name == "response_format" else PARTS_MESSAGE
     elif type_ in ("model_type", "model_attributes_type", "dict_type"):
         message = "expected an object"
     return RequestError(f"{path or 'the body'}: {message}", param=path or None, code="invalid_value")
+
+
+def _find_unsupported(path_steps: list[str]) -> str | None:
+    """Return the unsupported field of a path: a field of the request, or of a message."""
+    steps = path_steps if path_steps[:1] == ["messages"] else path_steps[:1]
+    return next((step for step in steps if step in UNSUPPORTED), None)
 
 
 def _error_path(loc: Sequence[int | str], data: object, *, missing: bool) -> list[str]:

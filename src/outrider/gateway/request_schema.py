@@ -1,7 +1,7 @@
 """Schemas of requests of the OpenAI API, and the reasons for unsupported fields.
 
-An unknown field is refused by name. An unsupported field is accepted with its neutral value alone (`n` 1, `tools`
-empty), and refused with its reason in `UNSUPPORTED` otherwise.
+An unknown field is refused by name. An unsupported field is accepted with its neutral value alone (`tools` empty,
+`echo` false), and refused with its reason in `UNSUPPORTED` otherwise.
 """
 
 from __future__ import annotations
@@ -11,7 +11,19 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from outrider.config import SEED_LIMIT, DecodingMode, DriverName, OnCloudLoss, OnLoop, Privacy, Scope
+from outrider.config import (
+    MAX_ADDITIVE_PENALTY,
+    MAX_GRAMMAR_BYTES,
+    MAX_LOGIT_BIAS,
+    MAX_TOP_LOGPROBS,
+    SEED_LIMIT,
+    DecodingMode,
+    DriverName,
+    OnCloudLoss,
+    OnLoop,
+    Privacy,
+    Scope,
+)
 
 MODEL: Final = "outrider"  # the one model name
 MAX_WORD_CHARS = 256  # characters of a gate, an acceptance rule, a network
@@ -19,29 +31,17 @@ MAX_STOPS = 16
 MAX_KEYS = 256  # of one object, because each invalid key costs an error of its own
 MAX_MESSAGES = 4096
 MAX_PARTS = 256
+MAX_CHOICES = 20  # OpenAI's limit of best_of
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 AudioFormat = Literal["wav", "mp3", "flac", "ogg", "opus", "aiff", "m4a", "mp4", "3gp", "webm", "aac", "amr", "wma"]
 
 _TOOLS = "function calls need a model and a chat template made for them, and a parser of the model's output"
-_PENALTY = (
-    "only 0, because drafter and verifiers would have to apply the same penalty, and not every verifier can: "
-    "use outrider.repetition_penalty or outrider.no_repeat_ngram_size against repetition"
-)
-_LOGPROBS = "verdicts do not contain the target's log-probabilities: outrider.tokens reports the drafter's"
 UNSUPPORTED: Final[dict[str, str]] = {
-    "n": "one answer to a request: send it again, with another seed",
-    "best_of": "one answer to a request: send it again, with another seed",
-    "frequency_penalty": _PENALTY,
-    "presence_penalty": _PENALTY,
-    "logprobs": _LOGPROBS,
-    "top_logprobs": _LOGPROBS,
-    "logit_bias": "only -100, which bans a token: drafter and verifiers do not support other biases",
     "tools": _TOOLS,
     "tool_choice": _TOOLS,
     "functions": _TOOLS,
     "function_call": _TOOLS,
     "tool_calls": _TOOLS,
-    "response_format": "only text: JSON would need a grammar that constrains drafter and verifier alike",
     "modalities": "only text: the models have no audio output",
     "audio": "the models have no audio output",
     "prediction": "the drafter is the only source of drafts",
@@ -66,6 +66,7 @@ IGNORED: Final[dict[str, str]] = {  # fields without effect on the answer: accep
 }
 ROLES_MESSAGE = "expected the role system, developer, user or assistant: function calls are not supported"
 PARTS_MESSAGE = "expected a part of type text or input_audio"
+FORMATS_MESSAGE = "expected the type text, json_object or json_schema"
 
 
 def _limit_keys(value: object) -> object:
@@ -107,15 +108,17 @@ def _check_bool(value: object) -> object:
 LIMITED_KEYS: Final = BeforeValidator(_limit_keys)
 False_ = Annotated[Literal[False], BeforeValidator(_check_bool)]
 NoItems = Annotated[list[None], Field(max_length=0, fail_fast=True)]
-ZeroFloat = Annotated[float, Field(ge=0, le=0)]
-OneInt = Annotated[int, Field(ge=1, le=1)]
+Penalty = Annotated[float, Field(ge=-MAX_ADDITIVE_PENALTY, le=MAX_ADDITIVE_PENALTY)]
+Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
-TokenBan = Annotated[float, Field(ge=-100, le=-100)]
+Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
+TopLogprobsCount = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 Word = Annotated[str, Field(max_length=MAX_WORD_CHARS)]
 Count = Annotated[int, Field(ge=0, le=2**31)]
 Positive = Annotated[int, Field(ge=1, le=2**31)]
 BlockLength = Annotated[int, Field(ge=1, le=64)] | Literal["auto"]
 Stop = Annotated[str, Field(max_length=1000)]
+GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_BYTES)]
 
 
 class OutriderOptions(StrictModel):
@@ -150,6 +153,8 @@ class OutriderOptions(StrictModel):
     sentences: Positive | None = Field(default=None, description="end after so many complete sentences")
     min_new_tokens: Count | None = None
     ignore_eos: bool | None = None
+    grammar: GrammarText | None = Field(default=None, description="a context-free grammar in llguidance's Lark")
+    regex: GrammarText | None = Field(default=None, description="a regular expression that the whole answer matches")
 
 
 class StreamOptions(StrictModel):
@@ -159,10 +164,35 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = Field(default=None, description="not used: chunks are not padded")
 
 
-class ResponseFormat(StrictModel):
-    """The format of the answer."""
+class TextFormat(StrictModel):
+    """Any text."""
 
     type: Literal["text"]
+
+
+class JsonObjectFormat(StrictModel):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(StrictModel):
+    """A JSON schema, which every complete answer matches."""
+
+    name: Word
+    description: str | None = Field(default=None, description="not used: describe the answer in the prompt")
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = Field(default=None, description="not used: answers are always strict")
+
+
+class JsonSchemaFormat(StrictModel):
+    """JSON that matches a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
 class Request(StrictModel):
@@ -177,10 +207,12 @@ class Request(StrictModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=SEED_LIMIT)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
-    n: Annotated[OneInt | None, _unsupported("n")] = None
-    frequency_penalty: Annotated[ZeroFloat | None, _unsupported("frequency_penalty")] = None
-    presence_penalty: Annotated[ZeroFloat | None, _unsupported("presence_penalty")] = None
-    logit_bias: Annotated[Annotated[dict[TokenKey, TokenBan], LIMITED_KEYS] | None, _unsupported("logit_bias")] = None
+    n: Choices | None = Field(default=None, description="choices, whose seeds are the request's plus their index")
+    frequency_penalty: Penalty | None = Field(default=None, description="times a token's occurrences in the output")
+    presence_penalty: Penalty | None = Field(default=None, description="for each token of the output")
+    logit_bias: Annotated[dict[TokenKey, Bias], LIMITED_KEYS] | None = Field(
+        default=None, description="token id to the number that is added to its logit"
+    )
     user: Word | None = _ignored("user")
     outrider: OutriderOptions | None = None
 
@@ -227,14 +259,14 @@ class ChatRequest(Request):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Positive | None = None
-    logprobs: Annotated[False_ | None, _unsupported("logprobs")] = None
-    top_logprobs: Annotated[Annotated[int, Field(ge=0, le=0)] | None, _unsupported("top_logprobs")] = None
+    logprobs: bool | None = Field(default=None, description="report each token's log-probability")
+    top_logprobs: TopLogprobsCount | None = Field(default=None, description="with logprobs: the best tokens' too")
     tools: Annotated[NoItems | None, _unsupported("tools")] = None
     tool_choice: Annotated[Literal["none", "auto"] | None, _unsupported("tool_choice")] = None
     parallel_tool_calls: bool | None = _ignored("parallel_tool_calls")
     functions: Annotated[NoItems | None, _unsupported("functions")] = None
     function_call: Annotated[Literal["none", "auto"] | None, _unsupported("function_call")] = None
-    response_format: Annotated[ResponseFormat | None, _unsupported("response_format")] = None
+    response_format: ResponseFormat | None = None
     modalities: Annotated[
         Annotated[list[Literal["text"]], Field(max_length=1, fail_fast=True)] | None, _unsupported("modalities")
     ] = None
@@ -265,7 +297,9 @@ class CompletionRequest(Request):
         | Annotated[list[str], Field(min_length=1, max_length=1, fail_fast=True)]
         | Annotated[list[Ids], Field(min_length=1, max_length=1, fail_fast=True)]
     )
-    best_of: Annotated[OneInt | None, _unsupported("best_of")] = None
+    best_of: Choices | None = Field(default=None, description="generations, of which the n likeliest are sent")
     echo: Annotated[False_ | None, _unsupported("echo")] = None
-    logprobs: Annotated[None, _unsupported("logprobs")] = None
+    logprobs: TopLogprobsCount | None = Field(
+        default=None, description="report each token's log-probability, and those of this many of the best tokens"
+    )
     suffix: Annotated[Literal[""] | None, _unsupported("suffix")] = None

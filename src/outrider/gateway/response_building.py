@@ -6,6 +6,7 @@ OpenAI's API excludes the stop string from the text.
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Sequence as Seq
@@ -17,6 +18,7 @@ from outrider.decoding.result import Result
 from outrider.decoding.stopping import FinishReason
 from outrider.errors import StateError
 from outrider.gateway.errors import ErrorResponse, JsonObject, encode_json
+from outrider.gateway.logprobs import LogprobReports
 from outrider.gateway.request_parsing import ParsedRequest
 from outrider.gateway.request_schema import MODEL
 
@@ -138,21 +140,14 @@ class TokenReports:
         return report
 
 
-class Answer:
-    """One answer, as a body or as chunks. chat: False for a plain completion."""
+class Choice:
+    """One choice of an answer, as a part of a body or as chunks. chat: False for a plain completion."""
 
-    def __init__(self, request: ParsedRequest, *, chat: bool) -> None:
-        self._request, self._chat = request, chat
-        kind = "chat.completion" if chat else "text_completion"
-        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._head = {
-            "id": self.id,
-            "object": f"{kind}.chunk" if chat and request.stream else kind,
-            "created": int(time.time()),
-            "model": MODEL,
-        }
+    def __init__(self, request: ParsedRequest, head: JsonObject, index: int, *, chat: bool) -> None:
+        self._request, self._head, self._index, self._chat = request, head, index, chat
         self._text = StableText(request.stop)
         self._tokens = TokenReports(provisional=request.provisional) if request.tokens else None
+        self._logprobs = LogprobReports(chat=chat) if request.logprobs else None
         self._role_sent = False
 
     # Streams ------------------------------------------------------------------------------------------------
@@ -161,20 +156,19 @@ class Answer:
         """Return the stream's chunks for these events, which may be empty."""
         text = self._text.add(events)
         tokens = self._tokens.add(events) if self._tokens is not None else []
-        if not text and not tokens:
+        logprobs = self._logprobs.add(events) if self._logprobs is not None else None
+        if not text and not tokens and logprobs is None:
             return b""
-        return self._role_chunk() + self._delta(text, {"tokens": tokens} if tokens else None)
+        return self._role_chunk() + self._delta(text, {"tokens": tokens} if tokens else None, logprobs)
 
     def last(self, result: Result) -> bytes:
-        """Return the last chunks: held-back text, the finish reason, the outcome, and the usage if requested."""
+        """Return the last chunks: held-back text, the finish reason, and the outcome."""
         rest = self._text.end(result)
-        data = self._role_chunk() + (self._delta(rest) if rest else b"")
-        data += self._event(
-            [self._delta_choice("", FINISH_REASONS[result.finish_reason])], outcome(result, self._request.notes)
-        )
-        if self._request.include_usage:
-            data += _data({**self._head, "choices": [], "usage": usage(result)})
-        return data + DONE
+        logprobs = self._logprobs.end(result) if self._logprobs is not None else None
+        is_empty = not rest and logprobs is None
+        data = self._role_chunk() + (b"" if is_empty else self._delta(rest, None, logprobs))
+        choice = self._delta_choice("", FINISH_REASONS[result.finish_reason])
+        return data + self._event([choice], outcome(result, self._request.notes))
 
     def _role_chunk(self) -> bytes:
         """Return OpenAI's first chunk of a chat, with the role, unless it was sent."""
@@ -183,15 +177,15 @@ class Answer:
         self._role_sent = True
         return self._event([self._choice({"delta": {"role": "assistant", "content": ""}}, None)])
 
-    def _delta(self, text: str, more: JsonObject | None = None) -> bytes:
-        return self._event([self._delta_choice(text, None)], more)
+    def _delta(self, text: str, more: JsonObject | None = None, logprobs: JsonObject | None = None) -> bytes:
+        return self._event([self._delta_choice(text, None, logprobs)], more)
 
-    def _delta_choice(self, text: str, finish: str | None) -> JsonObject:
+    def _delta_choice(self, text: str, finish: str | None, logprobs: JsonObject | None = None) -> JsonObject:
         data = {"delta": {"content": text} if text else {}} if self._chat else {"text": text}
-        return self._choice(data, finish)
+        return self._choice(data, finish, logprobs)
 
-    def _choice(self, data: JsonObject, finish: str | None) -> JsonObject:
-        return {"index": 0, **data, "logprobs": None, "finish_reason": finish}
+    def _choice(self, data: JsonObject, finish: str | None, logprobs: JsonObject | None = None) -> JsonObject:
+        return {"index": self._index, **data, "logprobs": logprobs, "finish_reason": finish}
 
     def _event(self, choices: list[JsonObject], more: JsonObject | None = None) -> bytes:
         chunk = {**self._head, "choices": choices}
@@ -208,17 +202,61 @@ class Answer:
         if self._tokens is not None:
             self._tokens.add(events)
 
-    def body(self, result: Result) -> bytes:
-        """Return the whole answer as JSON."""
+    def whole(self, result: Result) -> tuple[JsonObject, JsonObject]:
+        """Return the choice of a body, and the outcome of its generation."""
         text = visible_text(result, self._request.stop)
         message = {"role": "assistant", "content": text, "refusal": None}
-        choice = self._choice(
-            {"message": message} if self._chat else {"text": text}, FINISH_REASONS[result.finish_reason]
-        )
+        logprobs = self._logprobs.end(result) if self._logprobs is not None else None
+        data = {"message": message} if self._chat else {"text": text}
+        choice = self._choice(data, FINISH_REASONS[result.finish_reason], logprobs)
         report = outcome(result, self._request.notes)
         if self._tokens is not None:
             report["tokens"] = self._tokens.final[: len(result.token_ids)]
-        return encode_json({**self._head, "choices": [choice], "usage": usage(result), "outrider": report})
+        return choice, report
+
+
+class Answer:
+    """One answer, as a body or as chunks. chat: False for a plain completion. choices: one for each generation."""
+
+    def __init__(self, request: ParsedRequest, *, chat: bool) -> None:
+        self._request = request
+        kind = "chat.completion" if chat else "text_completion"
+        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._head: JsonObject = {
+            "id": self.id,
+            "object": f"{kind}.chunk" if chat and request.stream else kind,
+            "created": int(time.time()),
+            "model": MODEL,
+        }
+        self.choices = [Choice(request, self._head, index, chat=chat) for index in range(request.candidates)]
+
+    def end(self, results: Seq[Result]) -> bytes:
+        """Return the end of a stream, with the usage if requested. results: of all choices."""
+        chunk = {**self._head, "choices": [], "usage": usage(results)}
+        return (_data(chunk) if self._request.include_usage else b"") + DONE
+
+    def body(self, results: Seq[Result]) -> bytes:
+        """Return the whole answer as JSON. results: of all choices, of which the `n` likeliest are sent.
+
+        The outcome of a single choice is the answer's. Several have one each.
+        """
+        n = self._request.n
+        order = list(range(len(results)))
+        if n < len(results):
+            order = sorted(order, key=lambda at: -mean_logprob(results[at]))[:n]
+        sent = [self.choices[at].whole(results[at]) for at in order]
+        choices = [{**choice, "index": index} for index, (choice, _) in enumerate(sent)]
+        body = {**self._head, "choices": choices, "usage": usage(results)}
+        if n == 1:
+            return encode_json({**body, "outrider": sent[0][1]})
+        for choice, (_, report) in zip(choices, sent, strict=True):
+            choice["outrider"] = report
+        return encode_json(body)
+
+
+def mean_logprob(result: Result) -> float:
+    """Return the mean log-probability of a result's tokens, by which `best_of` chooses."""
+    return math.fsum(each.logprob for each in result.logprobs) / len(result.logprobs)
 
 
 def outcome(result: Result, notes: Seq[str] = ()) -> JsonObject:
@@ -236,14 +274,18 @@ def outcome(result: Result, notes: Seq[str] = ()) -> JsonObject:
     return {**fields, "warnings": [*result.warnings, *notes], **rounded}
 
 
-def usage(result: Result) -> JsonObject:
-    """Return OpenAI's usage object. The end-of-sequence token counts as a generated one."""
-    generated = len(result.token_ids)
+def usage(results: Seq[Result]) -> JsonObject:
+    """Return OpenAI's usage object. The prompt counts once, the tokens of all generations count.
+
+    The end-of-sequence token counts as a generated one. Cached tokens are those that no generation computed again.
+    """
+    generated = sum(len(result.token_ids) for result in results)
+    prompt = results[0].prompt_tokens
     return {
-        "prompt_tokens": result.prompt_tokens,
+        "prompt_tokens": prompt,
         "completion_tokens": generated,
-        "total_tokens": result.prompt_tokens + generated,
-        "prompt_tokens_details": {"cached_tokens": result.stats.cached_tokens},
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": min(result.stats.cached_tokens for result in results)},
     }
 
 

@@ -12,6 +12,8 @@ from outrider.gateway.decoder_pool import RequestOptions
 from outrider.gateway.errors import JsonObject
 from outrider.sampling.sampler import Signals
 
+SourceName = Literal["edge", "sampled", "accepted", "correction", "bonus"]
+
 
 class Reply(BaseModel):
     """Base of all answers."""
@@ -41,7 +43,7 @@ class TokenReport(Reply):
     index: int
     id: int
     text: str
-    source: Literal["edge", "sampled", "accepted", "correction", "bonus"]
+    source: SourceName
     signals: Signals | None
 
 
@@ -85,30 +87,65 @@ class ReplyMessage(Reply):
     refusal: None
 
 
+class TopLogprob(Reply):
+    """A token that was possible at a position. bytes: of the token, perhaps a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(TopLogprob):
+    """A token of the answer. The log-probabilities of the sources edge and sampled are the drafter's."""
+
+    top_logprobs: list[TopLogprob]
+    source: SourceName
+
+
+class ChatLogprobs(Reply):
+    """The log-probabilities of an answer's tokens, the end-of-sequence token included."""
+
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class TextLogprobs(Reply):
+    """The log-probabilities of a text's tokens. sources: as of `ChatLogprob`."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+    sources: list[SourceName]
+
+
 class _Choice(Reply):
-    index: Literal[0]
-    logprobs: None
+    index: int
     finish_reason: Literal["stop", "length"]
+    outrider: Outcome | None = None
 
 
 class ChatChoice(_Choice):
     """The answer in a conversation."""
 
     message: ReplyMessage
+    logprobs: ChatLogprobs | None
 
 
 class TextChoice(_Choice):
     """The continuation of a text."""
 
     text: str
+    logprobs: TextLogprobs | None
 
 
 class _Completion(Reply):
+    # outrider: of a single choice. Several choices have one each.
     id: str
     created: int
     model: str
     usage: Usage
-    outrider: Outcome
+    outrider: Outcome | None = None
 
 
 class ChatCompletion(_Completion):

@@ -18,6 +18,7 @@ from outrider.edge.drivers import sequential
 from outrider.edge.model_pair import ModelPair
 from outrider.edge.verifier_session import VerifierSession
 from outrider.engines.base import CachedSequence, Engine, Prompt
+from outrider.engines.grammars import compile_grammar
 from outrider.engines.prefix_cache import unique_salt
 from outrider.errors import SettingsError
 from outrider.planning.traces import Trace
@@ -122,7 +123,9 @@ class Recorder:
     def policy(self, prompt: Prompt) -> Policy:
         """Return the drafter's decoding policy for a prompt."""
         pair = self.pair
-        return Policy.build(self.settings, pair.target.eos_ids, pair.draft_vocabulary, len(prompt.ids))
+        grammar, eos_ids = self.settings.grammar, pair.target.eos_ids
+        compiled = None if grammar is None else compile_grammar(grammar, self.draft.tokenizer, eos_ids)
+        return Policy.build(self.settings, eos_ids, pair.draft_vocabulary, len(prompt.ids), compiled)
 
     def _decode(self, ids: list[int]) -> str:
         return get_detokenizer(self.draft.tokenizer)(ids)

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from google.protobuf.message import DecodeError
 
-from outrider.config import GenerationSettings
+from outrider.config import GenerationSettings, Grammar
 from outrider.decoding.actions import Verify
 from outrider.errors import CloudRefused, OutriderError
 from outrider.protocol import schema
 from outrider.sampling import acceptance
+from outrider.sampling.logprobs import Logprobs
 from outrider.sampling.sampler import Support
 
 DIGEST_BYTES = 8
@@ -124,7 +125,7 @@ def check_ids(ids: Iterable[int], limit: int, field: str, code: int = ErrorCode.
 # Settings -------------------------------------------------------------------------------------------------------
 
 _EDGE_FIELDS = ("stop", "sentences")  # applied to text, which only the edge has
-_OPTIONAL_FIELDS = ("top_p", "repetition_penalty")  # absent at their default 1, which is not protobuf's
+_OPTIONAL_FIELDS = ("top_p", "repetition_penalty", "logprobs")  # absent at their defaults, which are not protobuf's
 _SENT_FIELDS = tuple(f.name for f in fields(GenerationSettings) if f.name not in _EDGE_FIELDS)
 
 
@@ -132,8 +133,12 @@ def pack_settings(settings: GenerationSettings) -> schema.Settings:
     """Pack the settings that the target's sampling needs. Stop strings and sentence limits stay on the edge."""
     values = {name: getattr(settings, name) for name in _SENT_FIELDS}
     for name in _OPTIONAL_FIELDS:
-        if values[name] == 1.0:
+        if values[name] == getattr(GenerationSettings, name):
             del values[name]
+    values["logit_bias"] = dict(settings.logit_bias)
+    grammar = values.pop("grammar")
+    if grammar is not None:
+        values["grammar"] = schema.Grammar(kind=grammar.kind, text=grammar.text)
     return schema.Settings(**values)
 
 
@@ -141,18 +146,21 @@ def unpack_settings(packed: schema.Settings, vocab_size: int) -> GenerationSetti
     """Unpack the settings, with the same validation as on the edge.
 
     Raises:
-        FrameError: the target does not have a token to suppress, or has fewer tokens in all.
+        FrameError: the target does not have a token to suppress or to bias, or has fewer tokens in all.
         SettingsError: a value is out of range or contradicts another.
     """
     if len(packed.suppress_tokens) > vocab_size:  # each costs time at every position
         message = f"{len(packed.suppress_tokens)} suppress_tokens, but the target has {vocab_size} tokens"
         raise FrameError(ErrorCode.SETTINGS, message)
     check_ids(packed.suppress_tokens, vocab_size, "suppress_tokens", ErrorCode.SETTINGS)
+    check_ids(packed.logit_bias, vocab_size, "logit_bias", ErrorCode.SETTINGS)
     values = {name: getattr(packed, name) for name in _SENT_FIELDS}
     for name in _OPTIONAL_FIELDS:
         if not packed.HasField(name):
             del values[name]
-    return GenerationSettings.build({**values, "suppress_tokens": tuple(packed.suppress_tokens)})
+    values["suppress_tokens"], values["logit_bias"] = tuple(packed.suppress_tokens), dict(packed.logit_bias)
+    grammar = Grammar(packed.grammar.kind, packed.grammar.text) if packed.HasField("grammar") else None  # type: ignore[arg-type]
+    return GenerationSettings.build({**values, "grammar": grammar})
 
 
 def unpack_accept(spec: str) -> str:
@@ -224,6 +232,7 @@ def pack_verdict(verdict: acceptance.Verdict, drafts: int) -> schema.Answer:
         queue_tenths=round(verdict.queue_s * TENTHS_PER_SECOND),
         compute_tenths=round(verdict.compute_s * TENTHS_PER_SECOND),
         cached=verdict.cached,
+        logprobs=[schema.Shortlist(ids=each.ids, logp=each.values) for each in verdict.logprobs],
     )
     return schema.Answer(verdict=frame)
 
@@ -240,4 +249,5 @@ def unpack_verdict(frame: schema.Verdict) -> acceptance.Verdict:
         frame.queue_tenths / TENTHS_PER_SECOND,
         frame.compute_tenths / TENTHS_PER_SECOND,
         frame.cached,
+        tuple(Logprobs(tuple(each.ids), tuple(each.logp)) for each in frame.logprobs),
     )

@@ -112,7 +112,14 @@ class Ids(_message.Message):
     def __init__(self, token: _Optional[_Iterable[int]] = ..., count: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Settings(_message.Message):
-    __slots__ = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "no_repeat_ngram_size", "ignore_eos", "suppress_tokens", "repetition_window")
+    __slots__ = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "no_repeat_ngram_size", "ignore_eos", "suppress_tokens", "repetition_window", "frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "grammar")
+    class LogitBiasEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MIN_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +132,11 @@ class Settings(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     SUPPRESS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REPETITION_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     max_new_tokens: int
     min_new_tokens: int
     temperature: float
@@ -137,7 +149,20 @@ class Settings(_message.Message):
     ignore_eos: bool
     suppress_tokens: _containers.RepeatedScalarFieldContainer[int]
     repetition_window: int
-    def __init__(self, max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., no_repeat_ngram_size: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., suppress_tokens: _Optional[_Iterable[int]] = ..., repetition_window: _Optional[int] = ...) -> None: ...
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: _containers.ScalarMap[int, float]
+    logprobs: int
+    grammar: Grammar
+    def __init__(self, max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., no_repeat_ngram_size: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., suppress_tokens: _Optional[_Iterable[int]] = ..., repetition_window: _Optional[int] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping[str, object]]] = ...) -> None: ...
+
+class Grammar(_message.Message):
+    __slots__ = ("kind", "text")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    text: str
+    def __init__(self, kind: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("protocol", "fingerprint", "model", "settings", "accept", "vocab_size", "prompt", "committed", "media", "conditioning", "base")
@@ -232,7 +257,7 @@ class Generate(_message.Message):
     def __init__(self, round: _Optional[int] = ..., base_length: _Optional[int] = ..., new_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("round", "accepted", "next_token", "reason", "near_ties", "audited", "disagreed", "queue_tenths", "compute_tenths", "cached")
+    __slots__ = ("round", "accepted", "next_token", "reason", "near_ties", "audited", "disagreed", "queue_tenths", "compute_tenths", "cached", "logprobs")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     NEXT_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -243,6 +268,7 @@ class Verdict(_message.Message):
     QUEUE_TENTHS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_TENTHS_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     round: int
     accepted: int
     next_token: int
@@ -253,7 +279,8 @@ class Verdict(_message.Message):
     queue_tenths: int
     compute_tenths: int
     cached: int
-    def __init__(self, round: _Optional[int] = ..., accepted: _Optional[int] = ..., next_token: _Optional[int] = ..., reason: _Optional[_Union[Reason, str]] = ..., near_ties: _Optional[_Iterable[int]] = ..., audited: _Optional[int] = ..., disagreed: _Optional[int] = ..., queue_tenths: _Optional[int] = ..., compute_tenths: _Optional[int] = ..., cached: _Optional[int] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[Shortlist]
+    def __init__(self, round: _Optional[int] = ..., accepted: _Optional[int] = ..., next_token: _Optional[int] = ..., reason: _Optional[_Union[Reason, str]] = ..., near_ties: _Optional[_Iterable[int]] = ..., audited: _Optional[int] = ..., disagreed: _Optional[int] = ..., queue_tenths: _Optional[int] = ..., compute_tenths: _Optional[int] = ..., cached: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[Shortlist, _Mapping[str, object]]]] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "retry_after_ms")

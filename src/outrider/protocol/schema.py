@@ -23,6 +23,6 @@ else:
             _name = f"{_file.package}.{_message.name}"
             globals()[_message.name] = message_factory.GetMessageClass(_POOL.FindMessageTypeByName(_name))
 
-VERSION = 3
+VERSION = 4
 SERVICE = "outrider.v1.Verifier"
 MAX_DRAFTS = 256

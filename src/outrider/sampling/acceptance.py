@@ -26,6 +26,7 @@ import torch
 
 from outrider.config import format_number
 from outrider.errors import SettingsError
+from outrider.sampling.logprobs import Logprobs
 from outrider.sampling.policy import ForwardOutput, Policy
 from outrider.sampling.sampler import Distribution, NoiseStream, SampledRows, SampledToken, Support
 
@@ -42,7 +43,8 @@ class Verdict:
     near_ties: offsets from the base (drafts, then next_token) whose choice was within the engine's numeric noise.
     audited, disagreed: number of skipped tokens compared, and of those that the target would have changed.
     queue_s, compute_s: seconds in the service's queue and in its forward pass. cached: in a session's first verdict,
-    the tokens whose KV cache was kept from an earlier session. None of the three is part of equality.
+    the tokens whose KV cache was kept from an earlier session. None of the three is part of equality. logprobs: the
+    target's for each token that the verdict decides, if they are requested.
     """
 
     round: int
@@ -54,6 +56,7 @@ class Verdict:
     queue_s: float = field(default=0.0, compare=False)
     compute_s: float = field(default=0.0, compare=False)
     cached: int = field(default=0, compare=False)
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 class AcceptanceRule(Protocol):

@@ -105,12 +105,17 @@ def process_logits(logits: Tensor, batch_key: BatchKey, context: RowContext) -> 
     if not batch_key.has_processors:
         return logits[:, : batch_key.vocab_size]
     out = logits = logits.float()
+    if processors.logit_bias:
+        biases = _column_values(processors.logit_bias, logits.shape[1], logits.device)
+        out = logits = _add_to_columns(logits, _biased_ids(processors), biases)
     if batch_key.needs_history:
         assert context.history is not None
         out = logits.clone()
         history, lengths = context.history.long(), context.lengths[:, None]
         if processors.repetition_penalty != 1.0:
             _apply_repetition_penalty(out, logits, history, lengths, processors)
+        if processors.counts_output:
+            out = _subtract_penalties(out, history, lengths, context.generated[:, None], processors)
         if processors.no_repeat_ngram:
             _ban_repeated_ngrams(out, history, lengths, processors.no_repeat_ngram)
     if processors.eos_ids and processors.min_new_tokens:
@@ -136,6 +141,17 @@ def _apply_repetition_penalty(
     out.scatter_(1, seen, torch.where(scores < 0, scores * penalty, scores / penalty))
 
 
+def _subtract_penalties(
+    scores: Tensor, history: Tensor, lengths: Tensor, generated: Tensor, processors: LogitsProcessors
+) -> Tensor:
+    """Apply frequency and presence penalty for the last `generated` ids of the prefix."""
+    index = torch.arange(history.shape[1], device=scores.device)
+    is_output = ((index >= lengths - generated) & (index < lengths)).to(scores.dtype)
+    counts = torch.zeros_like(scores).scatter_add_(1, history, is_output)
+    scores = scores - counts * processors.frequency_penalty
+    return scores - (counts > 0).to(scores.dtype) * processors.presence_penalty
+
+
 def _ban_repeated_ngrams(out: Tensor, history: Tensor, lengths: Tensor, ngram: int) -> None:
     """Ban every token that followed an earlier occurrence of the prefix's last ngram − 1 tokens."""
     starts = history.shape[1] - ngram + 1
@@ -150,21 +166,32 @@ def _ban_repeated_ngrams(out: Tensor, history: Tensor, lengths: Tensor, ngram: i
 
 
 def _add_to_columns(logits: Tensor, ids: tuple[int, ...], offset: Tensor) -> Tensor:
-    """Return a copy with `offset` [R, 1], 0 or −inf, added to the columns `ids`."""
+    """Return a copy with `offset`, [R, 1] or [columns], added to the columns `ids` below the width."""
     index = _column_index(ids, logits.shape[1], logits.device)
     return logits.index_copy(1, index, logits.index_select(1, index) + offset)
 
 
 def tensors_to_keep(batch_key: BatchKey, width: int, device: torch.device) -> list[Tensor]:
     """Return the tensors that `sample_batch` reads for rows [R, width] and that a captured CUDA graph must keep."""
-    return [
-        _column_index(ids, width, device) for ids in (batch_key.processors.eos_ids, batch_key.processors.banned_ids)
-    ]
+    processors = batch_key.processors
+    columns = processors.eos_ids, processors.banned_ids, _biased_ids(processors)
+    values = _column_values(processors.logit_bias, width, device)
+    return [*(_column_index(ids, width, device) for ids in columns), values]
+
+
+def _biased_ids(processors: LogitsProcessors) -> tuple[int, ...]:
+    return tuple(token for token, _ in processors.logit_bias)
 
 
 @lru_cache(maxsize=64)  # a copy from the host cannot be captured in a CUDA graph
 def _column_index(ids: tuple[int, ...], width: int, device: torch.device) -> Tensor:
     return torch.tensor([token for token in ids if token < width], dtype=torch.long, device=device)
+
+
+@lru_cache(maxsize=64)
+def _column_values(logit_bias: tuple[tuple[int, float], ...], width: int, device: torch.device) -> Tensor:
+    """Return the biases of `_column_index`, float32 [columns]."""
+    return torch.tensor([bias for token, bias in logit_bias if token < width], dtype=torch.float32, device=device)
 
 
 def filter_logprobs(scores: Tensor, sampling: SamplingParams) -> Tensor:

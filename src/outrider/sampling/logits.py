@@ -38,6 +38,18 @@ def scatter_logits(logits: Tensor, indices: np.ndarray, values: np.ndarray | flo
         )
 
 
+def ban_others(logits: Tensor, allowed: np.ndarray) -> None:
+    """Write −inf at all entries but those that are allowed, bool [≤ V]."""
+    if logits.device.type == "cpu":
+        values = logits.numpy()
+        values[len(allowed) :] = -np.inf
+        values[: len(allowed)][~allowed] = -np.inf
+    else:
+        kept = torch.from_numpy(allowed).to(logits.device)
+        logits[len(allowed) :] = -torch.inf
+        logits[: len(allowed)].masked_fill_(~kept, -torch.inf)
+
+
 def top2_margin(logits: Tensor) -> float:
     """Return the difference of the two largest entries, infinite for a single entry."""
     if logits.shape[-1] < 2:

@@ -1,8 +1,19 @@
-"""Logits processors: repetition penalty, no-repeat n-gram, minimum length and bans. Both sides run the same code.
+"""Logits processors: logit bias, penalties, no-repeat n-gram, minimum length and bans. Both sides run the same code.
 
 Each processor is a pure function of a row and of the prefix of that row's own position: prompt, output and the earlier
-drafts of the block. Definitions and order are those of transformers. `PrefixIndex` makes them fast. It is a memo of the
-last prefix, which it compares with the next one, so a roll-back in between needs no notice.
+drafts of the block. Definitions and order are those of transformers and vLLM (v1/sample/sampler.py,
+`apply_logits_processors`, and model_executor/layers/utils.py, `apply_penalties`), which agree where both have a
+processor. For a token v with count c_v in the output:
+
+    logit bias           l_v + b_v
+    repetition penalty   l_v / p if l_v ≥ 0 else l_v · p, for the tokens of prompt and output
+    frequency penalty    l_v − f · c_v
+    presence penalty     l_v − r if c_v > 0
+    bans                 −∞
+
+Each is a non-decreasing function of l_v, on which `sampling/top_logprobs.py` relies. `PrefixIndex` makes the n-grams
+and the repetition penalty fast. It is a memo of the last prefix, which it compares with the next one, so a roll-back in
+between needs no notice.
 """
 
 from __future__ import annotations
@@ -27,7 +38,7 @@ class PrefixIndex:
 
     def move_to(self, ids: list[int], length: int) -> None:
         """Index the prefix ids[:length], in amortised O(changed tokens) plus one comparison of the common part."""
-        common = _common_prefix_length(self._ids, ids, length)
+        common = common_prefix_length(self._ids, ids, length)
         while len(self._ids) > common:
             self._pop()
         for token in ids[common:length]:
@@ -67,7 +78,8 @@ class PrefixIndex:
             self._ngram_followers[self._tail()].pop()
 
 
-def _common_prefix_length(old: list[int], new: list[int], length: int) -> int:
+def common_prefix_length(old: list[int], new: list[int], length: int) -> int:
+    """Return how many of the first `length` ids of `new` are those of `old`."""
     shared = min(len(old), length)
     if old[:shared] == new[:shared]:
         return shared
@@ -79,6 +91,7 @@ class LogitsProcessors:
     """The settings of the logits processors. `prompt_length` separates generated tokens from the prompt.
 
     repetition_window: the number of last tokens that the penalty covers, or 0 for all, as in transformers.
+    logit_bias: pairs of token id and bias.
     """
 
     repetition_penalty: float = 1.0
@@ -88,10 +101,23 @@ class LogitsProcessors:
     banned_ids: tuple[int, ...] = ()
     prompt_length: int = 0
     repetition_window: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def counts_output(self) -> bool:
+        """Return whether a penalty depends on the token counts of the output."""
+        return bool(self.frequency_penalty or self.presence_penalty)
+
+    @property
+    def needs_history(self) -> bool:
+        """Return whether a processor reads the ids of the prefix."""
+        return self.repetition_penalty != 1.0 or self.no_repeat_ngram > 0 or self.counts_output
 
     def is_active(self, length: int) -> bool:
         """Return whether a processor applies to the row that follows a prefix of `length` tokens."""
-        return bool(self.repetition_penalty != 1.0 or self.no_repeat_ngram or self.banned_ids or self.bans_eos(length))
+        return bool(self.needs_history or self.logit_bias or self.banned_ids or self.bans_eos(length))
 
     def bans_eos(self, length: int) -> bool:
         """Return whether the output of a prefix of `length` tokens is too short to end."""
@@ -102,9 +128,13 @@ class LogitsProcessors:
         if not self.is_active(length):
             return logits
         logits = clone_logits(logits)
+        if self.logit_bias:
+            _add_bias(logits, self.logit_bias)
         if self.repetition_penalty != 1.0:
             index.move_to(ids, length)
             _apply_repetition_penalty(logits, self._penalised_ids(ids, length, index), self.repetition_penalty)
+        if self.counts_output:
+            self._subtract_penalties(logits, ids[self.prompt_length : length])
         _ban(logits, self.banned_at(ids, length, index))
         return logits
 
@@ -122,6 +152,14 @@ class LogitsProcessors:
             return index.distinct_ids
         return np.unique(np.array(ids[max(0, length - self.repetition_window) : length], dtype=np.int64))
 
+    def _subtract_penalties(self, logits: Tensor, output: list[int]) -> None:
+        """Apply frequency and presence penalty, in float32 and in vLLM's order."""
+        tokens, counts = np.unique(np.array(output, dtype=np.int64), return_counts=True)
+        known = tokens < logits.shape[-1]
+        scores = gather_logits(logits, tokens[known])
+        scores = scores - np.float32(self.frequency_penalty) * counts[known].astype(np.float32)
+        scatter_logits(logits, tokens[known], scores - np.float32(self.presence_penalty))
+
     def index(self) -> PrefixIndex:
         """Return a new index to pass to `apply`. Threads must not share one."""
         return PrefixIndex(self.no_repeat_ngram)
@@ -135,6 +173,13 @@ def _apply_repetition_penalty(logits: Tensor, seen: np.ndarray, penalty: float) 
     indices = seen[seen < logits.shape[-1]]  # audio placeholders may lie beyond the shared vocabulary
     scores = gather_logits(logits, indices)
     scatter_logits(logits, indices, np.where(scores < 0, scores * np.float32(penalty), scores / np.float32(penalty)))
+
+
+def _add_bias(logits: Tensor, logit_bias: tuple[tuple[int, float], ...]) -> None:
+    pairs = [(token, bias) for token, bias in logit_bias if token < logits.shape[-1]]
+    indices = np.array([token for token, _ in pairs], dtype=np.int64)
+    biases = np.array([bias for _, bias in pairs], dtype=np.float32)
+    scatter_logits(logits, indices, gather_logits(logits, indices) + biases)
 
 
 def _ban(logits: Tensor, ids: list[int]) -> None:

@@ -1,19 +1,22 @@
 """Partial rows of logits: the N largest entries, as an LLM server sends them, and the tokens that they determine.
 
-A missing entry is at most as large as the smallest known one. This bound decides whether the known entries give the
-same token as the complete row:
+A missing entry is at most as large as the smallest known one. The logits processors are non-decreasing functions of an
+entry, so applied to that value they give the upper bound of each missing entry, raised by its own bias or penalty or
+banned. The largest of these bounds decides whether the known entries give the same token as the complete row:
 
     greedy      the largest entry, after the logits processors, is above the bound
     top-k       the k-th largest entry is above the bound
     top-p       the nucleus is the same for the least and for the largest possible missing mass
     min-p       the threshold is above the bound
 
-Otherwise `NeedMoreLogprobs` requests more entries. No token is ever guessed.
+Otherwise `NeedMoreLogprobs` requests more entries. No token is ever guessed. Of a row within a grammar, only entries
+that the grammar allows can be missing. A single allowed token needs no entries.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,8 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.sampling.logits import scatter_logits
-from outrider.sampling.sampler import Distribution, SamplingParams, apply_temperature
+from outrider.sampling.sampler import Distribution, apply_temperature
 
 ROUNDING_ERROR = 1e-5  # of a sum of float32 probabilities
 
@@ -40,7 +42,8 @@ class TopLogprobs:
     """The known entries of one row.
 
     ids: int64 [n]. values: float32 [n], raw logits or log-probabilities. missing_max: the upper bound of missing
-    entries, −inf if none is missing. normalised: the values are log-probabilities, so the missing mass is known.
+    entries, −inf if none is missing. normalised: the values are log-probabilities, so the missing mass is known. The
+    policy then has no repetition penalty, which would need logits.
     """
 
     ids: np.ndarray
@@ -48,36 +51,53 @@ class TopLogprobs:
     missing_max: float
     normalised: bool = False
 
-    def to_logits(self, vocab_size: int) -> Tensor:
-        """Return float32 [vocab_size], −inf where an entry is missing. Ids beyond the vocabulary are padding."""
-        logits = torch.full((vocab_size,), -torch.inf, dtype=torch.float32)
-        in_vocabulary = self._in_vocabulary(vocab_size)
-        scatter_logits(logits, self.ids[in_vocabulary], self.values[in_vocabulary])
-        return logits
+    def within(self, allowed: np.ndarray) -> TopLogprobs:
+        """Return the row for a grammar that allows these tokens, bool [≤ vocab_size]. A single one needs no score."""
+        ids = np.flatnonzero(allowed)
+        return self if len(ids) != 1 else TopLogprobs(ids, np.zeros(1, dtype=np.float32), -math.inf)
 
-    def to_distribution(self, known: Distribution, repetition_penalty: float) -> Distribution:
-        """Return the distribution, given that of `to_logits` after the logits processors.
+    def to_distribution(self, process: Callable[[Tensor], Distribution], vocab_size: int) -> Distribution:
+        """Return the distribution of the row. process: the policy's, from logits float32 [vocab_size].
+
+        Ids beyond the vocabulary are padding.
 
         Raises:
             NeedMoreLogprobs: the known entries do not determine the token.
         """
-        bound = self._missing_logit_max(len(known.logits), repetition_penalty)
-        distribution = _BoundedDistribution(known, bound)
+        in_vocabulary = (self.ids >= 0) & (self.ids < vocab_size)
+        missing = np.ones(vocab_size, dtype=bool)
+        missing[self.ids[in_vocabulary]] = False
+        claims_all = self.missing_max == -math.inf and missing.any()  # a row that claims to be complete, and is not
+        logits = np.full(vocab_size, math.inf if claims_all else self.missing_max, dtype=np.float32)
+        logits[self.ids[in_vocabulary]] = self.values[in_vocabulary]
+        processed = process(torch.from_numpy(logits))
+        scores = processed.logits.numpy()
+        bounds = torch.from_numpy(scores[missing])
+        scores[missing] = -math.inf
+        distribution = _BoundedDistribution(processed, bounds)
         if not self._is_determined(distribution):
-            raise NeedMoreLogprobs(known.position)
+            raise NeedMoreLogprobs(processed.position)
         return distribution
 
-    def _in_vocabulary(self, vocab_size: int) -> np.ndarray:
-        return (self.ids >= 0) & (self.ids < vocab_size)
+    def top_logprobs(
+        self, token: int, count: int, vocab_size: int, position: int
+    ) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Return ids and log-probabilities of a known token and of the `count` best ones, the best first.
 
-    def _missing_logit_max(self, vocab_size: int, repetition_penalty: float) -> float:
-        """Return the upper bound of missing entries after the logits processors: a penalty below 1 raises them."""
-        if self.missing_max == -math.inf:  # a row that claims to be complete, and may not be
-            complete = int(self._in_vocabulary(vocab_size).sum()) >= vocab_size
-            return self.missing_max if complete else math.inf
-        missing_max = np.float32(self.missing_max)
-        penalty = np.float32(min(repetition_penalty, 1.0))  # float32, to round as the entries themselves are
-        return float(missing_max / penalty if missing_max > 0 else missing_max * penalty)
+        Raises:
+            NeedMoreLogprobs: a missing entry may be among the best, or the row has logits and is not complete.
+        """
+        values = self.values.astype(np.float64)
+        if not self.normalised:
+            values = values - np.logaddexp.reduce(values)
+        known = np.flatnonzero((self.ids >= 0) & (self.ids < vocab_size))
+        best = known[np.lexsort((self.ids[known], -values[known]))][:count]
+        is_missing = count > 0 and (len(best) < count or self.values[best[-1]] < self.missing_max)
+        own = np.flatnonzero(self.ids == token)
+        if is_missing or not len(own) or not (self.normalised or self.missing_max == -math.inf):
+            raise NeedMoreLogprobs(position)
+        chosen = [int(own[0]), *best.tolist()]
+        return tuple(self.ids[chosen].tolist()), tuple(values[chosen].tolist())
 
     def _is_determined(self, distribution: _BoundedDistribution) -> bool:
         logits, sampling = distribution.logits, distribution.sampling
@@ -95,48 +115,48 @@ class TopLogprobs:
             return float(torch.topk(scores, sampling.top_k).values[-1]) > missing_score_max
         best = scores[scores > missing_score_max].sort(descending=True).values  # the largest of the complete row
         if sampling.top_p < 1.0:
-            return self._is_nucleus_determined(best, scores, missing_score_max, sampling)
+            known, missing = float(torch.logsumexp(scores, -1)), self._missing_mass(distribution)
+            return _is_nucleus_determined(best, known, missing, sampling.top_p)
         return sampling.min_p > 0 and float(best[0]) + math.log(sampling.min_p) > missing_score_max
 
-    def _is_nucleus_determined(
-        self, best: Tensor, scores: Tensor, missing_score_max: float, sampling: SamplingParams
-    ) -> bool:
-        """Return whether the nucleus has the same entries for every possible missing mass.
-
-        best: float32 [m], descending, the m largest entries of the complete row. scores: float32 [V].
-        """
-        known = float(torch.logsumexp(scores, -1))
-        largest = float(np.logaddexp(known, self._missing_mass(missing_score_max, len(scores), sampling)))
-        smallest_size = _nucleus_size(best, known, sampling.top_p - ROUNDING_ERROR)
-        size = _nucleus_size(best, largest, sampling.top_p + ROUNDING_ERROR)
-        return smallest_size == size != 0 and not (size < len(best) and best[size] == best[size - 1])
-
-    def _missing_mass(self, missing_score_max: float, vocab_size: int, sampling: SamplingParams) -> float:
+    def _missing_mass(self, distribution: _BoundedDistribution) -> float:
         """Return the logarithm of the upper bound of Σ exp(score) over the missing entries.
 
-        For log-probabilities l with Σ exp(l) = m missing, none above f, at a temperature T ≤ 1:
-        Σ exp(l/T) = Σ exp(l)·exp(l·(1/T − 1)) ≤ m·exp(f·(1/T − 1)).
+        For log-probabilities l with Σ exp(l) = m missing, none above f and none raised by a processor, at a temperature
+        T ≤ 1: Σ exp(l/T) = Σ exp(l)·exp(l·(1/T − 1)) ≤ m·exp(f·(1/T − 1)).
         """
-        missing_count = vocab_size - int(self._in_vocabulary(vocab_size).sum())
-        bound = missing_score_max + math.log(max(missing_count, 1))
-        if self.normalised and sampling.temperature <= 1.0:
+        temperature = distribution.sampling.temperature
+        bound = float(torch.logsumexp(apply_temperature(distribution.bounds, temperature), -1))
+        if self.normalised and temperature <= 1.0 and distribution.missing_logit_max <= self.missing_max:
             missing = max(0.0, 1.0 - float(np.exp(self.values.astype(np.float64)).sum())) + ROUNDING_ERROR
-            bound = min(bound, math.log(missing) + self.missing_max * (1.0 / sampling.temperature - 1.0))
+            bound = min(bound, math.log(missing) + self.missing_max * (1.0 / temperature - 1.0))
         return bound
 
 
 class _BoundedDistribution(Distribution):
-    """A distribution with missing entries, none of them above `missing_logit_max`."""
+    """A distribution with missing entries. bounds: float32 [missing], the upper bound of each."""
 
-    def __init__(self, known: Distribution, missing_logit_max: float) -> None:
+    def __init__(self, known: Distribution, bounds: Tensor) -> None:
         super().__init__(known.logits, known.sampling, known.position)
-        self.missing_logit_max = missing_logit_max
+        self.bounds = bounds
+        self.missing_logit_max = float(bounds.max()) if len(bounds) else -math.inf
 
     @cached_property
     def top2_margin(self) -> float:
         """The margin of a complete row, or its lower bound if the runner-up may be missing."""
         margin = super().top2_margin
         return min(margin, float(self.logits.max()) - self.missing_logit_max) if self.sampling.greedy else margin
+
+
+def _is_nucleus_determined(best: Tensor, known: float, missing: float, top_p: float) -> bool:
+    """Return whether the nucleus has the same entries for every possible missing mass.
+
+    best: float32 [m], descending, the m largest entries of the complete row. known, missing: logarithms of the mass of
+    the known entries, and of the largest mass of the missing ones.
+    """
+    smallest_size = _nucleus_size(best, known, top_p - ROUNDING_ERROR)
+    size = _nucleus_size(best, float(np.logaddexp(known, missing)), top_p + ROUNDING_ERROR)
+    return smallest_size == size != 0 and not (size < len(best) and best[size] == best[size - 1])
 
 
 def _nucleus_size(best: Tensor, total: float, top_p: float) -> int:

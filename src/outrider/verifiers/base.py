@@ -14,6 +14,7 @@ from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.errors import StateError, VocabularyMismatch
 from outrider.sampling.acceptance import Verdict
+from outrider.sampling.grammar import CompiledGrammar
 
 MAX_EXTRA_TOKENS = 128  # tokens by which vocabulary sizes may differ beyond the shared ids, as in llama.cpp
 
@@ -54,13 +55,15 @@ class SessionParams:
     """The decoding parameters of a session.
 
     vocab_size: number of ids that the target may emit. hides_audio: the prompt has a recording that the edge does not
-    send to the verifier (`--privacy tokens`).
+    send to the verifier (`--privacy tokens`). grammar: that of the settings over the edge's vocabulary, for verifiers
+    without a tokenizer.
     """
 
     settings: GenerationSettings
     accept: str
     vocab_size: int
     hides_audio: bool = False
+    grammar: CompiledGrammar | None = None
 
 
 class Verifier(Protocol):

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from outrider.decoding.actions import Verify
 from outrider.engines.base import CachedSequence, Engine, Prompt, forward_or_sample
+from outrider.engines.grammars import compile_grammar
 from outrider.engines.prefix_cache import close_sequence, open_sequence
 from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import PromptError
@@ -63,10 +64,13 @@ def open_session(engine: Engine, prompt: Prompt, params: SessionParams, committe
 
     Raises:
         PromptError: this engine would encode the prompt differently from the drafter.
+        SettingsError: the grammar cannot be compiled.
     """
     check_conditioning(engine, prompt)
     prompt_length = len(prompt.ids)
-    policy = Policy.build(params.settings, engine.eos_ids, params.vocab_size, prompt_length)
+    grammar = params.settings.grammar
+    compiled = None if grammar is None else compile_grammar(grammar, engine.tokenizer, engine.eos_ids)
+    policy = Policy.build(params.settings, engine.eos_ids, params.vocab_size, prompt_length, compiled)
     return Session((*prompt.ids, *committed), prompt_length, policy, parse_acceptance_rule(params.accept), engine.noise)
 
 

@@ -112,8 +112,8 @@ class Session:
 
     @property
     def sampling_policy(self) -> Policy | None:
-        """Return the policy for on-device sampling, or None if the acceptance rule needs the logits."""
-        return None if self._rule.needs_logits else self._policy
+        """Return the policy for on-device sampling, or None if the acceptance rule or the policy needs the logits."""
+        return None if self._rule.needs_logits or self._policy.needs_logits else self._policy
 
     def judge(self, plan: ForwardPlan, output: ForwardOutput, queue_s: float = 0.0, compute_s: float = 0.0) -> Verdict:
         """Verify the block and commit its accepted tokens.
@@ -134,7 +134,9 @@ class Session:
         if base > start:
             disagreed = count_disagreements(plan.ids, start, base, output, self._policy)
             verdict = replace(verdict, audited=base - start, disagreed=disagreed)
-        self.ids += [*request.new_ids, *request.draft_ids[: verdict.accepted], verdict.next_token]
+        decided = [*request.draft_ids[: verdict.accepted], verdict.next_token]
+        verdict = replace(verdict, logprobs=self._policy.report_logprobs(rows, decided, base))
+        self.ids += [*request.new_ids, *decided]
         self._last = (request, verdict)
         return verdict
 

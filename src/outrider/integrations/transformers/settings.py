@@ -119,6 +119,8 @@ def parse_processors(
         if order < rank:
             raise SettingsError(f"{name} comes after {_WARPER_ORDER[rank - 1].__name__}: Outrider applies it first")
         rank = order
+        if type(processor) is processors.SequenceBiasLogitsProcessor and "repetition_penalty" in settings:
+            raise SettingsError(f"{name} comes after the repetition penalty: Outrider applies it first")
         for field, value in _CONVERTERS[type(processor)](processor, prompt_length).items():
             if field in settings and field != "min_new_tokens":
                 raise SettingsError(f"{name} is there twice")
@@ -157,6 +159,14 @@ def stop_strings(
     return StoppingCriteriaList([*criteria, stopping.StopStringCriteria(tokenizer, texts)])
 
 
+def _single_token_bias(processor: LogitsProcessor) -> Settings:
+    """Return the biases of a sequence bias whose sequences are single tokens."""
+    biases = dict(processor.sequence_bias)
+    if any(len(sequence) != 1 for sequence in biases):
+        raise SettingsError("sequence_bias: Outrider supports biases of single tokens, not of longer sequences")
+    return {"logit_bias": tuple(sorted((int(token), float(bias)) for (token,), bias in biases.items()))}
+
+
 Converter = Callable[[LogitsProcessor, int], Settings]
 
 _WARPER_ORDER = [  # Outrider's order, which is that of generate
@@ -166,6 +176,7 @@ _WARPER_ORDER = [  # Outrider's order, which is that of generate
     processors.MinPLogitsWarper,
 ]
 _CONVERTERS: dict[type, Converter] = {
+    processors.SequenceBiasLogitsProcessor: lambda p, _: _single_token_bias(p),
     processors.RepetitionPenaltyLogitsProcessor: lambda p, _: {"repetition_penalty": float(p.penalty)},
     processors.NoRepeatNGramLogitsProcessor: lambda p, _: {"no_repeat_ngram_size": int(p.ngram_size)},
     processors.MinLengthLogitsProcessor: lambda p, prompt: {"min_new_tokens": max(0, int(p.min_length) - prompt)},

@@ -38,7 +38,7 @@ from outrider.verifiers.llm_server.replicas import Replica, use_first_ready
 from outrider.verifiers.retry import MIN_UPLOAD_RATE
 from outrider.verifiers.session import ForwardPlan, Session
 
-TOP_CONSTRAINED, TOP_NUCLEUS = 8, 64  # entries of a row in the first request
+TOP_CONSTRAINED, TOP_GRAMMAR, TOP_NUCLEUS = 8, 20, 64  # entries of a row in the first request
 PREFILL_MIN = 512  # tokens before a first block; with more, a request of its own computes them
 TOP_GROWTH, MAX_TOP = 4, 4096  # factor for the next request if they do not suffice; above MAX_TOP the whole row
 
@@ -63,7 +63,7 @@ class LlmServerSession:
     ) -> None:
         _check_prompt(prompt, params, target)
         settings = params.settings
-        policy = Policy.build(settings, target.eos_ids, params.vocab_size, len(prompt.ids))
+        policy = Policy.build(settings, target.eos_ids, params.vocab_size, len(prompt.ids), params.grammar)
         self.session = Session(prompt.ids, len(prompt.ids), policy, parse_acceptance_rule(params.accept), noise)
         self.byte_counts = ByteCounts()
         self._backend, self._replicas, self._settings = backend, replicas, settings
@@ -155,7 +155,8 @@ class LlmServerSession:
 
     def _build_request(self, replica: Replica, capabilities: Capabilities, plan: ForwardPlan) -> LogprobsRequest:
         top = self._top if capabilities.top == ALL_LOGPROBS else min(self._top, capabilities.top)
-        if capabilities.top == ALL_LOGPROBS and top >= self.session.vocab_size:
+        needs_sum = self._settings.logprobs is not None and not capabilities.normalised
+        if capabilities.top == ALL_LOGPROBS and (needs_sum or top >= self.session.vocab_size):
             top = ALL_LOGPROBS
         media, skip_cache = self._media, replica in self._maybe_cached
         if media is not None and replica in self._has_recording:
@@ -182,13 +183,22 @@ class LlmServerSession:
             replica.mark_failed()
         raise error
 
+    def _cause(self, greedy: bool) -> str:
+        return ", since the grammar allows none of them" if greedy and self._settings.grammar is not None else ""
+
     def _increase_top(self, capabilities: Capabilities, shortage: NeedMoreLogprobs, name: str) -> None:
         """Request more entries from now on, since the next rows are likely to need them too."""
         if self._top == ALL_LOGPROBS or (capabilities.top != ALL_LOGPROBS and self._top >= capabilities.top):
             hint = self._backend.more_hint(capabilities, TOP_GROWTH * capabilities.top)
+            greedy = self._settings.temperature == 0
+            remedy = (
+                "let the prompt ask for this format"
+                if greedy
+                else "restrict sampling further (top_k, top_p, smaller biases)"
+            )
             raise CloudRefused(
                 f"{name} sends {capabilities.top} entries of a row, which do not determine the token at position "
-                f"{shortage.position}: {hint}, or restrict sampling further (top_k, top_p)"
+                f"{shortage.position}{self._cause(greedy)}: {hint}, or {remedy}"
             )
         self._top *= TOP_GROWTH
         if self._top > MAX_TOP and capabilities.top == ALL_LOGPROBS:
@@ -199,13 +209,21 @@ def check_settings(settings: GenerationSettings, capabilities: Capabilities, nam
     """Refuse settings that the server's rows cannot support.
 
     Raises:
-        SettingsError: sampling may choose any token of the vocabulary, or a penalty needs logits. The message has the
-            change to make.
+        SettingsError: sampling may choose any token of the vocabulary, a penalty needs logits, or a report needs more
+            entries. The message has the change to make.
     """
     if settings.repetition_penalty != 1.0 and capabilities.normalised:
         message = f"repetition_penalty needs logits, and {name} sends log-probabilities: {backend.logits_hint}"
         raise SettingsError(message)
-    if settings.temperature == 0 or capabilities.top == ALL_LOGPROBS:
+    if capabilities.top == ALL_LOGPROBS:
+        return
+    if settings.logprobs is not None and not capabilities.normalised:
+        hint = backend.more_hint(capabilities, ALL_LOGPROBS)
+        raise SettingsError(f"logprobs: {name} sends {capabilities.top} logits of a row, and not their sum; {hint}")
+    if settings.logprobs is not None and settings.logprobs >= capabilities.top:
+        hint = backend.more_hint(capabilities, settings.logprobs + 1)
+        raise SettingsError(f"logprobs {settings.logprobs}: {name} sends {capabilities.top} entries of a row; {hint}")
+    if settings.temperature == 0:
         return
     if settings.top_k >= capabilities.top:
         raise SettingsError(
@@ -244,12 +262,28 @@ def _check_prompt(prompt: Prompt, params: SessionParams, target: ModelInfo) -> N
 
 
 def _initial_top(settings: GenerationSettings) -> int:
-    """Return the number of entries of a row for the first request. Greedy decoding needs the margin between two."""
+    """Return the number of entries of a row for the first request: those of sampling, and of a report."""
+    top = _sampling_top(settings)
+    return top if settings.logprobs is None or top == ALL_LOGPROBS else max(top, settings.logprobs + 1)
+
+
+def _sampling_top(settings: GenerationSettings) -> int:
+    """Return the number of entries of a row that sampling needs at first. Greedy decoding needs the margin between two.
+
+    If processors raise logits, entries that were small may count.
+    """
+    penalties = settings.frequency_penalty, settings.presence_penalty
+    raises_logits = min(penalties) < 0 or any(bias > 0 for _, bias in settings.logit_bias)
     if settings.temperature == 0:
-        constrained = settings.repetition_penalty != 1.0 or settings.no_repeat_ngram_size or settings.suppress_tokens
-        return TOP_CONSTRAINED if constrained or settings.min_new_tokens or settings.ignore_eos else 2
+        if settings.grammar is not None:
+            return TOP_GRAMMAR
+        if raises_logits:
+            return TOP_NUCLEUS
+        bans = settings.no_repeat_ngram_size, settings.suppress_tokens, settings.min_new_tokens, settings.ignore_eos
+        constrained = any((settings.repetition_penalty != 1.0, *penalties, settings.logit_bias, *bans))
+        return TOP_CONSTRAINED if constrained else 2
     if settings.top_k:
-        return max(settings.top_k + 2, TOP_CONSTRAINED)
+        return max(settings.top_k + 2, TOP_NUCLEUS if raises_logits else TOP_CONSTRAINED)
     return TOP_NUCLEUS if settings.top_p < 1.0 or settings.min_p else ALL_LOGPROBS
 
 

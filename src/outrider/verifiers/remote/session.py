@@ -21,6 +21,7 @@ from outrider.protocol.messages import (
     unpack_verdict,
 )
 from outrider.sampling.acceptance import Verdict
+from outrider.sampling.top_logprobs import ROUNDING_ERROR
 from outrider.transport.byte_counts import PREFIX_BYTES, ByteCounts
 from outrider.transport.connection import Connection
 from outrider.transport.event_loop_thread import CLOSING_TASK_NAME
@@ -284,5 +285,16 @@ class RemoteSession:
         fits = verdict.round == request.round and 0 <= verdict.accepted <= len(request.draft_ids)
         fits = fits and 0 <= verdict.next_token < self._params.vocab_size
         fits = fits and all(offset <= verdict.accepted for offset in verdict.near_ties)
+        fits = fits and (self._params.settings.logprobs is None or _has_logprobs(verdict, request))
         if not (fits and verdict.disagreed <= verdict.audited <= len(request.new_ids)):
             raise CloudRefused(f"{self._peer.name} sent a verdict that does not answer round {request.round}")
+
+
+def _has_logprobs(verdict: Verdict, request: Verify) -> bool:
+    """Return whether a verdict has the log-probabilities of the tokens that it decides."""
+    decided = [*request.draft_ids[: verdict.accepted], verdict.next_token]
+    if [each.ids[:1] for each in verdict.logprobs] != [(token,) for token in decided]:
+        return False
+    values = [value for each in verdict.logprobs for value in each.values]
+    is_paired = all(len(each.ids) == len(each.values) for each in verdict.logprobs)
+    return is_paired and all(value <= ROUNDING_ERROR for value in values)  # false for NaN

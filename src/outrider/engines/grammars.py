@@ -1,0 +1,255 @@
+"""Compilation of grammars for an engine's vocabulary, bounded in time, memory and length.
+
+llguidance limits its own work. Two things it does not limit: the depth of nested definitions, which overflows the
+stack, and the time for long regular expressions. A text of more than `UNCHECKED_BYTES` is therefore compiled in a
+child process first, with little stack, time and memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
+
+from outrider.config import Grammar
+from outrider.decoding.detokenizer import Tokenizer, get_detokenizer
+from outrider.engines.locking import get_lock
+from outrider.errors import GrammarError, SettingsError
+from outrider.sampling.grammar import CompiledGrammar
+
+if TYPE_CHECKING:  # loaded with the first grammar
+    from llguidance import LLMatcher, LLTokenizer
+
+UNCHECKED_BYTES: Final = 4096
+CHECK_SECONDS: Final = 20.0  # of the clock, on a busy machine. The process limits its own processor time.
+MAX_PLACES: Final = 256  # parts of a schema that are compiled to find the one that fails
+WHITESPACE: Final = (
+    r"\x20|\n[\x20\t]{0,20}"  # between two JSON tokens. Without a limit, weak models write nothing else.
+)
+LIMITS: Final = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+OPTIONS: Final = '%llguidance {"no_forcing": true}'  # else a mask depends on how the tokenizer splits forced texts
+SUBSCHEMAS: Final = ("items", "additionalProperties")
+SUBSCHEMA_MAPS: Final = ("properties", "patternProperties", "$defs", "definitions")
+SUBSCHEMA_LISTS: Final = ("anyOf", "allOf", "oneOf", "prefixItems")
+
+
+def compile_grammar(grammar: Grammar, tokenizer: Tokenizer | None, eos_ids: tuple[int, ...]) -> CompiledGrammar:
+    """Return the grammar over a tokenizer's vocabulary. Both are cached.
+
+    Raises:
+        GrammarError: the grammar cannot be compiled within the limits. The error names the place in a schema.
+        SettingsError: the model has no tokenizer whose tokens are bytes, or no end-of-sequence token.
+    """
+    if tokenizer is None:
+        raise SettingsError("grammar needs a tokenizer, and the model came without one")
+    if not eos_ids:
+        raise SettingsError("grammar ends the output with an end-of-sequence token, and the model has none")
+    return _compile(grammar, tokenizer, eos_ids)
+
+
+@lru_cache(64)
+def _compile(grammar: Grammar, tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -> CompiledGrammar:
+    source = to_lark(grammar)
+    vocabulary = prepare_vocabulary(tokenizer, eos_ids)
+    failure = _first_failure([source], vocabulary)
+    if failure is not None:
+        raise _locate(grammar, failure[1], vocabulary)
+    if reason := _matcher(vocabulary, source).get_error():
+        raise GrammarError(_describe(reason), "")
+    return CompiledGrammar(lambda: _matcher(vocabulary, source), vocabulary.vocab_size, eos_ids)
+
+
+def prepare_vocabulary(tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -> LLTokenizer:
+    """Return a tokenizer's vocabulary for llguidance, which is cached. 150,000 tokens take about a second.
+
+    Other threads of Python wait meanwhile, so a service calls this before it serves.
+
+    Raises:
+        SettingsError: the tokenizer's tokens are not bytes.
+    """
+    with get_lock(tokenizer):
+        return _vocabulary(tokenizer, eos_ids)
+
+
+@lru_cache(8)
+def _vocabulary(tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -> LLTokenizer:
+    from llguidance import LLTokenizer
+
+    tokens = get_detokenizer(tokenizer).vocabulary_bytes(max(tokenizer.get_vocab().values()) + 1)
+    if tokens is None:
+        raise SettingsError("grammar needs a tokenizer of bytes, as those of Qwen, Llama and Mistral are")
+    return LLTokenizer(_Tokens(tokens, eos_ids[0]), eos_token=list(eos_ids))  # type: ignore[arg-type]
+
+
+class _Tokens:
+    """The vocabulary as llguidance reads it. It never asks for the tokens of a text, because nothing is forced."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    special_token_ids: tuple[int, ...] = ()
+
+    def __init__(self, tokens: list[bytes], eos_token_id: int) -> None:
+        self.tokens, self.eos_token_id = tokens, eos_token_id
+
+    def __call__(self, text: object) -> list[int]:
+        return []
+
+
+def _matcher(vocabulary: LLTokenizer, source: str) -> LLMatcher:
+    from llguidance import LLMatcher, LLParserLimits
+
+    return LLMatcher(vocabulary, source, log_level=0, limits=LLParserLimits(**LIMITS))  # type: ignore[arg-type]
+
+
+def to_lark(grammar: Grammar) -> str:
+    """Return any grammar in llguidance's variant of Lark.
+
+    Raises:
+        GrammarError: the text of a schema is not JSON, or is not a schema.
+    """
+    if grammar.kind == "lark":
+        return f"{grammar.text}\n{OPTIONS}"
+    if grammar.kind == "regex":
+        from llguidance import regex_to_lark
+
+        return f"start: /{regex_to_lark(grammar.text, '')}/\n{OPTIONS}"
+    return f"start: %json {_schema_text(read_schema(grammar))}\n{OPTIONS}"
+
+
+def read_schema(grammar: Grammar) -> Any:
+    """Return the schema of a JSON grammar, an object.
+
+    Raises:
+        GrammarError: the text is not JSON, or is not a schema.
+    """
+    if grammar.kind == "json_object":
+        return {"type": "object"}
+    try:
+        schema = json.loads(grammar.text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"the schema is not valid JSON: {error}", "") from error
+    if not isinstance(schema, (dict, bool)):
+        raise GrammarError("a schema is an object, true or false", "")
+    if schema is False:
+        raise GrammarError("the schema false allows no output", "")
+    return {} if schema is True else schema
+
+
+def _schema_text(schema: dict[str, Any]) -> str:
+    options = {"whitespace_pattern": WHITESPACE, **schema.get("x-guidance", {})}
+    return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False, separators=(",", ":"))
+
+
+# Errors -----------------------------------------------------------------------------------------------------
+
+
+def _describe(reason: str) -> str:
+    """Return llguidance's reason in one line, without the quotation of the grammar's text."""
+    lines = reason.split("\n")
+    line = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+    line = line.partition("failed to compile JSON schema: ")[2] or line
+    if line.startswith("oneOf constraints"):
+        return "oneOf is supported only if no value matches two of its schemas: use anyOf"
+    return re.sub(r'^Unimplemented keys: \["(.*)"\]$', lambda found: f"not supported: {found[1]}", line)
+
+
+def _locate(grammar: Grammar, reason: str, vocabulary: LLTokenizer) -> GrammarError:
+    """Return the error with the innermost part of a schema that fails by itself."""
+    if grammar.kind != "json_schema":
+        return GrammarError(reason, "")
+    part = root = read_schema(grammar)
+    place, places_left = "", MAX_PLACES
+    while children := list(islice(_children(part), places_left)):
+        places_left -= len(children)
+        failure = _first_failure([_part_source(child, root) for _, child in children], vocabulary)
+        if failure is None:
+            break
+        (name, part), reason = children[failure[0]], failure[1]
+        place = f"{place}.{name}" if place else name
+    return GrammarError(reason, place)
+
+
+def _part_source(part: dict[str, Any], root: dict[str, Any]) -> str:
+    """Return the grammar of a part of a schema, with the definitions to which it may refer."""
+    definitions: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    return f"start: %json {_schema_text({**definitions, **part})}\n{OPTIONS}"
+
+
+def _children(part: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the path and the value of each schema directly inside a schema."""
+    for key, value in part.items():
+        inside: Iterable[tuple[object, object]] = ()
+        if key in SUBSCHEMAS and isinstance(value, dict):
+            yield key, value
+        elif key in SUBSCHEMA_MAPS and isinstance(value, dict):
+            inside = value.items()
+        elif key in SUBSCHEMA_LISTS and isinstance(value, list):
+            inside = enumerate(value)
+        yield from ((f"{key}.{name}", child) for name, child in inside if isinstance(child, dict))
+
+
+# Limits -----------------------------------------------------------------------------------------------------
+
+
+def _first_failure(sources: list[str], vocabulary: LLTokenizer) -> tuple[int, str] | None:
+    """Return the index of the first grammar that cannot be compiled, and the reason."""
+    if max(map(len, sources)) > UNCHECKED_BYTES:
+        return _check_in_child(sources)
+    reasons = enumerate(_matcher(vocabulary, source).get_error() for source in sources)
+    return next(((n, _describe(reason)) for n, reason in reasons if reason), None)
+
+
+def _check_in_child(sources: list[str]) -> tuple[int, str] | None:
+    """Do as `_first_failure` in a child process, over single bytes instead of a vocabulary."""
+    command = [sys.executable, "-I", "-c", _CHILD]
+    data = json.dumps([LIMITS, sources]).encode()
+    try:
+        done = subprocess.run(command, input=data, capture_output=True, timeout=CHECK_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return 0, f"it takes more than {CHECK_SECONDS:g} s to compile"
+    if done.returncode:
+        return 0, "it is nested too deeply, or takes too much time or memory to compile"
+    n, reason = json.loads(done.stdout)
+    return (n, _describe(reason)) if reason else None
+
+
+# Compiles the grammars of stdin, and prints the index and the error of the first that fails.
+_CHILD: Final = """
+import json, resource, sys, threading
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+class Bytes:
+    is_tokenizer_wrapper, bos_token_id, eos_token_id, special_token_ids = True, None, 256, ()
+    tokens = [bytes([n]) for n in range(256)] + [b"\\xff"]
+    def __call__(self, text): return []
+
+def compile_sources():
+    vocabulary = LLTokenizer(Bytes(), eos_token=[256])
+    for n, source in enumerate(sources):
+        error = LLMatcher(vocabulary, source, log_level=0, limits=LLParserLimits(**limits)).get_error()
+        if error:
+            break
+    print(json.dumps([n, error]))
+
+limits, sources = json.load(sys.stdin)
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_CPU, (2, 2))
+resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+threading.stack_size(2**20)
+thread = threading.Thread(target=compile_sources)
+thread.start()
+thread.join()
+"""

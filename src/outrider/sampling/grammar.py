@@ -1,0 +1,102 @@
+"""Structured output: the tokens that a grammar allows after each prefix of the output.
+
+The mask of a position is a pure function of the output's tokens before it. Drafter and verifier therefore compute the
+same masks, and decoding stays exact. llguidance computes a mask from the bytes of all tokens. The mask holds each token
+whose bytes continue the output within the grammar, however a tokenizer would split the text, and EOS where the output
+is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from outrider.errors import DecodingError
+from outrider.sampling.logits_processors import common_prefix_length
+
+if TYPE_CHECKING:  # loaded with the first grammar
+    from llguidance import LLMatcher
+
+WORD_BITS = 32
+
+
+class CompiledGrammar:
+    """A grammar over the tokens of one vocabulary. Threads may share it.
+
+    compile_matcher: returns a matcher at the begin of an output. vocab_size: tokens of the mask. eos_ids: those that
+    end an output.
+    """
+
+    def __init__(self, compile_matcher: Callable[[], LLMatcher], vocab_size: int, eos_ids: tuple[int, ...]) -> None:
+        self.compile_matcher, self.vocab_size, self.eos_ids = compile_matcher, vocab_size, eos_ids
+        self._prototype = compile_matcher()
+
+    def is_text(self, token: int) -> bool:
+        """Return whether a token is one of the vocabulary that does not end the output."""
+        return token < self.vocab_size and token not in self.eos_ids
+
+    def copy_matcher(self) -> LLMatcher:
+        """Return a matcher that shares the lexer's states with its other copies."""
+        return self._prototype.deep_copy()
+
+
+class GrammarMask:
+    """The masks of one output's positions. Threads must not share it.
+
+    It is a memo of the last prefix, which it compares with the next one, so a roll-back in between needs no notice.
+    """
+
+    def __init__(self, grammar: CompiledGrammar) -> None:
+        self._grammar, self._matcher = grammar, grammar.copy_matcher()
+        self._ids: list[int] = []  # that the matcher has consumed, without EOS
+        self._words = np.zeros(-(-grammar.vocab_size // WORD_BITS), dtype=np.int32)
+        self._has_mask = False  # `_words` is the mask after `_ids`
+
+    def packed(self, output: list[int]) -> np.ndarray:
+        """Return the mask after an output's tokens: int32 [⌈vocab_size ÷ 32⌉], bit n % 32 of word n ÷ 32 for token n.
+
+        It is empty after tokens that the grammar does not allow, and holds EOS alone after an EOS. The next call
+        overwrites it.
+
+        Raises:
+            DecodingError: no token of the vocabulary continues the output, or the grammar is too complex here.
+        """
+        if not self._move_to(output):
+            self._matcher = self._grammar.compile_matcher()  # no earlier output has used up its limits
+            self._ids = []
+            if not self._move_to(output):
+                reason = self._matcher.get_error().partition("\n")[0] or "its tokens have other bytes"
+                raise DecodingError(f"grammar: no token can follow {len(output)} tokens: {reason}")
+        return self._words
+
+    def allowed(self, output: list[int]) -> np.ndarray:
+        """Return the mask after an output's tokens: bool [vocab_size]. Raise as `packed` does."""
+        bits = np.unpackbits(self.packed(output).view(np.uint8), bitorder="little")
+        return bits[: self._grammar.vocab_size].view(np.bool_)
+
+    def _move_to(self, output: list[int]) -> bool:
+        """Compute the mask after an output. Return whether the matcher could do it."""
+        common = common_prefix_length(self._ids, output, len(output))
+        surplus = len(self._ids) - common
+        if surplus and not self._matcher.rollback(surplus):
+            return False
+        del self._ids[common:]
+        text = list(takewhile(self._grammar.is_text, output[common:]))
+        consumed = self._matcher.try_consume_tokens(text) if text else 0
+        self._ids += text[:consumed]
+        self._has_mask = self._has_mask and not surplus and not consumed
+        if len(self._ids) < len(output):
+            self._words[:], self._has_mask = 0, False
+            if output[len(self._ids)] in self._grammar.eos_ids:
+                self._allow_eos()
+        elif not self._has_mask:
+            self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+            self._has_mask = self._matcher.stop_reason() != "NoExtensionBias"  # no token is allowed, not even EOS
+        return not self._matcher.is_error() and (self._has_mask or len(self._ids) < len(output))
+
+    def _allow_eos(self) -> None:
+        for token in self._grammar.eos_ids:
+            self._words.view(np.uint8)[token // 8] |= 1 << token % 8

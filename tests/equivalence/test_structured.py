@@ -1,0 +1,158 @@
+"""Structured output: every complete output matches its schema, and is the target's own under the same mask."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LogitsProcessor
+
+from benchmarks.schemas import of_kinds, of_tools
+from outrider import Result, SpeculativeDecoder, local, prompt_lookup
+from outrider.config import Grammar
+from outrider.decoding.actions import Verify
+from outrider.engines.grammars import compile_grammar
+from outrider.errors import DecodingError, SettingsError
+from outrider.sampling.acceptance import Verdict
+from outrider.sampling.grammar import GrammarMask
+from outrider.verifiers.local import LocalVerifier
+from tests.support.gateway_pair import demo_cloud, demo_edge
+
+COMPACT = {"x-guidance": {"whitespace_pattern": r"\x20"}}  # the bundled pair likes white space more than values
+SCHEMAS = [{**schema, **COMPACT} for schema in (*of_kinds(), *of_tools())]
+PROMPT = [33, 44, 55]
+LENGTH = 120
+SAMPLED = {"temperature": 1.3, "seed": 7}
+
+
+class Masked(LogitsProcessor):
+    """The mask as transformers' own `generate` applies it, from a new matcher at every position."""
+
+    def __init__(self, grammar: Grammar, engine: Any) -> None:
+        self.grammar = compile_grammar(grammar, engine.tokenizer, engine.eos_ids)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        matcher, output = self.grammar.copy_matcher(), input_ids[0, len(PROMPT) :].tolist()
+        assert matcher.try_consume_tokens(output) == len(output)
+        there = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8)
+        return scores.masked_fill(there[: scores.shape[-1]][None] == 0, -torch.inf)
+
+
+@lru_cache(512)
+def alone(grammar: Grammar, length: int = LENGTH) -> list[int]:
+    """What the target's own `generate` says under the mask."""
+    engine = demo_cloud()
+    ids = engine.model.generate(
+        torch.tensor([PROMPT]),
+        max_new_tokens=length,
+        do_sample=False,
+        logits_processor=[Masked(grammar, engine)],
+        attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
+    )
+    return ids[0, len(PROMPT) :].tolist()
+
+
+def run(grammar: Grammar, k: int = 5, *, alone: bool = False, **options: Any) -> Result:
+    draft = None if alone else demo_edge()
+    decoder = SpeculativeDecoder(draft, local(demo_cloud()), **({} if alone else {"k": k}))
+    return decoder.generate(PROMPT, **{"max_new_tokens": LENGTH, "grammar": grammar, **options})
+
+
+def check(result: Result, schema: Any) -> None:
+    """A complete output matches its schema."""
+    assert result.finish_reason in ("eos", "length")
+    if result.finish_reason == "eos":
+        jsonschema_rs.validate(schema, json.loads(result.text), validate_formats=True)
+
+
+@pytest.mark.parametrize("n", range(0, len(SCHEMAS), 12))
+def test_greedy_outputs_are_those_of_transformers_under_the_mask(n: int) -> None:
+    grammar, k = Grammar.json_schema(SCHEMAS[n]), (1, 5, 8)[n % 3]
+    result = run(grammar, k)
+    assert result.token_ids == alone(grammar)
+    assert result.guarantee == "exact"
+    check(result, SCHEMAS[n])
+
+
+@settings(max_examples=12)
+@given(st.sampled_from(SCHEMAS), st.sampled_from([1, 5, 8]), st.integers(0, 2**32))
+def test_sampled_outputs_are_the_target_s_and_match_their_schema(schema: Any, k: int, seed: int) -> None:
+    grammar, options = Grammar.json_schema(schema), {**SAMPLED, "seed": seed}
+    result = run(grammar, k, **options)
+    assert result.token_ids == run(grammar, alone=True, **options).token_ids
+    check(result, schema)
+
+
+@pytest.mark.parametrize("options", [{"accept": "residual"}, {"accept": "rank:5"}, {"gate": "entropy:2"}])
+def test_lossy_and_other_rules_stay_within_the_grammar(options: dict[str, Any]) -> None:
+    decoder = SpeculativeDecoder(demo_edge(), local(demo_cloud()), **options)
+    for seed in range(4):
+        schema = SCHEMAS[16 + seed]
+        result = decoder.generate(
+            PROMPT, max_new_tokens=LENGTH, grammar=Grammar.json_schema(schema), temperature=1.0, seed=seed
+        )
+        assert result.finish_reason == "eos"
+        check(result, schema)
+
+
+def test_the_edge_alone_stays_within_the_grammar() -> None:
+    result = SpeculativeDecoder(demo_edge()).generate(
+        PROMPT, max_new_tokens=40, grammar=Grammar("regex", "(yes|no)[!?]")
+    )
+    assert result.text in ("yes!", "yes?", "no!", "no?")
+
+
+class Watched(LocalVerifier):
+    """A verifier that keeps the requests."""
+
+    requests: list[Verify]
+
+    def verify(self, session: int, request: Verify) -> Verdict:
+        self.requests = [*getattr(self, "requests", []), request]
+        return super().verify(session, request)
+
+
+@pytest.mark.parametrize("source", ["model", "lookup", "model+lookup"])
+def test_drafts_are_only_what_the_grammar_allows(source: str) -> None:
+    """Each draft is allowed after those before it, also where the target then chooses another one."""
+    verifier, grammar = Watched(demo_cloud()), Grammar.json_schema(SCHEMAS[16])
+    lookup = prompt_lookup(demo_cloud().tokenizer, min_ngram=1)
+    sources: dict[str, Any] = {"model": (demo_edge(), None), "lookup": (lookup, None)}
+    draft, beside = sources.get(source, (demo_edge(), lookup))
+    decoder = SpeculativeDecoder(draft, verifier, lookup=beside, k=8)
+    result = decoder.generate(PROMPT, max_new_tokens=LENGTH, grammar=grammar)
+    assert result.token_ids == run(grammar, alone=True).token_ids
+    mask = GrammarMask(compile_grammar(grammar, demo_edge().tokenizer, demo_edge().eos_ids))
+    assert result.stats.drafted
+    assert result.stats.accepted < result.stats.drafted or source == "lookup"
+    for request in verifier.requests:
+        output = result.token_ids[: request.base_length - len(PROMPT)]
+        for draft in request.draft_ids:
+            assert mask.allowed(output)[draft]
+            output = [*output, draft]
+
+
+def test_a_limit_cuts_an_output_as_ever() -> None:
+    result = run(Grammar.json_schema({"type": "array", "items": {"type": "string"}, "minItems": 50}), max_new_tokens=9)
+    assert (result.finish_reason, len(result.token_ids)) == ("length", 9)
+
+
+def test_a_grammar_ends_only_with_eos_so_a_longer_minimum_is_an_error() -> None:
+    with pytest.raises(DecodingError, match="min_new_tokens"):
+        run(Grammar("regex", "ok"), min_new_tokens=50)
+
+
+def test_a_model_without_a_tokenizer_is_refused() -> None:
+    engine = demo_cloud()
+    tokenizer, engine.tokenizer = engine.tokenizer, None
+    try:
+        with pytest.raises(SettingsError, match="grammar needs a tokenizer"):
+            run(Grammar("regex", "ok"), alone=True)
+    finally:
+        engine.tokenizer = tokenizer
