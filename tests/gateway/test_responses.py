@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from outrider import Audio, SpeculativeDecoder, load_engine, local
 from outrider.errors import CloudLost
 from outrider.gateway import response_schema
-from outrider.gateway.request_parsing import Defaults
+from outrider.gateway.defaults import Defaults
 from outrider.gateway.tool_parsers import HERMES
 from outrider.gateway.tools import ToolSupport
 from outrider.prompts.tool_template import ToolChat

@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 
 from outrider.errors import PromptError
 from outrider.gateway import response_schema
-from outrider.gateway.request_parsing import Defaults
+from outrider.gateway.defaults import Defaults
 from outrider.gateway.tool_parsers import HERMES, LLAMA, MISTRAL
 from outrider.gateway.tools import ToolSupport, find_tool_support
 from outrider.prompts.tool_template import ToolChat

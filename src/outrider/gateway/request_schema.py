@@ -34,6 +34,7 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 256
 MAX_TOOLS = 128
 MAX_CHOICES = 20  # OpenAI's limit of best_of
+MAX_PROMPTS = 128  # of one request, and generations of all its prompts
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 AudioFormat = Literal["wav", "mp3", "flac", "ogg", "opus", "aiff", "m4a", "mp4", "3gp", "webm", "aac", "amr", "wma"]
 
@@ -350,13 +351,13 @@ Ids = Annotated[list[Annotated[int, Field(ge=0, le=2**31)]], Field(min_length=1,
 
 
 class CompletionRequest(Request):
-    """`POST /v1/completions`. prompt: a text, token ids, or a list of one of either."""
+    """`POST /v1/completions`. prompt: a text, token ids, or a list of either. Each has choices of its own."""
 
     prompt: (
         str
         | Ids
-        | Annotated[list[str], Field(min_length=1, max_length=1, fail_fast=True)]
-        | Annotated[list[Ids], Field(min_length=1, max_length=1, fail_fast=True)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
     best_of: Choices | None = Field(default=None, description="generations, of which the n likeliest are sent")
     echo: bool | None = Field(default=None, description="begin the answer's text with the prompt")

@@ -6,9 +6,10 @@ import re
 from dataclasses import replace
 from typing import Final
 
+from outrider.gateway.defaults import Defaults
 from outrider.gateway.errors import JsonObject, RequestError
 from outrider.gateway.request_kind import Output, RequestKind
-from outrider.gateway.request_parsing import Defaults, ParsedRequest, parse_json, parse_request, validate
+from outrider.gateway.request_parsing import ParsedRequest, parse_json, parse_request, validate
 from outrider.gateway.request_schema import ChatRequest
 from outrider.gateway.responses_answer import ResponsesAnswer
 from outrider.gateway.responses_schema import (
