@@ -1,9 +1,9 @@
 """A drafter with another tokenizer than the target's: speed against transformers' universal assisted generation.
 
 For every prompt, transformers' assisted generation (`assistant_model`, `tokenizer`, `assistant_tokenizer`, in its
-defaults) and Outrider generate greedily, in alternating order, in one process and with the same weights in float32. The
-target alone (transformers' `generate`) follows. For every seed, Outrider and the target alone (`SpeculativeDecoder`
-without a drafter) sample, several prompts in a batch, without timing. All outputs must equal those of the target alone.
+defaults) and Outrider generate greedily, in alternating order, in one process and with the same weights in float32. For
+every seed, Outrider and the target alone (`SpeculativeDecoder` without a drafter) sample, several prompts in a batch,
+without timing. At last the target alone (transformers' `generate`) generates greedily. All outputs must be equal.
 transformers samples by another algorithm (rejection sampling over the common tokens), so only its greedy speed is
 compared.
 
@@ -36,7 +36,7 @@ from outrider.engines.load import load_engine
 from outrider.engines.prefix_cache import unique_salt
 
 COMPARED = ("assisted", "outrider")
-BATCH = 8
+BATCH = 13
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,10 @@ class Measurements:
                 print(json.dumps({"settings": self._settings, "key": asdict(key), "run": asdict(run)}), file=file)
 
     def different(self) -> list[Key]:
-        """Return the measurements whose output is not that of the target alone, if that is known."""
-        alone = {(key.prompt, key.seed): run.output for key, run in self.runs.items() if key.name == "alone"}
-        return [key for key, run in self.runs.items() if run.output != alone.get((key.prompt, key.seed), run.output)]
+        """Return the measurements whose output is not that of the first one for the same prompt and seed."""
+        first: dict[tuple[int, int | None], list[int]] = {}
+        outputs = ((key, first.setdefault((key.prompt, key.seed), run.output), run) for key, run in self.runs.items())
+        return [key for key, output, run in outputs if run.output != output]
 
     def figures(self) -> dict[str, Any]:
         """Return the figures over the prompts for which all compared measurements are known."""
@@ -222,11 +223,11 @@ def batches(count: int, seeds: int) -> Iterator[list[Key]]:
     """Yield the measurements in their order, those of a batch together."""
     for n in range(count):
         yield from ([Key(n, None, name)] for name in (COMPARED if n % 2 else reversed(COMPARED)))
-    yield from ([Key(n, None, "alone")] for n in range(count))
     for seed in range(seeds):
         for first in range(0, count, BATCH):
             chosen = range(first, min(first + BATCH, count))
             yield from ([Key(n, seed, name) for n in chosen] for name in ("outrider", "alone"))
+    yield from ([Key(n, None, "alone")] for n in range(count))
 
 
 def main() -> None:

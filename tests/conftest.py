@@ -29,6 +29,12 @@ settings.register_profile("outrider", deadline=None, suppress_health_check=[Heal
 settings.load_profile("outrider")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def cache_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tokenizers of clouds are not kept in the user's own cache."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(autouse=True)
 def no_connection_is_left() -> Iterator[None]:
     """A test that leaves a connection's thread disturbs the next one, and most often shows a refusal that leaks it."""

@@ -72,9 +72,9 @@ class SpeculativeDecoder:
             result's guarantee accounts for it), "features" (the drafter's features of a recording), or "audio".
         watch: report the drafter's confidence with each event, also without a gate.
         reader: without a draft model, the engine or prompt lookup whose tokenizer encodes prompts and decodes texts.
-            With a draft model of another tokenizer than the cloud's, `outrider.prompt_lookup(DIRECTORY)` with the
-            cloud's: drafts are then translated through their text, and verdicts decide on the cloud's ids. A verifier
-            in this process needs none.
+            With a draft model of another tokenizer than the target's, `outrider.prompt_lookup(DIRECTORY)` with the
+            target's: drafts are then translated through their text, and verdicts decide on the target's ids. A verifier
+            in this process needs none, and an `outrider cloud` sends its tokenizer.
         lazy: connect to the verifier at the first generation, not at construction.
         slots: generations of batches and asyncio tasks that run at the same time. Each holds a KV cache.
 
@@ -129,8 +129,7 @@ class SpeculativeDecoder:
             remote=isinstance(verifier, PipelinedVerifier),
             uses_lookup=lookup is not None,
         )
-        self.draft, self.lookup, self.verifier, self._watch = draft, lookup, verifier, watch
-        self._model = model
+        self._model, self.draft, self.lookup, self.verifier, self._watch = model, draft, lookup, verifier, watch
         self._reader = PromptReader(model, lookup, verifier, reader, lambda: self._target)
         self._reader.check_accept(accept, needs_q=self.options.acceptance_rule.needs_q)
         self.draft_length = parse_draft_length(k) if draft is not None else None
@@ -143,11 +142,18 @@ class SpeculativeDecoder:
             self.options.on_cloud_loss,
             reader=self._reader.side,
             translates=self._reader.codecs is not None,
+            find_reader=self._find_reader,
             lazy=lazy,
         )
         self._thread_guard = ThreadGuard(model, getattr(verifier, "engine", None))
         self._shared_guard, self._uses_shared = self._thread_guard.group(), False
         self._executor = ThreadPoolExecutor(slots, "outrider-generation")  # starts no thread before it is used
+
+    def _find_reader(self, target: ModelInfo) -> PromptLookup | None:
+        """Return the tokenizer that the cloud sends for a target with another vocabulary, or None."""
+        reader = self._reader.adopt(target)
+        self._reader.check_accept(self.options.accept, needs_q=self.options.acceptance_rule.needs_q)
+        return reader
 
     # Generating ---------------------------------------------------------------------------------------------
 
@@ -340,8 +346,7 @@ class SpeculativeDecoder:
 
     def summary(self) -> str:
         """Return one line with the resolved options: models, number formats, block length, gate and rule."""
-        sides = [f"edge {self._describe_edge()}"]
-        sides.append(f"cloud {self._describe_cloud()}")
+        sides = [f"edge {self._describe_edge()}", f"cloud {self._describe_cloud()}"]
         k, gate, accept, on_loop = self.options.k, self.options.gate, self.options.accept, self.options.on_loop
         return " · ".join([*sides, f"k {k}", f"gate {gate}", f"accept {accept}", f"loop {on_loop}"])
 

@@ -65,12 +65,13 @@ def test_calls_without_a_token_are_refused(tokens: Tokens, metadata: list[tuple[
             with pytest.raises(grpc.RpcError) as caught:
                 stream.receive()
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        for call in ("unary_unary", "unary_stream"):
-            method = f"/{schema.SERVICE}/{'Describe' if call == 'unary_unary' else 'Vocabulary'}"
+        calls = {"Describe": "unary_unary", "Vocabulary": "unary_stream", "Tokenizer": "unary_stream"}
+        for name, call in calls.items():
+            method = f"/{schema.SERVICE}/{name}"
             with pytest.raises(grpc.RpcError) as caught:
                 list(getattr(channel, call)(method)(b"", timeout=SOON, metadata=metadata))
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        assert metric_total(served, "outrider_errors_total") == 3
+        assert metric_total(served, "outrider_errors_total") == 4
         assert len(served.service.sessions) == 0
 
 

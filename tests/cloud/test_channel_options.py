@@ -54,7 +54,7 @@ def test_a_compressed_message_is_not_inflated(method: str, encoding: str | None,
         assert peak() - before < 50 * 2**20
 
 
-@pytest.mark.parametrize("method", [SESSION, DESCRIBE, f"/{schema.SERVICE}/Vocabulary"])
+@pytest.mark.parametrize("method", [SESSION, DESCRIBE, f"/{schema.SERVICE}/Vocabulary", f"/{schema.SERVICE}/Tokenizer"])
 def test_an_unauthenticated_call_is_refused_before_its_request_arrives(method: str) -> None:
     """So nothing is kept of it."""
     with serving(HeldEngine(), tokens=TOKENS) as served, PlainHttp2(served.port) as client:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.cloud import service
+from outrider.engines.load import load_tokenizer
 from outrider.protocol import schema
+from outrider.protocol.tokenizer_files import unpack_tokenizer
 from tests.support.cloud_server import Served, serving
 from tests.support.cloud_service import (
     EOS,
@@ -26,6 +31,7 @@ from tests.support.cloud_service import (
 )
 from tests.support.fakes import reference_output
 from tests.support.raw_stream import CLOSE, RawStream, generating, resuming, verifying
+from tests.support.tokenized_models import model_of
 
 # Unary ----------------------------------------------------------------------------------------------------------
 
@@ -54,6 +60,28 @@ def test_the_vocabulary_in_parts() -> None:
         tokens = [token for part in parts for token in schema.VocabularyPart.FromString(part).tokens]
         assert len(parts) == 3
         assert tokens == engine.vocabulary  # type: ignore[attr-defined]
+
+
+def read_tokenizer(channel: grpc.Channel) -> list[bytes]:
+    parts = channel.unary_stream(f"/{schema.SERVICE}/Tokenizer")(b"", timeout=SOON)
+    return [schema.TokenizerPart.FromString(part).data for part in parts]
+
+
+def test_the_tokenizer_in_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(service, "TOKENIZER_CHUNK", 1000)
+    engine = model_of("llama", "the", " dog")
+    with serving(engine) as served, grpc.insecure_channel(served.address) as channel:
+        parts = read_tokenizer(channel)
+        answer = schema.DescribeAnswer.FromString(channel.unary_unary(f"/{schema.SERVICE}/Describe")(b"", timeout=SOON))
+    assert len(parts) > 2
+    assert max(map(len, parts)) == 1000
+    assert hashlib.sha256(b"".join(parts)).digest() == answer.tokenizer
+    unpack_tokenizer(b"".join(parts), tmp_path)
+    assert load_tokenizer(str(tmp_path)).get_vocab() == engine.tokenizer.get_vocab()
+
+
+def test_a_model_without_a_tokenizer_sends_none(channel: grpc.Channel) -> None:
+    assert read_tokenizer(channel) == []
 
 
 def test_health_check_serves(channel: grpc.Channel) -> None:

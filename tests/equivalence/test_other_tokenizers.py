@@ -247,7 +247,7 @@ def test_a_cloud_across_a_network_is_compared_with_the_tokenizer_that_is_named(d
         verifier = connect(f"grpc://{served.address}")
         try:
             with pytest.raises(VocabularyMismatch):
-                SpeculativeDecoder(edge, verifier)
+                SpeculativeDecoder(edge, verifier, reader=prompt_lookup(trained("unigram")))
             reader = prompt_lookup(tmp_path)
             result = SpeculativeDecoder(edge, verifier, k=8, driver=driver, reader=reader).generate(PROMPT)
         finally:

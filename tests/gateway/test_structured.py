@@ -78,13 +78,13 @@ def test_the_command_line_s_grammar_yields_to_the_request_s() -> None:
     [
         ({"response_format": {"type": "xml"}}, "response_format", "expected the type text, json_object or json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
-        ({"response_format": format_of(5)}, "response_format.json_schema.schema", ""),
+        ({"response_format": format_of(5)}, "response_format.json_schema.schema", "expected an object"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
          "response_format.json_schema.name", "is missing"),
         ({"response_format": format_of({"x": "y" * 70_000})}, "response_format.json_schema.schema", "at most 65536"),
         ({"response_format": format_of({}), "outrider": {"regex": "a"}}, "outrider.regex", "give one"),
         ({"outrider": {"regex": "a", "grammar": "b"}}, "outrider.grammar", "give one"),
-        ({"outrider": {"regex": ""}}, "outrider.regex", ""),
+        ({"outrider": {"regex": ""}}, "outrider.regex", "at least 1"),
         ({"outrider": {"regex": "a", "ignore_eos": True}}, "outrider.grammar", "ignore_eos"),
     ],
 )  # fmt: skip

@@ -66,7 +66,7 @@ def test_the_modules_constants_are_the_protos() -> None:
     }
     (service,) = file.service
     assert f"{file.package}.{service.name}" == schema.SERVICE
-    assert [method.name for method in service.method] == ["Describe", "Vocabulary", "Session"]
+    assert [method.name for method in service.method] == ["Describe", "Vocabulary", "Tokenizer", "Session"]
 
 
 def test_field_numbers_are_never_used_twice_and_names_never_reused() -> None:

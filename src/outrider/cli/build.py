@@ -112,6 +112,19 @@ def load_target_tokenizer(name: str | None) -> PromptLookup | None:
     return None if name is None else prompt_lookup(name)
 
 
+def find_target_tokenizer(name: str | None, model: Engine | None, verifier: Verifier | None) -> PromptLookup | None:
+    """Return the tokenizer of the cloud's model that is named, or that the cloud sends for another vocabulary."""
+    from outrider.edge.target_tokenizer import read_target_tokenizer
+    from outrider.verifiers.base import Connectable, share_vocabulary
+    from outrider.verifiers.local import describe
+
+    if name is not None or model is None or not isinstance(verifier, Connectable):
+        return load_target_tokenizer(name)
+    edge = describe(model)
+    target = verifier.describe(edge)
+    return None if share_vocabulary(edge, target) else read_target_tokenizer(target)
+
+
 def check_target_tokenizer(models: Models, name: str) -> None:
     """Raise InputError if there is no such tokenizer, or the models need none."""
     from outrider.engines.load import resolve_tokenizer_path

@@ -201,7 +201,7 @@ def _check_limits(evaluation: Evaluation, models: Models, cloud: str) -> int | N
 
 def _loaded(options: _Options, stack: ExitStack) -> tuple[EvalContext, Limits]:
     """Load the models. Return them with the limits of --edge-memory and --edge-threads as they were read back."""
-    from outrider.cli.build import build_options, connected, load_drafter, load_lookup, load_target_tokenizer
+    from outrider.cli.build import build_options, connected, find_target_tokenizer, load_drafter, load_lookup
     from outrider.evals.context import EvalContext
     from outrider.evals.modes import Setup
     from outrider.evals.resource_limits import PinnedEngine, address_space
@@ -220,7 +220,7 @@ def _loaded(options: _Options, stack: ExitStack) -> tuple[EvalContext, Limits]:
     except MemoryError as error:
         raise SettingsError(f"--edge-memory {options.evaluation.edge_memory}: the models do not fit") from error
     setup = Setup(run.decoding.settings(), build_options(run.speculation, run.network))
-    lookup, tokenizer = load_lookup(run.models), load_target_tokenizer(options.target_tokenizer)
+    lookup, tokenizer = load_lookup(run.models), find_target_tokenizer(options.target_tokenizer, draft, verifier)
     return EvalContext(draft, verifier, setup, options.assistant, lookup, tokenizer), limits
 
 

@@ -50,8 +50,8 @@ class Models:
     edge
         The drafter: a directory, hub id, .gguf file, "demo", or "none" for cloud-only. "lookup" drafts without a model
         (prompt lookup, n-gram), and lookup:TOKENIZER names the cloud's tokenizer, a directory or hub id, which texts
-        and recordings need with a cloud across a network. MODEL+lookup uses whichever of the two is accepted more
-        often. A directory of the name lookup is ./lookup.
+        need with vllm:// and sglang://, and recordings with every cloud across a network. MODEL+lookup uses whichever
+        of the two is accepted more often. A directory of the name lookup is ./lookup.
     cloud
         The verifier: grpc://HOST:PORT (a running outrider cloud), vllm://HOST:PORT[,HOST:PORT...] (one vLLM server, or
         replicas), sglang://HOST:PORT, local:MODEL, or "none" for edge-only.
@@ -95,8 +95,8 @@ TargetTokenizer = Annotated[
     str | None,
     Parameter(
         group=MODELS,
-        help="For an edge model with another tokenizer than a cloud across a network: a directory or hub id with the "
-        "cloud's tokenizer.",
+        help="For an edge model with another tokenizer than a vllm:// or sglang:// cloud: a directory or hub id with "
+        "the cloud's tokenizer. A grpc:// cloud sends its own.",
     ),
 ]
 

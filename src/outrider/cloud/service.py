@@ -22,12 +22,14 @@ from outrider.engines.base import ServableEngine
 from outrider.errors import AudioError, DecodingError, InputError, OutOfSync, OutriderError, PromptError, SettingsError
 from outrider.protocol import schema
 from outrider.protocol.messages import ErrorCode, FrameError, error_answer, parse_request
+from outrider.protocol.tokenizer_files import digest_of, pack_tokenizer
 from outrider.serving.tokens import Tokens
 
 log = logging.getLogger(__name__)
 
 FRAME_TIMEOUT_S = 30.0  # s between two frames of a stream without a session
 OPENING_TIMEOUT_S = 600.0  # s that a stream may last without a session
+TOKENIZER_CHUNK = 2**18  # bytes in one message
 VOCABULARY_CHUNK = 4096  # tokens in one message
 FREE_PER_S, FREE_BURST = 500, 1000  # frames and calls of one identity that need no engine
 ERROR_DELAY_S = 0.02  # s that an identity waits after an invalid request
@@ -61,6 +63,7 @@ class Service(ServiceState):
     ) -> None:
         super().__init__(engine, batcher, limits=limits, metrics=metrics, max_length=max_length)
         self.streams = 0
+        self._packed_tokenizer = pack_tokenizer(engine.tokenizer)
         self._tokens = tokens
         self._streams_by_identity: Counter[str] = Counter()
         self._frame_semaphore = IdentitySemaphore(1)
@@ -76,6 +79,7 @@ class Service(ServiceState):
         methods = {
             "Describe": grpc.stream_unary_rpc_method_handler(self.describe),
             "Vocabulary": grpc.stream_stream_rpc_method_handler(self.vocabulary),
+            "Tokenizer": grpc.stream_stream_rpc_method_handler(self.tokenizer),
             "Session": grpc.stream_stream_rpc_method_handler(self.session),
         }
         return grpc.method_handlers_generic_handler(schema.SERVICE, methods)
@@ -101,6 +105,7 @@ class Service(ServiceState):
             max_length=self.max_length or 0,
             audio_seconds=own.audio_seconds,
             max_drafts=schema.MAX_DRAFTS,
+            tokenizer=digest_of(self._packed_tokenizer) if self._packed_tokenizer else b"",
         )
         return answer.SerializeToString()
 
@@ -118,6 +123,16 @@ class Service(ServiceState):
         names = self._model_info.vocabulary
         starts = range(0, len(names), VOCABULARY_CHUNK)
         return [schema.VocabularyPart(tokens=names[n : n + VOCABULARY_CHUNK]).SerializeToString() for n in starts]
+
+    async def tokenizer(self, _: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        """Answer `Tokenizer`: the packed files of the tokenizer, in parts."""
+        identity = await self._authenticate(context)
+        await self._pace_free_work(identity)
+        packed = self._packed_tokenizer
+        for start in range(0, len(packed), TOKENIZER_CHUNK):
+            async with self._frame_semaphore.hold(identity):
+                pass
+            yield schema.TokenizerPart(data=packed[start : start + TOKENIZER_CHUNK]).SerializeToString()
 
     async def session(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         """Answer the frames of one stream. An error frame is the last answer."""

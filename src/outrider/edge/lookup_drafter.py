@@ -78,7 +78,7 @@ class LookupDrafter:
         self._index.extend(ids[len(self._index) :])
         excluded = {*self._policy.banned_ids(ids), *self._placeholders}
         match = self._index.find(excluded)
-        return match if match is not None and self._policy.allows(match.token, ids) else None
+        return match if match is not None and self._policy.allows(ids, match.token) else None
 
     def _propose(self, match: Match) -> Proposal:
         q = Support(torch.tensor([match.token]), torch.zeros(1)) if self._needs_q else None

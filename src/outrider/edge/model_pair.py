@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,15 @@ from outrider.config import GenerationSettings, OnCloudLoss
 from outrider.edge.cancellation import Cancellation, chain_future
 from outrider.engines.base import Engine, Prompt
 from outrider.engines.prompt_lookup import PromptLookup
-from outrider.errors import CloudLost, ContextError, OutriderError, PromptError, SettingsError, StateError
+from outrider.errors import (
+    CloudLost,
+    ContextError,
+    OutriderError,
+    PromptError,
+    SettingsError,
+    StateError,
+    VocabularyMismatch,
+)
 from outrider.prompts.audio import check_length
 from outrider.verifiers.base import Connectable, ModelInfo, Verifier, match_vocabularies
 from outrider.verifiers.local import describe
@@ -75,8 +84,8 @@ class ModelPair:
     state: the connected models. on_loss: the policy for an unreachable verifier. "fail" raises, "wait" retries, and
     "edge-only" decodes without it until `connect` succeeds, and after an outage does not retry for a while. reader: the
     engine that encodes the prompts without a draft model, or if the drafts are translated. translates: the drafter has
-    another tokenizer than the verifier, and the reader has the verifier's. lazy: connect at the first `connect`, not at
-    construction.
+    another tokenizer than the verifier, and the reader has the verifier's. find_reader: returns a reader for a verifier
+    with another vocabulary, or None. lazy: connect at the first `connect`, not at construction.
 
     Raises: as `connect`, unless it is lazy.
     """
@@ -89,9 +98,10 @@ class ModelPair:
         *,
         reader: Engine | PromptLookup | None = None,
         translates: bool = False,
+        find_reader: Callable[[ModelInfo], Engine | PromptLookup | None] = lambda _: None,
         lazy: bool = False,
     ) -> None:
-        self._verifier, self._on_loss = verifier, on_loss
+        self._verifier, self._on_loss, self._find_reader = verifier, on_loss, find_reader
         sides = () if draft is None else (describe(draft),)
         if draft is not None and reader is not None and translates:
             sides = (replace(describe(reader), name=draft.name, max_length=None),)
@@ -166,5 +176,13 @@ class ModelPair:
     def _handshake(self) -> None:
         assert self._verifier is not None  # otherwise the handshake was complete from the start
         cloud, edge = self._verifier.describe(self._edge), self._edge
-        vocabularies = match_vocabularies(edge, cloud) if edge is not None else (cloud.vocab_size, cloud.vocab_size)
-        self.state = Handshake((*self.state.models, cloud), *vocabularies, is_complete=True)
+        sides, vocabularies = self.state.models, (cloud.vocab_size, cloud.vocab_size)
+        if edge is not None:
+            try:
+                vocabularies = match_vocabularies(edge, cloud)
+            except VocabularyMismatch:
+                if (reader := self._find_reader(cloud)) is None:
+                    raise
+                vocabularies = match_vocabularies(describe(reader), cloud)
+                sides = tuple(replace(describe(reader), name=side.name, max_length=None) for side in sides)
+        self.state = Handshake((*sides, cloud), *vocabularies, is_complete=True)

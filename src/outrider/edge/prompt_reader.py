@@ -5,24 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from outrider.edge.target_tokenizer import read_target_tokenizer
 from outrider.edge.text_codec import TextCodec, build_codecs
 from outrider.engines.base import Engine, Prompt
 from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import PromptError, SettingsError
 from outrider.prompts.audio import Audio
 from outrider.prompts.chat import PromptLike, encode
-from outrider.verifiers.base import ModelInfo, Verifier, share_vocabulary
+from outrider.verifiers.base import ModelInfo, Verifier, match_vocabularies, share_vocabulary
 from outrider.verifiers.local import LocalVerifier, describe
 
 if TYPE_CHECKING:  # a module that loads transformers
     from outrider.engines.torch.model_families import AudioFeatures
 
 IDS_ONLY = (
-    "without a drafter, a cloud across a network takes token ids (--prompt-ids): texts and recordings need an edge "
-    "model to prepare them"
+    "without a drafter, a cloud that sends no tokenizer takes token ids (--prompt-ids): texts and recordings need an "
+    "edge model to prepare them"
 )
 NO_TOKENIZER = (
-    "prompt lookup without a tokenizer takes token ids (--prompt-ids) with a cloud across a network: for texts and "
+    "prompt lookup without a tokenizer takes token ids (--prompt-ids) with a cloud that sends none: for texts and "
     "recordings, name the target's tokenizer, as --edge lookup:DIRECTORY or prompt_lookup(DIRECTORY)"
 )
 NO_TEXTS = (
@@ -71,6 +72,25 @@ class PromptReader:
         self.side = target
         return build_codecs(model, target)
 
+    def adopt(self, target: ModelInfo) -> PromptLookup | None:
+        """Return the tokenizer that the target's server sends, which encodes prompts from now on.
+
+        Return None if there is none, if another one was given, or if drafts cannot be translated to it.
+
+        Raises:
+            CloudLost, CloudRefused: as `read_target_tokenizer`.
+            VocabularyMismatch: it is not the target's.
+        """
+        model = self._model
+        if isinstance(self.side, PromptLookup) or (model is not None and not callable(model.tokenizer)):
+            return None
+        reader = read_target_tokenizer(target)
+        if reader is not None:
+            match_vocabularies(describe(reader), target)
+            self.side = reader
+            self.codecs = None if model is None else build_codecs(model, reader)
+        return reader
+
     def check_accept(self, accept: str, *, needs_q: bool) -> None:
         """Raise SettingsError if the acceptance rule `accept` compares probabilities (needs_q) of two vocabularies."""
         if needs_q and self.codecs is not None and self._model is not None:
@@ -105,12 +125,17 @@ class PromptReader:
     def encode(self, prompt: PromptLike) -> Prompt:
         """Return the prompt as the models read it.
 
+        Without a tokenizer, a text is encoded with the one that the target's server sends.
+
         Raises:
             PromptError, AudioError: the prompt cannot be encoded.
+            CloudLost, CloudRefused, VocabularyMismatch: as `adopt`.
         """
+        if isinstance(self.encoder, IdsOnly) and (isinstance(prompt, str) or not is_ids(prompt)):
+            adopted = None if isinstance(prompt, Audio) else self.adopt(self._target())
+            if adopted is None:
+                raise PromptError(self._ids_only)
         encoder = self.encoder
-        if isinstance(encoder, IdsOnly) and (isinstance(prompt, str) or not is_ids(prompt)):
-            raise PromptError(self._ids_only)
         if isinstance(prompt, Audio):
             self._check_shares_tokenizer()
         return encode(encoder, prompt)

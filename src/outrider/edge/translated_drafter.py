@@ -212,7 +212,7 @@ class TranslatedDrafter:
         ids = list(ids)
         for proposal in proposals:
             token = proposal.token
-            if token in self._policy.banned_ids(ids) or not self._policy.allows(token, ids):
+            if token in self._policy.banned_ids(ids) or not self._policy.allows(ids, token):
                 break
             allowed.append(proposal)
             ids.append(token)
@@ -287,6 +287,7 @@ class TranslatedDrafter:
 def edge_settings(settings: GenerationSettings, *, greedy: bool) -> GenerationSettings:
     """Return the settings of the edge's own sampling. Those that are about target ids or n-grams are left out.
 
+    A grammar is left out as well: the translated proposals are checked, up to the first that it does not allow.
     greedy: every token is verified. The shared noise of sampling belongs to the target's ids, so that the most probable
     token is accepted most often.
     """

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from outrider.edge.cancellation import Cancellation
 from outrider.edge.model_pair import ModelPair
+from outrider.edge.target_tokenizer import read_target_tokenizer
 from outrider.engines.base import Engine
 from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import CloudError, CloudLost, OutriderError
@@ -41,7 +42,10 @@ class CloudMonitor:
         self._unreachable_reason: str | None = None
         model = None if isinstance(engine, PromptLookup) else engine
         reader, translates = target_tokenizer or engine, target_tokenizer is not None
-        self._pair = ModelPair(model, verifier, "fail", reader=reader, translates=translates, lazy=True)
+        find_reader = (lambda _: None) if isinstance(reader, PromptLookup) else read_target_tokenizer
+        self._pair = ModelPair(
+            model, verifier, "fail", reader=reader, translates=translates, find_reader=find_reader, lazy=True
+        )
         self._verifier = verifier
         self._cancellation, self._closed = Cancellation(), threading.Event()
         self._attempted = threading.Event()  # the first attempt has ended

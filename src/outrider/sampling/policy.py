@@ -140,16 +140,18 @@ class Policy:
         """True if a grammar masks the tokens of each position."""
         return self._mask is not None
 
+    def allows(self, ids: list[int], token: int) -> bool:
+        """Return whether the vocabulary has a token, and the grammar allows it after `ids`."""
+        if token >= self.vocab_size:
+            return False
+        allowed = self.allowed(ids, len(ids))
+        return allowed is None or (token < len(allowed) and bool(allowed[token]))
+
     def allowed(self, ids: list[int], length: int) -> np.ndarray | None:
         """Return the tokens that the grammar allows after ids[:length], bool [≤ vocab_size], or None without one."""
         if self._mask is None:
             return None
         return self._mask.allowed(ids[self.processors.prompt_length : length])[: self.vocab_size]
-
-    def allows(self, token: int, ids: list[int]) -> bool:
-        """Return whether a token is in the vocabulary, and in the grammar after `ids`."""
-        allowed = self.allowed(ids, len(ids))
-        return token < self.vocab_size and (allowed is None or (token < len(allowed) and bool(allowed[token])))
 
     def distribution_at(
         self, output: ForwardOutput, i: int, ids: list[int], length: int

@@ -52,6 +52,15 @@ class Connection(EventLoopThread):
                 break
         return names
 
+    async def tokenizer(self, most: int, timeout: float) -> bytes:
+        """Return the packed files of the cloud's tokenizer. Reading stops after more than `most` bytes."""
+        packed = bytearray()
+        async for data in self._channel.unary_stream(f"/{schema.SERVICE}/Tokenizer", b"", timeout):
+            packed += schema.TokenizerPart.FromString(data).data
+            if len(packed) > most:
+                break
+        return bytes(packed)
+
     def drain(self) -> None:
         """Let present calls finish on the present TCP connection. The next call opens a new one."""
         self._channel.drain()

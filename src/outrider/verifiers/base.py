@@ -27,7 +27,8 @@ class ModelInfo:
     positions of a sequence, None without a limit. audio_seconds: length of the longest accepted recording, 0 without
     audio support. placeholder: the token that stands for a recording in a prompt. read_vocabulary: fetches the token
     strings in order of their ids, and is called only when fingerprints differ, because they can be many. decode: turns
-    ids into text, special tokens included. special_ids: the tokenizer's special tokens.
+    ids into text, special tokens included. special_ids: the tokenizer's special tokens. read_tokenizer: fetches the
+    packed files of the tokenizer (`protocol.tokenizer_files`), None if the server sends none.
     """
 
     name: str
@@ -41,6 +42,7 @@ class ModelInfo:
     read_vocabulary: Callable[[], list[str]] = field(default=list, repr=False, compare=False)
     decode: Callable[[Sequence[int]], str] | None = field(default=None, repr=False, compare=False)
     special_ids: tuple[int, ...] = field(default=(), repr=False)
+    read_tokenizer: Callable[[], bytes] | None = field(default=None, repr=False, compare=False)
 
     @property
     def vocabulary(self) -> list[str]:

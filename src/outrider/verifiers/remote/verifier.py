@@ -18,6 +18,7 @@ from outrider.decoding.actions import Verify
 from outrider.engines.base import Prompt
 from outrider.errors import CloudLost, CloudRefused
 from outrider.protocol import schema
+from outrider.protocol.tokenizer_files import MAX_PACKED, digest_of
 from outrider.sampling.acceptance import Verdict
 from outrider.transport.byte_counts import ByteCounts
 from outrider.transport.connection import Connection
@@ -29,6 +30,7 @@ from outrider.verifiers.base import ModelInfo, RemoteSessions, SessionParams
 from outrider.verifiers.remote.errors import map_call_error
 from outrider.verifiers.remote.kept_sessions import KeptSessions
 from outrider.verifiers.remote.session import Peer, RemoteSession
+from outrider.verifiers.remote.tokenizer_cache import read_cached, write_cached
 from outrider.verifiers.retry import Retryable, retry
 
 T = TypeVar("T")
@@ -66,7 +68,7 @@ class RemoteVerifier(RemoteSessions[RemoteSession]):
         self.connection = Connection(host, port, tls=tls, token=token, network=network)
         self._model_info: ModelInfo | None = None
         self._token_names: list[str] = []  # empty until the first request for them
-        self._model, self._vocab_size = b"", 0
+        self._model, self._vocab_size, self._tokenizer_digest = b"", 0, b""
         self._kept = KeptSessions()
 
     def disconnect(self) -> None:
@@ -124,6 +126,14 @@ class RemoteVerifier(RemoteSessions[RemoteSession]):
             self._token_names = self.connection.run(self._retry(self._vocabulary)).result()
         return self._token_names
 
+    def _read_tokenizer(self) -> bytes:
+        """Return the packed files of the tokenizer, from the user's cache or from the cloud."""
+        packed = read_cached(self._tokenizer_digest)
+        if packed is None:
+            packed = self.connection.run(self._retry(self._tokenizer)).result()
+            write_cached(packed)
+        return packed
+
     # In the connection's loop -------------------------------------------------------------------------------
 
     async def _describe(self) -> ModelInfo:
@@ -136,7 +146,7 @@ class RemoteVerifier(RemoteSessions[RemoteSession]):
         if problem:
             raise CloudRefused(f"{self.name} sent an invalid description of itself: {problem}")
         self._model = answer.model
-        self._vocab_size = answer.vocab_size
+        self._vocab_size, self._tokenizer_digest = answer.vocab_size, answer.tokenizer
         return ModelInfo(
             f"{answer.name} at {self.name}",
             answer.vocab_size,
@@ -146,6 +156,7 @@ class RemoteVerifier(RemoteSessions[RemoteSession]):
             answer.max_length or None,
             answer.audio_seconds,
             read_vocabulary=self._read_vocabulary,
+            read_tokenizer=self._read_tokenizer if answer.tokenizer else None,
         )
 
     async def _vocabulary(self) -> list[str]:
@@ -153,6 +164,12 @@ class RemoteVerifier(RemoteSessions[RemoteSession]):
         if len(names) > self._vocab_size:
             raise CloudRefused(f"{self.name} sent more token names than its vocab_size of {self._vocab_size}")
         return names
+
+    async def _tokenizer(self) -> bytes:
+        packed = await self._call(self.connection.tokenizer(MAX_PACKED, self.deadline))
+        if digest_of(packed) != self._tokenizer_digest:
+            raise CloudRefused(f"{self.name} sent a tokenizer that differs from its description: restart the edge")
+        return packed
 
     async def _call(self, call: Awaitable[T]) -> T:
         """Make one attempt. A connection that stayed silent is replaced."""
@@ -197,6 +214,7 @@ def _find_inconsistency(answer: schema.DescribeAnswer) -> str | None:
         f"a name of {len(answer.name)} characters": not 0 < len(answer.name) <= MAX_NAME_LENGTH,
         "a name that cannot be printed": not answer.name.isprintable(),
         "a missing or invalid fingerprint of its vocabulary": not 0 < len(answer.fingerprint) <= MAX_NAME_LENGTH,
+        f"a tokenizer hash of {len(answer.tokenizer)} bytes": len(answer.tokenizer) not in (0, 32),
         "a missing or invalid model hash": not 0 < len(answer.model) <= MAX_NAME_LENGTH,
     }
     if len(ends) <= vocabulary:
