@@ -28,7 +28,6 @@ from outrider.gateway.generation_options import (
 from outrider.gateway.prompt_size import measure_prompt
 from outrider.gateway.request_prompts import build_echo, build_prompts
 from outrider.gateway.request_schema import (
-    FORMATS_MESSAGE,
     MAX_PROMPTS,
     MODEL,
     ROLES_MESSAGE,
@@ -237,7 +236,7 @@ def _describe_error(type_: str, message: str, path_steps: list[str], kind: type[
     elif path == "outrider.k":
         message = "expected 1 to 64, or auto"
     elif type_.startswith("union_tag"):
-        message = FORMATS_MESSAGE if name == "response_format" else kind.tags_message
+        message = kind.formats_message if name in ("response_format", "format") else kind.tags_message
     elif type_ in ("model_type", "model_attributes_type", "dict_type"):
         message = "expected an object"
     return RequestError(f"{path or 'the body'}: {message}", param=path or None, code="invalid_value")

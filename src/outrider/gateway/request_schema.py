@@ -78,11 +78,13 @@ def _limit_keys(value: object) -> object:
 class StrictModel(BaseModel):
     """Base of all objects of a request: no unknown fields, no type conversions, no infinities.
 
-    reasons: why fields are not supported. tags_message: the error for an unknown type of a part.
+    reasons: why fields are not supported. tags_message, formats_message: the errors for an unknown type of a part, and
+    of the answer's format.
     """
 
     reasons: ClassVar[Mapping[str, str]] = UNSUPPORTED
     tags_message: ClassVar[str] = PARTS_MESSAGE
+    formats_message: ClassVar[str] = FORMATS_MESSAGE
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
