@@ -111,7 +111,7 @@ def test_special_tokens_of_the_syntax_are_found() -> None:
     ("template", "reason"),
     [
         (chat_templates.CHATML, "does not show the model any tools"),
-        (tool_templates.FORGETFUL, "drops the calls"),
+        (tool_templates.FORGETFUL, "drops the tool calls"),
         (tool_templates.XML, "in a syntax that the gateway cannot parse"),
         (None, "has no chat template"),
     ],

@@ -257,7 +257,7 @@ class CalledFunction(StrictModel):
 
 
 class ToolCall(StrictModel):
-    """A call of a tool in an earlier message of the assistant."""
+    """A tool call in an earlier message of the assistant."""
 
     id: Word
     type: Literal["function"]

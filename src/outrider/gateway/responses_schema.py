@@ -94,7 +94,7 @@ class MessageItem(StrictModel):
 
 
 class FunctionCallItem(StrictModel):
-    """A call of a tool in an earlier answer."""
+    """A tool call in an earlier answer."""
 
     type: Literal["function_call"]
     call_id: Word
