@@ -305,9 +305,9 @@ def _application(
 ) -> tuple[RequestScheduler, FastAPI]:
     from outrider.gateway.app import GatewayInfo, build_overview, create_app
     from outrider.gateway.decoder_pool import RequestOptions
+    from outrider.gateway.defaults import Defaults
     from outrider.gateway.handlers import Gateway
     from outrider.gateway.metrics import Metrics
-    from outrider.gateway.request_parsing import Defaults
     from outrider.gateway.request_scheduler import RequestScheduler
     from outrider.gateway.tokenization import Tokenization
 
