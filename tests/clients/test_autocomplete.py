@@ -11,6 +11,7 @@ import pytest
 from tests.clients.conftest import Pair, auth
 from tests.clients.drivers.continue_autocomplete import FILL_IN, STOPS, SUFFIX
 from tests.clients.processes import Client, RunningClient, running_client
+from tests.support.scripted_gateway import Script, result_of, serving, spoken
 
 pytestmark = pytest.mark.clients
 
@@ -27,14 +28,20 @@ def test_the_models_are_listed(client: RunningClient, pair: Pair) -> None:
     assert client.do("models", **pair.task) == ["outrider"]
 
 
-def test_the_text_is_the_api_s_until_a_stop_string(client: RunningClient, pair: Pair) -> None:
+def test_the_text_is_the_api_s(client: RunningClient, pair: Pair) -> None:
     body = {"model": "outrider", "prompt": FILL_IN.format(PREFIX, SUFFIX), "max_tokens": 30, "temperature": 0.01}
+    body["stop"] = STOPS
     answer = httpx2.post(f"{pair.url}/v1/completions", json=body, headers=auth(), timeout=None).json()
-    text = answer["choices"][0]["text"]
+    text = client.do("complete", **pair.task, prompt=PREFIX, max_tokens=30)["text"]
     assert text
-    ends = [text.index(stop) for stop in STOPS if stop in text]
-    expected = text[: min(ends, default=len(text))]
-    assert client.do("complete", **pair.task, prompt=PREFIX, max_tokens=30)["text"] == expected
+    assert text == answer["choices"][0]["text"]
+
+
+def test_a_stop_string_ends_the_text_before_itself(client: RunningClient) -> None:
+    pieces = ("sum += ", "number\n``", "`\nThat is")  # an output ends with the token that completes a stop string
+    with serving(Script(spoken(*pieces), result_of("".join(pieces), len(pieces), "stop"))) as running:
+        text = client.do("complete", url=f"{running.url}/v1", key="none", prompt=PREFIX)["text"]
+    assert text == "sum += number\n"
 
 
 @pytest.mark.parametrize(

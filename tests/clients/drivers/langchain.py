@@ -9,7 +9,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
 from tests.clients.drivers import protocol
-from tests.clients.drivers.protocol import Reply, Task, reply, serve
+from tests.clients.drivers.protocol import Reply, Task, choice_after_call, reply, serve
 
 
 @tool
@@ -53,9 +53,9 @@ class LangChainDriver:
         """Do the same with streams."""
         model = self._model(task).bind_tools([weather])
 
-        def invoke(messages: list[BaseMessage]) -> Any:
+        def invoke(messages: list[BaseMessage], **options: str) -> Any:
             whole: Any = None
-            for chunk in model.stream(messages):
+            for chunk in model.stream(messages, **options):
                 whole = chunk if whole is None else whole + chunk
             return whole
 
@@ -66,7 +66,7 @@ class LangChainDriver:
         calling = invoke(messages)
         messages += [calling, *(weather.invoke(call) for call in calling.tool_calls)]
         calls = [[call["name"], call["args"]] for call in calling.tool_calls]
-        return {"calls": calls, "answer": invoke(messages).text}
+        return {"calls": calls, "answer": invoke(messages, **choice_after_call(task)).text}
 
     def _model(self, task: Task, **options: Any) -> ChatOpenAI:
         limits = {"max_tokens": task.max_tokens, "max_retries": 0}

@@ -8,7 +8,7 @@ from typing import Any
 import litellm
 
 from tests.clients.drivers.openai_client import TOOL
-from tests.clients.drivers.protocol import Reply, Task, reply, serve, weather
+from tests.clients.drivers.protocol import Reply, Task, choice_after_call, reply, serve, weather
 
 
 class LiteLLMDriver:
@@ -60,6 +60,7 @@ class LiteLLMDriver:
             arguments = json.loads(call.function.arguments)
             calls.append([call.function.name, arguments])
             request["messages"].append({"role": "tool", "tool_call_id": call.id, "content": weather(**arguments)})
+        request |= choice_after_call(task)
         return {"calls": calls, "answer": ask(request).choices[0].message.content}
 
     def _request(self, task: Task) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from llama_index.core.llms import AudioBlock, ChatMessage, MessageRole, TextBloc
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
 
-from tests.clients.drivers.protocol import Reply, Task, reply, serve, weather
+from tests.clients.drivers.protocol import Reply, Task, choice_after_call, reply, serve, weather
 
 
 class LlamaIndexDriver:
@@ -52,25 +52,22 @@ class LlamaIndexDriver:
 
     def tools(self, task: Task) -> Reply:
         """Return the calls and the answer of a conversation with the tool `weather`."""
-        model = self._model(task)
-        return self._loop(
-            task,
-            lambda tool, messages: model.chat_with_tools([tool], chat_history=messages, allow_parallel_tool_calls=True),
-        )
+        return self._loop(task, self._model(task).chat_with_tools)
 
     def stream_tools(self, task: Task) -> Reply:
         """Do the same with streams."""
         model = self._model(task)
 
-        def ask(tool: FunctionTool, messages: list[ChatMessage]) -> Any:
-            *_, last = model.stream_chat_with_tools(**self._offered(tool, messages))
+        def ask(**request: Any) -> Any:
+            *_, last = model.stream_chat_with_tools(**request)
             return last
 
         return self._loop(task, ask)
 
     def _loop(self, task: Task, ask: Any) -> Reply:
         tool, messages = FunctionTool.from_defaults(weather), self._messages(task)
-        calling = ask(tool, messages)
+        request = {"tools": [tool], "chat_history": messages, "allow_parallel_tool_calls": True}
+        calling = ask(**request)
         selected = self._model(task).get_tool_calls_from_response(calling)
         messages.append(calling.message)
         for call in selected:
@@ -79,10 +76,7 @@ class LlamaIndexDriver:
                 ChatMessage(role=MessageRole.TOOL, content=result, additional_kwargs={"tool_call_id": call.tool_id})
             )
         calls = [[call.tool_name, call.tool_kwargs] for call in selected]
-        return {"calls": calls, "answer": ask(tool, messages).message.content}
-
-    def _offered(self, tool: FunctionTool, messages: list[ChatMessage]) -> dict[str, Any]:
-        return {"tools": [tool], "chat_history": messages, "allow_parallel_tool_calls": True}
+        return {"calls": calls, "answer": ask(**request, **choice_after_call(task)).message.content}
 
     def _model(self, task: Task, **options: Any) -> OpenAILike:
         kind = {"is_chat_model": True, "is_function_calling_model": True, "context_window": 2048}

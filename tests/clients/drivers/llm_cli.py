@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -67,7 +68,12 @@ class LLMDriver:
         return {"calls": [[call["name"], call["arguments"]] for call in calls], "answer": answer.strip()}
 
     def _prompt(self, task: Task) -> list[str]:
-        return ["prompt", task.prompt, "--model", task.model, "--option", "max_tokens", str(task.max_tokens)]
+        prompt = ["prompt", task.prompt, "--model", task.model, "--option", "max_tokens", str(task.max_tokens)]
+        if task.sound is None:
+            return prompt
+        file = Path(os.environ["LLM_USER_PATH"]) / "sound.wav"
+        file.write_bytes(base64.b64decode(task.sound))
+        return [*prompt, "--attachment", str(file)]
 
     def _logs(self, task: Task) -> list[dict[str, Any]]:
         """Return the log entries of the last command, the oldest first."""
@@ -83,7 +89,7 @@ class LLMDriver:
         folder = Path(os.environ["LLM_USER_PATH"])
         entry = {"model_id": task.model, "model_name": task.model, "api_base": task.url, "api_key_name": "outrider"}
         # JSON is YAML.
-        models = json.dumps([{**entry, "supports_tools": True}])
+        models = json.dumps([{**entry, "supports_tools": True, "audio": True}])
         (folder / "extra-openai-models.yaml").write_text(models, encoding="utf-8")
         (folder / "keys.json").write_text(json.dumps({"outrider": task.key}), encoding="utf-8")
         return {"args": [sys.executable, "-m", "llm", *arguments], "stdin": subprocess.DEVNULL}

@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 
 from tests.clients.drivers.openai_client import TOOL
-from tests.clients.drivers.protocol import Reply, Task, reply, serve, weather
+from tests.clients.drivers.protocol import Reply, Task, choice_after_call, reply, serve, weather
 
 PARAMETERS = {"temperature": 0.0, "top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "stop": ["\n\n\n"]}
 
@@ -84,6 +84,7 @@ class OpenWebUIDriver:
             results.append({"role": "tool", "tool_call_id": call["id"], "content": weather(**arguments)})
         called = {"role": "assistant", "content": message["content"] or "", "tool_calls": message["tool_calls"]}
         request["messages"] += [called, *results]
+        request |= choice_after_call(task)
         return {"calls": calls, "answer": ask(request)["content"]}
 
     def _headers(self, task: Task) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 
-from tests.clients.drivers.protocol import Reply, Task, reply, serve, weather
+from tests.clients.drivers.protocol import Reply, Task, choice_after_call, reply, serve, weather
 
 TOOL: Any = {
     "type": "function",
@@ -53,6 +53,7 @@ class OpenAIDriver:
         client, request = self._client(task), {**self._request(task), "tools": [TOOL]}
         message = client.chat.completions.create(**request).choices[0].message
         request["messages"] += [message, *self._results(message.tool_calls)]
+        request |= choice_after_call(task)
         calls = [[call.function.name, json.loads(call.function.arguments)] for call in message.tool_calls]
         return {"calls": calls, "answer": client.chat.completions.create(**request).choices[0].message.content}
 
@@ -62,6 +63,7 @@ class OpenAIDriver:
         with client.chat.completions.stream(**request) as stream:
             message = stream.get_final_completion().choices[0].message
         request["messages"] += [message, *self._results(message.tool_calls)]
+        request |= choice_after_call(task)
         calls = [[call.function.name, json.loads(call.function.arguments)] for call in message.tool_calls]
         with client.chat.completions.stream(**request) as stream:
             return {"calls": calls, "answer": stream.get_final_completion().choices[0].message.content}

@@ -18,7 +18,11 @@ WEATHER = {"Rome": "warm and 31 degrees", "Oslo": "cold and 3 degrees"}
 
 @dataclass(frozen=True)
 class Task:
-    """A task. url: the API's base, with /v1. sound: a recording beside the prompt, WAV in base64."""
+    """A task.
+
+    url: the API's base, with /v1. sound: a recording beside the prompt, WAV in base64. call_once: forbid calls of tools
+    once there is a result, with `tool_choice: none`, as small models otherwise repeat them.
+    """
 
     url: str
     key: str
@@ -26,6 +30,7 @@ class Task:
     model: str = "outrider"
     max_tokens: int = 12
     sound: str | None = None
+    call_once: bool = False
 
 
 class Driver(Protocol):
@@ -48,6 +53,11 @@ class Driver(Protocol):
 
     def stream_tools(self, task: Task) -> Reply:
         """Do the same with streams."""
+
+
+def choice_after_call(task: Task) -> dict[str, str]:
+    """Return the field `tool_choice` of a request after the first call."""
+    return {"tool_choice": "none"} if task.call_once else {}
 
 
 def weather(city: str) -> str:

@@ -33,10 +33,11 @@ function stream(task, options = {}) {
   return { result, checked };
 }
 
-function looping() {
+function looping(task) {
   const description = "Return the weather of a city.";
   const tools = { weather: tool({ description, inputSchema: jsonSchema(PARAMETERS), execute: weather }) };
-  return { tools, stopWhen: stepCountIs(3) };
+  const prepareStep = ({ stepNumber }) => (task.call_once && stepNumber ? { toolChoice: "none" } : {});
+  return { tools, prepareStep, stopWhen: stepCountIs(3) };
 }
 
 const calls = (steps) => steps.flatMap((step) => step.toolCalls.map((each) => [each.toolName, each.input]));
@@ -69,12 +70,12 @@ await serve({
   },
 
   async tools(task) {
-    const answer = await generateText(call(task, looping()));
+    const answer = await generateText(call(task, looping(task)));
     return { calls: calls(answer.steps), answer: answer.text };
   },
 
   async stream_tools(task) {
-    const { result, checked } = stream(task, looping());
+    const { result, checked } = stream(task, looping(task));
     await checked();
     return { calls: calls(await result.steps), answer: await result.text };
   },
