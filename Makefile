@@ -8,10 +8,11 @@ DOCS   := $(VENV)/.installed-for-docs
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 MODELS := .cache/models
 VLLM   := .cache/vllm/venv
+CLIENTS := .cache/clients
 # More than cores: many tests wait for sockets and processes.
 WORKERS ?= 4
 
-.PHONY: demo test check format lint types test-kernels test-gguf test-real test-network test-chaos test-chaos-long test-soak mutate fuzz test-vllm test-browser docs cli-reference pictures dist proto bench clean
+.PHONY: demo test check format lint types test-kernels test-gguf test-real test-network test-chaos test-chaos-long test-soak mutate fuzz test-vllm test-browser test-clients docs cli-reference pictures dist proto bench clean
 
 demo: $(BASE)
 	$(BIN)/outrider demo
@@ -61,6 +62,11 @@ test-vllm: $(STAMP)
 test-browser: $(STAMP)
 	command -v chromium >/dev/null || apt-get install --yes --quiet chromium || true
 	$(BIN)/pytest -m browser -rs
+
+# Unmodified clients of OpenAI's API, in environments of their own. Those that cannot be installed are named and skipped.
+test-clients: $(STAMP)
+	$(BIN)/python tests/clients/environment.py $(CLIENTS)
+	$(BIN)/pytest -m clients -rs
 
 # 40 generations while the server is killed and the link cut, stalled and slowed down. CI runs it.
 test-chaos: $(STAMP)

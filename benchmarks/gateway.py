@@ -30,11 +30,12 @@ from outrider.engines.prefix_cache import unique_salt
 from outrider.gateway.access import Access
 from outrider.gateway.app import GatewayInfo, build_overview, create_app
 from outrider.gateway.decoder_pool import DecoderPool, RequestOptions
+from outrider.gateway.defaults import Defaults
 from outrider.gateway.handlers import Gateway
 from outrider.gateway.metrics import Metrics
-from outrider.gateway.request_parsing import Defaults
 from outrider.gateway.request_scheduler import RequestScheduler
 from outrider.gateway.server import bound, http_server
+from outrider.gateway.tokenization import Tokenization
 from outrider.verifiers.base import Verifier
 from outrider.verifiers.connect import connect
 from outrider.verifiers.local import LocalVerifier
@@ -80,7 +81,8 @@ def over_http(pool: DecoderPool, options: RequestOptions, tokens: int) -> Iterat
     scheduler = RequestScheduler(pool)
     metrics = Metrics(lambda: scheduler.active, lambda: scheduler.waiting, 8)
     defaults = Defaults(options)
-    app = create_app(Gateway(scheduler, Access(), defaults, metrics), GatewayInfo(build_overview(defaults, "none", 8)))
+    gateway = Gateway(scheduler, Access(), defaults, metrics, Tokenization(pool.engine))
+    app = create_app(gateway, GatewayInfo(build_overview(defaults, "none", 8)))
     with bound("127.0.0.1", 0) as on:
         server = http_server(app, on)
         thread = threading.Thread(target=server.run, args=([on],), daemon=True)

@@ -14,6 +14,7 @@ from outrider.engines.shared_engine import share
 from outrider.errors import BatchError, PromptError
 from outrider.prompts.audio import Audio
 from outrider.prompts.chat import PromptLike
+from outrider.prompts.tool_template import ToolChat
 from outrider.verifiers.base import Verifier
 from outrider.verifiers.local import LocalVerifier
 
@@ -26,7 +27,7 @@ Batch: TypeAlias = (
     | list[PromptLike]
     | tuple[str | Audio | list[int] | list[dict[str, Any]], ...]
 )
-_ITEM = (str, Audio, list, tuple)  # a prompt of its own in a list; an int or dict is part of a prompt
+_ITEM = (str, Audio, ToolChat, list, tuple)  # a prompt of its own in a list; an int or dict is part of a prompt
 
 
 def as_batch(prompt: PromptLike | Batch) -> Seq[PromptLike] | None:

@@ -27,9 +27,8 @@ from outrider.errors import (
 )
 from outrider.gateway import connections, handlers, response_schema
 from outrider.gateway.access import Access, allowed_hosts, check_listen
-from outrider.gateway.app import PAGE_HEADERS
-from outrider.gateway.errors import to_error_response
-from outrider.gateway.request_scheduler import GenerationTimeout, QueueFull, ShuttingDown
+from outrider.gateway.errors import GenerationTimeout, QueueFull, ShuttingDown, to_error_response
+from outrider.gateway.page_routes import PAGE_HEADERS
 from outrider.gateway.server import bound
 from outrider.gateway.upload_limiter import UploadLimiter
 from outrider.serving.tokens import Tokens
@@ -192,6 +191,8 @@ def test_what_only_the_model_can_tell_names_the_field_too(error: OutriderError, 
     with serving(Script(refusal=error)) as running, pytest.raises(openai.BadRequestError) as raised:
         client(running).completions.create(model="outrider", prompt="x")
     assert (raised.value.param, raised.value.code) == (param, code)
+    # LiteLLM, for one, looks for these words of OpenAI's.
+    assert ("this model's maximum context length is" in str(raised.value)) == (code == "context_length_exceeded")
 
 
 def test_a_stream_that_fails_later_ends_with_the_error() -> None:

@@ -9,7 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from outrider.gateway.choices import ChoiceStarts, merge
-from outrider.gateway.request_scheduler import QueueFull
+from outrider.gateway.errors import QueueFull
 
 
 class Recorded:

@@ -30,7 +30,7 @@ from outrider.gateway.connections import (
     Listener,
     OpenConnections,
 )
-from outrider.gateway.request_scheduler import QueueFull
+from outrider.gateway.errors import QueueFull
 from outrider.gateway.upload_limiter import UploadLimiter
 from outrider.serving.tokens import Tokens
 from tests.support.processes import HANG_S, wait_until

@@ -10,7 +10,12 @@ import httpx2
 import pytest
 
 from outrider.gateway.access import Access
+from outrider.gateway.defaults import Defaults
+from outrider.gateway.tool_parsers import HERMES
+from outrider.gateway.tools import ToolSupport
 from outrider.serving.tokens import Tokens
+from tests.prompts.test_chat_template import model
+from tests.support import tool_templates
 from tests.support.scripted_gateway import Script, event, result_of, serving
 
 KEY = "a-key-that-is-long-enough"
@@ -29,7 +34,8 @@ def schemathesis(url: str, folder: Path, *options: str) -> subprocess.CompletedP
 def test_schemathesis_finds_no_server_s_error_and_no_answer_that_is_not_documented(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(f"me {KEY}\n")
     (tmp_path / "keys").chmod(0o600)
-    with serving(SCRIPT, Access(Tokens.load(tmp_path / "keys"))) as running:
+    access, defaults = Access(Tokens.load(tmp_path / "keys")), Defaults(audio_seconds=30.0, tools=ToolSupport(HERMES))
+    with serving(SCRIPT, access, defaults, engine=model(tool_templates.HERMES)) as running:
         done = schemathesis(running.url, tmp_path, "--header", f"Authorization: Bearer {KEY}")
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -38,6 +44,7 @@ def test_the_document_names_all_that_can_be_asked_and_what_it_is_answered() -> N
     with serving(SCRIPT) as running:
         document = httpx2.get(f"{running.url}/openapi.json").json()
     paths = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}", "/v1/outrider"}
+    paths |= {"/v1/audio/transcriptions", "/v1/responses", "/tokenize", "/detokenize"}
     assert set(document["paths"]) == paths | {"/health", "/metrics", "/v1/outrider/cut/{id}"}
     asked = document["paths"]["/v1/chat/completions"]["post"]
     assert asked["requestBody"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ChatRequest"}

@@ -20,9 +20,10 @@ from openai.types.chat import completion_create_params as chat_create_params
 import outrider
 from outrider.errors import AudioError, ContextError
 from outrider.gateway.decoder_pool import RequestOptions
+from outrider.gateway.defaults import Defaults
 from outrider.gateway.errors import RequestError
 from outrider.gateway.recordings import decode_recording
-from outrider.gateway.request_parsing import Defaults, ParsedRequest, attach_param, parse_request, validate_body
+from outrider.gateway.request_parsing import ParsedRequest, attach_param, parse_request, validate_body
 from outrider.gateway.request_schema import IGNORED, UNSUPPORTED, ChatRequest, CompletionRequest, Request
 from outrider.prompts.audio import Audio, quantize
 from outrider.prompts.audio import read as read_audio
@@ -30,6 +31,8 @@ from outrider.prompts.audio import read as read_audio
 CLIP = Path(outrider.__file__).parent / "demo" / "clips" / "en-1.ogg"
 TEXT = {"type": "text", "text": "x"}
 HEARS = Defaults(audio_seconds=30.0)
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 def chat(defaults: Defaults = Defaults(), **fields: Any) -> ParsedRequest:  # noqa: B008
@@ -141,6 +144,24 @@ def test_best_of_is_chosen_by_log_probabilities_that_are_not_reported() -> None:
         with pytest.raises(RequestError) as refused:
             completion(**fields)
         assert refused.value.param == "best_of"
+
+
+@pytest.mark.parametrize("prompts", [["a", "b"], [[1, 2], [3]]])
+def test_a_completion_takes_several_prompts(prompts: Any) -> None:
+    found = completion(prompt=prompts)
+    assert list(found.prompts) == prompts
+    assert len(found.prompt_bytes) == 2
+
+
+def test_too_many_generations_are_refused() -> None:
+    assert len(completion(prompt=["a"] * 128).prompts) == 128
+    for fields in ({"prompt": ["a"] * 129}, {"prompt": ["a"] * 65, "n": 2, "temperature": 1}):
+        with pytest.raises(RequestError) as refused:
+            completion(**fields)
+        assert refused.value.param == "prompt"
+    with pytest.raises(RequestError, match="empty") as refused:
+        completion(prompt=["a", ""])
+    assert refused.value.param == "prompt.1"
 
 
 def test_values_that_ask_for_nothing_are_taken() -> None:
@@ -345,18 +366,16 @@ def test_audio_for_a_text_model_is_refused() -> None:
 # Refusals ---------------------------------------------------------------------------------------------------
 
 DIFFERENT: dict[str, Any] = {  # a value that asks for what is not done
-    "tools": [{"type": "function"}],
-    "tool_choice": "required",
     "functions": [{"name": "f"}], "function_call": {"name": "f"},
     "modalities": ["text", "audio"], "audio": {"voice": "x"}, "prediction": {"type": "content", "content": "x"},
     "verbosity": "low", "web_search_options": {}, "moderation": {},
-    "service_tier": "flex", "echo": True, "suffix": "x", "prompt_cache_options": {}, "prompt_cache_retention": "24h",
+    "service_tier": "flex", "suffix": "x", "prompt_cache_options": {}, "prompt_cache_retention": "24h",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(DIFFERENT))
 def test_what_is_not_done_is_refused_with_what_it_would_need(name: str) -> None:
-    ask = completion if name in ("echo", "suffix") else chat
+    ask = completion if name == "suffix" else chat
     with pytest.raises(RequestError, match=f"{name}.*not supported") as refused:
         ask(**{name: DIFFERENT[name]})
     assert str(refused.value.param).split(".")[0] == name
@@ -366,7 +385,17 @@ def test_what_is_not_done_is_refused_with_what_it_would_need(name: str) -> None:
 def test_every_field_of_openai_s_api_is_done_refused_or_told_as_not_used() -> None:
     done = {"messages", "model", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed"}
     done |= {"stop", "stream", "stream_options", "frequency_penalty", "presence_penalty", "logit_bias", *IGNORED}
-    done |= {"logprobs", "top_logprobs", "response_format", "n", "best_of"}
+    done |= {
+        "logprobs",
+        "top_logprobs",
+        "response_format",
+        "n",
+        "best_of",
+        "echo",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+    }
     theirs = set(chat_create_params.CompletionCreateParamsBase.__annotations__)
     theirs |= set(completion_create_params.CompletionCreateParamsBase.__annotations__)
     assert theirs - done - set(DIFFERENT) == set()
@@ -379,7 +408,23 @@ def test_every_field_of_openai_s_api_is_done_refused_or_told_as_not_used() -> No
         ({"outrider": {"speed": 3}}, "outrider.speed"),
         ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages.0.colour"),
         ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages.0.name"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]}, "messages.0.tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages.0.tool_calls"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "1"}}]}
+                ]
+            },
+            "messages.0.tool_calls.0.function.arguments",
+        ),
+        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "any"}, "tool_choice"),
         ({"messages": said({"type": "image_url", "image_url": {"url": "x"}})}, "messages.0.content.0"),
         ({"messages": said({"type": "text", "text": 5})}, "messages.0.content.0.text"),
         ({"messages": said(recording(extra=1))}, "messages.0.content.0.input_audio.extra"),
@@ -433,7 +478,7 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], param: str) -> None:
     ("fields", "param", "said"),
     [
         ({"stop": ["x"] * 17}, "stop", "at most 16"),
-        ({"prompt": ["a", "b"]}, "prompt", "at most 1 item"),
+        ({"prompt": ["a"] * 129}, "prompt", "at most 128 items"),
         ({"prompt": []}, "prompt", "at least 1 item"),
         ({"prompt": {}}, "prompt", "valid"),
         ({"outrider": {"k": "AUTO"}}, "outrider.k", "1 to 64, or auto"),

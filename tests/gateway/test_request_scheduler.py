@@ -23,13 +23,8 @@ from outrider.engines.base import SequenceInput
 from outrider.engines.prefix_cache import MAX_KEPT
 from outrider.errors import StateError
 from outrider.gateway.decoder_pool import DecoderPool, RequestOptions
-from outrider.gateway.request_scheduler import (
-    GenerationTask,
-    GenerationTimeout,
-    QueueFull,
-    RequestScheduler,
-    ShuttingDown,
-)
+from outrider.gateway.errors import GenerationTimeout, QueueFull, ShuttingDown
+from outrider.gateway.request_scheduler import GenerationTask, RequestScheduler
 from outrider.netem.conditions import Conditions
 from outrider.verifiers.connect import connect
 from tests.support.cloud_server import Served, serving

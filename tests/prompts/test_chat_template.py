@@ -98,7 +98,7 @@ def test_a_template_that_cannot_continue_is_refused(order: str) -> None:
 
 
 def test_an_assistant_without_text_has_nothing_to_continue() -> None:
-    messages = [*chat("Hi"), {"role": "assistant", "content": None, "tool_calls": []}]
+    messages = [*chat("Hi"), {"role": "assistant", "content": [], "tool_calls": []}]
     with pytest.raises(PromptError, match=r"messages\.1.*no text to continue"):
         encode(model(chat_templates.CHATML), messages)
 

@@ -17,10 +17,11 @@ from outrider.decoding.token_logprob import TokenLogprob
 from outrider.gateway.access import Access
 from outrider.gateway.app import GatewayInfo, build_overview, create_app
 from outrider.gateway.connections import Listener
+from outrider.gateway.defaults import Defaults
 from outrider.gateway.handlers import Gateway
 from outrider.gateway.metrics import Metrics
-from outrider.gateway.request_parsing import Defaults
 from outrider.gateway.server import bound, http_server
+from outrider.gateway.tokenization import Tokenization
 from tests.support.processes import HANG_S, until, wait_until
 
 
@@ -89,13 +90,13 @@ class ScriptedTask:
 
 
 class ScriptedScheduler:
-    """The interface of `outrider.gateway.request_scheduler.Desk`. asked: what `start` was given."""
+    """The interface of `RequestScheduler`. script: for all prompts, or for each. asked: the arguments of `start`."""
 
     waiting = 0
     room = 72
 
-    def __init__(self, script: Script) -> None:
-        self.script = script
+    def __init__(self, script: Script | Callable[[Any], Script]) -> None:
+        self._script = script
         self.asked: list[tuple[str, Any, dict[str, Any], Any]] = []
         self.tasks: list[ScriptedTask] = []
         self._running: list[ScriptedTask] = []
@@ -108,12 +109,13 @@ class ScriptedScheduler:
         self, client: str, prompt: Any, settings: dict[str, Any], options: Any, *, queued: Callable[[], None], **_: Any
     ) -> ScriptedTask:
         self.asked.append((client, prompt, settings, options))
-        if self.script.hold is not None:
+        script = self._script if isinstance(self._script, Script) else self._script(prompt)
+        if script.hold is not None:
             queued()
-            await until(self.script.hold.is_set)
-        if self.script.refusal is not None:
-            raise self.script.refusal
-        task = ScriptedTask(self.script, self._gone)
+            await until(script.hold.is_set)
+        if script.refusal is not None:
+            raise script.refusal
+        task = ScriptedTask(script, self._gone)
         self.tasks.append(task)
         self._running.append(task)
         return task
@@ -140,17 +142,19 @@ class Running:
 
 @contextmanager
 def serving(
-    script: Script | None = None,
+    script: Script | Callable[[Any], Script] | None = None,
     access: Access | None = None,
     defaults: Defaults | None = None,
     origins: tuple[str, ...] = (),
     cloud: Callable[[], str] | None = None,
+    engine: Any = None,
 ) -> Iterator[Running]:
     """A gateway on loopback whose desk plays the script."""
     scheduler = ScriptedScheduler(script or Script())
     defaults = defaults or Defaults(edge="scripted")
     metrics = Metrics(lambda: scheduler.active, lambda: scheduler.waiting, 8)
-    gateway = Gateway(scheduler, access or Access(), defaults, metrics)  # type: ignore[arg-type]
+    tokenization = Tokenization(engine)
+    gateway = Gateway(scheduler, access or Access(), defaults, metrics, tokenization)  # type: ignore[arg-type]
     app = create_app(gateway, GatewayInfo(build_overview(defaults, "none", 8), origins, cloud))
     with bound("127.0.0.1", 0) as on:
         server = http_server(app, on)

@@ -13,7 +13,8 @@ from outrider.gateway.errors import RequestError
 from outrider.serving.addresses import is_local
 from outrider.serving.tokens import Tokens
 
-MEDIA_TYPE = "application/json"
+JSON = "application/json"
+MULTIPART = "multipart/form-data"
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
@@ -23,13 +24,14 @@ class Access:
 
     keys: the accepted API keys. None admits every client. max_body: bytes. hosts: the accepted names in the Host
     header, None for any. They protect against DNS rebinding, where the name of another site resolves to this machine.
-    body_s: seconds that a body may take to arrive.
+    body_s: seconds that a body may take to arrive. origins: sites whose pages may send requests.
     """
 
     keys: Tokens | None = None
     max_body: int = 16 * 2**20
     hosts: frozenset[str] | None = None
     body_s: float = 60.0
+    origins: frozenset[str] = frozenset()
 
     def authenticate(self, request: Request) -> str:
         """Return the client of a request: the key's name, else the peer's address.
@@ -58,20 +60,31 @@ class Access:
             message = "the Host header does not name this gateway: use one of its own addresses"
             raise RequestError(message, code="unknown_host", status=403)
 
-    async def read_body(self, request: Request, reserve: Callable[[int], None]) -> bytes:
+    async def read_body(self, request: Request, reserve: Callable[[int], None], media_type: str = JSON) -> bytes:
         """Return the request's body. reserve: called with the size of each part, before it is kept. It may raise.
 
         Raises:
-            RequestError: the content type is not JSON, or the body is too long or too slow. Its rest is not read.
+            RequestError: the content type is another one, a page of another site sends a form, or the body is too long
+                or too slow. Its rest is not read.
             ClientDisconnect: the client has disconnected.
         """
-        _check_headers(request, self.max_body)
+        _check_headers(request, self.max_body, media_type)
+        if media_type != JSON and self.keys is None:
+            self._check_origin(request)
         try:
             async with asyncio.timeout(self.body_s):
                 return await _read_parts(request, self.max_body, reserve)
         except TimeoutError:
             message = f"the body did not arrive within {self.body_s:g} s"
             raise RequestError(message, code="too_slow", status=408) from None
+
+    def _check_origin(self, request: Request) -> None:
+        """Refuse a page of another site: browsers send its forms without a CORS preflight request."""
+        origin = request.headers.get("origin")
+        own = {f"{scheme}://{request.headers.get('host', '')}" for scheme in ("http", "https")}
+        if origin is not None and origin not in self.origins | own:
+            message = "pages of this site may not send forms to this gateway: allow it with --allow-origin"
+            raise RequestError(message, code="unknown_origin", status=403)
 
 
 def check_listen(host: str, *, keys: bool, insecure: bool) -> None:
@@ -94,13 +107,13 @@ def allowed_hosts(host: str, *, keys: bool) -> frozenset[str] | None:
     return LOCAL_HOSTS | {f"[{host}]" if ":" in host else host.lower()}
 
 
-def _check_headers(request: Request, limit: int) -> None:
+def _check_headers(request: Request, limit: int, media_type: str) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         message = "Content-Encoding is not supported: send the request uncompressed"
         raise RequestError(message, code="unsupported_media_type", status=415)
-    if kind != MEDIA_TYPE:  # browsers let pages of other sites send other types without a CORS preflight
-        raise RequestError(f"send the request as {MEDIA_TYPE}", code="unsupported_media_type", status=415)
+    if kind != media_type:  # browsers let pages of other sites send other types than JSON without a CORS preflight
+        raise RequestError(f"send the request as {media_type}", code="unsupported_media_type", status=415)
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import lru_cache
-from pathlib import Path
+from functools import partial
 from typing import Final
 
 from fastapi import Depends, FastAPI
@@ -19,32 +16,27 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
-from starlette.responses import FileResponse, JSONResponse, Response
-from starlette.staticfiles import StaticFiles
-from starlette.types import Scope
+from starlette.responses import JSONResponse, Response
 
 from outrider import __version__
 from outrider.decoding.gate import SIGNAL_NAMES
-from outrider.engines.load import BUNDLED
 from outrider.errors import OutriderError
 from outrider.gateway import response_schema
+from outrider.gateway.access import JSON
+from outrider.gateway.defaults import Defaults
 from outrider.gateway.errors import SERVER, ErrorResponse, JsonObject, RequestError, http_error, to_error_response
-from outrider.gateway.handlers import Gateway, handle_completion
-from outrider.gateway.request_parsing import Defaults
-from outrider.gateway.request_schema import MODEL, ChatRequest, CompletionRequest, Request
+from outrider.gateway.handlers import Gateway, handle_document, handle_generation
+from outrider.gateway.page_routes import add_page
+from outrider.gateway.request_kind import RequestKind, completion_kind
+from outrider.gateway.request_schema import MODEL, ChatRequest, CompletionRequest, StrictModel
+from outrider.gateway.responses_request import RESPONSES
+from outrider.gateway.responses_schema import ResponsesRequest
+from outrider.gateway.tokenization import DetokenizeRequest, TokenizeRequest
+from outrider.gateway.transcriptions import TRANSCRIPTION, TranscriptionRequest
 
 log = logging.getLogger("outrider.gateway")
 
-PAGE: Final = Path(__file__).parent / "page"
-CLIPS: Final = BUNDLED / "clips"
 MODEL_ENTRY: Final = {"id": MODEL, "object": "model", "created": 0, "owned_by": "outrider"}
-PAGE_HEADERS: Final = {  # the page loads nothing from other hosts, and no other page may embed it
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
 STATUS_DESCRIPTIONS: Final = {
     400: "The request is invalid. `param` names the field.",
     401: "The API key is missing or unknown.",
@@ -52,7 +44,7 @@ STATUS_DESCRIPTIONS: Final = {
     404: "Not found.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
-    415: "The body is not application/json.",
+    415: "The body is of another media type.",
     429: "The queue is full. Retry-After gives the seconds until a retry.",
     500: "A bug of the gateway.",
     503: "The cloud is unreachable or refused the request (`type` is cloud_error), or the gateway is going down.",
@@ -106,12 +98,13 @@ def create_app(gateway: Gateway, info: GatewayInfo) -> FastAPI:
     app = FastAPI(title="outrider edge", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.router.redirect_slashes = False  # a redirect would repeat the host that the request names, checked or not
     routes = _Routes(app, gateway)
-    routes.add_completions()
+    routes.add_generations()
+    routes.add_tokenization()
     routes.add_documents(info)
     routes.add_metrics()
     routes.add_health(info)
     _add_head_routes(app)
-    _add_page(app, gateway)
+    add_page(app, gateway, lambda: _document(app))
     _add_errors(app, gateway)
     if info.origins:
         app.add_middleware(
@@ -135,31 +128,86 @@ class _Routes:
         self._has_keys = bool(gateway.access.keys)
         self._dependencies = [Depends(HTTPBearer(auto_error=False, description="an API key"))] if self._has_keys else []
 
-    def add_completions(self) -> None:
-        """Add both kinds of completion."""
-        gateway = self._gateway
-
-        def endpoint(kind: type[Request]) -> Endpoint:
-            async def complete(request: HttpRequest) -> Response:
-                response = await handle_completion(request, kind, gateway)
-                gateway.metrics.count_response(request.url.path, response.status_code)
-                return response
-
-            return complete
-
-        kinds: tuple[tuple[str, type[Request], type[response_schema.Reply], str], ...] = (
-            ("chat/completions", ChatRequest, response_schema.ChatCompletion, "Answer a conversation, or a recording."),
-            ("completions", CompletionRequest, response_schema.Completion, "Continue a text."),
+    def add_generations(self) -> None:
+        """Add the requests that generate."""
+        events = "The answer. With stream: true, OpenAI's events as server-sent events."
+        chunks = "The answer. With stream: true, OpenAI's chunks as server-sent events, ended by [DONE]."
+        kinds: tuple[tuple[str, RequestKind, type[StrictModel], type[response_schema.Reply], str, str], ...] = (
+            (
+                "chat/completions",
+                completion_kind(ChatRequest),
+                ChatRequest,
+                response_schema.ChatCompletion,
+                "Answer a conversation, or a recording.",
+                chunks,
+            ),
+            (
+                "completions",
+                completion_kind(CompletionRequest),
+                CompletionRequest,
+                response_schema.Completion,
+                "Continue a text.",
+                chunks,
+            ),
+            (
+                "responses",
+                RESPONSES,
+                ResponsesRequest,
+                response_schema.Response,
+                "Answer a conversation, or a recording.",
+                events,
+            ),
+            (
+                "audio/transcriptions",
+                TRANSCRIPTION,
+                TranscriptionRequest,
+                response_schema.Transcription,
+                "Caption a recording.",
+                events,
+            ),
         )
-        for path, kind, reply, summary in kinds:
-            schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-            success = {
-                "model": reply,
-                "description": "The answer. With stream: true, OpenAI's chunks as server-sent events, ended by [DONE].",
-                "content": {"text/event-stream": {}},
-            }
-            body = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-            self._add(f"/v1/{path}", endpoint(kind), kind.__name__, summary, success, COMPLETION_STATUSES, "POST", body)
+        for path, kind, schema, reply, summary, description in kinds:
+            content: JsonObject = {"text/event-stream": {}}
+            if kind is TRANSCRIPTION:
+                content |= {"text/plain": {"schema": {"type": "string"}}}
+            success = {"model": reply, "description": description, "content": content}
+            answer = self._counted(partial(handle_generation, kind=kind, gateway=self._gateway))
+            self._add_body(f"/v1/{path}", answer, schema, summary, success, kind.media_type)
+
+    def add_tokenization(self) -> None:
+        """Add /tokenize and /detokenize."""
+        gateway = self._gateway
+        tokenize, detokenize = gateway.tokenization.tokenize, gateway.tokenization.detokenize
+        works = (
+            ("/tokenize", tokenize, TokenizeRequest, response_schema.Tokens, "A prompt's tokens."),
+            ("/detokenize", detokenize, DetokenizeRequest, response_schema.Prompt, "Tokens' text."),
+        )
+        for path, work, schema, reply, summary in works:
+            answer = self._counted(partial(handle_document, answer=work, gateway=gateway))
+            self._add_body(path, answer, schema, summary, {"model": reply}, JSON)
+
+    def _counted(self, answer: Endpoint) -> Endpoint:
+        """Return an endpoint whose responses are counted."""
+
+        async def counted(request: HttpRequest) -> Response:
+            response = await answer(request)
+            self._gateway.metrics.count_response(request.url.path, response.status_code)
+            return response
+
+        return counted
+
+    def _add_body(
+        self,
+        path: str,
+        answer: Endpoint,
+        schema: type[StrictModel],
+        summary: str,
+        success: JsonObject,
+        media_type: str,
+    ) -> None:
+        content = {media_type: {"schema": {"$ref": f"#/components/schemas/{schema.__name__}"}}}
+        body = {"requestBody": {"required": True, "content": content}}
+        self._add(path, answer, schema.__name__, summary, success, COMPLETION_STATUSES, "POST", body)
 
     def add_documents(self, info: GatewayInfo) -> None:
         """Add the JSON documents about the models and the gateway, and the cut of a request's connection."""
@@ -254,67 +302,6 @@ def _add_head_routes(app: FastAPI) -> None:
         app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
 
 
-def _add_page(app: FastAPI, gateway: Gateway) -> None:
-    """Add the page, its files, the bundled clips and the OpenAPI document, which need no API key."""
-
-    async def page(request: HttpRequest) -> Response:
-        gateway.access.check_host(request)
-        return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)
-
-    async def clips(request: HttpRequest) -> Response:
-        gateway.access.check_host(request)
-        return JSONResponse(await asyncio.to_thread(bundled_clips))
-
-    async def clip(request: HttpRequest) -> Response:
-        gateway.access.check_host(request)
-        name = request.path_params["name"]
-        if name not in {each["name"] for each in await asyncio.to_thread(bundled_clips)}:
-            raise RequestError(f"no such clip: {name}", code="not_found", status=404)
-        return FileResponse(CLIPS / name, media_type="audio/ogg")
-
-    async def document(request: HttpRequest) -> Response:
-        gateway.access.check_host(request)
-        return JSONResponse(_document(app))
-
-    answers = {"/": page, "/demo/clips": clips, "/demo/clips/{name}": clip, "/openapi.json": document}
-    for path, answer in answers.items():
-        app.add_api_route(path, answer, methods=["GET", "HEAD"], include_in_schema=False)
-    app.mount("/page", _PageFiles(gateway), name="page")
-
-
-class _PageFiles(StaticFiles):
-    """The page's own files, with its host check and headers."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        super().__init__(directory=PAGE)
-        self._access = gateway.access
-
-    async def get_response(self, path: str, scope: Scope) -> Response:
-        """Check the host, and return a file."""
-        self._access.check_host(HttpRequest(scope))
-        response = await super().get_response(path, scope)
-        response.headers.update(PAGE_HEADERS)
-        return response
-
-
-@lru_cache(1)
-def bundled_clips() -> list[JsonObject]:
-    """Return the bundled recordings, as the fields of `response_schema.Clip`."""
-    import soundfile
-
-    listed = json.loads((CLIPS / "clips.json").read_text(encoding="utf-8"))
-    return [
-        {
-            "name": clip["file"],
-            "lang": clip["lang"],
-            "seconds": round(soundfile.info(CLIPS / clip["file"]).duration, 2),
-            "url": f"/demo/clips/{clip['file']}",
-            "said": clip["text"],
-        }
-        for clip in listed
-    ]
-
-
 # Errors -----------------------------------------------------------------------------------------------------
 
 
@@ -356,8 +343,9 @@ def _to_response(response: ErrorResponse, headers: Mapping[str, str] | None = No
 def _document(app: FastAPI) -> JsonObject:
     """Return FastAPI's OpenAPI document with the request schemas. Bodies are read as bytes, so FastAPI has none."""
     document = app.openapi()
-    schemas = models_json_schema(
-        [(ChatRequest, "validation"), (CompletionRequest, "validation")], ref_template="#/components/schemas/{model}"
-    )[1]
+    kinds = (ChatRequest, CompletionRequest, ResponsesRequest, TranscriptionRequest, TokenizeRequest, DetokenizeRequest)
+    schemas = models_json_schema([(kind, "validation") for kind in kinds], ref_template="#/components/schemas/{model}")[
+        1
+    ]
     document["components"]["schemas"].update(schemas["$defs"])
     return document

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from contextlib import aclosing, asynccontextmanager
 from typing import TypeVar
 
-from outrider.gateway.request_scheduler import QueueFull
+from outrider.gateway.errors import QueueFull
 
 T = TypeVar("T")
 

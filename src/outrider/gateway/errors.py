@@ -1,4 +1,4 @@
-"""Errors of requests as HTTP responses, in OpenAI's format."""
+"""Errors of requests and of the scheduler, and their HTTP responses in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.errors import CloudLost, CloudRefused, ContextError, DecodingError, InputError, OutriderError
-from outrider.gateway.request_scheduler import GenerationTimeout, QueueFull, ShuttingDown
 
 JsonObject = dict[str, Any]
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 CLOUD = "cloud_error"
+# LiteLLM and other clients recognise this error by OpenAI's words alone, not by its code.
+CONTEXT_EXCEEDED = "this model's maximum context length is exceeded"
 
 
 class RequestError(InputError):
@@ -26,6 +27,25 @@ class RequestError(InputError):
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
         self.param, self.code, self.status = param, code, status
+
+
+class QueueFull(OutriderError):
+    """The queue is full. retry_after_s: seconds until a place is likely to be free."""
+
+    def __init__(self, reason: str, retry_after_s: float) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+
+
+class ShuttingDown(OutriderError):
+    """The scheduler is being closed."""
+
+    def __init__(self) -> None:
+        super().__init__("the gateway is going down")
+
+
+class GenerationTimeout(OutriderError):
+    """A generation took longer than the gateway allows."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +75,9 @@ def encode_json(value: JsonObject) -> bytes:
 
 def with_param(error: InputError, param: str | None) -> RequestError:
     """Return an error as a RequestError that names the field at fault."""
-    code = "context_length_exceeded" if isinstance(error, ContextError) else "unusable"
-    return RequestError(str(error), param=param, code=code)
+    if isinstance(error, ContextError):
+        return RequestError(f"{CONTEXT_EXCEEDED}: {error}", param=param, code="context_length_exceeded")
+    return RequestError(str(error), param=param, code="unusable")
 
 
 def to_error_response(error: OutriderError) -> ErrorResponse:

@@ -36,14 +36,18 @@ SETTINGS_FIELDS: Final = tuple(
 )
 
 
-def build_settings(request: Request, requested: OutriderOptions, defaults: Settings) -> JsonObject:
+def build_settings(
+    request: Request, requested: OutriderOptions, defaults: Settings, calls: Grammar | None = None
+) -> JsonObject:
     """Return every field of GenerationSettings. defaults: those of the command line.
+
+    calls: the grammar of enforced calls.
 
     Raises:
         RequestError: a value is out of range, or contradicts another. The error names the field.
     """
     given = {name: value for name in SETTINGS_FIELDS if (value := getattr(requested, name)) is not None}
-    given |= _build_grammar(request, requested)
+    given |= _build_grammar(request, requested, calls)
     names = ("temperature", "top_p", "seed", "frequency_penalty", "presence_penalty")
     given |= {name: value for name in names if (value := getattr(request, name)) is not None}
     length = _length(request)
@@ -113,7 +117,7 @@ def _grammar_fields(request: Request, requested: OutriderOptions) -> dict[str, J
     return found | {name: {"kind": kind, "text": text} for name, (kind, text) in texts.items() if text is not None}
 
 
-def _build_grammar(request: Request, requested: OutriderOptions) -> JsonObject:
+def _build_grammar(request: Request, requested: OutriderOptions, calls: Grammar | None) -> JsonObject:
     """Return the field `grammar` of the settings, or {} if the request leaves it to the command line.
 
     Raises:
@@ -123,6 +127,11 @@ def _build_grammar(request: Request, requested: OutriderOptions) -> JsonObject:
     if len(found) > 1:
         first, second, *_ = found
         raise RequestError(f"{first} and {second} both constrain the answer: give one", param=second)
+    if getattr(request, "tools", None) and getattr(request, "tool_choice", None) != "none" and found:
+        first = next(iter(found))
+        raise RequestError(f"{first} would keep the model from calling tools: leave out one of them", param=first)
+    if calls is not None:
+        return {"grammar": calls}
     for field, values in found.items():
         try:
             return {"grammar": Grammar(**values)}

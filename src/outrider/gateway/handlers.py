@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
@@ -20,17 +19,16 @@ from outrider.api import StreamEvent
 from outrider.decoding.result import Result
 from outrider.edge.cancellation import Cancellation
 from outrider.errors import AudioError, OutriderError, PromptError, SettingsError, StateError
-from outrider.gateway.access import Access
+from outrider.gateway.access import JSON, Access
 from outrider.gateway.choices import ChoiceStarts, merge
-from outrider.gateway.errors import RequestError, to_error_response
+from outrider.gateway.defaults import Defaults
+from outrider.gateway.errors import JsonObject, RequestError, ShuttingDown, encode_json, to_error_response
 from outrider.gateway.metrics import Metrics
-from outrider.gateway.request_parsing import Defaults, ParsedRequest, attach_param, parse_request, validate_body
-from outrider.gateway.request_scheduler import GenerationTask, RequestScheduler, ShuttingDown
-from outrider.gateway.request_schema import ChatRequest, Request
-from outrider.gateway.response_building import Answer, error_event
+from outrider.gateway.request_kind import Output, RequestKind
+from outrider.gateway.request_parsing import ParsedRequest, attach_param
+from outrider.gateway.request_scheduler import GenerationTask, RequestScheduler
+from outrider.gateway.tokenization import Tokenization
 from outrider.gateway.upload_limiter import UploadLimiter
-from outrider.prompts.audio import Audio
-from outrider.prompts.chat import PromptLike
 
 T = TypeVar("T")
 
@@ -41,7 +39,6 @@ PING_COMMENT = b": waiting\n\n"
 INLINE_PARSE_BYTES = 2**14  # larger bodies are parsed in a thread
 PROMPT_BYTES = 2**21  # bytes of a waiting prompt, on average
 MIN_BODIES_PER_CLIENT = 4  # bodies of the largest size that one client may upload at once, at least
-INT_BYTES = 36  # bytes of an int in a list
 CLIENT_CLOSED_REQUEST = 499  # as in proxies' logs, for a client that has disconnected
 
 
@@ -59,12 +56,13 @@ class ActiveRequest:
 
 @dataclass(frozen=True)
 class Gateway:
-    """State that the request handlers share. active_requests: by the answer's id."""
+    """State that the request handlers share. active_requests: by the answer's id. tokenization: of the edge's model."""
 
     scheduler: RequestScheduler
     access: Access
     defaults: Defaults
     metrics: Metrics
+    tokenization: Tokenization
     uploads: UploadLimiter = field(default_factory=UploadLimiter)
     active_requests: dict[str, ActiveRequest] = field(default_factory=dict)
 
@@ -86,8 +84,8 @@ class Gateway:
         return max(PROMPT_BYTES * self.scheduler.room, MIN_BODIES_PER_CLIENT * self.access.max_body)
 
 
-async def handle_completion(http_request: HttpRequest, kind: type[Request], gateway: Gateway) -> Response:
-    """Answer one request for a completion.
+async def handle_generation(http_request: HttpRequest, kind: RequestKind, gateway: Gateway) -> Response:
+    """Answer one request that generates.
 
     Raises:
         OutriderError: the request failed, before any part of an answer was sent.
@@ -95,8 +93,7 @@ async def handle_completion(http_request: HttpRequest, kind: type[Request], gate
     client = gateway.access.authenticate(http_request)
     try:
         with gateway.uploads.upload(client, gateway.scheduler.room):
-            request = await _parse(http_request, client, kind, gateway)
-        answer = Answer(request, chat=issubclass(kind, ChatRequest))
+            request, answer = await _parse(http_request, client, kind, gateway)
         if request.stream:
             return await _respond_streaming(http_request, client, request, answer, gateway)
         return await _until_disconnect(http_request.receive, _respond_whole(client, request, answer, gateway))
@@ -105,18 +102,40 @@ async def handle_completion(http_request: HttpRequest, kind: type[Request], gate
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-async def _parse(http_request: HttpRequest, client: str, kind: type[Request], gateway: Gateway) -> ParsedRequest:
+async def handle_document(
+    http_request: HttpRequest, answer: Callable[[bytes, Defaults], JsonObject], gateway: Gateway
+) -> Response:
+    """Answer one request that generates nothing. answer: from its body, in a thread.
+
+    Raises:
+        OutriderError: the request is invalid.
+    """
+    client = gateway.access.authenticate(http_request)
+    try:
+        room = gateway.scheduler.room
+        with gateway.uploads.upload(client, room), gateway.uploads.reserving(client, gateway.budget) as reserve:
+            body = await gateway.access.read_body(http_request, reserve)
+            found = await asyncio.to_thread(answer, body, gateway.defaults)
+        return Response(encode_json(found), media_type=JSON)
+    except ClientDisconnect:
+        gateway.metrics.count_disconnect()
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def _parse(
+    http_request: HttpRequest, client: str, kind: RequestKind, gateway: Gateway
+) -> tuple[ParsedRequest, Output]:
     """Read and parse a request. Its body, which is large with a recording, is freed on return."""
     with gateway.uploads.reserving(client, gateway.budget) as reserve:
-        sent = await gateway.access.read_body(http_request, reserve)
-        body = validate_body(kind, sent)
+        sent = await gateway.access.read_body(http_request, reserve, kind.media_type)
+        given = (sent, http_request.headers.get("content-type", ""), gateway.defaults)
         if len(sent) <= INLINE_PARSE_BYTES:
-            return parse_request(body, gateway.defaults)
+            return kind.prepare(*given)
         # Decoding a recording takes long. In a thread it does not delay other streams.
-        return await _until_disconnect(http_request.receive, asyncio.to_thread(parse_request, body, gateway.defaults))
+        return await _until_disconnect(http_request.receive, asyncio.to_thread(kind.prepare, *given))
 
 
-async def _respond_whole(client: str, request: ParsedRequest, answer: Answer, gateway: Gateway) -> Response:
+async def _respond_whole(client: str, request: ParsedRequest, answer: Output, gateway: Gateway) -> Response:
     results: dict[int, Result] = {}
     async with aclosing(_run_choices(client, request, answer, gateway)) as items:
         async for index, item in items:
@@ -124,11 +143,11 @@ async def _respond_whole(client: str, request: ParsedRequest, answer: Answer, ga
                 results[index] = item
             else:
                 answer.choices[index].note(item)
-    return Response(answer.body([results[index] for index in sorted(results)]), media_type="application/json")
+    return Response(answer.body([results[index] for index in sorted(results)]), media_type=answer.media_type)
 
 
 async def _run_choices(
-    client: str, request: ParsedRequest, answer: Answer, gateway: Gateway, queued: Callable[[], None] = lambda: None
+    client: str, request: ParsedRequest, answer: Output, gateway: Gateway, queued: Callable[[], None] = lambda: None
 ) -> AsyncGenerator[tuple[int, list[StreamEvent] | Result]]:
     """Run the generations of all choices, and yield their events, and in the end their results, with their index.
 
@@ -155,13 +174,14 @@ async def _run_choice(
     queued: Callable[[], None],
 ) -> AsyncGenerator[list[StreamEvent] | Result]:
     """Run the generation of one choice, and yield its events and its result. It is cancelled at the end."""
+    number, order = divmod(index, request.candidates)  # of its prompt, and among its prompt's choices
 
     async def begin() -> GenerationTask:
         with gateway.uploads.reserving(active.client, gateway.budget) as reserve:
-            reserve(0 if index else _prompt_bytes(request.prompt))  # which all choices share
+            reserve(0 if order else request.prompt_bytes[number])  # which all choices of a prompt share
             return await gateway.scheduler.start(
                 active.client,
-                request.prompt,
+                request.prompts[number],
                 request.choice_settings(index),
                 request.options,
                 cache_salt=request.cache_salt,
@@ -197,17 +217,8 @@ def _result(task: GenerationTask, gateway: Gateway) -> Result:
     return result
 
 
-def _prompt_bytes(prompt: PromptLike) -> int:
-    """Return the approximate memory of a waiting prompt, in bytes."""
-    if isinstance(prompt, Audio):
-        return int(getattr(prompt.source, "nbytes", 0))
-    if isinstance(prompt, str):
-        return sys.getsizeof(prompt)
-    return sum(INT_BYTES if isinstance(each, int) else sys.getsizeof(each.get("content", "")) for each in prompt)
-
-
 async def _respond_streaming(
-    http_request: HttpRequest, client: str, request: ParsedRequest, answer: Answer, gateway: Gateway
+    http_request: HttpRequest, client: str, request: ParsedRequest, answer: Output, gateway: Gateway
 ) -> Response:
     """Stream an answer.
 
@@ -222,7 +233,7 @@ async def _respond_streaming(
 
     chunks = _chunks(client, request, answer, gateway, mark_queued)
     disconnected = asyncio.create_task(_wait_disconnect(http_request.receive))
-    stream = _EventStream(chunks, disconnected, gateway.metrics, answer.id)
+    stream = _EventStream(chunks, disconnected, gateway.metrics, answer)
     try:
         events = (stream.first, disconnected, queued)
         await asyncio.wait(events, timeout=FIRST_CHUNK_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -237,7 +248,7 @@ async def _respond_streaming(
 
 
 async def _chunks(
-    client: str, request: ParsedRequest, answer: Answer, gateway: Gateway, queued: Callable[[], None]
+    client: str, request: ParsedRequest, answer: Output, gateway: Gateway, queued: Callable[[], None]
 ) -> AsyncGenerator[bytes]:
     """Run the generations, and yield the chunks of their stream."""
     results: dict[int, Result] = {}
@@ -249,7 +260,7 @@ async def _chunks(
             else:
                 results[index] = item
                 is_last = len(results) == len(answer.choices)
-                chunk = choice.last(item) + (answer.end([*results.values()]) if is_last else b"")
+                chunk = choice.last(item) + (answer.end([results[at] for at in sorted(results)]) if is_last else b"")
             if chunk:
                 yield chunk
 
@@ -264,13 +275,13 @@ class _EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, chunks: AsyncGenerator[bytes], disconnected: asyncio.Future[None], metrics: Metrics, request_id: str
+        self, chunks: AsyncGenerator[bytes], disconnected: asyncio.Future[None], metrics: Metrics, answer: Output
     ) -> None:
         self.status_code, self.background, self.body = 200, None, b""
         self.first = asyncio.ensure_future(anext(chunks))
-        self._chunks, self._disconnected, self._metrics = chunks, disconnected, metrics
+        self._chunks, self._disconnected, self._metrics, self._answer = chunks, disconnected, metrics, answer
         self._sent_at = 0.0  # by the loop's clock
-        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Request-Id": request_id})
+        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Request-Id": answer.id})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -308,7 +319,7 @@ class _EventStream(Response):
                 await self._send_chunk(send, chunk)
         except OutriderError as error:
             log.warning("a stream has failed", extra={"kind": type(error).__name__})
-            await send(_body_message(error_event(to_error_response(error))))
+            await send(_body_message(self._answer.error(to_error_response(error))))
         finally:
             pings.cancel()
         await send(_body_message(b"", more=False))

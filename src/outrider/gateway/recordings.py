@@ -10,7 +10,7 @@ from typing import Final
 
 from outrider.gateway.errors import RequestError
 from outrider.prompts.audio import Recording, prepare
-from outrider.prompts.recordings import Limits, decode_bytes
+from outrider.prompts.recordings import Decoded, Limits, decode_bytes
 
 MAX_SAMPLES: Final = 2**25  # samples of a recording in a request, counted over all channels
 NAME: Final = "the recording"
@@ -75,13 +75,26 @@ def decode_recording(data: str, kind: str, most_seconds: float, where: str = WHE
         raise RequestError(f"input_audio.data is not base64: {error}", param=f"{where}.data") from error
     if not raw:
         raise RequestError("input_audio.data is empty", param=f"{where}.data")
-    found = decode_bytes(raw, NAME, Limits(most_seconds, MAX_SAMPLES, ADVICE.format(_piece_seconds(most_seconds))))
+    found = _decode(raw, most_seconds)
     if found.kind not in CONTAINERS[kind]:
         names = [name for name, kinds in CONTAINERS.items() if found.kind in kinds]
         raise RequestError(
             f"input_audio.format is {kind}, but the data is {' or '.join(names) or found.kind}", param=f"{where}.format"
         )
     return prepare(NAME, found)
+
+
+def decode_file(raw: bytes, most_seconds: float) -> Recording:
+    """Decode a file of any format.
+
+    Raises:
+        AudioError: the audio cannot be decoded, or is longer than `most_seconds`.
+    """
+    return prepare(NAME, _decode(raw, most_seconds))
+
+
+def _decode(raw: bytes, most_seconds: float) -> Decoded:
+    return decode_bytes(raw, NAME, Limits(most_seconds, MAX_SAMPLES, ADVICE.format(_piece_seconds(most_seconds))))
 
 
 def _piece_seconds(most: float) -> int:

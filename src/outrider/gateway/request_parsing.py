@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from pydantic import ValidationError
@@ -12,7 +12,8 @@ from pydantic_core import from_json
 
 from outrider.config import SEED_LIMIT
 from outrider.errors import AudioError, ContextError, GrammarError, InputError, PromptError
-from outrider.gateway.decoder_pool import RequestOptions, Settings
+from outrider.gateway.decoder_pool import RequestOptions
+from outrider.gateway.defaults import Defaults
 from outrider.gateway.errors import JsonObject, RequestError, with_param
 from outrider.gateway.generation_options import (
     build_notes,
@@ -24,44 +25,29 @@ from outrider.gateway.generation_options import (
     find_length_field,
     use_request_names,
 )
-from outrider.gateway.recordings import decode_recording, extract_base64
+from outrider.gateway.prompt_size import measure_prompt
+from outrider.gateway.request_prompts import build_echo, build_prompts
 from outrider.gateway.request_schema import (
-    FORMATS_MESSAGE,
+    MAX_PROMPTS,
     MODEL,
-    PARTS_MESSAGE,
     ROLES_MESSAGE,
-    UNSUPPORTED,
-    AudioPart,
+    TOOL_CHOICE_MESSAGE,
     ChatRequest,
-    CompletionRequest,
-    Message,
     OutriderOptions,
     Request,
-    TextPart,
+    StrictModel,
 )
-from outrider.prompts.audio import Audio
-from outrider.prompts.chat import PromptLike, check_text
+from outrider.gateway.tools import RequestedTools, read_tools
+from outrider.gateway.tools import build_notes as build_tool_notes
+from outrider.prompts.chat import PromptLike
 
 R = TypeVar("R", bound=Request)
+M = TypeVar("M", bound=StrictModel)
 
 MAX_BYTES_BESIDE_RECORDING: Final = 2**21  # bytes of a body beside its recording: texts, ids and options
 RECORDING: Final = re.compile(rb'"data"\s*:\s*"[ !#-~]{1000,}')  # parses into a single string of ASCII
+PART_TYPES: Final = ("text", "input_audio")  # of which pydantic adds a step to an error's path
 SIZE_ERRORS: Final = ("too_long", "too_short", "string_too_long", "string_too_short")
-
-
-@dataclass(frozen=True)
-class Defaults:
-    """The command line's defaults.
-
-    settings: fields of GenerationSettings. audio_seconds: the longest recording, 0 for a model without audio. text:
-    False for a model that only takes recordings.
-    """
-
-    options: RequestOptions = field(default_factory=RequestOptions)
-    settings: Settings = field(default_factory=dict)
-    audio_seconds: float = 0.0
-    text: bool = True
-    edge: str = "the edge model"
 
 
 @dataclass(frozen=True)
@@ -69,9 +55,10 @@ class ParsedRequest:
     """A valid request.
 
     notes: on its fields without effect, for the answer's warnings. field: the prompt's field. length_field: the field
-    that limits the output, if the request has one. grammar_field: the field that holds the grammar, if it has one. n:
-    choices of the answer. candidates: generations, of which the likeliest are the choices. logprobs: report
-    log-probabilities.
+    that limits the output, if the request has one. tools: those that the answer may call. echo: the prompts' texts,
+    if the answers begin with them. grammar_field: the field that holds the grammar, if it has one. n: choices of each
+    prompt. candidates: generations, of which the likeliest are the choices. logprobs: report log-probabilities.
+    more_prompts: further prompts, each with choices of its own. prompt_bytes: the approximate memory of each prompt.
     """
 
     prompt: PromptLike
@@ -86,14 +73,23 @@ class ParsedRequest:
     notes: tuple[str, ...] = ()
     field: str = "prompt"
     length_field: str | None = None
+    tools: RequestedTools | None = None
+    echo: tuple[str, ...] = ()
     grammar_field: str | None = None
     n: int = 1
     candidates: int = 1
     logprobs: bool = False
+    more_prompts: tuple[PromptLike, ...] = ()
+    prompt_bytes: tuple[int, ...] = (0,)
+
+    @property
+    def prompts(self) -> tuple[PromptLike, ...]:
+        """Return all prompts. Their generations follow each other, `candidates` for each."""
+        return (self.prompt, *self.more_prompts)
 
     def choice_settings(self, index: int) -> JsonObject:
-        """Return the settings of one choice, whose seed is the request's plus its index."""
-        return {**self.settings, "seed": (self.settings.get("seed", 0) + index) % SEED_LIMIT}
+        """Return the settings of one generation: its seed is the request's plus its index among its prompt's."""
+        return {**self.settings, "seed": (self.settings.get("seed", 0) + index % self.candidates) % SEED_LIMIT}
 
 
 def validate_body(kind: type[R], body: bytes) -> R:
@@ -102,19 +98,28 @@ def validate_body(kind: type[R], body: bytes) -> R:
     Raises:
         RequestError: the body is not valid JSON, or a field is unknown, missing, out of range or unsupported.
     """
-    data = _parse_json(body)
+    return validate(kind, parse_json(body))
+
+
+def validate(kind: type[M], data: JsonObject) -> M:
+    """Return the request in an object.
+
+    Raises:
+        RequestError: a field is unknown, missing, out of range or unsupported, or there is no such model.
+    """
     try:
         request = kind.model_validate(data)
     except ValidationError as error:
         raise _to_request_error(error, kind, data) from None
-    if request.model != MODEL:
+    model = getattr(request, "model", MODEL)
+    if model not in (MODEL, None):
         raise RequestError(
-            f"no such model: {request.model!r}: use {MODEL!r}", param="model", code="model_not_found", status=404
+            f"no such model: {model!r}: use {MODEL!r}", param="model", code="model_not_found", status=404
         )
     return request
 
 
-def _parse_json(body: bytes) -> JsonObject:
+def parse_json(body: bytes) -> JsonObject:
     """Parse a body. Only a recording may be long, because other values take more memory than their JSON text."""
     recording = RECORDING.search(body)
     if len(body) - (len(recording[0]) if recording is not None else 0) > MAX_BYTES_BESIDE_RECORDING:
@@ -144,13 +149,20 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
             "provisional tokens are reported in the chunks of a stream: set stream and outrider.tokens to true",
             param="outrider.provisional",
         )
-    settings = build_settings(request, options, defaults.settings)
+    tools = read_tools(request, defaults.tools) if isinstance(request, ChatRequest) else None
+    calls = tools.grammar if tools is not None else None
+    settings = build_settings(request, options, defaults.settings, calls)
+    tool_notes = build_tool_notes(request) if isinstance(request, ChatRequest) else []
+    prompts = build_prompts(request, options, defaults, tools)
     n, candidates = count_choices(request)
+    if len(prompts) * candidates > MAX_PROMPTS:
+        message = f"{len(prompts)} prompts with {candidates} generations each: at most {MAX_PROMPTS} in one request"
+        raise RequestError(message, param="prompt")
     logprobs = settings["logprobs"] is not None
     if candidates > n and not logprobs:
         settings["logprobs"] = 0  # by which the choices are chosen
     return ParsedRequest(
-        prompt=_prompt(request, options, defaults),
+        prompt=prompts[0],
         settings=settings,
         options=build_options(options, defaults.options),
         stream=bool(request.stream),
@@ -159,10 +171,14 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
         tokens=bool(options.tokens),
         cache_salt=options.cache_salt or "",
         stop=settings["stop"],
-        notes=build_notes(request, settings),
+        notes=(*build_notes(request, settings), *tool_notes),
         field="messages" if isinstance(request, ChatRequest) else "prompt",
         length_field=find_length_field(request),
-        grammar_field=find_grammar_field(request),
+        tools=tools,
+        echo=build_echo(prompts, defaults, logprobs=logprobs) if getattr(request, "echo", None) else (),
+        more_prompts=tuple(prompts[1:]),
+        prompt_bytes=tuple(map(measure_prompt, prompts)),
+        grammar_field=find_grammar_field(request) if tools is None else tools.grammar_field,
         n=n,
         candidates=candidates,
         logprobs=logprobs,
@@ -179,100 +195,14 @@ def attach_param(error: InputError, request: ParsedRequest) -> RequestError:
     if isinstance(error, ContextError) and request.length_field and "max_new_tokens" in str(error):
         param = request.length_field  # the prompt alone fits, but not with the output
     request_error = with_param(error, param)
-    request_error.args = (use_request_names(str(error), request.length_field),)
+    request_error.args = (use_request_names(str(request_error), request.length_field),)
     return request_error
-
-
-# Prompts ----------------------------------------------------------------------------------------------------
-
-
-def _prompt(request: Request, options: OutriderOptions, defaults: Defaults) -> PromptLike:
-    if isinstance(request, ChatRequest):
-        if any(isinstance(part, AudioPart) for message in request.messages for part in message.content):
-            return _decode_recording(request, options, defaults)
-        _check_no_task(options)
-        for at, message in enumerate(request.messages):
-            _check_texts(at, message)
-        roles = {"developer": "system"}
-        return [{"role": roles.get(each.role, each.role), "content": _texts(each)} for each in request.messages]
-    _check_no_task(options)
-    assert isinstance(request, CompletionRequest)  # there are two kinds of requests
-    prompt = request.prompt
-    if isinstance(prompt, list) and isinstance(prompt[0], (str, list)):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        _check_text(prompt, "prompt")
-        if not prompt:
-            raise RequestError("the prompt is empty", param="prompt")
-    return prompt
-
-
-def _check_no_task(options: OutriderOptions) -> None:
-    for name in ("task", "lang"):
-        if getattr(options, name) is not None:
-            message = f"outrider.{name} applies to recordings, and the request has none"
-            raise RequestError(message, param=f"outrider.{name}")
-
-
-def _texts(message: Message) -> str:
-    """Return a message's text, with a line for each part."""
-    if isinstance(message.content, str):
-        return message.content
-    return "\n".join(part.text for part in message.content if isinstance(part, TextPart))
-
-
-def _check_texts(at: int, message: Message) -> None:
-    """Refuse half a surrogate pair in a message's texts."""
-    if isinstance(message.content, str):
-        _check_text(message.content, f"messages.{at}.content")
-        return
-    for n, part in enumerate(message.content):
-        if isinstance(part, TextPart):
-            _check_text(part.text, f"messages.{at}.content.{n}.text")
-
-
-def _check_text(text: str, param: str) -> None:
-    """Refuse half a surrogate pair."""
-    try:
-        check_text(text)
-    except PromptError as error:
-        raise RequestError(str(error), param=param) from error
-
-
-def _decode_recording(request: ChatRequest, options: OutriderOptions, defaults: Defaults) -> Audio:
-    if not defaults.audio_seconds:
-        raise RequestError(f"{defaults.edge} takes no audio: give an audio-language model as --edge", param="messages")
-    if len(request.messages) > 1 or request.messages[0].role != "user":
-        raise RequestError(
-            "a request with a recording has one message, of the user: remove the others", param="messages"
-        )
-    message = request.messages[0]
-    (at, found), *others = [(n, part) for n, part in enumerate(message.content) if isinstance(part, AudioPart)]
-    if others:
-        param = f"messages.0.content.{others[0][0]}"
-        raise RequestError("more than one recording: send a request for each", param=param)
-    question = _texts(message).strip() or None
-    if question is not None:
-        _check_texts(0, message)
-        if options.task is not None or options.lang is not None:
-            raise RequestError(
-                "the text beside a recording replaces outrider.task and outrider.lang: give one or the other",
-                param="outrider.task" if options.task is not None else "outrider.lang",
-            )
-    where = f"messages.0.content.{at}.input_audio"
-    try:
-        data = extract_base64(found.input_audio.data, f"{where}.data")
-        recording = decode_recording(data, found.input_audio.format, defaults.audio_seconds, where)
-    except AudioError as error:
-        raise with_param(error, f"{where}.data") from error
-    task, lang = options.task or "default", options.lang or "en"
-    return Audio(recording.waveform, task, lang, instruction=question, warnings=recording.warnings)
 
 
 # Errors -----------------------------------------------------------------------------------------------------
 
 
-def _to_request_error(error: ValidationError, kind: type[Request], data: JsonObject) -> RequestError:
+def _to_request_error(error: ValidationError, kind: type[StrictModel], data: JsonObject) -> RequestError:
     """Return the most helpful of the validation errors: an unknown field, else the deepest one. It quotes no value."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     paths = [_error_path(each["loc"], data, missing=each["type"] == "missing") for each in errors]
@@ -287,33 +217,35 @@ def _to_request_error(error: ValidationError, kind: type[Request], data: JsonObj
     return _describe_error(errors[at]["type"], errors[at]["msg"], paths[at], kind)
 
 
-def _describe_error(type_: str, message: str, path_steps: list[str], kind: type[Request]) -> RequestError:
+def _describe_error(type_: str, message: str, path_steps: list[str], kind: type[StrictModel]) -> RequestError:
     name, path = (path_steps[-1] if path_steps else ""), ".".join(path_steps)
     if type_ == "too_many":
         return RequestError(f"{path or 'the body'}: {message}", param=path or None, code="invalid_value")
     if type_ == "missing":
         return RequestError(f"{path} is missing", param=path, code="missing")
-    if unsupported := _find_unsupported(path_steps):
-        return RequestError(f"{path}: not supported: {UNSUPPORTED[unsupported]}", param=path, code="unsupported")
+    if unsupported := _find_unsupported(path_steps, kind):
+        return RequestError(f"{path}: not supported: {kind.reasons[unsupported]}", param=path, code="unsupported")
     if type_ == "extra_forbidden":
         return RequestError(
             f"{path}: no such field{_list_known_fields(path_steps, kind)}", param=path, code="unknown_parameter"
         )
     if name == "role":
         message = ROLES_MESSAGE
+    elif path == "tool_choice":
+        message = TOOL_CHOICE_MESSAGE
     elif path == "outrider.k":
         message = "expected 1 to 64, or auto"
     elif type_.startswith("union_tag"):
-        message = FORMATS_MESSAGE if name == "response_format" else PARTS_MESSAGE
+        message = kind.formats_message if name in ("response_format", "format") else kind.tags_message
     elif type_ in ("model_type", "model_attributes_type", "dict_type"):
         message = "expected an object"
     return RequestError(f"{path or 'the body'}: {message}", param=path or None, code="invalid_value")
 
 
-def _find_unsupported(path_steps: list[str]) -> str | None:
+def _find_unsupported(path_steps: list[str], kind: type[StrictModel]) -> str | None:
     """Return the unsupported field of a path: a field of the request, or of a message."""
     steps = path_steps if path_steps[:1] == ["messages"] else path_steps[:1]
-    return next((step for step in steps if step in UNSUPPORTED), None)
+    return next((step for step in steps if step in kind.reasons), None)
 
 
 def _error_path(loc: Sequence[int | str], data: object, *, missing: bool) -> list[str]:
@@ -321,8 +253,8 @@ def _error_path(loc: Sequence[int | str], data: object, *, missing: bool) -> lis
     path_steps: list[str] = []
     for number, step in enumerate(loc, start=1):
         child = _step_into(data, step)
-        tag = number > 1 and isinstance(loc[number - 2], int) and isinstance(data, dict) and data.get("type") == step
-        if tag and number < len(loc):
+        is_tag = number > 1 and isinstance(loc[number - 2], int) and step in PART_TYPES
+        if is_tag and isinstance(data, dict) and data.get("type") == step and number < len(loc):
             continue  # a part's kind, although there may be a field of the same name
         if child is not None:
             data = child[0]
@@ -338,7 +270,7 @@ def _step_into(data: object, step: int | str) -> tuple[object] | None:
     return (data[step],) if isinstance(data, list) and isinstance(step, int) and step < len(data) else None
 
 
-def _list_known_fields(path_steps: list[str], kind: type[Request]) -> str:
+def _list_known_fields(path_steps: list[str], kind: type[StrictModel]) -> str:
     if len(path_steps) == 1 and path_steps[0] in OutriderOptions.model_fields:
         return f"; it is outrider.{path_steps[0]} here"
     if len(path_steps) == 1:

@@ -20,6 +20,7 @@ from outrider.decoding.result import Result
 from outrider.edge.cancellation import Cancellation
 from outrider.errors import OutriderError, StateError
 from outrider.gateway.decoder_pool import DecoderPool, RequestOptions, Settings
+from outrider.gateway.errors import GenerationTimeout, QueueFull, ShuttingDown
 from outrider.prompts.chat import PromptLike
 
 log = logging.getLogger(__name__)
@@ -28,25 +29,6 @@ DURATION_WINDOW = 32  # generations in the mean duration, which predicts the nex
 BATCH_DELAY_S = 0.001  # events within it form a batch
 DEFAULT_DURATION_S = 1.0  # predicted duration of a generation before any has ended
 MAX_TASKS_PER_SLOT = 2  # generations for each slot, paused ones included
-
-
-class QueueFull(OutriderError):
-    """The queue is full. retry_after_s: seconds until a place is likely to be free."""
-
-    def __init__(self, reason: str, retry_after_s: float) -> None:
-        super().__init__(reason)
-        self.retry_after_s = retry_after_s
-
-
-class ShuttingDown(OutriderError):
-    """The scheduler is being closed."""
-
-    def __init__(self) -> None:
-        super().__init__("the gateway is going down")
-
-
-class GenerationTimeout(OutriderError):
-    """A generation took longer than the gateway allows."""
 
 
 class GenerationTask:

@@ -6,7 +6,8 @@ An unknown field is refused by name. An unsupported field is accepted with its n
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -31,17 +32,16 @@ MAX_STOPS = 16
 MAX_KEYS = 256  # of one object, because each invalid key costs an error of its own
 MAX_MESSAGES = 4096
 MAX_PARTS = 256
+MAX_TOOLS = 128
 MAX_CHOICES = 20  # OpenAI's limit of best_of
+MAX_PROMPTS = 128  # of one request, and generations of all its prompts
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 AudioFormat = Literal["wav", "mp3", "flac", "ogg", "opus", "aiff", "m4a", "mp4", "3gp", "webm", "aac", "amr", "wma"]
 
-_TOOLS = "function calls need a model and a chat template made for them, and a parser of the model's output"
+_FUNCTIONS = "deprecated by OpenAI: use tools, tool_choice and messages of the role tool"
 UNSUPPORTED: Final[dict[str, str]] = {
-    "tools": _TOOLS,
-    "tool_choice": _TOOLS,
-    "functions": _TOOLS,
-    "function_call": _TOOLS,
-    "tool_calls": _TOOLS,
+    "functions": _FUNCTIONS,
+    "function_call": _FUNCTIONS,
     "modalities": "only text: the models have no audio output",
     "audio": "the models have no audio output",
     "prediction": "the drafter is the only source of drafts",
@@ -49,7 +49,6 @@ UNSUPPORTED: Final[dict[str, str]] = {
     "web_search_options": "there is no web search",
     "moderation": "there is no moderation",
     "service_tier": "there is one tier: auto or default",
-    "echo": "the answer contains generated text only: prepend the prompt yourself",
     "suffix": "the models continue a text, and cannot fill in its middle",
     "name": "chat templates have roles but no names: write the name into the content",
     "prompt_cache_options": "prompts are not cached between requests",
@@ -62,9 +61,9 @@ IGNORED: Final[dict[str, str]] = {  # fields without effect on the answer: accep
     "store": "the gateway stores nothing",
     "prompt_cache_key": "prompts are not cached between requests",
     "reasoning_effort": "the models have no reasoning apart from their answer",
-    "parallel_tool_calls": "there are no tools",
 }
-ROLES_MESSAGE = "expected the role system, developer, user or assistant: function calls are not supported"
+ROLES_MESSAGE = "expected the role system, developer, user, assistant or tool"
+TOOL_CHOICE_MESSAGE = 'expected none, auto, required, or {"type": "function", "function": {"name": …}}'
 PARTS_MESSAGE = "expected a part of type text or input_audio"
 FORMATS_MESSAGE = "expected the type text, json_object or json_schema"
 
@@ -77,7 +76,15 @@ def _limit_keys(value: object) -> object:
 
 
 class StrictModel(BaseModel):
-    """Base of all objects of a request: no unknown fields, no type conversions, no infinities."""
+    """Base of all objects of a request: no unknown fields, no type conversions, no infinities.
+
+    reasons: why fields are not supported. tags_message, formats_message: the errors for an unknown type of a part, and
+    of the answer's format.
+    """
+
+    reasons: ClassVar[Mapping[str, str]] = UNSUPPORTED
+    tags_message: ClassVar[str] = PARTS_MESSAGE
+    formats_message: ClassVar[str] = FORMATS_MESSAGE
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -96,6 +103,11 @@ def _ignored(name: str) -> Any:
 def _unsupported(name: str) -> object:
     """Return the field declaration of an unsupported field."""
     return Field(description=UNSUPPORTED[name])
+
+
+def _from_answer(reason: str) -> Any:
+    """Return the field declaration of a field that clients send back with an earlier answer."""
+    return Field(default=None, description=f"not used: {reason}")
 
 
 def _check_bool(value: object) -> object:
@@ -117,6 +129,7 @@ Word = Annotated[str, Field(max_length=MAX_WORD_CHARS)]
 Count = Annotated[int, Field(ge=0, le=2**31)]
 Positive = Annotated[int, Field(ge=1, le=2**31)]
 BlockLength = Annotated[int, Field(ge=1, le=64)] | Literal["auto"]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 Stop = Annotated[str, Field(max_length=1000)]
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_BYTES)]
 
@@ -241,17 +254,76 @@ class AudioPart(StrictModel):
 Part = Annotated[TextPart | AudioPart, Field(discriminator="type")]
 
 
+class CalledFunction(StrictModel):
+    """A function and the arguments of a call. arguments: a JSON object, as text."""
+
+    name: FunctionName
+    arguments: str
+    parsed_arguments: Any = _from_answer("the Python client's stream helper adds it to the calls of an answer")
+
+
+class ToolCall(StrictModel):
+    """A tool call in an earlier message of the assistant."""
+
+    id: Word
+    type: Literal["function"]
+    function: CalledFunction
+    index: Count | None = _from_answer("clients keep it from the deltas of a stream")
+
+
+class FunctionDefinition(StrictModel):
+    """A function that the model may call."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: Annotated[dict[str, Any], LIMITED_KEYS] | None = Field(
+        default=None, description="the JSON schema of its arguments"
+    )
+    strict: bool | None = Field(default=None, description="arguments are enforced with another tool_choice than auto")
+
+
+class Tool(StrictModel):
+    """A tool."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def definition(self) -> dict[str, Any]:
+        """Return the tool as chat templates expect it."""
+        given = self.function
+        description = {} if given.description is None else {"description": given.description}
+        parameters = given.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": {"name": given.name, **description, "parameters": parameters}}
+
+
+class ChosenFunction(StrictModel):
+    """The name of a function."""
+
+    name: FunctionName
+
+
+class NamedToolChoice(StrictModel):
+    """The choice of one function, which the answer calls."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
 class Message(StrictModel):
     """A message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)] | None = Field(
+        default=None, description="may be missing beside tool_calls only"
+    )
     name: Annotated[None, _unsupported("name")] = None
     refusal: None = None
     audio: Annotated[None, _unsupported("audio")] = None
-    tool_calls: Annotated[NoItems | None, _unsupported("tool_calls")] = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_call_id: Word | None = Field(default=None, description="the call whose result a message of the role tool is")
     function_call: Annotated[None, _unsupported("function_call")] = None
     annotations: NoItems | None = None
+    parsed: Any = _from_answer("the Python client's stream helper adds it to an answer")
 
 
 class ChatRequest(Request):
@@ -261,9 +333,9 @@ class ChatRequest(Request):
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = Field(default=None, description="report each token's log-probability")
     top_logprobs: TopLogprobsCount | None = Field(default=None, description="with logprobs: the best tokens' too")
-    tools: Annotated[NoItems | None, _unsupported("tools")] = None
-    tool_choice: Annotated[Literal["none", "auto"] | None, _unsupported("tool_choice")] = None
-    parallel_tool_calls: bool | None = _ignored("parallel_tool_calls")
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(default=None, description="false: at most one call in an answer")
     functions: Annotated[NoItems | None, _unsupported("functions")] = None
     function_call: Annotated[Literal["none", "auto"] | None, _unsupported("function_call")] = None
     response_format: ResponseFormat | None = None
@@ -289,16 +361,16 @@ Ids = Annotated[list[Annotated[int, Field(ge=0, le=2**31)]], Field(min_length=1,
 
 
 class CompletionRequest(Request):
-    """`POST /v1/completions`. prompt: a text, token ids, or a list of one of either."""
+    """`POST /v1/completions`. prompt: a text, token ids, or a list of either. Each has choices of its own."""
 
     prompt: (
         str
         | Ids
-        | Annotated[list[str], Field(min_length=1, max_length=1, fail_fast=True)]
-        | Annotated[list[Ids], Field(min_length=1, max_length=1, fail_fast=True)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
     best_of: Choices | None = Field(default=None, description="generations, of which the n likeliest are sent")
-    echo: Annotated[False_ | None, _unsupported("echo")] = None
+    echo: bool | None = Field(default=None, description="begin the answer's text with the prompt")
     logprobs: TopLogprobsCount | None = Field(
         default=None, description="report each token's log-probability, and those of this many of the best tokens"
     )

@@ -17,10 +17,12 @@ from outrider.api import StreamEvent
 from outrider.decoding.result import Result
 from outrider.decoding.stopping import FinishReason
 from outrider.errors import StateError
+from outrider.gateway.access import JSON
 from outrider.gateway.errors import ErrorResponse, JsonObject, encode_json
 from outrider.gateway.logprobs import LogprobReports
 from outrider.gateway.request_parsing import ParsedRequest
 from outrider.gateway.request_schema import MODEL
+from outrider.gateway.tools import ToolOutput
 
 FINISH_REASONS: Final[dict[FinishReason, str]] = {
     "eos": "stop",
@@ -148,41 +150,61 @@ class Choice:
         self._text = StableText(request.stop)
         self._tokens = TokenReports(provisional=request.provisional) if request.tokens else None
         self._logprobs = LogprobReports(chat=chat) if request.logprobs else None
+        self._tools = ToolOutput(request.tools, whole=not request.stream) if request.tools is not None else None
+        self._echo = request.echo[index // request.candidates] if request.echo else ""
         self._role_sent = False
 
     # Streams ------------------------------------------------------------------------------------------------
 
     def chunk(self, events: Seq[StreamEvent]) -> bytes:
         """Return the stream's chunks for these events, which may be empty."""
-        text = self._text.add(events)
+        text = self._text.add(events if self._tools is None else self._tools.add_special(events))
         tokens = self._tokens.add(events) if self._tokens is not None else []
         logprobs = self._logprobs.add(events) if self._logprobs is not None else None
-        if not text and not tokens and logprobs is None:
+        deltas = [text] if self._tools is None else self._tools.feed(text)
+        if not any(deltas) and not tokens and logprobs is None:
             return b""
-        return self._role_chunk() + self._delta(text, {"tokens": tokens} if tokens else None, logprobs)
+        return self._role_chunk() + self._deltas(deltas, {"tokens": tokens} if tokens else None, logprobs)
 
     def last(self, result: Result) -> bytes:
         """Return the last chunks: held-back text, the finish reason, and the outcome."""
-        rest = self._text.end(result)
+        rest = self._text.end(result if self._tools is None else self._tools.with_special(result))
+        deltas = [rest] if self._tools is None else [*self._tools.feed(rest), *self._tools.end()]
         logprobs = self._logprobs.end(result) if self._logprobs is not None else None
-        is_empty = not rest and logprobs is None
-        data = self._role_chunk() + (b"" if is_empty else self._delta(rest, None, logprobs))
-        choice = self._delta_choice("", FINISH_REASONS[result.finish_reason])
-        return data + self._event([choice], outcome(result, self._request.notes))
+        is_empty = not any(deltas) and logprobs is None
+        data = self._role_chunk() + (b"" if is_empty else self._deltas(deltas, None, logprobs))
+        return data + self._event([self._delta_choice("", self._finish_reason(result))], self._outcome(result))
 
     def _role_chunk(self) -> bytes:
-        """Return OpenAI's first chunk of a chat, with the role, unless it was sent."""
-        if self._role_sent or not self._chat:
+        """Return OpenAI's first chunk, with a chat's role or the prompt of a completion, unless it was sent."""
+        if self._role_sent or not (self._chat or self._echo):
             return b""
         self._role_sent = True
+        if not self._chat:
+            return self._deltas([self._echo])
         return self._event([self._choice({"delta": {"role": "assistant", "content": ""}}, None)])
 
-    def _delta(self, text: str, more: JsonObject | None = None, logprobs: JsonObject | None = None) -> bytes:
-        return self._event([self._delta_choice(text, None, logprobs)], more)
+    def _deltas(
+        self, deltas: Seq[str | JsonObject], more: JsonObject | None = None, logprobs: JsonObject | None = None
+    ) -> bytes:
+        first, *others = deltas or [""]
+        events = [self._event([self._delta_choice(first, None, logprobs)], more)]
+        return b"".join(events + [self._event([self._delta_choice(delta, None)]) for delta in others])
 
-    def _delta_choice(self, text: str, finish: str | None, logprobs: JsonObject | None = None) -> JsonObject:
-        data = {"delta": {"content": text} if text else {}} if self._chat else {"text": text}
-        return self._choice(data, finish, logprobs)
+    def _delta_choice(
+        self, delta: str | JsonObject, finish: str | None, logprobs: JsonObject | None = None
+    ) -> JsonObject:
+        if isinstance(delta, str) and self._chat:
+            delta = {"content": delta} if delta else {}
+        return self._choice({"delta": delta} if self._chat else {"text": delta}, finish, logprobs)
+
+    def _finish_reason(self, result: Result) -> str:
+        reason = FINISH_REASONS[result.finish_reason]
+        return reason if self._tools is None else self._tools.finish_reason(reason)
+
+    def _outcome(self, result: Result) -> JsonObject:
+        warnings = self._tools.warnings if self._tools is not None else []
+        return outcome(result, [*self._request.notes, *warnings])
 
     def _choice(self, data: JsonObject, finish: str | None, logprobs: JsonObject | None = None) -> JsonObject:
         return {"index": self._index, **data, "logprobs": logprobs, "finish_reason": finish}
@@ -193,7 +215,7 @@ class Choice:
             chunk["usage"] = None
         if more is not None:
             chunk["outrider"] = more
-        return _data(chunk)
+        return encode_event(chunk)
 
     # Whole answers ------------------------------------------------------------------------------------------
 
@@ -204,12 +226,13 @@ class Choice:
 
     def whole(self, result: Result) -> tuple[JsonObject, JsonObject]:
         """Return the choice of a body, and the outcome of its generation."""
-        text = visible_text(result, self._request.stop)
-        message = {"role": "assistant", "content": text, "refusal": None}
+        text = visible_text(result if self._tools is None else self._tools.with_special(result), self._request.stop)
+        content = {"content": text} if self._tools is None else self._tools.message(text)
         logprobs = self._logprobs.end(result) if self._logprobs is not None else None
-        data = {"message": message} if self._chat else {"text": text}
-        choice = self._choice(data, FINISH_REASONS[result.finish_reason], logprobs)
-        report = outcome(result, self._request.notes)
+        message = {"role": "assistant", "refusal": None, **content}
+        data = {"message": message} if self._chat else {"text": self._echo + text}
+        choice = self._choice(data, self._finish_reason(result), logprobs)
+        report = self._outcome(result)
         if self._tokens is not None:
             report["tokens"] = self._tokens.final[: len(result.token_ids)]
         return choice, report
@@ -217,6 +240,8 @@ class Choice:
 
 class Answer:
     """One answer, as a body or as chunks. chat: False for a plain completion. choices: one for each generation."""
+
+    media_type = JSON
 
     def __init__(self, request: ParsedRequest, *, chat: bool) -> None:
         self._request = request
@@ -228,30 +253,49 @@ class Answer:
             "created": int(time.time()),
             "model": MODEL,
         }
-        self.choices = [Choice(request, self._head, index, chat=chat) for index in range(request.candidates)]
+        self.choices: Seq[Choice] = [
+            Choice(request, self._head, index, chat=chat) for index in range(request.candidates * len(request.prompts))
+        ]
 
     def end(self, results: Seq[Result]) -> bytes:
         """Return the end of a stream, with the usage if requested. results: of all choices."""
-        chunk = {**self._head, "choices": [], "usage": usage(results)}
-        return (_data(chunk) if self._request.include_usage else b"") + DONE
+        chunk = {**self._head, "choices": [], "usage": self._usage(results)}
+        return (encode_event(chunk) if self._request.include_usage else b"") + DONE
+
+    def error(self, response: ErrorResponse) -> bytes:
+        """Return an error as the last event of a stream, which OpenAI's clients raise."""
+        return encode_event(response.body())
 
     def body(self, results: Seq[Result]) -> bytes:
         """Return the whole answer as JSON. results: of all choices, of which the `n` likeliest are sent.
 
         The outcome of a single choice is the answer's. Several have one each.
         """
-        n = self._request.n
-        order = list(range(len(results)))
-        if n < len(results):
-            order = sorted(order, key=lambda at: -mean_logprob(results[at]))[:n]
-        sent = [self.choices[at].whole(results[at]) for at in order]
+        sent = [self.choices[at].whole(results[at]) for at in self._select(results)]
         choices = [{**choice, "index": index} for index, (choice, _) in enumerate(sent)]
-        body = {**self._head, "choices": choices, "usage": usage(results)}
-        if n == 1:
+        body = {**self._head, "choices": choices, "usage": self._usage(results)}
+        if len(choices) == 1:
             return encode_json({**body, "outrider": sent[0][1]})
         for choice, (_, report) in zip(choices, sent, strict=True):
             choice["outrider"] = report
         return encode_json(body)
+
+    def _select(self, results: Seq[Result]) -> list[int]:
+        """Return the generations that are sent: the `n` likeliest of each prompt, the best first."""
+        n, candidates = self._request.n, self._request.candidates
+        groups = [range(start, start + candidates) for start in range(0, len(results), candidates)]
+        if n == candidates:
+            return list(range(len(results)))
+        return [at for group in groups for at in sorted(group, key=lambda at: -mean_logprob(results[at]))[:n]]
+
+    def _usage(self, results: Seq[Result]) -> JsonObject:
+        """Return the usage of all generations. Each prompt counts once."""
+        candidates = self._request.candidates
+        counts = [usage(results[start : start + candidates]) for start in range(0, len(results), candidates)]
+        cached = sum(each["prompt_tokens_details"]["cached_tokens"] for each in counts)
+        names = ("prompt_tokens", "completion_tokens", "total_tokens")
+        totals = {name: sum(each[name] for each in counts) for name in names}
+        return {**totals, "prompt_tokens_details": {"cached_tokens": cached}}
 
 
 def mean_logprob(result: Result) -> float:
@@ -289,10 +333,6 @@ def usage(results: Seq[Result]) -> JsonObject:
     }
 
 
-def error_event(refusal: ErrorResponse) -> bytes:
-    """Return an error as the last event of a stream, which OpenAI's clients raise."""
-    return _data(refusal.body())
-
-
-def _data(value: JsonObject) -> bytes:
+def encode_event(value: JsonObject) -> bytes:
+    """Return a server-sent event."""
     return b"data: " + encode_json(value) + b"\n\n"

@@ -79,12 +79,28 @@ class Usage(Reply):
     prompt_tokens_details: PromptTokensDetails
 
 
+class ReplyFunction(Reply):
+    """A function, and its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ReplyToolCall(Reply):
+    """A tool call."""
+
+    id: str
+    type: Literal["function"]
+    function: ReplyFunction
+
+
 class ReplyMessage(Reply):
-    """The assistant's message."""
+    """The assistant's message. content: null beside tool calls without a text."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[ReplyToolCall] | None = None
 
 
 class TopLogprob(Reply):
@@ -121,7 +137,7 @@ class TextLogprobs(Reply):
 
 class _Choice(Reply):
     index: int
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     outrider: Outcome | None = None
 
 
@@ -160,6 +176,108 @@ class Completion(_Completion):
 
     object: Literal["text_completion"]
     choices: list[TextChoice]
+
+
+class ResponseText(Reply):
+    """The text of a message."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[None]
+    logprobs: list[None]
+
+
+class ResponseMessage(Reply):
+    """A message of the assistant."""
+
+    type: Literal["message"]
+    id: str
+    status: Literal["completed", "incomplete"]
+    role: Literal["assistant"]
+    content: list[ResponseText]
+
+
+class ResponseCall(Reply):
+    """A tool call. arguments: JSON."""
+
+    type: Literal["function_call"]
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["completed", "incomplete"]
+
+
+class ResponseUsage(Reply):
+    """Token counts of a response."""
+
+    input_tokens: int
+    input_tokens_details: dict[Literal["cached_tokens"], int]
+    output_tokens: int
+    output_tokens_details: dict[Literal["reasoning_tokens"], int]
+    total_tokens: int
+
+
+class Response(Reply):
+    """The answer of `POST /v1/responses`. incomplete_details: the output's limit, if it has cut the answer."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete"]
+    error: None
+    incomplete_details: dict[Literal["reason"], Literal["max_output_tokens"]] | None
+    instructions: str | None
+    max_output_tokens: int
+    metadata: dict[str, str]
+    output: list[ResponseMessage | ResponseCall]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    store: Literal[False]
+    temperature: float
+    text: JsonObject
+    tool_choice: str | JsonObject
+    tools: list[JsonObject]
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage
+    outrider: Outcome
+
+
+class TranscriptionUsage(Reply):
+    """Token counts of a transcription."""
+
+    type: Literal["tokens"]
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
+class Transcription(Reply):
+    """The answer of `POST /v1/audio/transcriptions`. task, language, duration: with response_format verbose_json."""
+
+    text: str
+    task: Literal["transcribe"] | None = None
+    language: Literal["en", "zh"] | None = None
+    duration: float | None = None
+    usage: TranscriptionUsage
+    outrider: Outcome
+
+
+class Tokens(Reply):
+    """The answer of `POST /tokenize`. max_model_len: the model's window, null if unlimited."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Prompt(Reply):
+    """The answer of `POST /detokenize`."""
+
+    prompt: str
 
 
 class Model(Reply):

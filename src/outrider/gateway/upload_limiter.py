@@ -1,4 +1,4 @@
-"""Limits on requests before their generation begins."""
+"""Limits on uploads and on the bytes that waiting requests hold."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from outrider.gateway.request_scheduler import QueueFull
+from outrider.gateway.errors import QueueFull
 
 
 class UploadLimiter:

@@ -15,9 +15,10 @@ from outrider.prompts import audio as recordings
 from outrider.prompts import captions, chat_template
 from outrider.prompts.audio import Audio
 from outrider.prompts.chat_template import Messages
+from outrider.prompts.tool_template import ToolChat, Tools
 
 Ids = TypeVar("Ids", list[int], tuple[int, ...])
-PromptLike = str | Seq[int] | Messages | Audio
+PromptLike = str | Seq[int] | Messages | ToolChat | Audio
 
 
 def check_text(prompt: str) -> None:
@@ -37,6 +38,9 @@ def encode(engine: Any, prompt: PromptLike) -> Prompt:
     """
     if isinstance(prompt, Audio):
         return _encode_audio(engine, prompt)
+    if isinstance(prompt, ToolChat):
+        ids = _from_messages(engine, prompt.messages, tools=prompt.tools, opening=prompt.opening)
+        return Prompt(_check_ids(engine, _check_no_placeholder(engine, ids)))
     if isinstance(prompt, str):
         check_text(prompt)
         return Prompt(_check_ids(engine, _check_no_placeholder(engine, _read(engine, prompt))))
@@ -71,11 +75,13 @@ def _expand(ids: Seq[int], placeholder: int, count: int) -> list[int]:
     return [*ids[:at], *[placeholder] * count, *ids[at + 1 :]]
 
 
-def _from_messages(engine: Any, messages: Messages, *, recording: bool = False) -> list[int]:
+def _from_messages(
+    engine: Any, messages: Messages, *, recording: bool = False, tools: Tools = (), opening: str = ""
+) -> list[int]:
     tokenizer = _tokenizer(engine)
     _check_fits(engine, sum(len(text) for text in _contents(messages)))
-    text = chat_template.render(engine.name, tokenizer, messages, recording=recording)
-    return _read(engine, text, add_special_tokens=False)
+    text = chat_template.render(engine.name, tokenizer, messages, recording=recording, tools=tools)
+    return _read(engine, text + opening, add_special_tokens=False)
 
 
 def _contents(messages: Messages) -> Iterator[str]:

@@ -20,44 +20,51 @@ from jinja2 import TemplateError
 
 from outrider.errors import PromptError
 from outrider.prompts import template_sandbox
+from outrider.prompts.tool_template import Tools, check_marks, holds_result, iterate_strings, mark_calls, mark_tools
 
 Messages = Seq[dict[str, Any]]
+Special = tuple[tuple[str, str], ...]  # names and texts of special tokens
 
 _MARK: Final = "Mark{}of9Texts"
 _PRINTED_LIST: Final = re.compile(r"""['"]text['"]\s*:\s*['"]Mark\d+of9Texts""")  # a list printed as Python or JSON
 _CONTINUE: Final = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' tag, with the blank by which it detects trimming
 _REASONING_END: Final = "</think>"  # templates leave out the assistant's reasoning before it
 _ROLES: Final = [("role", role) for role in ("system", "developer", "user", "assistant", "tool")]
+_KINDS: Final = [("type", kind) for kind in ("text", "audio", "function")]
 _CONTENT_FORMS: Final = ("given", "text", "parts")
+MAX_CACHED_SHAPE: Final = 2**14  # characters of a conversation's shape whose form is cached
 
 
-def render(name: str, tokenizer: Any, messages: Messages, *, recording: bool = False) -> str:
+def render(name: str, tokenizer: Any, messages: Messages, *, recording: bool = False, tools: Tools = ()) -> str:
     """Return a conversation's prompt. The model continues a last message of the assistant, and answers other messages.
 
     recording: whether there is a recording for an audio part.
 
     Raises:
-        PromptError: the template drops or changes a text, fails, or does not exist. Or a text holds a control token, a
-            part is neither text nor that recording, or the assistant's last message has no text.
+        PromptError: the template drops or changes a text, a tool or a call, fails, or does not exist. Or a text holds a
+            control token, a part is neither text nor that recording, or the assistant's last message has no text.
     """
-    source = _source(name, tokenizer)
+    source = _source(name, tokenizer, tools)
     messages = _validate(messages, recording=recording)
-    check_messages(name, tokenizer, messages)
+    check_messages(name, tokenizer, messages, tools)
     continued = messages[-1].get("role") == "assistant"
+    if continued and messages[-1].get("tool_calls"):
+        raise PromptError(f"{_label(messages, -1)}: the last message calls tools: add messages with their results")
     if continued and not _texts(messages[-1]):
         raise PromptError(f"{_label(messages, -1)}: the assistant's last message has no text to continue")
-    template = _Template(name, source, tuple(sorted(tokenizer.special_tokens_map.items())), continued)
-    form = template.form(json.dumps(_mark_texts(messages)))
+    special = tuple(sorted(tokenizer.special_tokens_map.items()))
+    form = _find_form(name, source, special, continued, messages, tools)
+    template = _Template(name, source, special, continued, tools)
     text = template.render(_convert(messages, form))
     _check_texts(name, messages, text, continued=continued)
     return text
 
 
-def _source(name: str, tokenizer: Any) -> str:
+def _source(name: str, tokenizer: Any, tools: Tools) -> str:
     if not tokenizer.chat_template:
         raise PromptError(f"{name} has no chat template: give plain text or token ids")
     try:
-        return str(tokenizer.get_chat_template())
+        return str(tokenizer.get_chat_template(tools=list(tools) or None))
     except ValueError as error:
         known = ", ".join(sorted(tokenizer.chat_template))
         raise PromptError(f"the chat templates of {name} ({known}) have no default among them") from error
@@ -68,7 +75,7 @@ def _validate(messages: Messages, *, recording: bool) -> list[dict[str, Any]]:
     if not all(isinstance(message, dict) for message in messages):
         raise PromptError("chat messages are dictionaries with a role and a content")
     try:
-        kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        kept = [{key: value for key, value in message.items() if not _is_unset(message, key)} for message in messages]
         plain: list[dict[str, Any]] = json.loads(json.dumps(kept, default=lambda value: f"<{type(value).__name__}>"))
     except (TypeError, ValueError, RecursionError) as error:
         raise PromptError(f"the chat messages cannot be read: {error}") from error
@@ -81,6 +88,14 @@ def _validate(messages: Messages, *, recording: bool) -> list[dict[str, Any]]:
         for part in [] if isinstance(content, str) else content:
             _check_part(_label(plain, number), part, recording=recording)
     return plain
+
+
+def _is_unset(message: dict[str, Any], key: str) -> bool:
+    """Return whether a field means the same as its absence."""
+    value = message[key]
+    if key == "content" and message.get("tool_calls"):
+        return not value or (isinstance(value, str) and not value.strip())
+    return value is None or (key == "tool_calls" and not value)
 
 
 def _check_part(label: str, part: Any, *, recording: bool) -> None:
@@ -114,11 +129,13 @@ def _texts(message: dict[str, Any]) -> list[str]:
 def _convert(messages: Messages, form: str) -> list[dict[str, Any]]:
     """Return the messages with text-only contents in another form: one text (parts become lines), or parts."""
     if form == "given":
-        return list(messages)
+        return [message if "content" in message else {**message, "content": None} for message in messages]
     changed = []
     for message in messages:
         content, texts = message.get("content", []), _texts(message)
-        if isinstance(content, str) or (content and len(texts) == len(content)):
+        if "content" not in message:
+            message = {**message, "content": ""}  # of a message that calls tools
+        elif isinstance(content, str) or (content and len(texts) == len(content)):
             parts = [{"type": "text", "text": text} for text in texts]
             message = {**message, "content": "\n".join(texts) if form == "text" else parts}
         changed.append(message)
@@ -146,8 +163,9 @@ def _mark_texts(messages: Messages) -> list[dict[str, Any]]:
 class _Template:
     """A template with its arguments. continued: the prompt ends with the last message's text."""
 
-    def __init__(self, name: str, source: str, special: tuple[tuple[str, str], ...], continued: bool) -> None:
+    def __init__(self, name: str, source: str, special: Special, continued: bool, tools: Tools) -> None:
         self._name, self._source, self._special, self._continued = name, source, special, continued
+        self._tools = list(tools) or None
 
     def render(self, messages: Messages) -> str:
         """Return the prompt. Raise PromptError if the template fails."""
@@ -159,12 +177,8 @@ class _Template:
             reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             raise PromptError(f"the chat template of {self._name} failed: {reason}") from error
 
-    def form(self, shape: str) -> str:
-        """Return the form in which all marks of a conversation of this shape (JSON) appear in the prompt."""
-        return _form(self._name, self._source, self._special, self._continued, shape)
-
     def _render(self, messages: Messages) -> str:
-        options = {"tools": None, "documents": None, "add_generation_prompt": not self._continued}
+        options = {"tools": self._tools, "documents": None, "add_generation_prompt": not self._continued}
         if not self._continued:
             return template_sandbox.render(self._source, messages=messages, **options, **dict(self._special))
         tagged = [*messages[:-1], _append_tag(messages[-1])]
@@ -191,14 +205,24 @@ def _continuation_error(name: str) -> PromptError:
     )
 
 
+def _find_form(name: str, source: str, special: Special, continued: bool, messages: Messages, tools: Tools) -> str:
+    """Return the form in which all marks of a conversation of this shape appear in the prompt."""
+    shape = json.dumps([mark_calls(_mark_texts(messages)), mark_tools(tools)])
+    find = _form if len(shape) <= MAX_CACHED_SHAPE else _form.__wrapped__
+    return find(name, source, special, continued, shape)
+
+
 @lru_cache(256)
-def _form(name: str, source: str, special: tuple[tuple[str, str], ...], continued: bool, shape: str) -> str:
-    template, messages = _Template(name, source, special, continued), json.loads(shape)
+def _form(name: str, source: str, special: Special, continued: bool, shape: str) -> str:
+    messages, tools = json.loads(shape)
+    template = _Template(name, source, special, continued, tools)
     found: dict[str, list[int]] = {}
     failures: dict[str, PromptError] = {}
     for form in _CONTENT_FORMS:
         try:
-            found[form] = _count_marks(template.render(_convert(messages, form)), sum(len(_texts(m)) for m in messages))
+            text = template.render(_convert(messages, form))
+            check_marks(name, text, messages, tools)
+            found[form] = _count_marks(text, sum(len(_texts(m)) for m in messages))
         except PromptError as error:
             failures[form] = error
     unique = [form for form, counts in found.items() if all(count == 1 for count in counts)]
@@ -232,7 +256,7 @@ def _check_texts(name: str, messages: Messages, prompt: str, *, continued: bool)
     for number, message in enumerate(messages):
         for text in _texts(message):
             kept = text.rpartition(_REASONING_END)[2] if message["role"] == "assistant" else text
-            if kept.strip() not in prompt:
+            if not (holds_result(text, prompt) if message["role"] == "tool" else kept.strip() in prompt):
                 raise PromptError(
                     f"{_label(messages, number)}: the chat template of {name} changes the text of this message (role "
                     f"{message['role']}), so the model would read another text: give the whole prompt as plain text"
@@ -242,13 +266,15 @@ def _check_texts(name: str, messages: Messages, prompt: str, *, continued: bool)
 # Control tokens -----------------------------------------------------------------------------------------------
 
 
-def check_messages(name: str, tokenizer: Any, messages: Messages) -> None:
-    """Raise PromptError if a message holds invalid text or a control token.
+def check_messages(name: str, tokenizer: Any, messages: Messages, tools: Tools = ()) -> None:
+    """Raise PromptError if a message or a tool holds invalid text or a control token.
 
     Control tokens are the tokens that the tokenizer marks as special or that look like <|this|>, and other added tokens
     that the chat template writes. The last kind, such as <think>, is allowed in assistant messages.
     """
     controls = control_tokens(tokenizer, str(tokenizer.chat_template))
+    for path, text in iterate_strings("tools", list(tools)):
+        controls.check(name, path, text, controls.all)
     for number, message in enumerate(messages):
         label = _label(messages, number)
         tokens = controls.special if message["role"] == "assistant" else controls.all
@@ -265,7 +291,9 @@ def _iterate_texts(path: str, value: Any) -> Iterator[tuple[str, str]]:
         yield path, value
     elif isinstance(value, dict):
         for key, inner in value.items():
-            if key != "type" and (key, inner) not in _ROLES:
+            if key == "tool_calls":
+                yield from iterate_strings(f"{path}.{key}", inner)
+            elif (key, inner) not in (*_ROLES, *_KINDS):
                 yield from _iterate_texts(f"{path}.{key}", inner)
     elif isinstance(value, list):
         for number, inner in enumerate(value):

@@ -1,0 +1,309 @@
+"""Tools: the syntax of a model's calls, the tools of a request, and the calls of an answer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Set
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from outrider.config import Grammar
+from outrider.decoding.events import StreamEvent
+from outrider.decoding.result import Result
+from outrider.errors import PromptError, SettingsError
+from outrider.gateway.errors import JsonObject, RequestError
+from outrider.gateway.request_schema import ChatRequest, Message, NamedToolChoice
+from outrider.gateway.tool_grammar import call_grammar
+from outrider.gateway.tool_parsers import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    CallStart,
+    Part,
+    Text,
+    ToolParser,
+    ToolSyntax,
+    is_json_object,
+)
+from outrider.prompts import chat_template
+
+_PROBE_TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": "ProbeTool",
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": {"ProbeKey": {"type": "string", "description": "A key."}}},
+    },
+}
+_PROBE_ID: Final = "Probe0001"
+_PROBE_CALL: Final = {
+    "role": "assistant",
+    "tool_calls": [
+        {
+            "id": _PROBE_ID,
+            "type": "function",
+            "function": {"name": "ProbeTool", "arguments": {"ProbeKey": "ProbeValue"}},
+        }
+    ],
+}
+_PROBE: Final[list[JsonObject]] = [
+    {"role": "user", "content": "A question."},
+    _PROBE_CALL,
+    {"role": "tool", "tool_call_id": _PROBE_ID, "content": "A result."},
+]
+_WRITTEN: Final = re.compile(
+    r'\{\s*"name":\s*"ProbeTool",\s*"(arguments|parameters)":\s*\{\s*"ProbeKey":\s*"ProbeValue"\s*\}'
+)
+
+
+@dataclass(frozen=True)
+class ToolSupport:
+    """A model's way to call tools.
+
+    opening: the text with which the template begins the calls of a turn. special: the texts of special tokens that
+    belong to the syntax, which the detokenizer drops.
+    """
+
+    syntax: ToolSyntax
+    opening: str = ""
+    special: Mapping[int, str] = field(default_factory=dict)
+
+
+def find_tool_support(name: str, tokenizer: Any) -> ToolSupport:
+    """Return the syntax in which a chat template writes the tool calls.
+
+    Raises:
+        PromptError: the template does not support tools, or writes calls in a syntax without a parser.
+    """
+    question = chat_template.render(name, tokenizer, _PROBE[:1], tools=[_PROBE_TOOL])
+    prompt = chat_template.render(name, tokenizer, _PROBE, tools=[_PROBE_TOOL])
+    written = _WRITTEN.search(prompt, len(question) if prompt.startswith(question) else 0)
+    before = prompt[: written.start()] if written is not None else ""
+    opening = before.removeprefix(question)
+    for syntax in (HERMES, MISTRAL, LLAMA):
+        if written is not None and _matches(syntax, opening, is_bare=before == question):
+            found = replace(syntax, arguments=written[1])  # type: ignore[arg-type]
+            return ToolSupport(found, opening, _special_tokens(tokenizer, found))
+    raise PromptError(
+        f"tools: the chat template of {name} writes the tool calls in a syntax that the gateway cannot parse: it "
+        "parses <tool_call>{…}</tool_call>, [TOOL_CALLS] [{…}] and JSON with name and parameters"
+    )
+
+
+def _matches(syntax: ToolSyntax, opening: str, *, is_bare: bool) -> bool:
+    """Return whether the text between an answer's beginning and its first call is the syntax's."""
+    if is_bare:
+        return syntax is LLAMA
+    return "".join(opening.split()).endswith(syntax.opener + syntax.start)
+
+
+def _special_tokens(tokenizer: Any, syntax: ToolSyntax) -> dict[int, str]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    texts = {syntax.opener, syntax.closer, syntax.start, syntax.separator} - {""}
+    return {token: each.content for token, each in added.items() if each.special and each.content in texts}
+
+
+# Requests -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RequestedTools:
+    """The tools of one request. parallel: whether an answer may hold more than one call.
+
+    enforced: the tools of which the answer must call one, by their numbers. Without any, the model chooses.
+    """
+
+    support: ToolSupport
+    definitions: tuple[JsonObject, ...]
+    parallel: bool = True
+    enforced: tuple[int, ...] = ()
+
+    @property
+    def names(self) -> Set[str]:
+        """Return the names of the tools."""
+        return {tool["function"]["name"] for tool in self.definitions}
+
+    @property
+    def opening(self) -> str:
+        """Return the beginning of an enforced answer that is part of the prompt, because no grammar writes it."""
+        syntax = self.support.syntax
+        return syntax.opener if self.enforced and syntax.opener in self.support.special.values() else ""
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """Return the grammar of an enforced answer.
+
+        Raises:
+            RequestError: the schemas are too long.
+        """
+        if not self.enforced:
+            return None
+        syntax, tools = self.support.syntax, [self.definitions[number] for number in self.enforced]
+        begun = self.support.opening.rpartition(syntax.opener)[2].removesuffix(syntax.start)
+        is_written = syntax.opener in self.support.opening and not self.opening
+        before = syntax.opener + begun if is_written else begun
+        try:
+            return call_grammar(syntax, tools, before, parallel=self.parallel)
+        except SettingsError as error:
+            raise RequestError(f"tools: {error}", param="tools", code="invalid_value") from error
+
+    @property
+    def grammar_field(self) -> str | None:
+        """Return the request's field of the schema that an enforced answer follows."""
+        if not self.enforced:
+            return None
+        return f"tools.{self.enforced[0]}.function.parameters" if len(self.enforced) == 1 else "tools"
+
+
+def read_tools(request: ChatRequest, support: ToolSupport | str) -> RequestedTools | None:
+    """Return the tools that the model may call, or None. support: the model's, or the reason why it has none.
+
+    Raises:
+        RequestError: there is no support, or the tools and the choice among them contradict each other.
+    """
+    tools, choice = request.tools or [], request.tool_choice or "auto"
+    if not tools and choice not in ("none", "auto"):
+        raise RequestError("tool_choice: the request has no tools to call", param="tool_choice")
+    if not tools or choice == "none":
+        return None
+    if isinstance(support, str):
+        raise RequestError(support, param="tools", code="unsupported")
+    definitions = tuple(each.definition() for each in tools)
+    names = [tool["function"]["name"] for tool in definitions]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise RequestError(f"tools.{number}: a second tool of the name {name}", param=f"tools.{number}")
+    if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
+        raise RequestError(f"tool_choice: there is no tool {choice.function.name!r}", param="tool_choice")
+    enforced: tuple[int, ...] = ()
+    if isinstance(choice, NamedToolChoice):
+        enforced = (names.index(choice.function.name),)
+    elif choice == "required":
+        enforced = tuple(range(len(names)))
+    parallel = request.parallel_tool_calls is not False and not isinstance(choice, NamedToolChoice)
+    return RequestedTools(support, definitions, parallel, enforced)
+
+
+def build_notes(request: ChatRequest) -> list[str]:
+    """Return notes on fields of tools without effect."""
+    if request.parallel_tool_calls is not None and not request.tools:
+        return ["parallel_tool_calls was not used: there are no tools"]
+    strict = [n for n, tool in enumerate(request.tools or []) if tool.function.strict]
+    if not strict or request.tool_choice not in (None, "auto"):
+        return []
+    return [f"tools.{strict[0]}.function.strict was not used: with tool_choice auto, arguments are not enforced"]
+
+
+def message_fields(at: int, message: Message) -> JsonObject:
+    """Return a message's fields about tools, in the form of chat templates.
+
+    Raises:
+        RequestError: the message has fields that its role does not, or arguments that are not a JSON object.
+    """
+    where = f"messages.{at}"
+    if message.tool_calls and message.role != "assistant":
+        raise RequestError(f"{where}.tool_calls: only the assistant calls tools", param=f"{where}.tool_calls")
+    if (message.tool_call_id is not None) != (message.role == "tool"):
+        reason = "is missing: it names the call" if message.role == "tool" else "belongs to messages of the role tool"
+        raise RequestError(f"{where}.tool_call_id {reason}", param=f"{where}.tool_call_id")
+    if message.content is None and not message.tool_calls:
+        raise RequestError(f"{where}.content is missing", param=f"{where}.content", code="missing")
+    fields: JsonObject = {} if message.tool_call_id is None else {"tool_call_id": message.tool_call_id}
+    if message.tool_calls:
+        fields["tool_calls"] = []
+    for number, call in enumerate(message.tool_calls or []):
+        if not is_json_object(call.function.arguments):
+            path = f"{where}.tool_calls.{number}.function.arguments"
+            raise RequestError(f"{path}: not a JSON object", param=path, code="invalid_value")
+        function = {"name": call.function.name, "arguments": json.loads(call.function.arguments)}
+        fields["tool_calls"].append({"id": call.id, "type": "function", "function": function})
+    return fields
+
+
+# Answers ------------------------------------------------------------------------------------------------------
+
+
+class ToolOutput:
+    """The text and the calls of one answer. whole: it is not streamed."""
+
+    def __init__(self, tools: RequestedTools, *, whole: bool) -> None:
+        self._tools = tools
+        self._parser = ToolParser(tools.support.syntax, tools.names, opened=bool(tools.opening), whole=whole)
+        self._calls = 0  # reported
+        self._left_out = 0
+
+    def add_special(self, events: Seq[StreamEvent]) -> list[StreamEvent]:
+        """Return the events with the texts of special tokens of the syntax."""
+        special = self._tools.support.special
+        return [
+            replace(event, text=event.text + special[event.token_id]) if event.token_id in special else event
+            for event in events
+        ]
+
+    def with_special(self, result: Result) -> Result:
+        """Return the result with the texts of special tokens of the syntax."""
+        special = self._tools.support.special
+        if not special.keys() & set(result.token_ids):
+            return result
+        pairs = zip(result.pieces, result.token_ids, strict=True)
+        return replace(result, text="".join(piece + special.get(token, "") for piece, token in pairs))
+
+    def feed(self, text: str) -> list[JsonObject]:
+        """Return the deltas of the next text."""
+        return self._deltas(self._parser.feed(text))
+
+    def end(self) -> list[JsonObject]:
+        """Return the deltas at the end of the output."""
+        return self._deltas(self._parser.end())
+
+    def message(self, text: str) -> JsonObject:
+        """Return the content and the calls of an answer that is not streamed."""
+        content, calls = "", list[JsonObject]()
+        for delta in [*self.feed(text), *self.end()]:
+            content += delta.get("content", "")
+            for call in delta.get("tool_calls", ()):
+                if "id" in call:
+                    calls.append({"id": call["id"], "type": "function", "function": dict(call["function"])})
+                else:
+                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+        return {"content": content or None, "tool_calls": calls} if calls else {"content": content}
+
+    def finish_reason(self, reason: str) -> str:
+        """Return OpenAI's finish reason. reason: that of an answer without calls."""
+        return "tool_calls" if self._calls and reason != "length" else reason
+
+    @property
+    def warnings(self) -> list[str]:
+        """Return warnings on calls that are not reported as the model wrote them."""
+        counts = {
+            "tool calls in the output are malformed, or name no tool of the request: they are text of the answer": (
+                self._parser.malformed
+            ),
+            "tool calls ended within their arguments, which are not valid JSON": self._parser.broken,
+            "tool calls were left out: parallel_tool_calls is false": self._left_out,
+        }
+        return [f"{count} {reason}" for reason, count in counts.items() if count]
+
+    def _deltas(self, parts: Seq[Part]) -> list[JsonObject]:
+        deltas: list[JsonObject] = []
+        for part in parts:
+            if isinstance(part, Text):
+                deltas.append({"content": part.text})
+                continue
+            is_start = isinstance(part, CallStart)
+            if part.index and not self._tools.parallel:
+                self._left_out += is_start
+                continue
+            self._calls += is_start
+            deltas.append({"tool_calls": [_call_delta(part)]})
+        return deltas
+
+
+def _call_delta(part: Part) -> JsonObject:
+    if isinstance(part, CallStart):
+        function = {"name": part.name, "arguments": ""}
+        return {"index": part.index, "id": part.id, "type": "function", "function": function}
+    assert not isinstance(part, Text)
+    return {"index": part.index, "function": {"arguments": part.text}}
