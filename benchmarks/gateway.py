@@ -30,9 +30,9 @@ from outrider.engines.prefix_cache import unique_salt
 from outrider.gateway.access import Access
 from outrider.gateway.app import GatewayInfo, build_overview, create_app
 from outrider.gateway.decoder_pool import DecoderPool, RequestOptions
+from outrider.gateway.defaults import Defaults
 from outrider.gateway.handlers import Gateway
 from outrider.gateway.metrics import Metrics
-from outrider.gateway.request_parsing import Defaults
 from outrider.gateway.request_scheduler import RequestScheduler
 from outrider.gateway.server import bound, http_server
 from outrider.gateway.tokenization import Tokenization

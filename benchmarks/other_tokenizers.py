@@ -24,14 +24,13 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from outrider.api import SpeculativeDecoder, local
-from outrider.engines.base import Engine
 from outrider.engines.load import load_engine
 from outrider.engines.prefix_cache import unique_salt
 
@@ -90,9 +89,8 @@ class Forwards:
 class Pair:
     """Target and drafter, with the ways to generate with them."""
 
-    def __init__(self, target: Engine, draft: Engine, options: argparse.Namespace) -> None:
-        self.target: Any = target
-        self.draft: Any = draft
+    def __init__(self, target: Any, draft: Any, options: argparse.Namespace) -> None:
+        self.target, self.draft = target, draft
         self._options = options
         self._forwards = Forwards(self.target.model), Forwards(self.draft.model)
         k = options.k if options.k == "auto" else int(options.k)
@@ -246,8 +244,8 @@ def main() -> None:
     options = parser.parse_args()
     ends = time.monotonic() + options.budget
     torch.set_num_threads(options.threads)
-    engines = (load_engine(name, dtype="float32", device="cpu") for name in (options.target, options.draft))
-    pair = Pair(*engines, options)
+    target, draft = (load_engine(name, dtype="float32", device="cpu") for name in (options.target, options.draft))
+    pair = Pair(target, draft, options)
     texts = prompts(options, pair)
     names = ("target", "draft", "tokens", "k", "temperature", "threads")
     settings = {name: str(getattr(options, name)) for name in names}
@@ -261,7 +259,8 @@ def main() -> None:
         runs = [pair.run(ids[0], name)] if seed is None else pair.sample(ids, seed, name)
         for key, run in zip(keys, runs, strict=True):
             measured.add(key, run)
-            print(f"{texts[key.prompt][0]:15s} {key}: {replace(run, output=len(run.output))}", flush=True)
+            figures = {**asdict(run), "output": len(run.output)}
+            print(f"{texts[key.prompt][0]:15s} {key}: {figures}", flush=True)
     different = measured.different()
     for key in different:
         print(f"DIFFERENT: {key}")

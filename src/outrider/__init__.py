@@ -13,6 +13,7 @@ from outrider.errors import (
     CloudRefused,
     ContextError,
     DecodingError,
+    GrammarError,
     InputError,
     ModelError,
     OutriderError,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from outrider.api import StreamEvent as StreamEvent
     from outrider.api import local as local
     from outrider.config import GenerationSettings as GenerationSettings
+    from outrider.config import Grammar as Grammar
     from outrider.decoding.gate_parsing import gate as gate
     from outrider.decoding.result import Result as Result
     from outrider.engines.load import load_engine as load_engine
@@ -47,6 +49,7 @@ _LAZY = {  # imported on first use: they import torch, and `outrider --help` mus
     "connect": "outrider.verifiers.connect",
     "local": "outrider.api",
     "GenerationSettings": "outrider.config",
+    "Grammar": "outrider.config",
     "gate": "outrider.decoding.gate_parsing",
     "Result": "outrider.decoding.result",
     "load_engine": "outrider.engines.load",
@@ -67,6 +70,8 @@ __all__ = [
     "Conversation",
     "DecodingError",
     "GenerationSettings",
+    "Grammar",
+    "GrammarError",
     "InputError",
     "ModelError",
     "OutriderError",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.gateway.request_parsing import Defaults
+from outrider.gateway.defaults import Defaults
 from outrider.gateway.tool_parsers import HERMES
 from outrider.gateway.tools import ToolSupport
 from tests.clients.drivers.protocol import WEATHER

@@ -36,7 +36,7 @@ AUDIO_TOKENS = 3
 def hearing() -> Iterator[Served]:
     engine = ScriptedEngine(TARGET, V)
     engine.audio = ScriptedAudioEncoder()
-    limits = Limits(max_media_bytes=20_000, max_media_total=40_000, max_message_bytes=100_000)
+    limits = Limits(max_media_bytes=20_000, max_media_total=40_000, max_message_bytes=2**17)
     with serving(engine, slots=2, limits=limits) as served:
         yield served
 

@@ -175,9 +175,11 @@ def test_the_gateway_reads_prompts_with_it(served: Served, target: TokenizedEngi
         with pool.checkout(RequestOptions(way, k=4)) as decoder:  # type: ignore[arg-type]
             assert decoder.generate(PROMPT).token_ids == expected(target)
     pool.close()
-    monitor = CloudMonitor(edge(), connect(f"grpc://{served.address}"))  # type: ignore[arg-type]
-    assert monitor.wait(SOON)
-    monitor.close()
+    for engine, sent in ((edge(), True), (model_of("llama", PROMPT, TEXT), False)):
+        monitor = CloudMonitor(engine, connect(f"grpc://{served.address}"))  # type: ignore[arg-type]
+        assert monitor.wait(SOON)
+        assert (monitor.target_tokenizer is not None) is sent
+        monitor.close()
 
 
 def test_evaluations_find_it(verifier: Any, target: TokenizedEngine) -> None:

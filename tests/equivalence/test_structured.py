@@ -41,6 +41,8 @@ class Masked(LogitsProcessor):
         matcher, output = self.grammar.copy_matcher(), input_ids[0, len(PROMPT) :].tolist()
         assert matcher.try_consume_tokens(output) == len(output)
         there = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8)
+        if set(torch.nonzero(there).flatten().tolist()) <= set(self.grammar.eos_ids):
+            there[list(self.grammar.eos_ids[1:])] = 0
         return scores.masked_fill(there[: scores.shape[-1]][None] == 0, -torch.inf)
 
 
@@ -156,3 +158,18 @@ def test_a_model_without_a_tokenizer_is_refused() -> None:
             run(Grammar("regex", "ok"), alone=True)
     finally:
         engine.tokenizer = tokenizer
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_penalties_biases_and_log_probabilities_go_with_a_grammar(sampling: dict[str, Any]) -> None:
+    schema = SCHEMAS[3]
+    options = {"frequency_penalty": 0.6, "presence_penalty": 0.3, "logit_bias": {40: 2.0, 41: -4.0}, **sampling}
+    result = run(Grammar.json_schema(schema), logprobs=2, **options)
+    wanted = run(Grammar.json_schema(schema), alone=True, logprobs=2, **options)
+    assert result.token_ids == wanted.token_ids
+    check(result, schema)
+    assert len(result.logprobs) == len(result.token_ids)
+    for ours, theirs in zip(result.logprobs, wanted.logprobs, strict=True):
+        assert ours.token_id == theirs.token_id
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        assert [each.logprob for each in ours.top] == pytest.approx([each.logprob for each in theirs.top], abs=1e-4)

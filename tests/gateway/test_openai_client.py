@@ -229,6 +229,20 @@ def test_a_completion_continues_text_and_ids(client: openai.OpenAI, decoder: Spe
     assert "".join(chunk.choices[0].text for chunk in stream) == expected.text
 
 
+def test_several_prompts_are_answered_as_each_alone(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
+    prompts = [f"{word} speaker" for word in ("The", "This", "One", "A")]
+    expected = [str(decoder.generate(prompt, max_new_tokens=8).text) for prompt in prompts]
+    ask: dict[str, Any] = {"model": "outrider", "prompt": prompts, "max_tokens": 8}
+    reply = client.completions.create(**ask)
+    assert [(choice.index, choice.text) for choice in reply.choices] == list(enumerate(expected))
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == sum(len(decoder.encode(prompt).ids) for prompt in prompts)
+    texts = [""] * len(prompts)
+    for chunk in client.completions.create(**ask, stream=True, echo=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
+
+
 def test_eight_clients_at_once_get_the_same_texts_as_one(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
     expected = [decoder.generate(Audio(CLIPS / name, lang=name[:2])).text for name in NAMES]
 

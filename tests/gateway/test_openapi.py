@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from outrider.gateway.access import Access
-from outrider.gateway.request_parsing import Defaults
+from outrider.gateway.defaults import Defaults
 from outrider.gateway.tool_parsers import HERMES
 from outrider.gateway.tools import ToolSupport
 from outrider.serving.tokens import Tokens

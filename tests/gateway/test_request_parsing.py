@@ -20,9 +20,10 @@ from openai.types.chat import completion_create_params as chat_create_params
 import outrider
 from outrider.errors import AudioError, ContextError
 from outrider.gateway.decoder_pool import RequestOptions
+from outrider.gateway.defaults import Defaults
 from outrider.gateway.errors import RequestError
 from outrider.gateway.recordings import decode_recording
-from outrider.gateway.request_parsing import Defaults, ParsedRequest, attach_param, parse_request, validate_body
+from outrider.gateway.request_parsing import ParsedRequest, attach_param, parse_request, validate_body
 from outrider.gateway.request_schema import IGNORED, UNSUPPORTED, ChatRequest, CompletionRequest, Request
 from outrider.prompts.audio import Audio, quantize
 from outrider.prompts.audio import read as read_audio
@@ -143,6 +144,24 @@ def test_best_of_is_chosen_by_log_probabilities_that_are_not_reported() -> None:
         with pytest.raises(RequestError) as refused:
             completion(**fields)
         assert refused.value.param == "best_of"
+
+
+@pytest.mark.parametrize("prompts", [["a", "b"], [[1, 2], [3]]])
+def test_a_completion_takes_several_prompts(prompts: Any) -> None:
+    found = completion(prompt=prompts)
+    assert list(found.prompts) == prompts
+    assert len(found.prompt_bytes) == 2
+
+
+def test_too_many_generations_are_refused() -> None:
+    assert len(completion(prompt=["a"] * 128).prompts) == 128
+    for fields in ({"prompt": ["a"] * 129}, {"prompt": ["a"] * 65, "n": 2, "temperature": 1}):
+        with pytest.raises(RequestError) as refused:
+            completion(**fields)
+        assert refused.value.param == "prompt"
+    with pytest.raises(RequestError, match="empty") as refused:
+        completion(prompt=["a", ""])
+    assert refused.value.param == "prompt.1"
 
 
 def test_values_that_ask_for_nothing_are_taken() -> None:
@@ -459,7 +478,7 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], param: str) -> None:
     ("fields", "param", "said"),
     [
         ({"stop": ["x"] * 17}, "stop", "at most 16"),
-        ({"prompt": ["a", "b"]}, "prompt", "at most 1 item"),
+        ({"prompt": ["a"] * 129}, "prompt", "at most 128 items"),
         ({"prompt": []}, "prompt", "at least 1 item"),
         ({"prompt": {}}, "prompt", "valid"),
         ({"outrider": {"k": "AUTO"}}, "outrider.k", "1 to 64, or auto"),

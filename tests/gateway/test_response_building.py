@@ -337,7 +337,7 @@ def test_the_choices_of_a_stream_are_told_apart_by_their_index() -> None:
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_an_echoed_prompt_comes_first(chat: bool) -> None:
-    request = asked(stream=True, echo="" if chat else "The")
+    request = asked(stream=True, echo=() if chat else ("The",))
     answer = Answer(request, chat=chat)
     (choice,) = answer.choices
     data = choice.chunk([event(0, " end")]) + choice.chunk([event(1, ".")]) + choice.last(result_of(" end.", 2))
@@ -348,5 +348,26 @@ def test_an_echoed_prompt_comes_first(chat: bool) -> None:
 
 
 def test_an_echoed_prompt_comes_before_an_empty_answer() -> None:
-    answer = Answer(asked(stream=True, echo="The"), chat=False)
+    answer = Answer(asked(stream=True, echo=("The",)), chat=False)
     assert b'"text": "The"' in answer.choices[0].last(result_of("", 1))
+
+
+# Several prompts --------------------------------------------------------------------------------------------------
+
+
+def test_each_prompt_has_its_choices_and_counts_once() -> None:
+    request = asked(more_prompts=("second",), n=1, candidates=2, echo=("A", "B"))
+    answer = Answer(request, chat=False)
+    assert len(answer.choices) == 4
+    results = [likely("a", -1.0), likely("b", -0.5), likely("c", -0.1), likely("d", -0.2)]
+    body = json.loads(answer.body(results))
+    response_schema.Completion.model_validate(body)
+    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [(0, "Ab"), (1, "Bc")]
+    assert body["usage"]["prompt_tokens"] == 14
+    assert (body["usage"]["completion_tokens"], body["usage"]["total_tokens"]) == (4, 18)
+    assert all("outrider" in choice for choice in body["choices"])
+
+
+def test_the_seed_of_a_choice_depends_on_its_place_among_its_prompt_s_alone() -> None:
+    request = asked(more_prompts=("second",), n=2, candidates=2)
+    assert [request.choice_settings(index)["seed"] for index in range(4)] == [0, 1, 0, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from typing import Any
 
 import httpx2
@@ -13,7 +14,7 @@ from pydantic import TypeAdapter
 from outrider import Audio, SpeculativeDecoder, load_engine, local
 from outrider.errors import CloudLost
 from outrider.gateway import response_schema
-from outrider.gateway.request_parsing import Defaults
+from outrider.gateway.defaults import Defaults
 from outrider.gateway.tool_parsers import HERMES
 from outrider.gateway.tools import ToolSupport
 from outrider.prompts.tool_template import ToolChat
@@ -197,7 +198,8 @@ def test_tokens_are_reported_at_the_end() -> None:
         ({"top_logprobs": 3}, "top_logprobs", "log-probabilities"),
         ({"prompt": {"id": "p"}}, "prompt", "no stored prompts"),
         ({"max_tool_calls": 3}, "max_tool_calls", "no built-in tools"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format.type", "text"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format", "json_schema"),
+        ({"text": {"format": {"type": "json_object"}}, "tools": TOOLS}, "text.format", "keep the model from calling"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
         ({"tool_choice": {"type": "function", "name": "x"}, "tools": TOOLS}, "tool_choice", "no tool 'x'"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "an item of type message"),
@@ -214,6 +216,17 @@ def test_what_does_not_map_is_refused_by_name(fields: dict[str, Any], param: str
         create(**fields)
     found = str(refused.value.param)
     assert found == param or (param is None and found.startswith("input"))
+
+
+def test_a_format_constrains_the_answer() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    text: Any = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
+    reply, (_, _, settings, _) = create(text=text)
+    assert json.loads(settings["grammar"].text) == schema
+    assert reply.text.format.schema_ == schema
+    TypeAdapter(response_schema.Response).validate_python(reply.to_dict())
+    assert create(text={"format": {"type": "json_object"}})[1][2]["grammar"].kind == "json_object"
+    assert create(text={"format": {"type": "text"}})[1][2]["grammar"] is None
 
 
 def test_an_error_names_the_item() -> None:

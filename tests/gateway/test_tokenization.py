@@ -10,7 +10,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from outrider.gateway import response_schema
-from outrider.gateway.request_parsing import Defaults
+from outrider.gateway.defaults import Defaults
 from outrider.gateway.tokenization import Tokenization
 from outrider.gateway.tool_parsers import HERMES
 from outrider.gateway.tools import ToolSupport

@@ -1,4 +1,4 @@
-"""Outputs of models with calls of tools: found however they are cut, and text where they are malformed."""
+"""Outputs of models with tool calls: found however they are cut, and text where they are malformed."""
 
 from __future__ import annotations
 

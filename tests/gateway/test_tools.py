@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 
 from outrider.errors import PromptError
 from outrider.gateway import response_schema
-from outrider.gateway.request_parsing import Defaults
+from outrider.gateway.defaults import Defaults
 from outrider.gateway.tool_parsers import HERMES, LLAMA, MISTRAL
 from outrider.gateway.tools import ToolSupport, find_tool_support
 from outrider.prompts.tool_template import ToolChat
@@ -111,7 +111,7 @@ def test_special_tokens_of_the_syntax_are_found() -> None:
     ("template", "reason"),
     [
         (chat_templates.CHATML, "does not show the model any tools"),
-        (tool_templates.FORGETFUL, "drops the calls"),
+        (tool_templates.FORGETFUL, "drops the tool calls"),
         (tool_templates.XML, "in a syntax that the gateway cannot parse"),
         (None, "has no chat template"),
     ],

@@ -91,6 +91,13 @@ def test_a_schema_that_cannot_be_compiled_is_refused_at_its_field(client: openai
     assert client.chat.completions.create(**ASK, tools=TOOLS).choices[0].finish_reason
 
 
+def test_the_schema_of_a_response_s_tool_is_named_as_it_was_sent(client: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", "name": "f", "parameters": {"type": "nothing"}}]
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(model="outrider", input="Hi", tools=tools, tool_choice="required")
+    assert refused.value.param == "tools.0.parameters"
+
+
 def test_two_grammars_are_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(**ASK, tools=FORCED, response_format={"type": "json_object"})

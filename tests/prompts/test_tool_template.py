@@ -70,7 +70,7 @@ def test_a_template_without_tools_is_refused() -> None:
 
 
 def test_a_template_that_drops_calls_is_refused() -> None:
-    with pytest.raises(PromptError, match=r"messages\.1\.tool_calls\.0: .* drops the calls"):
+    with pytest.raises(PromptError, match=r"messages\.1\.tool_calls\.0: .* drops the tool calls"):
         encode(model(tool_templates.FORGETFUL), LOOP)
 
 

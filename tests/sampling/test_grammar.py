@@ -89,6 +89,14 @@ def test_after_an_eos_there_is_eos_alone(tail: list[int]) -> None:
     assert allowed(grammar, output) == {EOS}
 
 
+def test_of_several_eos_the_first_alone_is_allowed_where_nothing_else_is() -> None:
+    """A verdict on the end of an output then needs no row of logits."""
+    one = ids_of("the", byte_level())
+    ends, goes_on = (compile_grammar(Grammar("regex", text), byte_level(), (2, 0, 1)) for text in ("the", "(the)+"))
+    assert allowed(ends, one) == allowed(ends, [*one, 0]) == {2}
+    assert {0, 1, 2} < allowed(goes_on, one)
+
+
 @pytest.mark.parametrize("wrong", [ids_of("x", byte_level())[0], 0, 300_000])
 def test_nothing_follows_a_token_that_is_not_allowed(wrong: int) -> None:
     grammar = compiled(Grammar("regex", "(the)+"), "byte level")

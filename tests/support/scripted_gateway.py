@@ -17,9 +17,9 @@ from outrider.decoding.token_logprob import TokenLogprob
 from outrider.gateway.access import Access
 from outrider.gateway.app import GatewayInfo, build_overview, create_app
 from outrider.gateway.connections import Listener
+from outrider.gateway.defaults import Defaults
 from outrider.gateway.handlers import Gateway
 from outrider.gateway.metrics import Metrics
-from outrider.gateway.request_parsing import Defaults
 from outrider.gateway.server import bound, http_server
 from outrider.gateway.tokenization import Tokenization
 from tests.support.processes import HANG_S, until, wait_until

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from outrider import SpeculativeDecoder
+from outrider import Grammar, SpeculativeDecoder
 from outrider.decoding.sequence import Source
 from outrider.errors import CloudRefused, PromptError, SettingsError, VocabularyMismatch
 from outrider.verifiers.llm_server.verifier import LlmServerVerifier
@@ -60,6 +60,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "min-p": {"temperature": 1.2, "min_p": 0.1, "seed": 5, "no_repeat_ngram_size": 3},
     "top-k-p": {"temperature": 1.5, "top_k": 12, "top_p": 0.9, "seed": 6, "min_new_tokens": 8},
     "residual": {"temperature": 1.0, "top_k": 10, "seed": 7, "accept": "residual"},
+    "grammar": {"grammar": Grammar("regex", "[a-z]{2,6}( [A-Z]+)?"), "max_new_tokens": 14},
+    "grammar-json": {"grammar": Grammar("json_object"), "max_new_tokens": 14},
+    "grammar-top-k": {"grammar": Grammar("regex", "[a-z]+"), "temperature": 0.9, "top_k": 4, "seed": 8},
+    "grammar-forced": {"grammar": Grammar("regex", "one way"), "temperature": 0.9, "top_p": 0.5, "seed": 9},
 }
 
 
@@ -75,6 +79,17 @@ def check_equal_results(result: Any, wanted: Any, why: object = "") -> None:
     assert result.guarantee == wanted.guarantee, why
     assert result.near_ties == wanted.near_ties, why
     assert not result.stats.cloud_lost, why
+
+
+def test_a_grammar_that_the_rows_cannot_settle_is_refused_with_the_remedy() -> None:
+    """Five entries of a row seldom hold a digit. A single allowed token needs none."""
+    options = {"max_logprobs": 5, "logits": False, "old": True}
+    with VllmServer(Model(target_engine()), **options) as server, connect_servers(server) as verifier:
+        decoder = SpeculativeDecoder(draft_engine(), verifier)
+        with pytest.raises(CloudRefused, match=r"grammar allows none of them: .*max-logprobs.*the prompt ask for"):
+            decoder.generate([33], grammar=Grammar("regex", "[0-9]{8}"))
+        result = decoder.generate([33], grammar=Grammar("regex", "one way"))
+        assert (result.finish_reason, len(result.token_ids)) == ("eos", len("one way") + 1)
 
 
 # Equality -------------------------------------------------------------------------------------------------------

@@ -67,10 +67,10 @@ def test_texts_come_out_as_the_server_generates_them(verifier, edge, pair_of_ser
         {"presence_penalty": 1.5},
         {"frequency_penalty": -0.6, "presence_penalty": -0.4},
         {"frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.2},
-        {"logit_bias": {str(token): 2.0 - token % 5 for token in range(30, 120)}},
+        {"logit_bias": {str(token): 1.5 - 3.0 * (token % 3) for token in range(30, 900)}},
         {"logit_bias": {"40": 4.0, "41": -100.0}, "frequency_penalty": 2.0, "repetition_penalty": 1.3},
     ],
-    ids=str,
+    ids=["frequency", "presence", "negative", "with repetition", "biases", "all"],
 )
 def test_penalties_and_biases_are_vllm_s_own(verifier, edge, pair_of_servers, params) -> None:
     decoder = SpeculativeDecoder(edge, verifier, k=4)

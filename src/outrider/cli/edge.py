@@ -6,8 +6,8 @@ import json as jsonlib
 import logging
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -25,8 +25,9 @@ from outrider.cli.build import (
     load_lookup,
     load_target_tokenizer,
 )
+from outrider.cli.edge_cloud import CloudConnection, CloudState, open_cloud, wait_for_cloud
 from outrider.cli.escape import one_line
-from outrider.cli.options import Models, Network, Pair, Whole
+from outrider.cli.options import Models, Pair, Whole
 from outrider.config import DecodingMode
 from outrider.errors import PromptError, SettingsError
 from outrider.hints import check_extra
@@ -34,7 +35,6 @@ from outrider.hints import check_extra
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from outrider.cli.subprocess_cloud import SupervisedCloud
     from outrider.engines.base import Engine
     from outrider.engines.prompt_lookup import PromptLookup
     from outrider.gateway.access import Access
@@ -42,12 +42,7 @@ if TYPE_CHECKING:
     from outrider.gateway.decoder_pool import DecoderPool
     from outrider.gateway.request_scheduler import RequestScheduler
     from outrider.gateway.tools import ToolSupport
-    from outrider.verifiers.base import Verifier
-
-    VerifierFactory = Callable[[str], Verifier]
-
 SERVING = Group("Serving", sort_key=6)
-CLOUD_TIMEOUT_S = 30.0  # for the first answer of the cloud, before clients are served without it
 log = logging.getLogger("outrider.gateway")
 
 
@@ -110,7 +105,7 @@ def run_edge(listen: str, pair: Pair, serving: Serving, *, target_tokenizer: str
     listener, access = _bind_listener(listen, serving)
     with listener:
         _log_to_stderr(serving)
-        with _cloud(pair.models, pair.network) as cloud:
+        with open_cloud(pair.models, pair.network) as cloud:
             return _serve(listener, access, cloud, options, signals)
 
 
@@ -197,57 +192,8 @@ def _check_serving(serving: Serving) -> None:
             raise SettingsError(f"--allow-origin {origin!r}: write SCHEME://HOST, as in https://example.org")
 
 
-class _CloudConnection:
-    """The address of the cloud, and connections to it. own: the gateway's own cloud process, if there is one."""
-
-    def __init__(self, models: Models, network: Network) -> None:
-        from outrider.verifiers.connect import parse_cloud_address
-
-        self._address, self._options = models.cloud, network.connection()
-        self._options.pop("net", None)
-        self.target = parse_cloud_address(models.cloud)
-        self.own: SupervisedCloud | None = None
-
-    @property
-    def hosts(self) -> Sequence[tuple[str, int]]:
-        """The addresses of the cloud, once they are known."""
-        from outrider.verifiers.connect import parse_cloud_address
-
-        return () if self.target.kind == "none" else parse_cloud_address(self._address).hosts
-
-    def reach(self) -> VerifierFactory | None:
-        """Return a function from an emulated network to a verifier, or None. Wait for the gateway's own cloud."""
-        if self.target.kind == "none":
-            return None
-        if self.own is not None:
-            self._address = f"grpc://{self.own.address()}"
-        return self._connect
-
-    def _connect(self, net: str) -> Verifier:
-        from outrider.verifiers.connect import connect
-
-        verifier = connect(self._address, **self._options, net=net)
-        assert verifier is not None  # a cloud is named
-        return verifier
-
-
-@contextmanager
-def _cloud(models: Models, network: Network) -> Iterator[_CloudConnection]:
-    """Yield the cloud. Start a local one in a process of its own, which the first connection waits for."""
-    cloud = _CloudConnection(models, network)
-    if cloud.target.kind != "local":
-        yield cloud
-        return
-    from outrider.cli.subprocess_cloud import share_cores, supervised_cloud
-
-    share_cores()
-    with supervised_cloud(cloud.target.model, "--dtype", models.dtype, "--device", models.device) as own:
-        cloud.own = own
-        yield cloud
-
-
 def _serve(
-    listener: Listener, access: Access, cloud: _CloudConnection, options: _Options, signals: _StartSignals
+    listener: Listener, access: Access, cloud: CloudConnection, options: _Options, signals: _StartSignals
 ) -> int:
     import asyncio  # here, to keep help texts fast
 
@@ -266,8 +212,8 @@ def _serve(
             step(f"waiting for the cloud {models.cloud}")
         reach = cloud.reach()
         with (
-            closing(DecoderPool(engine, reach, lookup=lookup, target_tokenizer=tokenizer)) as pool,
-            _wait_for_cloud(pool, reach, cloud) as cloud_state,
+            wait_for_cloud(engine, tokenizer, reach, cloud) as cloud_state,
+            closing(DecoderPool(engine, reach, lookup=lookup, target_tokenizer=cloud_state.tokenizer)) as pool,
         ):
             step("starting to serve")
             enable_gc()
@@ -281,7 +227,7 @@ async def _run(
     listener: Listener,
     access: Access,
     pool: DecoderPool,
-    cloud_state: _CloudState,
+    cloud_state: CloudState,
     options: _Options,
     step: Callable[[str | None], None],
     signals: _StartSignals,
@@ -301,13 +247,13 @@ async def _run(
 
 
 def _application(
-    access: Access, pool: DecoderPool, cloud_state: _CloudState, options: _Options
+    access: Access, pool: DecoderPool, cloud_state: CloudState, options: _Options
 ) -> tuple[RequestScheduler, FastAPI]:
     from outrider.gateway.app import GatewayInfo, build_overview, create_app
     from outrider.gateway.decoder_pool import RequestOptions
+    from outrider.gateway.defaults import Defaults
     from outrider.gateway.handlers import Gateway
     from outrider.gateway.metrics import Metrics
-    from outrider.gateway.request_parsing import Defaults
     from outrider.gateway.request_scheduler import RequestScheduler
     from outrider.gateway.tokenization import Tokenization
 
@@ -339,33 +285,6 @@ def _tool_support(engine: Engine | PromptLookup) -> ToolSupport | str:
         return find_tool_support(engine.name, engine.tokenizer)
     except PromptError as error:
         return str(error)
-
-
-@dataclass(frozen=True)
-class _CloudState:
-    """The present state of the cloud. trouble: the reason if it is unreachable, else None."""
-
-    name: Callable[[], str]
-    trouble: Callable[[], str | None] = lambda: None
-
-
-@contextmanager
-def _wait_for_cloud(pool: DecoderPool, reach: VerifierFactory | None, cloud: _CloudConnection) -> Iterator[_CloudState]:
-    """Connect to the cloud if it is reachable now. An incompatible cloud ends the gateway.
-
-    With an unreachable cloud the gateway serves, and requests fail with 503 until the cloud can be reached.
-    """
-    from outrider.gateway.cloud_monitor import CloudMonitor
-
-    if reach is None:
-        yield _CloudState(lambda: "none")
-        return
-    tokenizer = pool.target_tokenizer
-    with closing(CloudMonitor(pool.engine, reach("none"), cloud.hosts, target_tokenizer=tokenizer)) as monitor:
-        if not monitor.wait(CLOUD_TIMEOUT_S):
-            log.warning("the cloud cannot be reached yet")
-        own = cloud.own
-        yield _CloudState(lambda: monitor.name, lambda: (own.trouble if own is not None else None) or monitor.trouble)
 
 
 def _log_to_stderr(serving: Serving) -> None:

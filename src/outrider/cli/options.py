@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast, get_args
 
 from cyclopts import Group, Parameter, Token
 
-from outrider.config import DEFAULT_K, DriverName, OnCloudLoss, OnLoop, Privacy, Scope
+from outrider.config import DEFAULT_K, DriverName, Grammar, GrammarKind, OnCloudLoss, OnLoop, Privacy, Scope
 from outrider.decoding.loop_detection import DEFAULT_LOOP_RULE
 from outrider.errors import SettingsError
+from outrider.files import read_text
 
 MODELS = Group("Models", sort_key=1)
 SPECULATION = Group("Speculation", sort_key=2)
@@ -34,6 +35,21 @@ def _block_length(type_: Any, tokens: Sequence[Token]) -> int | str:
     if value == "auto" or value.removeprefix("-").isdecimal():
         return value if value == "auto" else int(value)
     raise SettingsError(f"k {value!r}: expected 1 to 64, or auto")
+
+
+def _parse_grammar(spec: str) -> Grammar:
+    """Return the grammar of an option's value.
+
+    Raises:
+        SettingsError: the kind is unknown, or its text is missing.
+        DataError: the file cannot be read.
+    """
+    kind, _, text = spec.partition(":")
+    if kind not in get_args(GrammarKind):
+        raise SettingsError(f"grammar {spec!r}: expected json_object, json_schema:FILE, regex:EXPRESSION or lark:FILE")
+    if kind in ("json_schema", "lark") and text:
+        text = read_text(text)
+    return Grammar(cast(GrammarKind, kind), text)
 
 
 Whole = Annotated[int, Parameter(converter=_whole)]
@@ -266,6 +282,9 @@ class Decoding:
         Stop after this many sentences.
     ignore_eos
         Do not stop at the end-of-sequence token.
+    grammar
+        The language of the output: json_object, json_schema:FILE, regex:EXPRESSION, or lark:FILE (llguidance's variant
+        of Lark).
     """
 
     max_new_tokens: Whole = 128
@@ -283,11 +302,13 @@ class Decoding:
     stop: Annotated[tuple[str, ...], Parameter(negative="")] = ()
     sentences: MaybeWhole = None
     ignore_eos: Annotated[bool, Parameter(negative="")] = False
+    grammar: str | None = None
 
     def settings(self) -> dict[str, Any]:
         """Return the keyword arguments of `SpeculativeDecoder.generate`."""
         values = asdict(self)
         values["no_repeat_ngram_size"] = values.pop("no_repeat_ngram")
+        values["grammar"] = None if self.grammar is None else _parse_grammar(self.grammar)
         return values
 
 

@@ -20,6 +20,7 @@ from outrider.cloud.metrics import Metrics
 from outrider.cloud.metrics_server import listen
 from outrider.cloud.service import Service
 from outrider.engines.base import ServableEngine
+from outrider.engines.grammars import prepare
 from outrider.errors import SettingsError
 from outrider.protocol import schema
 from outrider.serving.tokens import Tokens
@@ -54,6 +55,7 @@ class Server:
     def __init__(self, engine: ServableEngine, config: ServerConfig) -> None:
         self._config = config
         self.metrics = Metrics()
+        prepare(engine)
         slots = engine.reserve(config.budget, config.max_length)
         max_length = min(config.max_length, engine.max_length or config.max_length)
         log.info("slots reserved", extra={"slots": slots, "tokens": max_length, "bytes": config.budget})

@@ -12,12 +12,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from outrider.config import Grammar
-from outrider.decoding.detokenizer import Tokenizer, get_detokenizer
+from outrider.decoding.detokenizer import SPECIAL_MARK, Tokenizer, get_detokenizer
+from outrider.engines.base import Engine
 from outrider.engines.locking import get_lock
 from outrider.errors import GrammarError, SettingsError
 from outrider.sampling.grammar import CompiledGrammar
@@ -72,10 +74,17 @@ def _compile(grammar: Grammar, tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -
     return CompiledGrammar(lambda: _matcher(vocabulary, source), vocabulary.vocab_size, eos_ids)
 
 
+def prepare(engine: Engine) -> None:
+    """Prepare an engine's vocabulary before it serves, if it can have grammars: sessions then do not wait for it."""
+    if engine.tokenizer is not None and engine.eos_ids:
+        with suppress(SettingsError):  # its tokens are not bytes
+            prepare_vocabulary(engine.tokenizer, engine.eos_ids)
+
+
 def prepare_vocabulary(tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -> LLTokenizer:
     """Return a tokenizer's vocabulary for llguidance, which is cached. 150,000 tokens take about a second.
 
-    Other threads of Python wait meanwhile, so a service calls this before it serves.
+    Other threads of Python wait meanwhile.
 
     Raises:
         SettingsError: the tokenizer's tokens are not bytes.
@@ -91,6 +100,8 @@ def _vocabulary(tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -> LLTokenizer:
     tokens = get_detokenizer(tokenizer).vocabulary_bytes(max(tokenizer.get_vocab().values()) + 1)
     if tokens is None:
         raise SettingsError("grammar needs a tokenizer of bytes, as those of Qwen, Llama and Mistral are")
+    for token in eos_ids:  # never text, not even if the tokenizer has a text for it
+        tokens[token : token + 1] = [SPECIAL_MARK + str(token).encode()]
     return LLTokenizer(_Tokens(tokens, eos_ids[0]), eos_token=list(eos_ids))  # type: ignore[arg-type]
 
 

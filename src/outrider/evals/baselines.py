@@ -171,7 +171,7 @@ class TransformersBaseline:
 
 def _config(settings: GenerationSettings, eos: tuple[int, ...]) -> GenerationConfig:
     """Translate the settings for transformers."""
-    for name in ("repetition_window", "frequency_penalty", "presence_penalty"):
+    for name in ("repetition_window", "frequency_penalty", "presence_penalty", "grammar"):
         if getattr(settings, name):
             raise SettingsError(f"{name}: transformers' generate has no such setting, so it cannot be a baseline")
     drawn = settings.temperature > 0

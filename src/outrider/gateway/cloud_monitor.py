@@ -10,11 +10,12 @@ from contextlib import suppress
 
 from outrider.edge.cancellation import Cancellation
 from outrider.edge.model_pair import ModelPair
+from outrider.edge.prompt_reader import needs_translation
 from outrider.edge.target_tokenizer import read_target_tokenizer
 from outrider.engines.base import Engine
 from outrider.engines.prompt_lookup import PromptLookup
 from outrider.errors import CloudError, CloudLost, OutriderError
-from outrider.verifiers.base import Verifier, disconnect
+from outrider.verifiers.base import ModelInfo, Verifier, disconnect
 
 UNKNOWN_NAME = "not there yet"
 CHECK_INTERVAL_S = 3.0  # s between two checks of the cloud
@@ -26,8 +27,8 @@ class CloudMonitor:
     """The handshake with a cloud, then regular checks that it is reachable.
 
     engine: of the edge, or its prompt lookup. verifier: used for the handshake alone, and disconnected after it. hosts:
-    addresses, of which one must accept connections for the cloud to count as reachable. target_tokenizer: the cloud's,
-    to which drafts are translated.
+    addresses, of which one must accept connections for the cloud to count as reachable. target_tokenizer: the cloud's.
+    Without one, a cloud with another tokenizer than the engine's sends its own.
     """
 
     def __init__(
@@ -40,9 +41,11 @@ class CloudMonitor:
     ) -> None:
         self._hosts = hosts
         self._unreachable_reason: str | None = None
+        self.target_tokenizer = target_tokenizer
         model = None if isinstance(engine, PromptLookup) else engine
-        reader, translates = target_tokenizer or engine, target_tokenizer is not None
-        find_reader = (lambda _: None) if isinstance(reader, PromptLookup) else read_target_tokenizer
+        translates = target_tokenizer is not None and needs_translation(engine, target_tokenizer)
+        reader = target_tokenizer if translates else engine
+        find_reader = self._find_reader if model is not None and target_tokenizer is None else lambda _: None
         self._pair = ModelPair(
             model, verifier, "fail", reader=reader, translates=translates, find_reader=find_reader, lazy=True
         )
@@ -85,6 +88,10 @@ class CloudMonitor:
         self._closed.set()
         self._cancellation.cancel()
         self._thread.join()
+
+    def _find_reader(self, target: ModelInfo) -> PromptLookup | None:
+        self.target_tokenizer = read_target_tokenizer(target)
+        return self.target_tokenizer
 
     def _monitor(self) -> None:
         try:

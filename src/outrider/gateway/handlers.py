@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
@@ -22,16 +21,14 @@ from outrider.edge.cancellation import Cancellation
 from outrider.errors import AudioError, OutriderError, PromptError, SettingsError, StateError
 from outrider.gateway.access import JSON, Access
 from outrider.gateway.choices import ChoiceStarts, merge
+from outrider.gateway.defaults import Defaults
 from outrider.gateway.errors import JsonObject, RequestError, ShuttingDown, encode_json, to_error_response
 from outrider.gateway.metrics import Metrics
 from outrider.gateway.request_kind import Output, RequestKind
-from outrider.gateway.request_parsing import Defaults, ParsedRequest, attach_param
+from outrider.gateway.request_parsing import ParsedRequest, attach_param
 from outrider.gateway.request_scheduler import GenerationTask, RequestScheduler
 from outrider.gateway.tokenization import Tokenization
 from outrider.gateway.upload_limiter import UploadLimiter
-from outrider.prompts.audio import Audio
-from outrider.prompts.chat import PromptLike
-from outrider.prompts.tool_template import ToolChat
 
 T = TypeVar("T")
 
@@ -42,7 +39,6 @@ PING_COMMENT = b": waiting\n\n"
 INLINE_PARSE_BYTES = 2**14  # larger bodies are parsed in a thread
 PROMPT_BYTES = 2**21  # bytes of a waiting prompt, on average
 MIN_BODIES_PER_CLIENT = 4  # bodies of the largest size that one client may upload at once, at least
-INT_BYTES = 36  # bytes of an int in a list
 CLIENT_CLOSED_REQUEST = 499  # as in proxies' logs, for a client that has disconnected
 
 
@@ -178,13 +174,14 @@ async def _run_choice(
     queued: Callable[[], None],
 ) -> AsyncGenerator[list[StreamEvent] | Result]:
     """Run the generation of one choice, and yield its events and its result. It is cancelled at the end."""
+    number, order = divmod(index, request.candidates)  # of its prompt, and among its prompt's choices
 
     async def begin() -> GenerationTask:
         with gateway.uploads.reserving(active.client, gateway.budget) as reserve:
-            reserve(0 if index else _prompt_bytes(request.prompt))  # which all choices share
+            reserve(0 if order else request.prompt_bytes[number])  # which all choices of a prompt share
             return await gateway.scheduler.start(
                 active.client,
-                request.prompt,
+                request.prompts[number],
                 request.choice_settings(index),
                 request.options,
                 cache_salt=request.cache_salt,
@@ -218,23 +215,6 @@ def _result(task: GenerationTask, gateway: Gateway) -> Result:
     if result.stats.cloud_lost:
         log.warning("an answer went on without the cloud")
     return result
-
-
-def _prompt_bytes(prompt: PromptLike) -> int:
-    """Return the approximate memory of a waiting prompt, in bytes."""
-    if isinstance(prompt, Audio):
-        return int(getattr(prompt.source, "nbytes", 0))
-    if isinstance(prompt, str):
-        return sys.getsizeof(prompt)
-    if isinstance(prompt, ToolChat):
-        return _value_bytes(list(prompt.messages)) + _value_bytes(list(prompt.tools))
-    return sum(INT_BYTES if isinstance(each, int) else _value_bytes(each) for each in prompt)
-
-
-def _value_bytes(value: object) -> int:
-    """Return the approximate memory of a JSON value, in bytes."""
-    inner = [*value.values(), *value] if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return sys.getsizeof(value) + sum(map(_value_bytes, inner))
 
 
 async def _respond_streaming(
@@ -280,7 +260,7 @@ async def _chunks(
             else:
                 results[index] = item
                 is_last = len(results) == len(answer.choices)
-                chunk = choice.last(item) + (answer.end([*results.values()]) if is_last else b"")
+                chunk = choice.last(item) + (answer.end([results[at] for at in sorted(results)]) if is_last else b"")
             if chunk:
                 yield chunk
 

@@ -9,8 +9,9 @@ from typing import Protocol
 from outrider.decoding.events import StreamEvent
 from outrider.decoding.result import Result
 from outrider.gateway.access import JSON
+from outrider.gateway.defaults import Defaults
 from outrider.gateway.errors import ErrorResponse
-from outrider.gateway.request_parsing import Defaults, ParsedRequest, parse_request, validate_body
+from outrider.gateway.request_parsing import ParsedRequest, parse_request, validate_body
 from outrider.gateway.request_schema import ChatRequest, Request
 from outrider.gateway.response_building import Answer
 

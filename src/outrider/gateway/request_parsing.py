@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from pydantic import ValidationError
@@ -12,7 +12,8 @@ from pydantic_core import from_json
 
 from outrider.config import SEED_LIMIT
 from outrider.errors import AudioError, ContextError, GrammarError, InputError, PromptError
-from outrider.gateway.decoder_pool import RequestOptions, Settings
+from outrider.gateway.decoder_pool import RequestOptions
+from outrider.gateway.defaults import Defaults
 from outrider.gateway.errors import JsonObject, RequestError, with_param
 from outrider.gateway.generation_options import (
     build_notes,
@@ -24,26 +25,21 @@ from outrider.gateway.generation_options import (
     find_length_field,
     use_request_names,
 )
-from outrider.gateway.recordings import decode_recording, extract_base64
+from outrider.gateway.prompt_size import measure_prompt
+from outrider.gateway.request_prompts import build_echo, build_prompts
 from outrider.gateway.request_schema import (
-    FORMATS_MESSAGE,
+    MAX_PROMPTS,
     MODEL,
     ROLES_MESSAGE,
     TOOL_CHOICE_MESSAGE,
-    AudioPart,
     ChatRequest,
-    CompletionRequest,
-    Message,
     OutriderOptions,
     Request,
     StrictModel,
-    TextPart,
 )
-from outrider.gateway.tools import RequestedTools, ToolSupport, message_fields, read_tools
+from outrider.gateway.tools import RequestedTools, read_tools
 from outrider.gateway.tools import build_notes as build_tool_notes
-from outrider.prompts.audio import Audio
-from outrider.prompts.chat import PromptLike, check_text
-from outrider.prompts.tool_template import ToolChat
+from outrider.prompts.chat import PromptLike
 
 R = TypeVar("R", bound=Request)
 M = TypeVar("M", bound=StrictModel)
@@ -55,31 +51,14 @@ SIZE_ERRORS: Final = ("too_long", "too_short", "string_too_long", "string_too_sh
 
 
 @dataclass(frozen=True)
-class Defaults:
-    """The command line's defaults.
-
-    settings: fields of GenerationSettings. audio_seconds: the longest recording, 0 for a model without audio. text:
-    False for a model that only takes recordings. tools: the edge's support of tools, or the reason why it has none.
-    decode: returns the text of token ids, None without a tokenizer.
-    """
-
-    options: RequestOptions = field(default_factory=RequestOptions)
-    settings: Settings = field(default_factory=dict)
-    audio_seconds: float = 0.0
-    text: bool = True
-    edge: str = "the edge model"
-    tools: ToolSupport | str = "tools: the model has no chat template with tools"
-    decode: Callable[[list[int]], str] | None = None
-
-
-@dataclass(frozen=True)
 class ParsedRequest:
     """A valid request.
 
     notes: on its fields without effect, for the answer's warnings. field: the prompt's field. length_field: the field
-    that limits the output, if the request has one. tools: those that the answer may call. echo: the prompt's text, if
-    the answer begins with it. grammar_field: the field that holds the grammar, if it has one. n: choices of the answer.
-    candidates: generations, of which the likeliest are the choices. logprobs: report log-probabilities.
+    that limits the output, if the request has one. tools: those that the answer may call. echo: the prompts' texts,
+    if the answers begin with them. grammar_field: the field that holds the grammar, if it has one. n: choices of each
+    prompt. candidates: generations, of which the likeliest are the choices. logprobs: report log-probabilities.
+    more_prompts: further prompts, each with choices of its own. prompt_bytes: the approximate memory of each prompt.
     """
 
     prompt: PromptLike
@@ -95,15 +74,22 @@ class ParsedRequest:
     field: str = "prompt"
     length_field: str | None = None
     tools: RequestedTools | None = None
-    echo: str = ""
+    echo: tuple[str, ...] = ()
     grammar_field: str | None = None
     n: int = 1
     candidates: int = 1
     logprobs: bool = False
+    more_prompts: tuple[PromptLike, ...] = ()
+    prompt_bytes: tuple[int, ...] = (0,)
+
+    @property
+    def prompts(self) -> tuple[PromptLike, ...]:
+        """Return all prompts. Their generations follow each other, `candidates` for each."""
+        return (self.prompt, *self.more_prompts)
 
     def choice_settings(self, index: int) -> JsonObject:
-        """Return the settings of one choice, whose seed is the request's plus its index."""
-        return {**self.settings, "seed": (self.settings.get("seed", 0) + index) % SEED_LIMIT}
+        """Return the settings of one generation: its seed is the request's plus its index among its prompt's."""
+        return {**self.settings, "seed": (self.settings.get("seed", 0) + index % self.candidates) % SEED_LIMIT}
 
 
 def validate_body(kind: type[R], body: bytes) -> R:
@@ -167,13 +153,16 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
     calls = tools.grammar if tools is not None else None
     settings = build_settings(request, options, defaults.settings, calls)
     tool_notes = build_tool_notes(request) if isinstance(request, ChatRequest) else []
-    prompt = _prompt(request, options, defaults, tools)
+    prompts = build_prompts(request, options, defaults, tools)
     n, candidates = count_choices(request)
+    if len(prompts) * candidates > MAX_PROMPTS:
+        message = f"{len(prompts)} prompts with {candidates} generations each: at most {MAX_PROMPTS} in one request"
+        raise RequestError(message, param="prompt")
     logprobs = settings["logprobs"] is not None
     if candidates > n and not logprobs:
         settings["logprobs"] = 0  # by which the choices are chosen
     return ParsedRequest(
-        prompt=prompt,
+        prompt=prompts[0],
         settings=settings,
         options=build_options(options, defaults.options),
         stream=bool(request.stream),
@@ -186,7 +175,9 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
         field="messages" if isinstance(request, ChatRequest) else "prompt",
         length_field=find_length_field(request),
         tools=tools,
-        echo=_echo(prompt, defaults, logprobs=logprobs) if getattr(request, "echo", None) else "",
+        echo=build_echo(prompts, defaults, logprobs=logprobs) if getattr(request, "echo", None) else (),
+        more_prompts=tuple(prompts[1:]),
+        prompt_bytes=tuple(map(measure_prompt, prompts)),
         grammar_field=find_grammar_field(request) if tools is None else tools.grammar_field,
         n=n,
         candidates=candidates,
@@ -206,124 +197,6 @@ def attach_param(error: InputError, request: ParsedRequest) -> RequestError:
     request_error = with_param(error, param)
     request_error.args = (use_request_names(str(request_error), request.length_field),)
     return request_error
-
-
-# Prompts ----------------------------------------------------------------------------------------------------
-
-
-def _prompt(request: Request, options: OutriderOptions, defaults: Defaults, tools: RequestedTools | None) -> PromptLike:
-    if isinstance(request, ChatRequest):
-        if any(isinstance(part, AudioPart) for message in request.messages for part in message.content or ()):
-            if tools is not None:
-                raise RequestError("tools: a request with a recording has no tools: leave them out", param="tools")
-            return _decode_recording(request, options, defaults)
-        _check_no_task(options)
-        return build_chat(request, tools)
-    _check_no_task(options)
-    assert isinstance(request, CompletionRequest)  # there are two kinds of requests
-    prompt = request.prompt
-    if isinstance(prompt, list) and isinstance(prompt[0], (str, list)):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        _check_text(prompt, "prompt")
-        if not prompt:
-            raise RequestError("the prompt is empty", param="prompt")
-    return prompt
-
-
-def _echo(prompt: PromptLike, defaults: Defaults, *, logprobs: bool) -> str:
-    """Return the text of a completion's prompt."""
-    if logprobs:
-        raise RequestError("echo: the prompt's log-probabilities are not computed: leave out logprobs", param="echo")
-    if isinstance(prompt, str):
-        return prompt
-    if defaults.decode is None:
-        raise RequestError(f"echo: {defaults.edge} came without a tokenizer", param="echo", code="unsupported")
-    try:
-        return defaults.decode(list(prompt))  # type: ignore[arg-type]
-    except RequestError as error:
-        raise RequestError(str(error), param="prompt") from error
-
-
-def build_chat(request: ChatRequest, tools: RequestedTools | None) -> PromptLike:
-    """Return a conversation without a recording as a prompt.
-
-    Raises:
-        RequestError: a message is invalid. The error names the field.
-    """
-    for at, message in enumerate(request.messages):
-        _check_texts(at, message)
-    messages = [_build_message(at, message) for at, message in enumerate(request.messages)]
-    return messages if tools is None else ToolChat(messages, tools.definitions, tools.opening)
-
-
-def _build_message(at: int, message: Message) -> JsonObject:
-    """Return a message in the form of chat templates."""
-    role = "system" if message.role == "developer" else message.role
-    content = {} if message.content is None else {"content": _texts(message)}
-    return {"role": role, **content, **message_fields(at, message)}
-
-
-def _check_no_task(options: OutriderOptions) -> None:
-    for name in ("task", "lang"):
-        if getattr(options, name) is not None:
-            message = f"outrider.{name} applies to recordings, and the request has none"
-            raise RequestError(message, param=f"outrider.{name}")
-
-
-def _texts(message: Message) -> str:
-    """Return a message's text, with a line for each part."""
-    if isinstance(message.content, str):
-        return message.content
-    return "\n".join(part.text for part in message.content or () if isinstance(part, TextPart))
-
-
-def _check_texts(at: int, message: Message) -> None:
-    """Refuse half a surrogate pair in a message's texts."""
-    if isinstance(message.content, str):
-        _check_text(message.content, f"messages.{at}.content")
-        return
-    for n, part in enumerate(message.content or ()):
-        if isinstance(part, TextPart):
-            _check_text(part.text, f"messages.{at}.content.{n}.text")
-
-
-def _check_text(text: str, param: str) -> None:
-    """Refuse half a surrogate pair."""
-    try:
-        check_text(text)
-    except PromptError as error:
-        raise RequestError(str(error), param=param) from error
-
-
-def _decode_recording(request: ChatRequest, options: OutriderOptions, defaults: Defaults) -> Audio:
-    if not defaults.audio_seconds:
-        raise RequestError(f"{defaults.edge} takes no audio: give an audio-language model as --edge", param="messages")
-    if len(request.messages) > 1 or request.messages[0].role != "user":
-        raise RequestError(
-            "a request with a recording has one message, of the user: remove the others", param="messages"
-        )
-    message = request.messages[0]
-    (at, found), *others = [(n, part) for n, part in enumerate(message.content or ()) if isinstance(part, AudioPart)]
-    if others:
-        param = f"messages.0.content.{others[0][0]}"
-        raise RequestError("more than one recording: send a request for each", param=param)
-    question = _texts(message).strip() or None
-    if question is not None:
-        _check_texts(0, message)
-        if options.task is not None or options.lang is not None:
-            raise RequestError(
-                "the text beside a recording replaces outrider.task and outrider.lang: give one or the other",
-                param="outrider.task" if options.task is not None else "outrider.lang",
-            )
-    where = f"messages.0.content.{at}.input_audio"
-    try:
-        data = extract_base64(found.input_audio.data, f"{where}.data")
-        recording = decode_recording(data, found.input_audio.format, defaults.audio_seconds, where)
-    except AudioError as error:
-        raise with_param(error, f"{where}.data") from error
-    task, lang = options.task or "default", options.lang or "en"
-    return Audio(recording.waveform, task, lang, instruction=question, warnings=recording.warnings)
 
 
 # Errors -----------------------------------------------------------------------------------------------------
@@ -363,7 +236,7 @@ def _describe_error(type_: str, message: str, path_steps: list[str], kind: type[
     elif path == "outrider.k":
         message = "expected 1 to 64, or auto"
     elif type_.startswith("union_tag"):
-        message = FORMATS_MESSAGE if name == "response_format" else kind.tags_message
+        message = kind.formats_message if name in ("response_format", "format") else kind.tags_message
     elif type_ in ("model_type", "model_attributes_type", "dict_type"):
         message = "expected an object"
     return RequestError(f"{path or 'the body'}: {message}", param=path or None, code="invalid_value")

@@ -34,6 +34,7 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 256
 MAX_TOOLS = 128
 MAX_CHOICES = 20  # OpenAI's limit of best_of
+MAX_PROMPTS = 128  # of one request, and generations of all its prompts
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 AudioFormat = Literal["wav", "mp3", "flac", "ogg", "opus", "aiff", "m4a", "mp4", "3gp", "webm", "aac", "amr", "wma"]
 
@@ -77,11 +78,13 @@ def _limit_keys(value: object) -> object:
 class StrictModel(BaseModel):
     """Base of all objects of a request: no unknown fields, no type conversions, no infinities.
 
-    reasons: why fields are not supported. tags_message: the error for an unknown type of a part.
+    reasons: why fields are not supported. tags_message, formats_message: the errors for an unknown type of a part, and
+    of the answer's format.
     """
 
     reasons: ClassVar[Mapping[str, str]] = UNSUPPORTED
     tags_message: ClassVar[str] = PARTS_MESSAGE
+    formats_message: ClassVar[str] = FORMATS_MESSAGE
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -260,7 +263,7 @@ class CalledFunction(StrictModel):
 
 
 class ToolCall(StrictModel):
-    """A call of a tool in an earlier message of the assistant."""
+    """A tool call in an earlier message of the assistant."""
 
     id: Word
     type: Literal["function"]
@@ -358,13 +361,13 @@ Ids = Annotated[list[Annotated[int, Field(ge=0, le=2**31)]], Field(min_length=1,
 
 
 class CompletionRequest(Request):
-    """`POST /v1/completions`. prompt: a text, token ids, or a list of one of either."""
+    """`POST /v1/completions`. prompt: a text, token ids, or a list of either. Each has choices of its own."""
 
     prompt: (
         str
         | Ids
-        | Annotated[list[str], Field(min_length=1, max_length=1, fail_fast=True)]
-        | Annotated[list[Ids], Field(min_length=1, max_length=1, fail_fast=True)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
     best_of: Choices | None = Field(default=None, description="generations, of which the n likeliest are sent")
     echo: bool | None = Field(default=None, description="begin the answer's text with the prompt")

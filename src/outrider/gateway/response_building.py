@@ -151,6 +151,7 @@ class Choice:
         self._tokens = TokenReports(provisional=request.provisional) if request.tokens else None
         self._logprobs = LogprobReports(chat=chat) if request.logprobs else None
         self._tools = ToolOutput(request.tools, whole=not request.stream) if request.tools is not None else None
+        self._echo = request.echo[index // request.candidates] if request.echo else ""
         self._role_sent = False
 
     # Streams ------------------------------------------------------------------------------------------------
@@ -176,11 +177,11 @@ class Choice:
 
     def _role_chunk(self) -> bytes:
         """Return OpenAI's first chunk, with a chat's role or the prompt of a completion, unless it was sent."""
-        if self._role_sent or not (self._chat or self._request.echo):
+        if self._role_sent or not (self._chat or self._echo):
             return b""
         self._role_sent = True
         if not self._chat:
-            return self._deltas([self._request.echo])
+            return self._deltas([self._echo])
         return self._event([self._choice({"delta": {"role": "assistant", "content": ""}}, None)])
 
     def _deltas(
@@ -229,7 +230,7 @@ class Choice:
         content = {"content": text} if self._tools is None else self._tools.message(text)
         logprobs = self._logprobs.end(result) if self._logprobs is not None else None
         message = {"role": "assistant", "refusal": None, **content}
-        data = {"message": message} if self._chat else {"text": self._request.echo + text}
+        data = {"message": message} if self._chat else {"text": self._echo + text}
         choice = self._choice(data, self._finish_reason(result), logprobs)
         report = self._outcome(result)
         if self._tokens is not None:
@@ -253,12 +254,12 @@ class Answer:
             "model": MODEL,
         }
         self.choices: Seq[Choice] = [
-            Choice(request, self._head, index, chat=chat) for index in range(request.candidates)
+            Choice(request, self._head, index, chat=chat) for index in range(request.candidates * len(request.prompts))
         ]
 
     def end(self, results: Seq[Result]) -> bytes:
         """Return the end of a stream, with the usage if requested. results: of all choices."""
-        chunk = {**self._head, "choices": [], "usage": usage(results)}
+        chunk = {**self._head, "choices": [], "usage": self._usage(results)}
         return (encode_event(chunk) if self._request.include_usage else b"") + DONE
 
     def error(self, response: ErrorResponse) -> bytes:
@@ -270,18 +271,31 @@ class Answer:
 
         The outcome of a single choice is the answer's. Several have one each.
         """
-        n = self._request.n
-        order = list(range(len(results)))
-        if n < len(results):
-            order = sorted(order, key=lambda at: -mean_logprob(results[at]))[:n]
-        sent = [self.choices[at].whole(results[at]) for at in order]
+        sent = [self.choices[at].whole(results[at]) for at in self._select(results)]
         choices = [{**choice, "index": index} for index, (choice, _) in enumerate(sent)]
-        body = {**self._head, "choices": choices, "usage": usage(results)}
-        if n == 1:
+        body = {**self._head, "choices": choices, "usage": self._usage(results)}
+        if len(choices) == 1:
             return encode_json({**body, "outrider": sent[0][1]})
         for choice, (_, report) in zip(choices, sent, strict=True):
             choice["outrider"] = report
         return encode_json(body)
+
+    def _select(self, results: Seq[Result]) -> list[int]:
+        """Return the generations that are sent: the `n` likeliest of each prompt, the best first."""
+        n, candidates = self._request.n, self._request.candidates
+        groups = [range(start, start + candidates) for start in range(0, len(results), candidates)]
+        if n == candidates:
+            return list(range(len(results)))
+        return [at for group in groups for at in sorted(group, key=lambda at: -mean_logprob(results[at]))[:n]]
+
+    def _usage(self, results: Seq[Result]) -> JsonObject:
+        """Return the usage of all generations. Each prompt counts once."""
+        candidates = self._request.candidates
+        counts = [usage(results[start : start + candidates]) for start in range(0, len(results), candidates)]
+        cached = sum(each["prompt_tokens_details"]["cached_tokens"] for each in counts)
+        names = ("prompt_tokens", "completion_tokens", "total_tokens")
+        totals = {name: sum(each[name] for each in counts) for name in names}
+        return {**totals, "prompt_tokens_details": {"cached_tokens": cached}}
 
 
 def mean_logprob(result: Result) -> float:

@@ -87,7 +87,7 @@ class ReplyFunction(Reply):
 
 
 class ReplyToolCall(Reply):
-    """A call of a tool."""
+    """A tool call."""
 
     id: str
     type: Literal["function"]
@@ -95,7 +95,7 @@ class ReplyToolCall(Reply):
 
 
 class ReplyMessage(Reply):
-    """The assistant's message. content: null beside calls of tools without a text."""
+    """The assistant's message. content: null beside tool calls without a text."""
 
     role: Literal["assistant"]
     content: str | None
@@ -198,7 +198,7 @@ class ResponseMessage(Reply):
 
 
 class ResponseCall(Reply):
-    """A call of a tool. arguments: JSON."""
+    """A tool call. arguments: JSON."""
 
     type: Literal["function_call"]
     id: str

@@ -46,7 +46,7 @@ class ResponsesAnswer:
             "previous_response_id": None,
             "store": False,
             "temperature": request.settings["temperature"],
-            "text": {"format": {"type": "text"}},
+            "text": {"format": _format(sent)},
             "tool_choice": "auto" if sent.tool_choice is None else _dump(sent.tool_choice),
             "tools": [_dump(tool) for tool in sent.tools or []],
             "top_p": request.settings["top_p"],
@@ -193,6 +193,11 @@ def _usage(result: Result) -> JsonObject:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": result.prompt_tokens + generated,
     }
+
+
+def _format(sent: ResponsesRequest) -> object:
+    given = sent.text.format if sent.text is not None else None
+    return {"type": "text"} if given is None else given.model_dump(by_alias=True)
 
 
 def _dump(value: object) -> object:

@@ -6,15 +6,17 @@ import re
 from dataclasses import replace
 from typing import Final
 
+from outrider.gateway.defaults import Defaults
 from outrider.gateway.errors import JsonObject, RequestError
 from outrider.gateway.request_kind import Output, RequestKind
-from outrider.gateway.request_parsing import Defaults, ParsedRequest, parse_json, parse_request, validate
-from outrider.gateway.request_schema import ChatRequest
+from outrider.gateway.request_parsing import ParsedRequest, parse_json, parse_request, validate
+from outrider.gateway.request_schema import ChatRequest, JsonObjectFormat, TextFormat
 from outrider.gateway.responses_answer import ResponsesAnswer
 from outrider.gateway.responses_schema import (
     FunctionCallItem,
     FunctionResultItem,
     InputAudioPart,
+    JsonSchemaText,
     MessageItem,
     Parts,
     ResponsesRequest,
@@ -39,7 +41,9 @@ def _prepare(body: bytes, _: str, defaults: Defaults) -> tuple[ParsedRequest, Ou
         parsed = parse_request(validate(ChatRequest, chat), defaults)
     except RequestError as error:
         raise _rename(error, places) from error
-    parsed = replace(parsed, field="input", length_field="max_output_tokens" if request.max_output_tokens else None)
+    length_field = "max_output_tokens" if request.max_output_tokens else None
+    grammar_field = None if parsed.grammar_field is None else _rename_field(parsed.grammar_field)
+    parsed = replace(parsed, field="input", length_field=length_field, grammar_field=grammar_field)
     return parsed, ResponsesAnswer(parsed, request)
 
 
@@ -60,11 +64,21 @@ def _to_chat(request: ResponsesRequest) -> tuple[JsonObject, list[str]]:
     if request.tools:
         tools = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in request.tools]
         chat["tools"] = [{"type": "function", "function": tool} for tool in tools]
+    if request.text is not None and request.text.format is not None:
+        chat["response_format"] = _format(request.text.format)
     choice = request.tool_choice
     if choice is not None:
         is_named = isinstance(choice, ToolName)
         chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if is_named else choice  # type: ignore[union-attr]
     return {**chat, "messages": messages}, places
+
+
+def _format(text_format: TextFormat | JsonObjectFormat | JsonSchemaText) -> JsonObject:
+    """Return the format of an answer as in chats."""
+    if not isinstance(text_format, JsonSchemaText):
+        return {"type": text_format.type}
+    schema = text_format.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
+    return {"type": "json_schema", "json_schema": schema}
 
 
 def _messages(request: ResponsesRequest) -> tuple[list[JsonObject], list[str]]:
@@ -104,11 +118,17 @@ def _call(item: FunctionCallItem) -> JsonObject:
     return {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
 
 
+def _rename_field(text: str) -> str:
+    """Return a text with the fields of formats and tools as they are named here."""
+    text = text.replace("response_format.json_schema", "text.format").replace("response_format", "text.format")
+    return re.sub(r"\b(tools\.\d+)\.function\b", r"\1", text)
+
+
 def _rename(error: RequestError, places: list[str]) -> RequestError:
     """Return an error about a chat request with the fields of the request that was sent."""
 
     def rename(text: str) -> str:
-        text = re.sub(r"\bmessages\.(\d+)", lambda found: places[int(found[1])], text)
+        text = _rename_field(re.sub(r"\bmessages\.(\d+)", lambda found: places[int(found[1])], text))
         return re.sub(r"\b(max_tokens|max_completion_tokens|messages)\b", lambda found: _FIELDS[found[0]], text)
 
     param = None if error.param is None else rename(error.param)

@@ -19,10 +19,13 @@ from outrider.gateway.request_schema import (
     False_,
     FunctionName,
     InputAudio,
+    JsonObjectFormat,
+    JsonSchema,
     NoItems,
     OutriderOptions,
     Positive,
     StrictModel,
+    TextFormat,
     Word,
 )
 
@@ -91,7 +94,7 @@ class MessageItem(StrictModel):
 
 
 class FunctionCallItem(StrictModel):
-    """A call of a tool in an earlier answer."""
+    """A tool call in an earlier answer."""
 
     type: Literal["function_call"]
     call_id: Word
@@ -142,16 +145,16 @@ class ToolName(StrictModel):
     name: FunctionName
 
 
-class TextFormat(StrictModel):
-    """The format of the answer."""
+class JsonSchemaText(JsonSchema):
+    """JSON that matches a schema."""
 
-    type: Literal["text"]
+    type: Literal["json_schema"]
 
 
 class TextOptions(StrictModel):
     """Options of the answer's text."""
 
-    format: TextFormat | None = None
+    format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaText, Field(discriminator="type")] | None = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -173,6 +176,7 @@ class ResponsesRequest(StrictModel):
     """`POST /v1/responses`."""
 
     reasons: ClassVar[Mapping[str, str]] = RESPONSES_UNSUPPORTED
+    formats_message: ClassVar[str] = "expected the type text, json_object or json_schema"
     tags_message: ClassVar[str] = (
         "expected an item of type message, function_call or function_call_output, whose parts are of type input_text, "
         "output_text or input_audio"

@@ -9,8 +9,10 @@ from pydantic import Field
 from outrider.decoding.detokenizer import get_detokenizer
 from outrider.engines.vocabulary import tokenize
 from outrider.errors import PromptError
+from outrider.gateway.defaults import Defaults
 from outrider.gateway.errors import JsonObject, RequestError, with_param
-from outrider.gateway.request_parsing import Defaults, build_chat, parse_json, validate
+from outrider.gateway.request_parsing import parse_json, validate
+from outrider.gateway.request_prompts import build_chat
 from outrider.gateway.request_schema import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Ids, Message, StrictModel, Tool
 from outrider.gateway.tools import read_tools
 from outrider.prompts.chat import check_text, encode

@@ -1,4 +1,4 @@
-"""Incremental scanning of one call of a tool, a JSON object with a name and arguments."""
+"""Incremental scanning of one tool call, a JSON object with a name and arguments."""
 
 from __future__ import annotations
 

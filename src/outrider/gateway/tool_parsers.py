@@ -1,4 +1,4 @@
-"""Incremental parsing of a model's output into text and calls of tools.
+"""Incremental parsing of a model's output into text and tool calls.
 
 The families of models differ in the texts around their calls, which a `ToolSyntax` describes. One parser reads them
 all. A call that cannot be read is text of the answer, in full.
@@ -21,7 +21,7 @@ ID_LETTERS: Final = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class ToolSyntax:
-    """The texts around the calls of tools in a model's output.
+    """The texts around the tool calls in a model's output.
 
     opener: begins a group of calls. bare: a call may also be the whole answer, without an opener. start, separator,
     closer: before, between and after the calls of a group, each possibly missing. others: openers that models write

@@ -72,7 +72,7 @@ class ToolSupport:
 
 
 def find_tool_support(name: str, tokenizer: Any) -> ToolSupport:
-    """Return the syntax in which a chat template writes the calls of tools.
+    """Return the syntax in which a chat template writes the tool calls.
 
     Raises:
         PromptError: the template does not support tools, or writes calls in a syntax without a parser.
@@ -87,7 +87,7 @@ def find_tool_support(name: str, tokenizer: Any) -> ToolSupport:
             found = replace(syntax, arguments=written[1])  # type: ignore[arg-type]
             return ToolSupport(found, opening, _special_tokens(tokenizer, found))
     raise PromptError(
-        f"tools: the chat template of {name} writes the calls of tools in a syntax that the gateway cannot parse: it "
+        f"tools: the chat template of {name} writes the tool calls in a syntax that the gateway cannot parse: it "
         "parses <tool_call>{…}</tool_call>, [TOOL_CALLS] [{…}] and JSON with name and parameters"
     )
 
@@ -278,11 +278,11 @@ class ToolOutput:
     def warnings(self) -> list[str]:
         """Return warnings on calls that are not reported as the model wrote them."""
         counts = {
-            "calls of tools in the output are malformed, or name no tool of the request: they are text of the answer": (
+            "tool calls in the output are malformed, or name no tool of the request: they are text of the answer": (
                 self._parser.malformed
             ),
-            "calls of tools ended within their arguments, which are not valid JSON": self._parser.broken,
-            "calls of tools were left out: parallel_tool_calls is false": self._left_out,
+            "tool calls ended within their arguments, which are not valid JSON": self._parser.broken,
+            "tool calls were left out: parallel_tool_calls is false": self._left_out,
         }
         return [f"{count} {reason}" for reason, count in counts.items() if count]
 

@@ -13,11 +13,13 @@ from outrider.decoding.events import StreamEvent
 from outrider.decoding.result import Result
 from outrider.errors import AudioError
 from outrider.gateway.access import JSON, MULTIPART
+from outrider.gateway.defaults import Defaults
 from outrider.gateway.errors import ErrorResponse, JsonObject, RequestError, encode_json, with_param
 from outrider.gateway.multipart import FormField, parse_form
+from outrider.gateway.prompt_size import measure_prompt
 from outrider.gateway.recordings import decode_file
 from outrider.gateway.request_kind import Output, RequestKind
-from outrider.gateway.request_parsing import Defaults, ParsedRequest, parse_json, parse_request, validate
+from outrider.gateway.request_parsing import ParsedRequest, parse_json, parse_request, validate
 from outrider.gateway.request_schema import MODEL, ChatRequest, StrictModel
 from outrider.gateway.response_building import StableText, encode_event, outcome, visible_text
 from outrider.prompts.audio import Audio
@@ -68,7 +70,7 @@ def _prepare(body: bytes, content_type: str, defaults: Defaults) -> tuple[Parsed
     except AudioError as error:
         raise with_param(error, "file") from error
     audio = Audio(recording.waveform, task, lang, instruction=request.prompt or None, warnings=recording.warnings)
-    parsed = replace(parsed, prompt=audio, field="file")
+    parsed = replace(parsed, prompt=audio, field="file", prompt_bytes=(measure_prompt(audio),))
     return parsed, TranscriptionOutput(parsed, request.response_format, lang, recording.seconds)
 
 

@@ -66,7 +66,7 @@ def check_marks(name: str, prompt: str, messages: Seq[dict[str, Any]], tools: To
         for at, _ in enumerate(message.get("tool_calls") or ()):
             if _CALL.format(count) not in prompt or _ARGUMENT.format(count) not in prompt:
                 raise PromptError(
-                    f"messages.{number}.tool_calls.{at}: the chat template of {name} drops the calls of tools from the "
+                    f"messages.{number}.tool_calls.{at}: the chat template of {name} drops the tool calls from the "
                     "history: write them into the message's text"
                 )
             count += 1

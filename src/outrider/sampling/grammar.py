@@ -27,12 +27,19 @@ class CompiledGrammar:
     """A grammar over the tokens of one vocabulary. Threads may share it.
 
     compile_matcher: returns a matcher at the begin of an output. vocab_size: tokens of the mask. eos_ids: those that
-    end an output.
+    end an output. eos, end: packed masks of all of them, and of the first.
     """
 
     def __init__(self, compile_matcher: Callable[[], LLMatcher], vocab_size: int, eos_ids: tuple[int, ...]) -> None:
         self.compile_matcher, self.vocab_size, self.eos_ids = compile_matcher, vocab_size, eos_ids
+        self.eos, self.end = self._pack(eos_ids), self._pack(eos_ids[:1])
         self._prototype = compile_matcher()
+
+    def _pack(self, tokens: tuple[int, ...]) -> np.ndarray:
+        words = np.zeros(-(-self.vocab_size // WORD_BITS), dtype=np.int32)
+        for token in tokens:
+            words.view(np.uint8)[token // 8] |= 1 << token % 8
+        return words
 
     def is_text(self, token: int) -> bool:
         """Return whether a token is one of the vocabulary that does not end the output."""
@@ -52,14 +59,14 @@ class GrammarMask:
     def __init__(self, grammar: CompiledGrammar) -> None:
         self._grammar, self._matcher = grammar, grammar.copy_matcher()
         self._ids: list[int] = []  # that the matcher has consumed, without EOS
-        self._words = np.zeros(-(-grammar.vocab_size // WORD_BITS), dtype=np.int32)
+        self._words = np.zeros_like(grammar.eos)
         self._has_mask = False  # `_words` is the mask after `_ids`
 
     def packed(self, output: list[int]) -> np.ndarray:
         """Return the mask after an output's tokens: int32 [⌈vocab_size ÷ 32⌉], bit n % 32 of word n ÷ 32 for token n.
 
-        It is empty after tokens that the grammar does not allow, and holds EOS alone after an EOS. The next call
-        overwrites it.
+        It is empty after tokens that the grammar does not allow. Where nothing but EOS can follow, and after an EOS, it
+        holds the first EOS alone, so that no row of logits is needed. The next call overwrites it.
 
         Raises:
             DecodingError: no token of the vocabulary continues the output, or the grammar is too complex here.
@@ -91,12 +98,10 @@ class GrammarMask:
         if len(self._ids) < len(output):
             self._words[:], self._has_mask = 0, False
             if output[len(self._ids)] in self._grammar.eos_ids:
-                self._allow_eos()
+                self._words[:] = self._grammar.end
         elif not self._has_mask:
             self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
             self._has_mask = self._matcher.stop_reason() != "NoExtensionBias"  # no token is allowed, not even EOS
+            if not (self._words & ~self._grammar.eos).any():
+                self._words &= self._grammar.end
         return not self._matcher.is_error() and (self._has_mask or len(self._ids) < len(output))
-
-    def _allow_eos(self) -> None:
-        for token in self._grammar.eos_ids:
-            self._words.view(np.uint8)[token // 8] |= 1 << token % 8

@@ -43,7 +43,7 @@ def ban_others(logits: Tensor, allowed: np.ndarray) -> None:
     if logits.device.type == "cpu":
         values = logits.numpy()
         values[len(allowed) :] = -np.inf
-        values[: len(allowed)][~allowed] = -np.inf
+        np.copyto(values[: len(allowed)], -np.inf, where=~allowed)
     else:
         kept = torch.from_numpy(allowed).to(logits.device)
         logits[len(allowed) :] = -torch.inf

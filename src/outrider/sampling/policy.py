@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.config import GenerationSettings
 from outrider.errors import DecodingError, SettingsError
 from outrider.sampling.grammar import CompiledGrammar, GrammarMask
-from outrider.sampling.logits import ban_others, clone_logits
+from outrider.sampling.logits import argmax, ban_others, clone_logits
 from outrider.sampling.logits_processors import LogitsProcessors
 from outrider.sampling.logprobs import Logprobs, compute_logprobs
 from outrider.sampling.sampler import Distribution, NoiseStream, SampledToken, SamplingParams, filter_logits
@@ -114,7 +114,7 @@ class Policy:
             DecodingError: the other settings ban every token that the grammar allows, or none can follow.
         """
         processed = self._process(logits, ids, length)
-        if self.has_grammar and float(processed.max()) == -math.inf:
+        if self.has_grammar and float(processed[argmax(processed)]) == -math.inf:
             raise DecodingError(
                 f"no token can be chosen at position {length}: the grammar allows none that min_new_tokens, "
                 "suppress_tokens and no_repeat_ngram_size leave"

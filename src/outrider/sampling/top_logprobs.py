@@ -65,16 +65,15 @@ class TopLogprobs:
             NeedMoreLogprobs: the known entries do not determine the token.
         """
         in_vocabulary = (self.ids >= 0) & (self.ids < vocab_size)
-        missing = np.ones(vocab_size, dtype=bool)
-        missing[self.ids[in_vocabulary]] = False
-        claims_all = self.missing_max == -math.inf and missing.any()  # a row that claims to be complete, and is not
+        ids = self.ids[in_vocabulary]
+        claims_all = self.missing_max == -math.inf and len(ids) < vocab_size  # a row that is not complete
         logits = np.full(vocab_size, math.inf if claims_all else self.missing_max, dtype=np.float32)
-        logits[self.ids[in_vocabulary]] = self.values[in_vocabulary]
+        logits[ids] = self.values[in_vocabulary]
         processed = process(torch.from_numpy(logits))
-        scores = processed.logits.numpy()
-        bounds = torch.from_numpy(scores[missing])
-        scores[missing] = -math.inf
-        distribution = _BoundedDistribution(processed, bounds)
+        bounds, known = processed.logits.numpy(), np.full(vocab_size, -math.inf, dtype=np.float32)
+        known[ids] = bounds[ids]
+        bounds[ids] = -math.inf
+        distribution = _BoundedDistribution(torch.from_numpy(known), processed, torch.from_numpy(bounds))
         if not self._is_determined(distribution):
             raise NeedMoreLogprobs(processed.position)
         return distribution
@@ -134,12 +133,16 @@ class TopLogprobs:
 
 
 class _BoundedDistribution(Distribution):
-    """A distribution with missing entries. bounds: float32 [missing], the upper bound of each."""
+    """A distribution with missing entries, which count as banned.
 
-    def __init__(self, known: Distribution, bounds: Tensor) -> None:
-        super().__init__(known.logits, known.sampling, known.position)
+    known: float32 [V]. processed: of the same position. bounds: float32 [V], the upper bound of each missing entry, and
+    −inf for the known ones.
+    """
+
+    def __init__(self, known: Tensor, processed: Distribution, bounds: Tensor) -> None:
+        super().__init__(known, processed.sampling, processed.position)
         self.bounds = bounds
-        self.missing_logit_max = float(bounds.max()) if len(bounds) else -math.inf
+        self.missing_logit_max = float(bounds.numpy().max())
 
     @cached_property
     def top2_margin(self) -> float:

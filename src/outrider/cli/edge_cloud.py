@@ -1,0 +1,110 @@
+"""The cloud of `outrider edge`: its address, its own process if it is local, and its state."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outrider.cli.options import Models, Network
+
+if TYPE_CHECKING:
+    from outrider.cli.subprocess_cloud import SupervisedCloud
+    from outrider.engines.base import Engine
+    from outrider.engines.prompt_lookup import PromptLookup
+    from outrider.verifiers.base import Verifier
+
+    VerifierFactory = Callable[[str], Verifier]
+
+CLOUD_TIMEOUT_S = 30.0  # for the first answer of the cloud, before clients are served without it
+log = logging.getLogger("outrider.gateway")
+
+
+class CloudConnection:
+    """The address of the cloud, and connections to it. own: the gateway's own cloud process, if there is one."""
+
+    def __init__(self, models: Models, network: Network) -> None:
+        from outrider.verifiers.connect import parse_cloud_address
+
+        self._address, self._options = models.cloud, network.connection()
+        self._options.pop("net", None)
+        self.target = parse_cloud_address(models.cloud)
+        self.own: SupervisedCloud | None = None
+
+    @property
+    def hosts(self) -> Sequence[tuple[str, int]]:
+        """The addresses of the cloud, once they are known."""
+        from outrider.verifiers.connect import parse_cloud_address
+
+        return () if self.target.kind == "none" else parse_cloud_address(self._address).hosts
+
+    def reach(self) -> VerifierFactory | None:
+        """Return a function from an emulated network to a verifier, or None. Wait for the gateway's own cloud."""
+        if self.target.kind == "none":
+            return None
+        if self.own is not None:
+            self._address = f"grpc://{self.own.address()}"
+        return self._connect
+
+    def _connect(self, net: str) -> Verifier:
+        from outrider.verifiers.connect import connect
+
+        verifier = connect(self._address, **self._options, net=net)
+        assert verifier is not None  # a cloud is named
+        return verifier
+
+
+@contextmanager
+def open_cloud(models: Models, network: Network) -> Iterator[CloudConnection]:
+    """Yield the cloud. Start a local one in a process of its own, which the first connection waits for."""
+    cloud = CloudConnection(models, network)
+    if cloud.target.kind != "local":
+        yield cloud
+        return
+    from outrider.cli.subprocess_cloud import share_cores, supervised_cloud
+
+    share_cores()
+    with supervised_cloud(cloud.target.model, "--dtype", models.dtype, "--device", models.device) as own:
+        cloud.own = own
+        yield cloud
+
+
+@dataclass(frozen=True)
+class CloudState:
+    """The present state of the cloud. trouble: the reason if it is unreachable, else None.
+
+    tokenizer: that of the cloud, if it is named, or was sent at the start.
+    """
+
+    name: Callable[[], str]
+    trouble: Callable[[], str | None] = lambda: None
+    tokenizer: PromptLookup | None = None
+
+
+@contextmanager
+def wait_for_cloud(
+    engine: Engine | PromptLookup,
+    tokenizer: PromptLookup | None,
+    reach: VerifierFactory | None,
+    cloud: CloudConnection,
+) -> Iterator[CloudState]:
+    """Connect to the cloud if it is reachable now. An incompatible cloud ends the gateway.
+
+    With an unreachable cloud the gateway serves, and requests fail with 503 until the cloud can be reached.
+    """
+    from outrider.gateway.cloud_monitor import CloudMonitor
+
+    if reach is None:
+        yield CloudState(lambda: "none")
+        return
+    with closing(CloudMonitor(engine, reach("none"), cloud.hosts, target_tokenizer=tokenizer)) as monitor:
+        if not monitor.wait(CLOUD_TIMEOUT_S):
+            log.warning("the cloud cannot be reached yet")
+        own = cloud.own
+        yield CloudState(
+            lambda: monitor.name,
+            lambda: (own.trouble if own is not None else None) or monitor.trouble,
+            monitor.target_tokenizer,
+        )

@@ -1,0 +1,27 @@
+"""The command line's defaults of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from outrider.gateway.decoder_pool import RequestOptions, Settings
+from outrider.gateway.tools import ToolSupport
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """The command line's defaults.
+
+    settings: fields of GenerationSettings. audio_seconds: the longest recording, 0 for a model without audio. text:
+    False for a model that only takes recordings. tools: the edge's support of tools, or the reason why it has none.
+    decode: returns the text of token ids, None without a tokenizer.
+    """
+
+    options: RequestOptions = field(default_factory=RequestOptions)
+    settings: Settings = field(default_factory=dict)
+    audio_seconds: float = 0.0
+    text: bool = True
+    edge: str = "the edge model"
+    tools: ToolSupport | str = "tools: the model has no chat template with tools"
+    decode: Callable[[list[int]], str] | None = None
