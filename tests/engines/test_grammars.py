@@ -92,6 +92,8 @@ def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"type": "array", "items": {"type": "integer", "minimum": 3, "maximum": 1}, "minItems": 1}, "items", "than"),
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "", "use anyOf"),
         ({"type": "foo"}, "", "Invalid type"),
+        ({"x-guidance": {"lenient": True}, "if": {}}, "x-guidance", "lenient: expected an object of whitespace"),
+        ({"x-guidance": 3}, "x-guidance", "3: expected an object"),
         (False, "", "allows no output"),
     ],
 )

@@ -42,6 +42,7 @@ LIMITS: Final = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
+LAYOUT_OPTIONS: Final = ("whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator")
 OPTIONS: Final = '%llguidance {"no_forcing": true}'  # else a mask depends on how the tokenizer splits forced texts
 SUBSCHEMAS: Final = ("items", "additionalProperties")
 SUBSCHEMA_MAPS: Final = ("properties", "patternProperties", "$defs", "definitions")
@@ -156,7 +157,16 @@ def read_schema(grammar: Grammar) -> Any:
         raise GrammarError("a schema is an object, true or false", "")
     if schema is False:
         raise GrammarError("the schema false allows no output", "")
-    return {} if schema is True else schema
+    schema = {} if schema is True else schema
+    _check_layout(schema.get("x-guidance", {}))
+    return schema
+
+
+def _check_layout(options: Any) -> None:
+    """Refuse llguidance's options that let an output break its schema, such as `lenient`."""
+    unknown = sorted(set(options) - set(LAYOUT_OPTIONS)) if isinstance(options, dict) else [str(options)]
+    if unknown:
+        raise GrammarError(f"{', '.join(unknown)}: expected an object of {', '.join(LAYOUT_OPTIONS)}", "x-guidance")
 
 
 def _schema_text(schema: dict[str, Any]) -> str:
