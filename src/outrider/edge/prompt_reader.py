@@ -39,6 +39,7 @@ class IdsOnly:
 
     def __init__(self, target: ModelInfo) -> None:
         self.name, self.vocab_size, self.max_length = target.name, target.vocab_size, target.max_length
+        self.captions_only = target.captions_only
 
 
 class PromptReader:

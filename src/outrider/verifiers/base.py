@@ -28,7 +28,8 @@ class ModelInfo:
     audio support. placeholder: the token that stands for a recording in a prompt. read_vocabulary: fetches the token
     strings in order of their ids, and is called only when fingerprints differ, because they can be many. decode: turns
     ids into text, special tokens included. special_ids: the tokenizer's special tokens. read_tokenizer: fetches the
-    packed files of the tokenizer (`protocol.tokenizer_files`), None if the server sends none.
+    packed files of the tokenizer (`protocol.tokenizer_files`), None if the server sends none. captions_only: the
+    checkpoint was trained for recordings alone.
     """
 
     name: str
@@ -43,6 +44,7 @@ class ModelInfo:
     decode: Callable[[Sequence[int]], str] | None = field(default=None, repr=False, compare=False)
     special_ids: tuple[int, ...] = field(default=(), repr=False)
     read_tokenizer: Callable[[], bytes] | None = field(default=None, repr=False, compare=False)
+    captions_only: bool = False
 
     @property
     def vocabulary(self) -> list[str]:

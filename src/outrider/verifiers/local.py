@@ -89,6 +89,7 @@ def describe(engine: Engine | PromptLookup) -> ModelInfo:
         lambda: list(getattr(engine, "vocabulary", [])),
         None if engine.tokenizer is None else lambda ids: str(engine.tokenizer.decode(list(ids))),
         tuple(getattr(engine.tokenizer, "all_special_ids", ())),
+        captions_only=bool(getattr(engine, "captions_only", False)),
     )
 
 
