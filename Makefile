@@ -66,7 +66,7 @@ test-browser: $(STAMP)
 # Unmodified clients of OpenAI's API, in environments of their own. Those that cannot be installed are named and skipped.
 test-clients: $(STAMP)
 	$(BIN)/python tests/clients/environment.py $(CLIENTS)
-	$(BIN)/pytest -m clients -rs
+	$(BIN)/pytest -m clients -n 2 --dist loadgroup -rs
 
 # 40 generations while the server is killed and the link cut, stalled and slowed down. CI runs it.
 test-chaos: $(STAMP)

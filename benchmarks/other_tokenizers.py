@@ -35,7 +35,7 @@ from outrider.engines.load import load_engine
 from outrider.engines.prefix_cache import unique_salt
 
 COMPARED = ("assisted", "outrider")
-BATCH = 13
+BATCH = 4
 
 
 @dataclass(frozen=True)

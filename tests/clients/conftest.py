@@ -59,9 +59,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         yield Pair(url)
 
 
-@pytest.fixture(scope="session", params=CLIENTS, ids=[client.name for client in CLIENTS])
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(each, id=each.name, marks=pytest.mark.xdist_group(each.name)) for each in CLIENTS],
+)
 def client(request: pytest.FixtureRequest) -> Iterator[RunningClient]:
-    """One client after the other, each with all tests that need one."""
+    """One client after the other, each with all tests that need one, in one process of pytest."""
     chosen: Client = request.param
     with running_client(chosen) as running:
         yield running

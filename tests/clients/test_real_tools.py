@@ -13,7 +13,7 @@ from tests.support.gateway_process import running_gateway
 pytestmark = pytest.mark.real
 
 MODELS = Path(__file__).parents[2] / ".cache" / "models"
-# The others have no way to forbid a second call, which the small model makes.
+# Their drivers forbid a second call, which the small model makes otherwise.
 CALL_ONCE = ("openai-3", "openai-2", "langchain", "llama-index", "litellm", "ai-sdk", "open-webui")
 
 

@@ -76,10 +76,12 @@ def test_frames_of_all_kinds_over_a_socket() -> None:
             over: list[bool] = []
             standing = pool.submit(stand_by_socket, channel, over, bystander)
             number = 10**6
-            while tally.read < SOCKET and not standing.done():
-                one_socket_stream(channel, number, tally)
-                number += 1
-            over.append(True)
+            try:
+                while tally.read < SOCKET and not standing.done():
+                    one_socket_stream(channel, number, tally)
+                    number += 1
+            finally:
+                over.append(True)
             standing.result(PATIENCE)
         assert bystander.verdicts > 20
 

@@ -108,7 +108,10 @@ def fill(rng: random.Random, message: Any) -> None:
         if field_.is_repeated:
             count = rng.choice((1, 2, 5, 70, 300))
             target = getattr(message, field_.name)
-            if field_.message_type is not None:
+            if field_.message_type is not None and field_.message_type.GetOptions().map_entry:
+                key, entry = (field_.message_type.fields_by_name[name] for name in ("key", "value"))
+                target.update({value(rng, key): value(rng, entry) for _ in range(count)})
+            elif field_.message_type is not None:
                 for _ in range(min(count, 5)):
                     fill(rng, target.add())
             else:
