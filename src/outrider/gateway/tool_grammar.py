@@ -11,13 +11,7 @@ from outrider.gateway.tool_parsers import ToolSyntax
 
 _ROOT: Final = "#/$defs/tool{}"
 _LITERAL: Final = ("const", "enum", "default", "examples")  # keys whose values are not schemas
-_NAMED: Final = (
-    "properties",
-    "patternProperties",
-    "dependentSchemas",
-    "$defs",
-    "definitions",
-)  # keys whose values are schemas by name
+_NAMED: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # values: schemas
 # The layout of JSON in chat templates. With unlimited white space, weak models generate nothing else.
 _LAYOUT: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _BASE: Final = ("$id", "$schema")  # keys that would change the base of references

@@ -204,13 +204,9 @@ def message_fields(at: int, message: Message) -> JsonObject:
     """
     where = f"messages.{at}"
     if message.tool_calls and message.role != "assistant":
-        raise RequestError(
-            f"{where}.tool_calls: only assistant messages may have tool calls", param=f"{where}.tool_calls"
-        )
+        raise RequestError(f"{where}.tool_calls: only for the role assistant", param=f"{where}.tool_calls")
     if (message.tool_call_id is not None) != (message.role == "tool"):
-        reason = (
-            "is missing: give the id of the call" if message.role == "tool" else "belongs to messages of the role tool"
-        )
+        reason = "is missing: give the call's id" if message.role == "tool" else "belongs to messages of the role tool"
         raise RequestError(f"{where}.tool_call_id {reason}", param=f"{where}.tool_call_id")
     if message.content is None and not message.tool_calls:
         raise RequestError(f"{where}.content is missing", param=f"{where}.content", code="missing")
