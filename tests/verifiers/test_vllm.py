@@ -229,7 +229,7 @@ def test_without_a_drafter_and_without_a_meeting_it_is_said_what_is_missing() ->
     with (
         VllmServer(Model(target_engine())) as server,
         connect_servers(server) as verifier,
-        pytest.raises(SettingsError, match="name an edge model"),
+        pytest.raises(SettingsError, match="give an edge model"),
     ):
         SpeculativeDecoder(None, verifier)
 
