@@ -59,7 +59,7 @@ def test_white_space_between_json_tokens_is_limited() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "metaspace", "wordpiece"])
 def test_a_tokenizer_without_bytes_is_refused(kind: str) -> None:
-    with pytest.raises(SettingsError, match="needs a tokenizer of bytes"):
+    with pytest.raises(SettingsError, match="needs a tokenizer whose tokens are bytes"):
         compile_grammar(Grammar("json_object"), ALL[kind](), EOS)
 
 

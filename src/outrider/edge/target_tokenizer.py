@@ -39,7 +39,7 @@ def read_target_tokenizer(target: ModelInfo) -> PromptLookup | None:
 
 @lru_cache(4)
 def _load(packed: bytes) -> Any:
-    """Return the tokenizer of packed files. Decoders of one target share it."""
+    """Return the tokenizer of packed files. All decoders of one target share it."""
     with tempfile.TemporaryDirectory() as folder:
         unpack_tokenizer(packed, Path(folder))
         return load_tokenizer(folder)

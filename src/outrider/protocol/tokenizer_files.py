@@ -39,7 +39,7 @@ def unpack_tokenizer(packed: bytes, folder: Path) -> None:
     """Write packed files into a directory.
 
     Raises:
-        DataError: these are not the files of a tokenizer.
+        DataError: the data is not the packed files of a tokenizer.
     """
     decompressor = zlib.decompressobj()
     try:
