@@ -21,8 +21,8 @@ from outrider.config import Grammar
 from outrider.decoding.detokenizer import SPECIAL_MARK, Tokenizer, get_detokenizer
 from outrider.engines.base import Engine
 from outrider.engines.locking import get_lock
-from outrider.errors import GrammarError, SettingsError
-from outrider.sampling.grammar import CompiledGrammar
+from outrider.errors import DecodingError, GrammarError, SettingsError
+from outrider.sampling.grammar import CompiledGrammar, GrammarMask
 
 if TYPE_CHECKING:  # imported with the first grammar
     from llguidance import LLMatcher, LLTokenizer
@@ -72,7 +72,12 @@ def _compile(grammar: Grammar, tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -
         raise _locate(grammar, failure[1], vocabulary)
     if reason := _matcher(vocabulary, source).get_error():
         raise GrammarError(_describe(reason), "")
-    return CompiledGrammar(lambda: _matcher(vocabulary, source), vocabulary.vocab_size, eos_ids)
+    compiled = CompiledGrammar(lambda: _matcher(vocabulary, source), vocabulary.vocab_size, eos_ids)
+    try:
+        GrammarMask(compiled).packed([])
+    except DecodingError as error:
+        raise GrammarError("no output matches it, or it is too complex", "") from error
+    return compiled
 
 
 def prepare(engine: Engine) -> None:

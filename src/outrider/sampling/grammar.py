@@ -73,7 +73,7 @@ class GrammarMask:
         """
         if not self._move_to(output):
             self._matcher = self._grammar.compile_matcher()  # with unused limits
-            self._ids = []
+            self._ids, self._has_mask = [], False
             if not self._move_to(output):
                 reason = self._matcher.get_error().partition("\n")[0] or "no token has the required bytes"
                 raise DecodingError(f"grammar: no token can follow {len(output)} tokens: {reason}")
