@@ -181,6 +181,11 @@ def test_with_the_choice_none_the_model_sees_no_tools() -> None:
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools.1", "duplicate tool name"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "there is no tool 'x'"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "no tools"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "w", "parameters": {"type": "array"}}}]},
+            "tools.0.function.parameters",
+            "expected a schema of the type object",
+        ),
     ],
 )
 def test_contradictions_are_refused(fields: dict[str, Any], param: str, reason: str) -> None:

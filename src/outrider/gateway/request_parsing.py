@@ -219,7 +219,7 @@ def _to_request_error(error: ValidationError, kind: type[StrictModel], data: Jso
 
 def _describe_error(type_: str, message: str, path_steps: list[str], kind: type[StrictModel]) -> RequestError:
     name, path = (path_steps[-1] if path_steps else ""), ".".join(path_steps)
-    if type_ == "too_many":
+    if type_ == "refused":
         return RequestError(f"{path or 'the body'}: {message}", param=path or None, code="invalid_value")
     if type_ == "missing":
         return RequestError(f"{path} is missing", param=path, code="missing")

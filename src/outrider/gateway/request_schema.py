@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.config import (
@@ -71,7 +71,7 @@ FORMATS_MESSAGE = "expected the type text, json_object or json_schema"
 def _limit_keys(value: object) -> object:
     """Refuse an object with many keys before they are validated one by one."""
     if isinstance(value, dict) and len(value) > MAX_KEYS:
-        raise PydanticCustomError("too_many", "an object of over {most} keys, the limit", {"most": MAX_KEYS})
+        raise PydanticCustomError("refused", "an object of over {most} keys, the limit", {"most": MAX_KEYS})
     return value
 
 
@@ -271,12 +271,19 @@ class ToolCall(StrictModel):
     index: Count | None = _from_answer("clients keep it from the deltas of a stream")
 
 
+def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    """Refuse a schema of other values than objects. The arguments of a call are one."""
+    if schema.get("type", "object") != "object":
+        raise PydanticCustomError("refused", "expected a schema of the type object, as arguments are an object")
+    return schema
+
+
 class FunctionDefinition(StrictModel):
     """A function that the model may call."""
 
     name: FunctionName
     description: str | None = None
-    parameters: Annotated[dict[str, Any], LIMITED_KEYS] | None = Field(
+    parameters: Annotated[dict[str, Any], LIMITED_KEYS, AfterValidator(_check_parameters)] | None = Field(
         default=None, description="the JSON schema of its arguments"
     )
     strict: bool | None = Field(default=None, description="arguments are enforced if tool_choice is not auto")
@@ -292,7 +299,8 @@ class Tool(StrictModel):
         """Return the tool as chat templates expect it."""
         given = self.function
         description = {} if given.description is None else {"description": given.description}
-        parameters = given.parameters or {"type": "object", "properties": {}}
+        no_arguments = {"type": "object", "properties": {}, "additionalProperties": False}
+        parameters = {"type": "object", **given.parameters} if given.parameters else no_arguments
         return {"type": "function", "function": {"name": given.name, **description, "parameters": parameters}}
 
 
