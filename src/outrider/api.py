@@ -53,8 +53,8 @@ class SpeculativeDecoder:
     Args:
         draft: the edge engine, or `outrider.prompt_lookup()`, which drafts without a model. None leaves all tokens to
             the verifier (cloud-only).
-        lookup: with an edge engine as `draft`, an `outrider.prompt_lookup()` that drafts where it is accepted at least
-            as often.
+        lookup: with an edge engine as `draft`, an `outrider.prompt_lookup()`, which drafts where its tokens are
+            accepted at least as often as the engine's.
         verifier: verifies the drafts. None leaves all tokens to the drafter (edge-only).
         gate: the blocks that are verified ("always": the output is exact). See `outrider.gate`.
         k: tokens per block, 1 to 64, or "auto" for an adaptive draft length, 0 while the target alone is faster.
@@ -68,8 +68,8 @@ class SpeculativeDecoder:
         driver: "sequential" waits for each verdict. "pipelined" drafts during the wait, with the same output.
         on_cloud_loss: the policy for an unreachable cloud: "fail" with CloudLost (the default for exact gates),
             go on "edge-only" (the default for gates that skip), or "wait".
-        privacy: the most that leaves the edge: "tokens" (the verifier then knows less than the drafter, and the
-            result's guarantee accounts for it), "features" (the drafter's features of a recording), or "audio".
+        privacy: the most that leaves the edge: "tokens" (the verifier then has less input than the drafter, and
+            the result's guarantee accounts for it), "features" (the drafter's features of a recording), or "audio".
         watch: report the drafter's confidence with each event, also without a gate.
         reader: without a draft model, the engine or prompt lookup whose tokenizer encodes prompts and decodes texts.
             With a draft model of another tokenizer than the target's, `outrider.prompt_lookup(DIRECTORY)` with the
@@ -150,7 +150,7 @@ class SpeculativeDecoder:
         self._executor = ThreadPoolExecutor(slots, "outrider-generation")  # starts no thread before it is used
 
     def _find_reader(self, target: ModelInfo) -> PromptLookup | None:
-        """Return the tokenizer that the cloud sends for a target with another vocabulary, or None."""
+        """Return the tokenizer that the cloud sends if its vocabulary differs from the drafter's, or None."""
         reader = self._reader.adopt(target)
         self._reader.check_accept(self.options.accept, needs_q=self.options.acceptance_rule.needs_q)
         return reader
@@ -377,7 +377,7 @@ def _describe_engine(engine: Any) -> str:
 
 def _check_types(draft: object, verifier: object, lookup: object) -> None:
     if lookup is not None and not isinstance(lookup, PromptLookup):
-        raise SettingsError(f"lookup is one from prompt_lookup(…), not {type(lookup).__name__}")
+        raise SettingsError(f"lookup is a prompt lookup from prompt_lookup(…), not {type(lookup).__name__}")
     if lookup is not None and not hasattr(draft, "forward_many"):
         raise SettingsError("lookup is for an edge engine as draft. Without one, give draft=prompt_lookup(…)")
     if draft is not None and not isinstance(draft, PromptLookup) and not hasattr(draft, "forward_many"):

@@ -27,7 +27,7 @@ Batch: TypeAlias = (
     | list[PromptLike]
     | tuple[str | Audio | list[int] | list[dict[str, Any]], ...]
 )
-_ITEM = (str, Audio, ToolChat, list, tuple)  # a prompt of its own in a list; an int or dict is part of a prompt
+_ITEM = (str, Audio, ToolChat, list, tuple)  # types of a whole prompt in a list. An int or a dict is a part of one
 
 
 def as_batch(prompt: PromptLike | Batch) -> Seq[PromptLike] | None:

@@ -24,7 +24,7 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "lark"]
 
 DEFAULT_K = 5  # tokens per block
 PER_REQUEST_SETTING = "seed"  # the setting that each request chooses, and to which no gate is calibrated
-REPORT_SETTING = "logprobs"  # the setting without influence on the output
+REPORT_SETTING = "logprobs"  # the only setting without influence on the output
 MAX_TOP_LOGPROBS = 20  # the limit of OpenAI's API
 SEED_LIMIT = 2**64
 MAX_ADDITIVE_PENALTY, MAX_LOGIT_BIAS = 2.0, 100.0  # the limits of OpenAI's API
@@ -43,9 +43,9 @@ DIGEST_MISMATCH = (
 
 @dataclass(frozen=True)
 class Grammar:
-    """The language that an output must be in. The mask of allowed tokens depends on the output's tokens alone.
+    """A grammar that constrains the output. The mask of allowed tokens depends on the output's tokens alone.
 
-    kind: json_object (any JSON object), json_schema (JSON that a schema validates), regex (a whole match), or lark (a
+    kind: json_object (any JSON object), json_schema (JSON that matches a schema), regex (a whole match), or lark (a
     context-free grammar in llguidance's variant of Lark). text: the schema as JSON, the expression, or the grammar,
     empty for json_object.
     """
@@ -78,7 +78,7 @@ class Grammar:
     ) -> Grammar:
         """Return the grammar of JSON between two texts, such as those around a tool call.
 
-        separator: allow one or more of them, with this text between each two.
+        separator: allow several values, with this text between each two.
         """
         before, after, between = (json.dumps(text, ensure_ascii=False) for text in (before, after, separator or ""))
         more = "" if separator is None else f" ({between} call)*"
@@ -96,9 +96,9 @@ class GenerationSettings:
     for example 64 or 128. With 0 it covers the whole prefix, as in transformers. frequency_penalty is subtracted from a
     token's logit once for each of its occurrences in the output, presence_penalty once if it occurs there. logit_bias
     holds pairs of a token id and a number that is added to its logit, and may be given as a mapping. logprobs requests
-    the log-probability of each token, and of that many of the best ones, which does not change the output. grammar: the
-    language of the output, which then ends where the grammar does, unless max_new_tokens, a stop string or a loop ends
-    it earlier.
+    the log-probability of each token, and of that many of the most probable ones. It does not change the output.
+    grammar constrains the output, which then ends where the grammar does, unless max_new_tokens, a stop string or a
+    loop ends it earlier.
     """
 
     max_new_tokens: int = 128

@@ -57,7 +57,7 @@ class SettingsError(InputError):
 class GrammarError(SettingsError):
     """A grammar cannot be compiled.
 
-    place: the path of the failing part in a JSON schema, such as "properties.a", or "" for all of a grammar.
+    place: the path of the failing part of a JSON schema, such as "properties.a", or "" for the whole grammar.
     """
 
     def __init__(self, reason: str, place: str | None = None) -> None:

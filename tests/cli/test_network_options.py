@@ -278,8 +278,11 @@ def listens(host: str, port: int) -> bool:
 def test_cloud_only_over_the_network_needs_no_edge_model(
     address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run("generate", "hi", "--edge", "none", "--cloud", f"grpc://{address}") == 2
-    assert "token ids" in capsys.readouterr().err
+    """The cloud's description and tokenizer suffice. A text is refused, as its checkpoint is for recordings alone."""
+    for edge in ("none", "lookup"):
+        assert run("generate", "hi", "--edge", edge, "--cloud", f"grpc://{address}") == 2
+        assert "only writes captions of recordings" in capsys.readouterr().err
+        assert run("generate", "--prompt-ids", "5,6", "--edge", edge, "--cloud", f"grpc://{address}") == 0
 
 
 def test_what_the_package_says_of_the_cloud_is_exported() -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from outrider.config import MAX_GRAMMAR_BYTES, GenerationSettings, Grammar
@@ -59,7 +60,7 @@ def test_white_space_between_json_tokens_is_limited() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "metaspace", "wordpiece"])
 def test_a_tokenizer_without_bytes_is_refused(kind: str) -> None:
-    with pytest.raises(SettingsError, match="needs a tokenizer of bytes"):
+    with pytest.raises(SettingsError, match="needs a tokenizer whose tokens are bytes"):
         compile_grammar(Grammar("json_object"), ALL[kind](), EOS)
 
 
@@ -77,6 +78,30 @@ def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compile_grammar(Grammar("regex", "compiled once"), byte_level(), EOS) is first
 
 
+EMPTY = [
+    Grammar("json_schema", '{"$ref":"#"}'),
+    Grammar("json_schema", '{"$defs":{"a":{"$ref":"#/$defs/b"},"b":{"$ref":"#/$defs/a"}},"$ref":"#/$defs/a"}'),
+    Grammar("regex", r"a[^\s\S]"),
+    Grammar("lark", "start: start"),
+    Grammar("lark", "start: X\nX: /a/ & /b/"),
+]
+
+
+@pytest.mark.parametrize("grammar", EMPTY, ids=lambda grammar: grammar.text)
+def test_a_grammar_that_no_output_matches_is_refused(grammar: Grammar) -> None:
+    with pytest.raises(GrammarError, match="no output matches it"):
+        compile_grammar(grammar, byte_level(), EOS)
+
+
+def test_a_dead_end_is_an_error_at_every_attempt() -> None:
+    """The mask of an earlier prefix is never returned for one that nothing can follow."""
+    mask = GrammarMask(compile_grammar(Grammar("lark", 'start: "q" X\nX: /a/ & /b/'), byte_level(), EOS))
+    (token,) = np.flatnonzero(mask.allowed([]))
+    for _ in range(2):
+        with pytest.raises(DecodingError, match="no token can follow"):
+            mask.allowed([int(token)])
+
+
 # Refusals ---------------------------------------------------------------------------------------------------
 
 
@@ -92,6 +117,8 @@ def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"type": "array", "items": {"type": "integer", "minimum": 3, "maximum": 1}, "minItems": 1}, "items", "than"),
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "", "use anyOf"),
         ({"type": "foo"}, "", "Invalid type"),
+        ({"x-guidance": {"lenient": True}, "if": {}}, "x-guidance", "lenient: expected an object of whitespace"),
+        ({"x-guidance": 3}, "x-guidance", "3: expected an object"),
         (False, "", "allows no output"),
     ],
 )

@@ -111,7 +111,7 @@ def test_the_verifier_s_tokenizer_encodes_in_this_process() -> None:
     ("options", "match"),
     [
         ({"gate": "never"}, "gate never needs confidence signals"),
-        ({"gate": "entropy:1.5"}, "gate entropy:1.5 needs confidence signals, which prompt lookup does not give"),
+        ({"gate": "entropy:1.5"}, "gate entropy:1.5 needs confidence signals, which prompt lookup does not provide"),
         ({"gate": "trigger:never"}, "gate trigger:never needs confidence signals"),
         ({"gate": "margin:0.2|logprob:2"}, r"gate margin:0.2\|logprob:2 needs confidence signals"),
         ({"on_cloud_loss": "edge-only"}, "on_cloud_loss 'edge-only' needs a draft model"),
@@ -129,7 +129,7 @@ def test_lookup_goes_with_an_engine() -> None:
         with pytest.raises(SettingsError, match="lookup is for an edge engine as draft"):
             SpeculativeDecoder(draft, verifier, lookup=prompt_lookup())
     wrong: Any = "lookup"
-    with pytest.raises(SettingsError, match=r"lookup is one from prompt_lookup\(…\), not str"):
+    with pytest.raises(SettingsError, match=r"lookup is a prompt lookup from prompt_lookup\(…\), not str"):
         SpeculativeDecoder(engine, verifier, lookup=wrong)
     with pytest.raises(SettingsError, match=r"or prompt_lookup\(…\), not str"):
         SpeculativeDecoder(wrong, verifier)

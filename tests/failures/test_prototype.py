@@ -297,7 +297,7 @@ def test_no_penalty_that_was_not_asked_for(monkeypatch: Patch) -> None:
     row = OTHER((1, 2))
     assert policy.distribution(row, [7, 7, 7, 7, 11, 11], 6).logits.equal(row)
     known = {"repetition_penalty", "repetition_window", "no_repeat_ngram_size", "min_new_tokens", "suppress_tokens"}
-    known |= {"frequency_penalty", "presence_penalty", "logit_bias"}
+    known |= {"frequency_penalty", "presence_penalty", "logit_bias", "grammar"}
     others = {"max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "sentences", "ignore_eos"}
     others |= {"logprobs"}
     assert {f.name for f in fields(GenerationSettings)} == known | others

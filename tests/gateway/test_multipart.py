@@ -24,7 +24,7 @@ def test_what_a_client_sends_is_read_unchanged(data: bytes, text: str) -> None:
 
 PART = b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n'
 BAD = {
-    "no boundary": (PART + b"--b--", "multipart/form-data", "names no boundary"),
+    "no boundary": (PART + b"--b--", "multipart/form-data", "has no boundary"),
     "no end": (PART, KIND, "last boundary is missing"),
     "nothing": (b"", KIND, "last boundary is missing"),
     "no name": (b"--b\r\nContent-Disposition: form-data\r\n\r\n1\r\n--b--", KIND, "Content-Disposition|no name"),

@@ -330,7 +330,7 @@ def test_a_stream_that_the_gateway_s_end_cuts_short_says_so() -> None:
         )
         next(iter(stream))
         process.send_signal(signal.SIGINT)
-        with pytest.raises(openai.APIError, match="going down"):
+        with pytest.raises(openai.APIError, match="shutting down"):
             list(stream)
 
 

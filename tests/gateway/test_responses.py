@@ -199,7 +199,7 @@ def test_tokens_are_reported_at_the_end() -> None:
         ({"prompt": {"id": "p"}}, "prompt", "no stored prompts"),
         ({"max_tool_calls": 3}, "max_tool_calls", "no built-in tools"),
         ({"text": {"format": {"type": "xml"}}}, "text.format", "json_schema"),
-        ({"text": {"format": {"type": "json_object"}}, "tools": TOOLS}, "text.format", "keep the model from calling"),
+        ({"text": {"format": {"type": "json_object"}}, "tools": TOOLS}, "text.format", "cannot be combined with tools"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
         ({"tool_choice": {"type": "function", "name": "x"}, "tools": TOOLS}, "tool_choice", "no tool 'x'"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "an item of type message"),

@@ -110,7 +110,7 @@ def test_special_tokens_of_the_syntax_are_found() -> None:
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (chat_templates.CHATML, "does not show the model any tools"),
+        (chat_templates.CHATML, "does not support tools"),
         (tool_templates.FORGETFUL, "drops the tool calls"),
         (tool_templates.XML, "in a syntax that the gateway cannot parse"),
         (None, "has no chat template"),
@@ -178,9 +178,14 @@ def test_with_the_choice_none_the_model_sees_no_tools() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "reason"),
     [
-        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools.1", "a second tool"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools.1", "duplicate tool name"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "there is no tool 'x'"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "no tools"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "w", "parameters": {"type": "array"}}}]},
+            "tools.0.function.parameters",
+            "expected a schema of the type object",
+        ),
     ],
 )
 def test_contradictions_are_refused(fields: dict[str, Any], param: str, reason: str) -> None:
@@ -331,7 +336,7 @@ def test_a_special_opener_is_part_of_the_prompt_because_no_grammar_writes_it() -
 
 def test_a_second_grammar_beside_tools_is_refused() -> None:
     for choice in ("auto", "required"):
-        with pytest.raises(openai.BadRequestError, match="keep the model from calling tools") as refused:
+        with pytest.raises(openai.BadRequestError, match="cannot be combined with tools") as refused:
             ask(script("x"), tool_choice=choice, response_format={"type": "json_object"})
         assert refused.value.param == "response_format"
     assert ask(script("x"), tool_choice="none", response_format={"type": "json_object"}).choices

@@ -65,7 +65,7 @@ def test_the_model_continues_the_opening_of_an_answer() -> None:
 
 
 def test_a_template_without_tools_is_refused() -> None:
-    with pytest.raises(PromptError, match="does not show the model any tools"):
+    with pytest.raises(PromptError, match="does not support tools"):
         encode(model(chat_templates.CHATML), ToolChat([ASKED], [WEATHER]))
 
 

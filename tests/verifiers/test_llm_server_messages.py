@@ -64,7 +64,7 @@ def test_without_an_edge_model_one_is_asked_for(kind: Any) -> None:
     ):
         SpeculativeDecoder(None, verifier)
     assert f"--edge none is not possible with {server.scheme}" in str(caught.value)
-    assert "name an edge model" in str(caught.value)
+    assert "give an edge model" in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])

@@ -26,8 +26,8 @@ def build_decoder(
 ) -> SpeculativeDecoder:
     """Check the settings, connect to the cloud, load the models and return the decoder, in this order.
 
-    for_text: the prompt is a text, which captions-only models refuse before a model is loaded or a cloud is reached.
-    target_tokenizer: the cloud's, if it differs from the edge model's.
+    for_text: the prompt is a text. Captions-only models refuse it before a model is loaded or a cloud is contacted.
+    target_tokenizer: the name of the cloud's tokenizer, if it differs from the edge model's.
     """
     loss = check(pair).on_cloud_loss
     from outrider.api import SpeculativeDecoder
@@ -113,7 +113,7 @@ def load_target_tokenizer(name: str | None) -> PromptLookup | None:
 
 
 def find_target_tokenizer(name: str | None, model: Engine | None, verifier: Verifier | None) -> PromptLookup | None:
-    """Return the tokenizer of the cloud's model that is named, or that the cloud sends for another vocabulary."""
+    """Return the tokenizer of this name, or the one that a cloud with another vocabulary sends, or None."""
     from outrider.edge.target_tokenizer import read_target_tokenizer
     from outrider.verifiers.base import Connectable, share_vocabulary
     from outrider.verifiers.local import describe
@@ -126,7 +126,7 @@ def find_target_tokenizer(name: str | None, model: Engine | None, verifier: Veri
 
 
 def check_target_tokenizer(models: Models, name: str) -> None:
-    """Raise InputError if there is no such tokenizer, or the models need none."""
+    """Raise InputError if there is no such tokenizer, or --target-tokenizer has no use for these models."""
     from outrider.engines.load import resolve_tokenizer_path
     from outrider.verifiers.connect import parse_cloud_address
 
@@ -139,7 +139,7 @@ def check_target_tokenizer(models: Models, name: str) -> None:
 
 
 def check_edge(models: Models) -> None:
-    """Raise InputError if there is no such edge model or tokenizer, or lookup lacks one that the cloud needs."""
+    """Raise InputError if there is no such edge model or tokenizer, or if lookup needs a tokenizer for this cloud."""
     from outrider.engines.load import resolve_path, resolve_tokenizer_path
     from outrider.verifiers.connect import parse_cloud_address
 
@@ -149,7 +149,7 @@ def check_edge(models: Models) -> None:
         resolve_tokenizer_path(models.lookup_tokenizer)
     elif models.uses_lookup and (kind := parse_cloud_address(models.cloud).kind) in ("vllm", "sglang"):
         raise SettingsError(
-            f"--edge lookup: {kind} does not list its tokens: name its tokenizer, a directory or hub id, as in --edge "
+            f"--edge lookup: {kind} does not list its tokens: give its tokenizer, a directory or hub id, as in --edge "
             "lookup:TOKENIZER"
         )
 

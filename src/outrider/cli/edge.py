@@ -276,7 +276,7 @@ def _application(
 
 
 def _tool_support(engine: Engine | PromptLookup) -> ToolSupport | str:
-    """Return the model's way to call tools, or the reason why it has none."""
+    """Return the model's support of tools, or the reason why it has none."""
     from outrider.gateway.tools import find_tool_support
 
     if engine.tokenizer is None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     VerifierFactory = Callable[[str], Verifier]
 
-CLOUD_TIMEOUT_S = 30.0  # for the first answer of the cloud, before clients are served without it
+CLOUD_TIMEOUT_S = 30.0  # limit of the first connection attempt, after which requests are served without the cloud
 log = logging.getLogger("outrider.gateway")
 
 
@@ -41,7 +41,7 @@ class CloudConnection:
         return () if self.target.kind == "none" else parse_cloud_address(self._address).hosts
 
     def reach(self) -> VerifierFactory | None:
-        """Return a function from an emulated network to a verifier, or None. Wait for the gateway's own cloud."""
+        """Wait for the gateway's own cloud. Return a function from an emulated network to a verifier, or None."""
         if self.target.kind == "none":
             return None
         if self.own is not None:
@@ -52,13 +52,13 @@ class CloudConnection:
         from outrider.verifiers.connect import connect
 
         verifier = connect(self._address, **self._options, net=net)
-        assert verifier is not None  # a cloud is named
+        assert verifier is not None  # the kind is not "none"
         return verifier
 
 
 @contextmanager
 def open_cloud(models: Models, network: Network) -> Iterator[CloudConnection]:
-    """Yield the cloud. Start a local one in a process of its own, which the first connection waits for."""
+    """Yield the cloud. Start a local one in a process of its own, for which the first connection waits."""
     cloud = CloudConnection(models, network)
     if cloud.target.kind != "local":
         yield cloud
@@ -73,9 +73,9 @@ def open_cloud(models: Models, network: Network) -> Iterator[CloudConnection]:
 
 @dataclass(frozen=True)
 class CloudState:
-    """The present state of the cloud. trouble: the reason if it is unreachable, else None.
+    """The current state of the cloud. trouble: the reason if it is unreachable, else None.
 
-    tokenizer: that of the cloud, if it is named, or was sent at the start.
+    tokenizer: the cloud's, if it was given by name or sent at the start.
     """
 
     name: Callable[[], str]

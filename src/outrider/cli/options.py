@@ -65,9 +65,9 @@ class Models:
     ----------
     edge
         The drafter: a directory, hub id, .gguf file, "demo", or "none" for cloud-only. "lookup" drafts without a model
-        (prompt lookup, n-gram), and lookup:TOKENIZER names the cloud's tokenizer, a directory or hub id, which texts
-        need with vllm:// and sglang://, and recordings with every cloud across a network. MODEL+lookup uses whichever
-        of the two is accepted more often. A directory of the name lookup is ./lookup.
+        (prompt lookup, n-gram), and lookup:TOKENIZER gives the cloud's tokenizer, a directory or hub id. It is required
+        for texts with vllm:// and sglang://, and for recordings with every cloud across a network. MODEL+lookup drafts
+        with the source that is accepted more often. Write ./lookup for a directory of the name lookup.
     cloud
         The verifier: grpc://HOST:PORT (a running outrider cloud), vllm://HOST:PORT[,HOST:PORT...] (one vLLM server, or
         replicas), sglang://HOST:PORT, local:MODEL, or "none" for edge-only.
@@ -100,7 +100,7 @@ class Models:
         return self.edge.removeprefix("lookup:") if self.edge.startswith("lookup:") else None
 
     def require_edge_model(self, purpose: str) -> None:
-        """Raise SettingsError for an edge that drafts by prompt lookup. purpose: the thing that needs a model."""
+        """Raise SettingsError for an edge with prompt lookup. purpose: what needs a model, for the message."""
         if self.uses_lookup:
             raise SettingsError(
                 f"--edge {self.edge}: {purpose} needs a draft model, not prompt lookup: give --edge MODEL"

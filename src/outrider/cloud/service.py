@@ -106,6 +106,7 @@ class Service(ServiceState):
             audio_seconds=own.audio_seconds,
             max_drafts=schema.MAX_DRAFTS,
             tokenizer=digest_of(self._packed_tokenizer) if self._packed_tokenizer else b"",
+            captions_only=own.captions_only,
         )
         return answer.SerializeToString()
 

@@ -20,8 +20,8 @@ from outrider.sampling.sampler import Support
 class Proposal:
     """One drafted token.
 
-    signals: for the gate and the draft length. q: the distribution from which it was drawn, for rejection sampling.
-    match_length: tokens that agreed in prompt lookup, 0 for a model's token. logprobs: the drafter's, if they are
+    signals: confidence, for the gate and the draft length. q: the drafting distribution, for rejection sampling.
+    match_length: matching tokens in prompt lookup, 0 for a model's token. logprobs: the drafter's, if they are
     requested.
     """
 
@@ -49,8 +49,8 @@ def measured_signals(proposals: Seq[Proposal]) -> list[Signals]:
 class Draft:
     """Draft up to `count` tokens.
 
-    leave_loop: draw the first one at random from the best few. model_only: no verifier decides the tokens, so they must
-    come from a model.
+    leave_loop: draw the first one at random from the best few. model_only: the tokens will not be verified, so a model
+    must draft them.
     """
 
     count: int

@@ -8,8 +8,8 @@ The throughput is maximal if drafting continues while S ≥ c·λ (renewal rewar
         length k*
 
 The acceptance probability of a drafted token is the acceptance rate of tokens with a similar −log q, or of tokens
-looked up behind a match of a similar length. That of the next token, m, is the acceptance rate of tokens that follow
-one with a similar −log q. Behind a looked-up token it is that of a match longer by one. With the pipelined driver, a
+looked up after a match of similar length. That of the next token, m, is the acceptance rate of tokens that follow one
+with a similar −log q. After a looked-up token it is that of a match longer by one. With the pipelined driver, a
 correct guess of the bonus token saves h drafts of the next round, and a longer block makes it less likely by S·(1 − m).
 The rule is then S·(1 − h·c·λ·(1 − m)) ≥ c·λ. See docs/design/maths.md, "Adaptive draft length".
 
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from outrider.decoding.speculation_switch import MedianClip, SpeculationSwitch
 
 BUCKET_EDGES = (0.01, 0.05, 0.15, 0.4, 1.0, 2.5)  # of −log q
-MATCH_BUCKETS = (2, 3, 5, 9)  # least match lengths of all buckets but the first
+MATCH_BUCKETS = (2, 3, 5, 9)  # the shortest match of each bucket but the first
 MATCH_PRIORS = (0.3, 0.4, 0.6, 0.8, 0.9)  # acceptance rate of each bucket before the first observation
 PRIOR_ACCEPTANCE = 0.7  # acceptance rate before the first observation
 PRIOR_WEIGHT = 4.0  # of the prior acceptance, in observations
@@ -36,13 +36,13 @@ MAX_CONFIDENCE_POWER = 4.0  # largest exponent that corrects the drafter's own p
 MEMORY_TOKENS = 1024.0  # time constant of acceptance rates, in tokens: texts change
 MEMORY_ROUNDS = 64  # time constant of times, in rounds: networks change
 MAX_BLOCK_LENGTH = 64  # largest candidate for k*
-MAX_UNMATCHED = 1024.0  # most tokens without a proposal that count in λ, so that they are forgotten when matches return
+MAX_UNMATCHED = 1024.0  # limit of the tokens without a proposal in λ, so that their weight fades once matches return
 PRIOR_SLOPE = 0.05  # time that a drafted token adds to a verdict, as a typical share of the verdict's time
 
 
 @dataclass(frozen=True)
 class MatchLength:
-    """The number of tokens before a looked-up token that agree with the place from which it was copied."""
+    """The number of tokens before a looked-up token that match those before its source."""
 
     tokens: int
 
@@ -89,7 +89,7 @@ class AcceptanceModel:
         self._by_match = [DecayedRate() for _ in MATCH_PRIORS]
 
     def update(self, confidences: Seq[Confidence | None], accepted: int) -> None:
-        """Count a verdict on tokens of these confidences. Tokens behind the first rejection are no observations."""
+        """Count a verdict on tokens of these confidences. Tokens after the first rejection are not observations."""
         previous: Confidence | None = None
         for n, confidence in enumerate(confidences[: accepted + 1]):
             self._tokens_seen += 1
@@ -115,7 +115,7 @@ class AcceptanceModel:
         return self._estimate(self._overall)
 
     def prefers_lookup(self, match_length: int) -> bool:
-        """Return whether a token behind a match of this length is at least as likely to be accepted as a model's.
+        """Return whether a token after a match of this length is at least as likely to be accepted as a model's.
 
         Rates decay towards their priors, so a source that was worse is tried again.
         """
@@ -192,7 +192,7 @@ class LatencyModel:
     def __init__(self) -> None:
         self._drafts, self._verdicts, self._verdict_compute = LinearFit(), LinearFit(), LinearFit()
         self._clip_verdict, self._clip_compute = MedianClip(), MedianClip()
-        # By whether the token was looked up. That is a thousand times as fast as a model's draft.
+        # By whether the token was looked up: a lookup is a thousand times as fast as a model's draft.
         self._drafts_by_source = {is_lookup: LinearFit() for is_lookup in (True, False)}
         self._clip_draft = {is_lookup: MedianClip() for is_lookup in (True, False)}
 
@@ -268,7 +268,7 @@ class DraftLengthController:
     """The controller of the draft length, which learns acceptance and times from the rounds of a model pair.
 
     switch: decides whether to draft at all. token_cost: c·λ, the cost of one more token of a draft model, in tokens.
-    None until drafts and verdicts have been timed. lookup_token_cost: that of one more looked-up token.
+    None until drafts and verdicts have been timed. lookup_token_cost: the same for a looked-up token.
     """
 
     def __init__(self) -> None:
@@ -277,12 +277,12 @@ class DraftLengthController:
         self.lookup_token_cost = 0.0
         self._hit_value = 0.0  # tokens
         self._prior_rounds = PRIOR_WEIGHT
-        self._unmatched = 0.0  # number of tokens for which the drafter had no proposal, decayed by rounds
+        self._unmatched = 0.0  # tokens for which the drafter had no proposal, with exponential decay per round
         # By whether a correct guess had drafted some of the block ahead.
         self._rounds = {hit: RoundStats() for hit in (True, False)}
 
     def should_continue(self, drafted: int, confidences: Seq[Confidence]) -> bool:
-        """Return whether to draft one more token. confidences: of the tokens drafted so far, where it is known."""
+        """Return whether to draft one more token. confidences: the known ones of the tokens drafted so far."""
         if self.token_cost is None:
             return False
         is_lookup = bool(confidences) and isinstance(confidences[-1], MatchLength)
@@ -327,7 +327,7 @@ class DraftLengthController:
     def decoded_plain(self, seconds: float | None, *, is_unmatched: bool = False) -> None:
         """Observe a token of plain decoding.
 
-        seconds: None if they are not typical. is_unmatched: the drafter should have drafted and had no proposal.
+        seconds: None if they are not typical. is_unmatched: the drafter was called and had no proposal.
         """
         self.switch.decoded_plain(seconds)
         if is_unmatched:
@@ -336,11 +336,11 @@ class DraftLengthController:
             self._update_estimates()
 
     def _update_estimates(self) -> None:
-        """Estimate the throughput λ, and from it the cost of a token, the value of a correct guess, and the switch.
+        """Update the throughput λ, and from it the cost of a token, the value of a correct guess, and the switch.
 
-        Rounds of the best fixed block length serve as a prior of past rounds. The switch expects the better of the two,
-        since past rounds may have had other lengths. λ includes the tokens for which the drafter had no proposal. The
-        switch compares the rounds without them.
+        Simulated rounds of the best fixed block length are a prior of past rounds. The switch assumes the better of the
+        two, since past rounds may have had other lengths. λ includes the tokens for which the drafter had no proposal.
+        The switch compares the rounds without them.
         """
         times, rounds, prior_rounds = self.times, RoundStats(), RoundStats()
         slope = times.slope

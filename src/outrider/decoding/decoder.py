@@ -2,7 +2,7 @@
 
 `Decoder` is a state machine. A driver executes the action of `next()` and returns its result:
 
-    Draft(count)  →  decoder.drafted(proposals)     the drafter's proposals, up to `count`; none end the block
+    Draft(count)  →  decoder.drafted(proposals)     the drafter's proposals, up to `count`. No proposal ends the block
     Verify(…)     →  decoder.decided(verdict)       the verdict on the pending block, or
                      decoder.on_verifier_lost()     the loss of the verifier
     Done(reason)                                    the output is complete
@@ -22,7 +22,7 @@ The decoder decides when a block is complete and whether it goes to the verifier
 
     Sequence      the tokens
     DraftBuffer   the proposals since the last verdict, those drafted ahead, and their blocks
-    Committer     the end of the output, detected loops, and the length that the verifier knows
+    Committer     the end of the output, detected loops, and the length of the verifier's sequence
     Recorder      events, counters, and the evidence of audits
     Decoder       the plan, and the request in flight
 
@@ -82,7 +82,7 @@ class Decoder:
         return Done(self._committer.finish_reason)
 
     def drafted(self, proposals: Seq[Proposal]) -> None:
-        """Add the drafter's proposals to the block. Drop those behind its end. Without proposals the block is complete.
+        """Add the drafter's proposals to the block. Drop those after its end. Without proposals the block is complete.
 
         Raises:
             StateError: there are neither proposals nor a verifier.
@@ -175,7 +175,7 @@ class Decoder:
     def unread_length(self) -> int:
         """The number of tokens before the last one that were decoded without drafts and not read by a draft model.
 
-        They include the prompt before the model's first draft. Prompt lookup reads in no time.
+        They include the prompt before the model's first draft. Prompt lookup reads in negligible time.
         """
         return self._read_by_lookup + max(len(self.sequence.ids) - 1 - self._drafted_length, 0)
 
@@ -191,7 +191,7 @@ class Decoder:
 
     @property
     def near_ties(self) -> set[int]:
-        """Indices of generated tokens whose margin lay within numeric noise, also behind the end of the output."""
+        """Indices of generated tokens whose margin lay within numeric noise, also after the end of the output."""
         return self._recorder.near_ties
 
     def logprobs(self) -> list[Logprobs]:
@@ -215,13 +215,13 @@ class Decoder:
         return self.plan.stop_rules.max_new_tokens + self.sequence.prompt_length - len(self.sequence.ids)
 
     def _missing_in_block(self) -> int:
-        """Return how many tokens are missing from the block, 0 behind the end of the output."""
+        """Return how many tokens are missing from the block, 0 after the end of the output."""
         if self._committer.finish_reason is not None:
             return 0
         return self._drafts.missing(self._room, self.unread_length)
 
     def _record_read(self, proposals: Seq[Proposal], unread: int) -> None:
-        """Record that the source of these proposals has read `context`. unread: `unread_length` before them."""
+        """Record which source has read `context` for these proposals. unread: `unread_length` before them."""
         if proposals and not proposals[0].match_length:
             self._read_by_lookup = 0
         else:  # without a match, a token of plain decoding follows

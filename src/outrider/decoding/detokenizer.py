@@ -17,8 +17,8 @@ from itertools import groupby
 from typing import Final, Protocol
 
 REPLACEMENT_CHARACTER: Final = "\ufffd"  # for bytes that are not valid UTF-8
-METASPACE: Final = "\u2581"  # SentencePiece's letter for a space
-SPECIAL_MARK: Final = b"\xff"  # no byte of UTF-8
+METASPACE: Final = "\u2581"  # SentencePiece's character for a space
+SPECIAL_MARK: Final = b"\xff"  # a byte that never occurs in UTF-8
 MAX_UTF8_BYTES: Final = 4  # largest length of a character in UTF-8
 
 
@@ -63,7 +63,7 @@ class Detokenizer:
         return text if hasattr(self._tokenizer, "backend_tokenizer") else text.rstrip(REPLACEMENT_CHARACTER)
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes that a token stands for in the middle of a text. Those of a special token are its name."""
+        """Return the bytes of a token in the middle of a text. Those of a special token are its name."""
         if token in self._bytes:
             return bytes([self._bytes[token]])
         if not hasattr(self._tokenizer, "convert_ids_to_tokens"):
@@ -102,9 +102,9 @@ class Detokenizer:
         return repaired
 
     def vocabulary_bytes(self, count: int) -> list[bytes] | None:
-        """Return what each of the ids below `count` adds to a text, or None if a token has no bytes of its own.
+        """Return the bytes that each of the ids below `count` adds to a text, or None if a token has none of its own.
 
-        A special token is marked by the byte 0xFF before its name, which no text has. Ids without a token are empty.
+        A special token is its name after the byte 0xFF, which no text contains. Ids without a token are empty.
         """
         if not (self._byte_level or self._bytes):
             return None

@@ -18,7 +18,7 @@ class DraftBuffer:
     """Owner of the proposals since the last verdict, and of their division into blocks.
 
     draft_length: None without a drafter. eos_ids: one of them ends its block. pending: one proposal for each token that
-    a verdict may still decide. ahead: the proposals behind all pending ones.
+    a verdict may still decide. ahead: the proposals after all pending ones.
     """
 
     def __init__(self, draft_length: DraftLength | None, eos_ids: tuple[int, ...]) -> None:
@@ -36,7 +36,7 @@ class DraftBuffer:
     def missing(self, room: int, unread: int) -> int:
         """Return how many tokens are missing from the block.
 
-        room: the tokens that may follow the pending ones. unread: tokens before the last one that a draft model has not
+        room: how many tokens may follow the pending ones. unread: tokens before the last one that a draft model has not
         read.
         """
         return 0 if self._is_closed else self._missing(self.block, room, unread)
@@ -76,7 +76,7 @@ class DraftBuffer:
         if self._draft_length is None or len(self.ahead) >= MAX_PROVISIONAL:
             return False
         last = self.ahead[-1].token if self.ahead else last_pending
-        # The first one only guesses the bonus token, which is useless without room behind it.
+        # The first one only guesses the bonus token, which is useless without room after it.
         return last not in self._eos_ids and room > max(len(self.ahead), 1)
 
     def add_ahead(self, proposal: Proposal) -> None:
@@ -88,7 +88,7 @@ class DraftBuffer:
         self.ahead.clear()
 
     def drop_lookups(self) -> int:
-        """Drop the first proposal of prompt lookup and all behind it. Return how many pending ones are left."""
+        """Drop the first proposal of prompt lookup and all after it. Return how many pending ones are left."""
         proposals = [*self.pending, *self.ahead]
         kept = next((n for n, proposal in enumerate(proposals) if proposal.match_length), len(proposals))
         self.ahead = self.ahead[: max(0, kept - len(self.pending))]
@@ -96,7 +96,7 @@ class DraftBuffer:
         return len(self.pending)
 
     def resolve_guess(self, bonus: int | None) -> None:
-        """Keep the tokens behind a correct guess of the bonus token, else none. bonus: None if drafts were rejected."""
+        """Keep the tokens after a correct guess of the bonus token, else none. bonus: None if drafts were rejected."""
         self.ahead = self.ahead[1:] if self.ahead and self.ahead[0].token == bonus else []
 
     def take_ahead(self) -> Proposal | None:

@@ -36,7 +36,7 @@ class DraftLength(Protocol):
     def tokens_to_draft(self, drafted: int, block: Seq[Confidence], unread: int = 0) -> int:
         """Return how many tokens to add to a block of `drafted` tokens, 0 if it is complete.
 
-        block: the confidences of its tokens, where they are known. unread: tokens before the last one that a draft
+        block: the known confidences of its tokens. unread: tokens before the last one that a draft
         model has not read.
         """
         ...
@@ -86,10 +86,10 @@ class ConfidenceStop:
 
 @dataclass(frozen=True)
 class AdaptiveDraftLength:
-    """Blocks that end when another token costs more than it gains (`decoding.adaptive_draft_length`).
+    """Blocks that end when another token costs more time than it saves (`decoding.adaptive_draft_length`).
 
     A block is empty if plain decoding of the target is faster. The fallback decides until drafts and verdicts have been
-    timed, unless drafting in vain has taken too long.
+    timed, unless drafts without proposals have taken too long.
     """
 
     controller: DraftLengthController = field(default_factory=DraftLengthController)

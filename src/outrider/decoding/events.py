@@ -38,7 +38,7 @@ class StreamEvent:
     decided the token. signals: the drafter's confidence, None for the verifier's own tokens and where no signals were
     requested. settled: the number of tokens that are final. These are all confirmed tokens, but with `scope` "repair"
     only those before the last verdict until the cloud is lost. It never decreases. logprob: the token's, if the setting
-    `logprobs` requests it: the target's for a token that a verdict decided, else the drafter's.
+    `logprobs` requests it, from the target for a verified token and else from the drafter.
     """
 
     kind: EventKind

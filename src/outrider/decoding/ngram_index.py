@@ -1,4 +1,4 @@
-"""The index of prompt lookup: the last n-grams of a sequence, and what followed their earlier occurrences.
+"""The n-gram index of prompt lookup: earlier occurrences of the last tokens of a sequence.
 
 For each position the index stores the previous position that ends with the same `min_ngram` tokens. These links form
 one chain per n-gram, from its most recent occurrence backwards, as in the hash chains of Deflate (RFC 1951):
@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-MAX_CANDIDATES = 1024  # most recent occurrences that are compared: bounds the time in repetitive texts
+MAX_CANDIDATES = 1024  # compare only the most recent occurrences, to bound the time in repetitive texts
 
 
 @dataclass(frozen=True)
 class Match:
     """An earlier occurrence of the last tokens.
 
-    length: the number of tokens that agree. token: the one that followed them.
+    length: the number of matching tokens. token: the one that followed them.
     """
 
     length: int
@@ -32,14 +32,16 @@ class Match:
 class NgramIndex:
     """A sequence of tokens, with the earlier occurrences of its last n-gram.
 
-    min_ngram, max_ngram: the least and the most tokens of a match. Longer matches count as `max_ngram`.
+    min_ngram, max_ngram: limits of the length of a match. Longer matches count as `max_ngram`.
     """
 
     def __init__(self, min_ngram: int, max_ngram: int) -> None:
         self._min_ngram, self._max_ngram = min_ngram, max_ngram
         self._ids: list[int] = []
-        self._last_end: dict[tuple[int, ...], int] = {}  # of each n-gram; an end is the length of its prefix
-        self._previous_end: list[int] = []  # by end − 1: the previous end of the same n-gram, 0 if there is none
+        self._last_end: dict[
+            tuple[int, ...], int
+        ] = {}  # the last end of each n-gram, as the length of the prefix up to it
+        self._previous_end: list[int] = []  # at index end − 1: the previous end of the same n-gram, or 0
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -67,7 +69,9 @@ class NgramIndex:
             self._ids.pop()
 
     def find(self, excluded: Collection[int] = ()) -> Match | None:
-        """Return the longest match of the last tokens whose token is not excluded, of several the earliest, or None.
+        """Return the longest match of the last tokens, or None. Of several, return the earliest.
+
+        excluded: tokens that must not follow the match.
 
         Long matches are rare, and the earliest of short ones lies in the prompt, which an output copies in its order.
         The result depends on the tokens alone, not on the calls that appended them.

@@ -113,8 +113,8 @@ class DecodingOptions:
             )
         if not isinstance(self.parsed_gate, Always):
             raise SettingsError(
-                f"gate {self.gate} needs confidence signals, which prompt lookup does not give: use gate always, or a "
-                "draft model alone"
+                f"gate {self.gate} needs confidence signals, which prompt lookup does not provide: use gate always, or "
+                "a draft model alone"
             )
         if self.on_cloud_loss == "edge-only" and not has_drafter:
             raise SettingsError(

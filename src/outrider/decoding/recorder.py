@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 class Recorder:
     """Owner of all observations. It has no influence on the output.
 
-    near_ties: indices of generated tokens, also of some behind the end of the output. logprobs: by index into the
-    sequence, the drafter's until a verdict decides the token, if they are requested.
+    near_ties: indices of generated tokens, also of some after the end of the output. logprobs: by index into the
+    sequence, the drafter's until the token is verified, if they are requested.
     """
 
     def __init__(self, sequence: Sequence) -> None:

@@ -188,7 +188,7 @@ class Result:
     kind of frame, "up" and "down", which add up to stats.bytes_up and bytes_down. risk: the estimate for a calibrated
     gate, else None. pieces: the text of each token, which together make up `text`, or empty without a tokenizer.
     logprobs: the log-probability of each token and of the best ones at its position, if the setting `logprobs` requests
-    them: the target's where `sources` names a verdict, else the drafter's.
+    them, from the target for verified tokens and else from the drafter.
     """
 
     text: str | None

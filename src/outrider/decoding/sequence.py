@@ -77,7 +77,7 @@ class Sequence:
         self.sources.append(source)
 
     def discard(self, kept: int = 0) -> None:
-        """Drop the pending tokens behind the first `kept`."""
+        """Drop the pending tokens after the first `kept`."""
         del self.ids[self.committed_length + kept :]
 
     def reopen(self, length: int) -> None:

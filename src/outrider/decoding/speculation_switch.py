@@ -54,7 +54,7 @@ class SpeculationSwitch:
         self.plain_seconds = self.budget = 0.0
         self.pays = True
         self._clip, self._samples, self._samples_due = MedianClip(), 0, 0
-        self._unsampled_seconds = 0.0  # of speculation since the last timed plain token
+        self._unsampled_seconds = 0.0  # seconds of speculation since the last timed plain token
         self._token_gain = self._round_loss = 0.0  # expected, in seconds
         self._read_tokens = self._read_seconds = 0.0
         self._generations, self._generated = 1.0, PRIOR_TOKENS
@@ -65,7 +65,7 @@ class SpeculationSwitch:
         return self._samples_due > 0
 
     def should_speculate(self, unread: int) -> bool:
-        """Return whether to draft. unread: tokens that a draft model has to read first, except the last one."""
+        """Return whether to draft. unread: tokens that a draft model must read before, without the last one."""
         if self.needs_sample:
             return False
         if not self.plain_seconds:
@@ -122,14 +122,14 @@ class SpeculationSwitch:
             self.budget -= seconds
 
     def drafted_in_vain(self, seconds: float) -> None:
-        """Observe that drafting took `seconds` and gave no proposal."""
+        """Observe a draft of `seconds` without proposals."""
         self.budget -= seconds
 
     def update_estimate(self, throughput: float, round_tokens: float, verdict_seconds: float) -> None:
         """Compare plain decoding with the estimated tokens per second of speculation, and the tokens of its rounds.
 
-        verdict_seconds: of the verifier, for an empty block. They stand for t_p until it has been measured. It is
-        measured at once unless speculation is CLEAR_GAIN times as fast as that.
+        verdict_seconds: the verifier's time for an empty block, an estimate of t_p until it has been measured. t_p is
+        measured at once unless speculation is CLEAR_GAIN times as fast as this estimate.
         """
         token_s, plain_s = 1.0 / throughput, self.plain_seconds or verdict_seconds
         gain = plain_s - token_s

@@ -13,7 +13,7 @@ class TokenLogprob:
     """A token and its log-probability, and the best tokens at its position in descending order.
 
     The log-probability is that of the model's raw distribution, before biases, penalties, temperature and filters.
-    data: the bytes that the token stands for, None without a tokenizer. They may be a part of a character.
+    data: the bytes of the token, None without a tokenizer. They may be a part of a character.
     """
 
     token_id: int
@@ -23,7 +23,7 @@ class TokenLogprob:
 
     @classmethod
     def build(cls, logprobs: Logprobs, to_bytes: Callable[[int], bytes] | None) -> TokenLogprob:
-        """Build the report on one position. to_bytes: of the tokenizer, if there is one."""
+        """Build the report on one position. to_bytes: the tokenizer's conversion, if there is a tokenizer."""
         (own, *best) = (
             cls(token, value, None if to_bytes is None else to_bytes(token))
             for token, value in zip(logprobs.ids, logprobs.values, strict=True)

@@ -37,7 +37,7 @@ class Proposer(Protocol):
         ...
 
     def rollback_to(self, length: int) -> None:
-        """Forget all but a proper prefix of the first `length` tokens, the last of which may have changed."""
+        """Keep fewer than the first `length` tokens, because the last of them may have changed."""
         ...
 
     @property
@@ -110,7 +110,7 @@ class Drafter:
         return proposals
 
     def _draft_on_device(self, ids: list[int], count: int) -> list[Proposal]:
-        """Draft all tokens in one call. `rollback_to` drops the cache behind an EOS."""
+        """Draft all tokens in one call. `rollback_to` drops the cache after an EOS."""
         assert self._device_sampler is not None
         seq_input = self._sequence.next_input(ids, 1)
         return self._device_sampler.draft(

@@ -105,11 +105,11 @@ class GenerationContext:
 class Generation:
     """One generation.
 
-    handshake: the models at its start, on which it relies to its end. warnings: for the result.
+    handshake: the models at its start, used until its end. warnings: for the result.
 
     Raises:
-        SettingsError: a stop rule needs text, and there is no tokenizer. Or log-probabilities are requested of drafts
-            that have none. Or the grammar cannot be compiled.
+        SettingsError: a stop rule needs a tokenizer, log-probabilities are requested of drafts that have none, or the
+            grammar cannot be compiled.
     """
 
     def __init__(
@@ -130,12 +130,12 @@ class Generation:
             raise SettingsError("stop strings and sentences need a tokenizer, and the model came without one")
         if settings.logprobs is not None and context.codecs is not None and not context.verifies_all:
             raise SettingsError(
-                "logprobs: unverified tokens of a drafter with another tokenizer have none. Let verdicts decide all "
-                "tokens: gate always, and on_cloud_loss fail or wait"
+                "logprobs are not available for unverified tokens of a drafter with another tokenizer: use gate "
+                "always, and on_cloud_loss fail or wait"
             )
         self._decoder = Decoder(prompt.ids, self._plan(rules), self._decode if rules.needs_text else None)
         self._grammar = None
-        if settings.grammar is not None and context.tokenizer is not None:  # else the cloud alone compiles it
+        if settings.grammar is not None and context.tokenizer is not None:  # otherwise only the cloud compiles it
             self._grammar = compile_grammar(settings.grammar, context.tokenizer, handshake.target.eos_ids)
         self._byte_counts = ByteCounts()
         if not handshake.is_complete:
@@ -260,7 +260,7 @@ class Generation:
     def _open_model(self, engine: Engine, prompt: Prompt, policy: Policy, *, needs_q: bool) -> Drafter:
         context = self._context
         needs_signals = context.with_signals or context.options.gate.needs_signals
-        assert context.draft_length is not None  # there is a drafter
+        assert context.draft_length is not None  # set whenever there is a drafter
         return Drafter(
             open_sequence(engine, prompt, "drafter"),
             policy,

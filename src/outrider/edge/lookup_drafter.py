@@ -1,4 +1,4 @@
-"""The drafter of prompt lookup, alone and together with a model: it copies what followed earlier occurrences."""
+"""Prompt lookup drafters: copy the tokens that followed earlier occurrences, alone or combined with a model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from outrider.sampling.sampler import Support
 class LookupDrafter:
     """Drafts the tokens of one sequence from the sequence itself.
 
-    Each token is looked up behind the earlier ones, so a proposal depends on its prefix alone. The division into calls
-    and the timing of verdicts do not matter.
+    A proposal depends only on its prefix, not on the division into calls or on the timing of verdicts.
 
     policy: the target's. Tokens that it bans are not proposed, as with `no_repeat_ngram_size`, and an EOS ends a block.
-    placeholder: of recordings, never proposed. needs_q: proposals carry q for rejection sampling. Lookup is
+    placeholder: the token of recordings, never proposed. needs_q: proposals carry q for rejection sampling. Lookup is
     deterministic, so q is a point mass: d is accepted with probability p(d), and a rejected d is replaced by a draw
     from p without d.
     """
@@ -37,8 +36,8 @@ class LookupDrafter:
     ) -> None:
         self._index, self._policy, self._needs_q = index, policy, needs_q
         self._placeholders = () if placeholder is None else (placeholder,)
-        self.seconds = 0.0  # of drafting
-        self.prefill_seconds = 0.0  # of these, of the first draft, which indexes the prompt
+        self.seconds = 0.0  # seconds of all drafts
+        self.prefill_seconds = 0.0  # seconds of the first draft, which indexes the prompt
 
     def draft(self, ids: list[int], action: Draft) -> list[Proposal]:
         """Return up to action.count proposals that follow `ids`: none without a match, fewer at an EOS."""
@@ -57,12 +56,12 @@ class LookupDrafter:
         return proposals
 
     def match_length(self, ids: list[int]) -> int:
-        """Return how many of the last tokens agree with the occurrence to copy from, 0 if there is none."""
+        """Return the length of the match to copy from, 0 if there is none."""
         match = self._find(ids)
         return 0 if match is None else match.length
 
     def rollback_to(self, length: int) -> None:
-        """Roll the index back to a proper prefix of the first `length` tokens."""
+        """Roll the index back to `length` − 1 tokens."""
         self._index.truncate(length - 1)
 
     @property
@@ -86,12 +85,12 @@ class LookupDrafter:
 
 
 class CombinedDrafter:
-    """Drafts each part of a block by prompt lookup or with the model, whichever is accepted more often.
+    """Drafts each part of a block with the source that is accepted more often: prompt lookup or the model.
 
-    The model's cache lacks the tokens that were looked up. The next draft of the model feeds them in one forward.
+    Looked-up tokens are not in the model's KV cache until its next draft, which feeds them in one forward.
 
-    Tokens that no verifier decides come from the model alone. per_token: choose the source of each token, not of each
-    call. If the output depends on the drafts, it must not depend on their division into calls.
+    Tokens that will not be verified come from the model alone. per_token: choose the source of each token, not of each
+    call. This is required if the output depends on the drafts, so that it does not depend on their division into calls.
     """
 
     def __init__(self, model: Proposer, lookup: LookupDrafter, acceptance: AcceptanceModel, *, per_token: bool) -> None:
@@ -115,7 +114,7 @@ class CombinedDrafter:
         return source.draft(ids, replace(action, count=1) if self._per_token else action)
 
     def rollback_to(self, length: int) -> None:
-        """Roll both sources back to a proper prefix of the first `length` tokens."""
+        """Roll both sources back to fewer than `length` tokens."""
         self._model.rollback_to(length)
         self._lookup.rollback_to(length)
 

@@ -79,7 +79,7 @@ class Handshake:
 
 
 class ModelPair:
-    """Drafter and verifier, at least one of them. Each is described once, as a description lists the whole vocabulary.
+    """Drafter and verifier, at least one of them. Each is described once, because a description lists the vocabulary.
 
     state: the connected models. on_loss: the policy for an unreachable verifier. "fail" raises, "wait" retries, and
     "edge-only" decodes without it until `connect` succeeds, and after an outage does not retry for a while. reader: the

@@ -1,4 +1,4 @@
-"""The part of a pair that encodes prompts and decodes texts: drafter, target tokenizer, or token ids alone."""
+"""Encoding of a pair's prompts: with the drafter, with the target's tokenizer, or as token ids."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from outrider.prompts.chat import PromptLike, encode
 from outrider.verifiers.base import ModelInfo, Verifier, match_vocabularies, share_vocabulary
 from outrider.verifiers.local import LocalVerifier, describe
 
-if TYPE_CHECKING:  # a module that loads transformers
+if TYPE_CHECKING:  # importing it loads transformers
     from outrider.engines.torch.model_families import AudioFeatures
 
 IDS_ONLY = (
-    "without a drafter, a cloud that sends no tokenizer takes token ids (--prompt-ids): texts and recordings need an "
-    "edge model to prepare them"
+    "without a drafter, prompts are token ids (--prompt-ids), or texts if the cloud sends its tokenizer: give an edge "
+    "model for other texts and for recordings"
 )
 NO_TOKENIZER = (
-    "prompt lookup without a tokenizer takes token ids (--prompt-ids) with a cloud that sends none: for texts and "
-    "recordings, name the target's tokenizer, as --edge lookup:DIRECTORY or prompt_lookup(DIRECTORY)"
+    "prompt lookup without a tokenizer takes token ids (--prompt-ids), or texts if the cloud sends its tokenizer: for "
+    "other texts and recordings, give the target's, as --edge lookup:DIRECTORY or prompt_lookup(DIRECTORY)"
 )
 NO_TEXTS = (
     "{} only writes captions of recordings: caption a recording, or give text models as --edge and --cloud (token ids, "
@@ -33,21 +33,22 @@ NO_TEXTS = (
 
 
 class IdsOnly:
-    """The stand-in for an edge model in cloud-only decoding across a network: token ids in, token ids out."""
+    """The replacement of an edge model in cloud-only decoding across a network: prompts are token ids."""
 
     tokenizer = None
 
     def __init__(self, target: ModelInfo) -> None:
         self.name, self.vocab_size, self.max_length = target.name, target.vocab_size, target.max_length
+        self.captions_only = target.captions_only
 
 
 class PromptReader:
     """Encodes prompts as ids of the target.
 
-    model, lookup: the drafters. reader: with another tokenizer than the model's, the target's. target: returns the
+    model, lookup: the drafters. reader: the target's tokenizer, if it differs from the model's. target: returns the
     description of the connected target.
 
-    codecs: of drafter and target if their tokenizers differ, otherwise None. side: the reader, as far as it encodes
+    codecs: those of drafter and target if their tokenizers differ, otherwise None. side: the reader, if it encodes
     texts.
     """
 
@@ -73,9 +74,9 @@ class PromptReader:
         return build_codecs(model, target)
 
     def adopt(self, target: ModelInfo) -> PromptLookup | None:
-        """Return the tokenizer that the target's server sends, which encodes prompts from now on.
+        """Fetch the tokenizer of the target's server, use it for all further prompts, and return it.
 
-        Return None if there is none, if another one was given, or if drafts cannot be translated to it.
+        Return None if the server sends none, if a tokenizer was given, or if drafts cannot be translated to it.
 
         Raises:
             CloudLost, CloudRefused: as `read_target_tokenizer`.
@@ -92,7 +93,7 @@ class PromptReader:
         return reader
 
     def check_accept(self, accept: str, *, needs_q: bool) -> None:
-        """Raise SettingsError if the acceptance rule `accept` compares probabilities (needs_q) of two vocabularies."""
+        """Raise SettingsError if the rule `accept` would compare probabilities (needs_q) of two vocabularies."""
         if needs_q and self.codecs is not None and self._model is not None:
             raise SettingsError(
                 f"accept {accept} compares probabilities of the same ids, but {self._model.name} and "
@@ -101,7 +102,7 @@ class PromptReader:
 
     @property
     def encoder(self) -> Engine | PromptLookup | IdsOnly:
-        """The engine that encodes prompts, or a stand-in that takes token ids."""
+        """The engine or tokenizer that encodes prompts, or a replacement that takes token ids."""
         encoder = self._model if self._model is not None and self.codecs is None else self.side
         if encoder is not None:
             return encoder
@@ -160,27 +161,27 @@ class PromptReader:
         return bool(getattr(self.encoder, "captions_only", False))
 
     def check_accepts_text(self) -> None:
-        """Raise PromptError if the models accept texts but only caption recordings."""
+        """Raise PromptError if the models only caption recordings."""
         if self.captions_only:
             raise PromptError(NO_TEXTS.format(self.encoder.name))
 
     def _check_shares_tokenizer(self) -> None:
         if self._model is not None and self.codecs is not None:
             raise PromptError(
-                f"{self._model.name} and {self.encoder.name} have different tokenizers: drafts about a recording need "
-                "two models with the same one"
+                f"{self._model.name} and {self.encoder.name} have different tokenizers: recordings need "
+                "two models with the same tokenizer"
             )
 
     @property
     def _ids_only(self) -> str:
-        """The reason for which prompts are token ids."""
+        """The reason why prompts must be token ids."""
         return IDS_ONLY if self._lookup is None else NO_TOKENIZER
 
 
 def needs_translation(model: Engine | PromptLookup, target: Engine | PromptLookup) -> bool:
     """Return whether the tokenizers differ, and drafts can be translated through their text.
 
-    Other vocabularies are refused at the handshake if one side cannot encode texts.
+    If one side cannot encode texts, the handshake refuses different vocabularies.
     """
     if not (callable(model.tokenizer) and callable(target.tokenizer)):
         return False

@@ -19,12 +19,12 @@ class RoundObserver:
     """Reports the rounds of one generation to its decoder's draft length controller.
 
     Nothing is reported if the output depends on its division into blocks: no clock may influence an output. The seconds
-    of the first draft of each source and of the first verdict include the prefill, so they are left out. So are those
-    of the first plain token after a speculative round, which may start a stream of the verifier. acceptance: learns
-    from the verdicts if there is no controller, whose own model does otherwise. lock: serialises the reports of
-    concurrent generations. The controller is read without it, since a partial update does no harm. in_bursts: some
-    drafts take no time, since an earlier one of the round has done their work, so that rounds are timed in place of
-    drafts.
+    of the first draft of each source and of the first verdict include the prefill, so they are not reported. The same
+    holds for the first plain token after a speculative round, which may start a stream of the verifier.
+
+    acceptance: updated with the verdicts if there is no controller, which has an acceptance model of its own. lock:
+    serialises the reports of concurrent generations. The controller is read without the lock, since a partial update
+    does no harm. in_bursts: time rounds instead of drafts, since one draft may do the work of the following ones.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class RoundObserver:
         self._decoder, self.clock = decoder, clock
         self._drafted_since_verdict, self._draft_seconds = 0, 0.0
         self._in_bursts = in_bursts
-        self._known_sources: set[bool] = set()  # whether drafts were looked up
-        self._bursts: dict[bool, tuple[int, float]] = {}  # tokens and seconds of this round by source
+        self._known_sources: set[bool] = set()  # `is_lookup` of the sources that have drafted
+        self._bursts: dict[bool, tuple[int, float]] = {}  # tokens and seconds of this round, by `is_lookup`
         self._has_drafted = False
         self._is_unmatched = False  # the last draft was empty
         self._is_plain = False  # the last verdict was one of plain decoding

@@ -27,12 +27,19 @@ def read_target_tokenizer(target: ModelInfo) -> PromptLookup | None:
         tokenizer = _load(target.read_tokenizer())
     except (DataError, ModelError) as error:
         raise CloudRefused(f"{target.name} sent a tokenizer that cannot be used: {error}") from error
-    return PromptLookup(tokenizer, target.name, DEFAULT_MIN_NGRAM, DEFAULT_MAX_NGRAM, target.eos_ids)
+    return PromptLookup(
+        tokenizer,
+        target.name,
+        DEFAULT_MIN_NGRAM,
+        DEFAULT_MAX_NGRAM,
+        target.eos_ids,
+        is_captions_only=target.captions_only,
+    )
 
 
 @lru_cache(4)
 def _load(packed: bytes) -> Any:
-    """Return the tokenizer of packed files. Decoders of one target share it."""
+    """Return the tokenizer of packed files. All decoders of one target share it."""
     with tempfile.TemporaryDirectory() as folder:
         unpack_tokenizer(packed, Path(folder))
         return load_tokenizer(folder)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from outrider.decoding.detokenizer import get_detokenizer
 from outrider.engines.vocabulary import tokenize
 
-FIRST_SYMBOL = 0x100000  # of a plane for private use: a text with such a character costs acceptance at most
+FIRST_SYMBOL = 0x100000  # in a private-use plane: a text with such a character only lowers acceptance
 
 
 class TokenizedModel(Protocol):
@@ -21,7 +21,7 @@ class TokenizedModel(Protocol):
 
 
 class TextCodec:
-    """Converts the ids of one tokenizer to text and back. In the text, a special token is one symbol.
+    """Converts the ids of one tokenizer to text and back. In the text, each special token is one private character.
 
     symbols: the character of each special token that the other tokenizer has as well. untranslatable: the other special
     tokens, which have no text.
@@ -63,7 +63,7 @@ class TextCodec:
 def build_codecs(edge: TokenizedModel, target: TokenizedModel) -> tuple[TextCodec, TextCodec]:
     """Return the codecs of two models. Their special tokens have the same symbol if they have the same name.
 
-    An end token of the target without a namesake stands for the edge's end token, if that has no namesake either.
+    If neither model's end token exists in the other vocabulary, the two share a symbol.
     """
     ours, theirs = _special_names(edge), _special_names(target)
     shared = sorted(set(ours.values()) & set(theirs.values()))

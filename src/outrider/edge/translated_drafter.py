@@ -1,6 +1,6 @@
 """The drafter for an edge and a target with different tokenizers.
 
-The model drafts in the edge's vocabulary, and the proposals are ids of the target. The text connects the two:
+The model drafts in the edge's vocabulary, and the proposals are ids of the target, translated through text:
 
     target ids  →  text  →  edge ids  →  drafted edge ids  →  text  →  proposed target ids
 
@@ -25,28 +25,28 @@ from outrider.edge.drafter import FLUSH_INTERVAL_S, Drafter
 from outrider.edge.text_codec import TextCodec
 from outrider.sampling.policy import Policy
 
-CONTEXT_TOKENS = 16  # that are encoded again in front of a new text, as its first token depends on them
-RETOKENIZED = 4  # edge tokens before a change of the text that may change with it
-SEPARATOR = "\n"  # a context for a text that begins inside a token of the last target tokens
-LAST_WORD = re.compile(r"\s?[^\W\u2e80-\U0010ffff]*\Z")  # not of scripts without spaces, which begin at U+2E80
-EXTRA_DRAFTS = 8  # edge tokens that may be drafted in vain in one call
+CONTEXT_TOKENS = 16  # tokens encoded again before new text, because its first token depends on them
+RETOKENIZED = 4  # edge tokens before a change of the text that are encoded again with it
+SEPARATOR = "\n"  # the context of a text that begins inside a token
+LAST_WORD = re.compile(r"\s?[^\W\u2e80-\U0010ffff]*\Z")  # scripts without spaces, from U+2E80 on, have no words
+EXTRA_DRAFTS = 8  # limit of edge tokens in one call that give no target token
 
-EDGE_TOKENS = 4  # for one target token, at least: the edge may not end its text before the target may
+EDGE_TOKENS = 4  # edge tokens per target token, so that the edge's length limits never apply before the target's
 
-OpenModel = Callable[[list[int]], Drafter]  # from the edge ids with which the sequence begins
+OpenModel = Callable[[list[int]], Drafter]  # opens the model's drafter on the first edge ids
 
 
 class TranslatedDrafter:
     """Drafts target ids with a model of another vocabulary.
 
-    codecs: of edge and target. prompt_ids: the target's. policy: the target's, whose banned tokens are not proposed.
-    edge_eos_ids, target_eos_ids: end tokens. max_length: positions that the edge model holds, None without a limit.
-    per_token: a proposal depends on the tokens before it alone, not on the division into calls. This drafts some edge
-    tokens twice.
+    codecs: those of edge and target. prompt_ids: target ids. policy: the target's. Tokens that it bans are not
+    proposed. edge_eos_ids, target_eos_ids: end tokens. max_length: positions that the edge model holds, None without a
+    limit. per_token: a proposal depends only on the tokens before it, not on the division into calls. Some edge tokens
+    are then drafted twice.
 
     A proposal has the signals of the edge token that covers the end of its text. The tokens of the last word, and the
-    last token in any case, may still change with the text that follows. They are held back, and so is an incomplete
-    character.
+    last token in any case, may still change with the text that follows, so they are held back. An incomplete character
+    is held back as well.
     """
 
     def __init__(
@@ -69,15 +69,15 @@ class TranslatedDrafter:
         self._leading = self._edge_codec.leading_ids()
         self._proposals: dict[int, Proposal] = {}  # by index into the edge ids
         self._source = ""  # the target's text when it was last encoded
-        self._base = 0  # the edge ids that stand for it
-        self._end: Proposal | None = None  # the edge token behind the last one, if it has no text
+        self._base = 0  # the number of edge ids that encode it
+        self._end: Proposal | None = None  # a drafted edge token without text, which ends the draft
         self.seconds = 0.0  # of drafting and translation
         started = time.perf_counter()
         ids = self._encode(self._read(list(prompt_ids)))[:max_length] or [*edge_eos_ids, 0][:1]
-        self._fixed = max(1, len(ids) - RETOKENIZED)  # the beginning of the sequence, which does not change
+        self._fixed = max(1, len(ids) - RETOKENIZED)  # length of the edge ids that are never encoded again
         self._append(ids)
         self._model = open_model(ids[: self._fixed])
-        self._translation_seconds = time.perf_counter() - started  # of the prompt
+        self._translation_seconds = time.perf_counter() - started  # seconds of translating the prompt
 
     @property
     def prefill_seconds(self) -> float:
@@ -87,7 +87,7 @@ class TranslatedDrafter:
     def draft(self, ids: list[int], action: Draft) -> list[Proposal]:
         """Return up to action.count proposals that follow `ids`: fewer at an end token or after FLUSH_INTERVAL_S.
 
-        Return none if no text fits. The edge tokens behind the proposals are kept for the next call.
+        Return none if no text fits. Edge tokens after the last proposal are kept for the next call.
         """
         started, ids = time.perf_counter() - self._translation_seconds, list(ids)
         self._translation_seconds = 0.0
@@ -148,21 +148,21 @@ class TranslatedDrafter:
         return self._target.text
 
     def _align(self, text: str, *, certain: bool = True) -> list[Proposal]:
-        """Return the target ids of the drafted text behind `text`. certain: without those that may still change."""
+        """Return the target ids of the drafted text after `text`. certain: without those that may still change."""
         tail = self._drafted_text()[len(text) :]
         attempts = (self._align_behind(context, tail) for context in (self._context(), SEPARATOR))
         found, fits = next((attempt for attempt in attempts if attempt is not None), ([], False))
         if fits and certain and self._end is None:
             word = LAST_WORD.search(tail)
-            assert word is not None  # it may be empty
+            assert word is not None  # the pattern also matches the empty text
             found = [(token, end) for token, end in found[:-1] if end <= word.start()]
         proposals = [self._propose(token, end, len(text)) for token, end in found]
         return proposals + self._translated_end() if fits and certain and self._end is not None else proposals
 
     def _align_behind(self, context: str, tail: str) -> tuple[list[tuple[int, int]], bool] | None:
-        """Return the tokens of `tail` behind `context`, with the ends of their texts, as far as their texts fit it.
+        """Return the tokens of `tail` after `context`, with the ends of their texts, and whether all of them fit.
 
-        Return as well whether all fit. Return None if no token ends where `tail` begins.
+        The list ends before the first token whose text differs. Return None if no token ends where `tail` begins.
         """
         transcript, text, position, fits = IncrementalDetokenizer(self._target_codec.decode), context + tail, 0, True
         found: list[tuple[int, int]] = []
@@ -176,21 +176,21 @@ class TranslatedDrafter:
         starts = [n + 1 for n, (_, end) in enumerate(found) if end == 0] if context else [0]
         if not starts:
             return None
-        # Several tokens end here if one of them ends inside a character: the last one is then the target's own.
+        # Tokens that end inside a character share an end. Begin after the one that equals the target's last token.
         start = next((n for n in starts if n and found[n - 1][0] == self._target.ids[-1]), starts[0])
         return found[start:], fits
 
     def _context(self) -> str:
-        """Return the text of the last target tokens, from the beginning of a word if there is one.
+        """Return the text of the last target tokens, from the beginning of a word if possible.
 
-        Its space is left out, as some tokenizers add one in front of a text, and others drop it.
+        The space before that word is left out, because some tokenizers add one before a text, and others drop it.
         """
         pieces = self._target.pieces[-CONTEXT_TOKENS:]
         first = next((n for n, piece in enumerate(pieces[:-1]) if piece[:1].isspace()), 0)
         return "".join(pieces[first:]).removeprefix(" ")
 
     def _propose(self, token: int, end: int, text_length: int) -> Proposal:
-        """Return the proposal of a target token. end: of its text, in characters of the drafted text."""
+        """Return the proposal of a target token. end: the end of its text, in characters of the drafted text."""
         end += text_length - len(self._source)
         ends = accumulate(map(len, self._edge.pieces[self._base :]))
         index = self._base + sum(1 for _ in takewhile(lambda covered: covered < end, ends))
@@ -221,7 +221,7 @@ class TranslatedDrafter:
         return allowed
 
     def _unaligned(self, ids: list[int], text: str) -> list[Proposal]:
-        """Return one target token of the drafted text, for edge-only decoding, which no verdict helps on."""
+        """Return one target token of the drafted text, for edge-only decoding, where no verdict adds a token."""
         tokens = [proposal.token for proposal in self._align(text, certain=False)]
         options = (self._allowed(ids, [Proposal(token)]) for token in (*tokens, *self._target_eos_ids))
         return next(filter(None, options), [])
@@ -229,11 +229,11 @@ class TranslatedDrafter:
     # The edge's ids -----------------------------------------------------------------------------------------
 
     def _drafted_text(self) -> str:
-        """Return the target's text when it was last encoded, and the text drafted behind it."""
+        """Return the target's text when it was last encoded, followed by the drafted text."""
         return self._source + "".join(self._edge.pieces[self._base :])
 
     def _encode_edge(self, text: str) -> None:
-        """Make the edge's ids those of `text`. The longest common prefix of ids stays in the KV cache."""
+        """Replace the edge's ids by those of `text`. The longest common prefix of ids stays in the KV cache."""
         ids = self._encode(text) if self._per_token else self._reencode(text)
         fixed = self._edge.ids[: self._fixed]
         if ids[: self._fixed] != fixed:
@@ -256,7 +256,7 @@ class TranslatedDrafter:
         return ids if ids[: len(self._leading)] == self._leading else [*self._leading, *ids]
 
     def _reencode(self, text: str) -> list[int]:
-        """Return the edge ids of `text`. Only the end that differs from the present text is encoded, if possible."""
+        """Return the edge ids of `text`. If possible, only the end that differs from the current text is encoded."""
         shared = _common_length(self._edge.text, text)
         ends = [0, *accumulate(map(len, self._edge.pieces))]
         kept = max(0, sum(1 for _ in takewhile(lambda end: end <= shared, ends)) - 1 - RETOKENIZED)
@@ -268,7 +268,7 @@ class TranslatedDrafter:
         return self._encode(text)
 
     def _extend(self, count: int, *, leave_loop: bool) -> int:
-        """Draft up to `count` edge tokens. Return how many the model drafted, 0 if it has no room."""
+        """Draft up to `count` edge tokens. Return how many the model drafted, 0 if its context is full."""
         length = len(self._edge.ids)
         room = count if self._max_length is None else min(count, self._max_length - length)
         if room <= 0:
@@ -285,11 +285,11 @@ class TranslatedDrafter:
 
 
 def edge_settings(settings: GenerationSettings, *, greedy: bool) -> GenerationSettings:
-    """Return the settings of the edge's own sampling. Those that are about target ids or n-grams are left out.
+    """Return the settings of the edge's own sampling, without those about target ids or n-grams.
 
-    A grammar is left out as well: the translated proposals are checked, up to the first that it does not allow.
-    greedy: every token is verified. The shared noise of sampling belongs to the target's ids, so that the most probable
-    token is accepted most often.
+    A grammar is left out as well, because the translated proposals are checked against it. greedy: draft greedily,
+    because every token is verified. The shared noise of sampling is keyed by target ids, so the most probable token is
+    accepted most often.
     """
     if greedy:
         settings = replace(settings, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)

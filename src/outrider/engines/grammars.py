@@ -1,7 +1,7 @@
 """Compilation of grammars for an engine's vocabulary, bounded in time, memory and length.
 
-llguidance limits its own work. Two things it does not limit: the depth of nested definitions, which overflows the
-stack, and the time for long regular expressions. A text of more than `UNCHECKED_BYTES` is therefore compiled in a
+llguidance does not limit the depth of nested definitions, which can overflow the stack, or the time for long regular
+expressions. A text of more than `UNCHECKED_BYTES` is therefore compiled in a
 child process first, with little stack, time and memory.
 """
 
@@ -21,18 +21,17 @@ from outrider.config import Grammar
 from outrider.decoding.detokenizer import SPECIAL_MARK, Tokenizer, get_detokenizer
 from outrider.engines.base import Engine
 from outrider.engines.locking import get_lock
-from outrider.errors import GrammarError, SettingsError
-from outrider.sampling.grammar import CompiledGrammar
+from outrider.errors import DecodingError, GrammarError, SettingsError
+from outrider.sampling.grammar import CompiledGrammar, GrammarMask
 
-if TYPE_CHECKING:  # loaded with the first grammar
+if TYPE_CHECKING:  # imported with the first grammar
     from llguidance import LLMatcher, LLTokenizer
 
 UNCHECKED_BYTES: Final = 4096
-CHECK_SECONDS: Final = 20.0  # of the clock, on a busy machine. The process limits its own processor time.
+CHECK_SECONDS: Final = 20.0  # wall-clock time. The process limits its own processor time to 2 s.
 MAX_PLACES: Final = 256  # parts of a schema that are compiled to find the one that fails
-WHITESPACE: Final = (
-    r"\x20|\n[\x20\t]{0,20}"  # between two JSON tokens. Without a limit, weak models write nothing else.
-)
+# Between two JSON tokens. Without a limit, weak models generate nothing else.
+WHITESPACE: Final = r"\x20|\n[\x20\t]{0,20}"
 LIMITS: Final = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 100_000,
@@ -42,17 +41,19 @@ LIMITS: Final = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-OPTIONS: Final = '%llguidance {"no_forcing": true}'  # else a mask depends on how the tokenizer splits forced texts
+LAYOUT_OPTIONS: Final = ("whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator")
+# With forcing, masks depend on how the tokenizer splits forced texts.
+OPTIONS: Final = '%llguidance {"no_forcing": true}'
 SUBSCHEMAS: Final = ("items", "additionalProperties")
 SUBSCHEMA_MAPS: Final = ("properties", "patternProperties", "$defs", "definitions")
 SUBSCHEMA_LISTS: Final = ("anyOf", "allOf", "oneOf", "prefixItems")
 
 
 def compile_grammar(grammar: Grammar, tokenizer: Tokenizer | None, eos_ids: tuple[int, ...]) -> CompiledGrammar:
-    """Return the grammar over a tokenizer's vocabulary. Both are cached.
+    """Compile a grammar for a tokenizer's vocabulary. Both are cached.
 
     Raises:
-        GrammarError: the grammar cannot be compiled within the limits. The error names the place in a schema.
+        GrammarError: the grammar cannot be compiled within the limits. The error names the failing part of a schema.
         SettingsError: the model has no tokenizer whose tokens are bytes, or no end-of-sequence token.
     """
     if tokenizer is None:
@@ -71,20 +72,25 @@ def _compile(grammar: Grammar, tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -
         raise _locate(grammar, failure[1], vocabulary)
     if reason := _matcher(vocabulary, source).get_error():
         raise GrammarError(_describe(reason), "")
-    return CompiledGrammar(lambda: _matcher(vocabulary, source), vocabulary.vocab_size, eos_ids)
+    compiled = CompiledGrammar(lambda: _matcher(vocabulary, source), vocabulary.vocab_size, eos_ids)
+    try:
+        GrammarMask(compiled).packed([])
+    except DecodingError as error:
+        raise GrammarError("no output matches it, or it is too complex", "") from error
+    return compiled
 
 
 def prepare(engine: Engine) -> None:
-    """Prepare an engine's vocabulary before it serves, if it can have grammars: sessions then do not wait for it."""
+    """Prepare the vocabulary of an engine that supports grammars, so that no session waits for it."""
     if engine.tokenizer is not None and engine.eos_ids:
-        with suppress(SettingsError):  # its tokens are not bytes
+        with suppress(SettingsError):  # no support of grammars
             prepare_vocabulary(engine.tokenizer, engine.eos_ids)
 
 
 def prepare_vocabulary(tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -> LLTokenizer:
-    """Return a tokenizer's vocabulary for llguidance, which is cached. 150,000 tokens take about a second.
+    """Return a tokenizer's vocabulary for llguidance, which is cached.
 
-    Other threads of Python wait meanwhile.
+    150,000 tokens take about a second, in which the interpreter lock is held.
 
     Raises:
         SettingsError: the tokenizer's tokens are not bytes.
@@ -99,14 +105,16 @@ def _vocabulary(tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -> LLTokenizer:
 
     tokens = get_detokenizer(tokenizer).vocabulary_bytes(max(tokenizer.get_vocab().values()) + 1)
     if tokens is None:
-        raise SettingsError("grammar needs a tokenizer of bytes, as those of Qwen, Llama and Mistral are")
-    for token in eos_ids:  # never text, not even if the tokenizer has a text for it
+        raise SettingsError(
+            "grammar needs a tokenizer whose tokens are bytes, such as those of Qwen, Llama and Mistral"
+        )
+    for token in eos_ids:  # an end token never counts as text
         tokens[token : token + 1] = [SPECIAL_MARK + str(token).encode()]
     return LLTokenizer(_Tokens(tokens, eos_ids[0]), eos_token=list(eos_ids))  # type: ignore[arg-type]
 
 
 class _Tokens:
-    """The vocabulary as llguidance reads it. It never asks for the tokens of a text, because nothing is forced."""
+    """The vocabulary in llguidance's interface. `__call__` is not used, because nothing is forced."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -156,7 +164,16 @@ def read_schema(grammar: Grammar) -> Any:
         raise GrammarError("a schema is an object, true or false", "")
     if schema is False:
         raise GrammarError("the schema false allows no output", "")
-    return {} if schema is True else schema
+    schema = {} if schema is True else schema
+    _check_layout(schema.get("x-guidance", {}))
+    return schema
+
+
+def _check_layout(options: Any) -> None:
+    """Refuse llguidance's options that let an output break its schema, such as `lenient`."""
+    unknown = sorted(set(options) - set(LAYOUT_OPTIONS)) if isinstance(options, dict) else [str(options)]
+    if unknown:
+        raise GrammarError(f"{', '.join(unknown)}: expected an object of {', '.join(LAYOUT_OPTIONS)}", "x-guidance")
 
 
 def _schema_text(schema: dict[str, Any]) -> str:
@@ -168,7 +185,7 @@ def _schema_text(schema: dict[str, Any]) -> str:
 
 
 def _describe(reason: str) -> str:
-    """Return llguidance's reason in one line, without the quotation of the grammar's text."""
+    """Return llguidance's reason in one line, without its quotation of the grammar."""
     lines = reason.split("\n")
     line = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
     line = line.partition("failed to compile JSON schema: ")[2] or line
@@ -178,7 +195,7 @@ def _describe(reason: str) -> str:
 
 
 def _locate(grammar: Grammar, reason: str, vocabulary: LLTokenizer) -> GrammarError:
-    """Return the error with the innermost part of a schema that fails by itself."""
+    """Return the error, with the innermost part of a schema that fails by itself."""
     if grammar.kind != "json_schema":
         return GrammarError(reason, "")
     part = root = read_schema(grammar)
@@ -224,7 +241,7 @@ def _first_failure(sources: list[str], vocabulary: LLTokenizer) -> tuple[int, st
 
 
 def _check_in_child(sources: list[str]) -> tuple[int, str] | None:
-    """Do as `_first_failure` in a child process, over single bytes instead of a vocabulary."""
+    """Do the same as `_first_failure` in a child process, over single bytes instead of a vocabulary."""
     command = [sys.executable, "-I", "-c", _CHILD]
     data = json.dumps([LIMITS, sources]).encode()
     try:

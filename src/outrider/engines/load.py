@@ -211,7 +211,7 @@ def load_audio_features(name: str) -> AudioFeatures | None:
 
 
 def read_eos_ids(name: str) -> tuple[object, ...]:
-    """Return the end tokens of a checkpoint's generation_config.json, unchecked and without loading the model.
+    """Return the end tokens in a checkpoint's generation_config.json, without validation and without loading the model.
 
     Raises:
         ModelError: the file is not valid JSON.
@@ -241,7 +241,7 @@ def resolve_tokenizer_path(name: str) -> str:
 
 
 def captions_only(name: str) -> bool:
-    """Return whether a model takes recordings alone as prompts, without loading it. False if only loading shows it.
+    """Return whether a model accepts only recordings, without loading it. False if this is unknown before loading.
 
     name: a model, or the directory of its tokenizer.
 
@@ -251,7 +251,7 @@ def captions_only(name: str) -> bool:
     folder = Path(name).expanduser()
     if full_name(name) in _BUNDLED_NAMES or not folder.is_dir():
         folder = Path(resolve_path(name))
-    config = folder / "config.json"  # of a hub id it need not be on this machine
+    config = folder / "config.json"  # the file of a hub id may not be downloaded
     return config.is_file() and is_captions_only(read_json(config, name).get(TASKS))
 
 
@@ -359,7 +359,7 @@ def _describe_error(error: BaseException) -> str:
     """Return the error as one line."""
     text = str(error).strip()
     if "trust_remote_code" in text or "requires you to execute" in text:
-        return "it needs Python code of its own (auto_map), which is never run: give a model that transformers knows"
+        return "it needs Python code of its own (auto_map), which is never run: give a model that transformers supports"
     if isinstance(error, MemoryError):
         return "there is not enough memory"
     if isinstance(error, RecursionError):

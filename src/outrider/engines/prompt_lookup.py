@@ -1,4 +1,4 @@
-"""Prompt lookup: the drafter without a model, which copies what followed earlier occurrences of the last tokens.
+"""Prompt lookup: drafts without a model, copied from earlier occurrences of the last tokens.
 
 The method is that of transformers' `prompt_lookup_num_tokens` and of vLLM's speculative method `ngram`
 (`prompt_lookup_min`, `prompt_lookup_max`). Source: Saxena, "Prompt Lookup Decoding", 2023.
@@ -14,7 +14,7 @@ from outrider.engines.load import captions_only, load_audio_features, load_token
 from outrider.engines.vocabulary import Vocabulary, check_eos_ids
 from outrider.errors import SettingsError
 
-if TYPE_CHECKING:  # a module that loads transformers
+if TYPE_CHECKING:  # importing it loads transformers
     from outrider.engines.torch.model_families import AudioFeatures
 
 DEFAULT_MIN_NGRAM, DEFAULT_MAX_NGRAM = 1, 16
@@ -53,17 +53,17 @@ def prompt_lookup(
 ) -> PromptLookup:
     """Return a drafter without a model, as the `draft` of `SpeculativeDecoder`.
 
-    It finds the longest earlier occurrence of the last tokens in prompt and output, of several the earliest, and
-    drafts what followed there. Without an occurrence it drafts nothing, and the verdict adds one token. The output is
-    that of the target in any case.
+    It finds the longest earlier occurrence of the last tokens in prompt and output (of several, the earliest), and
+    drafts the tokens that followed it. Without an occurrence there is no draft, and the verdict adds one token. The
+    output always equals the target's own.
 
     Args:
-        tokenizer: the target's: a directory or hub id, or a tokenizer of transformers. Weights are not needed. A
-            directory's generation_config.json names end tokens, which vLLM and SGLang do not list. Recordings need its
+        tokenizer: the target's, as a directory, a hub id, or a tokenizer of transformers. Weights are not needed. A
+            directory's generation_config.json lists end tokens, which vLLM and SGLang do not send. Recordings need its
             config.json and preprocessor_config.json as well. None uses the tokenizer of a verifier in this process.
             With other verifiers, prompts and outputs are then token ids.
-        min_ngram: the fewest tokens that must agree, 1 or more.
-        max_ngram: the most tokens that are compared, up to 256.
+        min_ngram: the minimum number of matching tokens, 1 or more.
+        max_ngram: the maximum number of tokens compared, up to 256.
 
     Raises:
         ModelError: there is no such tokenizer, or it cannot be loaded.

@@ -35,8 +35,8 @@ from outrider.verifiers.local import LocalVerifier, describe
 class EvalContext:
     """The models of a run, loaded once for all modes, and the decoding settings. draft or verifier may be None.
 
-    lookup: drafts without `draft`, or together with it. target_tokenizer: the verifier's, if it is not in this process
-    and differs from the drafter's.
+    lookup: drafts alone, or together with `draft`. target_tokenizer: the verifier's, if the verifier is not in this
+    process and has another tokenizer than the drafter.
     """
 
     draft: Engine | None
@@ -73,7 +73,7 @@ class EvalContext:
         return [self._mode(name, self._encoder(name)) for name in kept], left_out
 
     def _encoder(self, mode: str) -> Encoder:
-        """Return the encoder of a mode's prompts. Their ids are the drafter's in edge-only decoding alone."""
+        """Return the encoder of a mode's prompts. Only edge-only decoding uses the drafter's ids."""
         reader = self._reader
         if mode != "edge-only" and reader is not None:
             return Encoder(reader)

@@ -78,7 +78,7 @@ def unsupported_reason(
     """Return why a mode cannot run with these options, or None if it can.
 
     edge: there is a draft model. cloud: "none", "local", or a kind of remote verifier. limited: the edge is pinned to
-    threads of its own. lookup: prompt lookup drafts, without a draft model or together with it.
+    threads of its own. lookup: prompt lookup drafts, alone or together with a draft model.
     """
     if mode in ("edge-only", "assisted") and lookup and not edge:
         return "prompt lookup has no model of its own: give --edge MODEL+lookup"
@@ -117,7 +117,7 @@ def select_modes(requested: Sequence[str], reason_for: Callable[[str], str | Non
 
 
 class Encoder:
-    """Encodes the prompts of items for all models, with the first engine or tokenizer of prompt lookup that can."""
+    """Encodes the prompts of items for all models, with the first engine or prompt lookup that has a tokenizer."""
 
     def __init__(self, *engines: Engine | PromptLookup | None) -> None:
         self._engines = [engine for engine in engines if engine is not None]
@@ -211,7 +211,7 @@ def build(
     encoder: Encoder,
     lookup: PromptLookup | None = None,
 ) -> DecoderMode:
-    """Build one of Outrider's modes on loaded models. lookup: drafts in exact and gated, without `draft` or with it."""
+    """Build one of Outrider's modes on loaded models. lookup: drafts in exact and gated, alone or with `draft`."""
     options = setup.options
     if name == "edge-only":
         options, verifier, lookup = options.for_mode("edge-only"), None, None

@@ -23,7 +23,7 @@ class Access:
     """Access settings of a gateway.
 
     keys: the accepted API keys. None admits every client. max_body: bytes. hosts: the accepted names in the Host
-    header, None for any. They protect against DNS rebinding, where the name of another site resolves to this machine.
+    header, None for any. They prevent DNS rebinding, where the name of another site resolves to this machine.
     body_s: seconds that a body may take to arrive. origins: sites whose pages may send requests.
     """
 
@@ -61,11 +61,11 @@ class Access:
             raise RequestError(message, code="unknown_host", status=403)
 
     async def read_body(self, request: Request, reserve: Callable[[int], None], media_type: str = JSON) -> bytes:
-        """Return the request's body. reserve: called with the size of each part, before it is kept. It may raise.
+        """Return the request's body. reserve: called with the size of each part before it is stored. It may raise.
 
         Raises:
-            RequestError: the content type is another one, a page of another site sends a form, or the body is too long
-                or too slow. Its rest is not read.
+            RequestError: the content type is not `media_type`, a page of another site sends a form, or the body is too
+            long or too slow. Its rest is not read.
             ClientDisconnect: the client has disconnected.
         """
         _check_headers(request, self.max_body, media_type)
@@ -112,7 +112,7 @@ def _check_headers(request: Request, limit: int, media_type: str) -> None:
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         message = "Content-Encoding is not supported: send the request uncompressed"
         raise RequestError(message, code="unsupported_media_type", status=415)
-    if kind != media_type:  # browsers let pages of other sites send other types than JSON without a CORS preflight
+    if kind != media_type:  # for types other than JSON, browsers send no CORS preflight across sites
         raise RequestError(f"send the request as {media_type}", code="unsupported_media_type", status=415)
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:

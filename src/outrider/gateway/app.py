@@ -47,7 +47,7 @@ STATUS_DESCRIPTIONS: Final = {
     415: "The body is of another media type.",
     429: "The queue is full. Retry-After gives the seconds until a retry.",
     500: "A bug of the gateway.",
-    503: "The cloud is unreachable or refused the request (`type` is cloud_error), or the gateway is going down.",
+    503: "The cloud is unreachable or refused the request (`type` is cloud_error), or the gateway is shutting down.",
     504: "The generation took longer than this gateway allows.",
 }
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]

@@ -1,4 +1,4 @@
-"""Several generations of one request: their starts, and their outputs in one stream."""
+"""Several generations of one request: admission to the queue, and one merged stream."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class ChoiceStarts:
-    """The starts of one request's generations.
+    """Starts the generations of one request.
 
-    One that finds the scheduler's queue full waits for the end of another, so that a request may have more choices than
-    the queue has places.
+    If the scheduler's queue is full, a generation waits for the end of another one of the request. A request may thus
+    have more choices than the queue has places.
     """
 
     def __init__(self) -> None:
@@ -26,10 +26,10 @@ class ChoiceStarts:
 
     @asynccontextmanager
     async def start(self, begin: Callable[[], Awaitable[T]]) -> AsyncIterator[T]:
-        """Yield what `begin` returns, once it is not refused. The generation has ended at the end of the block.
+        """Yield the result of `begin`, retried while the queue is full. The generation must end within the block.
 
         Raises:
-            QueueFull: the queue is full, and none of the other generations waits or runs.
+            QueueFull: the queue is full, and no other generation of the request waits or runs.
         """
         while True:
             self._open += 1
@@ -58,9 +58,9 @@ class ChoiceStarts:
 async def merge(sources: Seq[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
     """Yield the items of all sources as they come, with the index of their source.
 
-    The first error ends it. Its end closes all sources.
+    The first error ends the iteration. All sources are closed at its end.
     """
-    if len(sources) == 1:  # without a task for each item
+    if len(sources) == 1:  # one source needs no task per item
         async with aclosing(sources[0]) as source:
             async for item in source:
                 yield 0, item

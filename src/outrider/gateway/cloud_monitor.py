@@ -26,9 +26,9 @@ RETRY_DELAY_S = 1.0  # s between two attempts, each of which lasts up to the ver
 class CloudMonitor:
     """The handshake with a cloud, then regular checks that it is reachable.
 
-    engine: of the edge, or its prompt lookup. verifier: used for the handshake alone, and disconnected after it. hosts:
+    engine: the edge's, or its prompt lookup. verifier: used only for the handshake, and disconnected after it. hosts:
     addresses, of which one must accept connections for the cloud to count as reachable. target_tokenizer: the cloud's.
-    Without one, a cloud with another tokenizer than the engine's sends its own.
+    If it is None, it is fetched from a cloud whose tokenizer differs from the engine's.
     """
 
     def __init__(

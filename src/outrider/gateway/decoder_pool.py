@@ -72,11 +72,11 @@ class _PooledVerifier:
 
 
 class DecoderPool:
-    """Decoders on one engine, and verifiers. The most recently used ones are kept.
+    """Decoders on one engine, with their verifiers. The most recently used ones are kept.
 
-    engine: drafts, and tokenises all prompts. A prompt lookup with a tokenizer does so without a model. cloud: returns
-    a verifier behind the emulated network that a text names ("none" for none). None: there is no cloud. lookup: drafts
-    together with an engine. target_tokenizer: the cloud's. It encodes the prompts if the engine's differs.
+    engine: drafts, and tokenises all prompts. It may be a prompt lookup with a tokenizer. cloud: returns a verifier for
+    the text of an emulated network ("none" for none), or None without a cloud. lookup: drafts together with an engine.
+    target_tokenizer: the cloud's. It encodes the prompts if the engine's differs.
     """
 
     def __init__(

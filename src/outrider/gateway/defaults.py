@@ -1,4 +1,4 @@
-"""The command line's defaults of requests."""
+"""Defaults of requests, from the command line."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from outrider.gateway.tools import ToolSupport
 
 @dataclass(frozen=True)
 class Defaults:
-    """The command line's defaults.
+    """Defaults of requests, from the command line.
 
     settings: fields of GenerationSettings. audio_seconds: the longest recording, 0 for a model without audio. text:
-    False for a model that only takes recordings. tools: the edge's support of tools, or the reason why it has none.
+    False for a model that only takes recordings. tools: the edge's support of tools, or the reason why there is none.
     decode: returns the text of token ids, None without a tokenizer.
     """
 
@@ -23,5 +23,5 @@ class Defaults:
     audio_seconds: float = 0.0
     text: bool = True
     edge: str = "the edge model"
-    tools: ToolSupport | str = "tools: the model has no chat template with tools"
+    tools: ToolSupport | str = "tools: the model's chat template does not support tools"
     decode: Callable[[list[int]], str] | None = None

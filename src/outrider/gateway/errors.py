@@ -14,7 +14,7 @@ JsonObject = dict[str, Any]
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 CLOUD = "cloud_error"
-# LiteLLM and other clients recognise this error by OpenAI's words alone, not by its code.
+# OpenAI's wording: LiteLLM and other clients match it and ignore the error's code.
 CONTEXT_EXCEEDED = "this model's maximum context length is exceeded"
 
 
@@ -41,7 +41,7 @@ class ShuttingDown(OutriderError):
     """The scheduler is being closed."""
 
     def __init__(self) -> None:
-        super().__init__("the gateway is going down")
+        super().__init__("the gateway is shutting down")
 
 
 class GenerationTimeout(OutriderError):

@@ -41,7 +41,7 @@ def build_settings(
 ) -> JsonObject:
     """Return every field of GenerationSettings. defaults: those of the command line.
 
-    calls: the grammar of enforced calls.
+    calls: the grammar of enforced tool calls.
 
     Raises:
         RequestError: a value is out of range, or contradicts another. The error names the field.
@@ -75,7 +75,7 @@ def _parse_biases(biases: Mapping[str, float]) -> dict[int, float]:
     """Return the biases by token id.
 
     Raises:
-        RequestError: two keys, such as "7" and "07", name one token.
+        RequestError: two keys, such as "7" and "07", are the same token id.
     """
     parsed = {int(key): bias for key, bias in biases.items()}
     if len(parsed) < len(biases):
@@ -84,7 +84,7 @@ def _parse_biases(biases: Mapping[str, float]) -> dict[int, float]:
 
 
 def _logprobs(request: Request) -> int | None:
-    """Return how many of the best tokens' log-probabilities to report beside each token's own, or None for no report.
+    """Return how many top log-probabilities to report in addition to each token's own, or None for no report.
 
     Raises:
         RequestError: top_logprobs without logprobs.
@@ -129,7 +129,9 @@ def _build_grammar(request: Request, requested: OutriderOptions, calls: Grammar 
         raise RequestError(f"{first} and {second} both constrain the answer: give one", param=second)
     if getattr(request, "tools", None) and getattr(request, "tool_choice", None) != "none" and found:
         first = next(iter(found))
-        raise RequestError(f"{first} would keep the model from calling tools: leave out one of them", param=first)
+        raise RequestError(
+            f"{first} cannot be combined with tools, because it would prevent calls: leave out one of them", param=first
+        )
     if calls is not None:
         return {"grammar": calls}
     for field, values in found.items():
@@ -155,10 +157,10 @@ def build_notes(request: Request, settings: Settings) -> tuple[str, ...]:
 
 
 def count_choices(request: Request) -> tuple[int, int]:
-    """Return how many choices the answer has, and how many generations they are chosen from.
+    """Return the number of choices in the answer, and the number of generations from which they are chosen.
 
     Raises:
-        RequestError: best_of is below n, or would choose from a stream.
+        RequestError: best_of is below n, or above n in a stream.
     """
     n = request.n or 1
     best_of = getattr(request, "best_of", None)
@@ -168,9 +170,7 @@ def count_choices(request: Request) -> tuple[int, int]:
             f"best_of {candidates} is below n {n}: give n or more", param="best_of", code="invalid_value"
         )
     if request.stream and candidates > n:
-        raise RequestError(
-            "best_of chooses among whole texts, which a stream cannot: leave out one of the two", param="best_of"
-        )
+        raise RequestError("best_of above n cannot be streamed: leave out stream or best_of", param="best_of")
     return n, candidates
 
 

@@ -48,7 +48,7 @@ class ClientDisconnected(Exception):
 
 @dataclass(frozen=True)
 class ActiveRequest:
-    """A waiting or running request. cancellations: of its choices."""
+    """A waiting or running request. cancellations: one for each choice."""
 
     client: str
     cancellations: tuple[Cancellation, ...]
@@ -85,7 +85,7 @@ class Gateway:
 
 
 async def handle_generation(http_request: HttpRequest, kind: RequestKind, gateway: Gateway) -> Response:
-    """Answer one request that generates.
+    """Answer a request that generates text.
 
     Raises:
         OutriderError: the request failed, before any part of an answer was sent.
@@ -105,7 +105,7 @@ async def handle_generation(http_request: HttpRequest, kind: RequestKind, gatewa
 async def handle_document(
     http_request: HttpRequest, answer: Callable[[bytes, Defaults], JsonObject], gateway: Gateway
 ) -> Response:
-    """Answer one request that generates nothing. answer: from its body, in a thread.
+    """Answer a request that generates no text. answer: computes the answer from the body, in a thread.
 
     Raises:
         OutriderError: the request is invalid.
@@ -149,9 +149,9 @@ async def _respond_whole(client: str, request: ParsedRequest, answer: Output, ga
 async def _run_choices(
     client: str, request: ParsedRequest, answer: Output, gateway: Gateway, queued: Callable[[], None] = lambda: None
 ) -> AsyncGenerator[tuple[int, list[StreamEvent] | Result]]:
-    """Run the generations of all choices, and yield their events, and in the end their results, with their index.
+    """Run the generations of all choices. Yield their events, and at the end their results, each with its index.
 
-    The first error, and a disconnect of the client, end all of them.
+    The first error, or a disconnect of the client, ends all of them.
     """
     active = ActiveRequest(client, tuple(Cancellation() for _ in answer.choices))
     gateway.active_requests[answer.id] = active
@@ -174,11 +174,11 @@ async def _run_choice(
     queued: Callable[[], None],
 ) -> AsyncGenerator[list[StreamEvent] | Result]:
     """Run the generation of one choice, and yield its events and its result. It is cancelled at the end."""
-    number, order = divmod(index, request.candidates)  # of its prompt, and among its prompt's choices
+    number, order = divmod(index, request.candidates)  # index of the prompt, and index among its choices
 
     async def begin() -> GenerationTask:
         with gateway.uploads.reserving(active.client, gateway.budget) as reserve:
-            reserve(0 if order else request.prompt_bytes[number])  # which all choices of a prompt share
+            reserve(0 if order else request.prompt_bytes[number])  # all choices share the prompt
             return await gateway.scheduler.start(
                 active.client,
                 request.prompts[number],
@@ -209,11 +209,11 @@ def _result(task: GenerationTask, gateway: Gateway) -> Result:
     """Return the result of a task that was iterated to its end, and record its metrics."""
     try:
         result = task.result
-    except StateError:  # only a shutdown cancels a task that is still iterated
+    except StateError:  # a task with a consumer is cancelled only at a shutdown
         raise ShuttingDown from None
     gateway.metrics.observe_result(result)
     if result.stats.cloud_lost:
-        log.warning("an answer went on without the cloud")
+        log.warning("the cloud was lost: an answer continued without it")
     return result
 
 

@@ -15,19 +15,19 @@ from outrider.decoding.sequence import Source
 from outrider.decoding.token_logprob import TokenLogprob
 from outrider.gateway.errors import JsonObject
 
-LEAST: Final = -9999.0  # in place of −∞ and of what is close to it, as with OpenAI and vLLM
+LEAST: Final = -9999.0  # lower limit, which replaces −∞, as with OpenAI and vLLM
 
-_Entry = tuple[TokenLogprob, str, Source]  # with the text that the token adds
+_Entry = tuple[TokenLogprob, str, Source]  # the token, its text in the output, and its source
 
 
 class LogprobReports:
-    """The log-probabilities of one choice, from its events. chat: the form of chats."""
+    """Collects the log-probabilities of one choice from its events. chat: use the form of chats."""
 
     def __init__(self, *, chat: bool) -> None:
         self._chat = chat
         self._entries: list[_Entry] = []
         self._num_taken = 0
-        self._offset = 0  # characters before the next token
+        self._offset = 0  # characters of the text before the next token
 
     def add(self, events: Seq[StreamEvent]) -> JsonObject | None:
         """Process events, and return the report on the tokens that became final, or None."""

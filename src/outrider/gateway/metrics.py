@@ -33,7 +33,9 @@ class Metrics:
         self._escalated = self._counter("outrider_edge_escalated", "blocks that were verified")
         self._verified = self._counter("outrider_edge_verified", "drafted tokens that a verdict decided")
         self._bytes = self._counter("outrider_edge_cloud_bytes", "bytes to and from the cloud", "direction", "kind")
-        self._lost = self._counter("outrider_edge_cloud_lost", "answers that went on without the cloud")
+        self._lost = self._counter(
+            "outrider_edge_cloud_lost", "answers that continued without the cloud after its loss"
+        )
         self._ttft = self._histogram("outrider_edge_ttft_seconds", "from the start to the first token that counts")
         self._total = self._histogram("outrider_edge_seconds", "of a generation")
         self._queue = self._histogram("outrider_edge_queue_seconds", "wait for a slot")

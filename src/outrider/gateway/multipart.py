@@ -1,4 +1,4 @@
-"""Forms with files, multipart/form-data of RFC 7578."""
+"""Parser of multipart/form-data (RFC 7578)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from outrider.gateway.errors import RequestError
 
 MAX_FIELDS: Final = 64
-MAX_HEAD: Final = 2**13  # bytes of a field's headers
+MAX_HEAD: Final = 2**13  # bytes of the headers of one field
 _BOUNDARY: Final = re.compile(r';\s*boundary=(?:"([^"]{1,70})"|([^\s";,]{1,70}))', re.IGNORECASE)
 _DISPOSITION: Final = re.compile(rb"(?:^|\r\n)content-disposition:\s*form-data\s*;([^\r\n]*)", re.IGNORECASE)
 _PARAMETER: Final = re.compile(rb'(name|filename)="((?:[^"\\]|\\.)*)"', re.IGNORECASE)
@@ -17,7 +17,7 @@ _PARAMETER: Final = re.compile(rb'(name|filename)="((?:[^"\\]|\\.)*)"', re.IGNOR
 
 @dataclass(frozen=True)
 class FormField:
-    """A field's value. is_file: it came with a file name."""
+    """A field's value. is_file: the field has a file name."""
 
     data: bytes
     is_file: bool
@@ -27,11 +27,11 @@ def parse_form(body: bytes, content_type: str) -> dict[str, FormField]:
     """Return the fields of a form by name.
 
     Raises:
-        RequestError: the body is not such a form, has too many fields, or two of the same name.
+        RequestError: the body is not a form, has too many fields, or has two fields of the same name.
     """
     found = _BOUNDARY.search(content_type)
     if found is None:
-        raise _invalid("the content type names no boundary")
+        raise _invalid("the content type has no boundary")
     delimiter = b"\r\n--" + (found[1] or found[2]).encode("latin-1")
     _, *parts = (b"\r\n" + body).split(delimiter, MAX_FIELDS + 1)
     fields: dict[str, FormField] = {}

@@ -1,4 +1,4 @@
-"""The routes of the page, of its files, and of what it shows."""
+"""Routes of the page, its files and its data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The approximate memory of a prompt that waits."""
+"""Approximate memory of waiting prompts."""
 
 from __future__ import annotations
 

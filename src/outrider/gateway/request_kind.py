@@ -1,4 +1,4 @@
-"""The kinds of requests that generate: from a body to a request, and from a generation to an answer."""
+"""Kinds of generating requests: parsing of the body, and conversion of the generations to an answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outrider.gateway.response_building import Answer
 
 
 class ChoiceOutput(Protocol):
-    """The conversion of one generation to a part of an answer."""
+    """Converts one generation to a part of an answer."""
 
     def note(self, events: Sequence[StreamEvent]) -> None:
         """Process events of an answer that is sent as a whole."""
@@ -33,9 +33,9 @@ class ChoiceOutput(Protocol):
 
 
 class Output(Protocol):
-    """The conversion of a request's generations to an answer.
+    """Converts the generations of a request to an answer.
 
-    id: of the request. media_type: of an answer as a whole. choices: one for each generation.
+    id: the request's. media_type: that of an answer without streaming. choices: one for each generation.
     """
 
     id: str
@@ -61,9 +61,9 @@ class Output(Protocol):
 
 @dataclass(frozen=True)
 class RequestKind:
-    """A kind of requests that generate. prepare: returns the request in a body, and the conversion of its answer.
+    """A kind of generating requests. prepare: parses a body, and returns the request and the conversion of its answer.
 
-    media_type: of the body. The whole content type is the second argument of `prepare`.
+    media_type: that of the body. The second argument of `prepare` is the complete content type.
     """
 
     prepare: Callable[[bytes, str, Defaults], tuple[ParsedRequest, Output]]

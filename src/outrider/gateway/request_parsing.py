@@ -46,7 +46,7 @@ M = TypeVar("M", bound=StrictModel)
 
 MAX_BYTES_BESIDE_RECORDING: Final = 2**21  # bytes of a body beside its recording: texts, ids and options
 RECORDING: Final = re.compile(rb'"data"\s*:\s*"[ !#-~]{1000,}')  # parses into a single string of ASCII
-PART_TYPES: Final = ("text", "input_audio")  # of which pydantic adds a step to an error's path
+PART_TYPES: Final = ("text", "input_audio")  # tags that pydantic inserts in an error's path
 SIZE_ERRORS: Final = ("too_long", "too_short", "string_too_long", "string_too_short")
 
 
@@ -54,10 +54,10 @@ SIZE_ERRORS: Final = ("too_long", "too_short", "string_too_long", "string_too_sh
 class ParsedRequest:
     """A valid request.
 
-    notes: on its fields without effect, for the answer's warnings. field: the prompt's field. length_field: the field
-    that limits the output, if the request has one. tools: those that the answer may call. echo: the prompts' texts,
-    if the answers begin with them. grammar_field: the field that holds the grammar, if it has one. n: choices of each
-    prompt. candidates: generations, of which the likeliest are the choices. logprobs: report log-probabilities.
+    notes: warnings about fields without effect. field: the prompt's field. length_field: the field that limits the
+    output, if the request has one. tools: those that the answer may call. echo: the prompts' texts, if the answers
+    begin with them. grammar_field: the field that holds the grammar, if it has one. n: choices of each prompt.
+    candidates: generations of each prompt, of which the likeliest are the choices. logprobs: report log-probabilities.
     more_prompts: further prompts, each with choices of its own. prompt_bytes: the approximate memory of each prompt.
     """
 
@@ -84,11 +84,11 @@ class ParsedRequest:
 
     @property
     def prompts(self) -> tuple[PromptLike, ...]:
-        """Return all prompts. Their generations follow each other, `candidates` for each."""
+        """All prompts, each with `candidates` generations, in this order."""
         return (self.prompt, *self.more_prompts)
 
     def choice_settings(self, index: int) -> JsonObject:
-        """Return the settings of one generation: its seed is the request's plus its index among its prompt's."""
+        """Return the settings of one generation. Its seed is the request's plus its index among those of its prompt."""
         return {**self.settings, "seed": (self.settings.get("seed", 0) + index % self.candidates) % SEED_LIMIT}
 
 
@@ -160,7 +160,7 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
         raise RequestError(message, param="prompt")
     logprobs = settings["logprobs"] is not None
     if candidates > n and not logprobs:
-        settings["logprobs"] = 0  # by which the choices are chosen
+        settings["logprobs"] = 0  # needed to choose the likeliest
     return ParsedRequest(
         prompt=prompts[0],
         settings=settings,
@@ -219,7 +219,7 @@ def _to_request_error(error: ValidationError, kind: type[StrictModel], data: Jso
 
 def _describe_error(type_: str, message: str, path_steps: list[str], kind: type[StrictModel]) -> RequestError:
     name, path = (path_steps[-1] if path_steps else ""), ".".join(path_steps)
-    if type_ == "too_many":
+    if type_ == "refused":
         return RequestError(f"{path or 'the body'}: {message}", param=path or None, code="invalid_value")
     if type_ == "missing":
         return RequestError(f"{path} is missing", param=path, code="missing")

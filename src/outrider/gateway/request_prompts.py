@@ -26,7 +26,7 @@ from outrider.prompts.tool_template import ToolChat
 def build_prompts(
     request: Request, options: OutriderOptions, defaults: Defaults, tools: RequestedTools | None
 ) -> list[PromptLike]:
-    """Return the prompts of a request: one of a chat, and one or more of a completion.
+    """Return the prompts of a request. A chat has one, and a completion one or more.
 
     Raises:
         RequestError: a prompt is invalid. The error names the field.
@@ -34,12 +34,12 @@ def build_prompts(
     if isinstance(request, ChatRequest):
         if any(isinstance(part, AudioPart) for message in request.messages for part in message.content or ()):
             if tools is not None:
-                raise RequestError("tools: a request with a recording has no tools: leave them out", param="tools")
+                raise RequestError("tools: not supported together with a recording: leave them out", param="tools")
             return [_decode_recording(request, options, defaults)]
         _check_no_task(options)
         return [build_chat(request, tools)]
     _check_no_task(options)
-    assert isinstance(request, CompletionRequest)  # there are two kinds of requests
+    assert isinstance(request, CompletionRequest)  # the only other kind
     prompt = request.prompt
     is_batch = isinstance(prompt, list) and isinstance(prompt[0], str | list)
     prompts: list[PromptLike] = [*prompt] if is_batch else [prompt]  # type: ignore[list-item]
@@ -56,7 +56,7 @@ def build_echo(prompts: Sequence[PromptLike], defaults: Defaults, *, logprobs: b
     """Return the texts of a completion's prompts.
 
     Raises:
-        RequestError: log-probabilities are requested too, or token ids cannot be decoded.
+        RequestError: log-probabilities are requested as well, or token ids cannot be decoded.
     """
     if logprobs:
         raise RequestError("echo: the prompt's log-probabilities are not computed: leave out logprobs", param="echo")
@@ -126,7 +126,7 @@ def _decode_recording(request: ChatRequest, options: OutriderOptions, defaults: 
         raise RequestError(f"{defaults.edge} takes no audio: give an audio-language model as --edge", param="messages")
     if len(request.messages) > 1 or request.messages[0].role != "user":
         raise RequestError(
-            "a request with a recording has one message, of the user: remove the others", param="messages"
+            "a request with a recording must have a single message, from the user: remove the others", param="messages"
         )
     message = request.messages[0]
     (at, found), *others = [(n, part) for n, part in enumerate(message.content or ()) if isinstance(part, AudioPart)]

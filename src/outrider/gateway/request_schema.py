@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.config import (
@@ -34,7 +34,7 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 256
 MAX_TOOLS = 128
 MAX_CHOICES = 20  # OpenAI's limit of best_of
-MAX_PROMPTS = 128  # of one request, and generations of all its prompts
+MAX_PROMPTS = 128  # in one request, and generations of all of them together
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 AudioFormat = Literal["wav", "mp3", "flac", "ogg", "opus", "aiff", "m4a", "mp4", "3gp", "webm", "aac", "amr", "wma"]
 
@@ -51,15 +51,15 @@ UNSUPPORTED: Final[dict[str, str]] = {
     "service_tier": "there is one tier: auto or default",
     "suffix": "the models continue a text, and cannot fill in its middle",
     "name": "chat templates have roles but no names: write the name into the content",
-    "prompt_cache_options": "prompts are not cached between requests",
-    "prompt_cache_retention": "prompts are not cached between requests",
+    "prompt_cache_options": "KV caches have no options: use outrider.cache_salt to separate requests",
+    "prompt_cache_retention": "the gateway evicts the least recently used KV caches",
 }
 IGNORED: Final[dict[str, str]] = {  # fields without effect on the answer: accepted, and named in its warnings
     "user": "the gateway stores nothing about users",
     "safety_identifier": "the gateway stores nothing about users",
     "metadata": "the gateway stores nothing",
     "store": "the gateway stores nothing",
-    "prompt_cache_key": "prompts are not cached between requests",
+    "prompt_cache_key": "use outrider.cache_salt to separate KV caches",
     "reasoning_effort": "the models have no reasoning apart from their answer",
 }
 ROLES_MESSAGE = "expected the role system, developer, user, assistant or tool"
@@ -71,7 +71,7 @@ FORMATS_MESSAGE = "expected the type text, json_object or json_schema"
 def _limit_keys(value: object) -> object:
     """Refuse an object with many keys before they are validated one by one."""
     if isinstance(value, dict) and len(value) > MAX_KEYS:
-        raise PydanticCustomError("too_many", "an object of over {most} keys, the limit", {"most": MAX_KEYS})
+        raise PydanticCustomError("refused", "an object of over {most} keys, the limit", {"most": MAX_KEYS})
     return value
 
 
@@ -79,7 +79,7 @@ class StrictModel(BaseModel):
     """Base of all objects of a request: no unknown fields, no type conversions, no infinities.
 
     reasons: why fields are not supported. tags_message, formats_message: the errors for an unknown type of a part, and
-    of the answer's format.
+    for an unknown format of the answer.
     """
 
     reasons: ClassVar[Mapping[str, str]] = UNSUPPORTED
@@ -167,7 +167,7 @@ class OutriderOptions(StrictModel):
     min_new_tokens: Count | None = None
     ignore_eos: bool | None = None
     grammar: GrammarText | None = Field(default=None, description="a context-free grammar in llguidance's Lark")
-    regex: GrammarText | None = Field(default=None, description="a regular expression that the whole answer matches")
+    regex: GrammarText | None = Field(default=None, description="a regular expression that the whole answer must match")
 
 
 class StreamOptions(StrictModel):
@@ -190,7 +190,7 @@ class JsonObjectFormat(StrictModel):
 
 
 class JsonSchema(StrictModel):
-    """A JSON schema, which every complete answer matches."""
+    """A JSON schema that every complete answer matches."""
 
     name: Word
     description: str | None = Field(default=None, description="not used: describe the answer in the prompt")
@@ -259,7 +259,7 @@ class CalledFunction(StrictModel):
 
     name: FunctionName
     arguments: str
-    parsed_arguments: Any = _from_answer("the Python client's stream helper adds it to the calls of an answer")
+    parsed_arguments: Any = _from_answer("the Python client's stream helper adds it to calls that it sends back")
 
 
 class ToolCall(StrictModel):
@@ -271,15 +271,22 @@ class ToolCall(StrictModel):
     index: Count | None = _from_answer("clients keep it from the deltas of a stream")
 
 
+def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    """Refuse a schema of other values than objects. The arguments of a call are one."""
+    if schema.get("type", "object") != "object":
+        raise PydanticCustomError("refused", "expected a schema of the type object, as arguments are an object")
+    return schema
+
+
 class FunctionDefinition(StrictModel):
     """A function that the model may call."""
 
     name: FunctionName
     description: str | None = None
-    parameters: Annotated[dict[str, Any], LIMITED_KEYS] | None = Field(
+    parameters: Annotated[dict[str, Any], LIMITED_KEYS, AfterValidator(_check_parameters)] | None = Field(
         default=None, description="the JSON schema of its arguments"
     )
-    strict: bool | None = Field(default=None, description="arguments are enforced with another tool_choice than auto")
+    strict: bool | None = Field(default=None, description="arguments are enforced if tool_choice is not auto")
 
 
 class Tool(StrictModel):
@@ -292,7 +299,8 @@ class Tool(StrictModel):
         """Return the tool as chat templates expect it."""
         given = self.function
         description = {} if given.description is None else {"description": given.description}
-        parameters = given.parameters or {"type": "object", "properties": {}}
+        no_arguments = {"type": "object", "properties": {}, "additionalProperties": False}
+        parameters = {"type": "object", **given.parameters} if given.parameters else no_arguments
         return {"type": "function", "function": {"name": given.name, **description, "parameters": parameters}}
 
 
@@ -303,7 +311,7 @@ class ChosenFunction(StrictModel):
 
 
 class NamedToolChoice(StrictModel):
-    """The choice of one function, which the answer calls."""
+    """The choice of one function, which the answer must call."""
 
     type: Literal["function"]
     function: ChosenFunction
@@ -314,7 +322,7 @@ class Message(StrictModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)] | None = Field(
-        default=None, description="may be missing beside tool_calls only"
+        default=None, description="may be missing only if there are tool_calls"
     )
     name: Annotated[None, _unsupported("name")] = None
     refusal: None = None
@@ -332,7 +340,9 @@ class ChatRequest(Request):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = Field(default=None, description="report each token's log-probability")
-    top_logprobs: TopLogprobsCount | None = Field(default=None, description="with logprobs: the best tokens' too")
+    top_logprobs: TopLogprobsCount | None = Field(
+        default=None, description="with logprobs: the number of most probable tokens to report at each position"
+    )
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = Field(default=None, description="false: at most one call in an answer")
@@ -369,9 +379,9 @@ class CompletionRequest(Request):
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
         | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
-    best_of: Choices | None = Field(default=None, description="generations, of which the n likeliest are sent")
+    best_of: Choices | None = Field(default=None, description="generations, of which the n likeliest are returned")
     echo: bool | None = Field(default=None, description="begin the answer's text with the prompt")
     logprobs: TopLogprobsCount | None = Field(
-        default=None, description="report each token's log-probability, and those of this many of the best tokens"
+        default=None, description="report the log-probability of each token and of this many of the most probable ones"
     )
     suffix: Annotated[Literal[""] | None, _unsupported("suffix")] = None

@@ -258,7 +258,7 @@ class Answer:
         ]
 
     def end(self, results: Seq[Result]) -> bytes:
-        """Return the end of a stream, with the usage if requested. results: of all choices."""
+        """Return the end of a stream, with the usage if requested. results: those of all choices."""
         chunk = {**self._head, "choices": [], "usage": self._usage(results)}
         return (encode_event(chunk) if self._request.include_usage else b"") + DONE
 
@@ -267,9 +267,9 @@ class Answer:
         return encode_event(response.body())
 
     def body(self, results: Seq[Result]) -> bytes:
-        """Return the whole answer as JSON. results: of all choices, of which the `n` likeliest are sent.
+        """Return the whole answer as JSON. results: those of all generations, of which the `n` likeliest are returned.
 
-        The outcome of a single choice is the answer's. Several have one each.
+        With a single choice, the outcome is a field of the answer. Otherwise each choice has its own.
         """
         sent = [self.choices[at].whole(results[at]) for at in self._select(results)]
         choices = [{**choice, "index": index} for index, (choice, _) in enumerate(sent)]
@@ -281,7 +281,7 @@ class Answer:
         return encode_json(body)
 
     def _select(self, results: Seq[Result]) -> list[int]:
-        """Return the generations that are sent: the `n` likeliest of each prompt, the best first."""
+        """Return the `n` likeliest generations of each prompt, the best first."""
         n, candidates = self._request.n, self._request.candidates
         groups = [range(start, start + candidates) for start in range(0, len(results), candidates)]
         if n == candidates:
@@ -299,7 +299,7 @@ class Answer:
 
 
 def mean_logprob(result: Result) -> float:
-    """Return the mean log-probability of a result's tokens, by which `best_of` chooses."""
+    """Return the mean log-probability of a result's tokens, the score of `best_of`."""
     return math.fsum(each.logprob for each in result.logprobs) / len(result.logprobs)
 
 

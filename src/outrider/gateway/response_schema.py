@@ -95,7 +95,7 @@ class ReplyToolCall(Reply):
 
 
 class ReplyMessage(Reply):
-    """The assistant's message. content: null beside tool calls without a text."""
+    """The assistant's message. content: null if there are tool calls and no text."""
 
     role: Literal["assistant"]
     content: str | None
@@ -104,7 +104,7 @@ class ReplyMessage(Reply):
 
 
 class TopLogprob(Reply):
-    """A token that was possible at a position. bytes: of the token, perhaps a part of a character."""
+    """A token that was possible at a position. bytes: the token's, possibly a part of a character."""
 
     token: str
     logprob: float
@@ -156,7 +156,7 @@ class TextChoice(_Choice):
 
 
 class _Completion(Reply):
-    # outrider: of a single choice. Several choices have one each.
+    # outrider: absent with several choices, which have one each.
     id: str
     created: int
     model: str
@@ -219,7 +219,7 @@ class ResponseUsage(Reply):
 
 
 class Response(Reply):
-    """The answer of `POST /v1/responses`. incomplete_details: the output's limit, if it has cut the answer."""
+    """The answer of `POST /v1/responses`. incomplete_details: the limit that truncated the output, if any."""
 
     id: str
     object: Literal["response"]
@@ -315,9 +315,9 @@ class Health(Reply):
 class Overview(Reply):
     """The gateway's description. text: False for a model that only takes recordings.
 
-    drafter: the source of drafts. Prompt lookup alone cannot write without the cloud, and takes no gate with or without
-    a model. defaults: of the `outrider` field. networks: whether requests may set outrider.net. cut: whether they may
-    set it to `cut`.
+    drafter: the source of drafts. Prompt lookup alone cannot generate without the cloud, and prompt lookup supports no
+    gate, with or without a model. defaults: those of the `outrider` field. networks: whether requests may set
+    outrider.net. cut: whether they may set it to `cut`.
     """
 
     edge: str

@@ -21,7 +21,7 @@ _CUT: Final = {"reason": "max_output_tokens"}
 
 
 class ResponsesAnswer:
-    """One response, as a body or as events. request: as it was sent, of which the response repeats the fields."""
+    """One response, as a body or as events. request: the original request, whose fields the response repeats."""
 
     media_type = JSON
 
@@ -31,8 +31,8 @@ class ResponsesAnswer:
         self._text = StableText(request.stop)
         self._tools = ToolOutput(request.tools, whole=not request.stream) if request.tools is not None else None
         self._tokens = TokenReports() if request.tokens else None
-        self._items: list[JsonObject] = []  # the last one may be in progress
-        self._sequence = 0  # events that were sent
+        self._items: list[JsonObject] = []  # only the last one may be in progress
+        self._sequence = 0  # number of the next event
         self._head = {
             "id": self.id,
             "object": "response",
@@ -60,11 +60,11 @@ class ResponsesAnswer:
 
     @property
     def choices(self) -> Sequence[ResponsesAnswer]:
-        """Return the parts of the answer: there is one."""
+        """Return the only part of the answer."""
         return (self,)
 
     def end(self, results: Sequence[Result]) -> bytes:
-        """Return the end of a stream: `last` has returned it."""
+        """Return nothing: `last` has returned the end of the stream."""
         return b""
 
     def body(self, results: Sequence[Result]) -> bytes:
@@ -96,7 +96,7 @@ class ResponsesAnswer:
     # Items and their events ---------------------------------------------------------------------------------
 
     def _begin(self) -> bytes:
-        """Return the events before the first item, unless they were sent."""
+        """Return the events before the first item, unless they were returned before."""
         if self._sequence:
             return b""
         response = {**self._head, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
@@ -123,7 +123,7 @@ class ResponsesAnswer:
         return data
 
     def _finish(self, result: Result) -> bytes:
-        """End the last item. Each response has an item."""
+        """End the last item. Add an empty one if there is none."""
         deltas = [] if self._tools is None else self._tools.end()
         data = b"".join(self._add(delta) for delta in deltas)
         if not self._items:

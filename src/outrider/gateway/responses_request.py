@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: conversion of its requests to those of chats."""
+"""Conversion of requests of `POST /v1/responses` to chat requests."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _message(item: MessageItem | FunctionCallItem | FunctionResultItem) -> JsonO
     if isinstance(item, FunctionResultItem):
         output = item.output if isinstance(item.output, str) else "\n".join(part.text for part in item.output)
         return {"role": "tool", "tool_call_id": item.call_id, "content": output}
-    assert isinstance(item, MessageItem)  # there are three kinds of items
+    assert isinstance(item, MessageItem)  # the only other kind
     return {"role": item.role, "content": item.content if isinstance(item.content, str) else _parts(item.content)}
 
 
@@ -119,13 +119,13 @@ def _call(item: FunctionCallItem) -> JsonObject:
 
 
 def _rename_field(text: str) -> str:
-    """Return a text with the fields of formats and tools as they are named here."""
+    """Return a text about a chat request with the field names of this endpoint."""
     text = text.replace("response_format.json_schema", "text.format").replace("response_format", "text.format")
     return re.sub(r"\b(tools\.\d+)\.function\b", r"\1", text)
 
 
 def _rename(error: RequestError, places: list[str]) -> RequestError:
-    """Return an error about a chat request with the fields of the request that was sent."""
+    """Return an error about a chat request with the field names of the original request."""
 
     def rename(text: str) -> str:
         text = _rename_field(re.sub(r"\bmessages\.(\d+)", lambda found: places[int(found[1])], text))

@@ -34,16 +34,16 @@ RESPONSES_UNSUPPORTED: Final[dict[str, str]] = {
     "previous_response_id": _STATELESS,
     "conversation": _STATELESS,
     "store": "the gateway stores nothing: leave it out or send false",
-    "background": "an answer ends with its connection: stream it",
+    "background": "a generation ends with its connection: stream it",
     "prompt": "there are no stored prompts: send instructions and input",
     "context_management": "prompts are not shortened",
     "truncation": "prompts are not shortened: only disabled",
     "include": "there is nothing to include",
     "max_tool_calls": "there are no built-in tools",
-    "top_logprobs": "verdicts do not contain the target's log-probabilities",
+    "top_logprobs": "only chat completions and completions report log-probabilities",
     "service_tier": "there is one tier: auto or default",
-    "prompt_cache_options": "prompts are not cached between requests",
-    "prompt_cache_retention": "prompts are not cached between requests",
+    "prompt_cache_options": "KV caches have no options: use outrider.cache_salt to separate requests",
+    "prompt_cache_retention": "the gateway evicts the least recently used KV caches",
     "moderation": "there is no moderation",
 }
 
@@ -105,7 +105,7 @@ class FunctionCallItem(StrictModel):
 
 
 class FunctionResultItem(StrictModel):
-    """The result of a call."""
+    """The result of a tool call."""
 
     type: Literal["function_call_output"]
     call_id: Word
@@ -115,7 +115,7 @@ class FunctionResultItem(StrictModel):
 
 
 def _item_kind(value: object) -> str:
-    """Return an item's type, which a message may leave out."""
+    """Return an item's type. Messages may omit it."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return str(kind or "message")
 

@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `/detokenize`: the tokens of a prompt and the text of tokens, as vLLM answers."""
+"""`POST /tokenize` and `/detokenize`: the tokens of a prompt and the text of tokens, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outrider.prompts.chat import check_text, encode
 
 
 class TokenizeRequest(StrictModel):
-    """`POST /tokenize`. Either a text or a conversation, of which the tokens are those of its chat request."""
+    """`POST /tokenize`: either a text, or a conversation, which is tokenised as in a chat request."""
 
     model: str | None = None
     prompt: str | None = None
@@ -87,7 +87,7 @@ class Tokenization:
         return list(encode(self._engine, text).ids) if text else tokenize(self._tokenizer(), text)
 
     def _messages(self, request: TokenizeRequest, defaults: Defaults) -> list[int]:
-        assert request.messages is not None  # as the caller has checked
+        assert request.messages is not None  # checked by the caller
         chat = ChatRequest.model_construct(messages=request.messages, tools=request.tools)
         return list(encode(self._engine, build_chat(chat, read_tools(chat, defaults.tools))).ids)
 

@@ -11,7 +11,7 @@ MAX_DEPTH: Final = 256
 
 
 class CallScanner:
-    """The keys of a JSON object that arrives in pieces, and the extent of their values.
+    """Scans a JSON object that arrives in pieces, and records the extent of each key's value.
 
     is_complete: the object has ended. has_failed: the last character cannot be part of a call in JSON. The scanner only
     follows strings, brackets and keys, so `value` decides whether a complete object is valid.
@@ -25,10 +25,10 @@ class CallScanner:
         self._stack: list[str] = []
         self._in_string = self._is_escaped = False
         self._string_start = 0
-        self._key: str | None = None  # whose value is next
+        self._key: str | None = None  # the key of the next value
         self._expects_key = True
-        self._values: dict[str, tuple[int, int | None]] = {}  # by key: the extent in `raw`
-        self._taken = 0  # characters of the arguments
+        self._values: dict[str, tuple[int, int | None]] = {}  # the extent of each key's value in `raw`
+        self._taken = 0  # number of returned characters of the arguments
 
     def feed(self, text: str) -> int:
         """Process a piece, and return the number of its characters up to the end of the object, or to a failure."""
@@ -106,7 +106,7 @@ class CallScanner:
 
     @property
     def arguments(self) -> str:
-        """Return the arguments as they are written, as far as they have arrived."""
+        """Return the received part of the arguments, verbatim."""
         start, end = self._values.get(self.arguments_key, (len(self.raw), None))
         return self.raw[start:end].strip()
 
@@ -120,7 +120,7 @@ class CallScanner:
         return text
 
     def value(self) -> dict[str, Any] | None:
-        """Return the object, or None if it is not valid JSON. Its last bracket may be missing after the arguments."""
+        """Return the object, or None if it is not valid JSON. The last bracket after the arguments may be missing."""
         has_arguments = self._values.get(self.arguments_key, (0, None))[1] is not None
         value = _load(self.raw + "}" * (has_arguments and not self.is_complete))
         return value if isinstance(value, dict) else None

@@ -10,9 +10,9 @@ from outrider.gateway.errors import JsonObject
 from outrider.gateway.tool_parsers import ToolSyntax
 
 _ROOT: Final = "#/$defs/tool{}"
-_LITERAL: Final = ("const", "enum", "default", "examples")  # keys whose values are no schemas
-_NAMED: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # schemas by name
-# The layout of JSON in chat templates. With free white space, weak models write nothing else.
+_LITERAL: Final = ("const", "enum", "default", "examples")  # keys whose values are not schemas
+_NAMED: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # values: schemas
+# The layout of JSON in chat templates. With unlimited white space, weak models generate nothing else.
 _LAYOUT: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _BASE: Final = ("$id", "$schema")  # keys that would change the base of references
 
@@ -45,7 +45,7 @@ def _call_schema(syntax: ToolSyntax, tool: JsonObject, root: str) -> JsonObject:
 
 
 def _rebase(schema: Any, root: str) -> Any:
-    """Return a schema whose references to its own root point to the place where it will be."""
+    """Return a schema whose references to its own root point to `root`."""
     if isinstance(schema, list):
         return [_rebase(each, root) for each in schema]
     if not isinstance(schema, dict):

@@ -1,7 +1,7 @@
 """Incremental parsing of a model's output into text and tool calls.
 
-The families of models differ in the texts around their calls, which a `ToolSyntax` describes. One parser reads them
-all. A call that cannot be read is text of the answer, in full.
+A `ToolSyntax` describes the texts around the calls, in which model families differ. One parser handles all of them. A
+call that cannot be parsed is text of the answer, in full.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class ToolSyntax:
 
     opener: begins a group of calls. bare: a call may also be the whole answer, without an opener. start, separator,
     closer: before, between and after the calls of a group, each possibly missing. others: openers that models write
-    instead, each with its closer. arguments: the key of the arguments beside "name". id_length: letters of a call's id,
-    where templates demand a number of them, else 0.
+    instead, each with its closer. arguments: the key of the arguments beside "name". id_length: the length of a call's
+    id if the template requires one, else 0.
     """
 
     name: Literal["hermes", "llama", "mistral"]
@@ -46,7 +46,7 @@ class ToolSyntax:
         return f"call_{secrets.token_hex(12)}"
 
 
-# Small models write a call as a block of code, or alone.
+# Small models write a call as a block of code, or without any opener.
 FENCES: Final = (("```json", "```"), ("```", "```"))
 HERMES: Final = ToolSyntax("hermes", "<tool_call>", bare=True, closer="</tool_call>", others=FENCES)
 LLAMA: Final = ToolSyntax("llama", "<|python_tag|>", bare=True, separator=";", arguments="parameters")
@@ -81,29 +81,29 @@ Part = Text | CallStart | Arguments
 
 
 class ToolParser:
-    """The text and the calls in an output that arrives in pieces.
+    """Splits an output that arrives in pieces into text and calls.
 
-    names: the tools. Calls of others are text. opened: the output begins behind an opener. whole: a call is reported at
-    its end, and only if it is valid. Otherwise it is reported from its arguments' beginning on, and `broken` counts
-    the calls that turn out to be invalid after that.
+    names: the tools. Calls of other names are text. opened: the output begins after an opener. whole: report a call at
+    its end, and only if it is valid. Otherwise it is reported once its arguments begin, and `broken` counts the calls
+    that turn out to be invalid after that.
     """
 
     def __init__(self, syntax: ToolSyntax, names: Set[str], *, opened: bool = False, whole: bool = False) -> None:
         self._syntax, self._names, self._whole = syntax, names, whole
-        self._pending = ""  # not processed
-        self._lead = ""  # processed, and text if no call follows
+        self._pending = ""  # not processed yet
+        self._lead = ""  # processed, but text unless a call follows
         self._state: Callable[[], list[Part] | None] = self._group if opened or syntax.bare else self._text
-        self._in_group = 0  # calls of the present group
+        self._in_group = 0  # calls in the current group
         self._openers = dict([(syntax.opener, syntax.closer), *syntax.others])
-        self._closer = syntax.closer if opened else ""  # of the present group
+        self._closer = syntax.closer if opened else ""  # the closer of the current group
         self._scanner = CallScanner(syntax.arguments)
-        self._started = False  # the present call is reported
+        self._started = False  # whether the current call is reported
         self.calls = 0
         self.broken = 0
         self.malformed = 0
 
     def feed(self, text: str) -> list[Part]:
-        """Return what the next piece of the output adds."""
+        """Process a piece of the output, and return the completed parts."""
         self._pending += text
         parts: list[Part] = []
         while (found := self._state()) is not None:
@@ -111,7 +111,7 @@ class ToolParser:
         return parts
 
     def end(self) -> list[Part]:
-        """Return what remains at the end of the output."""
+        """Return the remaining parts at the end of the output."""
         parts = self._end_call() if self._state == self._object else []
         rest = self._lead + self._pending
         self._lead = self._pending = ""
@@ -120,7 +120,7 @@ class ToolParser:
     # States: each returns the parts that it found, or None if it needs more of the output --------------------
 
     def _text(self) -> list[Part] | None:
-        """Search for an opener. The white space before a call is not text of the answer."""
+        """Search for an opener. White space before a call is not part of the text."""
         at, opener = self._find_opener()
         kept = at if at >= 0 else len(self._pending) - max(_overlap(self._pending, each) for each in self._openers)
         text = self._pending[:kept].rstrip(WHITE)
@@ -134,7 +134,7 @@ class ToolParser:
         return found
 
     def _find_opener(self) -> tuple[int, str]:
-        """Return the place of the first opener and its text, or -1 if there is none, or a longer one may follow."""
+        """Return the position of the first opener and its text. Position -1: none, or a longer one may still follow."""
         found = [(at, -len(opener), opener) for opener in self._openers if (at := self._pending.find(opener)) >= 0]
         at, _, opener = min(found, default=(-1, 0, ""))
         rest = self._pending[at:]
@@ -168,7 +168,7 @@ class ToolParser:
         return []
 
     def _leave_group(self) -> list[Part]:
-        """Continue as text. An opener without a call is text as well."""
+        """Continue as text. An opener without a call becomes text."""
         lead, self._lead, self._state = self._lead, "", self._text
         self.malformed += self._syntax.opener in lead
         if not lead.strip():
@@ -200,7 +200,7 @@ class ToolParser:
         return [CallStart(self.calls - 1, self._syntax.new_id(), name)]
 
     def _end_call(self) -> list[Part]:
-        """End the present call, which is text if it is malformed and was not reported."""
+        """End the current call. It becomes text if it is malformed and was not reported."""
         parts = self._progress() if self._started else []
         arguments = _arguments(self._scanner, self._names)
         if arguments is not None:
@@ -215,7 +215,7 @@ class ToolParser:
 
 
 def _arguments(scanner: CallScanner, names: Set[str]) -> str | None:
-    """Return an ended call's arguments as JSON, or None if the call is malformed. Some models quote them twice."""
+    """Return an ended call's arguments as JSON, or None if the call is malformed. They may be a JSON string of it."""
     value = scanner.value()
     if value is None or scanner.name not in names:
         return None

@@ -60,7 +60,7 @@ _WRITTEN: Final = re.compile(
 
 @dataclass(frozen=True)
 class ToolSupport:
-    """A model's way to call tools.
+    """A model's support of tools.
 
     opening: the text with which the template begins the calls of a turn. special: the texts of special tokens that
     belong to the syntax, which the detokenizer drops.
@@ -93,7 +93,7 @@ def find_tool_support(name: str, tokenizer: Any) -> ToolSupport:
 
 
 def _matches(syntax: ToolSyntax, opening: str, *, is_bare: bool) -> bool:
-    """Return whether the text between an answer's beginning and its first call is the syntax's."""
+    """Return whether the text before the first call of an answer matches the syntax."""
     if is_bare:
         return syntax is LLAMA
     return "".join(opening.split()).endswith(syntax.opener + syntax.start)
@@ -112,7 +112,7 @@ def _special_tokens(tokenizer: Any, syntax: ToolSyntax) -> dict[int, str]:
 class RequestedTools:
     """The tools of one request. parallel: whether an answer may hold more than one call.
 
-    enforced: the tools of which the answer must call one, by their numbers. Without any, the model chooses.
+    enforced: the indices of the tools of which the answer must call one. Empty: the model may answer without a call.
     """
 
     support: ToolSupport
@@ -127,7 +127,7 @@ class RequestedTools:
 
     @property
     def opening(self) -> str:
-        """Return the beginning of an enforced answer that is part of the prompt, because no grammar writes it."""
+        """The beginning of an enforced answer that is part of the prompt, because grammars cannot produce it."""
         syntax = self.support.syntax
         return syntax.opener if self.enforced and syntax.opener in self.support.special.values() else ""
 
@@ -174,7 +174,7 @@ def read_tools(request: ChatRequest, support: ToolSupport | str) -> RequestedToo
     names = [tool["function"]["name"] for tool in definitions]
     for number, name in enumerate(names):
         if name in names[:number]:
-            raise RequestError(f"tools.{number}: a second tool of the name {name}", param=f"tools.{number}")
+            raise RequestError(f"tools.{number}: duplicate tool name {name}", param=f"tools.{number}")
     if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
         raise RequestError(f"tool_choice: there is no tool {choice.function.name!r}", param="tool_choice")
     enforced: tuple[int, ...] = ()
@@ -187,7 +187,7 @@ def read_tools(request: ChatRequest, support: ToolSupport | str) -> RequestedToo
 
 
 def build_notes(request: ChatRequest) -> list[str]:
-    """Return notes on fields of tools without effect."""
+    """Return warnings about fields of tools without effect."""
     if request.parallel_tool_calls is not None and not request.tools:
         return ["parallel_tool_calls was not used: there are no tools"]
     strict = [n for n, tool in enumerate(request.tools or []) if tool.function.strict]
@@ -200,13 +200,13 @@ def message_fields(at: int, message: Message) -> JsonObject:
     """Return a message's fields about tools, in the form of chat templates.
 
     Raises:
-        RequestError: the message has fields that its role does not, or arguments that are not a JSON object.
+        RequestError: a field does not belong to the message's role, or arguments are not a JSON object.
     """
     where = f"messages.{at}"
     if message.tool_calls and message.role != "assistant":
-        raise RequestError(f"{where}.tool_calls: only the assistant calls tools", param=f"{where}.tool_calls")
+        raise RequestError(f"{where}.tool_calls: only for the role assistant", param=f"{where}.tool_calls")
     if (message.tool_call_id is not None) != (message.role == "tool"):
-        reason = "is missing: it names the call" if message.role == "tool" else "belongs to messages of the role tool"
+        reason = "is missing: give the call's id" if message.role == "tool" else "belongs to messages of the role tool"
         raise RequestError(f"{where}.tool_call_id {reason}", param=f"{where}.tool_call_id")
     if message.content is None and not message.tool_calls:
         raise RequestError(f"{where}.content is missing", param=f"{where}.content", code="missing")
@@ -226,16 +226,16 @@ def message_fields(at: int, message: Message) -> JsonObject:
 
 
 class ToolOutput:
-    """The text and the calls of one answer. whole: it is not streamed."""
+    """Splits one answer into text and calls. whole: the answer is not streamed."""
 
     def __init__(self, tools: RequestedTools, *, whole: bool) -> None:
         self._tools = tools
         self._parser = ToolParser(tools.support.syntax, tools.names, opened=bool(tools.opening), whole=whole)
-        self._calls = 0  # reported
+        self._calls = 0  # number of reported calls
         self._left_out = 0
 
     def add_special(self, events: Seq[StreamEvent]) -> list[StreamEvent]:
-        """Return the events with the texts of special tokens of the syntax."""
+        """Return the events, with the texts of the syntax's special tokens added."""
         special = self._tools.support.special
         return [
             replace(event, text=event.text + special[event.token_id]) if event.token_id in special else event
@@ -243,7 +243,7 @@ class ToolOutput:
         ]
 
     def with_special(self, result: Result) -> Result:
-        """Return the result with the texts of special tokens of the syntax."""
+        """Return the result, with the texts of the syntax's special tokens added."""
         special = self._tools.support.special
         if not special.keys() & set(result.token_ids):
             return result
@@ -251,7 +251,7 @@ class ToolOutput:
         return replace(result, text="".join(piece + special.get(token, "") for piece, token in pairs))
 
     def feed(self, text: str) -> list[JsonObject]:
-        """Return the deltas of the next text."""
+        """Process a piece of the text, and return its deltas."""
         return self._deltas(self._parser.feed(text))
 
     def end(self) -> list[JsonObject]:
@@ -276,7 +276,7 @@ class ToolOutput:
 
     @property
     def warnings(self) -> list[str]:
-        """Return warnings on calls that are not reported as the model wrote them."""
+        """Warnings about calls that are not reported as the model wrote them."""
         counts = {
             "tool calls in the output are malformed, or name no tool of the request: they are text of the answer": (
                 self._parser.malformed

@@ -1,4 +1,4 @@
-"""`POST /v1/audio/transcriptions`: captions of a file in a form, with the fields of OpenAI's transcriptions."""
+"""`POST /v1/audio/transcriptions`: captions of an uploaded file, with the fields of OpenAI's transcriptions."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from outrider.gateway.request_schema import MODEL, ChatRequest, StrictModel
 from outrider.gateway.response_building import StableText, encode_event, outcome, visible_text
 from outrider.prompts.audio import Audio
 
-_NO_TIMES: Final = "the models write no times"
+_NO_TIMES: Final = "the models generate no timestamps"
 _UNSUPPORTED: Final = {
     "timestamp_granularities": _NO_TIMES,
-    "include": "verdicts do not contain the target's log-probabilities",
+    "include": "only chat completions and completions report log-probabilities",
     "chunking_strategy": "a recording is read as a whole: send it in pieces",
-    "known_speaker_names": "the models do not tell speakers apart",
-    "known_speaker_references": "the models do not tell speakers apart",
+    "known_speaker_names": "the models do not distinguish speakers",
+    "known_speaker_references": "the models do not distinguish speakers",
 }
 _FORMATS: Final = "response_format: not supported: only json, text and verbose_json, because " + _NO_TIMES
 
 
 class TranscriptionRequest(StrictModel):
-    """`POST /v1/audio/transcriptions`, a form. Its texts are converted to the fields' types."""
+    """The form of `POST /v1/audio/transcriptions`. Its texts are converted to the types of the fields."""
 
     model_config = ConfigDict(strict=False)
 
@@ -47,7 +47,7 @@ class TranscriptionRequest(StrictModel):
     response_format: Literal["json", "text", "verbose_json"] = "json"
     temperature: Annotated[float, Field(ge=0)] | None = Field(default=None, description="0, greedy, by default")
     stream: bool | None = None
-    outrider: str | None = Field(default=None, description="the field of this name of chats, as JSON")
+    outrider: str | None = Field(default=None, description="the field outrider of chats, as JSON")
 
 
 def _prepare(body: bytes, content_type: str, defaults: Defaults) -> tuple[ParsedRequest, Output]:
@@ -106,11 +106,11 @@ class TranscriptionOutput:
 
     @property
     def choices(self) -> Sequence[TranscriptionOutput]:
-        """Return the parts of the answer: there is one."""
+        """Return the only part of the answer."""
         return (self,)
 
     def end(self, results: Sequence[Result]) -> bytes:
-        """Return the end of a stream: `last` has returned it."""
+        """Return nothing: `last` has returned the end of the stream."""
         return b""
 
     def body(self, results: Sequence[Result]) -> bytes:
@@ -131,7 +131,7 @@ class TranscriptionOutput:
         return encode_event({"type": "transcript.text.delta", "delta": text}) if text else b""
 
     def last(self, result: Result) -> bytes:
-        """Return the rest of the text, and the whole."""
+        """Return the event with the rest of the text, and the one with the whole text."""
         rest = self._text.end(result)
         data = encode_event({"type": "transcript.text.delta", "delta": rest}) if rest else b""
         done = {"type": "transcript.text.done", "text": visible_text(result, ()), "usage": _usage(result)}

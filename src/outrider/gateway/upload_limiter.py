@@ -1,4 +1,4 @@
-"""Limits on uploads and on the bytes that waiting requests hold."""
+"""Limits on uploads and on the memory of waiting requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.gateway.errors import QueueFull
 
 
 class UploadLimiter:
-    """Limits on requests before their generation begins: the number of uploads, and the bytes held.
+    """Limits on requests whose generation has not begun: the number of uploads, and the bytes in memory.
 
     One client may have as many uploads at once as there are slots and places in the queue, and `budget` bytes of bodies
     and waiting prompts. All clients together may have twice that.

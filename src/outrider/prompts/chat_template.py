@@ -36,7 +36,7 @@ MAX_CACHED_SHAPE: Final = 2**14  # characters of a conversation's shape whose fo
 
 
 def render(name: str, tokenizer: Any, messages: Messages, *, recording: bool = False, tools: Tools = ()) -> str:
-    """Return a conversation's prompt. The model continues a last message of the assistant, and answers other messages.
+    """Return a conversation's prompt. The model continues the last message if it is the assistant's, else answers it.
 
     recording: whether there is a recording for an audio part.
 
@@ -91,7 +91,7 @@ def _validate(messages: Messages, *, recording: bool) -> list[dict[str, Any]]:
 
 
 def _is_unset(message: dict[str, Any], key: str) -> bool:
-    """Return whether a field means the same as its absence."""
+    """Return whether a field has the same meaning as its absence."""
     value = message[key]
     if key == "content" and message.get("tool_calls"):
         return not value or (isinstance(value, str) and not value.strip())

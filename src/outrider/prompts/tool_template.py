@@ -1,7 +1,7 @@
 """Tools in chat templates, with a check that no tool and no call is lost.
 
-A template without tool support drops the tools and the calls of a conversation without an error. So marks take the
-place of their names, and every mark must appear in the prompt.
+A template without tool support drops the tools and the calls of a conversation without an error. To detect this, their
+names are replaced by marks, and every mark must appear in the prompt.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ARGUMENT: Final = "Key{}of9Calls"
 class ToolChat:
     """A conversation with tools, as a prompt.
 
-    messages: as without tools. A message of the assistant may hold `tool_calls`, whose arguments are objects, and a
+    messages: those of a chat. A message of the assistant may hold `tool_calls`, whose arguments are objects, and a
     message of the role tool holds a result. tools: descriptions of functions, as in OpenAI's API. opening: the
     beginning of the answer, which the model continues.
     """
@@ -60,7 +60,7 @@ def mark_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def check_marks(name: str, prompt: str, messages: Seq[dict[str, Any]], tools: Tools) -> None:
     """Raise PromptError if the prompt of a marked conversation lacks a tool, a call, or a call's arguments."""
     if not all(_TOOL.format(number) in prompt for number in range(len(tools))):
-        raise PromptError(f"tools: the chat template of {name} does not show the model any tools: leave them out")
+        raise PromptError(f"tools: the chat template of {name} does not support tools: leave them out")
     count = 0
     for number, message in enumerate(messages):
         for at, _ in enumerate(message.get("tool_calls") or ()):
@@ -73,7 +73,7 @@ def check_marks(name: str, prompt: str, messages: Seq[dict[str, Any]], tools: To
 
 
 def holds_result(text: str, prompt: str) -> bool:
-    """Return whether the prompt holds a tool's result, as it is or within JSON."""
+    """Return whether the prompt holds a tool's result, verbatim or within JSON."""
     return text.strip() in prompt or json.dumps(text, ensure_ascii=False)[1:-1].strip() in prompt
 
 

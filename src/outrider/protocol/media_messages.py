@@ -28,7 +28,7 @@ def unpack_media(engine: Engine, ids: tuple[int, ...], kind: int, data: bytes) -
         return Prompt(ids)
     audio_encoder = getattr(engine, "audio", None)
     if audio_encoder is None:
-        raise PromptError(f"{engine.name} takes no audio, so it cannot verify what was heard")
+        raise PromptError(f"{engine.name} takes no audio, so it cannot verify drafts about a recording")
     if kind == schema.AUDIO:
         return Prompt(ids, unpack_audio(data, audio_encoder.max_seconds))
     if kind == schema.FEATURES:

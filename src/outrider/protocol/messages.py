@@ -125,7 +125,7 @@ def check_ids(ids: Iterable[int], limit: int, field: str, code: int = ErrorCode.
 # Settings -------------------------------------------------------------------------------------------------------
 
 _EDGE_FIELDS = ("stop", "sentences")  # applied to text, which only the edge has
-_OPTIONAL_FIELDS = ("top_p", "repetition_penalty", "logprobs")  # absent at their defaults, which are not protobuf's
+_OPTIONAL_FIELDS = ("top_p", "repetition_penalty", "logprobs")  # absent at their defaults, which differ from protobuf's
 _SENT_FIELDS = tuple(f.name for f in fields(GenerationSettings) if f.name not in _EDGE_FIELDS)
 
 
@@ -146,7 +146,7 @@ def unpack_settings(packed: schema.Settings, vocab_size: int) -> GenerationSetti
     """Unpack the settings, with the same validation as on the edge.
 
     Raises:
-        FrameError: the target does not have a token to suppress or to bias, or has fewer tokens in all.
+        FrameError: a suppressed or biased token, or the number of tokens, is outside the target's vocabulary.
         SettingsError: a value is out of range or contradicts another.
     """
     if len(packed.suppress_tokens) > vocab_size:  # each costs time at every position

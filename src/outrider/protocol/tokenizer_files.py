@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import DataError
+from outrider.files import write_file
 
 REQUIRED = "tokenizer.json"
 FILE_NAMES = (REQUIRED, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -39,7 +40,7 @@ def unpack_tokenizer(packed: bytes, folder: Path) -> None:
     """Write packed files into a directory.
 
     Raises:
-        DataError: these are not the files of a tokenizer.
+        DataError: the data is not the packed files of a tokenizer.
     """
     decompressor = zlib.decompressobj()
     try:
@@ -53,4 +54,4 @@ def unpack_tokenizer(packed: bytes, folder: Path) -> None:
     if not is_valid or not all(isinstance(text, str) for text in texts.values()):
         raise DataError(f"the packed files of a tokenizer are not texts of {', '.join(FILE_NAMES)} with {REQUIRED}")
     for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8", errors="backslashreplace")
+        write_file(folder / name, text)

@@ -44,7 +44,7 @@ class Verdict:
     audited, disagreed: number of skipped tokens compared, and of those that the target would have changed.
     queue_s, compute_s: seconds in the service's queue and in its forward pass. cached: in a session's first verdict,
     the tokens whose KV cache was kept from an earlier session. None of the three is part of equality. logprobs: the
-    target's for each token that the verdict decides, if they are requested.
+    target's for each token of the verdict, if they are requested.
     """
 
     round: int

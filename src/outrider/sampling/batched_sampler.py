@@ -136,7 +136,7 @@ def _apply_repetition_penalty(
     penalty, index = processors.repetition_penalty, torch.arange(history.shape[1], device=logits.device)
     if processors.repetition_window:  # positions before the window repeat its first id
         index = torch.maximum(index, lengths - processors.repetition_window)
-    seen = history.gather(1, torch.minimum(index, lengths - 1))  # positions behind the prefix repeat its last id
+    seen = history.gather(1, torch.minimum(index, lengths - 1))  # positions after the prefix repeat its last id
     scores = logits.gather(1, seen)
     out.scatter_(1, seen, torch.where(scores < 0, scores * penalty, scores / penalty))
 

@@ -2,8 +2,8 @@
 
 The mask of a position is a pure function of the output's tokens before it. Drafter and verifier therefore compute the
 same masks, and decoding stays exact. llguidance computes a mask from the bytes of all tokens. The mask holds each token
-whose bytes continue the output within the grammar, however a tokenizer would split the text, and EOS where the output
-is complete.
+whose bytes continue the output within the grammar, regardless of how a tokenizer would split the text, and EOS where
+the output is complete.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from outrider.errors import DecodingError
 from outrider.sampling.logits_processors import common_prefix_length
 
-if TYPE_CHECKING:  # loaded with the first grammar
+if TYPE_CHECKING:  # imported with the first grammar
     from llguidance import LLMatcher
 
 WORD_BITS = 32
@@ -26,8 +26,8 @@ WORD_BITS = 32
 class CompiledGrammar:
     """A grammar over the tokens of one vocabulary. Threads may share it.
 
-    compile_matcher: returns a matcher at the begin of an output. vocab_size: tokens of the mask. eos_ids: those that
-    end an output. eos, end: packed masks of all of them, and of the first.
+    compile_matcher: returns a matcher at the beginning of an output. vocab_size: tokens of the mask. eos_ids: the
+    end tokens. eos, end: packed masks of all end tokens, and of the first one.
     """
 
     def __init__(self, compile_matcher: Callable[[], LLMatcher], vocab_size: int, eos_ids: tuple[int, ...]) -> None:
@@ -42,7 +42,7 @@ class CompiledGrammar:
         return words
 
     def is_text(self, token: int) -> bool:
-        """Return whether a token is one of the vocabulary that does not end the output."""
+        """Return whether a token is in the vocabulary and does not end the output."""
         return token < self.vocab_size and token not in self.eos_ids
 
     def copy_matcher(self) -> LLMatcher:
@@ -53,29 +53,29 @@ class CompiledGrammar:
 class GrammarMask:
     """The masks of one output's positions. Threads must not share it.
 
-    It is a memo of the last prefix, which it compares with the next one, so a roll-back in between needs no notice.
+    The state belongs to the last prefix, which is compared with the next one, so a roll-back needs no call.
     """
 
     def __init__(self, grammar: CompiledGrammar) -> None:
         self._grammar, self._matcher = grammar, grammar.copy_matcher()
-        self._ids: list[int] = []  # that the matcher has consumed, without EOS
+        self._ids: list[int] = []  # the tokens that the matcher has consumed, without EOS
         self._words = np.zeros_like(grammar.eos)
-        self._has_mask = False  # `_words` is the mask after `_ids`
+        self._has_mask = False  # whether `_words` is the mask after `_ids`
 
     def packed(self, output: list[int]) -> np.ndarray:
         """Return the mask after an output's tokens: int32 [⌈vocab_size ÷ 32⌉], bit n % 32 of word n ÷ 32 for token n.
 
-        It is empty after tokens that the grammar does not allow. Where nothing but EOS can follow, and after an EOS, it
-        holds the first EOS alone, so that no row of logits is needed. The next call overwrites it.
+        It is empty after tokens that the grammar does not allow. Where only EOS can follow, and after an EOS, it holds
+        only the first EOS, so that no row of logits is needed. The next call overwrites it.
 
         Raises:
             DecodingError: no token of the vocabulary continues the output, or the grammar is too complex here.
         """
         if not self._move_to(output):
-            self._matcher = self._grammar.compile_matcher()  # no earlier output has used up its limits
-            self._ids = []
+            self._matcher = self._grammar.compile_matcher()  # with unused limits
+            self._ids, self._has_mask = [], False
             if not self._move_to(output):
-                reason = self._matcher.get_error().partition("\n")[0] or "its tokens have other bytes"
+                reason = self._matcher.get_error().partition("\n")[0] or "no token has the required bytes"
                 raise DecodingError(f"grammar: no token can follow {len(output)} tokens: {reason}")
         return self._words
 
@@ -85,7 +85,7 @@ class GrammarMask:
         return bits[: self._grammar.vocab_size].view(np.bool_)
 
     def _move_to(self, output: list[int]) -> bool:
-        """Compute the mask after an output. Return whether the matcher could do it."""
+        """Compute the mask after an output. Return whether the matcher succeeded."""
         common = common_prefix_length(self._ids, output, len(output))
         surplus = len(self._ids) - common
         if surplus and not self._matcher.rollback(surplus):

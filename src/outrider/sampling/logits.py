@@ -39,7 +39,7 @@ def scatter_logits(logits: Tensor, indices: np.ndarray, values: np.ndarray | flo
 
 
 def ban_others(logits: Tensor, allowed: np.ndarray) -> None:
-    """Write −inf at all entries but those that are allowed, bool [≤ V]."""
+    """Write −inf at all entries that are not allowed. allowed: bool [≤ V]."""
     if logits.device.type == "cpu":
         values = logits.numpy()
         values[len(allowed) :] = -np.inf

@@ -12,8 +12,8 @@ processor. For a token v with count c_v in the output:
     bans                 −∞
 
 Each is a non-decreasing function of l_v, on which `sampling/top_logprobs.py` relies. `PrefixIndex` makes the n-grams
-and the repetition penalty fast. It is a memo of the last prefix, which it compares with the next one, so a roll-back in
-between needs no notice.
+and the repetition penalty fast. Its state belongs to the last prefix, which is compared with the next one, so a
+roll-back needs no call.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class PrefixIndex:
 
 
 def common_prefix_length(old: list[int], new: list[int], length: int) -> int:
-    """Return how many of the first `length` ids of `new` are those of `old`."""
+    """Return the length of the common prefix of `old` and the first `length` ids of `new`."""
     shared = min(len(old), length)
     if old[:shared] == new[:shared]:
         return shared
@@ -153,7 +153,7 @@ class LogitsProcessors:
         return np.unique(np.array(ids[max(0, length - self.repetition_window) : length], dtype=np.int64))
 
     def _subtract_penalties(self, logits: Tensor, output: list[int]) -> None:
-        """Apply frequency and presence penalty, in float32 and in vLLM's order."""
+        """Apply the frequency and the presence penalty, in float32 and in vLLM's order."""
         tokens, counts = np.unique(np.array(output, dtype=np.int64), return_counts=True)
         known = tokens < logits.shape[-1]
         scores = gather_logits(logits, tokens[known])

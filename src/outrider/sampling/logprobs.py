@@ -1,4 +1,4 @@
-"""Log-probabilities of committed tokens, for reports. They have no influence on the output.
+"""Log-probabilities of committed tokens, for reports. They do not influence the output.
 
 The definition is that of vLLM's default mode, `raw_logprobs`, and of OpenAI's API: log-softmax of the model's raw
 logits, before biases, penalties, temperature and filters, over all rows of the model, padding included.

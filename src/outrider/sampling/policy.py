@@ -50,9 +50,9 @@ class BatchKey:
 class Policy:
     """Logits processors and sampling over the vocabulary that both models share.
 
-    vocab_size: the length to which rows are cut. Entries beyond it are padding, without a token. logprobs: how many of
-    the best tokens' log-probabilities to report beside the token's own, or None for no report. grammar: the language of
-    the output.
+    vocab_size: the length to which rows are cut. Entries beyond it are padding, without a token. logprobs: how many
+    top log-probabilities to report in addition to the token's own, or None for no report. grammar: constrains the
+    output.
     """
 
     def __init__(
@@ -111,13 +111,13 @@ class Policy:
         """Return the distribution after ids[:length]. logits: the model's raw row, float32 [≥ vocab_size].
 
         Raises:
-            DecodingError: the other settings ban every token that the grammar allows, or none can follow.
+            DecodingError: the other settings ban every token that the grammar allows, or the grammar allows none.
         """
         processed = self._process(logits, ids, length)
         if self.has_grammar and float(processed[argmax(processed)]) == -math.inf:
             raise DecodingError(
-                f"no token can be chosen at position {length}: the grammar allows none that min_new_tokens, "
-                "suppress_tokens and no_repeat_ngram_size leave"
+                f"no token can be chosen at position {length}: min_new_tokens, suppress_tokens or "
+                "no_repeat_ngram_size ban every token that the grammar allows"
             )
         return Distribution(processed, self.sampling, length)
 
@@ -132,7 +132,7 @@ class Policy:
 
     @property
     def needs_logits(self) -> bool:
-        """True if the host samples: a grammar's mask depends on the token before, and a report on the whole row."""
+        """True if the host samples: a grammar's mask depends on the preceding token, and a report on the whole row."""
         return self.has_grammar or self.logprobs is not None
 
     @property
@@ -141,7 +141,7 @@ class Policy:
         return self._mask is not None
 
     def allows(self, ids: list[int], token: int) -> bool:
-        """Return whether the vocabulary has a token, and the grammar allows it after `ids`."""
+        """Return whether a token is in the vocabulary, and the grammar allows it after `ids`."""
         if token >= self.vocab_size:
             return False
         allowed = self.allowed(ids, len(ids))
@@ -194,7 +194,7 @@ class Policy:
         return max(penalty, 1.0 / penalty)
 
     def banned_ids(self, ids: list[int]) -> list[int]:
-        """Return the tokens that the logits processors ban behind `ids`, a token possibly more than once."""
+        """Return the tokens that the logits processors ban after `ids`, possibly with repetitions."""
         return self.processors.banned_at(ids, len(ids), self._index)
 
     def leave_loop(self, logits: Tensor, ids: list[int], length: int) -> int:

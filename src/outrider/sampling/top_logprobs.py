@@ -1,16 +1,16 @@
 """Partial rows of logits: the N largest entries, as an LLM server sends them, and the tokens that they determine.
 
 A missing entry is at most as large as the smallest known one. The logits processors are non-decreasing functions of an
-entry, so applied to that value they give the upper bound of each missing entry, raised by its own bias or penalty or
-banned. The largest of these bounds decides whether the known entries give the same token as the complete row:
+entry. Applied to that value, they give the upper bound of each missing entry, with its own bias, penalty or ban. The
+largest of these bounds decides whether the known entries give the same token as the complete row:
 
     greedy      the largest entry, after the logits processors, is above the bound
     top-k       the k-th largest entry is above the bound
     top-p       the nucleus is the same for the least and for the largest possible missing mass
     min-p       the threshold is above the bound
 
-Otherwise `NeedMoreLogprobs` requests more entries. No token is ever guessed. Of a row within a grammar, only entries
-that the grammar allows can be missing. A single allowed token needs no entries.
+Otherwise `NeedMoreLogprobs` requests more entries. No token is ever guessed. Under a grammar, only entries that the
+grammar allows count as missing. A single allowed token needs no entries.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class TopLogprobs:
         """
         in_vocabulary = (self.ids >= 0) & (self.ids < vocab_size)
         ids = self.ids[in_vocabulary]
-        claims_all = self.missing_max == -math.inf and len(ids) < vocab_size  # a row that is not complete
+        claims_all = self.missing_max == -math.inf and len(ids) < vocab_size  # but it is not complete
         logits = np.full(vocab_size, math.inf if claims_all else self.missing_max, dtype=np.float32)
         logits[ids] = self.values[in_vocabulary]
         processed = process(torch.from_numpy(logits))

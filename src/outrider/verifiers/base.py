@@ -21,14 +21,15 @@ MAX_EXTRA_TOKENS = 128  # tokens by which vocabulary sizes may differ beyond the
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The properties of a model that the other side needs before drafting begins.
+    """The properties of a model that the other side requires before drafting begins.
 
     vocab_size: tokens that the tokenizer names. row_count: rows of the embedding, padding included. max_length: most
     positions of a sequence, None without a limit. audio_seconds: length of the longest accepted recording, 0 without
     audio support. placeholder: the token that stands for a recording in a prompt. read_vocabulary: fetches the token
     strings in order of their ids, and is called only when fingerprints differ, because they can be many. decode: turns
     ids into text, special tokens included. special_ids: the tokenizer's special tokens. read_tokenizer: fetches the
-    packed files of the tokenizer (`protocol.tokenizer_files`), None if the server sends none.
+    packed files of the tokenizer (`protocol.tokenizer_files`). It is None if the server sends none. captions_only: the
+    checkpoint was trained for recordings alone.
     """
 
     name: str
@@ -43,6 +44,7 @@ class ModelInfo:
     decode: Callable[[Sequence[int]], str] | None = field(default=None, repr=False, compare=False)
     special_ids: tuple[int, ...] = field(default=(), repr=False)
     read_tokenizer: Callable[[], bytes] | None = field(default=None, repr=False, compare=False)
+    captions_only: bool = False
 
     @property
     def vocabulary(self) -> list[str]:
@@ -55,8 +57,8 @@ class SessionParams:
     """The decoding parameters of a session.
 
     vocab_size: number of ids that the target may emit. hides_audio: the prompt has a recording that the edge does not
-    send to the verifier (`--privacy tokens`). grammar: that of the settings over the edge's vocabulary, for verifiers
-    without a tokenizer.
+    send to the verifier (`--privacy tokens`). grammar: that of the settings, compiled for the edge's vocabulary, for
+    verifiers without a tokenizer.
     """
 
     settings: GenerationSettings

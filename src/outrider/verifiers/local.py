@@ -75,7 +75,7 @@ def open_session(engine: Engine, prompt: Prompt, params: SessionParams, committe
 
 
 def describe(engine: Engine | PromptLookup) -> ModelInfo:
-    """Return the description of an engine, or of the tokenizer of prompt lookup."""
+    """Return the description of an engine, or of prompt lookup's tokenizer."""
     audio_encoder = getattr(engine, "audio", None)
     return ModelInfo(
         engine.name,
@@ -89,6 +89,7 @@ def describe(engine: Engine | PromptLookup) -> ModelInfo:
         lambda: list(getattr(engine, "vocabulary", [])),
         None if engine.tokenizer is None else lambda ids: str(engine.tokenizer.decode(list(ids))),
         tuple(getattr(engine.tokenizer, "all_special_ids", ())),
+        captions_only=bool(getattr(engine, "captions_only", False)),
     )
 
 
@@ -103,7 +104,7 @@ def check_conditioning(engine: Engine, prompt: Prompt) -> None:
         return
     audio_encoder = getattr(engine, "audio", None)
     if audio_encoder is None:
-        raise PromptError(f"{engine.name} takes no audio, so it cannot verify what was heard")
+        raise PromptError(f"{engine.name} takes no audio, so it cannot verify drafts about a recording")
     expected, actual = audio_encoder.prompt_tokens(prompt), prompt.ids.count(audio_encoder.placeholder)
     if expected != actual:
         raise PromptError(f"{engine.name} makes {expected} audio tokens of the recording, the drafter {actual}")

@@ -96,7 +96,7 @@ class Session:
         """
         is_repeat = self._last is not None and request.round == self._last[0].round and _same(request, self._last[0])
         if self._resumed_at is not None and not is_repeat:
-            self._truncate(self._resumed_at)  # the edge does not repeat the request whose verdict was kept for it
+            self._truncate(self._resumed_at)  # the edge does not repeat the request of the stored verdict
         self._resumed_at = None
         if self._last is not None and request.round == self._last[0].round:
             if not is_repeat:

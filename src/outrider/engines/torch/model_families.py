@@ -178,7 +178,7 @@ class AudioFeatures:
 
 
 class AudioInput(AudioFeatures):
-    """Audio encoder: from a waveform to features, and from those to embeddings in place of placeholder tokens."""
+    """Audio encoder: from a waveform to features, and from features to embeddings for the placeholder tokens."""
 
     def __init__(self, model: Any, tower: nn.Module, extractor: Any, placeholder: int) -> None:
         super().__init__(extractor, placeholder, whole_window="Omni" not in type(model).__name__)

@@ -129,7 +129,7 @@ def parse_processors(
 
 
 def _check_plain(processor: LogitsProcessor, name: str, eos: tuple[int, ...]) -> None:
-    """Refuse options of a known processor that only its own constructor can set."""
+    """Refuse options of a supported processor that only its own constructor can set."""
     if getattr(processor, "filter_value", -torch.inf) != -torch.inf or getattr(processor, "min_tokens_to_keep", 1) != 1:
         raise SettingsError(f"{name}: expected filter_value −inf and min_tokens_to_keep 1")
     ignored = getattr(processor, "prompt_ignore_length", None)

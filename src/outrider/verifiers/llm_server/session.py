@@ -38,7 +38,7 @@ from outrider.verifiers.llm_server.replicas import Replica, use_first_ready
 from outrider.verifiers.retry import MIN_UPLOAD_RATE
 from outrider.verifiers.session import ForwardPlan, Session
 
-TOP_CONSTRAINED, TOP_GRAMMAR, TOP_NUCLEUS = 8, 20, 64  # entries of a row in the first request
+TOP_CONSTRAINED, TOP_GRAMMAR, TOP_NUCLEUS = 8, 20, 64  # entries per row in the first request
 PREFILL_MIN = 512  # tokens before a first block; with more, a request of its own computes them
 TOP_GROWTH, MAX_TOP = 4, 4096  # factor for the next request if they do not suffice; above MAX_TOP the whole row
 
@@ -183,22 +183,16 @@ class LlmServerSession:
             replica.mark_failed()
         raise error
 
-    def _cause(self, greedy: bool) -> str:
-        return ", since the grammar allows none of them" if greedy and self._settings.grammar is not None else ""
-
     def _increase_top(self, capabilities: Capabilities, shortage: NeedMoreLogprobs, name: str) -> None:
         """Request more entries from now on, since the next rows are likely to need them too."""
         if self._top == ALL_LOGPROBS or (capabilities.top != ALL_LOGPROBS and self._top >= capabilities.top):
             hint = self._backend.more_hint(capabilities, TOP_GROWTH * capabilities.top)
-            greedy = self._settings.temperature == 0
-            remedy = (
-                "let the prompt ask for this format"
-                if greedy
-                else "restrict sampling further (top_k, top_p, smaller biases)"
-            )
+            cause, remedy = "", "restrict sampling further (top_k, top_p, smaller biases)"
+            if self._settings.grammar is not None and self._settings.temperature == 0:
+                cause, remedy = ", since the grammar allows none of them", "describe the format in the prompt"
             raise CloudRefused(
                 f"{name} sends {capabilities.top} entries of a row, which do not determine the token at position "
-                f"{shortage.position}{self._cause(greedy)}: {hint}, or {remedy}"
+                f"{shortage.position}{cause}: {hint}, or {remedy}"
             )
         self._top *= TOP_GROWTH
         if self._top > MAX_TOP and capabilities.top == ALL_LOGPROBS:
@@ -210,7 +204,7 @@ def check_settings(settings: GenerationSettings, capabilities: Capabilities, nam
 
     Raises:
         SettingsError: sampling may choose any token of the vocabulary, a penalty needs logits, or a report needs more
-            entries. The message has the change to make.
+            entries. The message names the change to make.
     """
     if settings.repetition_penalty != 1.0 and capabilities.normalised:
         message = f"repetition_penalty needs logits, and {name} sends log-probabilities: {backend.logits_hint}"
@@ -219,10 +213,12 @@ def check_settings(settings: GenerationSettings, capabilities: Capabilities, nam
         return
     if settings.logprobs is not None and not capabilities.normalised:
         hint = backend.more_hint(capabilities, ALL_LOGPROBS)
-        raise SettingsError(f"logprobs: {name} sends {capabilities.top} logits of a row, and not their sum; {hint}")
+        raise SettingsError(
+            f"logprobs: {name} sends only {capabilities.top} logits of a row, without normalisation: {hint}"
+        )
     if settings.logprobs is not None and settings.logprobs >= capabilities.top:
         hint = backend.more_hint(capabilities, settings.logprobs + 1)
-        raise SettingsError(f"logprobs {settings.logprobs}: {name} sends {capabilities.top} entries of a row; {hint}")
+        raise SettingsError(f"logprobs {settings.logprobs}: {name} sends {capabilities.top} entries of a row: {hint}")
     if settings.temperature == 0:
         return
     if settings.top_k >= capabilities.top:
@@ -262,7 +258,7 @@ def _check_prompt(prompt: Prompt, params: SessionParams, target: ModelInfo) -> N
 
 
 def _initial_top(settings: GenerationSettings) -> int:
-    """Return the number of entries of a row for the first request: those of sampling, and of a report."""
+    """Return the number of entries of a row for the first request, for sampling and for a report."""
     top = _sampling_top(settings)
     return top if settings.logprobs is None or top == ALL_LOGPROBS else max(top, settings.logprobs + 1)
 
@@ -270,7 +266,7 @@ def _initial_top(settings: GenerationSettings) -> int:
 def _sampling_top(settings: GenerationSettings) -> int:
     """Return the number of entries of a row that sampling needs at first. Greedy decoding needs the margin between two.
 
-    If processors raise logits, entries that were small may count.
+    If processors can raise logits, more entries are needed.
     """
     penalties = settings.frequency_penalty, settings.presence_penalty
     raises_logits = min(penalties) < 0 or any(bias > 0 for _, bias in settings.logit_bias)

@@ -92,7 +92,7 @@ class LlmServerVerifier(RemoteSessions[LlmServerSession]):
         if self._model_info is None:
             raise SettingsError(
                 f"{self.name}: --edge none is not possible with {self._backend.scheme}, which does not list its "
-                "tokens: name an edge model, or lookup:TOKENIZER, whose tokens are compared with the server's"
+                "tokens: give an edge model, or lookup:TOKENIZER, for the comparison with the server's tokens"
             )
         return self._model_info
 

@@ -291,10 +291,10 @@ class RemoteSession:
 
 
 def _has_logprobs(verdict: Verdict, request: Verify) -> bool:
-    """Return whether a verdict has the log-probabilities of the tokens that it decides."""
+    """Return whether a verdict has valid log-probabilities of its tokens."""
     decided = [*request.draft_ids[: verdict.accepted], verdict.next_token]
     if [each.ids[:1] for each in verdict.logprobs] != [(token,) for token in decided]:
         return False
     values = [value for each in verdict.logprobs for value in each.values]
     is_paired = all(len(each.ids) == len(each.values) for each in verdict.logprobs)
-    return is_paired and all(value <= ROUNDING_ERROR for value in values)  # false for NaN
+    return is_paired and all(value <= ROUNDING_ERROR for value in values)  # NaN compares as false

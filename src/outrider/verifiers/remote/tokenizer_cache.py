@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def read_cached(digest: bytes) -> bytes | None:
-    """Return the packed files with this hash, or None if they are not in the cache. A changed file is not used."""
+    """Return the packed files with this hash, or None if they are not in the cache or were changed."""
     try:
         with _path_of(digest).open("rb") as file:
             packed = file.read(MAX_PACKED + 1)
@@ -24,7 +24,7 @@ def read_cached(digest: bytes) -> bytes | None:
 
 
 def write_cached(packed: bytes) -> None:
-    """Keep packed files. A directory that cannot be written is logged, and the next run fetches them again."""
+    """Store packed files. If the directory is not writable, log it. The next run then fetches them again."""
     path = _path_of(digest_of(packed))
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

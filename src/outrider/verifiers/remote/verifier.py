@@ -157,6 +157,7 @@ class RemoteVerifier(RemoteSessions[RemoteSession]):
             answer.audio_seconds,
             read_vocabulary=self._read_vocabulary,
             read_tokenizer=self._read_tokenizer if answer.tokenizer else None,
+            captions_only=answer.captions_only,
         )
 
     async def _vocabulary(self) -> list[str]:
