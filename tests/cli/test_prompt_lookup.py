@@ -90,7 +90,7 @@ def test_recordings_without_a_tokenizer_on_the_edge_are_refused(capsys: pytest.C
     recording = str(load.BUNDLED / "clips" / "en-1.ogg")
     with serving_demo_cloud() as served:
         run = Run(Models("lookup", f"grpc://{served.address}"))
-        with pytest.raises(OutriderError, match="for texts and recordings, name the target's tokenizer"):
+        with pytest.raises(OutriderError, match="texts and recordings, give the target's, as --edge lookup:DIRECTORY"):
             run_caption([recording], "en", "default", run)
 
 
