@@ -207,7 +207,9 @@ def test_log_probabilities_are_the_target_s_or_refused_where_the_edge_may_speak_
     alone = SpeculativeDecoder(None, local(target)).generate(prompt, max_new_tokens=12, logprobs=2)
     assert result.logprobs == alone.logprobs != []
     decoder = SpeculativeDecoder(edge, local(target), gate="entropy:1")
-    with pytest.raises(SettingsError, match=r"logprobs are not available for unverified tokens of a drafter with another tokenizer"):
+    with pytest.raises(
+        SettingsError, match=r"logprobs are not available for unverified tokens of a drafter with another tokenizer"
+    ):
         decoder.generate(prompt, max_new_tokens=12, logprobs=2)
 
 
