@@ -105,7 +105,8 @@ def test_tokens_are_those_of_the_path_without_a_gpu(case: str, monkeypatch: pyte
 def test_sessions_of_different_settings_are_chosen_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "SKINNY_TOKENS", 0)
     engine, plain = fused(model(), monkeypatch), TorchEngine(model())
-    prompts, policies = [ids(5 + n, n) for n in range(4)], [policy(**SETTINGS[name]) for name in (*SETTINGS, "greedy")]
+    policies = [policy(**SETTINGS[name]) for name in (*SETTINGS, "greedy")]
+    prompts = [ids(5 + n, n) for n, _ in enumerate(policies)]
     feeds = [SequenceInput(engine.open(Prompt((1,))), tokens, 2) for tokens in prompts]
     chosen = engine.sample_many(feeds, policies)
     for tokens, own, picks in zip(prompts, policies, chosen, strict=True):
