@@ -1,8 +1,8 @@
 """Compilation of grammars for an engine's vocabulary, bounded in time, memory and length.
 
 llguidance does not limit the depth of nested definitions, which can overflow the stack, or the time for long regular
-expressions. A text of more than `UNCHECKED_BYTES` is therefore compiled in a
-child process first, with little stack, time and memory.
+expressions. A text of more than `UNCHECKED_BYTES` is therefore compiled in a child process first, with little stack,
+time and memory.
 """
 
 from __future__ import annotations
