@@ -8,7 +8,7 @@ from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import Any, cast, overload
 
 from outrider.aio import AsyncStream as AsyncStream
 from outrider.aio import run_in_executor
@@ -37,9 +37,6 @@ from outrider.prompts.chat import PromptLike
 from outrider.prompts.chat_template import Messages
 from outrider.verifiers.base import ModelInfo, Verifier
 from outrider.verifiers.local import LocalVerifier
-
-if TYPE_CHECKING:  # a module that loads transformers
-    pass
 
 CAPTIONS_ONLY = (
     "{} only writes captions of recordings: its answer to a text or an instruction is meaningless, whatever the "

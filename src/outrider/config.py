@@ -56,8 +56,10 @@ class Grammar:
     def __post_init__(self) -> None:
         check_choice("grammar kind", self.kind, GrammarKind)
         _require(isinstance(self.text, str), f"grammar text is a text, not {self.text!r}")
-        size = len(self.text.encode(errors="surrogatepass"))
-        _require(self.text.isascii() or _is_unicode(self.text), "grammar text holds half a surrogate pair")
+        try:
+            size = len(self.text.encode())
+        except UnicodeEncodeError:
+            raise SettingsError("grammar text holds half a surrogate pair") from None
         _require(size <= MAX_GRAMMAR_BYTES, f"grammar of {size} bytes: at most {MAX_GRAMMAR_BYTES}")
         if self.kind == "json_object":
             _require(not self.text, "grammar kind json_object takes no text")
@@ -344,10 +346,6 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
     """Raise SettingsError unless `value` is one of a Literal's members."""
     options = get_args(choices)
     _require(value in options, f"{name} {value!r}: expected one of {', '.join(options)}")
-
-
-def _is_unicode(text: str) -> bool:
-    return not any(0xD800 <= ord(letter) < 0xE000 for letter in text)
 
 
 def _convert(name: str, value: Any) -> Any:

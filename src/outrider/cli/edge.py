@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from outrider.gateway.decoder_pool import DecoderPool
     from outrider.gateway.request_scheduler import RequestScheduler
     from outrider.gateway.tools import ToolSupport
+
 SERVING = Group("Serving", sort_key=6)
 log = logging.getLogger("outrider.gateway")
 

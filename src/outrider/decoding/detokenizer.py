@@ -64,17 +64,13 @@ class Detokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token in the middle of a text. Those of a special token are its name."""
-        if token in self._bytes:
-            return bytes([self._bytes[token]])
-        if not hasattr(self._tokenizer, "convert_ids_to_tokens"):
-            return self._decode([token], skip_special=False).encode()
-        name = str(self._tokenizer.convert_ids_to_tokens(token))
-        if token in self._special_ids:
+        names = getattr(self._tokenizer, "convert_ids_to_tokens", None)
+        name = "" if names is None else str(names(token))
+        if token in self._special_ids and token not in self._bytes:
             return name.encode()
-        if self._byte_level:
-            return _token_bytes(name)
-        text = name.replace(METASPACE, " ") if METASPACE in name else self._decode([token], skip_special=False)
-        return text.encode()
+        if token in self._bytes or self._byte_level or METASPACE in name:
+            return self._bytes_of(token, name)
+        return self._decode([token], skip_special=False).encode()
 
     def _decode(self, ids: Seq[int], skip_special: bool) -> str:
         decode = self._tokenizer.decode
@@ -111,12 +107,12 @@ class Detokenizer:
         tokens = [b""] * count
         for name, token in self._tokenizer.get_vocab().items():
             if token < count:
-                tokens[token] = self._bytes_of(token, name)
+                is_special = token in self._special_ids
+                tokens[token] = SPECIAL_MARK + name.encode() if is_special else self._bytes_of(token, name)
         return tokens
 
     def _bytes_of(self, token: int, name: str) -> bytes:
-        if token in self._special_ids:
-            return SPECIAL_MARK + name.encode()
+        """Return the bytes of an ordinary token of a byte-level or SentencePiece tokenizer."""
         if self._byte_level:
             return _token_bytes(name)
         return bytes([self._bytes[token]]) if token in self._bytes else name.replace(METASPACE, " ").encode()

@@ -38,9 +38,7 @@ class NgramIndex:
     def __init__(self, min_ngram: int, max_ngram: int) -> None:
         self._min_ngram, self._max_ngram = min_ngram, max_ngram
         self._ids: list[int] = []
-        self._last_end: dict[
-            tuple[int, ...], int
-        ] = {}  # the last end of each n-gram, as the length of the prefix up to it
+        self._last_end: dict[tuple[int, ...], int] = {}  # length of the prefix up to the last end of each n-gram
         self._previous_end: list[int] = []  # at index end − 1: the previous end of the same n-gram, or 0
 
     def __len__(self) -> int:

@@ -132,7 +132,7 @@ class PromptReader:
             PromptError, AudioError: the prompt cannot be encoded.
             CloudLost, CloudRefused, VocabularyMismatch: as `adopt`.
         """
-        if isinstance(self.encoder, IdsOnly) and (isinstance(prompt, str) or not is_ids(prompt)):
+        if isinstance(self.encoder, IdsOnly) and not is_ids(prompt):
             adopted = None if isinstance(prompt, Audio) else self.adopt(self._target())
             if adopted is None:
                 raise PromptError(self._ids_only)

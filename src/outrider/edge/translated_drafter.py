@@ -23,6 +23,7 @@ from outrider.decoding.actions import Draft, Proposal
 from outrider.decoding.incremental_text import IncrementalDetokenizer
 from outrider.edge.drafter import FLUSH_INTERVAL_S, Drafter
 from outrider.edge.text_codec import TextCodec
+from outrider.engines.prefix_cache import common_prefix
 from outrider.sampling.policy import Policy
 
 CONTEXT_TOKENS = 16  # tokens encoded again before new text, because its first token depends on them
@@ -142,7 +143,7 @@ class TranslatedDrafter:
         """Return the text of the target's ids. Only the tokens that are new since the last call are decoded."""
         known = self._target.ids
         if known != ids[: len(known)]:
-            self._target.truncate(_common_length(known, ids))
+            self._target.truncate(common_prefix(known, ids))
         for token in ids[len(known) :]:
             self._target.append(token)
         return self._target.text
@@ -239,12 +240,11 @@ class TranslatedDrafter:
         if ids[: self._fixed] != fixed:
             length = sum(map(len, self._edge.pieces[: self._fixed]))
             ids = fixed + self._edge_codec.encode(text[length:])
-        common = _common_length(self._edge.ids, ids)
+        common = common_prefix(self._edge.ids, ids)
         self._edge.truncate(common)
         self._append(ids[common:])
         self._model.rollback_to(max(1, min(common + 1, len(ids))))
-        self._source, self._base, self._end = text, len(ids), None
-        self._proposals = {}
+        self._end, self._proposals = None, {}
 
     def _append(self, ids: list[int]) -> None:
         for token in ids:
@@ -257,7 +257,7 @@ class TranslatedDrafter:
 
     def _reencode(self, text: str) -> list[int]:
         """Return the edge ids of `text`. If possible, only the end that differs from the current text is encoded."""
-        shared = _common_length(self._edge.text, text)
+        shared = common_prefix(self._edge.text, text)
         ends = [0, *accumulate(map(len, self._edge.pieces))]
         kept = max(0, sum(1 for _ in takewhile(lambda end: end <= shared, ends)) - 1 - RETOKENIZED)
         start = max(0, kept - CONTEXT_TOKENS)
@@ -303,8 +303,3 @@ def edge_settings(settings: GenerationSettings, *, greedy: bool) -> GenerationSe
         logprobs=None,
         grammar=None,
     )
-
-
-def _common_length(ours: Seq[object], theirs: Seq[object]) -> int:
-    """Return the length of the longest common prefix."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))

@@ -1,8 +1,8 @@
 """Compilation of grammars for an engine's vocabulary, bounded in time, memory and length.
 
 llguidance does not limit the depth of nested definitions, which can overflow the stack, or the time for long regular
-expressions. A text of more than `UNCHECKED_BYTES` is therefore compiled in a
-child process first, with little stack, time and memory.
+expressions. A text of more than `UNCHECKED_BYTES` is therefore compiled in a child process first, with little stack,
+time and memory.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def _compile(grammar: Grammar, tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -
     failure = _first_failure([source], vocabulary)
     if failure is not None:
         raise _locate(grammar, failure[1], vocabulary)
-    if reason := _matcher(vocabulary, source).get_error():
-        raise GrammarError(_describe(reason), "")
     compiled = CompiledGrammar(lambda: _matcher(vocabulary, source), vocabulary.vocab_size, eos_ids)
+    if reason := compiled.error:
+        raise GrammarError(_describe(reason), "")
     try:
         GrammarMask(compiled).packed([])
     except DecodingError as error:

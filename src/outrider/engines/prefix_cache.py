@@ -188,7 +188,7 @@ def same_media(one: Prompt, other: Prompt) -> bool:
     return all(a is b or (a is not None and b is not None and np.array_equal(a, b)) for a, b in pairs)
 
 
-def common_prefix(one: Seq[int], other: Seq[int]) -> int:
+def common_prefix(one: Seq[object], other: Seq[object]) -> int:
     """Return the length of the longest common prefix, by bisection: slices are compared in C."""
     one, other = tuple(one), tuple(other)
     low, high = 0, min(len(one), len(other))

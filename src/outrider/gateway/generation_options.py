@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from typing import Final
 
 from outrider.config import GenerationSettings, Grammar
@@ -104,17 +104,19 @@ def find_grammar_field(request: Request) -> str | None:
     return next(iter(fields_), None)
 
 
-def _grammar_fields(request: Request, requested: OutriderOptions) -> dict[str, JsonObject]:
-    """Return the grammars of a request by their fields, as keyword arguments of `Grammar`."""
-    found: dict[str, JsonObject] = {}
+def _grammar_fields(request: Request, requested: OutriderOptions) -> dict[str, Callable[[], Grammar]]:
+    """Return the grammars of a request by their fields, each as the function that builds it."""
+    found: dict[str, Callable[[], Grammar]] = {}
     response_format = getattr(request, "response_format", None)
     if isinstance(response_format, JsonSchemaFormat):
-        schema = json.dumps(response_format.json_schema.schema_, ensure_ascii=False, separators=(",", ":"))
-        found["response_format.json_schema.schema"] = {"kind": "json_schema", "text": schema}
+        found["response_format.json_schema.schema"] = partial(Grammar.json_schema, response_format.json_schema.schema_)
     elif isinstance(response_format, JsonObjectFormat):
-        found["response_format"] = {"kind": "json_object"}
-    texts = {"outrider.regex": ("regex", requested.regex), "outrider.grammar": ("lark", requested.grammar)}
-    return found | {name: {"kind": kind, "text": text} for name, (kind, text) in texts.items() if text is not None}
+        found["response_format"] = partial(Grammar, "json_object")
+    if requested.regex is not None:
+        found["outrider.regex"] = partial(Grammar, "regex", requested.regex)
+    if requested.grammar is not None:
+        found["outrider.grammar"] = partial(Grammar, "lark", requested.grammar)
+    return found
 
 
 def _build_grammar(request: Request, requested: OutriderOptions, calls: Grammar | None) -> JsonObject:
@@ -134,9 +136,9 @@ def _build_grammar(request: Request, requested: OutriderOptions, calls: Grammar 
         )
     if calls is not None:
         return {"grammar": calls}
-    for field, values in found.items():
+    for field, build in found.items():
         try:
-            return {"grammar": Grammar(**values)}
+            return {"grammar": build()}
         except SettingsError as error:
             raise RequestError(f"{field}: {error}", param=field, code="invalid_value") from error
     return {"grammar": None} if isinstance(getattr(request, "response_format", None), TextFormat) else {}

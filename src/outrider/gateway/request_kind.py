@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from outrider.decoding.events import StreamEvent
 from outrider.decoding.result import Result
@@ -57,6 +57,19 @@ class Output(Protocol):
     def error(self, response: ErrorResponse) -> bytes:
         """Return an error as the stream's last event."""
         ...
+
+
+class SingleOutput:
+    """The parts that the answers of a single generation have in common. Such an answer is its own choice."""
+
+    @property
+    def choices(self) -> Sequence[Self]:
+        """Return the only part of the answer."""
+        return (self,)
+
+    def end(self, results: Sequence[Result]) -> bytes:
+        """Return nothing: `last` has returned the end of the stream."""
+        return b""
 
 
 @dataclass(frozen=True)

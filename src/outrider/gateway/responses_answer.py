@@ -11,6 +11,7 @@ from outrider.decoding.events import StreamEvent
 from outrider.decoding.result import Result
 from outrider.gateway.access import JSON
 from outrider.gateway.errors import ErrorResponse, JsonObject, encode_json
+from outrider.gateway.request_kind import SingleOutput
 from outrider.gateway.request_parsing import ParsedRequest
 from outrider.gateway.request_schema import MODEL
 from outrider.gateway.response_building import StableText, TokenReports, outcome, visible_text
@@ -20,7 +21,7 @@ from outrider.gateway.tools import ToolOutput
 _CUT: Final = {"reason": "max_output_tokens"}
 
 
-class ResponsesAnswer:
+class ResponsesAnswer(SingleOutput):
     """One response, as a body or as events. request: the original request, whose fields the response repeats."""
 
     media_type = JSON
@@ -57,15 +58,6 @@ class ResponsesAnswer:
         """Process events of an answer that is sent as a whole."""
         if self._tokens is not None:
             self._tokens.add(events)
-
-    @property
-    def choices(self) -> Sequence[ResponsesAnswer]:
-        """Return the only part of the answer."""
-        return (self,)
-
-    def end(self, results: Sequence[Result]) -> bytes:
-        """Return nothing: `last` has returned the end of the stream."""
-        return b""
 
     def body(self, results: Sequence[Result]) -> bytes:
         """Return the whole answer."""

@@ -176,7 +176,6 @@ class ResponsesRequest(StrictModel):
     """`POST /v1/responses`."""
 
     reasons: ClassVar[Mapping[str, str]] = RESPONSES_UNSUPPORTED
-    formats_message: ClassVar[str] = "expected the type text, json_object or json_schema"
     tags_message: ClassVar[str] = (
         "expected an item of type message, function_call or function_call_output, whose parts are of type input_text, "
         "output_text or input_audio"

@@ -65,7 +65,7 @@ class CallScanner:
         elif letter == '"':
             self._in_string = False
             if len(self._stack) == 1 and self._expects_key:
-                self._key = _load(self.raw[self._string_start : at + 1])
+                self._key = load_json(self.raw[self._string_start : at + 1])
 
     def _close(self, letter: str, at: int) -> None:
         if self._stack.pop() != _CLOSING[letter]:
@@ -95,7 +95,7 @@ class CallScanner:
     def name(self) -> str | None:
         """Return the name, once it is complete."""
         start, end = self._values.get("name", (0, None))
-        name = None if end is None else _load(self.raw[start:end])
+        name = None if end is None else load_json(self.raw[start:end])
         return name if isinstance(name, str) else None
 
     @property
@@ -122,11 +122,11 @@ class CallScanner:
     def value(self) -> dict[str, Any] | None:
         """Return the object, or None if it is not valid JSON. The last bracket after the arguments may be missing."""
         has_arguments = self._values.get(self.arguments_key, (0, None))[1] is not None
-        value = _load(self.raw + "}" * (has_arguments and not self.is_complete))
+        value = load_json(self.raw + "}" * (has_arguments and not self.is_complete))
         return value if isinstance(value, dict) else None
 
 
-def _load(text: str) -> Any:
+def load_json(text: str) -> Any:
     """Return a JSON value, or None if the text is not valid JSON."""
     try:
         return json.loads(text)

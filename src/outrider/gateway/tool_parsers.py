@@ -6,14 +6,13 @@ call that cannot be parsed is text of the answer, in full.
 
 from __future__ import annotations
 
-import json
 import secrets
 import string
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from outrider.gateway.tool_call_scanner import CallScanner
+from outrider.gateway.tool_call_scanner import CallScanner, load_json
 
 WHITE: Final = " \t\r\n"
 ID_LETTERS: Final = string.ascii_letters + string.digits
@@ -224,15 +223,7 @@ def _arguments(scanner: CallScanner, names: Set[str]) -> str | None:
         return "{}"
     if isinstance(arguments, dict):
         return scanner.arguments
-    return arguments if isinstance(arguments, str) and is_json_object(arguments) else None
-
-
-def is_json_object(text: str) -> bool:
-    """Return whether a text is a JSON object."""
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
+    return arguments if isinstance(arguments, str) and isinstance(load_json(arguments), dict) else None
 
 
 def _overlap(text: str, word: str) -> int:

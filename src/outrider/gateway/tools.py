@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Set
 from collections.abc import Sequence as Seq
@@ -15,6 +14,7 @@ from outrider.decoding.result import Result
 from outrider.errors import PromptError, SettingsError
 from outrider.gateway.errors import JsonObject, RequestError
 from outrider.gateway.request_schema import ChatRequest, Message, NamedToolChoice
+from outrider.gateway.tool_call_scanner import load_json
 from outrider.gateway.tool_grammar import call_grammar
 from outrider.gateway.tool_parsers import (
     HERMES,
@@ -25,7 +25,6 @@ from outrider.gateway.tool_parsers import (
     Text,
     ToolParser,
     ToolSyntax,
-    is_json_object,
 )
 from outrider.prompts import chat_template
 
@@ -214,10 +213,11 @@ def message_fields(at: int, message: Message) -> JsonObject:
     if message.tool_calls:
         fields["tool_calls"] = []
     for number, call in enumerate(message.tool_calls or []):
-        if not is_json_object(call.function.arguments):
+        arguments = load_json(call.function.arguments)
+        if not isinstance(arguments, dict):
             path = f"{where}.tool_calls.{number}.function.arguments"
             raise RequestError(f"{path}: not a JSON object", param=path, code="invalid_value")
-        function = {"name": call.function.name, "arguments": json.loads(call.function.arguments)}
+        function = {"name": call.function.name, "arguments": arguments}
         fields["tool_calls"].append({"id": call.id, "type": "function", "function": function})
     return fields
 

@@ -18,7 +18,7 @@ from outrider.gateway.errors import ErrorResponse, JsonObject, RequestError, enc
 from outrider.gateway.multipart import FormField, parse_form
 from outrider.gateway.prompt_size import measure_prompt
 from outrider.gateway.recordings import decode_file
-from outrider.gateway.request_kind import Output, RequestKind
+from outrider.gateway.request_kind import Output, RequestKind, SingleOutput
 from outrider.gateway.request_parsing import ParsedRequest, parse_json, parse_request, validate
 from outrider.gateway.request_schema import MODEL, ChatRequest, StrictModel
 from outrider.gateway.response_building import StableText, encode_event, outcome, visible_text
@@ -92,7 +92,7 @@ def _field_values(form: dict[str, FormField]) -> JsonObject:
     return values
 
 
-class TranscriptionOutput:
+class TranscriptionOutput(SingleOutput):
     """One caption, as a body or as events. seconds: the length of the recording."""
 
     def __init__(self, request: ParsedRequest, kind: str, language: str, seconds: float) -> None:
@@ -103,15 +103,6 @@ class TranscriptionOutput:
 
     def note(self, events: Sequence[StreamEvent]) -> None:
         """Process events of an answer that is sent as a whole."""
-
-    @property
-    def choices(self) -> Sequence[TranscriptionOutput]:
-        """Return the only part of the answer."""
-        return (self,)
-
-    def end(self, results: Sequence[Result]) -> bytes:
-        """Return nothing: `last` has returned the end of the stream."""
-        return b""
 
     def body(self, results: Sequence[Result]) -> bytes:
         """Return the whole answer."""

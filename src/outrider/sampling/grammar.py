@@ -45,6 +45,11 @@ class CompiledGrammar:
         """Return whether a token is in the vocabulary and does not end the output."""
         return token < self.vocab_size and token not in self.eos_ids
 
+    @property
+    def error(self) -> str:
+        """The reason why the grammar could not be compiled, or an empty text."""
+        return self._prototype.get_error()
+
     def copy_matcher(self) -> LLMatcher:
         """Return a matcher that shares the lexer's states with its other copies."""
         return self._prototype.deep_copy()

@@ -135,7 +135,8 @@ class Session:
             disagreed = count_disagreements(plan.ids, start, base, output, self._policy)
             verdict = replace(verdict, audited=base - start, disagreed=disagreed)
         decided = [*request.draft_ids[: verdict.accepted], verdict.next_token]
-        verdict = replace(verdict, logprobs=self._policy.report_logprobs(rows, decided, base))
+        if logprobs := self._policy.report_logprobs(rows, decided, base):
+            verdict = replace(verdict, logprobs=logprobs)
         self.ids += [*request.new_ids, *decided]
         self._last = (request, verdict)
         return verdict
