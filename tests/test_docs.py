@@ -12,18 +12,24 @@ from pathlib import Path
 
 import pytest
 import soundfile
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.cli.subprocess_cloud import cloud_process
+from outrider.engines.load import load_engine
 from tests.support.certificates import Authority
+from tests.support.fake_llm_server import Model
+from tests.support.fake_vllm import VllmServer
 from tests.support.gateway_process import running_gateway
 from tests.support.processes import HANG_S, started
+from tests.support.tokenizers import byte_level
 
 ROOT = Path(__file__).parents[1]
 FIRST = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 PAGES = [*FIRST, *sorted((ROOT / "docs").rglob("*.md"))]
 STAND_INS = {  # checkpoints that a reader would fetch from a hub: the bundled pair, called a text pair
     "Qwen/Qwen2.5-Coder-0.5B-Instruct": "text-edge",
-    "local:Qwen/Qwen2.5-Coder-1.5B-Instruct": "local:text-cloud",
+    "Qwen/Qwen2.5-Coder-1.5B-Instruct": "text-cloud",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "other-edge",  # a model with a tokenizer of its own
 }
 
 
@@ -43,6 +49,7 @@ def commands() -> list[str]:
 
 TOKEN = "a-token-that-is-long-enough"
 PLAIN, SECURED = "127.0.0.1:7070", "cloud.example:7070"  # the addresses that the pages name
+VLLM = "127.0.0.1:8000"
 GATEWAY = "http://127.0.0.1:8080"
 
 
@@ -62,11 +69,19 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         config = json.loads((copy / "config.json").read_text())
         del config["outrider_tasks"]
         (copy / "config.json").write_text(json.dumps(config))
+    save_model_with_own_tokenizer(tmp_path / "other-edge")
     (tmp_path / "tokens.txt").write_text(f"reader {TOKEN}\n")
     (tmp_path / "tokens.txt").chmod(0o600)
     (tmp_path / "token.txt").write_text(TOKEN)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def save_model_with_own_tokenizer(folder: Path) -> None:
+    tokenizer = byte_level()
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **size)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +101,11 @@ def reachable(text: str) -> Iterator[str]:
     """The text with the addresses that it names replaced by those of clouds that run."""
     with ExitStack() as stack:
         if PLAIN in text:
-            text = text.replace(PLAIN, stack.enter_context(cloud_process("demo")))
+            model = "text-cloud" if "text-cloud" in text or "other-edge" in text else "demo"
+            text = text.replace(PLAIN, stack.enter_context(cloud_process(model)))
+        if VLLM in text:
+            server = stack.enter_context(VllmServer(Model(load_engine("text-cloud"))))
+            text = text.replace(VLLM, f"127.0.0.1:{server.port}")
         if SECURED in text:
             options = ("--tls-cert", "cloud.pem", "--tls-key", "cloud.key", "--tokens", "tokens.txt")
             port = stack.enter_context(cloud_process("demo", *options)).rpartition(":")[2]
@@ -101,6 +120,8 @@ def reachable(text: str) -> Iterator[str]:
 def test_every_command_shown_runs(line: str, workplace: Path, request: pytest.FixtureRequest) -> None:
     if "run/" in line or "gate.json" in line or "report run" in line:
         shutil.copytree(request.getfixturevalue("evaluated"), workplace, dirs_exist_ok=True)
+    for name, stand_in in STAND_INS.items():
+        line = line.replace(name, stand_in)
     if line.startswith("outrider cloud") and "--help" not in line:
         serves(line)
         return
@@ -108,8 +129,9 @@ def test_every_command_shown_runs(line: str, workplace: Path, request: pytest.Fi
         if line.startswith("outrider edge") and "--help" not in line:
             serves(line)
             return
-        words = [STAND_INS.get(word, word) for word in shlex.split(line)]
-        done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=1500, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", *shlex.split(line)], capture_output=True, text=True, timeout=1500, check=False
+        )
         assert done.returncode == 0, done.stderr
 
 
