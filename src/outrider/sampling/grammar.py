@@ -23,6 +23,10 @@ if TYPE_CHECKING:  # imported with the first grammar
 WORD_BITS = 32
 
 
+class DeadEnd(DecodingError):
+    """No token can follow: the grammar allows none, or the other settings ban all that it allows."""
+
+
 class CompiledGrammar:
     """A grammar over the tokens of one vocabulary. Threads may share it.
 
@@ -74,14 +78,14 @@ class GrammarMask:
         only the first EOS, so that no row of logits is needed. The next call overwrites it.
 
         Raises:
-            DecodingError: no token of the vocabulary continues the output, or the grammar is too complex here.
+            DeadEnd: no token of the vocabulary continues the output, or the grammar is too complex here.
         """
         if not self._move_to(output):
             self._matcher = self._grammar.compile_matcher()  # with unused limits
             self._ids, self._has_mask = [], False
             if not self._move_to(output):
                 reason = self._matcher.get_error().partition("\n")[0] or "no token has the required bytes"
-                raise DecodingError(f"grammar: no token can follow {len(output)} tokens: {reason}")
+                raise DeadEnd(f"grammar: no token can follow {len(output)} tokens: {reason}")
         return self._words
 
     def allowed(self, output: list[int]) -> np.ndarray:
