@@ -13,8 +13,7 @@ from outrider.decoding.events import StreamEvent
 from outrider.decoding.result import Result
 from outrider.errors import PromptError, SettingsError
 from outrider.gateway.errors import JsonObject, RequestError
-from outrider.gateway.request_schema import ChatRequest, Message, NamedToolChoice
-from outrider.gateway.tool_call_scanner import load_json
+from outrider.gateway.request_schema import ChatRequest, NamedToolChoice
 from outrider.gateway.tool_grammar import call_grammar
 from outrider.gateway.tool_parsers import (
     HERMES,
@@ -193,33 +192,6 @@ def build_notes(request: ChatRequest) -> list[str]:
     if not strict or request.tool_choice not in (None, "auto"):
         return []
     return [f"tools.{strict[0]}.function.strict was not used: with tool_choice auto, arguments are not enforced"]
-
-
-def message_fields(at: int, message: Message) -> JsonObject:
-    """Return a message's fields about tools, in the form of chat templates.
-
-    Raises:
-        RequestError: a field does not belong to the message's role, or arguments are not a JSON object.
-    """
-    where = f"messages.{at}"
-    if message.tool_calls and message.role != "assistant":
-        raise RequestError(f"{where}.tool_calls: only for the role assistant", param=f"{where}.tool_calls")
-    if (message.tool_call_id is not None) != (message.role == "tool"):
-        reason = "is missing: give the call's id" if message.role == "tool" else "belongs to messages of the role tool"
-        raise RequestError(f"{where}.tool_call_id {reason}", param=f"{where}.tool_call_id")
-    if message.content is None and not message.tool_calls:
-        raise RequestError(f"{where}.content is missing", param=f"{where}.content", code="missing")
-    fields: JsonObject = {} if message.tool_call_id is None else {"tool_call_id": message.tool_call_id}
-    if message.tool_calls:
-        fields["tool_calls"] = []
-    for number, call in enumerate(message.tool_calls or []):
-        arguments = load_json(call.function.arguments)
-        if not isinstance(arguments, dict):
-            path = f"{where}.tool_calls.{number}.function.arguments"
-            raise RequestError(f"{path}: not a JSON object", param=path, code="invalid_value")
-        function = {"name": call.function.name, "arguments": arguments}
-        fields["tool_calls"].append({"id": call.id, "type": "function", "function": function})
-    return fields
 
 
 # Answers ------------------------------------------------------------------------------------------------------
