@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from outrider.config import Grammar
 from outrider.decoding.detokenizer import Tokenizer
-from outrider.engines.schemas import WHITESPACE, Schema, check_schema, read_schema, write_schema
+from outrider.engines.schemas import Schema, check_schema, read_schema, write_schema
 from outrider.errors import GrammarError
 
 # With forcing, masks depend on how the tokenizer splits forced texts.
@@ -45,7 +45,7 @@ def to_lark(grammar: Grammar, tokenizer: Tokenizer) -> str:
 
 def json_to_lark(schema: Schema) -> str:
     """Return the grammar of a schema's values."""
-    return f"start: %json {write_schema(schema, whitespace_pattern=WHITESPACE)}\n{OPTIONS}"
+    return f"start: %json {write_schema(schema)}\n{OPTIONS}"
 
 
 def schemas_in(grammar: Grammar) -> list[tuple[str, Schema]]:

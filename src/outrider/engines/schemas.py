@@ -63,9 +63,11 @@ def read_schema(text: str) -> Schema:
     return {} if schema is True else schema
 
 
-def write_schema(schema: Schema, **options: object) -> str:
-    """Return a schema as JSON for llguidance. options: those that the schema does not give itself."""
-    options = {**ESCAPES, **options, **schema.get("x-guidance", {})}
+def write_schema(schema: Schema) -> str:
+    """Return a schema as JSON for llguidance."""
+    given = schema.get("x-guidance", {})
+    spaces = {} if "whitespace_flexible" in given else {"whitespace_pattern": WHITESPACE}
+    options = {**ESCAPES, **spaces, **given}
     return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False, separators=(",", ":"))
 
 

@@ -81,7 +81,7 @@ def build_chat(request: ChatRequest, tools: RequestedTools | None) -> PromptLike
         _check_texts(at, message)
     messages = [_build_message(at, message) for at, message in enumerate(request.messages)]
     check_results(request.messages)
-    return messages if tools is None else ToolChat(messages, tools.definitions, tools.opening)
+    return messages if tools is None else ToolChat(messages, tools.definitions)
 
 
 def _build_message(at: int, message: Message) -> JsonObject:

@@ -44,8 +44,9 @@ def _prepare(body: bytes, _: str, defaults: Defaults) -> tuple[ParsedRequest, Ou
     except RequestError as error:
         raise _rename(error, places) from error
     length_field = "max_output_tokens" if request.max_output_tokens else None
-    grammar_field = None if parsed.grammar_field is None else _rename_field(parsed.grammar_field)
-    parsed = replace(parsed, field="input", length_field=length_field, grammar_field=grammar_field)
+    grammar_fields = {place: _rename_field(field) for place, field in parsed.grammar_fields.items()}
+    notes = tuple(map(_rename_field, parsed.notes))
+    parsed = replace(parsed, field="input", length_field=length_field, grammar_fields=grammar_fields, notes=notes)
     return parsed, ResponsesAnswer(parsed, request)
 
 
