@@ -74,19 +74,6 @@ class Grammar:
         except (TypeError, ValueError, RecursionError) as error:
             raise SettingsError(f"grammar: the schema is not JSON: {error}") from error
 
-    @classmethod
-    def json_in(
-        cls, schema: Mapping[str, Any] | bool, before: str = "", after: str = "", *, separator: str | None = None
-    ) -> Grammar:
-        """Return the grammar of JSON between two texts, such as those around a tool call.
-
-        separator: allow several values, with this text between each two.
-        """
-        before, after, between = (json.dumps(text, ensure_ascii=False) for text in (before, after, separator or ""))
-        more = "" if separator is None else f" ({between} call)*"
-        value = cls.json_schema(schema).text
-        return cls("lark", f"start: call{more}\ncall: {before} value {after}\nvalue: %json {value}")
-
 
 @dataclass(frozen=True)
 class GenerationSettings:

@@ -41,11 +41,13 @@ PAIR = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": 
         (Grammar.json_schema(True), ("[]", "1", '"x"'), ("", "x")),
         (Grammar("regex", "a/b|[é社]+"), ("a/b", "é社"), ("a", "a/bb", "")),
         (Grammar("lark", 'start: "a" start "b" | "社"'), ("社", "aa社bb"), ("a社", "aa社b")),
-        (Grammar.json_in(PAIR, "<t>", "</t>"), ('<t>{"a":1}</t>',), ('{"a":1}', '<t>{"a":1}</t><t>{"a":1}</t>')),
-        (Grammar.json_in({"const": 'é"'}, '"\\', separator=", "), ('"\\"é\\""', '"\\"é\\"", "\\"é\\""'), ('"\\é',)),
+        (Grammar("lark", f'start: "<t>" value "</t>"\nvalue: %json {json.dumps(PAIR)}'),
+         ('<t>{"a":1}</t>',), ('{"a":1}', '<t>{"a":1}</t><t>{"a":1}</t>', '<t>{"a":  1}</t>')),
+        (Grammar("lark", 'start: call (", " call)*\ncall: "\\"\\\\" %json {"const":"é\\""}'),
+         ('"\\"é\\""', '"\\"é\\"", "\\"é\\""'), ('"\\é',)),
     ],
     ids=lambda value: value.kind if isinstance(value, Grammar) else "",
-)
+)  # fmt: skip
 def test_what_a_grammar_accepts(kind: str, grammar: Grammar, good: tuple[str, ...], bad: tuple[str, ...]) -> None:
     assert [text for text in good if not accepts(grammar, text, kind)] == []
     assert [text for text in bad if accepts(grammar, text, kind)] == []

@@ -233,7 +233,7 @@ def test_an_error_names_the_item() -> None:
     items = [{"role": "user", "content": "a"}, {"type": "function_call", "call_id": "a", "name": "f", "arguments": "1"}]
     with serving(defaults=DEFAULTS) as running:
         reply = httpx2.post(f"{running.url}/v1/responses", json={"model": "outrider", "input": items})
-    assert reply.json()["error"]["param"] == "input.1.tool_calls.0.function.arguments"
+    assert reply.json()["error"]["param"] == "input.1.arguments"
 
 
 def test_a_recording_is_captioned() -> None:

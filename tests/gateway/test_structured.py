@@ -51,7 +51,7 @@ def format_of(schema: Any, **more: Any) -> dict[str, Any]:
 def test_a_request_s_grammar(fields: dict[str, Any], expected: Grammar | None, field: str | None) -> None:
     request = parsed(**fields)
     assert request.settings["grammar"] == expected
-    assert request.grammar_field == field
+    assert request.grammar_fields == ({} if field is None else {"": field})
 
 
 def test_a_completion_takes_a_regular_expression() -> None:

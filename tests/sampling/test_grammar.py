@@ -29,7 +29,7 @@ GRAMMARS = (
     Grammar.json_schema(SCHEMA),
     Grammar("json_object"),
     Grammar("regex", r"(the )+[a-c]{2,4}社?"),
-    Grammar.json_in({"const": "ok"}, "<call>\n", "\n</call>", separator="\n"),
+    Grammar("lark", 'start: one ("\\n" one)*\none: "<call>\\n" %json {"const":"ok"} "\\n</call>"'),
     Grammar("lark", 'start: "the" " " <[2]> | sum\nsum: NUMBER "+" sum | NUMBER\nNUMBER: /[0-9]+/'),
 )
 TOKENIZERS = {"byte level": byte_level, "byte fallback": byte_fallback}

@@ -98,10 +98,10 @@ def _logprobs(request: Request) -> int | None:
     return request.top_logprobs or 0 if request.logprobs else None
 
 
-def find_grammar_field(request: Request) -> str | None:
-    """Return the field that holds the grammar of the answer."""
-    fields_ = _grammar_fields(request, request.outrider or OutriderOptions())
-    return next(iter(fields_), None)
+def find_grammar_fields(request: Request) -> dict[str, str]:
+    """Return the field that holds the grammar of the answer, under the empty beginning of an error's place."""
+    found = list(_grammar_fields(request, request.outrider or OutriderOptions()))
+    return {"": found[0]} if found else {}
 
 
 def _grammar_fields(request: Request, requested: OutriderOptions) -> dict[str, Callable[[], Grammar]]:
@@ -129,11 +129,13 @@ def _build_grammar(request: Request, requested: OutriderOptions, calls: Grammar 
     if len(found) > 1:
         first, second, *_ = found
         raise RequestError(f"{first} and {second} both constrain the answer: give one", param=second)
-    if getattr(request, "tools", None) and getattr(request, "tool_choice", None) != "none" and found:
+    choice = getattr(request, "tool_choice", None) or "auto"
+    if found and getattr(request, "tools", None) and choice != "none":
         first = next(iter(found))
-        raise RequestError(
-            f"{first} cannot be combined with tools, because it would prevent calls: leave out one of them", param=first
-        )
+        if choice != "auto" or not first.startswith("response_format"):
+            raise RequestError(
+                f"{first} cannot be combined with tools: only response_format can, with tool_choice auto", param=first
+            )
     if calls is not None:
         return {"grammar": calls}
     for field, build in found.items():

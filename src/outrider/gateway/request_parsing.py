@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import field as dataclasses_field
 from typing import Final, TypeVar
 
 from pydantic import ValidationError
@@ -21,7 +22,7 @@ from outrider.gateway.generation_options import (
     build_settings,
     count_choices,
     find_field,
-    find_grammar_field,
+    find_grammar_fields,
     find_length_field,
     use_request_names,
 )
@@ -37,6 +38,7 @@ from outrider.gateway.request_schema import (
     Request,
     StrictModel,
 )
+from outrider.gateway.schema_keywords import check_keywords
 from outrider.gateway.tools import RequestedTools, read_tools
 from outrider.gateway.tools import build_notes as build_tool_notes
 from outrider.prompts.chat import PromptLike
@@ -56,7 +58,8 @@ class ParsedRequest:
 
     notes: warnings about fields without effect. field: the prompt's field. length_field: the field that limits the
     output, if the request has one. tools: those that the answer may call. echo: the prompts' texts, if the answers
-    begin with them. grammar_field: the field that holds the grammar, if it has one. n: choices of each prompt.
+    begin with them. grammar_fields: the fields of the grammar, by the beginning of an error's place. n: choices of each
+    prompt.
     candidates: generations of each prompt, of which the likeliest are the choices. logprobs: report log-probabilities.
     more_prompts: further prompts, each with choices of its own. prompt_bytes: the approximate memory of each prompt.
     """
@@ -75,7 +78,7 @@ class ParsedRequest:
     length_field: str | None = None
     tools: RequestedTools | None = None
     echo: tuple[str, ...] = ()
-    grammar_field: str | None = None
+    grammar_fields: Mapping[str, str] = dataclasses_field(default_factory=dict)
     n: int = 1
     candidates: int = 1
     logprobs: bool = False
@@ -152,7 +155,8 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
     tools = read_tools(request, defaults.tools) if isinstance(request, ChatRequest) else None
     calls = tools.grammar if tools is not None else None
     settings = build_settings(request, options, defaults.settings, calls)
-    tool_notes = build_tool_notes(request) if isinstance(request, ChatRequest) else []
+    tool_notes = [] if not isinstance(request, ChatRequest) else build_tool_notes(request, tools)
+    tool_notes += check_keywords(request, tools) if isinstance(request, ChatRequest) else []
     prompts = build_prompts(request, options, defaults, tools)
     n, candidates = count_choices(request)
     if len(prompts) * candidates > MAX_PROMPTS:
@@ -178,7 +182,7 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
         echo=build_echo(prompts, defaults, logprobs=logprobs) if getattr(request, "echo", None) else (),
         more_prompts=tuple(prompts[1:]),
         prompt_bytes=tuple(map(measure_prompt, prompts)),
-        grammar_field=find_grammar_field(request) if tools is None else tools.grammar_field,
+        grammar_fields=find_grammar_fields(request) if tools is None else tools.grammar_fields,
         n=n,
         candidates=candidates,
         logprobs=logprobs,
@@ -187,8 +191,8 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
 
 def attach_param(error: InputError, request: ParsedRequest) -> RequestError:
     """Return an error of the decoder as a RequestError that names the field at fault."""
-    if isinstance(error, GrammarError) and request.grammar_field is not None:
-        place = ".".join(filter(None, (request.grammar_field, error.place)))
+    if isinstance(error, GrammarError) and request.grammar_fields:
+        place = _grammar_place(error.place or "", request)
         return RequestError(f"{place}: {error.reason}", param=place, code="invalid_value")
     about_prompt = isinstance(error, (PromptError, AudioError))
     param = request.field if about_prompt else find_field(str(error), request.length_field)
@@ -197,6 +201,15 @@ def attach_param(error: InputError, request: ParsedRequest) -> RequestError:
     request_error = with_param(error, param)
     request_error.args = (use_request_names(str(request_error), request.length_field),)
     return request_error
+
+
+def _grammar_place(place: str, request: ParsedRequest) -> str:
+    """Return the field at a place in the request's grammar."""
+    beginnings = (each for each in request.grammar_fields if not each or f"{place}.".startswith(f"{each}."))
+    beginning = max(beginnings, key=len)
+    if not beginning and request.settings["grammar"].kind == "lark":
+        return request.grammar_fields[""]  # a text without fields of its own, or the gateway's own schema of calls
+    return ".".join(filter(None, (request.grammar_fields[beginning], place.removeprefix(beginning).lstrip("."))))
 
 
 # Errors -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from outrider.gateway.request_schema import (
     Request,
     TextPart,
 )
-from outrider.gateway.tools import RequestedTools, message_fields
+from outrider.gateway.tool_history import check_results, message_fields
+from outrider.gateway.tools import RequestedTools
 from outrider.prompts.audio import Audio
 from outrider.prompts.chat import PromptLike, check_text
 from outrider.prompts.tool_template import ToolChat
@@ -79,7 +80,8 @@ def build_chat(request: ChatRequest, tools: RequestedTools | None) -> PromptLike
     for at, message in enumerate(request.messages):
         _check_texts(at, message)
     messages = [_build_message(at, message) for at, message in enumerate(request.messages)]
-    return messages if tools is None else ToolChat(messages, tools.definitions, tools.opening)
+    check_results(request.messages)
+    return messages if tools is None else ToolChat(messages, tools.definitions)
 
 
 def _build_message(at: int, message: Message) -> JsonObject:

@@ -195,7 +195,9 @@ class JsonSchema(StrictModel):
     name: Word
     description: str | None = Field(default=None, description="not used: describe the answer in the prompt")
     schema_: dict[str, Any] | bool = Field(alias="schema")
-    strict: bool | None = Field(default=None, description="not used: answers are always strict")
+    strict: bool | None = Field(
+        default=None, description="refuse unknown keywords of the schema; answers are always strict"
+    )
 
 
 class JsonSchemaFormat(StrictModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -16,6 +17,7 @@ from outrider.gateway.responses_schema import (
     FunctionCallItem,
     FunctionResultItem,
     InputAudioPart,
+    Item,
     JsonSchemaText,
     MessageItem,
     Parts,
@@ -42,16 +44,17 @@ def _prepare(body: bytes, _: str, defaults: Defaults) -> tuple[ParsedRequest, Ou
     except RequestError as error:
         raise _rename(error, places) from error
     length_field = "max_output_tokens" if request.max_output_tokens else None
-    grammar_field = None if parsed.grammar_field is None else _rename_field(parsed.grammar_field)
-    parsed = replace(parsed, field="input", length_field=length_field, grammar_field=grammar_field)
+    grammar_fields = {place: _rename_field(field) for place, field in parsed.grammar_fields.items()}
+    notes = tuple(map(_rename_field, parsed.notes))
+    parsed = replace(parsed, field="input", length_field=length_field, grammar_fields=grammar_fields, notes=notes)
     return parsed, ResponsesAnswer(parsed, request)
 
 
 RESPONSES: Final = RequestKind(_prepare)
 
 
-def _to_chat(request: ResponsesRequest) -> tuple[JsonObject, list[str]]:
-    """Return the chat request, and the field of each of its messages."""
+def _to_chat(request: ResponsesRequest) -> tuple[JsonObject, dict[str, str]]:
+    """Return the chat request, and the field of each of its messages and calls."""
     fields = {name: getattr(request, name) for name in (*_SAME, *_SAME_WORDS)}
     messages, places = _messages(request)
     chat: JsonObject = {name: value for name, value in fields.items() if value is not None}
@@ -81,21 +84,48 @@ def _format(text_format: TextFormat | JsonObjectFormat | JsonSchemaText) -> Json
     return {"type": "json_schema", "json_schema": schema}
 
 
-def _messages(request: ResponsesRequest) -> tuple[list[JsonObject], list[str]]:
+def _messages(request: ResponsesRequest) -> tuple[list[JsonObject], dict[str, str]]:
+    """Return the messages of a chat, and the field of each of them and of each of their calls.
+
+    Calls and texts of one turn are one message.
+    """
     messages: list[JsonObject] = []
-    places: list[str] = []
+    places: dict[str, str] = {}
     if request.instructions is not None:
         messages.append({"role": "system", "content": request.instructions})
-        places.append("instructions")
+        places["messages.0"] = "instructions"
     if isinstance(request.input, str):
-        return [*messages, {"role": "user", "content": request.input}], [*places, "input"]
+        places[f"messages.{len(messages)}"] = "input"
+        return [*messages, {"role": "user", "content": request.input}], places
+    _check_call_ids(request.input)
     for number, item in enumerate(request.input):
-        if isinstance(item, FunctionCallItem) and messages and messages[-1]["role"] == "assistant":
-            messages[-1].setdefault("tool_calls", []).append(_call(item))
+        last: JsonObject = messages[-1] if messages else {}
+        if isinstance(item, FunctionCallItem) and last.get("role") == "assistant":
+            last.setdefault("tool_calls", []).append(_call(item))
+        elif isinstance(item, MessageItem) and item.role == "assistant" and "tool_calls" in last:
+            last["content"] = [*_as_parts(last.get("content", [])), *_as_parts(_message(item)["content"])]
         else:
             messages.append(_message(item))
-            places.append(f"input.{number}")
+            places[f"messages.{len(messages) - 1}"] = f"input.{number}"
+        if isinstance(item, FunctionCallItem):
+            at = f"messages.{len(messages) - 1}"
+            places[f"{at}.tool_calls.{len(messages[-1]['tool_calls']) - 1}"] = f"input.{number}"
     return messages, places
+
+
+def _check_call_ids(items: Sequence[Item]) -> None:
+    """Refuse two calls with the same id. Results are matched with calls by their id."""
+    seen: set[str] = set()
+    for number, item in enumerate(items):
+        if isinstance(item, FunctionCallItem):
+            if item.call_id in seen:
+                field = f"input.{number}.call_id"
+                raise RequestError(f"{field}: a second call with the id {item.call_id!r}", param=field)
+            seen.add(item.call_id)
+
+
+def _as_parts(content: str | list[JsonObject]) -> list[JsonObject]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _message(item: MessageItem | FunctionCallItem | FunctionResultItem) -> JsonObject:
@@ -124,12 +154,22 @@ def _rename_field(text: str) -> str:
     return re.sub(r"\b(tools\.\d+)\.function\b", r"\1", text)
 
 
-def _rename(error: RequestError, places: list[str]) -> RequestError:
+def _rename(error: RequestError, places: Mapping[str, str]) -> RequestError:
     """Return an error about a chat request with the field names of the original request."""
 
     def rename(text: str) -> str:
-        text = _rename_field(re.sub(r"\bmessages\.(\d+)", lambda found: places[int(found[1])], text))
+        text = re.sub(r"\bmessages\.\d+(\.tool_calls\.\d+)?", lambda found: _place(found[0], places), text)
+        text = re.sub(r"\b(input\.\d+)\.(function\.arguments|tool_call_id|id)\b", _item_field, _rename_field(text))
         return re.sub(r"\b(max_tokens|max_completion_tokens|messages)\b", lambda found: _FIELDS[found[0]], text)
 
     param = None if error.param is None else rename(error.param)
     return RequestError(rename(str(error)), param=param, code=error.code, status=error.status)
+
+
+def _place(field: str, places: Mapping[str, str]) -> str:
+    message = ".".join(field.split(".")[:2])
+    return places.get(field) or places.get(message, message) + field.removeprefix(message)
+
+
+def _item_field(found: re.Match[str]) -> str:
+    return f"{found[1]}.{'arguments' if found[2].endswith('arguments') else 'call_id'}"

@@ -39,7 +39,7 @@ def encode(engine: Any, prompt: PromptLike) -> Prompt:
     if isinstance(prompt, Audio):
         return _encode_audio(engine, prompt)
     if isinstance(prompt, ToolChat):
-        ids = _from_messages(engine, prompt.messages, tools=prompt.tools, opening=prompt.opening)
+        ids = _from_messages(engine, prompt.messages, tools=prompt.tools)
         return Prompt(_check_ids(engine, _check_no_placeholder(engine, ids)))
     if isinstance(prompt, str):
         check_text(prompt)
@@ -75,13 +75,11 @@ def _expand(ids: Seq[int], placeholder: int, count: int) -> list[int]:
     return [*ids[:at], *[placeholder] * count, *ids[at + 1 :]]
 
 
-def _from_messages(
-    engine: Any, messages: Messages, *, recording: bool = False, tools: Tools = (), opening: str = ""
-) -> list[int]:
+def _from_messages(engine: Any, messages: Messages, *, recording: bool = False, tools: Tools = ()) -> list[int]:
     tokenizer = _tokenizer(engine)
     _check_fits(engine, sum(len(text) for text in _contents(messages)))
     text = chat_template.render(engine.name, tokenizer, messages, recording=recording, tools=tools)
-    return _read(engine, text + opening, add_special_tokens=False)
+    return _read(engine, text, add_special_tokens=False)
 
 
 def _contents(messages: Messages) -> Iterator[str]:

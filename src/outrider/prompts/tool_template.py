@@ -26,13 +26,11 @@ class ToolChat:
     """A conversation with tools, as a prompt.
 
     messages: those of a chat. A message of the assistant may hold `tool_calls`, whose arguments are objects, and a
-    message of the role tool holds a result. tools: descriptions of functions, as in OpenAI's API. opening: the
-    beginning of the answer, which the model continues.
+    message of the role tool holds a result. tools: descriptions of functions, as in OpenAI's API.
     """
 
     messages: Seq[dict[str, Any]]
     tools: Tools = ()
-    opening: str = ""
 
 
 def mark_tools(tools: Tools) -> list[dict[str, Any]]:
