@@ -144,11 +144,7 @@ class Policy:
         """Return whether a token is in the vocabulary, and the grammar allows it after `ids`."""
         if token >= self.vocab_size:
             return False
-        try:
-            allowed = self.allowed(ids, len(ids))
-        except DeadEnd:
-            return False
-        return allowed is None or (token < len(allowed) and bool(allowed[token]))
+        return self._mask is None or self._mask.allows(ids[self.processors.prompt_length :], token)
 
     def allowed(self, ids: list[int], length: int) -> np.ndarray | None:
         """Return the tokens that the grammar allows after ids[:length], bool [≤ vocab_size], or None without one."""
