@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -18,15 +18,25 @@ from starlette.types import Message, Receive, Scope, Send
 from outrider.api import StreamEvent
 from outrider.decoding.result import Result
 from outrider.edge.cancellation import Cancellation
-from outrider.errors import AudioError, OutriderError, PromptError, SettingsError, StateError
+from outrider.errors import (
+    AudioError,
+    DecodingError,
+    GrammarError,
+    OutriderError,
+    PromptError,
+    SettingsError,
+    StateError,
+)
 from outrider.gateway.access import JSON, Access
 from outrider.gateway.choices import ChoiceStarts, merge
 from outrider.gateway.defaults import Defaults
+from outrider.gateway.error_params import attach_param
 from outrider.gateway.errors import JsonObject, RequestError, ShuttingDown, encode_json, to_error_response
 from outrider.gateway.metrics import Metrics
 from outrider.gateway.request_kind import Output, RequestKind
-from outrider.gateway.request_parsing import ParsedRequest, attach_param
+from outrider.gateway.request_parsing import ParsedRequest
 from outrider.gateway.request_scheduler import GenerationTask, RequestScheduler
+from outrider.gateway.schema_errors import locate_schema
 from outrider.gateway.tokenization import Tokenization
 from outrider.gateway.upload_limiter import UploadLimiter
 
@@ -201,8 +211,11 @@ async def _run_choice(
             finally:
                 task.cancel()
         yield result
-    except (PromptError, AudioError, SettingsError) as error:
-        raise attach_param(error, request) from error
+    except (PromptError, AudioError, SettingsError, DecodingError) as error:
+        if isinstance(error, GrammarError) and request.tools is not None:
+            place, error = await asyncio.to_thread(locate_schema, error, request.tools, gateway.tokenization.compile)
+            request = replace(request, grammar_field=place)
+        raise attach_param(error, request, number) from error
 
 
 def _result(task: GenerationTask, gateway: Gateway) -> Result:

@@ -6,14 +6,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from outrider.config import Grammar
 from outrider.decoding.detokenizer import get_detokenizer
+from outrider.engines.grammars import compile_grammar
 from outrider.engines.vocabulary import tokenize
 from outrider.errors import PromptError
+from outrider.gateway.completion_schema import Ids
 from outrider.gateway.defaults import Defaults
+from outrider.gateway.error_params import place_of
 from outrider.gateway.errors import JsonObject, RequestError, with_param
 from outrider.gateway.request_parsing import parse_json, validate
 from outrider.gateway.request_prompts import build_chat
-from outrider.gateway.request_schema import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Ids, Message, StrictModel, Tool
+from outrider.gateway.request_schema import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Message, StrictModel, Tool
 from outrider.gateway.tools import read_tools
 from outrider.prompts.chat import check_text, encode
 
@@ -55,7 +59,8 @@ class Tokenization:
         try:
             ids = self._messages(request, defaults) if request.messages is not None else self._text(request)
         except PromptError as error:
-            raise with_param(error, "messages" if request.messages is not None else "prompt") from error
+            field = "messages" if request.messages is not None else "prompt"
+            raise with_param(error, place_of(error) or field) from error
         names = self._tokenizer().convert_ids_to_tokens(ids) if request.return_token_strs else None
         return {"count": len(ids), "max_model_len": self._engine.max_length, "tokens": ids, "token_strs": names}
 
@@ -78,6 +83,10 @@ class Tokenization:
         if (outside := next((token for token in ids if token >= size), None)) is not None:
             raise RequestError(f"token id {outside} is outside the vocabulary (0 to {size - 1})", param="tokens")
         return get_detokenizer(self._tokenizer())(ids)
+
+    def compile(self, grammar: Grammar) -> None:
+        """Compile a grammar. Raise as `compile_grammar`."""
+        compile_grammar(grammar, self._engine.tokenizer, self._engine.eos_ids)
 
     def _text(self, request: TokenizeRequest) -> list[int]:
         text = request.prompt or ""
