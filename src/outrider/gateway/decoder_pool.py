@@ -189,7 +189,7 @@ class DecoderPool:
     def _check_options(self, options: RequestOptions) -> None:
         """Check all that does not depend on the kind of cloud, before a connection is made."""
         if self._cloud is None:
-            raise SettingsError("this gateway has no cloud: only the way edge-only works here")
+            raise SettingsError(f"way {options.way!r} needs a cloud, and this gateway has none: use edge-only")
         if options.net == CUT and options.on_cloud_loss == "wait":
             raise SettingsError("net 'cut' with on_cloud_loss 'wait' would wait forever: choose another on_cloud_loss")
         drafts = options.way == "speculative"
