@@ -43,7 +43,7 @@ class DecodingOptions:
     @cached_property
     def parsed_gate(self) -> Gate:
         """The parsed gate. Reads a gate file. Raises SettingsError or DataError."""
-        return parse_gate(self.gate) if isinstance(self.gate, str) else self.gate
+        return parse_gate(self.gate) if isinstance(self.gate, str) or not hasattr(self.gate, "exact") else self.gate
 
     @cached_property
     def acceptance_rule(self) -> AcceptanceRule:
