@@ -41,7 +41,7 @@ MODEL_ENTRY: Final = {"id": MODEL, "object": "model", "created": 0, "owned_by": 
 STATUS_DESCRIPTIONS: Final = {
     400: "The request is invalid. `param` names the field.",
     401: "The API key is missing or unknown.",
-    403: "The Host header names another host.",
+    403: "The Host header names another host, or a page of another site sent the form.",
     404: "Not found.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",

@@ -44,11 +44,12 @@ def encode(engine: Any, prompt: PromptLike) -> Prompt:
     if isinstance(prompt, str):
         check_text(prompt)
         return Prompt(_check_ids(engine, _check_no_placeholder(engine, _read(engine, prompt))))
-    if not isinstance(prompt, Seq) or isinstance(prompt, bytes):
-        raise PromptError(f"a prompt is text, token ids, chat messages or Audio, not {type(prompt).__name__}")
+    if not isinstance(prompt, list | tuple):
+        kind = type(prompt).__name__
+        raise PromptError(f"a prompt is text, a list of token ids, a list of chat messages, or Audio, not {kind}")
     if len(prompt) and isinstance(prompt[0], dict):
-        return Prompt(_check_ids(engine, _check_no_placeholder(engine, _from_messages(engine, prompt))))  # type: ignore[arg-type]
-    return Prompt(_check_no_placeholder(engine, _check_ids(engine, prompt)))  # type: ignore[arg-type]
+        return Prompt(_check_ids(engine, _check_no_placeholder(engine, _from_messages(engine, prompt))))
+    return Prompt(_check_no_placeholder(engine, _check_ids(engine, prompt)))
 
 
 def _encode_audio(engine: Any, prompt: Audio) -> Prompt:
