@@ -26,7 +26,7 @@ SUBSCHEMAS: Final = ("items", "additionalItems", "additionalProperties")
 SUBSCHEMA_MAPS: Final = ("properties", "patternProperties")
 DEFINITIONS: Final = ("$defs", "definitions")
 CHOICES: Final = ("anyOf", "oneOf")
-SUBSCHEMA_LISTS: Final = (*CHOICES, "allOf", "prefixItems")
+SUBSCHEMA_LISTS: Final = (*CHOICES, "allOf", "prefixItems", "items")
 CONTAINERS: Final = frozenset({"object", "array"})
 TYPES: Final = CONTAINERS | {"null", "boolean", "number", "integer", "string"}
 MAX_CONJUNCTS: Final = 64  # schemas that are combined to find out whether a value of all of them ends
@@ -86,6 +86,7 @@ def check_schema(schema: Schema) -> None:
         raise GrammarError("it is nested too deeply", "") from None
     parts = _Parts(schema)
     for part in parts:
+        _check_references(part, parts.place(part))
         _check_repeated_keys(part, parts.place(part))
     endless = _find_endless(parts)
     if endless is not None:
@@ -121,6 +122,15 @@ def _check_layout(options: Any) -> None:
     unknown = sorted(set(options) - set(LAYOUT_OPTIONS)) if isinstance(options, dict) else [str(options)]
     if unknown:
         raise GrammarError(f"{', '.join(unknown)}: expected an object of {', '.join(LAYOUT_OPTIONS)}", "x-guidance")
+
+
+def _check_references(part: Schema, place: str) -> None:
+    """Refuse references that are not paths from the root, because the checks follow only those."""
+    reference = part.get("$ref", "#")
+    if isinstance(reference, str) and reference != "#" and not reference.startswith("#/"):
+        raise GrammarError('$ref is supported only as "#" or as a path, such as "#/$defs/name"', place)
+    if place and any(isinstance(part.get(key), str) for key in ("$id", "id")):
+        raise GrammarError("$id is supported only at the root of the schema: it would change what $ref means", place)
 
 
 # Parts ------------------------------------------------------------------------------------------------------
