@@ -176,6 +176,7 @@ def test_a_schema_of_endless_values_is_refused(schema: Any, place: str) -> None:
         {**NODE, "properties": {"next": {"type": "array", "items": {"$ref": "#"}}}},
         {"$defs": {"unused": {**NODE, "properties": {"next": {"$ref": "#/$defs/unused"}}}}},
         {"const": {"next": 1}},
+        {"properties": {"a": {"$id": "#/properties/a", "type": "string"}}},
         {"type": "array", "items": {"$ref": "#"}},
         {"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}}},
     ],
