@@ -117,6 +117,27 @@ def test_other_numbers_of_keys_are_enforced(schema: Any, good: str, bad: str) ->
     assert not accepts(Grammar.json_schema(schema), bad)
 
 
+LARGE_OBJECT = {"type": "object", "minProperties": 3}
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"$id": "https://x.y/z", "$ref": "https://x.y/z#/$defs/a", "$defs": {"a": LARGE_OBJECT}}, ""),
+        ({"$id": "https://x.y/z", "items": {"$ref": "z#/$defs/a"}, "$defs": {"a": LARGE_OBJECT}}, "items"),
+        ({"$ref": "#a", "$defs": {"a": {**LARGE_OBJECT, "$anchor": "a"}}}, ""),
+        ({"$ref": "a.json", "$defs": {"a": {**LARGE_OBJECT, "$id": "a.json"}}}, ""),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$id": "x", "$ref": "#/$defs/b", "$defs": {"b": LARGE_OBJECT}},
+                                         "b": {}}}, "$defs.a"),
+        ({"$ref": "#/%24defs/a", "$defs": {"a": LARGE_OBJECT}}, "$defs.a"),
+        ({"$ref": "#/other/a", "other": {"a": LARGE_OBJECT}}, "other.a"),
+        ({"items": [LARGE_OBJECT]}, "items.0"),
+    ],
+)  # fmt: skip
+def test_no_reference_leads_past_the_checks(schema: Any, place: str) -> None:
+    assert refused(schema).place == place
+
+
 # Endless values ---------------------------------------------------------------------------------------------
 
 
@@ -155,6 +176,7 @@ def test_a_schema_of_endless_values_is_refused(schema: Any, place: str) -> None:
         {**NODE, "properties": {"next": {"type": "array", "items": {"$ref": "#"}}}},
         {"$defs": {"unused": {**NODE, "properties": {"next": {"$ref": "#/$defs/unused"}}}}},
         {"const": {"next": 1}},
+        {"properties": {"a": {"$id": "#/properties/a", "type": "string"}}},
         {"type": "array", "items": {"$ref": "#"}},
         {"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}}},
     ],

@@ -22,7 +22,7 @@ from outrider.decoding.detokenizer import SPECIAL_MARK, Tokenizer, get_detokeniz
 from outrider.engines.base import Engine
 from outrider.engines.lark import json_to_lark, schemas_in, to_lark
 from outrider.engines.locking import get_lock
-from outrider.engines.schemas import DEFINITIONS, Schema, subschemas
+from outrider.engines.schema_parts import DEFINITIONS, Schema, subschemas
 from outrider.errors import DecodingError, GrammarError, SettingsError
 from outrider.sampling.grammar import CompiledGrammar, GrammarMask
 

@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from outrider.config import Grammar
 from outrider.decoding.detokenizer import Tokenizer
-from outrider.engines.schemas import Schema, check_schema, read_schema, write_schema
+from outrider.engines.schema_parts import Schema
+from outrider.engines.schemas import check_schema, read_schema, write_schema
 from outrider.errors import GrammarError
 
 # With forcing, masks depend on how the tokenizer splits forced texts.
