@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import httpx2
@@ -15,6 +16,7 @@ from outrider.cli.options import Models, Network, Pair, Speculation
 from outrider.errors import CloudLost, ModelError, SettingsError
 from outrider.gateway.decoder_pool import DecoderPool, RequestOptions
 from outrider.prompts.chat import encode
+from tests.support import tool_templates
 from tests.support.cloud_server import Served, serving
 from tests.support.gateway_process import audio_request, running_gateway
 from tests.support.tiny_models import byte_tokenizer, tiny_engine
@@ -26,13 +28,14 @@ LENGTH = 24
 
 @pytest.fixture(scope="module")
 def engine() -> Any:
-    tokenizer = byte_tokenizer()
+    tokenizer = deepcopy(byte_tokenizer())
+    tokenizer.chat_template = tool_templates.HERMES
     return tiny_engine("qwen2", 3, vocab=len(tokenizer), tokenizer=tokenizer, eos=(EOS,))
 
 
 @pytest.fixture(scope="module")
 def served(engine: Any) -> Iterator[Served]:
-    with serving(engine) as running:
+    with serving(engine, max_length=512) as running:
         yield running
 
 
@@ -83,6 +86,18 @@ def test_answers_equal_those_of_the_cloud_alone(
     chunks = list(create(client, **fields, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == result.text
     assert chunks[-1].usage.total_tokens == reply.usage.total_tokens
+
+
+@pytest.mark.network
+def test_tools_have_the_syntax_of_the_cloud_s_template(client: openai.OpenAI) -> None:
+    city = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
+    function = {"name": "weather", "parameters": {**city, "additionalProperties": False}}
+    reply = create(
+        client, tools=[{"type": "function", "function": function}], tool_choice="required", max_tokens=80,
+        parallel_tool_calls=False,
+    )  # fmt: skip
+    (call,) = reply.choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Rome"}')
 
 
 @pytest.mark.network
