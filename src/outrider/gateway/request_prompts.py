@@ -137,7 +137,7 @@ def _check_text(text: str, param: str) -> None:
 def _decode_recording(request: ChatRequest, options: OutriderOptions, defaults: Defaults) -> tuple[Audio, str]:
     """Return the recording with its question or task, and its field."""
     if not defaults.audio_seconds:
-        raise RequestError(f"{defaults.edge} takes no audio: give an audio-language model as --edge", param="messages")
+        raise RequestError(defaults.audio_refusal, param="messages")
     if len(request.messages) > 1 or request.messages[0].role != "user":
         raise RequestError(
             "a request with a recording must have a single message, from the user: remove the others", param="messages"

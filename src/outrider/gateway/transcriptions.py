@@ -56,7 +56,7 @@ def _prepare(body: bytes, content_type: str, defaults: Defaults) -> tuple[Parsed
     if not form["file"].is_file or not request.file:
         raise RequestError("file: send a file that is not empty", param="file", code="invalid_value")
     if not defaults.audio_seconds:
-        raise RequestError(f"{defaults.edge} takes no audio: give an audio-language model as --edge", param="file")
+        raise RequestError(defaults.audio_refusal, param="file")
     if request.stream and request.response_format != "json":
         raise RequestError(f"stream: not supported with response_format {request.response_format}", param="stream")
     parsed, task, lang = _parse_options(request, defaults)
