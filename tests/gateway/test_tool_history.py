@@ -53,11 +53,11 @@ def test_whole_histories_are_accepted(messages: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize(
     ("messages", "param", "reason"),
     [
-        ((ASK, result("a")), "messages.1.tool_call_id", "no call right before it with the id 'a'"),
-        ((result("a"),), "messages.0.tool_call_id", "no call right before it"),
-        ((ASK, SAY, result("a")), "messages.2.tool_call_id", "no call right before it"),
-        ((ASK, calls("a"), result("b")), "messages.2.tool_call_id", "no call right before it with the id 'b'"),
-        ((ASK, calls("a"), result("a"), SAY, result("a")), "messages.4.tool_call_id", "no call right before it"),
+        ((ASK, result("a")), "messages.1.tool_call_id", "no call directly before it has the id 'a'"),
+        ((result("a"),), "messages.0.tool_call_id", "no call directly before it"),
+        ((ASK, SAY, result("a")), "messages.2.tool_call_id", "no call directly before it"),
+        ((ASK, calls("a"), result("b")), "messages.2.tool_call_id", "no call directly before it has the id 'b'"),
+        ((ASK, calls("a"), result("a"), SAY, result("a")), "messages.4.tool_call_id", "no call directly before it"),
         ((ASK, calls("a"), result("a"), result("a")), "messages.3.tool_call_id", "a second result for the call 'a'"),
         ((ASK, calls("a", "a"), result("a")), "messages.1.tool_calls.1.id", "a second call with the id 'a'"),
         ((ASK, calls("a"), ASK), "messages.1.tool_calls.0.id", "no result follows for the call 'a'"),
@@ -115,8 +115,8 @@ def test_a_turn_s_texts_and_calls_are_one_message() -> None:
 @pytest.mark.parametrize(
     ("items", "param", "reason"),
     [
-        ((ASK, output("a")), "input.1.call_id", "no call right before it with the id 'a'"),
-        ((ASK, SAY, call("a"), output("b")), "input.3.call_id", "no call right before it with the id 'b'"),
+        ((ASK, output("a")), "input.1.call_id", "no call directly before it has the id 'a'"),
+        ((ASK, SAY, call("a"), output("b")), "input.3.call_id", "no call directly before it has the id 'b'"),
         ((ASK, SAY, call("a"), call("b"), output("a"), ASK), "input.3.call_id", "no result follows for the call 'b'"),
         ((ASK, call("a"), output("a"), output("a")), "input.3.call_id", "a second result for the call 'a'"),
         ((ASK, call("a"), call("a"), output("a")), "input.2.call_id", "a second call with the id 'a'"),
