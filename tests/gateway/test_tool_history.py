@@ -1,4 +1,4 @@
-"""The tool calls of a history: each has one result right after it, and each result has its call."""
+"""Tool calls in a history: each has one result directly after its message, and each result has its call."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def chat(*messages: Any) -> list[Any]:
         (ASK, SAY),
     ],
 )
-def test_whole_histories_are_accepted(messages: tuple[Any, ...]) -> None:
+def test_histories_with_a_result_for_each_call_are_accepted(messages: tuple[Any, ...]) -> None:
     assert len(chat(*messages)) == len(messages)
 
 
@@ -67,7 +67,9 @@ def test_whole_histories_are_accepted(messages: tuple[Any, ...]) -> None:
         ((ASK, calls("a")), "messages.1.tool_calls.0.id", "no result follows"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_its_id(messages: tuple[Any, ...], param: str, reason: str) -> None:
+def test_calls_and_results_that_do_not_match_are_refused_by_id(
+    messages: tuple[Any, ...], param: str, reason: str
+) -> None:
     with pytest.raises(RequestError, match=reason) as refused:
         chat(*messages)
     assert (refused.value.param, refused.value.status) == (param, 400)
@@ -100,7 +102,7 @@ def respond(*items: Any, **fields: Any) -> list[Any]:
         ((ASK, call("a"), output("a"), call("b"), output("b"), SAY, SAY), None),
     ],
 )
-def test_whole_histories_of_items_are_accepted(items: tuple[Any, ...], roles: list[str] | None) -> None:
+def test_items_with_a_result_for_each_call_are_accepted(items: tuple[Any, ...], roles: list[str] | None) -> None:
     messages = respond(*items)
     assert [message["role"] for message in messages] == (
         roles or ["user", "assistant", "tool", "assistant", "tool", "assistant", "assistant"]
@@ -125,7 +127,9 @@ def test_a_turn_s_texts_and_calls_are_one_message() -> None:
     ],
 )
 @pytest.mark.parametrize("instructions", [None, "Be brief."])
-def test_items_that_do_not_fit_are_refused(items: Any, param: str, reason: str, instructions: str | None) -> None:
+def test_call_items_and_results_that_do_not_match_are_refused(
+    items: Any, param: str, reason: str, instructions: str | None
+) -> None:
     with pytest.raises(RequestError, match=reason) as refused:
         respond(*items, instructions=instructions)
     assert (refused.value.param, refused.value.status) == (param, 400)
