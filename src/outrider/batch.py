@@ -48,7 +48,9 @@ def as_batch(prompt: PromptLike | Batch) -> Seq[PromptLike] | None:
                 f"{type(item).__name__}: each is a text, Audio, a list of token ids or a list of messages"
             )
         if as_batch(item) is not None:
-            raise PromptError(f"prompts[{number}] is a batch: each prompt is one text, recording, list of ids or chat")
+            raise PromptError(
+                f"prompts[{number}] is a batch: each is a text, Audio, a list of token ids or a list of messages"
+            )
     return cast(Seq[PromptLike], prompt)
 
 

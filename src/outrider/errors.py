@@ -72,8 +72,8 @@ class GrammarError(SettingsError):
 class PromptError(InputError):
     """A prompt is empty, too long, or of a kind that the model does not take.
 
-    place: the path of the part at fault in a conversation with tools, such as "messages.0.content" or
-    "tools.1.function.description", or None for the whole prompt.
+    place: the path of the field at fault in a chat, such as "messages.0.content" or "tools.1.function.description", or
+    None for the whole prompt.
     """
 
     def __init__(self, message: str = "", *, place: str | None = None) -> None:

@@ -91,7 +91,7 @@ EMPTY = [
 
 @pytest.mark.parametrize("grammar", EMPTY, ids=lambda grammar: grammar.text)
 def test_a_grammar_that_no_output_matches_is_refused(grammar: Grammar) -> None:
-    with pytest.raises(GrammarError, match="no output matches it"):
+    with pytest.raises(GrammarError, match=r"no (finite value|output) matches it"):
         compile_grammar(grammar, byte_level(), EOS)
 
 
@@ -119,7 +119,11 @@ def test_a_dead_end_is_an_error_at_every_attempt() -> None:
         ({"type": "array", "items": {"type": "integer", "minimum": 3, "maximum": 1}, "minItems": 1}, "items", "than"),
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "", "use anyOf"),
         ({"type": "foo"}, "", "Invalid type"),
-        ({"x-guidance": {"lenient": True}, "if": {}}, "x-guidance", "lenient: expected an object of whitespace"),
+        (
+            {"x-guidance": {"lenient": True}, "if": {}},
+            "x-guidance",
+            "lenient: expected an object with the keys whitespace",
+        ),
         ({"x-guidance": 3}, "x-guidance", "3: expected an object"),
         (False, "", "allows no output"),
     ],

@@ -1,4 +1,4 @@
-"""Checks of JSON schemas: an output that a grammar allows is, once parsed, valid, and every value can end."""
+"""Checks of JSON schemas: parsed outputs of a grammar are valid, and schemas without a finite value are refused."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_a_grammar_accepts_is_valid_once_it_is_parsed(schema: Any, outputs:
     ],
 )
 def test_a_key_has_one_spelling(schema: Any, text: str) -> None:
-    """Otherwise an additional key repeats a property with a value of another schema."""
+    """With a second spelling, an additional key could repeat a property with a value of another schema."""
     assert not accepts(Grammar.json_schema(schema), text)
     rule = f"start: value\nvalue: %json {json.dumps(schema)}"
     assert not accepts(Grammar("lark", rule), text)
@@ -134,11 +134,11 @@ LARGE_OBJECT = {"type": "object", "minProperties": 3}
         ({"items": [LARGE_OBJECT]}, "items.0"),
     ],
 )  # fmt: skip
-def test_no_reference_leads_past_the_checks(schema: Any, place: str) -> None:
+def test_references_do_not_bypass_the_checks(schema: Any, place: str) -> None:
     assert refused(schema).place == place
 
 
-# Endless values ---------------------------------------------------------------------------------------------
+# Infinite recursion ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,9 @@ def test_no_reference_leads_past_the_checks(schema: Any, place: str) -> None:
          "properties.tilde/x"),
     ],
 )  # fmt: skip
-def test_a_schema_of_endless_values_is_refused(schema: Any, place: str) -> None:
+def test_a_schema_that_no_finite_value_matches_is_refused(schema: Any, place: str) -> None:
     error = refused(schema)
-    assert (error.reason.partition(":")[0], error.place) == ("no output matches it", place)
+    assert (error.reason.partition(":")[0], error.place) == ("no finite value matches it", place)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_schema_of_endless_values_is_refused(schema: Any, place: str) -> None:
         {"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}}},
     ],
 )
-def test_a_recursive_schema_whose_values_end_is_compiled(schema: Any) -> None:
+def test_a_recursive_schema_that_a_finite_value_matches_is_compiled(schema: Any) -> None:
     compile_grammar(Grammar.json_schema(schema), byte_level(), EOS)
 
 
@@ -201,27 +201,27 @@ parts = st.recursive(st.just({"type": "null"}) | REFERENCES, inner, max_leaves=4
 recursive = st.fixed_dictionaries(dict.fromkeys("abc", parts))
 
 
-def names_that_end(definitions: Any) -> set[str]:
-    """The definitions with a value that ends: those with one of depth 1, 2 and so on."""
+def finite_names(definitions: Any) -> set[str]:
+    """Return the definitions that a finite value matches, by the depth of the smallest: 1, 2 and so on."""
     found: set[str] = set()
     for _ in definitions:
-        found = {name for name, part in definitions.items() if ends(part, found)}
+        found = {name for name, part in definitions.items() if is_finite(part, found)}
     return found
 
 
-def ends(part: Any, names: set[str]) -> bool:
-    """Whether a part has a value that ends, if of the definitions these names do."""
+def is_finite(part: Any, names: set[str]) -> bool:
+    """Return whether a finite value matches a part, if finite values match the definitions `names`."""
     if "$ref" in part:
         return part["$ref"][-1] in names
     if "anyOf" in part:
-        return any(ends(each, names) for each in part["anyOf"])
+        return any(is_finite(each, names) for each in part["anyOf"])
     if part["type"] == "object":
-        return not part["required"] or ends(part["properties"]["k"], names)
-    return part["type"] == "null" or not part["minItems"] or ends(part["items"], names)
+        return not part["required"] or is_finite(part["properties"]["k"], names)
+    return part["type"] == "null" or not part["minItems"] or is_finite(part["items"], names)
 
 
 def used(part: Any, definitions: Any, found: dict[str, Any]) -> dict[str, Any]:
-    """The definitions that a part needs."""
+    """Return the definitions to which a part refers, directly or not."""
     for name in [name for name in definitions if f"#/$defs/{name}" in json.dumps(part) and name not in found]:
         found[name] = definitions[name]
         used(definitions[name], definitions, found)
@@ -229,18 +229,18 @@ def used(part: Any, definitions: Any, found: dict[str, Any]) -> dict[str, Any]:
 
 
 @given(recursive)
-def test_endless_parts_are_found_exactly(definitions: Any) -> None:
+def test_infinite_parts_are_found_exactly(definitions: Any) -> None:
     schema = {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}, "$defs": definitions}
-    every, names = used(schema["properties"], definitions, {}), names_that_end(definitions)
+    every, names = used(schema["properties"], definitions, {}), finite_names(definitions)
 
-    def endless(part: Any) -> bool:
+    def is_infinite(part: Any) -> bool:
         if not isinstance(part, dict):
-            return isinstance(part, list) and any(map(endless, part))
+            return isinstance(part, list) and any(map(is_infinite, part))
         is_schema = "$ref" in part or "anyOf" in part or "type" in part
-        return (is_schema and not ends(part, names)) or any(map(endless, part.values()))
+        return (is_schema and not is_finite(part, names)) or any(map(is_infinite, part.values()))
 
-    if any(map(endless, every.values())):
-        with pytest.raises(GrammarError, match="no output matches it") as error:
+    if any(map(is_infinite, every.values())):
+        with pytest.raises(GrammarError, match="no finite value matches it") as error:
             check_schema(schema)
         assert str(error.value.place).startswith("$defs.")
     else:
@@ -304,3 +304,45 @@ def test_unknown_keywords_are_found_where_they_are() -> None:
     }
     assert find_unknown_keywords(schema) == ["Required", "properties.minLenght.minLenght", "$defs.c.nullable"]
     assert find_unknown_keywords({"$schema": "s", "type": "object", "x-guidance": {}}) == []
+
+
+# Values -----------------------------------------------------------------------------------------------------
+
+TOO_LARGE = 2**53 + 1
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"const": TOO_LARGE}, "const"),
+        ({"const": -TOO_LARGE}, "const"),
+        ({"enum": [1, {"id": [TOO_LARGE]}]}, "enum"),
+        ({"type": "integer", "minimum": TOO_LARGE, "maximum": TOO_LARGE + 2}, "minimum"),
+        ({"type": "integer", "maximum": 1e30}, "maximum"),
+        ({"type": "integer", "exclusiveMinimum": -TOO_LARGE}, "exclusiveMinimum"),
+        ({"type": "object", "properties": {"a": {"const": TOO_LARGE}}}, "properties.a.const"),
+        ({"const": "a\u0001b"}, "const"),
+        ({"const": "a\u007f"}, "const"),
+        ({"enum": [{"k\u0000": 1}]}, "enum"),
+        ({"type": "string", "pattern": "^a\\x01b$"}, "pattern"),
+        ({"type": "string", "pattern": "^a\\u0001b$"}, "pattern"),
+        ({"type": "string", "pattern": "^a\x01b$"}, "pattern"),
+        ({"type": "object", "patternProperties": {"^a\\x1f$": {}}, "additionalProperties": False}, "patternProperties"),
+    ],
+)
+def test_a_value_that_the_grammar_would_replace_is_refused(schema: Any, place: str) -> None:
+    assert refused(schema).place == place
+
+
+@given(st.integers(-(2**53), 2**53))
+def test_other_integers_are_enforced(value: int) -> None:
+    grammar = Grammar.json_schema({"const": value})
+    assert accepts(grammar, str(value))
+    assert not accepts(grammar, str(value + 1))
+
+
+@given(st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from("\n\t\r\b\f"), max_size=8))
+def test_other_texts_are_enforced(text: str) -> None:
+    grammar = Grammar.json_schema({"const": text})
+    assert accepts(grammar, json.dumps(text, ensure_ascii=False))
+    assert not accepts(grammar, json.dumps(text + "x", ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""A gateway without an edge model: the cloud's tokenizer encodes texts, and the cloud alone answers."""
+"""A gateway without an edge model: the cloud's tokenizer encodes prompts, and the cloud decodes alone."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_answers_equal_those_of_the_cloud_alone(
 
 
 @pytest.mark.network
-def test_tools_have_the_syntax_of_the_cloud_s_template(client: openai.OpenAI) -> None:
+def test_tool_calls_have_the_syntax_of_the_cloud_s_template(client: openai.OpenAI) -> None:
     city = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
     function = {"name": "weather", "parameters": {**city, "additionalProperties": False}}
     reply = create(
@@ -101,7 +101,7 @@ def test_tools_have_the_syntax_of_the_cloud_s_template(client: openai.OpenAI) ->
 
 
 @pytest.mark.network
-def test_completions_and_tokens_need_no_edge_either(client: openai.OpenAI, url: str, engine: Any) -> None:
+def test_completions_and_tokenize_need_no_edge_model(client: openai.OpenAI, url: str, engine: Any) -> None:
     result = expected(engine, "Hello")
     reply: Any = client.completions.create(model="outrider", prompt="Hello", max_tokens=LENGTH, logprobs=1)
     assert reply.choices[0].text == result.text
@@ -152,7 +152,7 @@ GRPC = Models("none", "grpc://127.0.0.1:1")
         (Pair(GRPC, network=Network(driver="pipelined")), "needs a drafter"),
     ],
 )
-def test_command_lines_that_contradict_it(pair: Pair, reason: str) -> None:
+def test_command_lines_that_contradict_edge_none_are_refused(pair: Pair, reason: str) -> None:
     with pytest.raises(SettingsError, match=reason):
         run_edge("127.0.0.1:0", pair, Serving())
     with pytest.raises(SettingsError, match="--target-tokenizer is for an edge model"):

@@ -1,4 +1,4 @@
-"""The `param` of an error is the request's own field, also of errors that the model's side raises."""
+"""The `param` of an error is the request's own field, also if the decoder raises the error."""
 
 from __future__ import annotations
 

@@ -368,7 +368,7 @@ def test_a_network_that_would_hold_a_slot_for_long_is_refused(net: str) -> None:
 
 
 def test_a_setting_that_stands_in_outrider_is_pointed_at() -> None:
-    with pytest.raises(RequestError, match=r"it is outrider\.top_k here"):
+    with pytest.raises(RequestError, match=r"use outrider\.top_k"):
         chat(top_k=5)
 
 
@@ -531,7 +531,7 @@ def test_a_wrong_type_is_the_error_whatever_else_its_object_holds(kind: Any, mor
         (tool_call(**wrong), "messages.0.tool_calls.0.type"),
     ]
     for fields, param in cases:
-        with pytest.raises(RequestError, match="expected function, the only type here") as refused:
+        with pytest.raises(RequestError, match="expected function, the only supported type") as refused:
             chat(**fields)
         assert refused.value.param == param
 

@@ -92,7 +92,7 @@ AFTER = {HERMES: "<tool_call>\n", MISTRAL: "[TOOL_CALLS] "}  # before a call whe
 
 
 def spelt(tokenizer: Any, text: str, marks: Sequence[str]) -> list[int]:
-    """The tokens of a text whose marks are the tokenizer's added tokens."""
+    """Return the tokens of a text, with the tokenizer's added tokens for its marks."""
     for mark in marks:
         if mark in text:
             before, _, after = text.partition(mark)
@@ -109,7 +109,7 @@ def allows_ids(grammar: Grammar, tokenizer: Any, ids: list[int]) -> bool:
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("syntax", MARKS, ids=lambda syntax: syntax.name)
 def test_the_marks_of_a_call_are_the_tokenizer_s_added_tokens(syntax: ToolSyntax, special: bool) -> None:
-    """A model that was trained with an added token never spells it."""
+    """A model that was trained with an added token does not spell it with other tokens."""
     tokenizer, marks = with_added_tokens(*MARKS[syntax], special=special), MARKS[syntax]
     grammar = call_grammar(syntax, TOOLS, AFTER[syntax], parallel=True)
     one, two = call(syntax, "weather", city="Rome"), call(syntax, "list", value=1)

@@ -1,4 +1,4 @@
-"""The tool calls of a history: each has one result right after it, and each result has its call."""
+"""Tool calls in a history: each has one result directly after its message, and each result has its call."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def chat(*messages: Any) -> list[Any]:
         (ASK, SAY),
     ],
 )
-def test_whole_histories_are_accepted(messages: tuple[Any, ...]) -> None:
+def test_histories_with_a_result_for_each_call_are_accepted(messages: tuple[Any, ...]) -> None:
     assert len(chat(*messages)) == len(messages)
 
 
 @pytest.mark.parametrize(
     ("messages", "param", "reason"),
     [
-        ((ASK, result("a")), "messages.1.tool_call_id", "no call right before it with the id 'a'"),
-        ((result("a"),), "messages.0.tool_call_id", "no call right before it"),
-        ((ASK, SAY, result("a")), "messages.2.tool_call_id", "no call right before it"),
-        ((ASK, calls("a"), result("b")), "messages.2.tool_call_id", "no call right before it with the id 'b'"),
-        ((ASK, calls("a"), result("a"), SAY, result("a")), "messages.4.tool_call_id", "no call right before it"),
+        ((ASK, result("a")), "messages.1.tool_call_id", "no call directly before it has the id 'a'"),
+        ((result("a"),), "messages.0.tool_call_id", "no call directly before it"),
+        ((ASK, SAY, result("a")), "messages.2.tool_call_id", "no call directly before it"),
+        ((ASK, calls("a"), result("b")), "messages.2.tool_call_id", "no call directly before it has the id 'b'"),
+        ((ASK, calls("a"), result("a"), SAY, result("a")), "messages.4.tool_call_id", "no call directly before it"),
         ((ASK, calls("a"), result("a"), result("a")), "messages.3.tool_call_id", "a second result for the call 'a'"),
         ((ASK, calls("a", "a"), result("a")), "messages.1.tool_calls.1.id", "a second call with the id 'a'"),
         ((ASK, calls("a"), ASK), "messages.1.tool_calls.0.id", "no result follows for the call 'a'"),
@@ -67,7 +67,9 @@ def test_whole_histories_are_accepted(messages: tuple[Any, ...]) -> None:
         ((ASK, calls("a")), "messages.1.tool_calls.0.id", "no result follows"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_its_id(messages: tuple[Any, ...], param: str, reason: str) -> None:
+def test_calls_and_results_that_do_not_match_are_refused_by_id(
+    messages: tuple[Any, ...], param: str, reason: str
+) -> None:
     with pytest.raises(RequestError, match=reason) as refused:
         chat(*messages)
     assert (refused.value.param, refused.value.status) == (param, 400)
@@ -100,7 +102,7 @@ def respond(*items: Any, **fields: Any) -> list[Any]:
         ((ASK, call("a"), output("a"), call("b"), output("b"), SAY, SAY), None),
     ],
 )
-def test_whole_histories_of_items_are_accepted(items: tuple[Any, ...], roles: list[str] | None) -> None:
+def test_items_with_a_result_for_each_call_are_accepted(items: tuple[Any, ...], roles: list[str] | None) -> None:
     messages = respond(*items)
     assert [message["role"] for message in messages] == (
         roles or ["user", "assistant", "tool", "assistant", "tool", "assistant", "assistant"]
@@ -115,17 +117,22 @@ def test_a_turn_s_texts_and_calls_are_one_message() -> None:
 @pytest.mark.parametrize(
     ("items", "param", "reason"),
     [
-        ((ASK, output("a")), "input.1.call_id", "no call right before it with the id 'a'"),
-        ((ASK, SAY, call("a"), output("b")), "input.3.call_id", "no call right before it with the id 'b'"),
+        ((ASK, output("a")), "input.1.call_id", "no call directly before it has the id 'a'"),
+        ((ASK, SAY, call("a"), output("b")), "input.3.call_id", "no call directly before it has the id 'b'"),
         ((ASK, SAY, call("a"), call("b"), output("a"), ASK), "input.3.call_id", "no result follows for the call 'b'"),
         ((ASK, call("a"), output("a"), output("a")), "input.3.call_id", "a second result for the call 'a'"),
         ((ASK, call("a"), call("a"), output("a")), "input.2.call_id", "a second call with the id 'a'"),
         ((ASK, call("a"), output("a"), call("a"), output("a")), "input.3.call_id", "a second call with the id 'a'"),
         ((ASK, SAY, call("a"), call("b", "[")), "input.3.arguments", "not a JSON object"),
+        ((ASK, call("a", '{"a": NaN}')), "input.1.arguments", "not a JSON object"),
+        ((ASK, call("a", '{"a": [-Infinity, 1]}')), "input.1.arguments", "not a JSON object"),
+        ((ASK, call("a", '{"a": 1e999}')), "input.1.arguments", "not a JSON object"),
     ],
 )
 @pytest.mark.parametrize("instructions", [None, "Be brief."])
-def test_items_that_do_not_fit_are_refused(items: Any, param: str, reason: str, instructions: str | None) -> None:
+def test_call_items_and_results_that_do_not_match_are_refused(
+    items: Any, param: str, reason: str, instructions: str | None
+) -> None:
     with pytest.raises(RequestError, match=reason) as refused:
         respond(*items, instructions=instructions)
     assert (refused.value.param, refused.value.status) == (param, 400)

@@ -389,7 +389,7 @@ def test_other_grammars_beside_tools_are_refused(fields: dict[str, Any], param: 
 
 
 def test_a_format_is_refused_where_a_call_is_json_alone() -> None:
-    with pytest.raises(openai.BadRequestError, match="could be either") as refused:
+    with pytest.raises(openai.BadRequestError, match="cannot be distinguished") as refused:
         ask(script("x"), ToolSupport(LLAMA), response_format=FORMAT)
     assert refused.value.param == "response_format"
 

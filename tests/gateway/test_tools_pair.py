@@ -127,8 +127,8 @@ def test_an_error_names_the_schema_at_fault_among_several(client: openai.OpenAI)
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(**ASK, tools=FORCED, response_format=wrong)
     assert refused.value.param == "response_format.json_schema.schema.properties.a"
-    endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
-    tools[2]["function"]["parameters"] = endless
-    with pytest.raises(openai.BadRequestError, match="without end") as refused:
+    infinite = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    tools[2]["function"]["parameters"] = infinite
+    with pytest.raises(openai.BadRequestError, match="infinite recursion") as refused:
         client.chat.completions.create(**asked, tool_choice="required")
     assert refused.value.param == "tools.2.function.parameters"

@@ -76,7 +76,7 @@ def fetch_tokenizer(reach: VerifierFactory | None) -> PromptLookup:
     """Return the tokenizer that the cloud sends, for a gateway without an edge model.
 
     Raises:
-        CloudError: the cloud cannot be reached, or its tokenizer cannot be used.
+        CloudError: the cloud cannot be reached, or its tokenizer files cannot be used.
         ModelError: the cloud has no tokenizer.
     """
     from outrider.edge.target_tokenizer import read_target_tokenizer

@@ -29,7 +29,7 @@ def describe_engine(engine: Any) -> str:
 def check_arguments(
     draft: object, verifier: object, lookup: object, reader: object, *, watch: object, lazy: object
 ) -> None:
-    """Raise SettingsError for an argument of `SpeculativeDecoder` of another type. Options check themselves."""
+    """Raise SettingsError if an argument of `SpeculativeDecoder` has a wrong type. Options check themselves."""
     check_type("watch", watch, bool, "True or False")
     check_type("lazy", lazy, bool, "True or False")
     if reader is not None and not isinstance(reader, PromptLookup) and not hasattr(reader, "forward_many"):

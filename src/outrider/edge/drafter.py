@@ -79,7 +79,7 @@ class Drafter:
         """Return up to action.count proposals that follow `ids`: fewer at an EOS or after FLUSH_INTERVAL_S.
 
         The first call returns one proposal, to keep the time to the first token short and to measure the prefill. With
-        a verifier, a dead end of the grammar ends the draft: the target would not have taken this way.
+        a verifier, a dead end of the grammar only ends the draft, because a wrong draft can lead to one.
 
         Raises:
             DeadEnd: no token can follow, and there is no verifier.

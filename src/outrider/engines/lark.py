@@ -1,7 +1,7 @@
-"""Grammars in llguidance's variant of Lark, the form in which all kinds are compiled.
+"""Translation of all kinds of grammars into llguidance's variant of Lark, which is then compiled.
 
-It is extended by `%token "text"`: the added token of that text where the tokenizer has one, and otherwise the text. A
-model that was trained with an added token such as `<tool_call>` never spells it.
+The variant has one extension: `%token "text"` matches the tokenizer's added token of that name, or the text if there is
+no such token. A model that was trained with an added token such as `<tool_call>` does not spell it with other tokens.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ from outrider.engines.schema_parts import Schema
 from outrider.engines.schemas import check_schema, read_schema, write_schema
 from outrider.errors import GrammarError
 
-# With forcing, masks depend on how the tokenizer splits forced texts.
+# Forced tokens would make masks depend on how the tokenizer splits forced texts.
 OPTIONS: Final = '%llguidance {"no_forcing": true}'
 _STRING: Final = r'"(?:\\.|[^"\\\n])*"'
-_WORDS: Final = re.compile(  # the first two, and comments, may hold the text of a directive
+_LEXEMES: Final = re.compile(  # strings, regular expressions and comments too, as they may contain a directive's text
     rf"{_STRING}|/(?!/)(?:\\.|[^/\\\n])+/|//[^\n]*|(?P<rule>^\w+)|%json\b\s*(?=\{{)|%token\s+(?P<token>{_STRING})", re.M
 )
 
 
 def to_lark(grammar: Grammar, tokenizer: Tokenizer) -> str:
-    """Return any grammar in llguidance's variant of Lark.
+    """Return a grammar of any kind in llguidance's variant of Lark.
 
     Raises:
-        GrammarError: a schema is not JSON, is not a schema, or cannot be enforced exactly.
+        GrammarError: a schema is not valid JSON, is not a schema, or cannot be enforced exactly.
     """
     if grammar.kind == "lark":
         added = _added_tokens(tokenizer)
-        parts = (_checked(value, rule) if isinstance(value, dict) else value for rule, value in _split(grammar, added))
+        parts = (
+            _check_and_write(value, rule) if isinstance(value, dict) else value
+            for rule, value in _split(grammar, added)
+        )
         return "".join(parts) + f"\n{OPTIONS}"
     if grammar.kind == "regex":
         from llguidance import regex_to_lark
@@ -50,7 +53,7 @@ def json_to_lark(schema: Schema) -> str:
 
 
 def schemas_in(grammar: Grammar) -> list[tuple[str, Schema]]:
-    """Return the JSON schemas of a grammar, each with the name of its rule in a grammar of the kind `lark`.
+    """Return the JSON schemas of a grammar, each with the name of its Lark rule ("" for the other kinds).
 
     Raises:
         GrammarError: the text of a JSON grammar is not JSON, or is not a schema.
@@ -65,9 +68,12 @@ def schemas_in(grammar: Grammar) -> list[tuple[str, Schema]]:
 
 
 def _split(grammar: Grammar, added: dict[str, int]) -> Iterator[tuple[str, str | Schema]]:
-    """Yield the texts and the schemas of a Lark grammar in their order, each with the name of its rule."""
+    """Yield the texts and the JSON schemas of a Lark grammar in order, each with the name of its rule.
+
+    added: the tokenizer's added tokens, with which `%token` is replaced.
+    """
     text, at, rule = grammar.text, 0, ""
-    while (found := _WORDS.search(text, at)) is not None:
+    while (found := _LEXEMES.search(text, at)) is not None:
         rule = found["rule"] or rule
         if found["token"] is not None:
             yield rule, text[at : found.start()] + _token(found["token"], added)
@@ -83,7 +89,8 @@ def _split(grammar: Grammar, added: dict[str, int]) -> Iterator[tuple[str, str |
     yield rule, text[at:]
 
 
-def _checked(schema: Schema, rule: str) -> str:
+def _check_and_write(schema: Schema, rule: str) -> str:
+    """Return a schema as JSON for llguidance. An error's path begins with the name of the rule."""
     try:
         check_schema(schema)
     except GrammarError as error:
@@ -92,7 +99,7 @@ def _checked(schema: Schema, rule: str) -> str:
 
 
 def _token(literal: str, added: dict[str, int]) -> str:
-    """Return a token's terminal in Lark. literal: its text, as a string of Lark."""
+    """Return the Lark terminal of `%token`. literal: the token's name, as a Lark string."""
     token = added.get(_unquote(literal))
     return literal if token is None else f"<[{token}]>"
 

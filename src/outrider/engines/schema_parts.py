@@ -1,4 +1,4 @@
-"""The parts of a JSON schema: the schemas inside it, and those to which they refer."""
+"""The parts of a JSON schema: its subschemas, and the schemas to which `$ref` points."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ANNOTATIONS: Final = frozenset({
 
 
 def subschemas(part: Schema, keys: Iterable[str] = (*DEFINITIONS, *SUBSCHEMA_MAPS)) -> Iterator[tuple[str, Schema]]:
-    """Yield the path and the value of each schema directly inside a schema. keys: of the maps of schemas."""
+    """Yield the path and the value of each direct subschema. keys: the keywords that map names to schemas."""
     for key, value in part.items():
         inside: Iterable[tuple[object, object]] = ()
         if key in SUBSCHEMAS and isinstance(value, dict):
@@ -65,14 +65,14 @@ def dict_in(part: Schema, key: str) -> Schema:
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of a part. parent: the part of which `path` is relative, or None for the root."""
+    """The place of a part. path: relative to `parent`, or to the root if that is None."""
 
     parent: Schema | None
     path: str
 
 
 class SchemaParts:
-    """The schemas that apply to a value of the root or to a part of one, each once, the outer ones first."""
+    """The schemas that apply to a value of the root schema or to a part of that value, each once, breadth first."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
@@ -98,7 +98,7 @@ class SchemaParts:
         return id(part) in self._places
 
     def place(self, part: Schema) -> str:
-        """Return the path of a part."""
+        """Return the path of a part from the root, such as "properties.a"."""
         steps: list[str] = []
         current: Schema | None = part
         while current is not None:
@@ -112,7 +112,7 @@ class SchemaParts:
         return self._targets.get(id(part))
 
     def _find(self, reference: object) -> tuple[str, Schema] | None:
-        """Return the path and the value of a reference within the schema. llguidance refuses others, and wrong ones."""
+        """Return the path and the schema of a reference within the root, or None. llguidance refuses all others."""
         if not isinstance(reference, str) or (reference != "#" and not reference.startswith("#/")):
             return None
         keys = [unquote(key).replace("~1", "/").replace("~0", "~") for key in reference.split("/")[1:]]

@@ -1,24 +1,33 @@
-"""JSON schemas of structured output: their texts for llguidance, and checks that it does not make.
+"""JSON schemas of structured output: their translation for llguidance, and checks that llguidance lacks.
 
-Refused are schemas for which llguidance's grammar is not the schema's language: where repeated keys let an object look
-larger than it is once parsed, and where the grammar can begin a value that never ends.
+A schema is refused if llguidance's grammar differs from it: if repeated keys could fulfil `minProperties`, although a
+parser merges them, or if the grammar allows the beginning of a value that can never be completed.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from typing import Any, Final
 
-from outrider.engines.schema_endings import find_endless
-from outrider.engines.schema_parts import ANNOTATIONS, Schema, SchemaParts, required_keys, types_of
+from outrider.engines.schema_parts import ANNOTATIONS, Schema, SchemaParts, dict_in, list_in, required_keys, types_of
+from outrider.engines.schema_recursion import find_infinite
 from outrider.errors import GrammarError
 
-# Between two JSON tokens. Without a limit, weak models generate nothing else.
+# White space between two JSON tokens. Without a limit, weak models generate nothing else.
 WHITESPACE: Final = r"\x20|\n[\x20\t]{0,20}"
-# Without \u: otherwise an additional key "\u0061" repeats the property "a", with a value of another schema.
+# Without \u. Otherwise the additional key "\u0061" could repeat the property "a" with a value of another schema.
 ESCAPES: Final = {"json_allowed_escapes": 'nrbtf\\"'}
+# Characters that strings cannot hold without \u, and the ways to write them in a pattern.
+UNWRITABLE: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+UNWRITABLE_IN_PATTERN: Final = re.compile(
+    r"[\x00-\x07\x0b\x0e-\x1f\x7f]|\\(?:x[01]|x7[fF]|u00[01]|u007[fF]|[xuUpP]\{|U|c|0|[av])"
+)
+MAX_INTEGER: Final = 2**53  # beyond it, llguidance rounds
+BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 LAYOUT_OPTIONS: Final = ("whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator")
-# Those that constrain values, and those that llguidance refuses by name.
+# Keywords that constrain values. llguidance refuses some of them by name.
 CONSTRAINTS: Final = frozenset({
     "$ref", "$dynamicRef", "$recursiveRef", "type", "enum", "const", "allOf", "anyOf", "oneOf", "not", "if", "then",
     "else", "properties", "patternProperties", "additionalProperties", "propertyNames", "unevaluatedProperties",
@@ -30,10 +39,10 @@ CONSTRAINTS: Final = frozenset({
 
 
 def read_schema(text: str) -> Schema:
-    """Return the schema in a text, an object.
+    """Parse a schema. Return {} for true, which allows every value.
 
     Raises:
-        GrammarError: the text is not JSON, or is not a schema.
+        GrammarError: the text is not JSON, or is not a schema, or is false, which allows none.
     """
     try:
         schema = json.loads(text)
@@ -47,7 +56,7 @@ def read_schema(text: str) -> Schema:
 
 
 def write_schema(schema: Schema) -> str:
-    """Return a schema as JSON for llguidance."""
+    """Return a schema as JSON with llguidance's options, which are in `x-guidance`."""
     given = schema.get("x-guidance", {})
     spaces = {} if "whitespace_flexible" in given else {"whitespace_pattern": WHITESPACE}
     options = {**ESCAPES, **spaces, **given}
@@ -55,10 +64,11 @@ def write_schema(schema: Schema) -> str:
 
 
 def check_schema(schema: Schema) -> None:
-    """Refuse a schema of which llguidance's grammar is not exact.
+    """Refuse a schema that llguidance's grammar does not enforce exactly.
 
     Raises:
-        GrammarError: an output could match the grammar and not the schema, or never end. The error names the part.
+        GrammarError: an output could match the grammar but not the schema, or could never be completed. The error names
+            the part at fault.
     """
     _check_layout(schema.get("x-guidance", {}))
     try:
@@ -66,20 +76,21 @@ def check_schema(schema: Schema) -> None:
     except UnicodeEncodeError:
         raise GrammarError("the schema holds half a surrogate pair (\\ud800 to \\udfff)", "") from None
     except RecursionError:
-        raise GrammarError("it is nested too deeply", "") from None
+        raise GrammarError("the schema is nested too deeply", "") from None
     parts = SchemaParts(schema)
     has_references = any("$ref" in part for part in parts)
     for part in parts:
         if has_references:
             _check_references(part, parts.place(part))
+        _check_values(part, parts.place(part))
         _check_repeated_keys(part, parts.place(part))
-    endless = find_endless(parts)
-    if endless is not None:
-        raise GrammarError("no output matches it: each value needs another one, without end", parts.place(endless))
+    infinite = find_infinite(parts)
+    if infinite is not None:
+        raise GrammarError("no finite value matches it: infinite recursion", parts.place(infinite))
 
 
 def find_unknown_keywords(schema: Schema) -> list[str]:
-    """Return the paths of keywords that neither constrain nor describe values, such as `minLenght`."""
+    """Return the paths of keywords that JSON Schema does not define, such as `minLenght`. Those with x- are allowed."""
     parts = SchemaParts(schema)
     return [
         f"{parts.place(part)}.{key}".lstrip(".")
@@ -90,35 +101,72 @@ def find_unknown_keywords(schema: Schema) -> list[str]:
 
 
 def _check_layout(options: Any) -> None:
-    """Refuse llguidance's options that let an output break its schema, such as `lenient`."""
+    """Refuse options of llguidance that allow outputs against the schema, such as `lenient`."""
     unknown = sorted(set(options) - set(LAYOUT_OPTIONS)) if isinstance(options, dict) else [str(options)]
+    known = ", ".join(LAYOUT_OPTIONS)
     if unknown:
-        raise GrammarError(f"{', '.join(unknown)}: expected an object of {', '.join(LAYOUT_OPTIONS)}", "x-guidance")
+        raise GrammarError(f"{', '.join(unknown)}: expected an object with the keys {known}", "x-guidance")
 
 
 def _check_references(part: Schema, place: str) -> None:
-    """Refuse references that are not paths from the root, because the checks follow only those."""
+    """Refuse references other than paths from the root, because the checks follow only such paths."""
     reference = part.get("$ref", "#")
     if isinstance(reference, str) and reference != "#" and not reference.startswith("#/"):
         raise GrammarError('$ref is supported only as "#" or as a path, such as "#/$defs/name"', place)
     if place and any(isinstance(part.get(key), str) for key in ("$id", "id")):
-        raise GrammarError("beside $ref, $id is supported only at the root: it would change what $ref means", place)
+        raise GrammarError("$id is supported only at the root if there is a $ref: it changes what a $ref means", place)
+
+
+# Values -----------------------------------------------------------------------------------------------------
+
+
+def _check_values(part: Schema, place: str) -> None:
+    """Refuse values that llguidance replaces by others: it rounds large numbers, and drops control characters."""
+    for key, found in (("const", [part.get("const")]), ("enum", list_in(part, "enum"))):
+        for value in _scalars(found):
+            if isinstance(value, str) and UNWRITABLE.search(value):
+                raise GrammarError("control characters cannot be enforced", f"{place}.{key}".lstrip("."))
+            if isinstance(value, int) and abs(value) > MAX_INTEGER:
+                raise GrammarError("integers beyond ±2^53 cannot be enforced", f"{place}.{key}".lstrip("."))
+    for key in BOUNDS:
+        value = part.get(key)
+        if isinstance(value, int | float) and abs(value) > MAX_INTEGER:
+            raise GrammarError("bounds beyond ±2^53 cannot be enforced: leave it out", f"{place}.{key}".lstrip("."))
+    for key, patterns in (
+        ("pattern", [part.get("pattern")]),
+        ("patternProperties", dict_in(part, "patternProperties")),
+    ):
+        if any(isinstance(each, str) and UNWRITABLE_IN_PATTERN.search(each) for each in patterns):
+            raise GrammarError("control characters in a pattern cannot be enforced", f"{place}.{key}".lstrip("."))
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    """Yield the keys and the innermost values of a JSON value."""
+    queue = [value]
+    while queue:
+        each = queue.pop()
+        if isinstance(each, dict):
+            queue += [*each, *each.values()]
+        elif isinstance(each, list):
+            queue += each
+        else:
+            yield each
 
 
 # Repeated keys ----------------------------------------------------------------------------------------------
 
 
 def _check_repeated_keys(part: Schema, place: str) -> None:
-    """Refuse a `minProperties` that repeated keys could reach.
+    """Refuse a `minProperties` that repeated keys could fulfil.
 
-    llguidance writes each of `properties` once, but it does not remember other keys, and parsers merge equal ones. One
-    other key differs from those that are required.
+    llguidance's grammar allows a listed key once, but can repeat other keys, which parsers then merge. Beside the
+    required keys, only one more key is certain to differ from all others.
     """
-    least, sure = part.get("minProperties"), len(required_keys(part)) + 1
+    least, distinct = part.get("minProperties"), len(required_keys(part)) + 1
     has_others = part.get("additionalProperties") is not False or part.get("patternProperties")
-    if isinstance(least, int) and least > sure and has_others and "object" in types_of(part):
+    if isinstance(least, int) and least > distinct and has_others and "object" in types_of(part):
         raise GrammarError(
-            f"minProperties {least} is not supported here: keys that are not listed can repeat, and parsers merge "
-            f"them: give at most {sure}, one more than `required` has keys",
+            f"minProperties {least} is not supported here: keys that `properties` and `required` do not list can "
+            f"repeat, and parsers merge repeated keys: give at most {distinct}, one more than the required keys",
             place,
         )

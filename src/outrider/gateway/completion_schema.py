@@ -14,7 +14,7 @@ IdLists = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_
 
 
 def _prompt_kind(value: object) -> str:
-    """Return the form of a prompt, by its type and that of its first item."""
+    """Return the tag of a prompt's form, by its type and the type of its first item."""
     if not isinstance(value, list):
         return "text"
     first = value[0] if value else None

@@ -77,7 +77,7 @@ class DecoderPool:
     engine: drafts, and tokenises all prompts. It may be a prompt lookup with a tokenizer. cloud: returns a verifier for
     the text of an emulated network ("none" for none), or None without a cloud. lookup: drafts together with an engine.
     target_tokenizer: the cloud's. It encodes the prompts if the engine's differs. drafts: False if the engine is only
-    the cloud's tokenizer: the cloud then decodes alone.
+    the cloud's tokenizer, so that the cloud decodes alone.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class Defaults:
 
     @property
     def audio_refusal(self) -> str:
-        """The reason why recordings are refused."""
+        """The message of an error about a recording, for models without audio."""
         if self.edge == "none":
             return "recordings are not supported without an edge model: give an audio-language model as --edge"
         return f"{self.edge} takes no audio: give an audio-language model as --edge"

@@ -1,4 +1,4 @@
-"""The request's field that an error of the decoder is about."""
+"""Attribution of decoder errors to fields of the request."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from outrider.gateway.errors import RequestError, with_param
 from outrider.gateway.generation_options import find_field, use_request_names
 from outrider.gateway.request_parsing import ParsedRequest
 
-BANNING: Final = ("min_new_tokens", "no_repeat_ngram_size")  # settings that may ban every token of a grammar
-# Templates get arguments as objects and contents in other forms, but a request's own fields are texts or lists.
+BANNING_SETTINGS: Final = ("min_new_tokens", "no_repeat_ngram_size")  # may ban every token that a grammar allows
+# Paths below fields that a template gets in another form than the request has, such as arguments as an object.
 _WITHIN_FIELD: Final = re.compile(r"^(messages\.\d+\.(?:tool_calls\.\d+\.function\.arguments|content))\..*", re.DOTALL)
 
 
 def attach_param(error: InputError | DecodingError, request: ParsedRequest, prompt: int = 0) -> RequestError:
-    """Return an error of the decoder as a RequestError that names the field at fault, in the request's own words.
+    """Return an error of the decoder as a RequestError with the path of the field at fault, in the request's own names.
 
     prompt: the index of the prompt in the request.
     """
@@ -39,16 +39,16 @@ def attach_param(error: InputError | DecodingError, request: ParsedRequest, prom
 
 
 def _grammar_place(place: str, request: ParsedRequest) -> str:
-    """Return the field at a place in the request's grammar."""
-    beginnings = (each for each in request.grammar_fields if not each or f"{place}.".startswith(f"{each}."))
-    beginning = max(beginnings, key=len)
-    if not beginning and request.settings["grammar"].kind == "lark":
-        return request.grammar_fields[""]  # a text without fields of its own, or the gateway's own schema of calls
-    return ".".join(filter(None, (request.grammar_fields[beginning], place.removeprefix(beginning).lstrip("."))))
+    """Return the request's field for a path in the grammar, by the longest known prefix of the path."""
+    prefixes = (each for each in request.grammar_fields if not each or f"{place}.".startswith(f"{each}."))
+    prefix = max(prefixes, key=len)
+    if not prefix and request.settings["grammar"].kind == "lark":
+        return request.grammar_fields[""]  # a text has no fields, and rules of tool calls are the gateway's own
+    return ".".join(filter(None, (request.grammar_fields[prefix], place.removeprefix(prefix).lstrip("."))))
 
 
 def place_of(error: InputError) -> str | None:
-    """Return the field of a chat that an error of its template is about, or None."""
+    """Return the path of a chat's field at which its template failed, or None."""
     place = error.place if isinstance(error, PromptError) else None
     return None if place is None else _WITHIN_FIELD.sub(r"\1", place)
 
@@ -67,11 +67,11 @@ def _find_param(error: InputError, request: ParsedRequest, prompt: int) -> str |
 
 
 def _nothing_to_choose(error: DecodingError, request: ParsedRequest) -> RequestError:
-    """Return the error of a grammar all of whose tokens other settings ban."""
+    """Return the error of a generation in which no token can be chosen, usually because settings ban them all."""
     if request.settings.get("grammar") is None:
         return RequestError(str(error), code="nothing_to_choose")
-    values = {name: request.settings.get(name, 0) for name in BANNING}
-    used = [f"outrider.{name}" for name in BANNING if values[name] != getattr(GenerationSettings, name)]
+    values = {name: request.settings.get(name, 0) for name in BANNING_SETTINGS}
+    used = [f"outrider.{name}" for name in BANNING_SETTINGS if values[name] != getattr(GenerationSettings, name)]
     message = str(error)
     if used:
         bans = "bans" if len(used) == 1 else "ban"

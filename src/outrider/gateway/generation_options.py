@@ -35,13 +35,13 @@ SETTINGS_FIELDS: Final = tuple(
     if each.name in OutriderOptions.model_fields and each.name != "grammar"
 )
 
-_FIELD_NAMES: Final = {  # fields of requests by the decoder's names of settings and options
+_FIELD_NAMES: Final = {  # the request's field of each setting and option of the decoder
     **{name: f"outrider.{name}" for name in (*OPTION_FIELDS, *SETTINGS_FIELDS, "grammar")},
     **{name: name for name in ("temperature", "top_p", "seed", "stop", "logprobs", "logit_bias")},
     **{name: name for name in ("frequency_penalty", "presence_penalty")},
     "max_new_tokens": "max_tokens",
 }
-# Some names are also words of a sentence. These are names only as the first word.
+# Names without an underscore are also English words, and are names only as a message's first word.
 _NAMES: Final = re.compile(
     rf"^(?:{'|'.join(_FIELD_NAMES)})\b|(?<![\w.'-])(?:{'|'.join(name for name in _FIELD_NAMES if '_' in name)})\b"
 )
@@ -119,7 +119,7 @@ def _logprobs(request: Request) -> int | None:
 
 
 def find_grammar_fields(request: Request) -> dict[str, str]:
-    """Return the field that holds the grammar of the answer, under the empty beginning of an error's place."""
+    """Return the field that holds the grammar of the answer, under the key "", or an empty mapping."""
     found = list(_grammar_fields(request, request.outrider or OutriderOptions()))
     return {"": found[0]} if found else {}
 
@@ -154,7 +154,8 @@ def _build_grammar(request: Request, requested: OutriderOptions, calls: Grammar 
         first = next(iter(found))
         if choice != "auto" or not first.startswith("response_format"):
             raise RequestError(
-                f"{first} cannot be combined with tools: only response_format can, with tool_choice auto", param=first
+                f"{first} cannot be combined with tools: only response_format can be, with tool_choice auto",
+                param=first,
             )
     if calls is not None:
         return {"grammar": calls}
@@ -227,12 +228,12 @@ def _compatible_defaults(values: Settings, given: Settings) -> JsonObject:
 
 
 def use_request_names(message: str, length_field: str | None, grammar_field: str | None = None) -> str:
-    """Return a message of the decoder with the request's names of settings."""
+    """Return a message of the decoder with the request's fields in place of the decoder's settings."""
     return _NAMES.sub(lambda found: _field(found[0], length_field, grammar_field), message)
 
 
 def find_field(message: str, length_field: str | None, grammar_field: str | None = None) -> str | None:
-    """Return the field of a request that a message of the decoder is about. Its first word is the setting."""
+    """Return the request's field of the setting that is the first word of a decoder's message, or None."""
     first = re.match(r"\w+", message)
     return _field(first[0], length_field, grammar_field) if first is not None and first[0] in _FIELD_NAMES else None
 

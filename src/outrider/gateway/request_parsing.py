@@ -51,13 +51,13 @@ RECORDING: Final = re.compile(rb'"data"\s*:\s*"[ !#-~]{1000,}')  # parses into a
 class ParsedRequest:
     """A valid request.
 
-    notes: warnings about fields without effect. fields: the field of each prompt. recording_field: that of the prompt's
-    recording. length_field: the field that limits the output, if the request has one. tools: those that the answer may
-    call. echo: the prompts' texts, if the answers begin with them. grammar_fields: the fields of the grammar, by the
-    beginning of an error's place. n: choices of each prompt. candidates: generations of each prompt, of which the
-    likeliest are the choices. logprobs: report log-probabilities. more_prompts: further prompts, each with choices of
-    its own. prompt_bytes: the approximate memory of each prompt. rename: returns a text with the request's own names in
-    place of a chat's fields.
+    notes: warnings about fields without effect. fields: the field of each prompt. recording_field: the field of the
+    recording, if there is one. length_field: the field that limits the output, if the request has one. tools: those
+    that the answer may call. echo: the prompts' texts, if the answers begin with them. grammar_fields: the fields of
+    the grammar, by prefixes of the path in a GrammarError, "" for the whole grammar. n: choices of each prompt.
+    candidates: generations of each prompt, of which the likeliest are the choices. logprobs: report log-probabilities.
+    more_prompts: further prompts, each with choices of its own. prompt_bytes: the approximate memory of each prompt.
+    rename: replaces a chat's field names in a text by those of the original request.
     """
 
     prompt: PromptLike
@@ -203,11 +203,11 @@ def parse_request(request: Request, defaults: Defaults) -> ParsedRequest:
 
 
 def check_stream_options(request: Request | ResponsesRequest) -> None:
-    """Refuse stream_options of an answer that is not a stream, as OpenAI does.
+    """Refuse `stream_options` without `stream`, as OpenAI does.
 
     Raises:
         RequestError: stream is not true.
     """
     if request.stream_options is not None and not request.stream:
-        message = "stream_options: only for a stream: set stream to true, or leave it out"
+        message = "stream_options needs stream: set stream to true, or leave out stream_options"
         raise RequestError(message, param="stream_options", code="invalid_value")

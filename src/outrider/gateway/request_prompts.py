@@ -135,7 +135,7 @@ def _check_text(text: str, param: str) -> None:
 
 
 def _decode_recording(request: ChatRequest, options: OutriderOptions, defaults: Defaults) -> tuple[Audio, str]:
-    """Return the recording with its question or task, and its field."""
+    """Return the recording with its question or task, and the recording's field."""
     if not defaults.audio_seconds:
         raise RequestError(defaults.audio_refusal, param="messages")
     if len(request.messages) > 1 or request.messages[0].role != "user":

@@ -81,8 +81,8 @@ def _limit_keys(value: object) -> object:
 class StrictModel(BaseModel):
     """Base of all objects of a request: no unknown fields, no type conversions, no infinities.
 
-    reasons: why fields are not supported. The other variables are the errors for an unknown type of a part or of an
-    item, for an unknown role, and for another choice of tools.
+    reasons: why fields are not supported. The messages are those for an unknown type of a part or of an input item, for
+    an unknown role, and for an invalid `tool_choice`.
     """
 
     reasons: ClassVar[Mapping[str, str]] = UNSUPPORTED

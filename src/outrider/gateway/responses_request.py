@@ -85,27 +85,27 @@ def _format(text_format: TextFormat | JsonObjectFormat | JsonSchemaText) -> Json
 
 
 class FieldNames:
-    """The names of a chat's fields in the original request. places: by their paths, such as "messages.2.content"."""
+    """The fields of the original request, by the paths of a chat's fields, such as "messages.2.content"."""
 
     def __init__(self) -> None:
         self.places: dict[str, str] = {"messages": "input"}
 
     def add_message(self, number: int, item: MessageItem | FunctionCallItem | FunctionResultItem, field: str) -> None:
-        """Note the item of a message."""
+        """Record the item from which a message is built. number: the message's index. field: the item's path."""
         self.places[f"messages.{number}"] = field
         if isinstance(item, FunctionResultItem):
             self.places[f"messages.{number}.content"] = f"{field}.output"
             self.places[f"messages.{number}.tool_call_id"] = f"{field}.call_id"
 
     def add_call(self, number: int, index: int, field: str) -> None:
-        """Note the item of a message's tool call."""
+        """Record the item of the call `index` in the message `number`. field: the item's path."""
         calls = f"messages.{number}.tool_calls"
         self.places.setdefault(calls, field)
         self.places |= {f"{calls}.{index}": field, f"{calls}.{index}.function": field}
         self.places[f"{calls}.{index}.id"] = f"{field}.call_id"
 
     def apply(self, text: str) -> str:
-        """Return a text about the chat with the names of the original request."""
+        """Return a text about the chat with the field names of the original request."""
         text = _MESSAGE.sub(lambda found: self._path(found[0]), text)
         text = text.replace("response_format.json_schema", "text.format").replace("response_format", "text.format")
         return _LENGTHS.sub("max_output_tokens", _TOOL.sub(r"\1", text))
@@ -145,7 +145,7 @@ def _messages(request: ResponsesRequest) -> tuple[list[JsonObject], FieldNames]:
 
 
 def _check_call_ids(items: Sequence[Item]) -> None:
-    """Refuse two calls with the same id. Results are matched with calls by their id."""
+    """Refuse two calls with the same id, because results are matched with calls by id."""
     seen: set[str] = set()
     for number, item in enumerate(items):
         if isinstance(item, FunctionCallItem):

@@ -1,4 +1,4 @@
-"""Keywords in the schemas of a request that JSON Schema does not know, such as a typo."""
+"""Check of the schemas in a request for keywords that JSON Schema does not define, such as typos."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from outrider.gateway.errors import JsonObject, RequestError
 from outrider.gateway.request_schema import ChatRequest, JsonSchemaFormat
 from outrider.gateway.tools import RequestedTools
 
-MOST: Final = 5  # keywords that a warning names
+MAX_NAMED: Final = 5  # keywords that a warning names
 
 
 def check_keywords(request: ChatRequest, tools: RequestedTools | None) -> list[str]:
-    """Return warnings about unknown keywords, one for each schema that a grammar follows.
+    """Return warnings about unknown keywords, one for each schema with any.
 
     Raises:
-        RequestError: a schema with `strict` has one, as OpenAI refuses it.
+        RequestError: a schema with `strict` has one. OpenAI refuses it, too.
     """
     notes = []
     for field, schema, is_strict in _schemas(request, tools):
@@ -26,13 +26,15 @@ def check_keywords(request: ChatRequest, tools: RequestedTools | None) -> list[s
             path = f"{field}.{unknown[0]}"
             raise RequestError(f"{path}: no such keyword in JSON Schema", param=path, code="invalid_value")
         if unknown:
-            more = f" and {len(unknown) - MOST} more" if len(unknown) > MOST else ""
-            notes.append(f"{field}: no keywords of JSON Schema, and not used: {', '.join(unknown[:MOST])}{more}")
+            more = f" and {len(unknown) - MAX_NAMED} more" if len(unknown) > MAX_NAMED else ""
+            notes.append(
+                f"{field}: ignored keywords that JSON Schema does not define: {', '.join(unknown[:MAX_NAMED])}{more}"
+            )
     return notes
 
 
 def _schemas(request: ChatRequest, tools: RequestedTools | None) -> Iterator[tuple[str, JsonObject, bool]]:
-    """Yield the schemas that are enforced or strict: field, schema, and whether it is strict."""
+    """Yield the enforced and the strict schemas, each with its field, and whether it is strict."""
     given = request.response_format
     if isinstance(given, JsonSchemaFormat) and isinstance(given.json_schema.schema_, dict):
         yield "response_format.json_schema.schema", given.json_schema.schema_, bool(given.json_schema.strict)

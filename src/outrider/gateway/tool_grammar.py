@@ -1,4 +1,4 @@
-"""The grammar of an answer that calls tools, or has a format."""
+"""The grammar of an answer that calls tools, or that may follow a response format instead."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from outrider.gateway.errors import JsonObject
 from outrider.gateway.tool_parsers import ToolSyntax
 
 _ROOT: Final = "#/$defs/tool{}"
-_LITERAL: Final = ("const", "enum", "default", "examples")  # keys whose values are not schemas
-_NAMED: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # values: schemas
-# The layout of JSON in chat templates. With unlimited white space, weak models generate nothing else.
+_LITERAL: Final = ("const", "enum", "default", "examples")  # keywords whose values are not schemas
+_NAMED: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # map names to schemas
+# The layout of JSON in chat templates. With free white space, weak models generate nothing else.
 _LAYOUT: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_BASE: Final = ("$id", "$schema")  # keys that would change the base of references
+_BASE: Final = ("$id", "$schema")  # keywords that change what a $ref means
 
 
 def call_grammar(
@@ -24,8 +24,8 @@ def call_grammar(
 ) -> Grammar:
     """Return the grammar of an answer that is one or more calls of these tools.
 
-    before: the text before a call, or before a list of them. parallel: allow more than one. answer: the schema of an
-    answer without calls, if the model may give one instead. An error's place begins with the rule `calls` or `answer`.
+    before: the text before a call, or before a list of calls. parallel: allow more than one call. answer: the schema of
+    an answer without calls, if one is allowed. The path in a GrammarError begins with the rule `calls` or `answer`.
 
     Raises:
         SettingsError: the grammar is too long.
@@ -49,17 +49,18 @@ def call_grammar(
 
 
 def _after(syntax: ToolSyntax) -> str:
-    """Return the text after a call, or after a list of them."""
+    """Return the text after a call, or after a list of calls."""
     return f"\n{syntax.closer}" if syntax.closer and not syntax.start else ""
 
 
 def _repeated(syntax: ToolSyntax) -> str:
+    """Return further calls in Lark, each after a separator."""
     separator = "\n" if syntax.closer else f"{syntax.separator} "
     return f"({_json(separator)} one)*"
 
 
 def _terminals(syntax: ToolSyntax, text: str) -> str:
-    """Return a text around calls in Lark. Opener and closer are single tokens where the tokenizer has them."""
+    """Return a text before or after calls in Lark. Opener and closer are added tokens if the tokenizer has them."""
     marks = [mark for mark in (syntax.opener, syntax.closer) if mark]
     parts = re.split("(" + "|".join(map(re.escape, marks)) + ")", text)
     return " ".join(f"{'%token ' * (part in marks)}{_json(part)}" for part in parts if part)
@@ -70,12 +71,13 @@ def _json(value: object) -> str:
 
 
 def _call_schema(syntax: ToolSyntax, tool: JsonObject, root: str) -> JsonObject:
+    """Return the schema of a call. root: the reference of the schema of its arguments."""
     properties = {"name": {"const": tool["function"]["name"]}, syntax.arguments: {"$ref": root}}
     return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
 def _rebase(schema: Any, root: str) -> Any:
-    """Return a schema whose references to its own root point to `root`."""
+    """Return a copy of a schema in which references from its root are relative to `root`."""
     if isinstance(schema, list):
         return [_rebase(each, root) for each in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""The tool calls of a conversation's history, and their results."""
+"""Tool calls and their results in the messages of a request."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _INVALID: Final = "invalid_value"
 
 
 def message_fields(at: int, message: Message) -> JsonObject:
-    """Return a message's fields about tools, in the form of chat templates.
+    """Return a message's tool fields (`tool_calls`, `tool_call_id`) in the form that chat templates expect.
 
     Raises:
-        RequestError: a field does not belong to the message's role, or arguments are not a JSON object.
+        RequestError: a field does not fit the message's role, there is no content, or arguments are not a JSON object.
     """
     where = f"messages.{at}"
     if message.tool_calls and message.role != "assistant":
         raise RequestError(f"{where}.tool_calls: only for the role assistant", param=f"{where}.tool_calls")
     if (message.tool_call_id is not None) != (message.role == "tool"):
-        reason = "is missing: give the call's id" if message.role == "tool" else "belongs to messages of the role tool"
+        reason = "is missing: give the call's id" if message.role == "tool" else "is only for messages of the role tool"
         raise RequestError(f"{where}.tool_call_id {reason}", param=f"{where}.tool_call_id")
     if message.content is None and not message.tool_calls:
         raise RequestError(f"{where}.content is missing", param=f"{where}.content", code="missing")
@@ -40,27 +40,27 @@ def message_fields(at: int, message: Message) -> JsonObject:
 
 
 def check_results(messages: Seq[Message]) -> None:
-    """Refuse calls without a result, and results without a call.
+    """Check that each call has one result, and each result a call.
 
-    The results of a message's calls are the messages after it, in any order, as with OpenAI.
+    The results of a message's calls are the messages directly after it, in any order, as with OpenAI.
 
     Raises:
-        RequestError: a call has no result or not only one, or a result has no call. The error names its id.
+        RequestError: a call has no result or several, or a result has no call. The error names the call's id.
     """
-    calls: dict[str, str] = {}  # the field of each call's id in the last message of the assistant
-    waiting: dict[str, str] = {}  # those without a result
+    calls: dict[str, str] = {}  # of the last message other than results: the path of each call's id, by the id
+    pending: dict[str, str] = {}  # the calls without a result yet
     for at, message in enumerate(messages):
         if message.role == "tool":
-            _take_result(f"messages.{at}.tool_call_id", str(message.tool_call_id), calls, waiting)
+            _take_result(f"messages.{at}.tool_call_id", str(message.tool_call_id), calls, pending)
             continue
-        _check_none_waits(waiting)
+        _check_none_pending(pending)
         calls = _read_calls(at, message)
-        waiting = dict(calls)
-    _check_none_waits(waiting)
+        pending = dict(calls)
+    _check_none_pending(pending)
 
 
 def _read_calls(at: int, message: Message) -> dict[str, str]:
-    """Return the field of each call's id."""
+    """Return the path of the id of each of a message's calls, by the id."""
     calls: dict[str, str] = {}
     for number, call in enumerate(message.tool_calls or ()):
         field = f"messages.{at}.tool_calls.{number}.id"
@@ -70,13 +70,14 @@ def _read_calls(at: int, message: Message) -> dict[str, str]:
     return calls
 
 
-def _take_result(field: str, call_id: str, calls: dict[str, str], waiting: dict[str, str]) -> None:
-    if waiting.pop(call_id, None) is not None:
+def _take_result(field: str, call_id: str, calls: dict[str, str], pending: dict[str, str]) -> None:
+    """Remove the call of a result from the pending ones. field: the path of the result's `tool_call_id`."""
+    if pending.pop(call_id, None) is not None:
         return
-    reason = "a second result for the call" if call_id in calls else "there is no call right before it with the id"
+    reason = "a second result for the call" if call_id in calls else "no call directly before it has the id"
     raise RequestError(f"{field}: {reason} {call_id!r}", param=field, code=_INVALID)
 
 
-def _check_none_waits(waiting: dict[str, str]) -> None:
-    for call_id, field in waiting.items():
+def _check_none_pending(pending: dict[str, str]) -> None:
+    for call_id, field in pending.items():
         raise RequestError(f"{field}: no result follows for the call {call_id!r}", param=field, code=_INVALID)

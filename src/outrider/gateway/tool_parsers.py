@@ -84,15 +84,17 @@ class ToolParser:
 
     names: the tools. Calls of other names are text. whole: report a call at its end, and only if it is valid. Otherwise
     it is reported once its arguments begin, and `broken` counts the calls that turn out to be invalid after that.
-    is_either: the output is calls if it begins with an opener, and otherwise text, whatever it holds.
+    calls_or_text: the output is calls only if it begins with the opener, and otherwise text throughout.
     """
 
-    def __init__(self, syntax: ToolSyntax, names: Set[str], *, whole: bool = False, is_either: bool = False) -> None:
+    def __init__(
+        self, syntax: ToolSyntax, names: Set[str], *, whole: bool = False, calls_or_text: bool = False
+    ) -> None:
         self._syntax, self._names, self._whole = syntax, names, whole
         self._pending = ""  # not processed yet
         self._lead = ""  # processed, but text unless a call follows
         first = self._group if syntax.bare else self._text
-        self._state: Callable[[], list[Part] | None] = self._begin if is_either else first
+        self._state: Callable[[], list[Part] | None] = self._begin if calls_or_text else first
         self._in_group = 0  # calls in the current group
         self._openers = dict([(syntax.opener, syntax.closer), *syntax.others])
         self._closer = ""  # of the current group
@@ -120,7 +122,7 @@ class ToolParser:
     # States: each returns the parts that it found, or None if it needs more of the output --------------------
 
     def _begin(self) -> list[Part] | None:
-        """Find out from the beginning whether the output is calls or text."""
+        """Decide by the output's beginning whether it is calls or text."""
         opener = self._syntax.opener
         if opener.startswith(self._pending) and self._pending != opener:
             return None
@@ -128,6 +130,7 @@ class ToolParser:
         return []
 
     def _plain(self) -> list[Part] | None:
+        """Pass all output on as text."""
         text, self._pending = self._pending, ""
         return [Text(text)] if text else None
 

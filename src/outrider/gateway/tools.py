@@ -70,7 +70,7 @@ class ToolSupport:
 
     @property
     def writes_opener(self) -> bool:
-        """Return whether calls of the template begin with the opener, which no other answer has."""
+        """Whether the template writes the opener before calls, which distinguishes them from other answers."""
         return self.syntax.opener in self.opening
 
 
@@ -115,8 +115,8 @@ def _special_tokens(tokenizer: Any, syntax: ToolSyntax) -> dict[int, str]:
 class RequestedTools:
     """The tools of one request. parallel: whether an answer may hold more than one call.
 
-    enforced: the indices of the tools whose calls a grammar enforces. Empty: there is no grammar. answer: the schema of
-    an answer without a call, where the grammar allows one, and `answer_field` its field in the request.
+    enforced: the indices of the tools whose calls a grammar enforces, or empty without a grammar. answer: the schema of
+    an answer without a call, if the grammar allows one. answer_field: its field in the request.
     """
 
     support: ToolSupport
@@ -150,7 +150,7 @@ class RequestedTools:
 
     @property
     def grammar_fields(self) -> dict[str, str]:
-        """Return the request's fields of the schemas in the grammar, by the beginning of an error's place."""
+        """Return the request's fields of the schemas in the grammar, by prefixes of the path in a GrammarError."""
         fields = [f"tools.{number}.function.parameters" for number in self.enforced]
         places = {f"calls.$defs.tool{number}": each for number, each in enumerate(fields)}
         answer = {} if self.answer is None else {"answer": self.answer_field}
@@ -188,14 +188,14 @@ def read_tools(request: ChatRequest, support: ToolSupport | str) -> RequestedToo
 
 
 def _read_answer(request: ChatRequest, support: ToolSupport) -> tuple[JsonObject | None, str]:
-    """Return the schema of an answer without a call and its field, or None and an empty text."""
+    """Return the schema of an answer without a call and the schema's field, or None and ""."""
     given = request.response_format
     if not isinstance(given, JsonSchemaFormat | JsonObjectFormat):
         return None, ""
     if not support.writes_opener:
         raise RequestError(
-            "response_format cannot be combined with tools, because this model writes calls as JSON alone, which could "
-            "be either: leave out one of them",
+            "response_format cannot be combined with tools: this model writes calls as JSON alone, which cannot be "
+            "distinguished from an answer in the format: leave out one of them",
             param="response_format",
             code="unsupported",
         )
@@ -225,7 +225,9 @@ class ToolOutput:
 
     def __init__(self, tools: RequestedTools, *, whole: bool) -> None:
         self._tools = tools
-        self._parser = ToolParser(tools.support.syntax, tools.names, whole=whole, is_either=tools.answer is not None)
+        self._parser = ToolParser(
+            tools.support.syntax, tools.names, whole=whole, calls_or_text=tools.answer is not None
+        )
         self._calls = 0  # number of reported calls
         self._left_out = 0
 

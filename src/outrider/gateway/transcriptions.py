@@ -81,7 +81,7 @@ TRANSCRIPTION: Final = RequestKind(_prepare, MULTIPART)
 
 
 def _parse_options(request: TranscriptionRequest, defaults: Defaults) -> tuple[ParsedRequest, str, str]:
-    """Return the request as a chat without its recording, the task and the language.
+    """Return the request parsed as a chat without its recording, the caption task, and the language.
 
     Raises:
         RequestError: an option is invalid, not supported here, or contradicts another field.
@@ -96,7 +96,9 @@ def _parse_options(request: TranscriptionRequest, defaults: Defaults) -> tuple[P
             message = f"outrider.{name}: transcriptions do not report tokens: use chat completions"
             raise RequestError(message, param=f"outrider.{name}", code="unsupported")
     if request.prompt and (request.language or given.task or given.lang):
-        message = "prompt: a question replaces language, outrider.task and outrider.lang: give one or the other"
+        message = (
+            "prompt: a question replaces language, outrider.task and outrider.lang: leave them out, or leave out prompt"
+        )
         raise RequestError(message, param="prompt")
     if None not in (request.language, given.lang) and request.language != given.lang:
         message = f"language {request.language} and outrider.lang {given.lang} contradict each other: give one"
@@ -107,7 +109,7 @@ def _parse_options(request: TranscriptionRequest, defaults: Defaults) -> tuple[P
 
 
 def _rename(text: str) -> str:
-    """Return a text about the chat with the form's names of fields."""
+    """Return a text about the chat with the field names of the form."""
     return text.replace("messages.0.content", "prompt")
 
 

@@ -108,7 +108,7 @@ def _check_part(label: str, part: Any, *, recording: bool) -> None:
 
 
 def _error(messages: Messages, number: int, reason: str, field: str = "content") -> PromptError:
-    """Return the error about a field of a message."""
+    """Return the error about a field of the chat message `number`."""
     return PromptError(f"{_label(messages, number)}: {reason}", place=f"messages.{number % len(messages)}.{field}")
 
 
@@ -320,7 +320,7 @@ class ControlTokens:
     def check(self, name: str, label: str, place: str, text: str, tokens: Seq[str]) -> None:
         """Raise PromptError if a text is not valid Unicode or holds one of the tokens.
 
-        label: the text's name in the message. place: its path.
+        label: the text's name in the error's message. place: its path in the chat.
         """
         try:
             text.encode()

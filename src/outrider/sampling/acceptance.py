@@ -248,11 +248,11 @@ def verify_block(
     q: for rejection sampling, the distribution from which each draft was drawn.
     noise: margins below this many logits count as near-ties (0 for float32 engines).
 
-    Where no token can follow an accepted draft, that draft is the verdict's next token: the output may end with it.
+    If no token can follow an accepted draft, the verdict ends with that draft, because the output may end there, too.
 
     Raises:
         SettingsError: the rule needs q or logits that are not given.
-        DecodingError: no token can follow ids[:base].
+        DeadEnd: no token can follow ids[:base].
     """
     k = len(ids) - base
     if accept.needs_q and (q is None or len(q) != k):

@@ -90,7 +90,7 @@ class GrammarMask:
         return self._words
 
     def allowed(self, output: list[int]) -> np.ndarray:
-        """Return the mask after an output's tokens: bool [vocab_size]. Do not change it. Raise as `packed` does."""
+        """Return the mask after an output's tokens: bool [vocab_size], cached: do not change it. Raise as `packed`."""
         words = self.packed(output)
         if self._unpacked is None:
             bits = np.unpackbits(words.view(np.uint8), count=self._grammar.vocab_size, bitorder="little")
@@ -98,7 +98,7 @@ class GrammarMask:
         return self._unpacked
 
     def allows(self, output: list[int], token: int) -> bool:
-        """Return whether a token may follow an output: none may in a dead end."""
+        """Return whether a token may follow an output. In a dead end, no token may."""
         try:
             words = self.packed(output)
         except DeadEnd:

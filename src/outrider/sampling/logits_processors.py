@@ -12,8 +12,8 @@ processor. For a token v with count c_v in the output:
     bans                 −∞
 
 Each is a non-decreasing function of l_v, on which `sampling/top_logprobs.py` relies. `PrefixIndex` makes the n-grams
-and the penalties fast. Its state belongs to the last prefix, which is compared with the next one, so a
-roll-back needs no call.
+and the penalties fast. Its state belongs to the last prefix, which is compared with the next one, so a roll-back needs
+no call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from outrider.sampling.logits import clone_logits, gather_logits, scatter_logits
 
 
 class TokenCounts:
-    """The distinct tokens of a sequence and their counts, as a stack: the last token is removed first."""
+    """The distinct tokens of a sequence and their counts. Tokens are added and removed at the sequence's end."""
 
     def __init__(self) -> None:
         self._rows: dict[int, int] = {}  # in order of first appearance
@@ -44,14 +44,14 @@ class TokenCounts:
         return self._table[: len(self._rows), 1]
 
     def push(self, token: int) -> None:
-        """Add a token."""
+        """Append a token."""
         row = self._rows.setdefault(token, len(self._rows))
         if row == len(self._table):
             self._table = np.concatenate([self._table, np.zeros_like(self._table)])
         self._table[row] = token, self._table[row, 1] + 1
 
     def pop(self, token: int) -> None:
-        """Remove the last token."""
+        """Remove the last token, which is `token`."""
         row = self._rows[token]
         self._table[row, 1] -= 1
         if not self._table[row, 1]:
@@ -59,9 +59,9 @@ class TokenCounts:
 
 
 class PrefixIndex:
-    """The tokens and the n-grams of a prefix, maintained incrementally.
+    """The counts of tokens and the n-grams of a prefix, maintained incrementally.
 
-    tokens: those of the prefix. output: those after its first `prompt_length`.
+    tokens: the counts in the whole prefix. output: the counts after its first `prompt_length` tokens.
     """
 
     def __init__(self, ngram: int = 0, prompt_length: int = 0) -> None:

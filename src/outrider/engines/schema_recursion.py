@@ -1,4 +1,7 @@
-"""A search for a part of a JSON schema of which no value ends, as an object that requires another one of its kind."""
+"""Search for infinite recursion in JSON schemas: parts that no finite value matches.
+
+An example is an object that requires another object of the same schema.
+"""
 
 from __future__ import annotations
 
@@ -18,32 +21,32 @@ from outrider.engines.schema_parts import (
     types_of,
 )
 
-MAX_CONJUNCTS: Final = 64  # schemas that are combined to find out whether a value of all of them ends
+MAX_CONJUNCTS: Final = 64  # schemas whose keywords are combined, because one value must match all of them
 
-# A part has a value that ends if one of its clauses holds: everything that the clause needs has such a value. The least
-# fixed point of the clauses takes linear time. What they leave out only makes a part look satisfiable.
-_Clause = tuple[int, list[int]]  # the id of a part or of a list of choices, and the distinct ids of what it needs
+# Horn clauses: (head, needs) states that a finite value matches `head` if finite values match all of `needs`. Their
+# least fixed point takes linear time. Keywords without a clause can only make a part look finite.
+_Clause = tuple[int, list[int]]  # id() of a part or of a list of choices, and the distinct id()s of what it needs
 
 
-def find_endless(parts: SchemaParts) -> Schema | None:
-    """Return a part of which no value ends, or None."""
+def find_infinite(parts: SchemaParts) -> Schema | None:
+    """Return a part that no finite value matches, or None."""
     clauses = [(head, list(dict.fromkeys(needs))) for part in parts for head, needs in _clauses(part, parts)]
-    ending = _fixed_point(clauses)
-    by_id = {id(part): part for part in parts if id(part) not in ending}
+    finite = _fixed_point(clauses)
+    by_id = {id(part): part for part in parts if id(part) not in finite}
     if not by_id:
         return None
     missing = {
-        head: next(each for each in needs if each not in ending) for head, needs in clauses if head not in ending
+        head: next(each for each in needs if each not in finite) for head, needs in clauses if head not in finite
     }
     at, seen = next(iter(by_id)), set[int]()
-    while at not in seen or at not in by_id:  # in a circle that no value can leave
+    while at not in seen or at not in by_id:  # until a part repeats, which is in a cycle of requirements
         seen.add(at)
         at = missing[at]
     return _follow(by_id[at], parts)
 
 
 def _follow(part: Schema, parts: SchemaParts) -> Schema:
-    """Return the schema to which a mere reference leads, or the last one before a circle of references."""
+    """Return the schema to which a part without constraints of its own refers, directly or through other references."""
     seen = {id(part)}
     while (
         part.keys() <= {"$ref", *ANNOTATIONS} and (target := parts.target(part)) is not None and id(target) not in seen
@@ -54,7 +57,7 @@ def _follow(part: Schema, parts: SchemaParts) -> Schema:
 
 
 def _fixed_point(clauses: list[_Clause]) -> set[int]:
-    """Return the heads of all clauses that follow from those without needs."""
+    """Return the least fixed point: the heads that follow from the clauses without needs."""
     missing = [len(needs) for _, needs in clauses]
     waiting: dict[int, list[int]] = defaultdict(list)
     for number, (_, needs) in enumerate(clauses):
@@ -73,6 +76,7 @@ def _fixed_point(clauses: list[_Clause]) -> set[int]:
 
 
 def _clauses(part: Schema, parts: SchemaParts) -> Iterator[tuple[int, Iterable[int]]]:
+    """Yield the clauses of a part, and of the `anyOf` and `oneOf` that apply to it."""
     conjuncts = _conjuncts(part, parts)
     choices = [choice for each in conjuncts for key in CHOICES if (choice := list_in(each, key))]
     for choice in choices:
@@ -90,7 +94,7 @@ def _clauses(part: Schema, parts: SchemaParts) -> Iterator[tuple[int, Iterable[i
 
 
 def _conjuncts(part: Schema, parts: SchemaParts) -> list[Schema]:
-    """Return the schemas that a value of the part matches as well: those of `allOf` and `$ref`, and their own."""
+    """Return the part and the schemas that its values must match as well, by `allOf` and `$ref`, transitively."""
     found: dict[int, Schema] = {}
     queue = [part]
     while queue and len(found) < MAX_CONJUNCTS:
@@ -103,6 +107,7 @@ def _conjuncts(part: Schema, parts: SchemaParts) -> list[Schema]:
 
 
 def _required_values(conjuncts: list[Schema]) -> Iterator[Schema]:
+    """Yield the schemas of the values under required keys."""
     names = set[str]().union(*map(required_keys, conjuncts))
     for each in conjuncts:
         properties, others = dict_in(each, "properties"), each.get("additionalProperties")
@@ -114,6 +119,7 @@ def _required_values(conjuncts: list[Schema]) -> Iterator[Schema]:
 
 
 def _required_items(conjuncts: list[Schema]) -> Iterator[Schema]:
+    """Yield the schemas of the items that `minItems` requires."""
     least = max((count for each in conjuncts if isinstance(count := each.get("minItems"), int)), default=0)
     for each in conjuncts:
         first, others = list_in(each, "prefixItems")[: max(least, 0)], each.get("items")
